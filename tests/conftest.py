@@ -13,7 +13,7 @@ import pytest
 
 from tests import rotated, workers
 from tests.pool import Pool
-from titanlab.compile.cache import repair
+from titanlab.compile import cache as compiler_cache
 from titanlab.distributed.host import this_host
 
 ROOT = Path(__file__).parent.parent
@@ -37,7 +37,11 @@ os.environ.update(
     WANDB_CACHE_DIR=str(CACHE / "wandb"),
     WANDB_CONFIG_DIR=str(CACHE / "wandb"),
     WANDB_DATA_DIR=str(CACHE / "wandb"),
+    **compiler_cache.ENVIRONMENT,
 )
+# Damaged files are removed only in a folder that no other user can enter.
+(CACHE / "inductor").mkdir(mode=0o700, parents=True, exist_ok=True)
+(CACHE / "inductor").chmod(0o700)
 # Settings of the person or the job that runs the tests must not reach them.
 for _name in list(os.environ):
     if _name in (
@@ -64,7 +68,7 @@ hypothesis.settings.load_profile("titanlab")
 def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     """Processes for tests of several ranks: `pool.run(world, function, *arguments)`."""
     # An earlier session that was killed while a compiler ran has left half a file.
-    repair(CACHE / "inductor")
+    compiler_cache.repair(CACHE / "inductor")
     workers = Pool(
         int(os.environ.get("TITANLAB_TEST_WORKERS", "16")),
         warning_filters=request.config.getini("filterwarnings"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import signal
 import stat
@@ -19,10 +20,10 @@ KEY = "cabc"
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """An empty cache folder, with another in the place of torch's own."""
-    monkeypatch.setattr(cache, "_torch_default", lambda: tmp_path / "default")
-    for made in (tmp_path / "cache" / "locks", tmp_path / "cache" / "ab", tmp_path / "default/precompiled_headers"):
+def folder(tmp_path):
+    """An empty cache folder."""
+    tmp_path.chmod(0o700)
+    for made in (tmp_path / "cache" / "locks", tmp_path / "cache" / "ab"):
         made.mkdir(parents=True)
     return tmp_path / "cache"
 
@@ -52,18 +53,42 @@ def test_whole_files_stay_and_parts_of_them_go(folder, library, suffix):
 
 
 def test_all_that_a_killed_compiler_was_about_to_write_goes(folder, library):
-    """Its folder stays behind, and says so of files that look whole and of headers, of which one cannot tell."""
-    headers = cache._torch_default() / "precompiled_headers"
+    """Its folder stays behind, and says so of files that look whole."""
     (folder / "ab" / f"{KEY}.main.so").write_bytes(library[".so"])
     (folder / "ab" / f"{KEY}.main.cpp").write_text("int f();")
-    (headers / "cdef.h.gch").write_bytes(b"gpch half of it")
-    (headers / "cdef.h").write_text("#include <x>")
-    for left in (folder / "ab" / f"{KEY}.main_CxxBuild", headers / "cdef.h_CxxBuild"):
-        left.mkdir()
-    assert len(cache.repair(folder)) == 2
+    (folder / "ab" / f"{KEY}.main_CxxBuild").mkdir()
+    assert cache.repair(folder) == [folder / "ab" / f"{KEY}.main_CxxBuild"]
     assert sorted(path.name for path in (folder / "ab").iterdir()) == [f"{KEY}.main.cpp"]
-    assert sorted(path.name for path in headers.iterdir() if path.is_file()) == ["cdef.h"]
     assert cache.repair(folder) == []
+
+
+@pytest.mark.parametrize("shape", ["link", "open", "open parent", "another's"])
+def test_a_folder_that_another_user_could_have_made_is_left_alone(folder, monkeypatch, shape):
+    """Whoever makes a folder first under a name that can be guessed would choose which files are deleted."""
+    (folder / "ab" / "c.so").write_bytes(b"")
+    target = folder
+    if shape == "link":
+        target = folder.with_name("link")
+        target.symlink_to(folder)
+    elif shape.startswith("open"):
+        folder.parent.chmod(0o755)
+        folder.chmod(0o770 if shape == "open" else 0o755)
+    else:
+        monkeypatch.setattr(cache.os, "getuid", lambda: os.geteuid() + 1)
+    assert cache.repair(target) == []
+    assert (folder / "ab" / "c.so").exists()
+
+
+def test_torchs_own_folder_is_neither_used_nor_cleaned(folder, monkeypatch):
+    """Everybody knows its name: it may be another user's, or a link to a folder of this user."""
+    monkeypatch.setattr(tempfile, "tempdir", str(folder.parent))
+    mine = folder.parent / "mine"
+    (mine / "precompiled_headers" / "notes_CxxBuild").mkdir(parents=True)
+    (mine / "precompiled_headers" / "__init__.py").write_text("")
+    (folder.parent / f"torchinductor_{getpass.getuser()}").symlink_to(mine)
+    assert cache.repair(folder) == []
+    assert {path.name for path in (mine / "precompiled_headers").iterdir()} == {"notes_CxxBuild", "__init__.py"}
+    assert cache.ENVIRONMENT == {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
 
 
 @pytest.mark.parametrize("name", [f"{KEY}.main", f"{KEY}.optimized", KEY])
@@ -112,15 +137,23 @@ def test_the_folder_is_the_users_own(tmp_path, monkeypatch):
     own = tmp_path / f"titanlab-{os.getuid()}"
     assert cache.default_folder(root) == own / "inductor"
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    own.chmod(0o755)
+    assert cache.default_folder(root) == own / "inductor"
+    # Under a umask of 002 torch makes folders in it that a group can write to.
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
     own.chmod(0o777)
     assert cache.default_folder(root) == tmp_path / "home" / "inductor"
+    assert stat.S_IMODE((tmp_path / "home" / "inductor").stat().st_mode) == 0o700
     own.rmdir()
     (tmp_path / "elsewhere").mkdir()
     own.symlink_to(tmp_path / "elsewhere")
     assert cache.default_folder(root) == tmp_path / "home" / "inductor"
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TITANLAB_CACHE", str(tmp_path / "file"))
-    assert cache.default_folder(root) is None
+    made = cache.default_folder(root)
+    assert made.parent == tmp_path
+    assert made.name.startswith("titanlab-compile-")
+    assert stat.S_IMODE(made.stat().st_mode) == 0o700
 
 
 # As a linker that is killed: its output is there, and empty. The next time it is the compiler.
@@ -143,7 +176,8 @@ def test_a_run_that_is_killed_while_it_compiles_does_not_keep_the_next_from_trai
     compiler.write_text(COMPILER.format(folder=tmp_path))
     compiler.chmod(0o755)
     environment = os.environ | {"CXX": str(compiler), "TMPDIR": str(tmp_path)}
-    del environment[cache.VARIABLE]
+    for name in (cache.VARIABLE, *cache.ENVIRONMENT):
+        del environment[name]
     words = [
         "model=debug",
         "world=1",
@@ -163,3 +197,5 @@ def test_a_run_that_is_killed_while_it_compiles_does_not_keep_the_next_from_trai
     assert second.returncode == 0, second.stdout + second.stderr
     assert "file too short" not in second.stdout + second.stderr
     assert all(path.stat().st_size for path in libraries)
+    # Nor does torch make its default folder, whose name everybody knows.
+    assert not list(tmp_path.glob("torchinductor_*"))

@@ -101,3 +101,14 @@ def test_what_cannot_be_installed_is_named_in_one_line(tmp_path):
         (tmp_path / name).write_text(f"#!{shutil.which('sh')}\n{text}\n")
         (tmp_path / name).chmod(0o755)
     assert "as root: apt-get install --no-install-recommends slurmctld" in install()
+
+
+def test_a_link_in_a_folder_for_all_is_refused(tmp_path):
+    """The name that is taken where none is given can be guessed: whoever makes it first would choose Slurm's settings."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    for verb in ("start", "env", "status", "stop"):
+        code, out, err = tool(verb, tmp_path / "link")
+        assert (code, out) == (1, "")
+        assert err == f"dev-slurm: {tmp_path / 'link'} is a link, or another user's; name another folder\n"
+    assert not list((tmp_path / "mine").iterdir())

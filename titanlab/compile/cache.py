@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import getpass
 import os
 import shutil
 import stat
@@ -22,33 +21,33 @@ from typing import Literal
 from titanlab.errors import ConfigError
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+# torch keeps precompiled headers in its default folder, wherever the cache is: whoever makes that folder first could
+# put code into this user's libraries.
+ENVIRONMENT = {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
 # torch's names: the suffix of a folder beside a file that is being compiled, and the folder of locks.
 _UNDER_WAY = "_CxxBuild"
 _LOCKS = "locks"
-_WRITTEN_IN_PLACE = (".so", ".o", ".gch", ".dylib")
+_WRITTEN_IN_PLACE = (".so", ".o", ".dylib")
 # torch renames these files when they are complete; after a power cut they may still be empty.
 _RENAMED = (".py", ".cpp", ".h", ".hpp", ".json", ".best_config")
 
 
-def default_folder(other: Callable[[], Path]) -> Path | None:
-    """A cache folder of this user on this host, for titanlab only; None if there is none.
+def default_folder(other: Callable[[], Path]) -> Path:
+    """A cache folder that no other user can enter: its files are executed, and `repair` deletes in it.
 
     It is not in the home folder, which hosts may share: the generated code is for this host's processor, and a local
     disk supports locks.
 
     Args:
-        other: gives the folder to use if another user could write to the first; may raise ConfigError.
+        other: gives the folder to use if the first is not this user's alone; may raise ConfigError.
     """
-    folder = own_folder()
-    with contextlib.suppress(OSError):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
-        # The files are executed, so no other user may be able to write them.
-        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
-            return folder / "inductor"
+    if _make_private(own_folder()):
+        return own_folder() / "inductor"
     with contextlib.suppress(ConfigError):
-        return other() / "inductor"
-    return None
+        if _make_private(folder := other() / "inductor"):
+            return folder
+    # Not torch's default: anybody can make the folder of that name.
+    return Path(tempfile.mkdtemp(prefix="titanlab-compile-"))
 
 
 def own_folder() -> Path:
@@ -56,8 +55,30 @@ def own_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"titanlab-{os.getuid()}"
 
 
+def _make_private(folder: Path) -> bool:
+    """Make a folder that only this user can enter; False if it is a link, or if another user could have written there.
+
+    Under a umask of 002 torch makes folders that a group can write to, so that the folder above must keep others out.
+    """
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if _is_ours(folder, closed_to=0o022):
+            folder.chmod(0o700)
+            return True
+    return False
+
+
+def _is_ours(folder: Path, *, closed_to: int) -> bool:
+    """Whether this user owns a folder that is no link and has none of these permissions."""
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & closed_to
+
+
 def repair(folder: Path) -> list[Path]:
-    """Remove damaged files of a cache folder and of torch's folder of precompiled headers.
+    """Remove damaged files of a cache folder, if it or the folder above keeps all other users out.
 
     Files that another process is writing are kept: it holds torch's lock. Processes that start together wait here
     until the first one has finished.
@@ -65,12 +86,10 @@ def repair(folder: Path) -> list[Path]:
     Returns:
         the removed paths.
     """
-    if not folder.is_dir():
+    if not _is_ours(folder, closed_to=0) or not any(_is_ours(it, closed_to=0o077) for it in (folder, folder.parent)):
         return []
-    # torch keeps these in its default folder, even if the cache is elsewhere.
-    headers = _torch_default() / "precompiled_headers"
     with _alone(folder):
-        removed = [path for root in (folder, headers) for path in _damaged(root) if _remove(path, root / _LOCKS)]
+        removed = [path for path in _damaged(folder) if _remove(path, folder / _LOCKS)]
         removed += _repair_triton(folder / "triton")
     return removed
 
@@ -155,11 +174,3 @@ def _alone(folder: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             fcntl.flock(stack.enter_context((folder / ".titanlab-repair.lock").open("a")), fcntl.LOCK_EX)
         yield
-
-
-def _torch_default() -> Path:
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):
-        user = f"uid_{os.getuid()}"
-    return Path(tempfile.gettempdir()) / f"torchinductor_{user}"

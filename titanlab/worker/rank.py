@@ -214,9 +214,10 @@ def environment(recipe: Recipe, ranks: Ranks) -> dict[str, str]:
         "TORCH_FR_BUFFER_SIZE": "2000",
         # Ranks fork data readers; the tokenizers library warns about forks unless this is set.
         "TOKENIZERS_PARALLELISM": "false",
+        **compiler_cache.ENVIRONMENT,
     }
-    if compiled := compiler_cache.default_folder(data_cache.root):
-        variables[compiler_cache.VARIABLE] = str(compiled)
+    if compiler_cache.VARIABLE not in os.environ:
+        variables[compiler_cache.VARIABLE] = str(compiler_cache.default_folder(data_cache.root))
     if recipe.training.deterministic:
         variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     return {name: value for name, value in variables.items() if name not in os.environ}
