@@ -1,15 +1,22 @@
 """Layers that are computed as one product give the outputs, gradients and parameters of separate ones."""
 
+import ast
+import contextlib
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import titanlab
 from tests import tiny
 from tests.precision.test_float8_base_schema import given
+from titanlab.ac.block_schema import FullCheckpointing
+from titanlab.costs import meter
 from titanlab.costs.account import Joined
+from titanlab.data.synthetic_schema import Synthetic
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.errors import ConfigError
 from titanlab.model.projections import Projections
@@ -36,10 +43,10 @@ class Owner(nn.Module):
     def __init__(self):
         super().__init__()
         self.a, self.b = nn.Linear(8, 6, bias=False), nn.Linear(8, 4, bias=False)
-        self.projections = Projections()
+        self.projections, self.layers = Projections(), ("a", "b")
 
     def forward(self, x):
-        return self.projections(x, self.a, self.b)
+        return self.projections(x, *(getattr(self, name) for name in self.layers))
 
 
 def outputs_and_gradients(owner, x, *, twice=True):
@@ -63,6 +70,40 @@ def test_outputs_and_gradients(twice):
     # Of `b` only its own output is kept.
     assert first.untyped_storage().nbytes() == 2 * 3 * (6 + 4) * 4
     assert second.untyped_storage().nbytes() == 2 * 3 * 4 * 4
+
+
+@pytest.mark.parametrize("layers", [("a", "b"), ("a", "b", "c")])
+@pytest.mark.parametrize("reason", ["no_grad", "frozen"])
+def test_compiled_products_that_need_no_gradient(layers, reason):
+    """torch's dynamo calls an autograd function's forward in another way then."""
+    torch.manual_seed(0)
+    owner, x = Owner(), torch.randn(2, 3, 8)
+    owner.c, owner.layers = nn.Linear(8, 5, bias=False), layers
+    expected = owner(x)
+    join_products(owner, [Joined(caller="projections", layers=layers, copied=("b",))], None)
+    compiled = torch.compile(owner, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), expected)
+    owner.requires_grad_(reason != "frozen")
+    with torch.no_grad() if reason == "no_grad" else contextlib.nullcontext():
+        found = compiled(x)
+    assert not any(output.requires_grad for output in found)
+    torch.testing.assert_close(found, expected)
+
+
+def test_autograd_functions_of_any_number_of_tensors_are_known():
+    """In compiled code dynamo miscounts their arguments: each is called by hand there if nothing needs a gradient."""
+    classes = [
+        each
+        for path in Path(titanlab.__file__).parent.rglob("*.py")
+        for each in ast.walk(ast.parse(path.read_text()))
+        if isinstance(each, ast.ClassDef)
+        and any(ast.unparse(base).endswith("autograd.Function") for base in each.bases)
+    ]
+    forwards = {each.name: next(f for f in each.body if getattr(f, "name", "") == "forward") for each in classes}
+    assert len(forwards) > 10
+    # The last two never run in compiled code.
+    takes_any = {name for name, forward in forwards.items() if forward.args.vararg}
+    assert takes_any == {"_JoinedProduct", "_Taps", "_GatherProduct"}
 
 
 def test_frozen_layers_get_no_gradient():
@@ -108,6 +149,45 @@ def test_training_is_the_same(pool, tmp_path, name):
     difference = compare(trained(pool, tmp_path, **common, **layers), trained(pool, tmp_path, **fused, **others))
     assert max(difference.loss, difference.grad_norm, difference.gradient[0]) <= BAR, difference
     assert difference.largest <= bar, difference
+
+
+# Every technique that has an autograd function or an operator of its own inside compiled blocks.
+VALIDATED = {
+    "tensor": {"tensor": 2},
+    "alone": {},
+    "no sequence parallelism, loss in chunks": {"tensor": 2, "sequence_parallel": False, "loss_chunk": 12},
+    "split backward": {"pipeline": 2, "layers": 4, "pipeline_schedule": ZBV()},
+    "ring": {"context": 2},
+    "gathered keys": {"context": 2, "context_method": "all_gather"},
+    "recomputed": {"ac": FullCheckpointing(), "shard": 2},
+    "documents": {"data": Synthetic(vocab_size=256, document_mask=True, document_tokens=6)},
+    "head norms": {"model": QWEN3, "tensor": 2},
+    "experts": {"model": EXPERTS, "tensor": 2},
+    "expert parallelism": {"model": EXPERTS, "tensor": 2, "expert": 2, "pipeline": 2},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "tensor" else [pytest.mark.full]) for name in VALIDATED]
+)
+def test_compiled_fused_blocks_are_validated(pool, tmp_path, name):
+    """The loss of held-out sequences, after each step, is that of one process that neither fuses nor compiles."""
+    common = {**COMMON, "validate_every": 1, "validation_sequences": 5, "at_end": False}
+    given = {**common, **VALIDATED[name]}
+    common |= {key: value for key, value in given.items() if key in ("layers", "model", "data")}
+    model = {"model": replace(given["model"], fused=True)} if "model" in given else {"fused": True}
+    compiled = {"blocks": True, "loss": "loss_chunk" not in given, "backend": "aot_eager"}
+    expected = validated(pool, tmp_path / "expected", common)
+    found = validated(pool, tmp_path / "found", given | model | compiled)
+    assert [step for step, _ in expected] == [1, 2, 3]
+    assert found == [(step, pytest.approx(loss, rel=BAR)) for step, loss in expected]
+
+
+def validated(pool, folder, keys):
+    made = tiny.recipe(folder, **keys)
+    run = tiny.begin(made)
+    pool.run(made.world, tiny.as_rank, made, run, limit_seconds=300.0)
+    return [(row["step"], row[meter.VALIDATION_LOSS]) for row in run.metrics("validation")]
 
 
 @pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)])

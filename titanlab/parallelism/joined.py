@@ -90,8 +90,20 @@ def _apply(
     deferred: DeferredWeights | None,
     weights: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
+    if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (inputs, *weights))):
+        # Without a gradient, torch 2.13's dynamo calls `forward` without `ctx` if the number of arguments is that of
+        # its parameters, where `*weights` counts as one: with two weights.
+        return _outputs(inputs, product, copied, weights)
     outputs: tuple[Tensor, ...] = _JoinedProduct.apply(inputs, product, copied, deferred, *weights)  # type: ignore[no-untyped-call]
     return outputs
+
+
+def _outputs(
+    inputs: Tensor, product: Product, copied: tuple[bool, ...], weights: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    parts = [local_part(weight) for weight in weights]
+    outputs = product.forward(inputs, product.join(parts), None).split([part.shape[0] for part in parts], -1)
+    return tuple(output.clone() if copy else output for output, copy in zip(outputs, copied, strict=True))
 
 
 class _JoinedProduct(torch.autograd.Function):
@@ -113,9 +125,7 @@ class _JoinedProduct(torch.autograd.Function):
             # The parameters themselves, because their `grad` is written; saved tensors may be copies.
             ctx.weights = weights
             ctx.save_for_backward(inputs)
-        parts = [local_part(weight) for weight in weights]
-        outputs = product.forward(inputs, product.join(parts), None).split([part.shape[0] for part in parts], -1)
-        return tuple(output.clone() if copy else output for output, copy in zip(outputs, copied, strict=True))
+        return _outputs(inputs, product, copied, weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
