@@ -88,6 +88,7 @@ def test_a_layout_trains_as_one_process(pool, tmp_path):
 @pytest.mark.parametrize(
     "layout",
     [
+        {},
         pytest.param({"shard": 2}, marks=pytest.mark.full),
         pytest.param({"shard": 2, "tensor": 2}, marks=pytest.mark.full),
         pytest.param({"pipeline": 2, "microbatch": 2}, marks=pytest.mark.full),

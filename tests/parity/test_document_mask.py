@@ -45,7 +45,7 @@ ROWS = [
     ({"context": 2, "context_method": "all_gather"}, MATRIX),
     ({"context": 4}, MATRIX),
     ({"context": 4, "context_method": "all_gather"}, MATRIX),
-    ({"pipeline": 2}, MATRIX),
+    ({"pipeline": 2}, []),
     ({"pipeline": 2, "schedule": "zbv"}, MATRIX),
     ({"pipeline": 2, "context": 2, "tensor": 2}, MATRIX),
     ({"shard": 2, "context": 4, "context_method": "all_gather"}, MATRIX),

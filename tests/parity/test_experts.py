@@ -52,9 +52,9 @@ ROWS = [
     ("qwen3", {"pipeline": 2, "schedule": "dualpipe_v"}, FULL),
     ("qwen3", {"pipeline": 2, "context": 2, "tensor": 2, "shard": 2}, FULL),
     # The auxiliary loss weighs the same however a step is divided.
-    ("sequence", {"shard": 2, "microbatch": 1}, FULL),
+    ("sequence", {"shard": 2, "microbatch": 1}, []),
     ("sequence", {"tensor": 2, "sequence_parallel": False}, FULL),
-    ("sequence", {"pipeline": 2, "tensor": 2, "microbatch": 2}, FULL),
+    ("sequence", {"pipeline": 2, "tensor": 2, "microbatch": 2}, []),
     ("batch", {"context": 2, "tensor": 2, "microbatch": 2}, FULL),
     ("batch", {"replicate": 2, "microbatch": 1}, FULL),
     ("mixtral", {"shard": 4, "tensor": 2}, FULL),

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from tests import tiny
 from tests.planted_schema import Planted
 from titanlab.data import source
+from titanlab.data.synthetic_schema import Synthetic
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.model import llama, llama_account
 from titanlab.optimizer.schedule import rate_factor
@@ -37,6 +38,7 @@ KINDS = {
     "tied": {"tied_embeddings": True},
     "gaps": {"data": Planted(gaps=True)},
     "bf16": {"bf16": True},
+    "documents": {"data": Synthetic(vocab_size=256, document_mask=True, document_tokens=6, gaps=True)},
 }
 
 
@@ -110,6 +112,18 @@ class BareLoop:
         self.model = llama.Llama(made.model, seq_len=made.training.seq_len)
         initialise(self.model, llama_account.initial_values(made.model), made.seed)
 
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """With document masks: of each document by itself. Token 0 ends one."""
+        if not self.made.data.document_mask:
+            return self.model(tokens)
+        ends = [(row[:-1] == 0).nonzero().flatten() + 1 for row in tokens]
+        return torch.stack(
+            [
+                torch.cat([self.model(document.unsqueeze(0))[0] for document in row.tensor_split(cuts)])
+                for row, cuts in zip(tokens, ends, strict=True)
+            ]
+        )
+
     def trace(self) -> Trace:
         made, model = self.made, self.model
         stream = source.open_train(
@@ -128,7 +142,7 @@ class BareLoop:
         found = Trace()
         for step in range(1, made.training.steps + 1):
             batch = stream.next_batch()
-            logits = model(torch.from_numpy(batch.tokens))
+            logits = self.logits(torch.from_numpy(batch.tokens))
             loss = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch.labels).flatten())
             optimizer.zero_grad()
             loss.backward()
@@ -146,7 +160,7 @@ class BareLoop:
         return found
 
 
-@pytest.mark.parametrize("kind", ["clipped", "gaps", "tied"])
+@pytest.mark.parametrize("kind", ["clipped", "gaps", "tied", "documents"])
 def test_one_process_trains_as_a_bare_loop(traces, tmp_path, kind):
     difference = compare(BareLoop(tiny.recipe(tmp_path, **COMMON, **KINDS[kind])).trace(), traces(kind))
     assert difference.largest <= BAR, difference
@@ -156,12 +170,14 @@ def test_clipping_was_active_and_gaps_were_uneven(traces, tmp_path):
     assert min(traces("clipped").grad_norms) > 0.3
     norms = [torch.linalg.vector_norm(gradient).item() for gradient in traces("clipped").gradients.values()]
     assert math.hypot(*norms) == pytest.approx(0.3, rel=1e-5)
-    made = tiny.recipe(tmp_path, **KINDS["gaps"])
-    valid = []
-    for rank in range(4):
-        stream = source.open_train(made.data, seed=0, seq_len=32, global_batch=12, rank=rank, ranks=4)
-        valid.append(int((stream.next_batch().labels != source.IGNORE).sum()))
-    assert valid == [96, 66, 33, 0]
+    valid = {"gaps": [], "documents": []}
+    for kind, counts in valid.items():
+        data = tiny.recipe(tmp_path, **KINDS[kind]).data
+        for rank in range(4):
+            stream = source.open_train(data, seed=0, seq_len=32, global_batch=12, rank=rank, ranks=4)
+            counts.append(int((stream.next_batch().labels != source.IGNORE).sum()))
+    # Of sample g the share (g % 4) / 3 does not count, or (g % 4) / 4; the first label of a document counts.
+    assert valid == {"gaps": [96, 66, 33, 0], "documents": [96, 72, 48, 24]}
 
 
 @pytest.mark.full

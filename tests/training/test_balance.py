@@ -7,18 +7,21 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests import tiny
 from tests.model.test_mixture_of_experts import model as made_layer
 from tests.parity.test_experts import SIZES, traced
 from titanlab.ac.block_schema import FullCheckpointing
 from titanlab.costs import meter
+from titanlab.data import source
 from titanlab.errors import ConfigError
-from titanlab.model.mixture_of_experts import Auxiliary
+from titanlab.model.mixture_of_experts import Auxiliary, Router
 from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.training.balance import Balance, Load
 from titanlab.training.totals import Totals
 from titanlab.training.train import Observer
+from titanlab.weights.initialise import initialise
 
 MODEL = Qwen3Moe(**{**SIZES, "layers": 2}, head_dim=32, ffn_dim=32, experts=8, active_experts=2, bias_rate=0.01)
 
@@ -68,13 +71,57 @@ def test_biases_move_against_the_load(tmp_path):
     assert any(abs(value) > 0.003 for value in saved["layers.0"])
 
 
-def test_a_resumed_run_goes_on_with_its_biases(tmp_path):
-    whole, _ = loads(recipe(tmp_path / "whole", steps=6))
-    begun, run = loads(recipe(tmp_path / "parts", steps=6, every=3))
+@pytest.mark.parametrize(
+    ("balance", "layout"),
+    [("bias", {}), ("auxiliary_batch", {}), ("bias", {"pipeline": 2})],
+)
+def test_a_resumed_run_goes_on_with_its_biases(pool, tmp_path, balance, layout):
+    """Or with the shares of the last step's tokens."""
+    model = replace(MODEL, balance=balance, auxiliary_weight=1.0)
+    made = recipe(tmp_path, model=model, steps=6, every=3, **layout)
+    run = tiny.begin(made)
+    straight = pool.run(made.world, traced, made, run)[0]
     (run.path / "checkpoints" / "step-00000006").rename(tmp_path / "away")
-    again, _ = loads(recipe(tmp_path / "parts", steps=6, every=3), tiny.begin(recipe(tmp_path, steps=6), run))
-    assert begun == whole
-    assert again == whole[3:]
+    again = pool.run(made.world, traced, made, tiny.begin(made, run))[0]
+    assert (again.loads, again.losses) == (straight.loads[3:], straight.losses[3:])
+
+
+def test_a_bias_moves_by_its_rate_against_the_load_of_a_step(tmp_path):
+    made = recipe(tmp_path, steps=2, every=1)
+    (load, _), run = loads(made)
+    saved = json.loads((run.path / "checkpoints" / "step-00000001" / "position.json").read_text())["routing"]
+    for layer, counts in enumerate(load.counts):
+        # 4 sequences of 32 tokens, 2 of 8 experts each: 32 of an expert if all were alike.
+        wanted = [0.01 * ((count < 32) - (count > 32)) for count in counts]
+        assert saved[f"layers.{layer}"] == pytest.approx(wanted)
+
+
+def test_a_run_trains_on_the_auxiliary_loss_once(tmp_path):
+    """The gradient of the first step is that of the mean over labels of both losses, in plain PyTorch."""
+    weight = 0.5
+    model = replace(MODEL, balance="auxiliary_sequence", auxiliary_weight=weight)
+    made = recipe(tmp_path, model=model, steps=2, max_grad_norm=None)
+    found = traced(made, tiny.begin(made)).gradients
+    plain = made.model.implementation().build(seq_len=32)
+    initialise(plain, made.model.initial_values(), made.seed)
+    stream = source.open_train(made.data, seed=made.seed, seq_len=32, global_batch=4, rank=0, ranks=1)
+    batch = stream.next_batch()
+    auxiliary = []
+
+    def add(router, inputs, output):
+        scores = (inputs[0] @ router.weight.t()).softmax(-1)
+        chosen = torch.zeros_like(scores).scatter(1, scores.topk(2).indices, 1.0)
+        shares, means = (each.view(4, 32, 8).mean(1) for each in (chosen / 2, scores))
+        auxiliary.append(weight * 8 * (shares * means).sum(-1).mean())
+
+    for module in plain.modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(add)
+    logits = plain(torch.from_numpy(batch.tokens))
+    (F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch.labels).flatten()) + sum(auxiliary)).backward()
+    assert len(auxiliary) == 2
+    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("balance", ["auxiliary_batch", "none"])
