@@ -50,6 +50,19 @@ def test_a_validation_may_compile_everything_once_more():
         assert [each.surprise for each in watched.look(evaluating=True).functions] == [True]
 
 
+def test_a_resumed_run_may_validate_before_its_first_step():
+    watched = Watch()
+    weight = torch.ones(1, requires_grad=True)
+    double = compiled(lambda x: x * weight)
+    with torch.no_grad():
+        double(torch.ones(2))
+    assert [each.surprise for each in watched.look(evaluating=True).functions] == [False]
+    double(torch.ones(2))
+    assert [each.surprise for each in watched.look(first=True).functions] == [False]
+    double(torch.ones(3))
+    assert [each.surprise for each in watched.look().functions] == [True]
+
+
 def test_optimizers_compile_once_for_each_shape(monkeypatch):
     watched = Watch()
     place = {"start_time_us": 0, "end_time_us": 2_000_000, "co_filename": "/packages/torchao/optim/adam.py"}

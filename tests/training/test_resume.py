@@ -14,6 +14,8 @@ from tests import tiny
 from tests.planted_schema import Planted
 from tests.pool import RankFailure
 from titanlab.checkpoint.folders import checkpoints, latest
+from titanlab.compile.watch import RECOMPILATIONS
+from titanlab.costs import meter
 from titanlab.data import source
 from titanlab.data.files_schema import Files
 from titanlab.data.hf_schema import HuggingFace
@@ -159,6 +161,57 @@ def test_metrics_and_results_of_a_stopped_run(pool, tmp_path):
     for number in (1, 2):
         last = max(row["time"] for row in run.metrics("train") if row["attempt"] == number)
         assert run.result(number).ended > last - 0.001
+
+
+# Of the rows of training and validation; others tell how long something took.
+RESULTS = (meter.LOSS, meter.VALIDATION_LOSS, meter.GRAD_NORM, meter.LEARNING_RATE, meter.TOKENS_SEEN)
+
+
+def results(run):
+    """What must not depend on interruptions, by kind and step."""
+    rows = run.metrics("train") + run.metrics("validation")
+    return [(row["kind"], row["step"], {name: row[name] for name in RESULTS if name in row}) for row in rows]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"log_every": 4},
+        {"shard": 2},
+        # A pipeline and compiled blocks, whose first call is then without gradients.
+        pytest.param({"pipeline": 2, "shard": 2, "microbatch": 2}, marks=pytest.mark.full),
+        pytest.param({"blocks": True, "backend": "aot_eager", "fused": True}, marks=pytest.mark.full),
+    ],
+)
+def test_a_validation_that_a_stop_came_before_is_made_up_for(pool, tmp_path, given):
+    """The stop ends step 3, at which a validation is due: the run saves first, and validates when it goes on."""
+    given = {"validate_every": 3, "validation_sequences": 4, **given}
+    made, run, _ = stopped(pool, tmp_path, **given)
+    assert run.metrics("validation") == []
+    straight = tiny.recipe(tmp_path, name="straight", steps=STEPS, data=Planted(), **given)
+    whole = tiny.begin(straight)
+    pool.run(made.world, attempt, straight, whole)
+    pool.run(made.world, attempt, made, tiny.begin(made, run))
+    assert [row["step"] for row in run.metrics("validation")] == [3, 6, 8]
+    assert results(run) == results(whole)
+    assert run.result().metrics.get(RECOMPILATIONS, 0) == 0
+
+
+def test_no_validation_is_repeated(pool, tmp_path):
+    """Neither the one before a checkpoint, nor that of the run from which another one starts."""
+    given = {"steps": STEPS, "data": Planted(), "validate_every": 3, "validation_sequences": 4, "every": 3}
+    made = tiny.recipe(tmp_path, **given)
+    run = tiny.begin(made)
+    with pytest.raises(RankFailure, match="a planted end"):
+        pool.run(1, attempt, made, run, 5)
+    first = latest(run.checkpoints)
+    other = tiny.recipe(tmp_path, name="other", load_from=str(first), **given)
+    begun = tiny.begin(other)
+    pool.run(1, attempt, other, begun)
+    assert [row["step"] for row in begun.metrics("validation")] == [6, 8]
+    pool.run(1, attempt, made, tiny.begin(made, run))
+    rows = [(row["attempt"], row["step"]) for row in run.metrics("validation")]
+    assert (first.name, rows) == ("step-00000003", [(1, 3), (2, 6), (2, 8)])
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,8 @@ class Watch:
     ) -> None:
         """Earlier compilations do not count."""
         self._active, self._note, self._warn = active, note, warn
-        self._known: set[tuple[str, int]] = set()
-        self._evaluated: set[tuple[str, int]] = set()
+        # Functions, and whether a validation ran them: without gradients everything is compiled once more.
+        self._known: set[tuple[str, int, bool]] = set()
         self._last: Any = None
         self._limited = True
         self.seconds = 0.0
@@ -122,12 +122,9 @@ class Watch:
             self.surprises += compilation.surprise
 
     def _compilation(self, record: Any, *, evaluating: bool, first: bool) -> Compilation:
-        place = (str(record.co_filename), int(record.co_firstlineno or 0))
+        place = (str(record.co_filename), int(record.co_firstlineno or 0), evaluating)
         expected = place not in self._known
         self._known.add(place)
-        if evaluating and place not in self._evaluated:
-            self._evaluated.add(place)
-            expected = True
         if first and any(part in _OWN for part in Path(place[0]).parts):
             expected = True
         return Compilation(

@@ -182,6 +182,14 @@ def train(
                 saves.learn(totals)
                 outcome = _judge(outcome, known_step, totals, stop)
 
+        def validates(step: int) -> bool:
+            every = recipe.training.validate_every
+            return every > 0 and (step == recipe.training.steps or step % every == 0)
+
+        def validate_after(step: int) -> None:
+            with recorder.validating(step) as report, watchdog.pausing("validation", step):
+                report(validate(recipe, assembled, world, mesh))
+
         repeated = RepeatedStep(recipe.training.check_every, assembled, optimizer, world)
         stack.enter_context(profiled(profiler, run, world, mesh, recorder, attempt=attempt))
         stack.enter_context(named_consumers(model, optimizer))
@@ -196,6 +204,8 @@ def train(
         model.train()
         step_ends = StepEnds(world.device)
         recorder.start()
+        if validates(position.step) and world.share(world.logs and _is_not_validated(run, position.step)):
+            validate_after(position.step)
         start_up.begin("first_step")
         step = first_step = position.step
         while step < recipe.training.steps:
@@ -240,8 +250,7 @@ def train(
             # checkpoint or a validation, all of them are read.
             waiting.append((step, rate, reduction))
             last = step == recipe.training.steps
-            validates = recipe.training.validate_every > 0 and (last or step % recipe.training.validate_every == 0)
-            settle(lag=0 if world.device.type == "cpu" or last or validates else 1)
+            settle(lag=0 if world.device.type == "cpu" or last or validates(step) else 1)
             if saves.at(step):
                 settle(lag=0)
             if outcome.kind is OutcomeKind.NAN and rollbacks.may_follow(outcome, after=saves.wait):
@@ -256,10 +265,10 @@ def train(
                 waiting.clear()
                 continue
             if outcome.kind is not OutcomeKind.DONE:
+                # The state is saved first, because time may be short; the next attempt makes up for a validation.
                 break
-            if validates:
-                with recorder.validating(step) as report, watchdog.pausing("validation", step):
-                    report(validate(recipe, assembled, world, mesh))
+            if validates(step):
+                validate_after(step)
             if saves.at(step):
                 saves.save(position)
 
@@ -272,6 +281,11 @@ def train(
         # Wait until the result is on disk: a launcher ends the other ranks when one rank has exited.
         world.share(None)
         return outcome
+
+
+def _is_not_validated(run: RunFolder, step: int) -> bool:
+    """Whether an earlier attempt of the run ended between a step and the validation after it."""
+    return run.metrics("attempt")[0]["step"] < step and all(row["step"] != step for row in run.metrics("validation"))
 
 
 def _set_rate(optimizer: torch.optim.Optimizer, recipe: Recipe, step: int) -> float:
