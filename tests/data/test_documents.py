@@ -76,7 +76,8 @@ def lengths_of(texts: list[str], config: Any) -> list[int]:
     """Tokens of each document with its special tokens, encoded one by one."""
     tokenizer = source.tokenizer(config)
     assert tokenizer is not None
-    special = (tokenizer.bos_id is not None) + (tokenizer.eos_id is not None)
+    # One token that begins and ends documents stands once.
+    special = len({tokenizer.bos_id, tokenizer.eos_id} - {None})
     return [len(tokenizer.encode(each)) + special for each in texts]
 
 

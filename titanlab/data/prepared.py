@@ -156,8 +156,9 @@ def check_tokenizer(tokenizer: Tokenizer) -> None:
     Raises:
         ConfigError: it does not.
     """
-    separators = Separators(begin=tokenizer.bos_id, end=tokenizer.eos_id)
-    check_separators(separators, whose="the tokenizer", cure="try false, or a tokenizer with such a token")
+    check_separators(
+        tokenizers.separators_of(tokenizer), whose="the tokenizer", cure="try false, or a tokenizer with such a token"
+    )
 
 
 def make_shards(

@@ -58,7 +58,8 @@ def written(
         **given,  # type: ignore[arg-type]
     )
     assert read_index(folder) == index
-    assert lines == []
+    assert len(lines) == 1
+    assert "a document" in lines[0]
     return index
 
 
@@ -206,4 +207,4 @@ def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         report=lines.append,
         held_out=lambda text: text == "b",
     )
-    assert lines == ["tokenised 3 million tokens", "tokenised 4 million tokens"]
+    assert lines[1:] == ["tokenised 3 million tokens", "tokenised 4 million tokens"]

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from titanlab.data.tokenizers.tokenizer import keep, load
+from titanlab.data.documents import Separators
+from titanlab.data.tokenizers.tokenizer import keep, load, separators_in_words, separators_of
 from titanlab.errors import ConfigError
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
@@ -62,6 +63,70 @@ def test_special_tokens(model_file: Path, json_file: Path, tmp_path: Path) -> No
     assert (load(alone).bos_id, load(alone).eos_id) == (None, None)
     alone.write_text(json_file.read_text().replace("<|end|>", "<|endoftext|>"))
     assert (load(alone).bos_id, load(alone).eos_id) == (None, 1)
+
+
+WITH_NONE = {"None": 0, "<|endoftext|>": 1, "<s>": 2, "a": 3, "5": 4}
+LACKING = "warning: {role} is {name} beside {file}, whose vocabulary lacks it"
+NOTHING = "warning: no token begins or ends a document: nothing separates it from the next"
+
+
+@pytest.mark.parametrize(
+    ("config", "special_map", "ids", "separators", "lines"),
+    [
+        # Qwen: no text begins with a token, also where the vocabulary has the word "None".
+        ({"bos_token": None, "eos_token": "<|endoftext|>"}, None, (None, 1), (None, 1), ["a document ends with token 1"]),
+        # GPT-2 and SmolLM: one token separates documents, and begins a prompt.
+        ({"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "add_bos_token": False}, None, (1, 1), (None, 1), ["a document ends with token 1"]),
+        ({"bos_token": "<s>", "eos_token": "<|endoftext|>"}, None, (2, 1), (2, 1), ["a document begins with token 2 and ends with token 1"]),
+        ({"bos_token": "<s>", "eos_token": None}, None, (2, None), (2, None), ["a document begins with token 2"]),
+        ({"bos_token": "<b>", "eos_token": "</s>"}, None, (None, None), (None, None), [LACKING.format(role="bos_token", name="<b>", file="{file}"), LACKING.format(role="eos_token", name="</s>", file="{file}"), NOTHING]),
+        ({"bos_token": "<s>", "eos_token": {"content": "</s>"}}, None, (2, None), (2, None), ["a document begins with token 2", LACKING.format(role="eos_token", name="</s>", file="{file}")]),
+        # What is no text names no token.
+        ({"bos_token": 5, "eos_token": ["a"]}, None, (None, None), (None, None), [NOTHING]),
+        # The older file beside it, which counts as long as the config does not list the added tokens.
+        (None, {"bos_token": "<s>", "eos_token": {"content": "a"}}, (2, 3), (2, 3), ["a document begins with token 2 and ends with token 3"]),
+        ({"eos_token": "a", "added_tokens_decoder": {}}, {"eos_token": "5"}, (2, 3), (2, 3), ["a document begins with token 2 and ends with token 3"]),
+        (None, None, (2, 1), (2, 1), ["a document begins with token 2 and ends with token 1"]),
+    ],
+    ids=["null", "one token for both", "two tokens", "no end", "both lacking", "end lacking", "no text", "map", "map not read", "usual names"],
+)  # fmt: skip
+def test_the_tokens_around_documents_are_those_of_the_files_beside_the_tokenizer(
+    tmp_path: Path,
+    config: dict[str, object] | None,
+    special_map: dict[str, object] | None,
+    ids: tuple[int | None, int | None],
+    separators: tuple[int | None, int | None],
+    lines: list[str],
+) -> None:
+    model = {"type": "WordLevel", "vocab": WITH_NONE, "unk_token": "a"}
+    file, kept = tmp_path / "tokenizer.json", tmp_path / "kept"
+    file.write_text(json.dumps({"version": "1.0", "model": model}))
+    for name, content in (("tokenizer_config.json", config), ("special_tokens_map.json", special_map)):
+        if content is not None:
+            (tmp_path / name).write_text(json.dumps(content))
+    kept.mkdir()
+    keep(file, kept)
+    for place in (tmp_path, kept):
+        tokenizer = load(place)
+        assert (tokenizer.bos_id, tokenizer.eos_id) == ids
+        assert separators_of(tokenizer) == Separators(begin=separators[0], end=separators[1])
+        assert separators_in_words(tokenizer) == [line.format(file=place / "tokenizer.json") for line in lines]
+
+
+def test_other_tokens_around_documents_are_other_data(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": WITH_NONE, "unk_token": "a"}})
+    )
+    found = set()
+    for bos in ("None", None, "<s>"):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": bos, "eos_token": "<|endoftext|>"}))
+        found.add(load(tmp_path).fingerprint)
+    assert len(found) == 3
+    # One token for both gives the same tokens as an end alone.
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"})
+    )
+    assert load(tmp_path).fingerprint in found
 
 
 def test_decoding_leaves_special_tokens_out(model_file: Path, json_file: Path) -> None:

@@ -18,7 +18,7 @@ from titanlab.data.corpus.text_files import whole_characters
 from titanlab.data.hf_schema import LOCAL_BUILDERS, HuggingFace
 from titanlab.data.streams.packing import Position
 from titanlab.data.streams.stream import damaged, is_count
-from titanlab.data.tokenizers.tokenizer import Tokenizer
+from titanlab.data.tokenizers.tokenizer import Tokenizer, separators_of
 from titanlab.errors import ConfigError
 from titanlab.system.hub import check_reachable, is_offline
 
@@ -123,9 +123,9 @@ class StreamDocuments:
         return self._config.validation_split is None and is_held_out(text, self._config.validation_fraction)
 
     def _tokenised(self, text: str) -> npt.NDArray[np.uint32]:
-        bos, eos = self._tokenizer.bos_id, self._tokenizer.eos_id
-        ids = self._tokenizer.encode(text)
-        return np.array([*([] if bos is None else [bos]), *ids, *([] if eos is None else [eos])], dtype=np.uint32)
+        around, ids = separators_of(self._tokenizer), self._tokenizer.encode(text)
+        before, after = ([] if token is None else [token] for token in (around.begin, around.end))
+        return np.array([*before, *ids, *after], dtype=np.uint32)
 
 
 def _check_position(number: int, position: Position) -> None:

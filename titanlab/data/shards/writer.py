@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from titanlab.data.shards.index import BYTES, Index, Shard, dtype_for, write_index
 from titanlab.data.streams.stream import Report
-from titanlab.data.tokenizers.tokenizer import Tokenizer, keep
+from titanlab.data.tokenizers.tokenizer import Tokenizer, keep, separators_in_words, separators_of
 
 SHARD_TOKENS = 1 << 30
 """A file ends after the document with which it reaches this many tokens."""
@@ -35,8 +35,7 @@ def write_documents(
     """Tokenise documents into a folder that exists and is empty.
 
     Args:
-        documents: texts; each becomes beginning-of-text, its tokens, end-of-text. A special token that the tokenizer
-            does not have is left out.
+        documents: texts; each becomes beginning-of-text, its tokens, end-of-text, as far as `separators_of` has them.
         tokenizer_file: copied into the folder.
         fingerprint: hash of the documents and of their tokenisation, written to the index.
         held_out: whether a document is for validation.
@@ -44,6 +43,8 @@ def write_documents(
             document or all of them, as it may if there are very few.
         shard_tokens: see `SHARD_TOKENS`.
     """
+    for line in separators_in_words(tokenizer):
+        report(line)
     dtype = dtype_for(tokenizer.vocab_size)
     splits = {name: _SplitWriter(folder, name, dtype, shard_tokens) for name in ("train", "validation")}
     with splits["train"], splits["validation"]:
@@ -59,8 +60,8 @@ def write_documents(
     index = Index(
         dtype=dtype,
         vocab_size=tokenizer.vocab_size,
-        bos_id=tokenizer.bos_id,
-        eos_id=tokenizer.eos_id,
+        bos_id=separators_of(tokenizer).begin,
+        eos_id=separators_of(tokenizer).end,
         tokenizer=keep(tokenizer_file, folder),
         fingerprint=fingerprint,
         train=tuple(shards["train"]),
@@ -100,8 +101,8 @@ def _tokenised(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple
 def _encoded(texts: list[str], tokenizer: Tokenizer, *, cuttable: bool) -> Iterator[npt.NDArray[np.uint32]]:
     cut = [list(pieces_of(text)) if cuttable else [text] for text in texts]
     encoded = iter(tokenizer.encode_many([piece for pieces in cut for piece in pieces]))
-    before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    after = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    around = separators_of(tokenizer)
+    before, after = ([] if token is None else [token] for token in (around.begin, around.end))
     for pieces in cut:
         parts = [before, *(next(encoded) for _ in pieces), after]
         yield np.concatenate([np.asarray(part, dtype=np.uint32) for part in parts])

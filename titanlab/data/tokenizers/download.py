@@ -14,7 +14,7 @@ from titanlab.data.tokenizers import tokenizer as tokenizers
 from titanlab.errors import ConfigError
 from titanlab.system.hub import check_reachable, explained, is_absent
 
-_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model")
 _NEEDED = ("tokenizer.json", "tokenizer.model")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from titanlab.data.documents import Separators
 from titanlab.data.tokenizers.rules import check_size, check_vocabulary
 from titanlab.data.tokenizers.tiktoken_file import OtherModelError, is_tiktoken, read_tiktoken
 from titanlab.data.tokenizers.watched_encoding import WatchedEncoding, unknown_patterns
@@ -18,6 +19,8 @@ from titanlab.errors import ConfigError
 from titanlab.system.atomic_file import write_bytes
 
 _MODEL, _JSON, _CONFIG = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
+# Beside a tokenizer_config.json of before 2023, which does not list the added tokens, this file names the special ones.
+_MAP = "special_tokens_map.json"
 # Name on the hub of the tokenizer file that Meta released with a model.
 ORIGINAL = "original/tokenizer.model"
 # Usual names of special tokens, for tokenizers without a `tokenizer_config.json`.
@@ -34,7 +37,7 @@ class Tokenizer(Protocol):
         bos_id: begins a document; None where the tokenizer has no such token.
         eos_id: ends a document; None where the tokenizer has no such token.
         fingerprint: hash of the tokenizer's file, 32 hexadecimal digits.
-        file: the tokenizer's file; a `tokenizer.json` may have its `tokenizer_config.json` beside it.
+        file: the tokenizer's file; a `tokenizer.json` may have files beside it that name its special tokens.
     """
 
     vocab_size: int
@@ -92,16 +95,42 @@ def load(path: Path, key: str = "data.tokenizer") -> Tokenizer:
 
 
 def keep(file: Path, folder: Path) -> str:
-    """Copy a tokenizer's file, and the tokenizer_config.json beside it, into a folder under names that `find` knows.
+    """Copy a tokenizer's file, and those beside it that name special tokens, into a folder under names of `find`.
 
     Returns the file's new name, which depends on its content, because its old name may be any.
     """
     name = _JSON if file.read_bytes().lstrip()[:1] == b"{" else _MODEL
-    for source, target in ((file, folder / name), (file.with_name(_CONFIG), folder / _CONFIG)):
+    beside = [(file.with_name(other), folder / other) for other in (_CONFIG, _MAP)]
+    for source, target in ((file, folder / name), *beside):
         if source.is_file() and source != target:
             # Without permissions: files in the hub's cache may be read-only. A link is replaced, and not followed.
             write_bytes(target, source.read_bytes())
     return name
+
+
+def separators_of(tokenizer: Tokenizer) -> Separators:
+    """The tokens around each document; a token that both begins and ends documents comes once, at the end."""
+    begin = None if tokenizer.bos_id == tokenizer.eos_id else tokenizer.bos_id
+    return Separators(begin=begin, end=tokenizer.eos_id)
+
+
+def separators_in_words(tokenizer: Tokenizer) -> list[str]:
+    """One line about the tokens around each document, and warnings about those that are lacking."""
+    tokens = separators_of(tokenizer)
+    said = [
+        f"{verb} with token {token}"
+        for verb, token in (("begins", tokens.begin), ("ends", tokens.end))
+        if token is not None
+    ]
+    lines = [f"a document {' and '.join(said)}"] if said else []
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        declared = _declared(tokenizer.file)
+        for role, token in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
+            if token is None and (name := _name(declared.get(role))) is not None:
+                lines.append(f"warning: {role} is {name} beside {tokenizer.file}, whose vocabulary lacks it")
+    if not said:
+        lines.append("warning: no token begins or ends a document: nothing separates it from the next")
+    return lines
 
 
 class SentencePieceTokenizer:
@@ -183,13 +212,14 @@ class HuggingFaceTokenizer:
         vocabulary: dict[str, int] = self._model.get_vocab(with_added_tokens=True)
         check_vocabulary(vocabulary, description, self.file, self._key)
         self.vocab_size = max(vocabulary.values()) + 1
-        declared = declared_in(self.file.with_name(_CONFIG))
+        declared = _declared(self.file)
         self.bos_id = _special(vocabulary, declared, "bos_token", _BOS_NAMES)
         self.eos_id = _special(vocabulary, declared, "eos_token", _EOS_NAMES)
         self._set_fingerprint(content)
 
     def _set_fingerprint(self, content: bytes) -> None:
-        self.fingerprint = _fingerprint(content + f"{self.bos_id} {self.eos_id}".encode())
+        tokens = separators_of(self)
+        self.fingerprint = _fingerprint(content + f"{tokens.begin} {tokens.end}".encode())
 
     def _refusing(self, rule: str) -> contextlib.AbstractContextManager[None]:
         return _refusing(self.file, self._key, rule, "give the tokenizer of another model")
@@ -256,13 +286,24 @@ def declared_in(path: Path) -> dict[str, Any]:
     return {}
 
 
+def _declared(file: Path) -> dict[str, Any]:
+    """The special tokens that the files beside a tokenizer's file name, chosen as transformers 5 does."""
+    declared = declared_in(file.with_name(_CONFIG))
+    return declared if "added_tokens_decoder" in declared else {**declared, **declared_in(file.with_name(_MAP))}
+
+
 def _special(vocabulary: dict[str, int], declared: dict[str, Any], role: str, names: Sequence[str]) -> int | None:
     if role in declared:
-        name = declared[role]
-        # In older files the token is an object.
-        name = name.get("content") if isinstance(name, dict) else name
-        return vocabulary.get(str(name))
+        name = _name(declared[role])
+        return None if name is None else vocabulary.get(name)
     return next((vocabulary[name] for name in names if name in vocabulary), None)
+
+
+def _name(declared: Any) -> str | None:
+    """The text of a declared token; None: there is no such token."""
+    # In older files the token is an object.
+    name = declared.get("content") if isinstance(declared, dict) else declared
+    return name if isinstance(name, str) else None
 
 
 def _id_or_none(token: int) -> int | None:
