@@ -59,6 +59,19 @@ def test_missing_keys_have_the_defaults_of_transformers():
     assert read(num_key_value_heads=None, rms_norm_eps=None, rope_theta=None, head_dim=None) == model
 
 
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(
+    "rope", [{}, {"type": None}, {"rope_type": None, "type": None}, {"rope_type": None, "factor": None}]
+)
+def test_a_rope_without_a_type_is_the_default(key, rope):
+    assert read(**{key: rope}) == read(rope_scaling=None)
+
+
+def test_the_older_name_of_a_type_counts_where_the_newer_is_null():
+    scaling = {"rope_type": None, "type": "llama3", **STRETCHED}
+    assert read(rope_scaling=scaling) == read(rope_scaling={"rope_type": "llama3", **STRETCHED})
+
+
 @pytest.mark.parametrize(
     "rope",
     [

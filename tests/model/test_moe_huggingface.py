@@ -58,9 +58,11 @@ def test_both_names_of_the_number_of_experts_are_read():
 
 
 def test_missing_keys_have_the_defaults_of_transformers():
-    config = config_of("mixtral_debug", num_local_experts=..., num_experts_per_tok=...)
-    model = MODELS["mixtral_debug"].hugging_face().from_hf(config)
+    lacking = dict.fromkeys(("num_local_experts", "num_experts_per_tok", "rms_norm_eps", "rope_theta"), ...)
+    model = MODELS["mixtral_debug"].hugging_face().from_hf(config_of("mixtral_debug", **lacking))
     assert (model.experts, model.active_experts) == (8, 2)
+    # A Llama's would be 1e-6 and 10,000.
+    assert (model.norm_eps, model.rope_theta) == (1e-5, 1_000_000.0)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,12 @@ def test_missing_keys_have_the_defaults_of_transformers():
         ("qwen3_moe_debug", {"decoder_sparse_step": 2}, "decoder_sparse_step=2: is not computed here"),
         ("qwen3_moe_debug", {"mlp_only_layers": [0]}, "mlp_only_layers=[0]: is not computed here"),
         ("qwen3_moe_debug", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size=64: is not"),
-        # A file without it means false.
+        # A file without it means false, and so does null.
+        (
+            "qwen3_moe_debug",
+            {"norm_topk_prob": None},
+            "norm_topk_prob=false: is not computed here; import a model with norm_topk_prob=true",
+        ),
         (
             "qwen3_moe_debug",
             {"norm_topk_prob": ...},

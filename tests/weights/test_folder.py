@@ -132,14 +132,24 @@ def test_a_model_is_made_of_plain_values():
 
 
 def test_without_an_index_there_is_one_file(tmp_path):
-    assert indexed_files(tmp_path, "index.json", "one.safetensors", "x") == [tmp_path / "one.safetensors"]
+    assert indexed_files(tmp_path, "index.json", "one.safetensors", "x") == {tmp_path / "one.safetensors": None}
+
+
+def test_the_single_file_counts_beside_an_index(tmp_path):
+    """Whoever saves a model again into one file leaves the index and the files of an earlier save."""
+    for name in ("a", "one"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "index.json").write_text(json.dumps({"weight_map": {"x": "a"}}))
+    assert indexed_files(tmp_path, "index.json", "one", "k") == {tmp_path / "one": None}
+    (tmp_path / "a").unlink()
+    assert indexed_files(tmp_path, "index.json", "one", "k") == {tmp_path / "one": None}
 
 
 def test_the_files_of_an_index_are_each_named_once(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).write_text("")
     (tmp_path / "index.json").write_text(json.dumps({"weight_map": {"x": "b", "y": "a", "z": "b"}}))
-    assert indexed_files(tmp_path, "index.json", "one", "k") == [tmp_path / "a", tmp_path / "b"]
+    assert indexed_files(tmp_path, "index.json", "one", "k") == {tmp_path / "a": ["y"], tmp_path / "b": ["x", "z"]}
     (tmp_path / "a").unlink()
     said = "names 2 files, and 1 are missing: a; fetch the folder again, whole"
     assert refusal(indexed_files, tmp_path, "index.json", "one", "k") == f"k={tmp_path}/index.json: {said}"

@@ -124,14 +124,25 @@ def test_the_tensors_of_several_files_are_found(tmp_path):
     save_file(
         {"b": torch.zeros(4, dtype=torch.bfloat16), "c": torch.zeros((), dtype=torch.int8)}, tmp_path / "2.safetensors"
     )
-    entries, places = read_entries([tmp_path / "1.safetensors", tmp_path / "2.safetensors"], "x")
+    entries, places = read_entries(dict.fromkeys([tmp_path / "1.safetensors", tmp_path / "2.safetensors"]), "x")
     assert entries == {
         "a": Entry(dtype="F32", shape=(2, 3)), "b": Entry(dtype="BF16", shape=(4,)), "c": Entry(dtype="I8", shape=()),
     }  # fmt: skip
     assert {name: path.name for name, path in places.items()} == {
         "a": "1.safetensors", "b": "2.safetensors", "c": "2.safetensors",
     }  # fmt: skip
-    assert read_entries([], "x") == ({}, {})
+    assert read_entries({}, "x") == ({}, {})
+
+
+def test_a_tensor_is_read_from_the_file_that_the_index_names(tmp_path):
+    first, second = tmp_path / "1.safetensors", tmp_path / "2.safetensors"
+    save_file({"a": torch.zeros(2), "b": torch.zeros(3)}, first)
+    save_file({"a": torch.zeros(4), "c": torch.zeros(5)}, second)
+    entries, places = read_entries({first: ["a"], second: ["c"]}, "x")
+    assert {name: entry.shape for name, entry in entries.items()} == {"a": (2,), "c": (5,)}
+    assert places == {"a": first, "c": second}
+    with pytest.raises(ConfigError, match=f"x={second}: lacks b, which the index places in it; fetch the folder again"):
+        read_entries({second: ["c", "b"]}, "x")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +159,7 @@ def test_a_damaged_file_is_one_line(tmp_path, content, rule):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
-        read_entries([path], "init_from")
+        read_entries({path: None}, "init_from")
     text = str(caught.value)
     assert text.startswith(f"init_from={path}: {rule}")
     assert text.endswith("; fetch the file again")

@@ -72,6 +72,9 @@ class LlamaFamily(HuggingFaceFamily["Llama"]):
     model_type: ClassVar[str] = "llama"
     unsupported: ClassVar[Mapping[str, Any]] = UNSUPPORTED
     # Files from 2023 have these tensors.
+    # Values of a config.json that does not have these keys, as in transformers.
+    norm_eps: ClassVar[float] = 1e-6
+    rope_theta: ClassVar[float] = 10000.0
     derived = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
     def tensors(self, model: Llama) -> dict[str, Foreign]:
@@ -102,9 +105,9 @@ class LlamaFamily(HuggingFaceFamily["Llama"]):
             **sizes,
             **self.head_fields(config, sizes),
             kv_heads=whole_number(config, "num_key_value_heads", sizes["heads"]),
-            norm_eps=_number(config, "rms_norm_eps", 1e-6),
+            norm_eps=_number(config, "rms_norm_eps", self.norm_eps),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-            **_rope(config),
+            **_rope(config, self.rope_theta),
         )
 
     def head_fields(self, config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
@@ -151,7 +154,7 @@ class LlamaFamily(HuggingFaceFamily["Llama"]):
         return next((name for name in names if getattr(model, name) != getattr(other, name)), "")
 
 
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(config: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     parameters, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     for name, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
         if not isinstance(value, Mapping):
@@ -164,7 +167,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     if rope.get("partial_rotary_factor") not in (None, 1.0):
         rule = "turns only part of a head, which is not computed here"
         raise _wrong("partial_rotary_factor", rope["partial_rotary_factor"], rule, "import a Llama without it")
-    theta = _number(rope if rope.get("rope_theta") is not None else config, "rope_theta", 10000.0)
+    theta = _number(rope if rope.get("rope_theta") is not None else config, "rope_theta", default_theta)
     if kind == "default":
         return {"rope_theta": theta}
     fields: dict[str, Any] = {"rope_theta": theta}
@@ -174,7 +177,8 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope_type(rope: Mapping[str, Any]) -> Any:
-    return rope.get("rope_type", rope.get("type", "default"))
+    # Files have null in either place.
+    return next((kind for kind in (rope.get("rope_type"), rope.get("type")) if kind is not None), "default")
 
 
 def _check_one_rope(config: Mapping[str, Any], parameters: Mapping[str, Any], scaling: Mapping[str, Any]) -> None:

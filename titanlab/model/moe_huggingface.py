@@ -46,7 +46,7 @@ class Qwen3MoeFamily(Qwen3Family):
 
     def from_hf(self, config: Mapping[str, Any]) -> Llama:
         # A file without it means False to transformers.
-        config = {"norm_topk_prob": False, **config}
+        config = {**config, "norm_topk_prob": config.get("norm_topk_prob") or False}
         return super().from_hf({**config, "intermediate_size": whole_number(config, "moe_intermediate_size", 768)})
 
     def head_fields(self, config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
@@ -82,6 +82,8 @@ class MixtralFamily(LlamaFamily):
     architectures: Sequence[str] = ("MixtralForCausalLM",)
     model_type: ClassVar[str] = "mixtral"
     unsupported: ClassVar[Mapping[str, Any]] = {**UNSUPPORTED, "router_jitter_noise": 0.0}
+    norm_eps: ClassVar[float] = 1e-5
+    rope_theta: ClassVar[float] = 1_000_000.0
 
     def tensors(self, model: Llama) -> dict[str, Foreign]:
         return _with_experts(model, super().tensors(model), "block_sparse_moe", {name: name for name in _MATRICES})

@@ -113,24 +113,29 @@ def model_of(mapping: Mapping[str, Any]) -> ModelConfig:
     return model
 
 
-def indexed_files(path: Path, index: str, single: str, key: str) -> list[Path]:
-    """The safetensors files of a folder: those that its index names, or the single file of a folder without index.
+def indexed_files(path: Path, index: str, single: str, key: str) -> dict[Path, list[str] | None]:
+    """The safetensors files of a folder, each with the names of the tensors that the index places in it.
+
+    As in transformers, the single file counts where an index and its files are left of an earlier save.
+
+    Returns:
+        the single file with None, which stands for all of its tensors, or the files that the index names.
 
     Raises:
         ConfigError: the index cannot be used, or names a missing file.
     """
-    if not (path / index).is_file():
-        return [path / single]
+    if (path / single).is_file() or not (path / index).is_file():
+        return {path / single: None}
     weight_map = read_object(path / index, key).get("weight_map")
-    named = list(weight_map.values()) if isinstance(weight_map, dict) else []
-    if not named or not all(isinstance(name, str) and name == Path(name).name for name in named):
+    places = dict(weight_map) if isinstance(weight_map, dict) else {}
+    if not places or not all(isinstance(name, str) and name == Path(name).name for name in places.values()):
         raise ConfigError(key, path / index, "names no files of this folder", "fetch the file again")
-    names = sorted(set(named))
+    names = sorted(set(places.values()))
     missing = [name for name in names if not (path / name).is_file()]
     if missing:
         rule = f"names {len(names)} files, and {len(missing)} are missing: {missing[0]}"
         raise ConfigError(key, path / index, rule, "fetch the folder again, whole")
-    return [path / name for name in names]
+    return {path / name: [tensor for tensor, file in places.items() if file == name] for name in names}
 
 
 def read_object(path: Path, key: str) -> dict[str, Any]:

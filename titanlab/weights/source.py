@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # Number formats of weights that are not quantised, by their names in safetensors.
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+_WHOLE = "fetch the folder again, whole"
 CHUNK_BYTES = 1 << 26
 """Bytes of a tensor that are read, changed and written at a time."""
 
@@ -66,12 +67,13 @@ class SafetensorsSource:
 
     Attributes:
         model, entries: as in Source.
-        files: the file of each tensor, by the tensor's name in it.
+        files: the file of each tensor, by the tensor's name.
         foreign: name and order of rows in the files, by titanlab's name.
         about: other values of the folder's config: `max_position_embeddings`, ids of special tokens.
         digest: hash of the content; empty if it is not known.
         copies: tensors that must equal another tensor and are not read: name → the other's name, both in the files.
         biases: as in Source.
+        wrapped: names of tensors in the files, where those differ from the names in `foreign`.
     """
 
     model: ModelConfig
@@ -82,6 +84,7 @@ class SafetensorsSource:
     digest: str = ""
     copies: Mapping[str, str] = field(default_factory=dict)
     biases: Biases = field(default_factory=dict)
+    wrapped: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """As in Source."""
@@ -92,7 +95,7 @@ class SafetensorsSource:
         columns = [slice(start, start + size) for start, size in zip(offsets[1:], sizes[1:], strict=True)]
         # The file is closed after each read, because its mapped pages count as this process's memory.
         with safe_open(self.files[stored.name], framework="pt") as file:
-            tensor = file.get_slice(stored.name)
+            tensor = file.get_slice(self.wrapped.get(stored.name, stored.name))
             if not stored.head or not math.prod(sizes):
                 return cast("Tensor", tensor[(slice(first, last), *columns)])
             begin, end = first // stored.head * stored.head, -(-last // stored.head) * stored.head
@@ -107,7 +110,7 @@ class SafetensorsSource:
         parts = []
         for name in names[offsets[0] : offsets[0] + sizes[0]]:
             with safe_open(self.files[name], framework="pt") as file:
-                parts.append(cast("Tensor", file.get_slice(name)[inside]))
+                parts.append(cast("Tensor", file.get_slice(self.wrapped.get(name, name))[inside]))
         return torch.stack(parts) if parts else torch.empty(*sizes)
 
 
@@ -143,21 +146,28 @@ def chunks(entry: Entry, *, rows: int = 1) -> Iterator[tuple[list[int], list[int
         yield [start] + [0] * (len(entry.shape) - 1), [size, *entry.shape[1:]]
 
 
-def read_entries(files: Sequence[Path], key: str) -> tuple[dict[str, Entry], dict[str, Path]]:
+def read_entries(files: Mapping[Path, Collection[str] | None], key: str) -> tuple[dict[str, Entry], dict[str, Path]]:
     """Tensors in safetensors files by name, and the file of each; does not import torch.
 
+    Args:
+        files: the names of the tensors to read of each file; None: all.
+        key: for errors.
+
     Raises:
-        ConfigError: a file is missing, damaged or no regular file.
+        ConfigError: a file is missing, damaged or no regular file, or lacks a tensor.
     """
     entries: dict[str, Entry] = {}
     places: dict[str, Path] = {}
-    for path in files:
+    for path, wanted in files.items():
         if path.exists() and not path.is_file():
             # To open a named pipe would wait for a writer.
             raise ConfigError(key, path, "is no regular file", "fetch the file again")
         try:
             with safe_open(path, framework="np") as file:
-                for name in file.keys():  # noqa: SIM118 - `file` is not a mapping
+                there = set(file.keys())
+                for name in sorted(there) if wanted is None else wanted:
+                    if name not in there:
+                        raise ConfigError(key, path, f"lacks {name}, which the index places in it", _WHOLE)
                     tensor = file.get_slice(name)
                     entries[name] = Entry(dtype=str(tensor.get_dtype()), shape=tuple(tensor.get_shape()))
                     places[name] = path
@@ -181,7 +191,7 @@ def check_entries(place: Path, key: str, expected: Mapping[str, tuple[int, ...]]
         shape, actual = expected.get(name), entries[name].shape if name in entries else None
         if shape != actual:
             rule = f"its config and its tensors disagree: {name} is {_shape(actual)}, not {_shape(shape)}"
-            raise ConfigError(key, place, rule, "fetch the folder again, whole")
+            raise ConfigError(key, place, rule, _WHOLE)
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:

@@ -7,8 +7,11 @@ import os
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.weights.huggingface import made
+from titanlab.cli import main
 from titanlab.errors import ConfigError
 from titanlab.weights.huggingface.folder import is_hf_folder, open_hf
 
@@ -45,11 +48,61 @@ def test_values_beside_the_model_are_kept_as_they_are(tmp_path):
     assert open_hf(path, "k").about == about
 
 
-def test_the_index_counts_where_there_is_a_single_file_too(tmp_path):
-    """As in transformers' own folders that were saved twice."""
+@pytest.mark.parametrize("shards", ["kept", "removed"])
+def test_the_single_file_counts_beside_the_index_of_an_earlier_save(tmp_path, shards, capsys):
+    """transformers reads the single file, and its save_pretrained leaves the index, and sometimes the shards."""
+    path = made.folder(tmp_path / "a", files=2, seed=1)
+    newer = made.tensors(made.SMALL)
+    if shards == "removed":
+        for file in path.glob("*.safetensors"):
+            file.unlink()
+    save_file(newer, path / "model.safetensors", metadata={"format": "pt"})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path).state_dict()
+    assert torch.equal(open_hf(path, "k").read("norm.weight", [0], [64]), newer["model.norm.weight"])
+    assert torch.equal(theirs["model.norm.weight"], newer["model.norm.weight"])
+    assert main(["import", str(path), "--into", str(tmp_path / "ours")]) == 0
+    line = f"reading {path}/model.safetensors; model.safetensors.index.json and its files are left of another save"
+    assert line in capsys.readouterr().out
+    assert main(["export", str(tmp_path / "ours"), "--into", str(tmp_path / "back")]) == 0
+    assert made.equal(made.read(tmp_path / "back"), newer)
+
+
+def test_a_tensor_is_read_from_the_file_that_the_index_names(tmp_path):
     path = made.folder(tmp_path / "a", files=2)
-    (path / "model.safetensors").write_bytes(b"older")
-    assert len(open_hf(path, "k").files) == len(made.names(made.SMALL))
+    last, expected = path / "model-00002-of-00002.safetensors", made.read(path)
+    index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index["model.embed_tokens.weight"] != last.name
+    # It stands in the other file too, as some tools leave it, and that file comes later.
+    save_file({**load_file(last), "model.embed_tokens.weight": torch.ones(256, 64)}, last)
+    found = open_hf(path, "k").read("tok_embeddings.weight", [0, 0], [256, 64])
+    assert torch.equal(found, expected["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("config", [made.SMALL, made.MIXTRAL], ids=["llama", "experts"])
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda name: f"_orig_mod.{name}",
+        lambda name: f"module.{name}",
+        lambda name: f"module._orig_mod.{name}",
+        lambda name: name.replace(".self_attn.", "._fsdp_wrapped_module._checkpoint_wrapped_module.self_attn."),
+    ],
+    ids=["compile", "DDP", "both", "FSDP"],
+)
+def test_words_of_wrappers_in_names_are_left_out(tmp_path, config, wrapped):
+    plain, path = made.folder(tmp_path / "a", config), made.folder(tmp_path / "b", config)
+    save_file({wrapped(name): value for name, value in made.tensors(config).items()}, path / "model.safetensors")
+    one, other = open_hf(plain, "k"), open_hf(path, "k")
+    assert one.entries == other.entries
+    for name, entry in one.entries.items():
+        offsets = [0] * len(entry.shape)
+        assert torch.equal(one.read(name, offsets, entry.shape), other.read(name, offsets, entry.shape)), name
+
+
+def test_a_tensor_that_is_there_with_and_without_a_wrapper_is_refused(tmp_path):
+    path = made.folder(tmp_path / "a", **{"module.lm_head.weight": torch.ones(256, 64)})
+    rule = "holds lm_head.weight twice, as lm_head.weight and as module.lm_head.weight"
+    assert refusal(path) == f"k={path}: {rule}; save the model again, without wrappers around it"
 
 
 def test_frequencies_in_files_of_2023_are_left_out(tmp_path):

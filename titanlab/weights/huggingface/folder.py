@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from titanlab.errors import ConfigError
@@ -23,6 +24,8 @@ TOKENIZER_FILES = (
 )
 # Keys of config.json that are not part of the model config; import and export do not change them.
 ABOUT = (CONTEXT, "bos_token_id", "eos_token_id", "pad_token_id")
+# Words that torch.compile, DDP, FSDP and activation checkpointing put into the names of a state_dict.
+_WRAPPERS = re.compile(r"\b(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -52,7 +55,15 @@ def open_hf(path: Path, key: str) -> SafetensorsSource:
             cure = "fetch the model's safetensors, or save it again with transformers' save_pretrained"
             raise ConfigError(key, path, rule, cure)
         raise ConfigError(key, path, f"has neither {STEM}.safetensors nor {INDEX}", "fetch the folder again, whole")
-    entries, places = read_entries(indexed_files(path, INDEX, f"{STEM}.safetensors", key), key)
+    found, places = read_entries(indexed_files(path, INDEX, f"{STEM}.safetensors", key), key)
+    stored: dict[str, str] = {}
+    for name in found:
+        plain = _WRAPPERS.sub("", name)
+        if plain in stored:
+            rule = f"holds {plain} twice, as {stored[plain]} and as {name}"
+            raise ConfigError(key, path, rule, "save the model again, without wrappers around it")
+        stored[plain] = name
+    entries = {plain: found[name] for plain, name in stored.items()}
     copies = {name: original for name, original in family.copies(model).items() if name in entries}
     tensors = {name: entry for name, entry in entries.items() if not family.derived.fullmatch(name)}
     shapes, foreign = model.account().parameters, family.tensors(model)
@@ -66,8 +77,9 @@ def open_hf(path: Path, key: str) -> SafetensorsSource:
         entries={
             name: Entry(dtype=entries[foreign[name].names[0]].dtype, shape=shape) for name, shape in shapes.items()
         },
-        files=places,
+        files={plain: places[name] for plain, name in stored.items()},
         foreign=foreign,
         about=about,
         copies=copies,
+        wrapped=stored,
     )
