@@ -134,7 +134,12 @@ def test_progress_is_reported(made: Any, tmp_path: Path) -> None:
     (tmp_path / "shards").mkdir()
     how: dict[str, Any] = {"vocab_size": 330, "validation_fraction": 0.1, "fingerprint": "ab", "report": lines.append}
     index = make_shards(tmp_path / "shards", made().corpus, tokenizer=None, **how)
-    begins = ["reading 12 files, 0.0 MB", "training a tokenizer of 330 pieces", "trained it in ", "tokenising"]
+    begins = [
+        "reading 12 files, 0.0 MB: 12 .txt as text, one document a file",
+        "training a tokenizer of 330 pieces",
+        "trained it in ",
+        "tokenising",
+    ]
     begins.append("a document begins with token 1 and ends with token 2")
     begins.append(f"{index.tokens('train'):,} tokens to train on and {index.tokens('validation'):,} held out after ")
     assert len(lines) == len(begins)

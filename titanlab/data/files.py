@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from titanlab.data.corpus.text_files import Corpus, matching
+from titanlab.data.corpus.text_files import Corpus, corpus_of
 from titanlab.data.files_schema import Files
 from titanlab.data.prepared import PreparedText
 
@@ -11,4 +11,4 @@ class FilesSource(PreparedText[Files]):
     """The files that a config names."""
 
     def find_corpus(self) -> Corpus:
-        return Corpus(files=matching(self.config.files), text_field=self.config.text_field)
+        return corpus_of(self.config.files, self.config.text_field)

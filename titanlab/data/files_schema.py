@@ -19,8 +19,8 @@ class Files(Text):
     Attributes:
         files: a file, a folder (with all files below it) or a glob in which `**` matches any folders;
             several are separated by `:`. The ending decides the format: `.jsonl`, `.ndjson` or `.json` has one
-            JSON object per line, `.parquet` is parquet, any other file is one text document. `.gz` may follow,
-            except after parquet.
+            JSON object per line, `.parquet` is parquet, any other file is one text document. `.gz`, `.bz2`, `.xz`
+            or `.zst` may follow, except after parquet. Tables such as `.csv` are refused.
         text_field: key or column of the text in JSONL and parquet.
     """
 

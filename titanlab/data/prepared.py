@@ -185,7 +185,7 @@ def make_shards(
         if not reader.encode(first[:_TRIED_CHARACTERS]):
             rule = f"makes no token of the text of {corpus.files[0].name}: it has {reader.vocab_size} tokens"
             raise ConfigError("data.tokenizer", tokenizer, rule, "give a tokenizer that was trained on such text")
-    report(f"reading {len(corpus.files):,} files, {size / 1e6:,.1f} MB")
+    report(f"reading {len(corpus.files):,} files, {size / 1e6:,.1f} MB: {corpus.in_words()}")
     # Imported here: they need numpy or sentencepiece, and the checks do not.
     from titanlab.data.shards import writer
     from titanlab.data.tokenizers import training

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from titanlab.data import fingerprint
-from titanlab.data.corpus.text_files import Corpus, matching
+from titanlab.data.corpus.text_files import corpus_of
 from titanlab.data.files_schema import Files
 from titanlab.data.prepared import ORDER, content_of, make_shards
 from titanlab.data.shards.index import Index
@@ -78,7 +78,8 @@ def _write(
         text_field=text_field,
         validation_fraction=validation_fraction,
     )
-    corpus = Corpus(files=matching(config.files), text_field=text_field)
+    corpus = corpus_of(config.files, text_field)
+    corpus.check()
     tokenizer_fingerprint = None if config.tokenizer is None else tokenizers.load(Path(config.tokenizer)).fingerprint
     content = content_of(corpus)
     folder = folder.absolute()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from titanlab.data.corpus.text_files import Corpus, matching
+from titanlab.data.corpus.text_files import Corpus, corpus_of, matching
 from titanlab.errors import ConfigError
 
 TEXTS = ["one\n", "two\r\n\ttabs  ", "drei – 中文 🎉"]
@@ -38,6 +40,81 @@ def test_json_lines(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "d.jsonl.gz", "wt") as file:
         file.write(content)
     assert documents(tmp_path / "d.jsonl.gz", text_field="body") == TEXTS
+
+
+def zstd(content: bytes) -> bytes:
+    """In two frames, as tools write that compress on several cores."""
+    middle = len(content) // 2
+    return b"".join(pa.compress(part, codec="zstd", asbytes=True) for part in (content[:middle], content[middle:]))
+
+
+PACKERS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}
+
+
+@pytest.mark.parametrize("ending", PACKERS)
+def test_compressed_files(tmp_path: Path, ending: str) -> None:
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, "long " * 100_000])
+    lines, plain = tmp_path / f"a.jsonl{ending}", tmp_path / f"a.txt{ending}"
+    lines.write_bytes(PACKERS[ending](rows.encode()))
+    plain.write_bytes(PACKERS[ending](TEXTS[2].encode()))
+    assert documents(lines) == [*TEXTS, "long " * 100_000]
+    assert documents(plain) == [TEXTS[2]]
+    for content in (lines.read_bytes()[:-20], b"no such format " * 10):
+        lines.write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"a\.jsonl{ending}: is no whole {ending} file \(.*\); fetch it again"):
+            documents(lines)
+
+
+@pytest.mark.parametrize(
+    ("ending", "builder"), [(".csv", "csv"), (".tsv", "csv"), (".CSV.gz", "csv"), (".arrow", "arrow")]
+)
+def test_a_table_is_refused(tmp_path: Path, ending: str, builder: str) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / f"b{ending}").write_text("text,n\nx,1\n")
+    with pytest.raises(
+        ConfigError, match=rf"b{ending}: is a table, and not text; try data=hf data\.path={builder} "
+    ) as caught:
+        corpus_of(str(tmp_path), "text").check()
+    assert caught.value.key == "data.files"
+
+
+def test_what_describes_a_dataset_is_left_out_beside_its_data(tmp_path: Path) -> None:
+    about = ["LICENSE", "README.md", "dataset_infos.json", "en/_SUCCESS"]
+    for name in [*about, "en/1.jsonl", "en/2.jsonl.gz", "en/readme_pages.jsonl", "notes.md", "state.jsonl"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "a"}')
+    read = ["en/1.jsonl", "en/2.jsonl.gz", "en/readme_pages.jsonl", "notes.md", "state.jsonl"]
+    for pattern in (tmp_path, f"{tmp_path}/**"):
+        corpus = corpus_of(str(pattern), "text")
+        assert [str(file.relative_to(tmp_path)) for file in corpus.files] == read
+        assert corpus.in_words() == (
+            "4 .jsonl as JSON, one object a line; 1 .md as text, one document a file; "
+            "left out: LICENSE, README.md, _SUCCESS, dataset_infos.json"
+        )
+    # Whoever names a file has it read.
+    named = corpus_of(f"{tmp_path / 'README.md'}{os.pathsep}{tmp_path}", "text")
+    assert {file.name for file in named.left_out} == {"LICENSE", "dataset_infos.json", "_SUCCESS"}
+
+
+def test_a_readme_among_texts_is_one_of_them(tmp_path: Path) -> None:
+    for name in ("README.md", "a.py", "b.XML", "c"):
+        (tmp_path / name).write_text("x")
+    corpus = corpus_of(str(tmp_path), "text")
+    assert len(corpus.files) == 4
+    assert corpus.in_words() == "1 .md, 1 .py, 1 .xml, 1 without an ending as text, one document a file"
+    for number in range(7):
+        (tmp_path / f"x.e{number}").write_text("x")
+    assert "5 others as text" in corpus_of(str(tmp_path), "text").in_words()
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    column = pa.array(["a"])
+    pq.write_table(pa.Table.from_arrays([column, column, column], ["text", "id", "text"]), tmp_path / "a.parquet")
+    with pytest.raises(
+        ConfigError, match=r"data\.text_field=text: is the name of 2 columns in .*a\.parquet; write the file"
+    ):
+        documents(tmp_path / "a.parquet")
+    assert documents(tmp_path / "a.parquet", text_field="id") == ["a"]
 
 
 def test_half_surrogates_become_question_marks(tmp_path: Path) -> None:
@@ -93,8 +170,8 @@ def test_sample_is_spread_over_the_files(tmp_path: Path) -> None:
         ("a.jsonl", b"[" * 100_000, "data.files", r"is not JSON"),
         ("a.parquet", b"PAR1 not really", "data.files", r"a\.parquet: is no readable parquet"),
         ("a.parquet", b"", "data.files", r"a\.parquet: is no readable parquet"),
-        ("a.txt.gz", b"plain", "data.files", r"is no whole gzip file"),
-        ("a.txt.gz", gzip.compress(b"x" * 999, mtime=0)[:-12], "data.files", r"is no whole gzip file"),
+        ("a.txt.gz", b"plain", "data.files", r"is no whole .gz file"),
+        ("a.txt.gz", gzip.compress(b"x" * 999, mtime=0)[:-12], "data.files", r"is no whole .gz file"),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, key: str, message: str) -> None:

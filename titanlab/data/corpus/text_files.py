@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import contextlib
 import glob
@@ -9,17 +10,27 @@ import gzip
 import importlib
 import io
 import json
+import lzma
 import os
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from titanlab.errors import ConfigError
 
 _LINES = {".jsonl", ".ndjson", ".json"}
+_PACKED = {".gz", ".bz2", ".xz", ".zst"}
+_NAMES = {"lines": "JSON, one object a line", "parquet": "parquet", "text": "text, one document a file"}
+# Formats whose columns `datasets` reads.
+_TABLES = {".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
+# Descriptions that stand beside the data of a dataset's folder.
+_ABOUT = {"dataset_infos.json", "dataset_info.json", "state.json", "_success"}
+_ABOUT_TEXTS = {"readme", "license", "licence"}
+_MOST_ENDINGS = 6
 _SAMPLED_FILES = 1000
 # About so many files, and so many bytes of each, are checked before anything starts.
 _CHECKED_FILES = 100
@@ -36,6 +47,7 @@ class Corpus:
         key: config key that named the files, for errors.
         field_key: config key that named the field.
         strict: whether a file that is not UTF-8 is an error; otherwise it is skipped.
+        left_out: files that a folder or a glob matches, and that are not read: descriptions beside data.
     """
 
     files: tuple[Path, ...]
@@ -43,6 +55,23 @@ class Corpus:
     key: str = "data.files"
     field_key: str = "data.text_field"
     strict: bool = True
+    left_out: tuple[Path, ...] = ()
+
+    def in_words(self) -> str:
+        """How the files are read, by the endings of their names, and which are left out."""
+        counts: dict[str, Counter[str]] = {}
+        for file in self.files:
+            counts.setdefault(_kind(file), Counter())[_ending(file) or "without an ending"] += 1
+        parts = []
+        for kind, endings in sorted(counts.items()):
+            said = [f"{number:,} {ending}" for ending, number in endings.most_common(_MOST_ENDINGS)]
+            if others := sum(endings.values()) - sum(number for _, number in endings.most_common(_MOST_ENDINGS)):
+                said.append(f"{others:,} others")
+            parts.append(f"{', '.join(said)} as {_NAMES[kind]}")
+        if self.left_out:
+            names = sorted({file.name for file in self.left_out})
+            parts.append(f"left out: {', '.join(names[:_MOST_ENDINGS])}{' …' if len(names) > _MOST_ENDINGS else ''}")
+        return "; ".join(parts)
 
     def documents(self) -> Iterator[str]:
         """Every complete document that is not empty.
@@ -59,18 +88,23 @@ class Corpus:
         Raises:
             ConfigError: a file cannot be read or does not have the format of its ending, or all files are empty.
         """
+        for file in self.files:
+            if builder := _TABLES.get(_ending(file)):
+                rule = "is a table, and not text"
+                cure = f"try data=hf data.path={builder} with data.data_files, or write it as JSONL or parquet"
+                raise ConfigError(self.key, file, rule, cure)
         if not any(file.stat().st_size for file in self.files):
             raise ConfigError(self.key, self.files[0], "is empty", "give files with text in them")
         step = max(1, len(self.files) // _CHECKED_FILES)
         for file in self.files[::step]:
-            if self._kind(file)[0] == "text":
+            if _kind(file) == "text":
                 self._check_text(file)
             else:
                 next(self._documents_of(file), None)
 
     def _check_text(self, file: Path) -> None:
         with self._reading(file):
-            with _opened(file, packed=self._kind(file)[1]) as stream:
+            with _opened(file) as stream:
                 begin = stream.read(_CHECKED_BYTES)
             try:
                 # The end of the bytes may be inside a character.
@@ -92,40 +126,34 @@ class Corpus:
                     break
 
     def _documents_of(self, file: Path) -> Iterator[str]:
-        kind, packed = self._kind(file)
+        kind = _kind(file)
         with self._reading(file):
             if kind == "parquet":
                 texts = self._parquet(file)
             elif kind == "lines":
-                texts = self._lines(file, packed=packed)
+                texts = self._lines(file)
             else:
-                texts = self._text(file, packed=packed)
+                texts = self._text(file)
             for text in texts:
                 if text:
                     yield text
-
-    @staticmethod
-    def _kind(file: Path) -> tuple[str, bool]:
-        """The format of a file by its name's ending (`parquet`, `lines` or `text`), and whether it is gzipped."""
-        suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]
-        packed = suffixes[-1:] == [".gz"]
-        ending = "".join((suffixes[:-1] if packed else suffixes)[-1:])
-        return "parquet" if ending == ".parquet" else "lines" if ending in _LINES else "text", packed
 
     @contextlib.contextmanager
     def _reading(self, file: Path) -> Iterator[None]:
         """Turn errors while a file is read into `ConfigError`."""
         try:
             yield
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise ConfigError(self.key, file, f"is no whole gzip file ({error})", "fetch it again") from error
-        except OSError as error:
+        except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+            # The libraries raise an OSError without a number for a damaged file.
+            if not isinstance(error, OSError) or error.errno is None:
+                kind = file.suffix.lower() or "compressed"
+                raise ConfigError(self.key, file, f"is no whole {kind} file ({error})", "fetch it again") from error
             raise ConfigError(
                 self.key, file, f"cannot be read ({error.strerror or error})", "check the file and its permissions"
             ) from error
 
-    def _text(self, file: Path, *, packed: bool) -> Iterator[str]:
-        with _opened(file, packed=packed) as stream:
+    def _text(self, file: Path) -> Iterator[str]:
+        with _opened(file) as stream:
             content = stream.read()
         try:
             yield content.decode("utf-8")
@@ -133,8 +161,8 @@ class Corpus:
             if self.strict:
                 raise self._not_utf8(f"{file}, byte {error.start}") from error
 
-    def _lines(self, file: Path, *, packed: bool) -> Iterator[str]:
-        with _opened(file, packed=packed) as stream:
+    def _lines(self, file: Path) -> Iterator[str]:
+        with _opened(file) as stream:
             for number, line in enumerate(stream, 1):
                 if not line.strip():
                     continue
@@ -168,6 +196,9 @@ class Corpus:
         try:
             with parquet.ParquetFile(file) as table:
                 names = table.schema_arrow.names
+                if names.count(self.text_field) > 1:
+                    rule = f"is the name of {names.count(self.text_field)} columns in {file}"
+                    raise ConfigError(self.field_key, self.text_field, rule, "write the file again with other names")
                 if self.text_field not in names:
                     raise ConfigError(
                         self.field_key, self.text_field, f"is not in {file}", f"its columns are: {', '.join(names[:8])}"
@@ -188,6 +219,22 @@ class Corpus:
         return ConfigError(self.key, place, "is not UTF-8 text", "convert it with iconv -t UTF-8, or leave it out")
 
 
+def corpus_of(patterns: str, text_field: str) -> Corpus:
+    """The corpus of the files that match; of folders and globs without what describes data that is there.
+
+    Raises:
+        ConfigError: a pattern matches no file.
+    """
+    files = matching(patterns)
+    named = {Path(pattern) for pattern in _patterns(patterns)}
+    about = {file for file in files if file not in named and _is_about(file)}
+    # Where there are only texts, a README is one of them.
+    if not any(_kind(file) != "text" or _ending(file) in _TABLES for file in files if file not in about):
+        about = set()
+    read = tuple(file for file in files if file not in about)
+    return Corpus(files=read, text_field=text_field, left_out=tuple(sorted(about)))
+
+
 def matching(patterns: str, key: str = "data.files") -> tuple[Path, ...]:
     """The files that match a path, folder or glob, sorted; several patterns are separated by `:`.
 
@@ -195,8 +242,7 @@ def matching(patterns: str, key: str = "data.files") -> tuple[Path, ...]:
         ConfigError: a pattern matches no file.
     """
     matches: set[Path] = set()
-    for pattern in filter(None, (part.strip() for part in patterns.split(os.pathsep))):
-        pattern = os.path.abspath(os.path.expanduser(pattern))
+    for pattern in _patterns(patterns):
         if os.path.isfile(pattern):
             paths: Iterable[str] = [pattern]
         elif os.path.isdir(pattern):
@@ -211,6 +257,28 @@ def matching(patterns: str, key: str = "data.files") -> tuple[Path, ...]:
     if not matches:
         raise ConfigError(key, patterns, "names no file", "give a file, a folder or a glob")
     return tuple(sorted(matches))
+
+
+def _patterns(patterns: str) -> list[str]:
+    parts = filter(None, (part.strip() for part in patterns.split(os.pathsep)))
+    return [os.path.abspath(os.path.expanduser(part)) for part in parts]
+
+
+def _is_about(file: Path) -> bool:
+    name = file.name.lower()
+    return name in _ABOUT or (name.partition(".")[0] in _ABOUT_TEXTS and _kind(file) == "text")
+
+
+def _kind(file: Path) -> str:
+    """The format of a file by the ending of its name: `parquet`, `lines` or `text`."""
+    ending = _ending(file)
+    return "parquet" if ending == ".parquet" else "lines" if ending in _LINES else "text"
+
+
+def _ending(file: Path) -> str:
+    """The ending of a file's name, without that of its compression, in small letters."""
+    suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]
+    return "".join((suffixes[:-1] if suffixes[-1:] and suffixes[-1] in _PACKED else suffixes)[-1:])
 
 
 def _share(sizes: list[int], characters: int) -> int:
@@ -228,5 +296,11 @@ def whole_characters(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _opened(file: Path, *, packed: bool) -> io.BufferedIOBase:
-    return gzip.open(file, "rb") if packed else file.open("rb")
+def _opened(file: Path) -> io.BufferedIOBase:
+    packed = file.suffix.lower()
+    if packed == ".zst":
+        arrow: Any = importlib.import_module("pyarrow")
+        # A file can have several frames, as those of the Pile do.
+        return io.BufferedReader(arrow.CompressedInputStream(str(file), "zstd"))
+    opened: Any = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(packed, open)
+    return cast("io.BufferedIOBase", opened(file, "rb"))
