@@ -21,7 +21,19 @@ SRUN = {
 def test_a_slurm_step_is_joined():
     ranks = joined(SRUN)
     assert (ranks.rank, ranks.world, ranks.local_rank, ranks.local_world) == (4, 6, 0, 2)
-    assert (ranks.address, ranks.port) == ("gpu03", 20_123)
+    assert (ranks.address, ranks.port) == ("gpu03", 20_000 + 97 * 123)
+
+
+def test_each_step_of_a_job_has_a_port_of_its_own():
+    def port(job, step, **more):
+        return joined({**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step), **more}).port
+
+    ports = [port(job, step) for job in (4_000_123, 4_000_124) for step in range(97)]
+    assert len(set(ports)) == len(ports)
+    assert len({port(job, 0) for job in range(9_000, 9_000 + 12_768)}) == 12_768
+    # Linux gives ports from 32,768 on to outgoing connections.
+    assert all(20_000 <= value < 32_768 for value in ports)
+    assert port(1, 1, MASTER_PORT="29500") == 29_500
 
 
 @pytest.mark.parametrize(

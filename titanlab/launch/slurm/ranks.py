@@ -36,11 +36,21 @@ def slurm_ranks(environ: Mapping[str, str]) -> Ranks:
         local_rank=number(environ, "SLURM_LOCALID"),
         local_world=_slurm_local_world(environ),
         address=environ.get("MASTER_ADDR") or [*hosts(environ.get("SLURM_STEP_NODELIST", "")), "127.0.0.1"][0],
-        # Jobs that share a node need different ports.
-        port=number(environ, "MASTER_PORT", 20_000 + number(environ, "SLURM_JOB_ID", 0) % 20_000),
+        port=number(environ, "MASTER_PORT", _port(environ)),
         started_by="slurm",
         is_counted=True,
     )
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    """The port of one step: jobs that share a node need different ones, and so do the steps of one job.
+
+    All ranks of the step compute it. It lies below the ports that Linux gives to outgoing connections. Two jobs whose
+    numbers differ by less than 12,768 never share the port of their first step, nor do the first 97 steps of a job and
+    those of the next one.
+    """
+    job, step = number(environ, "SLURM_JOB_ID", 0), number(environ, "SLURM_STEP_ID", 0)
+    return 20_000 + (97 * job + step) % 12_768
 
 
 def _slurm_world(environ: Mapping[str, str]) -> int:
