@@ -87,9 +87,8 @@ class Made:
             job_id=job_id,
             code="code/abc",
             shape=shape,
-            launch={},
             runs=tuple(run.path.name for run in runs),
-            **given,
+            **{"launch": {}, **given},
         )
         write_submission(self.folder.path, submitted)
         return submitted

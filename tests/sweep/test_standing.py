@@ -84,6 +84,7 @@ def test_a_run_that_is_done_is_done_whatever_the_scheduler_says(made, said):
         # It may have put itself back into the queue.
         ("preempted", 2000.0, "unknown", ("queued", None)),
         ("walltime", 2000.0, None, ("queued", None)),
+        ("node_fail", 2000.0, "unknown", ("queued", None)),
         ("walltime", 2000.0, "ended", ("ended", "walltime")),
         ("oom", 2000.0, "pending", ("queued", None)),
         ("oom", 2000.0, "running", ("running", None)),

@@ -8,9 +8,6 @@ from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.sweep_folder import SweepFolder
 
-# Ends after which a job may have put itself back into the queue.
-_PUT_BACK = (OutcomeKind.PREEMPTED, OutcomeKind.WALLTIME)
-
 
 def standing(run: RunFolder, job: tuple[Submission, int] | None, states: States) -> tuple[str, str | None]:
     """What a run is doing, and how it ended.
@@ -31,7 +28,8 @@ def standing(run: RunFolder, job: tuple[Submission, int] | None, states: States)
         job_state = states.get((submission.token, index))
         word = job_state.state if job_state else "unknown"
         # For a while the scheduler may not know a job that was cancelled in the queue; then its result counts.
-        has_result = result is not None and result.ended >= submission.created and result.kind not in _PUT_BACK
+        # After some ends the job may have put itself back into the queue.
+        has_result = result is not None and result.ended >= submission.created and not result.kind.automatic
         if word in ("pending", "requeued") or (word == "unknown" and not has_result):
             # The scheduler may still have an unknown job; do not submit it again.
             return "queued", None

@@ -197,6 +197,12 @@ def test_the_queue_knows_better_what_lives(slurm, tmp_path):
             "titanlab-aa|12_0|RUNNING|0:0|9|n1|None\n",
             "running",
         ),
+        # An elastic job that was requeued and cancelled while it waited: the accounting never hears of it.
+        (
+            "titanlab-aa|12|0|12|CANCELLED|None|0:09|n1\n",
+            "titanlab-aa|12_0|PENDING|0:0|0|None assigned|BeginTime\n",
+            "ended",
+        ),
         ("titanlab-aa|12|0|12|COMPLETING|None|0:09|n1\n", "", "running"),
         ("titanlab-aa|12|0|12|SUSPENDED|None|0:09|n1\n", "", "running"),
         ("titanlab-aa|12|0|12|REQUEUE_HOLD|None|0:09|\n", "", "requeued"),

@@ -10,6 +10,7 @@ from titanlab.costs import meter
 from titanlab.costs.layout import AXES
 from titanlab.sweep.table.columns import NAMES, point_keys
 from titanlab.sweep.table.rows import Table
+from titanlab.sweep.table.watch import settled
 
 
 def row_of(made, run, states=None, **given):
@@ -132,6 +133,35 @@ def test_a_preempted_run_that_waits_to_go_on_has_not_ended(made):
     row = row_of(made, run, {(submitted.token, 0): word("ended", "COMPLETED")})
     assert (row["state"], row["outcome"], row["previous_outcome"]) == ("ended", "done", "preempted")
     assert row["scheduler_state"] == "COMPLETED"
+
+
+@pytest.mark.parametrize("kind", ["preempted", "walltime", "node_fail"])
+def test_a_run_between_its_result_and_its_requeue_has_not_ended(made, kind):
+    run = made.run("a")
+    submitted = made.submit(run, created=1500.0, launch={"requeue": True})
+    begin(run)
+    train(run)
+    end(run, kind)
+    key = (submitted.token, 0)
+
+    def state(said):
+        row = row_of(made, run, {key: word(said)})
+        # Only an end has an outcome.
+        assert (row["outcome"] is None) == (row["state"] != "ended") == (not settled([row]))
+        return row["state"], row["previous_outcome"]
+
+    # The job ends itself, waits, and starts again; meanwhile Slurm may not answer.
+    assert [state(said) for said in ("running", "requeued", "unknown", "running")] == [
+        ("starting", kind),
+        ("queued", kind),
+        ("queued", kind),
+        ("starting", kind),
+    ]
+    assert [state(said)[0] for said in ("ended", "gone")] == ["ended", "ended"]
+    # Without a requeue, or without a word of the scheduler, the end is the end.
+    made.submit(run, created=1500.0, token=submitted.token, launch={"requeue": False})
+    assert state("running")[0] == "ended"
+    assert row_of(made, run)["outcome"] == kind
 
 
 def test_a_run_that_is_submitted_again_after_its_end_starts_anew(made):

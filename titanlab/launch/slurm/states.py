@@ -15,6 +15,7 @@ from pathlib import Path
 from titanlab.launch.contract import UNANSWERED, JobKey, JobState
 from titanlab.launch.slurm.array import elements_of
 from titanlab.launch.slurm.command import ACCOUNTING_SECONDS, Reply, accounted_since, ask_slurm
+from titanlab.launch.slurm.ends import end_of
 from titanlab.launch.slurm.ranks import hosts
 from titanlab.launch.submission import Submission, token_of
 from titanlab.records.run_folder import RunFolder
@@ -85,8 +86,10 @@ def _was_removed(recorded: JobState | None) -> bool:
 def _merged(live: JobState | None, recorded: JobState | None, queue: Reply, *, accounted: bool) -> JobState:
     """The state of one job from queue and accounting, which may contradict each other for some seconds."""
     is_accounted = recorded is not None and recorded.state == "ended"
-    if live is not None and live.state == "ended" and accounted and not is_accounted and not live.never_started:
-        # The accounting will know soon how it ended.
+    awaited = accounted and not is_accounted
+    if live is not None and live.state == "ended" and awaited and not live.never_started and end_of(live) is None:
+        # The accounting will know soon with which code it ended. Where Slurm's word says how, nobody waits: of a job
+        # that was cancelled after its requeue, the accounting may still say PENDING minutes later.
         return replace(live, state="running")
     if live is not None and (live.state != "ended" or not is_accounted):
         return live

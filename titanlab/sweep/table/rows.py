@@ -178,10 +178,12 @@ class Table:
 
 def _state(status: Status, outcome: Outcome | None, context: _Context) -> str:
     """The state of a run: from its own files, except for what only the scheduler knows."""
-    word = context.job_state.state if context.job_state else None
-    if word in _WAITING:
+    word, job = context.job_state.state if context.job_state else None, context.job
+    # A job puts itself back into the queue some seconds after the result, and its next start needs some to begin.
+    may_return = outcome is not None and outcome.kind.automatic and job is not None and job.launch.get("requeue", False)
+    if word in _WAITING or (word == "unknown" and may_return):
         return "queued"
-    if outcome is not None and not (word == "running" and context.job and outcome.ended < context.job.created):
+    if outcome is not None and not (word == "running" and job and (may_return or outcome.ended < job.created)):
         return "ended"
     if word == "running" and status.state in ("prepared", "ended"):
         return "starting"
