@@ -41,13 +41,16 @@ def test_arrays_are_as_long_as_the_site_allows(slurm, tmp_path, limit, parameter
 def test_variables_of_a_shell_do_not_override_the_batch_file(slurm, tmp_path, monkeypatch):
     for name in ("JOB_NAME", "PARTITION", "TIMELIMIT", "SIGNAL", "EXPORT", "ARRAY_INX", "WAIT", "ACCOUNT", "QOS"):
         monkeypatch.setenv(f"SBATCH_{name}", "theirs")
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
+    # srun's own win over what a job asks for; the last one is of a job with a container.
+    for name in ("MASTER_ADDR", "MASTER_PORT", "SRUN_CPUS_PER_TASK", "SRUN_CONTAINER", "TITANLAB_SCONTROL"):
         monkeypatch.setenv(name, "1")
     launch = Slurm(account="mine", environment={"MASTER_PORT": "29500"})
     submit(study(tmp_path / "runs", seeds(1), launch=launch), quiet)
     (job,) = slurm.jobs().values()
     # On whose behalf is a matter of the shell's, where launch does not say it.
-    assert [name for name in job["environment"] if name.startswith(("SBATCH_", "MASTER_"))] == ["SBATCH_QOS"]
+    assert [name for name in job["environment"] if name.startswith(("SBATCH_", "MASTER_", "SRUN_", "TITANLAB_S"))] == [
+        "SBATCH_QOS"
+    ]
     assert "export MASTER_PORT=29500" in job["script"].splitlines()
 
 

@@ -83,6 +83,23 @@ def test_a_job_runs_the_snapshot_and_finds_its_run_by_token_and_index(slurm, tmp
     assert shlex.split(command)[-2:] == [str(submitted.folder.path), submission.token]
     assert list(submission.runs) == [each.run_name for each in submitted.decisions]
     assert not list((submitted.folder.path / "jobs").glob("*.pkl"))
+    # The image may lack Slurm's commands: the shell of the batch file asks in its place.
+    assert f'export TITANLAB_SCONTROL={submitted.folder.path / "jobs"}/."$SLURM_JOB_ID"' in lines
+
+
+@pytest.mark.parametrize(
+    ("launch", "asks"),
+    [
+        ({}, False),
+        ({"srun_arguments": ["--mpi=none"]}, False),
+        ({"container": ["env"]}, True),
+        ({"srun_arguments": ["--container-image=x"]}, True),
+    ],
+)
+def test_only_a_job_in_a_container_asks_scontrol_by_its_batch_file(slurm, tmp_path, launch, asks):
+    submit(study(tmp_path / "runs", seeds(1), launch=Slurm(**launch)), quiet)
+    (job,) = slurm.jobs().values()
+    assert ("TITANLAB_SCONTROL" in job["script"]) == asks
 
 
 def test_a_job_that_may_become_smaller_survives_the_loss_of_a_node(slurm, tmp_path):

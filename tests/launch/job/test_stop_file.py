@@ -1,19 +1,24 @@
 """What a signal to a job means, by what `scontrol show job` of Slurm 22.05 said when it came."""
 
+import calendar
 import signal
 import subprocess
+import threading
 import time
 
 import pytest
 
+from tests.sweep.jobs import Jobs
 from titanlab.distributed.ranks import ALONE
 from titanlab.launch.contract import Place, StopReason
-from titanlab.launch.job.stop_file import meaning, read_stop, write_stop
+from titanlab.launch.job import stop_file
+from titanlab.launch.job.job import Job
+from titanlab.launch.job.stop_file import StopCheck, meaning, read_stop, write_stop
 from titanlab.launch.launchers import launcher_named
 from titanlab.launch.slurm import job as slurm_job
-from titanlab.records.outcome import OutcomeKind
+from titanlab.records.outcome import Outcome, OutcomeKind
 
-NOW = time.mktime(time.strptime("2026-11-22T01:01:12", "%Y-%m-%dT%H:%M:%S"))
+NOW = calendar.timegm(time.strptime("2026-11-22T01:01:12", "%Y-%m-%dT%H:%M:%S"))
 RUNNING = (
     "JobState=RUNNING Reason=None Restarts=0 StartTime=2026-11-22T01:00:50 EndTime=2026-11-22T01:05:50 PreemptTime=None"
 )
@@ -94,3 +99,38 @@ def test_slurm_is_asked_about_this_job_and_no_other_of_its_array(monkeypatch):
     launcher_named("slurm").requeue(place())
     # The number that the last one has for itself is the whole array's, too.
     assert [words[-1] for words in asked] == ["12_0"] * 3
+
+
+def test_ranks_save_before_a_slow_scheduler_has_said_why(tmp_path, monkeypatch):
+    """The answer comes when they have ended, and the run's result has it."""
+    answers = threading.Event()
+
+    def reason(name, place, *, signal_seconds):
+        assert answers.wait(60)
+        return StopReason(kind=OutcomeKind.WALLTIME, cause="9 s are left")
+
+    monkeypatch.setattr(slurm_job, "stop_reason", reason)
+    monkeypatch.setattr(stop_file, "ASK_SECONDS", 0.05)
+    run = Jobs(tmp_path).run(1, launcher="slurm")
+    attempt = run.attempt_folder(run.begin_attempt(run.config(), {}))
+    signals = [(int(signal.SIGUSR2), time.monotonic())]
+    check = StopCheck(Job(run=run, place=place(), token="aa", index=0, signals=signals), signal_seconds=30)
+    begin = time.monotonic()
+    check.look(attempt)
+    assert time.monotonic() - begin < 20
+    told = read_stop(attempt)
+    assert told.kind is OutcomeKind.PREEMPTED
+    assert told.cause == "job 12_0 was sent SIGUSR2, and the scheduler does not say why"
+    ended = Outcome(
+        kind=OutcomeKind.PREEMPTED, attempt=1, step=3, cause=f"{told.cause} (while it compiled)", exit_code=75
+    )
+    # Where it never answers, the assumption stands.
+    monkeypatch.setattr(stop_file, "LATE_SECONDS", 0.05)
+    assert check.corrected(ended) == ended
+    monkeypatch.setattr(stop_file, "LATE_SECONDS", 60.0)
+    answers.set()
+    late = check.corrected(ended)
+    assert (late.kind, late.cause, late.exit_code) == (OutcomeKind.WALLTIME, "9 s are left (while it compiled)", 76)
+    # An end of another cause stays.
+    crash = Outcome(kind=OutcomeKind.CRASH, attempt=1, cause="LookupError: x")
+    assert check.corrected(crash) == crash

@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +33,7 @@ from titanlab.launch.job.precheck import check_code, claim_run
 from titanlab.launch.job.rank_watch import RESULT_SECONDS, RankWatch, await_result, settle
 from titanlab.launch.job.rendezvous import Rendezvous
 from titanlab.launch.job.requeue import requeue, requeue_after, requeue_without_rank_0, survives
-from titanlab.launch.job.stop_file import meaning, read_stop, write_stop
+from titanlab.launch.job.stop_file import StopCheck
 from titanlab.launch.launchers import default_config, launcher_named
 from titanlab.recipe.recipe import Recipe, from_mapping
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exception
@@ -49,8 +47,6 @@ CLAIM_SECONDS = 3.0
 CLAIM_AGAIN_SECONDS = 30.0
 # If their node is dead, a file server keeps its locks for a lease (90 s on NFS) and a grace period.
 CLAIM_DEAD_SECONDS = 150.0
-# Rank 0 has this time to write the meaning of a signal, before another rank does.
-MEANING_SECONDS = 5.0
 # After this time without a result, ranks of a job that survives the loss of a node ask whether rank 0 is lost.
 ALONE_SECONDS = 30.0
 
@@ -180,10 +176,15 @@ def _attempted(job: Job, group: Group) -> tuple[Outcome, Recipe | None]:
     where = ", ".join(place.nodes)
     world = len(members) or place.ranks.world
     say(f"{run.path.name}, attempt {attempt}: {counted(world, 'process', 'processes')} on {where}, job {place.job_id}")
-    code = _watched(job, recipe, meeting)
+    stop = StopCheck(job, signal_seconds=launch_of(recipe).signal_seconds)
+    code = _watched(job, recipe, meeting, stop)
     if run.result(attempt) is None:
         settle(run, attempt, world)
-    return run.result(attempt) or conclude(run, attempt, {0: code} if code else {}), recipe
+    outcome = run.result(attempt) or conclude(run, attempt, {0: code} if code else {})
+    corrected = stop.corrected(outcome)
+    if corrected != outcome:
+        run.write_result(corrected)
+    return corrected, recipe
 
 
 def _follow(job: Job) -> int:
@@ -210,7 +211,8 @@ def _follow(job: Job) -> int:
             say(f"{job.run.path.name}: this rank is left out of attempt {meeting.attempt}")
             outcome = await_end(job.run, meeting.attempt)
         else:
-            code = _watched(job, recipe, meeting)
+            stop = StopCheck(job, signal_seconds=launch_of(recipe).signal_seconds)
+            code = _watched(job, recipe, meeting, stop)
             # Wait for the result: when a rank leaves earlier, the scheduler may end rank 0, which writes it.
             seconds = ALONE_SECONDS if survives(job, recipe) else RESULT_SECONDS
             outcome = await_result(job.run, meeting.attempt, job.place.ranks.world, seconds=seconds)
@@ -226,7 +228,7 @@ def _follow(job: Job) -> int:
     raise AssertionError("rank 0 ends the attempts")
 
 
-def _watched(job: Job, recipe: Recipe, meeting: Rendezvous) -> int:
+def _watched(job: Job, recipe: Recipe, meeting: Rendezvous, stop: StopCheck) -> int:
     """Run this rank's worker until it ends. Returns its exit code; if it failed, the reason is recorded."""
     run, ranks = job.run, ranks_in(job.place.ranks, meeting)
     attempt = run.attempt_folder(meeting.attempt)
@@ -259,22 +261,9 @@ def _watched(job: Job, recipe: Recipe, meeting: Rendezvous) -> int:
         child,
         rank=ranks.rank,
         world=ranks.world,
-        check_signals=lambda: _check_signals(job, attempt, launch.signal_seconds),
+        check_signals=lambda: stop.look(attempt),
         is_hurried=lambda: job.is_hurried,
     ).to_end()
-
-
-def _check_signals(job: Job, attempt: Path, signal_seconds: float) -> None:
-    """Determine the meaning of the signals to this process, unless another rank has, and write it for all ranks."""
-    cancelled_by = job.run.asked_to_cancel() if job.leads or job.signals else None
-    if not job.signals and cancelled_by is None:
-        return
-    number, when = job.signals[0] if job.signals else (int(signal.SIGTERM), time.monotonic())
-    late = time.monotonic() - when > MEANING_SECONDS
-    if read_stop(attempt) is None and (job.leads or late):
-        reason = meaning(number, job.launcher, job.place, signal_seconds=signal_seconds, cancelled_by=cancelled_by)
-        stop = write_stop(attempt, reason)
-        say(f"{stop.kind.value}: {stop.cause}; the ranks are told to save and end")
 
 
 def _environment(job: Job, launch: LaunchConfig) -> dict[str, str]:

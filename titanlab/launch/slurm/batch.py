@@ -11,7 +11,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from titanlab.distributed.ranks import MEETING
 from titanlab.errors import ConfigError
 from titanlab.launch.bad_hosts import bad_hosts, names
 from titanlab.launch.shape import Shape
+from titanlab.launch.slurm.scontrol import QUESTIONS, answering_lines
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.launch.submission import HANDING_OVER, Submission, jobs_folder, submission_file
 
@@ -95,7 +96,7 @@ def _parameters(config: Slurm, sweep: Path, submission: Submission) -> dict[str,
         "array_parallelism": config.array_parallelism or len(submission.runs),
         # submitit would set a default of its own here.
         "wckey": None,
-        "setup": _setup(config, submission.environment(sweep), shape),
+        "setup": _setup(config, sweep, submission),
         "srun_args": _srun(config, shape),
     }
     flags = {name: value for name, value in config.extra.items() if value is not None and value is not False}
@@ -125,7 +126,8 @@ def _memory(gib: float | None) -> str | None:
     return f"{int(gib)}G" if float(gib).is_integer() else f"{int(gib * 1024)}M"
 
 
-def _setup(config: Slurm, environment: Mapping[str, str], shape: Shape) -> list[str]:
+def _setup(config: Slurm, sweep: Path, submission: Submission) -> list[str]:
+    environment, shape = submission.environment(sweep), submission.shape
     lines = list(config.preamble)
     lines += [f"export {name}={shlex.quote(str(value))}" for name, value in config.environment.items()]
     for name, value in environment.items():
@@ -135,6 +137,8 @@ def _setup(config: Slurm, environment: Mapping[str, str], shape: Shape) -> list[
     if _survives(config, shape):
         # sbatch sets it for the nodes that were requested; a job that has lost one may start again on fewer.
         lines.append(f"export SLURM_NTASKS=$((SLURM_JOB_NUM_NODES * {shape.tasks_per_node}))")
+    if config.container or any(word.startswith("--container") for word in config.srun_arguments):
+        lines += answering_lines(jobs_folder(sweep).absolute())
     return lines
 
 
@@ -172,13 +176,15 @@ def _unwanted(config: Slurm) -> list[str]:
     """Variables of this process that must not reach the new job.
 
     For sbatch, SBATCH_* variables win over the batch file: they could set a name by which the job is not found again,
-    or a partition and a time limit that nobody has checked. They are also removed for keys that the file does not set:
-    a recipe then requests the same from every shell, and the site decides what launch leaves open.
+    or a partition and a time limit that nobody has checked. SRUN_* variables would change the job's call of srun. They
+    are also removed for keys that the file does not set: a recipe then requests the same from every shell, and the site
+    decides what launch leaves open.
     """
     set_by_launch = {name for name, value in config.extra.items() if value is not None}
     set_by_launch |= {name for name in _ON_BEHALF if vars(config).get(name) is not None}
     kept = {*_KEPT, *(f"SBATCH_{name.upper()}" for name in _ON_BEHALF if name not in set_by_launch)}
-    return [name for name in os.environ if name not in kept and name.startswith(("SLURM_", "SBATCH_", *MEETING))]
+    unwanted = ("SLURM_", "SBATCH_", "SRUN_", *MEETING, QUESTIONS)
+    return [name for name in os.environ if name not in kept and name.startswith(unwanted)]
 
 
 def _has_locks(lock: Path) -> bool:

@@ -9,7 +9,7 @@ when a node fails, also when that was its first one: then its batch script is go
 
 from __future__ import annotations
 
-import os
+import calendar
 import re
 import signal
 import time
@@ -17,12 +17,13 @@ from collections.abc import Iterator, Mapping
 
 from titanlab.launch.contract import Place, StopReason
 from titanlab.launch.slurm.ranks import hosts, slurm_ranks
+from titanlab.launch.slurm.scontrol import scontrol
 from titanlab.records.outcome import OutcomeKind
-from titanlab.system.command import ask, output_of
 
 EARLY_SECONDS = 75.0
 _TIMEOUT_SECONDS = 20.0
 _SLOW_SECONDS = 30.0
+_REQUEUE_SECONDS = 60.0
 _TRIES = 3
 
 
@@ -80,7 +81,7 @@ def requeue(place: Place) -> str | None:
     """Put this process's job back into Slurm's queue. Returns why that failed; None if it worked."""
     if int(_job_facts(place.job_id).get("Restarts") or 0) > place.restart:
         return "Slurm has done that already"
-    answer = ask("scontrol", "requeue", place.job_id)
+    answer = scontrol("requeue", place.job_id, seconds=_REQUEUE_SECONDS)
     if answer is None:
         return "scontrol does not answer"
     return None if answer.code == 0 else answer.complaint
@@ -108,7 +109,7 @@ def requeue_on_fewer(place: Place, *, least: int, most: int) -> str | None:
         return refused
     request = (f"NumNodes={least}-{most}", f"NumTasks={tasks}", f"NumCPUs={cores}")
     for _ in range(_TRIES):
-        answer = ask("scontrol", "update", f"JobId={place.job_id}", *request, seconds=_TIMEOUT_SECONDS)
+        answer = scontrol("update", f"JobId={place.job_id}", *request, seconds=_TIMEOUT_SECONDS)
         if answer is not None and answer.code == 0:
             return None
         # Slurm sends SIGTERM to every process of a job that is requeued: to scontrol too, if it runs at that moment.
@@ -118,8 +119,8 @@ def requeue_on_fewer(place: Place, *, least: int, most: int) -> str | None:
 
 def node_address(node: str) -> str | None:
     """The address by which Slurm reaches a node, for networks that do not resolve node names."""
-    text = output_of("scontrol", "show", "node", "--oneliner", node, seconds=_SLOW_SECONDS) or ""
-    match = re.search(r"\bNodeAddr=(\S+)", text)
+    answer = scontrol("show", "node", "--oneliner", node, seconds=_SLOW_SECONDS)
+    match = re.search(r"\bNodeAddr=(\S+)", answer.output if answer is not None and answer.code == 0 else "")
     return match[1] if match else None
 
 
@@ -128,23 +129,22 @@ def name_job(place: Place, name: str) -> None:
 
     sbatch takes only one name for all elements of an array.
     """
-    ask("scontrol", "update", f"JobId={place.job_id}", f"JobName={name}", seconds=_SLOW_SECONDS)
+    scontrol("update", f"JobId={place.job_id}", f"JobName={name}", seconds=_SLOW_SECONDS)
 
 
 def _job_facts(job: str) -> Mapping[str, str]:
     """The output of `scontrol show job`, for values without spaces; empty if Slurm does not answer."""
-    environ = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
     for _ in range(_TRIES):
-        text = output_of("scontrol", "show", "job", "--oneliner", job, seconds=_TIMEOUT_SECONDS, environ=environ) or ""
-        if "JobState=" in text:
-            return dict(word.split("=", 1) for word in text.split() if "=" in word)
+        answer = scontrol("show", "job", "--oneliner", job, seconds=_TIMEOUT_SECONDS)
+        if answer is not None and answer.code == 0 and "JobState=" in answer.output:
+            return dict(word.split("=", 1) for word in answer.output.split() if "=" in word)
         time.sleep(0.2)
     return {}
 
 
 def _seconds(text: str) -> float | None:
-    """Slurm's local time, in seconds since the epoch; None for text that is not a time."""
+    """Slurm's time, which `scontrol` prints in UTC, in seconds since the epoch; None for text that is not a time."""
     try:
-        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+        return calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except ValueError:
         return None
