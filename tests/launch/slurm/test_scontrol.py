@@ -33,7 +33,7 @@ def batch(tmp_path, found):
     (jobs / ".12").mkdir(parents=True)
     (jobs / ".12" / "old.ask").write_text("requeue\n12_0\n")
     script = tmp_path / "batch.sh"
-    script.write_text("\n".join([*answering_lines(jobs), f'echo "${QUESTIONS}"', "wait", ""]))
+    script.write_text("\n".join([*answering_lines(jobs), f'echo "${QUESTIONS}"', "(trap '' TERM; sleep 600)", ""]))
     environ = {"PATH": f"{found}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
     shell = subprocess.Popen([BASH, script], env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True)
     yield shell, {QUESTIONS: shell.stdout.readline().strip(), "PATH": "/nowhere"}
@@ -53,8 +53,9 @@ def test_it_runs_outside_the_container(batch):
     answer = scontrol("update", "JobName=a b *", "x", seconds=60, environ=inside)
     assert (answer.code, answer.output, answer.errors) == (0, "3 update JobName=a b * UTC standard\n", "")
     # As Slurm does to every process of a job that ends.
-    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
-        (loop,) = Path(f"/proc/{shell.pid}/task/{shell.pid}/children").read_text().split()
+    os.killpg(shell.pid, signal.SIGTERM)
+    for number in (signal.SIGUSR2, signal.SIGINT):
+        loop = Path(f"/proc/{shell.pid}/task/{shell.pid}/children").read_text().split()[0]
         os.kill(int(loop), number)
     answer = scontrol("fail", seconds=60, environ=inside)
     assert (answer.code, answer.complaint) == (3, "no")
@@ -64,7 +65,7 @@ def test_it_runs_outside_the_container(batch):
 
 def test_a_batch_file_that_has_ended_answers_nothing(batch):
     shell, inside = batch
-    (loop,) = Path(f"/proc/{shell.pid}/task/{shell.pid}/children").read_text().split()
+    loop = Path(f"/proc/{shell.pid}/task/{shell.pid}/children").read_text().split()[0]
     shell.kill()
     shell.wait()
     until(lambda: not Path(f"/proc/{loop}").exists() or "Z" in Path(f"/proc/{loop}/stat").read_text().split()[2], 60)

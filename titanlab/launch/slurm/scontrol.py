@@ -21,8 +21,9 @@ QUESTIONS = "TITANLAB_SCONTROL"
 _POLL_SECONDS = 0.2
 # The time zone of a container may differ from the node's.
 _FORMAT = {"TZ": "UTC", "SLURM_TIME_FORMAT": "standard"}
-# It ignores signals, as Slurm sends them to every process of a job that ends: the job's ranks save meanwhile.
+# It and the batch file ignore signals, as Slurm sends them to every process of a job that ends: the ranks save meanwhile.
 _LOOP = """\
+trap : TERM
 (
   trap '' TERM INT USR1 USR2 XCPU
   cd "$TITANLAB_SCONTROL" || exit
