@@ -32,6 +32,8 @@ def end(tmp_path):
         ({"99_3_1_log.err": "of 1", "99_3_0_log.err": "of 0"}, "of 0"),
         ({"7_0_log.out": "10:00:00  error: run: refused\n10:00:01  more\n", "7_1_log.err": "from 1"}, "from 1"),
         ({"7_0_log.out": "10:00:00  error: run: refused\n10:00:01  more\n", "7_0_log.err": ""}, "run: refused"),
+        ({"7_0_log.err": 'srun: bad --x\nTry "srun --help" for more information\n'}, "srun: bad --x"),
+        ({"7_0_log.err": "env: bad --x\nTry 'env --help' for more information.\n"}, "env: bad --x"),
         ({"7_0_log.err": "a\x1b[31m red\r\n"}, "a [31m red"),
     ],
 )

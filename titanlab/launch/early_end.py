@@ -17,6 +17,8 @@ _LIMIT = 400
 _RANK = re.compile(r"_(\d+)_log\.(?:err|out)")
 # A task that refuses to begin says so on standard output, after the time.
 _REFUSAL = re.compile(r"(?:\d\d:\d\d:\d\d +)?error: (.+)")
+# After a wrong option, a program's last line.
+_HINT = re.compile(r"Try ['\"].* --help['\"] for more information\.?")
 
 
 def early_end(logs: Iterable[Path], *, besides: str | None = None) -> str | None:
@@ -27,7 +29,7 @@ def early_end(logs: Iterable[Path], *, besides: str | None = None) -> str | None
         besides: a pattern of lines, such as those of a scheduler, that are used only if there are no others.
     """
     for path in sorted(logs, key=lambda path: (path.suffix != ".err", _rank(path), path.name)):
-        lines = printed_lines(path)
+        lines = [line for line in printed_lines(path) if _HINT.fullmatch(line) is None]
         if path.suffix != ".err":
             lines = [refusal[1] for line in lines if (refusal := _REFUSAL.fullmatch(line)) is not None]
         own = [line for line in lines if besides is None or re.match(besides, line) is None]

@@ -18,6 +18,7 @@ _OURS = frozenset(
         *["nodes", "ntasks", "ntasks-per-node", "gpus-per-node"],
     ]
 )
+_GPU_FLAGS = ("gpus-per-node", "gres")
 
 
 @option("launch", "slurm")
@@ -31,6 +32,7 @@ class Slurm(LaunchConfig):
         memory_gib: host memory of one node; 0: all of it.
         minutes: time limit of a job.
         gpu_type: TYPE in `--gpus-per-node=TYPE:N`; null: any.
+        gpu_flag: how GPUs are asked for: gpus-per-node, or gres (`--gres=gpu:TYPE:N`).
         ask_for_gpus: false on sites whose jobs get whole nodes and whose Slurm does not manage GPUs.
         array_parallelism: jobs of one array that run at once; null: no limit.
         signal_seconds: how long before its time limit a job gets a signal to save and end; before a preemption it is
@@ -42,7 +44,7 @@ class Slurm(LaunchConfig):
             so many processes; null: they do not.
         threads: of one process (OMP_NUM_THREADS); null: cpus_per_task, or an equal share of the node's cores.
         python: interpreter on the nodes; null: the interpreter that submits.
-        preamble: shell lines before the processes start, such as `module load cuda`.
+        preamble: lines of bash before the processes start, such as `module load cuda`; one that fails ends the job.
         environment: environment variables of the processes, such as {NCCL_DEBUG: WARN}.
         container: words before the command, such as [apptainer, exec, --nv, image.sif].
         srun_arguments: further arguments of srun.
@@ -60,6 +62,7 @@ class Slurm(LaunchConfig):
     memory_gib: float | None = None
     minutes: int | None = None
     gpu_type: str | None = None
+    gpu_flag: str = "gpus-per-node"
     ask_for_gpus: bool = True
     array_parallelism: int | None = None
     signal_seconds: int = 120
@@ -100,6 +103,8 @@ class Slurm(LaunchConfig):
             value = getattr(self, name)
             if value is not None and (not value.strip() or "\n" in value):
                 raise ConfigError(f"launch.{name}", value, "must be a name", "name one, or null")
+        if self.gpu_flag not in _GPU_FLAGS:
+            raise ConfigError("launch.gpu_flag", self.gpu_flag, "is no flag for GPUs", f"try {' or '.join(_GPU_FLAGS)}")
         for name in self.environment:
             if not _NAME.fullmatch(name):
                 rule = "is no name of a variable"

@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import shlex
+import subprocess
 
 import pytest
 
@@ -101,12 +102,49 @@ def test_memory_is_told_in_whole_units(gib, word):
 
 def test_the_preamble_comes_before_variables_and_these_are_quoted(sweep):
     config = Slurm(preamble=["module load cuda", "ulimit -c 0"], environment={"A": "it's $HOME", "B": ""})
-    assert flags(config, sweep)["setup"][:4] == [
+    assert flags(config, sweep)["setup"][1:6] == [
         "module load cuda",
         "ulimit -c 0",
+        "trap - ERR",
         "export A='it'\"'\"'s $HOME'",
         "export B=''",
     ]
+
+
+@pytest.mark.parametrize(
+    ("preamble", "code", "said"),
+    [
+        (["true", "false || true", "if false; then", "  false", "fi"], 0, "trains"),
+        (["load() { return 3; }", "load 'a b'"], 3, "error: launch.preamble: exit code 3 of: load 'a b'"),
+        (
+            ["if true; then", "  nothing_here 2>/dev/null", "fi"],
+            127,
+            "error: launch.preamble: exit code 127 of:   nothing_h",
+        ),
+        # Files of others are full of tests that fail.
+        (["source ./others.sh"], 0, "trains"),
+        (["source ./none.sh 2>/dev/null"], 1, "error: launch.preamble: exit code 1 of: source ./none.sh"),
+    ],
+)
+def test_a_line_of_the_preamble_that_fails_ends_the_job(sweep, preamble, code, said):
+    (sweep / "others.sh").write_text("false\ngrep -q x /dev/null\ntrue\n")
+    (sweep / "job.sh").write_text("\n".join([*flags(Slurm(preamble=preamble), sweep)["setup"], "false", "echo trains"]))
+    done = subprocess.run(["bash", "job.sh"], cwd=sweep, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert (done.stdout + done.stderr).strip().splitlines()[-1].startswith(said)
+
+
+def test_gpus_are_asked_for_by_the_flag_that_the_site_takes(sweep):
+    given = flags(Slurm(gpu_flag="gres", gpu_type="h100"), sweep, LARGE)
+    assert (given["additional_parameters"]["gres"], "gpus_per_node" in given) == ("gpu:h100:4", False)
+    assert flags(Slurm(gpu_flag="gres"), sweep, LARGE)["additional_parameters"]["gres"] == "gpu:4"
+    assert "gres" not in flags(Slurm(gpu_flag="gres"), sweep)["additional_parameters"]
+    assert "gres" not in flags(Slurm(gpu_flag="gres", ask_for_gpus=False), sweep, LARGE)["additional_parameters"]
+    # What launch.extra says wins, as the nodes may have other devices too.
+    extra = Slurm(gpu_flag="gres", extra={"gres": "gpu:4,nvme:1"})
+    assert flags(extra, sweep, LARGE)["additional_parameters"]["gres"] == "gpu:4,nvme:1"
+    with pytest.raises(ConfigError, match="launch.gpu_flag=gpus: is no flag for GPUs; try gpus-per-node or gres"):
+        Slurm(gpu_flag="gpus")
 
 
 @pytest.mark.parametrize(("shape", "survives"), [(LARGE, True), (ONE, False)])

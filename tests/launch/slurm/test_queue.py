@@ -59,7 +59,7 @@ def test_a_command_that_is_missing_is_named(installed, slurm):
         ("small 2\nlarge* 8\n", "small", 3, "world=12: needs 3 nodes, and partition small has 2; try world=8"),
         # Slurm takes the first of several partitions that fits.
         ("small 2\nlarge* 8\n", "small,large", 8, None),
-        ("small 2\nlarge* 8\n", "small,large", 9, "partition small,large has 8"),
+        ("small 2\nlarge* 8\n", "small,large", 9, "partition large has 8"),
         ("small 2\nlarge* 8\n", "small,fast", 1, "launch.partition=small,fast: Slurm knows no such partition"),
         ("small 2\nlarge* 8\n", "fast", 1, "known: large, small"),
         # One line for each group of equal nodes.
@@ -80,7 +80,50 @@ def test_a_job_needs_a_partition_that_is_there_and_large_enough(installed, slurm
         with pytest.raises(ConfigError, match=re.escape(told)):
             queue.check(jobs)
     # Also partitions that are hidden from this user's own listings.
-    assert slurm.asked == [("sinfo", "--noheader", "--all", "--format=%P %D")]
+    assert slurm.asked == [("sinfo", "--noheader", "--all", "--format=%P %D %a %l %c")]
+
+
+LISTED = "small* 2 up 1:00:00 8\nlarge 8 up 2-00:00:00 64\nlarge 1 up 2-00:00:00 8+\noff 9 down infinite 64\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "cores", "told"),
+    [
+        ({"minutes": 60}, 8, None),
+        ({"minutes": 61}, 8, "launch.minutes=61: is more than the default partition allows, 60; try 60, or another"),
+        ({"minutes": 600, "partition": "large"}, 8, None),
+        (
+            {"minutes": 2881, "partition": "small,large"},
+            8,
+            "launch.minutes=2881: is more than partition large allows, 2880",
+        ),
+        # A quality of service may allow more.
+        ({"minutes": 600, "qos": "long"}, 8, None),
+        (
+            {"partition": "off"},
+            8,
+            "launch.partition=off: partition off is down; choose another launch.partition, or wait",
+        ),
+        ({"partition": "off,small"}, 8, None),
+        (
+            {},
+            9,
+            "launch.cpus_per_task=9: needs 9 cores of a node with 1 process, and the default partition has nodes of 8",
+        ),
+        # Some nodes have 8 cores or more, nobody knows how many.
+        ({"partition": "large"}, 65, None),
+    ],
+)
+def test_a_job_that_would_wait_for_ever_is_refused(installed, slurm, given, cores, told):
+    installed(*COMMANDS)
+    slurm["sinfo"] = LISTED
+    config = Slurm(cpus_per_task=cores, **given)
+    jobs = [(config, Shape(processes=1, tasks_per_node=1, cpus_per_task=cores, minutes=config.minutes))]
+    if told is None:
+        queue.check(jobs)
+    else:
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            queue.check(jobs)
 
 
 def test_an_sinfo_that_does_not_answer_is_told(installed, slurm):

@@ -16,6 +16,7 @@ KillWait                = 30 sec
 MaxArraySize            = 1001
 PreemptMode             = REQUEUE
 PreemptType             = preempt/partition_prio
+PowerPlugin             =
 SLURM_VERSION           = 24.05.4
 """
 GOOD = {
@@ -39,7 +40,8 @@ def site(tmp_path, monkeypatch):
         (tmp_path / "partitions").write_text(PARTITIONS)
         (tmp_path / "settings").write_text(SETTINGS)
         usual = {
-            "sinfo": f"cat {tmp_path}/partitions",
+            "sinfo": f"""
+                case "$*" in *'%P|'*) cat {tmp_path}/partitions;; *) printf 'gpu* 5 up 2-00:00:00 64\\nlow 16 down infinite 64\\n';; esac""",
             "scontrol": f"cat {tmp_path}/settings",
             "sbatch": f'echo "$@" > {tmp_path}/sbatch.words\n'
             "echo 'sbatch: Job 7 to start at 2026-11-24T12:30:00 using 1 processors on nodes n1' >&2",
@@ -65,6 +67,21 @@ def test_a_site_that_is_fine(site):
     assert {"--partition=gpu", "--account=me", "--time=60", "--wrap=true"} <= {*words}
 
 
+def test_a_setting_without_a_value_does_not_take_the_next_line(site, monkeypatch):
+    site(scontrol="printf 'PreemptParameters       = \\nPreemptMode = REQUEUE\\nPreemptType = preempt/qos\\n'")
+    assert site_checks._settings() == {"PreemptParameters": "", "PreemptMode": "REQUEUE", "PreemptType": "preempt/qos"}
+    texts = {each.name: each.text for each in check_slurm(Slurm(partition="gpu"))}
+    assert texts["preemption"].startswith("qos, mode REQUEUE: a run saves, and goes back into the queue")
+
+
+@pytest.mark.parametrize(
+    ("exempt", "note"), [("00:00:00", ""), ("NONE", ""), ("00:30:00", ", not in its first 00:30:00")]
+)
+def test_the_time_without_preemption(exempt, note):
+    settings = {"PreemptType": "preempt/qos", "PreemptMode": "REQUEUE", "PreemptExemptTime": exempt}
+    assert site_checks._preemption(settings).text.startswith(f"qos, mode REQUEUE{note}: a run saves")
+
+
 def test_a_host_without_slurm_is_no_fault_and_one_with_half_of_it_is(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert states(check_slurm(Slurm())) == {"Slurm": "ok"}
@@ -82,6 +99,8 @@ def test_a_host_without_slurm_is_no_fault_and_one_with_half_of_it_is(tmp_path, m
         ({"sinfo": "true"}, {}, {"partitions": "fail"}),
         ({}, {"partition": "none"}, {"partitions": "fail"}),
         ({}, {"partition": "low"}, {"partitions": "fail"}),
+        ({}, {"partition": "gpu", "minutes": 2881}, {"submission": "fail"}),
+        ({}, {"partition": "gpu", "cpus_per_task": 99}, {"submission": "fail"}),
         ({"sinfo": "echo 'low|up|infinite|16|(null)'"}, {}, {"partitions": "warn"}),
         ({"sbatch": "echo 'sbatch: error: Invalid account' >&2; exit 1"}, {}, {"submission": "fail"}),
         ({"scontrol": "exit 1"}, {}, {"settings": "warn"}),

@@ -27,6 +27,13 @@ from titanlab.launch.submission import HANDING_OVER, Submission, jobs_folder, su
 _SBATCH_SECONDS = 120
 # srun's --wait, after the first task has ended: a rank that ended well may wait for others that still save.
 _WAIT_SECONDS = 600
+# A line of the preamble that fails ends the job, as the run would not have what the line was to provide. A line of a
+# file that the preamble sources may fail.
+_STOP_AT_FAILURE = (
+    "trap 'code=$?; if [ ${#BASH_SOURCE[@]} -eq 1 ]; then "
+    'echo "error: launch.preamble: exit code $code of: $(sed -n "${LINENO}p" "$0")" >&2; '
+    "exit $code; fi' ERR"
+)
 # If this process runs in a job, only these of the job's variables are passed on to the new job.
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT")
 # Sites set these in the user's shell, to charge an account. They are passed on unless launch sets them.
@@ -75,9 +82,9 @@ def submit(config: Slurm, sweep: Path, submission: Submission) -> str:
 def _parameters(config: Slurm, sweep: Path, submission: Submission) -> dict[str, Any]:
     """The parameters that submitit writes into the head of the batch file; None omits a flag."""
     shape = submission.shape
-    gpus: int | str | None = shape.gpus_per_node or None
-    if gpus is not None and config.gpu_type is not None:
-        gpus = f"{config.gpu_type}:{gpus}"
+    asks_for_gpus = config.ask_for_gpus and shape.gpus_per_node > 0
+    number = shape.gpus_per_node
+    gpus = number if config.gpu_type is None else f"{config.gpu_type}:{number}"
     parameters = {
         "job_name": submission.job_name(sweep.name),
         "partition": config.partition,
@@ -90,7 +97,7 @@ def _parameters(config: Slurm, sweep: Path, submission: Submission) -> dict[str,
         "nodes": shape.nodes,
         "ntasks_per_node": shape.tasks_per_node,
         "cpus_per_task": shape.cpus_per_task,
-        "gpus_per_node": gpus if config.ask_for_gpus else None,
+        "gpus_per_node": gpus if asks_for_gpus and config.gpu_flag == "gpus-per-node" else None,
         "mem": _memory(shape.memory_gib),
         "signal_delay_s": config.signal_seconds,
         "array_parallelism": config.array_parallelism or len(submission.runs),
@@ -102,6 +109,8 @@ def _parameters(config: Slurm, sweep: Path, submission: Submission) -> dict[str,
     flags = {name: value for name, value in config.extra.items() if value is not None and value is not False}
     if _survives(config, shape):
         flags = {"no-kill": True, **flags}
+    if asks_for_gpus and config.gpu_flag == "gres":
+        flags = {"gres": f"gpu:{gpus}", **flags}
     return {**parameters, "additional_parameters": {"requeue" if config.requeue else "no-requeue": True, **flags}}
 
 
@@ -128,7 +137,7 @@ def _memory(gib: float | None) -> str | None:
 
 def _setup(config: Slurm, sweep: Path, submission: Submission) -> list[str]:
     environment, shape = submission.environment(sweep), submission.shape
-    lines = list(config.preamble)
+    lines = [_STOP_AT_FAILURE, *config.preamble, "trap - ERR"] if config.preamble else []
     lines += [f"export {name}={shlex.quote(str(value))}" for name, value in config.environment.items()]
     for name, value in environment.items():
         # The user's own modules stay on the path, after the snapshot of the code.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -72,3 +73,12 @@ def accounted_since(since: float, *words: str) -> Reply:
     # One day earlier, for clocks that differ.
     start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since - 86_400))
     return ask_slurm("sacct", "--noheader", "--parsable2", f"--starttime={start}", *words, seconds=ACCOUNTING_SECONDS)
+
+
+def seconds_of(text: str) -> float | None:
+    """Slurm's `[DAYS-][HOURS:]MINUTES:SECONDS`; None for other text, such as `infinite`."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shutil
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
 
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import LaunchConfig
 from titanlab.launch.shape import Shape
 from titanlab.launch.slurm.array import expression_of
-from titanlab.launch.slurm.command import accounted_since, ask_slurm
+from titanlab.launch.slurm.command import accounted_since, ask_slurm, seconds_of
 from titanlab.launch.slurm.ends import REFUSED
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.launch.submission import token_of
+from titanlab.terminal.numerals import counted
 
 # The largest array, whatever a site allows; more jobs are split into several arrays.
 MAX_ARRAY = 1000
@@ -24,6 +26,14 @@ _COMMANDS = ("sbatch", "srun", "squeue", "sinfo")
 _CANCEL_SECONDS = 60.0
 # Errors of scancel about single jobs that have already ended; the other jobs have been signalled.
 _ALREADY_ENDED = re.compile("nvalid job id|can not be altered now|already completing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Partition:
+    nodes: int
+    is_up: bool
+    minutes: float
+    cores: float
 
 
 def is_here() -> bool:
@@ -51,12 +61,35 @@ def check(jobs: Sequence[tuple[LaunchConfig, Shape]]) -> None:
             if name not in partitions:
                 cure = f"known: {', '.join(sorted(filter(None, partitions)))}"
                 raise ConfigError("launch.partition", config.partition, "Slurm knows no such partition", cure)
-        sizes = [partitions[name] for name in names]
-        if sizes and shape.nodes > max(sizes):
-            where = f"partition {partition}" if partition else "the default partition"
-            rule = f"needs {shape.nodes} nodes, and {where} has {max(sizes)}"
-            cure = f"try world={max(sizes) * shape.tasks_per_node}, or another partition"
-            raise ConfigError("world", shape.processes, rule, cure)
+        # Slurm takes the first of several partitions that fits. If none does, the largest one is named.
+        names.sort(key=lambda name: -partitions[name].nodes)
+        refusals = [_refusal(config, shape, name, partitions[name]) for name in names]
+        if None not in refusals and (refusal := next(iter(refusals), None)) is not None:
+            raise refusal
+
+
+def _refusal(config: Slurm, shape: Shape, name: str, partition: _Partition) -> ConfigError | None:
+    """Why jobs of a shape would never start in a partition; sbatch takes them all the same, and they wait."""
+    where = f"partition {name}" if name else "the default partition"
+    if shape.nodes > partition.nodes:
+        rule = f"needs {shape.nodes} nodes, and {where} has {partition.nodes}"
+        cure = f"try world={partition.nodes * shape.tasks_per_node}, or another partition"
+        return ConfigError("world", shape.processes, rule, cure)
+    if not partition.is_up:
+        cure = "choose another launch.partition, or wait until the site brings it up"
+        return ConfigError("launch.partition", config.partition, f"{where} is down", cure)
+    # A quality of service may have limits of its own.
+    if shape.minutes is not None and shape.minutes > partition.minutes and config.qos is None:
+        rule = f"is more than {where} allows, {partition.minutes:g}"
+        return ConfigError("launch.minutes", shape.minutes, rule, f"try {partition.minutes:g}, or another partition")
+    cores = (shape.cpus_per_task or 1) * shape.tasks_per_node
+    if cores > partition.cores:
+        rule = f"needs {cores} cores of a node with {counted(shape.tasks_per_node, 'process', 'processes')}"
+        rule += f", and {where} has nodes of {partition.cores:g}"
+        most = int(partition.cores // shape.tasks_per_node)
+        cure = f"try {most}" if most else f"try cluster.per_node={partition.cores:g}"
+        return ConfigError("launch.cpus_per_task", shape.cpus_per_task, rule, f"{cure}, or another partition")
+    return None
 
 
 def max_array() -> int:
@@ -122,20 +155,28 @@ def _undecided(problem: str | None) -> ConfigError:
     return ConfigError("launch", "slurm", rule, "try again when `squeue` and `sacct` answer; nothing was submitted")
 
 
-def _partitions() -> dict[str, int]:
-    """The number of nodes of every partition; the empty name stands for the default partition.
+def _partitions() -> dict[str, _Partition]:
+    """Every partition by its name; the empty name stands for the default partition.
 
     Raises:
         ConfigError: Slurm does not answer.
     """
-    listed = ask_slurm("sinfo", "--noheader", "--all", "--format=%P %D")
+    listed = ask_slurm("sinfo", "--noheader", "--all", "--format=%P %D %a %l %c")
     if listed.output is None:
         cure = "try again when `sinfo` answers; nothing was submitted"
         raise ConfigError("launch", "slurm", f"Slurm does not answer ({listed.problem})", cure)
-    nodes: dict[str, int] = {}
+    partitions: dict[str, _Partition] = {}
     for line in listed.output.splitlines():
-        name, _, count = line.strip().partition(" ")
-        with contextlib.suppress(ValueError):
-            for key in {name.rstrip("*"), "" if name.endswith("*") else name}:
-                nodes[key] = nodes.get(key, 0) + int(count)
-    return nodes
+        name, count, state, limit, cores = (line.split() + [""] * 5)[:5]
+        if not count.isdecimal():
+            continue
+        for key in {name.rstrip("*"), "" if name.endswith("*") else name}:
+            # A partition whose nodes differ has several lines; `8+` stands for nodes with at least 8 cores.
+            known = partitions.get(key, _Partition(nodes=0, is_up=False, minutes=0.0, cores=0.0))
+            partitions[key] = _Partition(
+                nodes=known.nodes + int(count),
+                is_up=known.is_up or state in ("up", ""),
+                minutes=max(known.minutes, (seconds_of(limit) or inf) / 60),
+                cores=max(known.cores, float(cores) if cores.isdecimal() else inf),
+            )
+    return partitions

@@ -21,7 +21,7 @@ QUESTIONS = "TITANLAB_SCONTROL"
 _POLL_SECONDS = 0.2
 # The time zone of a container may differ from the node's.
 _FORMAT = {"TZ": "UTC", "SLURM_TIME_FORMAT": "standard"}
-# It and the batch file ignore signals, as Slurm sends them to every process of a job that ends: the ranks save meanwhile.
+# It and the batch file ignore signals, which Slurm sends to every process of a job that ends: the ranks save meanwhile.
 _LOOP = """\
 trap : TERM
 (

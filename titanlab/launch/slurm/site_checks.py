@@ -6,7 +6,10 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 
-from titanlab.launch.slurm.command import ask_slurm
+from titanlab.errors import ConfigError
+from titanlab.launch.shape import Shape
+from titanlab.launch.slurm import queue
+from titanlab.launch.slurm.command import ask_slurm, seconds_of
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.terminal.finding import Finding, fail, ok, warn
 
@@ -79,6 +82,11 @@ def _check_partitions(partitions: Mapping[str, list[list[str]]], config: Slurm) 
 
 def _check_submission(config: Slurm) -> Finding:
     """A submission that Slurm only judges: it puts nothing into the queue."""
+    shape = Shape(processes=1, tasks_per_node=1, cpus_per_task=config.cpus_per_task, minutes=config.minutes)
+    try:
+        queue.check([(config, shape)])
+    except ConfigError as error:
+        return fail("submission", error.problem, error.cure)
     flags = {
         name: getattr(config, name)
         for name in ("partition", "account", "qos", "constraint", "nodelist", "exclude")
@@ -97,7 +105,7 @@ def _check_submission(config: Slurm) -> Finding:
 
 def _settings() -> dict[str, str]:
     text = ask_slurm("scontrol", "show", "config", seconds=_SECONDS).output or ""
-    return {match[1]: match[2].strip() for match in re.finditer(r"^(\w+)\s*=\s*(.*)$", text, re.MULTILINE)}
+    return {match[1]: match[2].strip() for match in re.finditer(r"^(\w+)[ \t]*=[ \t]*(.*)$", text, re.MULTILINE)}
 
 
 def check_settings(settings: Mapping[str, str], config: Slurm) -> Iterator[Finding]:
@@ -141,10 +149,10 @@ def _preemption(settings: Mapping[str, str]) -> Finding:
     kind, mode = settings.get("PreemptType", "preempt/none"), settings.get("PreemptMode", "OFF")
     if kind in ("preempt/none", "(null)") or mode.upper() == "OFF":
         return ok("preemption", "off: no job has to give way")
-    grace = re.match(r"\d+", settings.get("PreemptExemptTime", ""))
+    exempt = settings.get("PreemptExemptTime", "")
     text = f"{kind.removeprefix('preempt/')}, mode {mode}"
     if "CANCEL" in mode.upper() or "REQUEUE" in mode.upper():
-        note = f", after {grace[0]}" if grace else ""
+        note = f", not in its first {exempt}" if seconds_of(exempt) else ""
         return ok(
             "preemption", f"{text}{note}: a run saves, and goes back into the queue; GraceTime of the partition counts"
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from titanlab.launch.contract import UNANSWERED, JobKey, JobState
 from titanlab.launch.slurm.array import elements_of
-from titanlab.launch.slurm.command import ACCOUNTING_SECONDS, Reply, accounted_since, ask_slurm
+from titanlab.launch.slurm.command import ACCOUNTING_SECONDS, Reply, accounted_since, ask_slurm, seconds_of
 from titanlab.launch.slurm.ends import end_of
 from titanlab.launch.slurm.ranks import hosts
 from titanlab.launch.submission import Submission, token_of
@@ -117,7 +117,7 @@ def _queued(text: str) -> dict[JobKey, JobState]:
             state=state,
             raw=raw,
             reason=None if reason in ("None", "") else reason,
-            elapsed_seconds=_seconds(elapsed),
+            elapsed_seconds=seconds_of(elapsed),
             nodes=tuple(hosts(nodes)),
             job_id=f"{array}_{place}" if place.isdecimal() else number,
         )
@@ -181,12 +181,3 @@ def _exit_code(text: str) -> int | None:
     if signal > 64:
         return None  # Not a signal: Slurm writes 0:125 when a job exceeds its memory.
     return -signal if signal and not code else code
-
-
-def _seconds(text: str) -> float | None:
-    """Slurm's `[DAYS-][HOURS:]MINUTES:SECONDS`."""
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
-    if match is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
