@@ -153,3 +153,14 @@ def test_large_files_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     file.write_bytes(bytes(5001))
     seen.add(fingerprint.of_files([file]))
     assert len(seen) >= 5
+
+
+def test_a_user_without_a_home_is_told_to_name_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    for name in ("TITANLAB_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="TITANLAB_CACHE=null: is not set, and this user has no home folder"):
+        cache.location()

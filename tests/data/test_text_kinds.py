@@ -290,3 +290,22 @@ def test_a_tokenizer_that_makes_nothing_of_the_text_is_refused(tmp_path: Path, c
     config = Files(files=str(tmp_path / "a.txt"), tokenizer=str(tmp_path / "tokenizer.json"))
     with pytest.raises(ConfigError, match=r"makes no token of the text of a\.txt: it has 3 tokens"):
         source.prepare(config, report=lambda line: None)
+
+
+@pytest.mark.parametrize("files", ["s3://bucket/a.jsonl", "corpus/a.txt:hf://datasets/x"])
+def test_an_address_is_no_file(files):
+    with pytest.raises(
+        ConfigError, match="is an address, and files are read from folders of this host; copy it here, or"
+    ):
+        Files(files=files)
+
+
+def test_a_folder_with_the_character_that_separates_files(tmp_path, monkeypatch):
+    """`data.files=corpus` would be looked for in `a` and in `b/corpus`."""
+    (tmp_path / "a:b").mkdir()
+    monkeypatch.chdir(tmp_path / "a:b")
+    with pytest.raises(
+        ConfigError, match="data.files=corpus: is relative to .*a:b, whose ':' separates files; start in a f"
+    ):
+        Files(files="corpus")
+    assert Files(files="/x/corpus:/y").files == "/x/corpus:/y"

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from titanlab.distributed.ranks import ALONE, joined
-from titanlab.distributed.world import open_world
+from titanlab.distributed.world import _select_device, open_world
+from titanlab.errors import ConfigError
 
 LISTENS = "0A"
 
@@ -79,3 +80,14 @@ def interface_of(name):
         return os.environ["GLOO_SOCKET_IFNAME"]
     finally:
         del os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def test_the_only_gpu_that_a_task_of_srun_sees_is_its_device(monkeypatch):
+    for name, value in {"is_available": True, "device_count": 1, "set_device": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(ConfigError, match="world=4: more processes on this host than its 1 GPUs"):
+        _select_device("cuda", 3)
+    for name, value in {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_GPUS_PER_TASK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert _select_device("cuda", 3) == torch.device("cuda", 0)

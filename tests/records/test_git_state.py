@@ -1,5 +1,6 @@
 """The code's commit, and the difference that makes it this code."""
 
+import shutil
 import subprocess
 
 import pytest
@@ -96,3 +97,19 @@ def test_a_package_installed_inside_another_project_is_not_that_projects_code(pa
 def test_without_git_there_is_no_state(package, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert git_state(package) is None
+
+
+def test_a_checkout_of_another_owner_has_its_commit_too(package, tmp_path, monkeypatch):
+    """git calls such a repository dubious. A program in front of it makes git believe that it is one."""
+    sha = git(package, "rev-parse", "HEAD").strip()
+    program = tmp_path / "bin" / "git"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nGIT_TEST_ASSUME_DIFFERENT_OWNER=1 exec {shutil.which("git")} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+    refused = subprocess.run(["git", "-C", package, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    assert "dubious ownership" in refused.stderr
+    (package / "a.py").write_text("one = 2\n")
+    state = git_state(package)
+    assert (state.sha, state.branch, state.dirty, state.patch_complete) == (sha, "main", True, True)
+    assert "+one = 2" in state.patch

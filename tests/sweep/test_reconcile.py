@@ -165,6 +165,15 @@ def test_slurms_sentence_replaces_what_the_other_ranks_could_only_guess(jobs, se
     assert result.cause == f"killed for want of memory; {SAID}"
 
 
+def test_a_node_that_cannot_write_the_logs_of_a_job(jobs, settled):
+    """What sacct says, `FAILED|0:53`, of a job whose folder the node does not have."""
+    run = jobs.run(1, launcher="slurm")
+    result = settled(run, JobState(state="ended", raw="FAILED", exit_code=-53, nodes=("n1",), job_id="7_0"))
+    assert (result.kind, result.attempt, result.exit_code) == (OutcomeKind.CRASH, 0, -53)
+    told = "Slurm could not write the job's logs on its node (signal 53): do the nodes share the folder of runs?"
+    assert result.cause == told
+
+
 def test_a_failure_of_its_own_is_not_blamed_on_memory(jobs, settled):
     run = begun(jobs)
     jobs.sweep.jobs.mkdir()

@@ -13,6 +13,7 @@ from titanlab.errors import ConfigError
 from titanlab.launch.local_schema import Local
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.sweep.enqueue import check_folder
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.submit import check_study, decide, folder_of, silence_of, submit
 from titanlab.sweep.table.rows import Table
@@ -348,3 +349,26 @@ def test_without_submitit_nothing_is_submitted_and_a_plan_is_still_made(slurm, t
         submit(wanted, quiet)
     assert not (tmp_path / "runs" / "layouts").exists()
     assert actions(decide(wanted)) == ["submit", "submit"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "launch", "told"),
+    [
+        ("a:b", SLURM, "has ':' in it, at which PYTHONPATH is split; give runs=FOLDER, or the sweep, a path without"),
+        ("a:b", Local(), "has ':' in it, at which PYTHONPATH is split"),
+        ("a%j", SLURM, "has '%' in it, which launch=slurm replaces in the paths of logs"),
+        ("a\\b", SLURM, r"has '\\' in it, which launch=slurm replaces in the paths of logs"),
+        ("a%j", Local(), None),
+    ],
+)
+def test_a_folder_whose_path_means_something_else_is_refused(slurm, tmp_path, folder, launch, told):
+    wanted = study(tmp_path / folder / "runs", seeds(1), launch=launch)
+    if told is None:
+        check_study(wanted)
+        return
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        submit(wanted, quiet)
+    assert not (tmp_path / folder).exists()
+    # Also one that was moved there.
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        check_folder(tmp_path / folder / "runs", [launch])

@@ -8,8 +8,11 @@ import pytest
 
 import titanlab
 from titanlab.errors import ConfigError
+from titanlab.recipe.composition.flags import read_flags
 from titanlab.records.run_folder import check_runs
-from titanlab.system.user_path import user_path
+from titanlab.sweep.cleaning.caches import cached
+from titanlab.system.user_path import home, user_path
+from titanlab.tracker.wandb_mode import has_key
 
 
 def test_a_tilde_is_the_users_home(monkeypatch, tmp_path):
@@ -35,3 +38,21 @@ def test_no_module_expands_a_path_that_can_raise():
     package = Path(titanlab.__file__).parent
     files = [path for path in package.rglob("*.py") if ".expanduser()" in path.read_text()]
     assert [str(path.relative_to(package)) for path in files] == []
+
+
+def test_a_user_may_have_no_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/a/home")
+    assert home() == Path("/a/home")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", _nobody)
+    assert home() is None
+    # Who looks into the home folder goes on without one.
+    for name in ("TITANLAB_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert all(item.kind != "data-cache" for item in cached())
+    assert not has_key({})
+    assert read_flags(["runs=~/x"]).overrides == ["runs=~/x"]
+
+
+def _nobody(uid):
+    raise KeyError(f"getpwuid(): uid not found: {uid}")

@@ -13,16 +13,25 @@ from pathlib import Path
 
 from titanlab.data.streams.stream import Report
 from titanlab.errors import ConfigError
-from titanlab.system.user_path import user_path
+from titanlab.system.user_path import home, user_path
 
 VARIABLE = "TITANLAB_CACHE"
 
 
 def location() -> Path:
-    """The cache folder, which need not exist: `$TITANLAB_CACHE`, `$XDG_CACHE_HOME/titanlab`, or `~/.cache/titanlab`."""
+    """The cache folder, which need not exist: `$TITANLAB_CACHE`, `$XDG_CACHE_HOME/titanlab`, or `~/.cache/titanlab`.
+
+    Raises:
+        ConfigError: no variable names one, and the user has no home.
+    """
     if folder := os.environ.get(VARIABLE):
         return user_path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titanlab"
+    if caches := os.environ.get("XDG_CACHE_HOME"):
+        return Path(caches) / "titanlab"
+    if (own := home()) is None:
+        rule = "is not set, and this user has no home folder (no HOME, no passwd entry)"
+        raise ConfigError(VARIABLE, None, rule, f"export {VARIABLE}=<a folder you can write to>")
+    return own / ".cache" / "titanlab"
 
 
 def root() -> Path:

@@ -34,7 +34,14 @@ class Files(Text):
             raise ConfigError(
                 "data.files", self.files, "names no file", "give a file, a folder or a glob: data.files=corpus/*.jsonl"
             )
-        self.files = os.pathsep.join(absolute(part) for part in self.files.split(os.pathsep) if part.strip())
+        if "://" in self.files:
+            rule, cure = "is an address, and files are read from folders of this host", "copy it here, or try data=hf"
+            raise ConfigError("data.files", self.files, rule, cure)
+        parts = [part for part in self.files.split(os.pathsep) if part.strip()]
+        if any(os.pathsep in absolute(part) for part in parts):
+            rule = f"is relative to {os.getcwd()}, whose {os.pathsep!r} separates files"
+            raise ConfigError("data.files", self.files, rule, "start in a folder without, or give an absolute path")
+        self.files = os.pathsep.join(map(absolute, parts))
         if not self.text_field:
             raise ConfigError("data.text_field", self.text_field, "names no field", "try text")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +13,8 @@ from titanlab.costs.hardware import find
 from titanlab.errors import ConfigError
 from titanlab.system.command import output_of
 
+# Slurm sets them for --gpus-per-task and --gpu-bind.
+_GPUS_OF_A_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 _CGROUP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -60,8 +62,18 @@ def check_host(host: Host, *, accelerator: str, device: str | None, processes: i
     if device not in (None, host.device) and (find(host.device) is None or find(host.device) != find(str(device))):
         rule = f"this host has {host.device}"
         raise ConfigError("cluster.device", device, rule, f"try cluster.device='{host.device}', or null")
-    if processes > host.count:
+    if processes > host.count and not (host.count == 1 and sees_own_gpu(os.environ)):
         raise ConfigError("world", processes, f"this host has {host.count} GPUs", f"try world={host.count}")
+
+
+def sees_own_gpu(environ: Mapping[str, str]) -> bool:
+    """Whether the single GPU that this process sees is its own, as srun has given one to each task of this host.
+
+    CUDA numbers what a process sees from 0, so it is device 0 for each of them.
+    """
+    is_task = "SLURM_STEP_ID" in environ and environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+    # If Slurm's variables do not say it, the driver knows more GPUs than this process sees; in a container it may not.
+    return is_task and (any(name in environ for name in _GPUS_OF_A_TASK) or len(_gpu_names()) > 1)
 
 
 def cores() -> int:

@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from titanlab.distributed.host import sees_own_gpu
 from titanlab.distributed.loopback import is_one_host, listen, loopback_address, loopback_interface
 from titanlab.distributed.ranks import Ranks
 from titanlab.errors import ConfigError
@@ -138,6 +139,8 @@ def _select_device(accelerator: str, local_rank: int) -> torch.device:
             f"this host shows a GPU, but torch {torch.__version__} cannot use it",
             "install a CUDA build of torch, or try cluster.accelerator=cpu",
         )
+    if local_rank and torch.cuda.device_count() == 1 and sees_own_gpu(os.environ):
+        local_rank = 0
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
             "world",

@@ -182,12 +182,14 @@ class Launcher(Protocol):
         has_scheduler: whether a scheduler decides when jobs start and records how they ended. Then it is asked only
             every few seconds, and its answers are stored beside results.
         can_requeue: whether a job can put itself back into the queue (`requeue`).
+        replaced_in_paths: characters that a sweep's path must not contain, as the scheduler would replace them.
         repeats_signals: whether a job gets several signals for one reason. If not, a second signal comes from a user
             who does not want to wait.
     """
 
     has_scheduler: bool = False
     can_requeue: bool = False
+    replaced_in_paths: str = ""
     repeats_signals: bool = False
 
     # Submission, in the user's process

@@ -13,6 +13,7 @@ from titanlab.records.json_file import RESTORE, check_object, read_object
 from titanlab.records.outcome import KINDS, SCHEMA, Outcome, from_mapping
 from titanlab.system.atomic_file import write_bytes, write_json
 from titanlab.system.disk import FolderGone, disk_fault
+from titanlab.system.user_path import home
 
 # A file that is deleted to free space on a full disk: enough for two results with a traceback and some ranks' notes.
 _RESERVE = ".reserve"
@@ -59,7 +60,7 @@ def write_end(run: Path, path: Path, outcome: Outcome) -> None:
 
 def write_elsewhere(run: Path, outcome: Outcome) -> Path | None:
     """Write an outcome outside of the run's folder, which takes none. Returns the file; None if no folder takes it."""
-    for folder in (Path(tempfile.gettempdir()), Path.home()):
+    for folder in filter(None, (Path(tempfile.gettempdir()), home())):
         path = folder / f"titanlab-{run.name}-attempt-{outcome.attempt}-{secrets.token_hex(3)}-result.json"
         with contextlib.suppress(OSError):
             write_json(path, outcome.to_mapping(), durable=True)

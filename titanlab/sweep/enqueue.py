@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from titanlab.errors import ConfigError
@@ -58,6 +60,22 @@ def check_jobs(jobs: Sequence[tuple[LaunchConfig, Shape]], *, submits: bool = Tr
             launcher.check(own)
 
 
+def check_folder(folder: Path, launches: Iterable[LaunchConfig]) -> None:
+    """Check that jobs find a sweep's folder.
+
+    Raises:
+        ConfigError: a character of its path has another meaning for Python or a launcher.
+    """
+    meanings = {os.pathsep: "at which PYTHONPATH is split"}
+    for kind in dict.fromkeys(launch.kind for launch in launches):
+        replaced = launcher_named(kind).replaced_in_paths
+        meanings |= dict.fromkeys(replaced, f"which launch={kind} replaces in the paths of logs")
+    for character, meaning in meanings.items():
+        if character in str(folder):
+            cure = "give runs=FOLDER, or the sweep, a path without"
+            raise ConfigError("runs", str(folder), f"has {character!r} in it, {meaning}", cure)
+
+
 def silent_launcher(launches: Iterable[LaunchConfig]) -> str | None:
     """Why a launcher that is installed here does not answer, in one line; None if all answer.
 
@@ -79,6 +97,7 @@ def enqueue(folder: SweepFolder, items: Sequence[Item], report: Callable[[str], 
     """
     if not items:
         return []
+    check_folder(folder.path, (item.launch for item in items))
     folder.jobs.mkdir(exist_ok=True)
     code = snapshot.take(folder.code).relative_to(folder.path)
     submitted: list[Submission] = []

@@ -18,7 +18,7 @@ from titanlab.launch.shape import Shape, shape_of
 from titanlab.launch.submission import Submission
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.run_folder import RunFolder, check_runs, create_run
-from titanlab.sweep.enqueue import Item, check_jobs, enqueue, settle, silent_launcher, wake
+from titanlab.sweep.enqueue import Item, check_folder, check_jobs, enqueue, settle, silent_launcher, wake
 from titanlab.sweep.queue import job_states
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.standing import standing, supersede
@@ -96,6 +96,7 @@ def check_study(study: Study, *, submits: bool = True, answered: bool = True) ->
     shapes = [shape_of(planned.recipe) for planned in study.planned]
     _check_name(folder_of(study), study)
     launches = [launch_of(planned.recipe) for planned in study.planned]
+    check_folder(folder_of(study).path, launches)
     if answered:
         check_jobs(list(zip(launches, shapes, strict=True)), submits=submits)
     return shapes

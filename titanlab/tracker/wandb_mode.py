@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from titanlab.system.user_path import home
 from titanlab.tracker.wandb_schema import Wandb
 
 _ENV_MODES = {"online": "online", "offline": "offline", "dryrun": "offline", "disabled": "off"}
@@ -25,8 +26,9 @@ def has_key(environ: Mapping[str, str]) -> bool:
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
-    home = Path(environ.get("HOME") or Path.home())
-    files = [Path(environ["NETRC"])] if environ.get("NETRC") else [home / ".netrc", home / "_netrc"]
+    folder = environ.get("HOME") or home()
+    usual = [] if folder is None else [Path(folder) / ".netrc", Path(folder) / "_netrc"]
+    files = [Path(environ["NETRC"])] if environ.get("NETRC") else usual
     for path in files:
         try:
             if netrc.netrc(path).authenticators(host):

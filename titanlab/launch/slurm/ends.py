@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from titanlab.launch.contract import JobEnd, JobState
 from titanlab.records.outcome import OutcomeKind
 
+# Slurm's sign that a node cannot open the files for a job's output; no process has got this signal.
+_NO_LOGS = 53
 # The reason that Slurm gives if no node can ever fulfil the request.
 REFUSED = "BadConstraints"
 _WORDS: Mapping[str, tuple[OutcomeKind, str]] = {
@@ -23,6 +25,9 @@ _WORDS: Mapping[str, tuple[OutcomeKind, str]] = {
 
 def end_of(state: JobState) -> JobEnd | None:
     """Why a job ended, if the name of its state alone explains it."""
+    if state.exit_code == -_NO_LOGS:
+        cause = "Slurm could not write the job's logs on its node (signal 53): do the nodes share the folder of runs?"
+        return JobEnd(kind=OutcomeKind.CRASH, cause=cause)
     known = _WORDS.get(state.raw or "")
     return JobEnd(kind=known[0], cause=known[1]) if known is not None else None
 

@@ -30,6 +30,7 @@ class SlurmLauncher(Launcher):
 
     has_scheduler = True
     can_requeue = True
+    replaced_in_paths = "%\\"
     repeats_signals = True
 
     def __init__(self, config: Slurm) -> None:

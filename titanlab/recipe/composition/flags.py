@@ -6,12 +6,12 @@ import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from titanlab.errors import ConfigError
 from titanlab.recipe.composition import hydra_settings, strangers
 from titanlab.recipe.composition.hydra_internal import flag_parser
 from titanlab.recipe.composition.hydra_texts import ARGUMENTS, HELP
+from titanlab.system.user_path import home
 
 # Flags that make Hydra print something instead of running; it obeys only one of them at a time.
 _ANSWERS = ("help", "hydra_help", "cfg", "info", "shell_completion")
@@ -106,5 +106,5 @@ def _remove_first(argument: str, left: list[str]) -> bool:
 def _with_home(override: str) -> str:
     """The override with `~` replaced by the home folder: not every shell does this, and Hydra rejects `~`."""
     key, equals, value = override.partition("=")
-    home = equals and (value == "~" or value.startswith("~/"))
-    return f"{key}={Path.home()}{value[1:]}" if home else override
+    folder = home() if equals and (value == "~" or value.startswith("~/")) else None
+    return override if folder is None else f"{key}={folder}{value[1:]}"
