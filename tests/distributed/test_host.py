@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from titanlab.distributed import host
-from titanlab.distributed.host import Host, check_host, cores, sees_own_gpu, this_host
+from titanlab.distributed.host import Host, check_host, cores, gpus, this_host
 from titanlab.errors import ConfigError
 
 
@@ -121,42 +121,15 @@ def test_two_names_of_one_device_are_one():
         check_host(cpu, accelerator="cuda", device="NVIDIA H200", processes=1)
 
 
-STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
-
-
-@pytest.mark.parametrize(
-    ("environ", "gpus", "own"),
-    [
-        # srun --gpus-per-task=1, and its cgroup: each of four tasks sees a GPU that CUDA calls 0.
-        ({**STEP, "SLURM_GPUS_PER_TASK": "1"}, 1, True),
-        ({**STEP, "SLURM_TRES_PER_TASK": "cpu=2,gres/gpu=1"}, 1, True),
-        ({**STEP, "SLURM_GPU_BIND": "single:1"}, 1, True),
-        # CUDA_VISIBLE_DEVICES is of the site's making.
-        (STEP, 4, True),
-        # Four tasks on a node with one GPU.
-        (STEP, 1, False),
-        # A shell in a job, or no job at all: nobody has given each process its own.
-        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_GPUS_PER_TASK": "1"}, 4, False),
-        ({}, 4, False),
-    ],
-)
-def test_a_task_may_see_its_own_gpu_only(driver, monkeypatch, environ, gpus, own):
-    add(driver, *["NVIDIA H200"] * gpus)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    for name in (
-        "SLURM_STEP_ID",
-        "SLURM_STEP_NUM_TASKS",
-        "SLURM_GPUS_PER_TASK",
-        "SLURM_TRES_PER_TASK",
-        "SLURM_GPU_BIND",
-    ):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
+def test_a_process_may_have_one_of_several_gpus_for_itself(driver, monkeypatch):
+    add(driver, *["NVIDIA H200"] * 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     host = this_host()
-    assert (host.count, sees_own_gpu(os.environ)) == (1, own)
-    if own:
+    assert (host.count, gpus()) == (1, 4)
+    check_host(host, accelerator="cuda", device=None, processes=4, has_own_gpu=True)
+    with pytest.raises(ConfigError, match="world=4: this host has 1 GPUs; try world=1"):
         check_host(host, accelerator="cuda", device=None, processes=4)
-    else:
-        with pytest.raises(ConfigError, match="world=4: this host has 1 GPUs; try world=1"):
-            check_host(host, accelerator="cuda", device=None, processes=4)
+    # Two GPUs for each of four processes: nobody can tell which of them is whose.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    with pytest.raises(ConfigError, match="world=4: this host has 2 GPUs"):
+        check_host(this_host(), accelerator="cuda", device=None, processes=4, has_own_gpu=True)

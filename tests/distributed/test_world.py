@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,12 +83,10 @@ def interface_of(name):
         del os.environ["GLOO_SOCKET_IFNAME"]
 
 
-def test_the_only_gpu_that_a_task_of_srun_sees_is_its_device(monkeypatch):
+def test_the_only_gpu_that_a_process_sees_may_be_its_own(monkeypatch):
     for name, value in {"is_available": True, "device_count": 1, "set_device": None}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    fourth = replace(ALONE, rank=3, local_rank=3, world=4, local_world=4)
     with pytest.raises(ConfigError, match="world=4: more processes on this host than its 1 GPUs"):
-        _select_device("cuda", 3)
-    for name, value in {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_GPUS_PER_TASK": "1"}.items():
-        monkeypatch.setenv(name, value)
-    assert _select_device("cuda", 3) == torch.device("cuda", 0)
+        _select_device("cuda", fourth)
+    assert _select_device("cuda", replace(fourth, has_own_gpu=True)) == torch.device("cuda", 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,8 +13,6 @@ from titanlab.costs.hardware import find
 from titanlab.errors import ConfigError
 from titanlab.system.command import output_of
 
-# Slurm sets them for --gpus-per-task and --gpu-bind.
-_GPUS_OF_A_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 _CGROUP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -45,12 +43,13 @@ def this_host() -> Host:
     return Host(accelerator="cpu", device="cpu", count=cores(), memory_bytes=memory_bytes())
 
 
-def check_host(host: Host, *, accelerator: str, device: str | None, processes: int) -> None:
+def check_host(host: Host, *, accelerator: str, device: str | None, processes: int, has_own_gpu: bool = False) -> None:
     """Check that a host has the device that the recipe names: otherwise results would carry a wrong device name.
 
     Args:
         accelerator, device: of the recipe's cluster; any name of the same entry in `titanlab.costs.hardware` is valid.
         processes: number of processes on this host, one per device.
+        has_own_gpu: see `Ranks`.
 
     Raises:
         ConfigError: the host has no GPU, another one, or too few.
@@ -62,18 +61,13 @@ def check_host(host: Host, *, accelerator: str, device: str | None, processes: i
     if device not in (None, host.device) and (find(host.device) is None or find(host.device) != find(str(device))):
         rule = f"this host has {host.device}"
         raise ConfigError("cluster.device", device, rule, f"try cluster.device='{host.device}', or null")
-    if processes > host.count and not (host.count == 1 and sees_own_gpu(os.environ)):
+    if processes > host.count and not (host.count == 1 and has_own_gpu):
         raise ConfigError("world", processes, f"this host has {host.count} GPUs", f"try world={host.count}")
 
 
-def sees_own_gpu(environ: Mapping[str, str]) -> bool:
-    """Whether the single GPU that this process sees is its own, as srun has given one to each task of this host.
-
-    CUDA numbers what a process sees from 0, so it is device 0 for each of them.
-    """
-    is_task = "SLURM_STEP_ID" in environ and environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
-    # If Slurm's variables do not say it, the driver knows more GPUs than this process sees; in a container it may not.
-    return is_task and (any(name in environ for name in _GPUS_OF_A_TASK) or len(_gpu_names()) > 1)
+def gpus() -> int:
+    """The GPUs of this host that its driver shows, also if this process may not use them."""
+    return len(_gpu_names())
 
 
 def cores() -> int:

@@ -9,6 +9,7 @@ from titanlab.errors import ConfigError
 
 # Variables with the address at which the ranks of a run meet; another run must not inherit them.
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
+_OWN_GPU = "TITANLAB_OWN_GPU"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,8 @@ class Ranks:
         local_rank, local_world: the same on its host.
         address, port: where rank 0 listens.
         started_by: `torchrun` (or titanlab's launcher, which sets the same variables), or the kind of a launcher.
+        has_own_gpu: whether the launcher has given each process of a host a GPU of its own: if a process sees only one,
+            it is that one.
         is_counted: whether the launcher has counted the ranks of each host, so that `local_world` is reliable.
     """
 
@@ -31,10 +34,12 @@ class Ranks:
     port: int
     started_by: str
     is_counted: bool = False
+    has_own_gpu: bool = False
 
     def environment(self) -> dict[str, str]:
-        """The variables that torch reads."""
+        """The variables that torch reads, and one of titanlab's."""
         return {
+            **({_OWN_GPU: "1"} if self.has_own_gpu else {}),
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world),
             "LOCAL_RANK": str(self.local_rank),
@@ -64,6 +69,7 @@ def joined(environ: Mapping[str, str]) -> Ranks | None:
         address=environ.get("MASTER_ADDR", "127.0.0.1"),
         port=number(environ, "MASTER_PORT", None if world > 1 else 0),
         started_by="torchrun",
+        has_own_gpu=_OWN_GPU in environ,
     )
     check_ranks(ranks)
     return ranks

@@ -15,7 +15,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from titanlab.distributed.host import sees_own_gpu
 from titanlab.distributed.loopback import is_one_host, listen, loopback_address, loopback_interface
 from titanlab.distributed.ranks import Ranks
 from titanlab.errors import ConfigError
@@ -110,7 +109,7 @@ def open_world(ranks: Ranks, *, accelerator: str, seed: int, deterministic: bool
     Raises:
         ConfigError: the accelerator that the recipe names is missing.
     """
-    device = _select_device(accelerator, ranks.local_rank)
+    device = _select_device(accelerator, ranks)
     random.seed(seed)
     with contextlib.suppress(ImportError):
         # For third-party code that draws from NumPy's global generator; titanlab itself does not.
@@ -129,7 +128,8 @@ def open_world(ranks: Ranks, *, accelerator: str, seed: int, deterministic: bool
             dist.destroy_process_group()
 
 
-def _select_device(accelerator: str, local_rank: int) -> torch.device:
+def _select_device(accelerator: str, ranks: Ranks) -> torch.device:
+    local_rank = ranks.local_rank
     if accelerator == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -139,7 +139,8 @@ def _select_device(accelerator: str, local_rank: int) -> torch.device:
             f"this host shows a GPU, but torch {torch.__version__} cannot use it",
             "install a CUDA build of torch, or try cluster.accelerator=cpu",
         )
-    if local_rank and torch.cuda.device_count() == 1 and sees_own_gpu(os.environ):
+    if ranks.has_own_gpu and torch.cuda.device_count() == 1:
+        # CUDA numbers what a process sees from 0.
         local_rank = 0
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(

@@ -190,7 +190,13 @@ def _resolved(recipe: Recipe, host: Host, ranks: Ranks | None, *, started: bool)
     recipe = resolve(recipe, world=ranks.world if ranks else None, accelerator=host.accelerator, device=host.device)
     check(recipe)
     processes = ranks.local_world if ranks else recipe.layout.world
-    check_host(host, accelerator=recipe.cluster.accelerator, device=recipe.cluster.device, processes=processes)
+    check_host(
+        host,
+        accelerator=recipe.cluster.accelerator,
+        device=recipe.cluster.device,
+        processes=processes,
+        has_own_gpu=ranks is not None and ranks.has_own_gpu,
+    )
     check_host_memory(recipe, host, processes=processes)
     check_runs(recipe.runs)
     if not started:

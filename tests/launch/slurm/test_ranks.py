@@ -4,6 +4,8 @@ import pytest
 
 from titanlab.errors import ConfigError
 from titanlab.launch.launchers import joined
+from titanlab.launch.slurm import ranks as ranks_module
+from titanlab.launch.slurm.ranks import slurm_ranks
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
 SRUN = {
@@ -63,3 +65,31 @@ def test_torchrun_comes_before_the_step_that_it_was_started_in():
 def test_a_broken_environment_is_named():
     with pytest.raises(ConfigError, match="RANK=6: must lie in"):
         joined({**SRUN, "SLURM_PROCID": "6"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "gpus", "own"),
+    [
+        # srun --gpus-per-task=1, and its control group: each task sees a GPU that CUDA calls 0.
+        ({"SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "0"}, 1, True),
+        ({"SLURM_TRES_PER_TASK": "cpu=2,gres/gpu=1", "CUDA_VISIBLE_DEVICES": "0"}, 1, True),
+        ({"SLURM_GPU_BIND": "single:1", "CUDA_VISIBLE_DEVICES": "2"}, 1, True),
+        # CUDA_VISIBLE_DEVICES is of the site's making.
+        ({"CUDA_VISIBLE_DEVICES": "0"}, 4, True),
+        # Several tasks on a node with one GPU; tasks that see all GPUs of theirs; a shell of `srun --pty`.
+        ({"CUDA_VISIBLE_DEVICES": "0"}, 1, False),
+        ({}, 4, False),
+        (
+            {"SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+            4,
+            False,
+        ),
+    ],
+)
+def test_a_task_may_have_a_gpu_of_its_own(monkeypatch, environ, gpus, own):
+    monkeypatch.setattr(ranks_module, "gpus", lambda: gpus)
+    ranks = slurm_ranks({**SRUN, **environ})
+    assert ranks.has_own_gpu is own
+    # The rank's own process reads it again, with the variables of torch.
+    worker = joined(ranks.environment())
+    assert (worker.has_own_gpu, worker.rank, worker.local_rank) == (own, ranks.rank, ranks.local_rank)

@@ -237,7 +237,13 @@ def _watched(job: Job, recipe: Recipe, meeting: Rendezvous, stop: StopCheck) -> 
         if job.code is not None:
             check_code(job.code)
         cluster = recipe.cluster
-        check_host(this_host(), accelerator=cluster.accelerator, device=cluster.device, processes=ranks.local_world)
+        check_host(
+            this_host(),
+            accelerator=cluster.accelerator,
+            device=cluster.device,
+            processes=ranks.local_world,
+            has_own_gpu=ranks.has_own_gpu,
+        )
         if job.leads:
             source.prepare(recipe.data, report=say)
             keep_tokenizer(run, recipe)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from titanlab.distributed.host import gpus
 from titanlab.distributed.ranks import Ranks, check_ranks, number
+
+# Slurm sets them for --gpus-per-task and --gpu-bind.
+_GPUS_OF_A_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
 
 
 def joined_step(environ: Mapping[str, str]) -> Ranks | None:
@@ -39,6 +43,7 @@ def slurm_ranks(environ: Mapping[str, str]) -> Ranks:
         port=number(environ, "MASTER_PORT", _port(environ)),
         started_by="slurm",
         is_counted=True,
+        has_own_gpu=_has_own_gpu(environ),
     )
 
 
@@ -51,6 +56,14 @@ def _port(environ: Mapping[str, str]) -> int:
     """
     job, step = number(environ, "SLURM_JOB_ID", 0), number(environ, "SLURM_STEP_ID", 0)
     return 20_000 + (97 * job + step) % 12_768
+
+
+def _has_own_gpu(environ: Mapping[str, str]) -> bool:
+    """Whether the only GPU that this task sees is its own, and no other task's of its node."""
+    if _slurm_world(environ) == 1 or "CUDA_VISIBLE_DEVICES" not in environ:
+        return False
+    # If no variable tells it, the driver shows more GPUs than the task sees; in a container it may not.
+    return any(name in environ for name in _GPUS_OF_A_TASK) or gpus() > 1
 
 
 def _slurm_world(environ: Mapping[str, str]) -> int:

@@ -20,11 +20,11 @@ _MAKING = ".making-"
 
 def cached() -> Iterator[Item]:
     """What the caches hold, and what killed processes have left there."""
-    root: Path | None = None
+    root = compile_cache.own_folder()
     # A user without a home folder may have no cache of data.
     with contextlib.suppress(ConfigError):
         root = data_cache.location()
-    for folder in () if root is None else (root / name for name in _DATA_FOLDERS):
+    for folder in (root / name for name in _DATA_FOLDERS):
         with contextlib.suppress(OSError):
             for path in sorted(folder.iterdir()):
                 if path.name.endswith(".lock"):
@@ -37,7 +37,7 @@ def cached() -> Iterator[Item]:
                 entry = item("temporary" if is_left else "data-cache", path, root)
                 if entry is not None:
                     yield entry
-    for parent in filter(None, (compile_cache.own_folder(), root)):
+    for parent in dict.fromkeys((compile_cache.own_folder(), root)):
         if _is_own(parent):
             entry = item("compile-cache", parent / "inductor", parent)
             if entry is not None and entry.bytes:
