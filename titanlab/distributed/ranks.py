@@ -9,6 +9,8 @@ from titanlab.errors import ConfigError
 
 # Variables with the address at which the ranks of a run meet; another run must not inherit them.
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
+_LOOK_SECONDS = 0.2
+_LOOK_SECONDS_A_RANK = 0.004
 _OWN_GPU = "TITANLAB_OWN_GPU"
 
 
@@ -50,6 +52,17 @@ class Ranks:
 
 
 ALONE = Ranks(rank=0, world=1, local_rank=0, local_world=1, address="127.0.0.1", port=0, started_by="nobody")
+
+
+def look_seconds(world: int, *, is_first: bool = True) -> float:
+    """The time between two looks of a rank for what others write into the run's folder.
+
+    The ranks of a large job look less often, so that they do not load a file system that many share; and those that are
+    not the first on their host (`is_first`) even less: ranks agree on a stop in each step, so that one that knows of it
+    is enough.
+    """
+    seconds = _LOOK_SECONDS + _LOOK_SECONDS_A_RANK * (world - 1)
+    return seconds if is_first else 4 * seconds
 
 
 def joined(environ: Mapping[str, str]) -> Ranks | None:

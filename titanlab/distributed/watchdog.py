@@ -24,7 +24,7 @@ from titanlab.records.outcome import Outcome, OutcomeKind
 _LOOK_SECONDS = 2.0
 # With more than 512 ranks each rank checks less often, to spare the file server, but often enough for
 # `silence.ANSWER_SECONDS`.
-_LOOKS_A_SECOND = 256
+_LOOKS_A_SECOND = 128
 _MOST_LOOK_SECONDS = 5.0
 # Between the note and the exit: the other ranks, which wait for this one, write their own stacks meanwhile.
 LINGER_SECONDS = 5.0

@@ -104,7 +104,7 @@ def test_the_others_find_the_attempt_of_their_own_start(tmp_path, monkeypatch):
     assert wait(run, "second").port == 1002
     assert find(run, "first").attempt == 1
     assert find(run, "third") is None
-    monkeypatch.setattr(rendezvous, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(rendezvous, "look_seconds", lambda world, is_first: 0.01)
     with pytest.raises(TitanlabError, match="has begun no attempt"):
         wait(run, "third", seconds=0.05)
     publish(run, Rendezvous(start="third", reason="is in other hands"))

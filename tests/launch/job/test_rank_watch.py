@@ -1,7 +1,9 @@
 """What is said of a worker that could not say why it ended, and when a job is put back into its queue."""
 
+import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +19,7 @@ from titanlab.launch.job.stop_file import write_stop
 from titanlab.launch.memory_kills import MemoryKills
 from titanlab.launch.slurm.launcher import SlurmLauncher
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exception
+from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_status import Status
 
 
@@ -194,3 +197,25 @@ def test_only_a_person_is_in_a_hurry(run):
     assert not Job(run=run, place=local, token="aa", index=0, signals=twice[:1]).is_hurried
     at_once = [(int(signal.SIGTERM), 10.0), (int(signal.SIGINT), 10.1)]
     assert not Job(run=run, place=local, token="aa", index=0, signals=at_once).is_hurried
+
+
+@pytest.mark.parametrize(
+    ("world", "is_first", "most"), [(2, True, 500), (2, False, 125), (512, True, 46), (512, False, 12)]
+)
+def test_ranks_of_a_large_job_look_seldom_and_with_one_call(run, monkeypatch, world, is_first, most):
+    """In 100 s; 512 ranks on 64 nodes make 28 + 50 calls a second, where they made 685."""
+    now, calls = [1.0], []
+    clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time, sleep=lambda s: now.__setitem__(0, now[0] + 0.2))
+    monkeypatch.setattr(rank_watch, "time", clock)
+    listdir, read = os.listdir, RunFolder.result
+    monkeypatch.setattr(rank_watch.os, "listdir", lambda path: (calls.append("list"), listdir(path))[1])
+    monkeypatch.setattr(rank_watch, "read_stop", lambda folder: calls.append("stop"))
+    monkeypatch.setattr(RunFolder, "failures", lambda self, attempt: calls.append("failures") or [])
+    monkeypatch.setattr(RunFolder, "result", lambda self, attempt: calls.append("result") or read(self, attempt))
+    worker = Worker(0, looks=500)
+    watch = RankWatch(run, 1, worker, rank=0, world=world, check_signals=lambda: None, is_first=is_first)
+    monkeypatch.setattr(watch, "_note", lambda code: calls.append("end"))
+    assert watch.to_end() == 0
+    assert 0.8 * most <= calls.count("list") <= most + 1
+    # The file of a stop is read once more when the worker has ended.
+    assert [call for call in calls if call != "list"] == ["stop", "end"]

@@ -6,13 +6,17 @@ import json
 import os
 import threading
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from tests.weights.saved import run_of
+from titanlab.distributed.ranks import ALONE
 from titanlab.errors import TitanlabError
 from titanlab.launch.job import rendezvous
 from titanlab.launch.job.rendezvous import FILE, Rendezvous, find, publish, wait
+from titanlab.records.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -68,7 +72,7 @@ def test_a_pipe_in_place_of_the_file_is_none(run):
 
 
 def test_a_rank_waits_until_rank_0_has_published(run, monkeypatch):
-    monkeypatch.setattr(rendezvous, "POLL_SECONDS", 0.001)
+    monkeypatch.setattr(rendezvous, "look_seconds", lambda world, is_first: 0.001)
     timer = threading.Timer(0.02, publish, (run, MEETING))
     timer.start()
     assert wait(run, "7/a", seconds=30) == MEETING
@@ -76,7 +80,7 @@ def test_a_rank_waits_until_rank_0_has_published(run, monkeypatch):
 
 
 def test_a_rank_does_not_wait_for_ever(run, monkeypatch):
-    monkeypatch.setattr(rendezvous, "POLL_SECONDS", 0.001)
+    monkeypatch.setattr(rendezvous, "look_seconds", lambda world, is_first: 0.001)
     begin = time.monotonic()
     with pytest.raises(TitanlabError) as caught:
         wait(run, "7/a", seconds=0.01)
@@ -93,3 +97,25 @@ def test_a_rendezvous_that_is_there_needs_no_time(run):
 def test_the_file_names_its_version(run):
     publish(run, MEETING)
     assert json.loads((run.attempt_folder(1) / FILE).read_text())["schema"] == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "least", "most"),
+    [
+        (replace(ALONE, world=2, rank=1, local_rank=1), 130, 150),
+        # 512 ranks on 64 nodes: 64 × 140 and 448 × 67 looks in ten minutes, 65 a second. At 5 looks a second of each
+        # rank there would be 2,560.
+        (replace(ALONE, world=512, rank=8), 130, 170),
+        (replace(ALONE, world=512, rank=1, local_rank=1), 60, 70),
+    ],
+)
+def test_a_rank_that_waits_looks_ever_less_often(tmp_path, monkeypatch, ranks, least, most):
+    now, looks = [0.0], []
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(rendezvous, "time", clock)
+    monkeypatch.setattr(rendezvous, "find", lambda run, start: looks.append(now[0]))
+    with pytest.raises(TitanlabError, match="within 600 s"):
+        rendezvous.wait(RunFolder(tmp_path), "start", ranks=ranks)
+    assert least <= len(looks) <= most
+    # A rendezvous within a second is found at once by a job of this size.
+    assert looks[1] < 0.2 + 0.004 * 4 * ranks.world + 1

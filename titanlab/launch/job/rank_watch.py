@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from titanlab.distributed.ranks import look_seconds
 from titanlab.distributed.silence import ANSWER_SECONDS, STOPPED, note_silence, process_state
 from titanlab.distributed.watchdog import NATIVE_SIGN
 from titanlab.launch.child import Child
 from titanlab.launch.contract import StopReason
-from titanlab.launch.job.stop_file import read_stop
+from titanlab.launch.job.stop_file import FILE, read_stop
 from titanlab.launch.memory_kills import memory_kills
 from titanlab.records.failure_signs import says_oom
 from titanlab.records.outcome import KillEvidence, Outcome, OutcomeKind, from_exit
@@ -26,8 +29,8 @@ TEARDOWN_SECONDS = 30.0
 SETTLE_SECONDS = 10.0
 RESULT_SECONDS = 120.0
 VISIBLE_SECONDS = 2.0
+# Between two looks at the worker itself.
 _POLL_SECONDS = 0.2
-_POLL_SECONDS_A_RANK = 0.004
 
 
 class RankWatch:
@@ -36,8 +39,9 @@ class RankWatch:
     Args:
         child: the worker.
         rank, world: of the worker.
-        check_signals: called at every poll; it may write the reason to stop.
+        check_signals: called at every look; it may write the reason to stop.
         is_hurried: whether the worker must end without saving.
+        is_first: whether the rank is the first one on its host.
     """
 
     def __init__(
@@ -50,12 +54,14 @@ class RankWatch:
         world: int,
         check_signals: Callable[[], None],
         is_hurried: Callable[[], bool] = lambda: False,
+        is_first: bool = True,
     ) -> None:
         self._run, self._attempt, self._child = run, attempt, child
         self._rank, self._world, self._check_signals, self._is_hurried = rank, world, check_signals, is_hurried
         self._folder = run.attempt_folder(attempt)
         self._reason: StopReason | None = None
-        self._poll_seconds = _poll_seconds(world)
+        self._look_seconds = look_seconds(world, is_first=is_first)
+        self._look_at = 0.0
         self._kills = memory_kills()
         self._ended_here = self._others_hang = False
         self._begin = time.time()
@@ -64,16 +70,22 @@ class RankWatch:
         """Wait until the worker ends, and make sure that its reason is recorded. Returns its exit code."""
         end: float | None = None
         while (code := self._child.poll()) is None:
-            self._check_signals()
-            self._pass_on()
+            if time.monotonic() + _POLL_SECONDS / 2 >= self._look_at:
+                self._check_signals()
+                names = self._names()
+                if FILE in names:
+                    self._pass_on()
+                if end is None:
+                    end = self._time_to_end(names)
+                self._look_at = time.monotonic() + self._look_seconds
             if end is None:
-                end = self._time_to_end()
+                pass
             elif time.monotonic() > end or (self._others_hang and process_state(self._child.pid) in STOPPED):
                 self._ended_here = True
                 self._note_silence()
                 self._child.kill()
                 continue
-            time.sleep(self._poll_seconds)
+            time.sleep(_POLL_SECONDS)
         self._check_signals()
         self._pass_on()
         self._note(code)
@@ -84,13 +96,24 @@ class RankWatch:
             self._reason = reason
             self._child.ask_to_stop(reason.kind, reason.cause)
 
-    def _time_to_end(self) -> float | None:
-        """The time until which the worker may end by itself; None while nothing is wrong."""
-        if self._run.result(self._attempt) is not None:
+    def _names(self) -> set[str]:
+        """The names in the attempt's folder: one call of the file system instead of one for each file."""
+        with contextlib.suppress(OSError):
+            return set(os.listdir(self._folder))
+        return set()
+
+    def _time_to_end(self, names: set[str]) -> float | None:
+        """The time until which the worker may end by itself; None while nothing is wrong.
+
+        Args:
+            names: in the attempt's folder.
+        """
+        if "result.json" in names and self._run.result(self._attempt) is not None:
             return time.monotonic() + TEARDOWN_SECONDS
         if self._is_hurried() or self._nothing_to_save():
             return time.monotonic()
-        notes = [note for note in self._run.failures(self._attempt) if note.rank != self._rank]
+        noted = self._run.failures(self._attempt) if "failures" in names else []
+        notes = [note for note in noted if note.rank != self._rank]
         if not notes:
             return None
         if any(note.kind is OutcomeKind.HANG for note in notes):
@@ -157,7 +180,7 @@ def await_result(run: RunFolder, attempt: int, world: int, *, seconds: float = R
     """The attempt's result, which another process writes; None if it does not appear in time."""
     end = time.monotonic() + seconds
     while (result := run.result(attempt)) is None and time.monotonic() < end:
-        time.sleep(_poll_seconds(world))
+        time.sleep(look_seconds(world))
     return result
 
 
@@ -172,12 +195,7 @@ def settle(run: RunFolder, attempt: int, world: int) -> None:
             primary = []
         if len(notes) == world or (primary and time.time() > max(primary) + 1.0):
             return
-        time.sleep(_poll_seconds(world))
-
-
-def _poll_seconds(world: int) -> float:
-    """The time between two polls of the run's folder; longer for large jobs, whose ranks all poll it."""
-    return _POLL_SECONDS + _POLL_SECONDS_A_RANK * (world - 1)
+        time.sleep(look_seconds(world))
 
 
 def _last(text: str, lines: int = 40) -> str:

@@ -10,6 +10,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from titanlab.distributed.ranks import ALONE, Ranks, look_seconds
 from titanlab.errors import TitanlabError
 from titanlab.records.json_file import read_optional
 from titanlab.records.run_folder import RunFolder
@@ -18,7 +19,7 @@ from titanlab.system.atomic_file import write_json
 FILE = "rendezvous.json"
 # From the first task's start to rank 0's file: the nodes of a job start together, except after a slow prologue.
 WAIT_SECONDS = 600.0
-POLL_SECONDS = 0.2
+_MOST_LOOK_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,18 +62,23 @@ def find(run: RunFolder, start: str) -> Rendezvous | None:
     return None
 
 
-def wait(run: RunFolder, start: str, *, seconds: float = WAIT_SECONDS) -> Rendezvous:
-    """Wait for the rendezvous of one start of a job.
+def wait(run: RunFolder, start: str, *, ranks: Ranks = ALONE, seconds: float = WAIT_SECONDS) -> Rendezvous:
+    """Wait for the rendezvous of one start of a job, and look ever less often, as all ranks of a large job look.
+
+    Args:
+        ranks: of this process.
 
     Raises:
         TitanlabError: rank 0 does not publish it in time.
     """
-    end = time.monotonic() + seconds
+    begin = time.monotonic()
+    least = look_seconds(ranks.world, is_first=ranks.local_rank == 0)
     while (meeting := find(run, start)) is None:
-        if time.monotonic() > end:
+        waited = time.monotonic() - begin
+        if waited > seconds:
             where = run.path / "attempts"
             raise TitanlabError(f"rank 0 of this job has begun no attempt in {where} within {seconds:g} s; see its log")
-        time.sleep(POLL_SECONDS)
+        time.sleep(max(least, min(_MOST_LOOK_SECONDS, waited / 10)))
     return meeting
 
 

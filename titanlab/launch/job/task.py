@@ -194,7 +194,7 @@ def _follow(job: Job) -> int:
     code, recipe = 0, None
     for number in itertools.count():
         try:
-            meeting = rendezvous.wait(job.run, job.round(number))
+            meeting = rendezvous.wait(job.run, job.round(number), ranks=job.place.ranks)
         except TitanlabError:
             if recipe is None or not requeue_without_rank_0(job, recipe, job.run.newest_attempt() + 1):
                 raise
@@ -269,6 +269,7 @@ def _watched(job: Job, recipe: Recipe, meeting: Rendezvous, stop: StopCheck) -> 
         world=ranks.world,
         check_signals=lambda: stop.look(attempt),
         is_hurried=lambda: job.is_hurried,
+        is_first=ranks.local_rank == 0,
     ).to_end()
 
 
