@@ -1,6 +1,8 @@
 import json
 import os
+import py_compile
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +61,21 @@ def test_the_copy_has_the_code_and_the_yamls(tmp_path):
     assert json.loads((taken / "code.json").read_text())["fingerprint"] == code_fingerprint(package)
     assert code_fingerprint(taken / "titanlab") == code_fingerprint(package)
     assert [path.name for path in (tmp_path / "code").iterdir()] == [taken.name]
+
+
+def test_ranks_need_not_compile_what_was_compiled_before(tmp_path):
+    package = small_clone(tmp_path / "clone")
+    compiled = Path(py_compile.compile(package / "distributed" / "world.py", doraise=True))
+    (compiled.parent / "world.cpython-311.pyc.123").write_text("a part")
+    taken = snapshot.take(tmp_path / "code", package=package)
+    (copied,) = taken.rglob("__pycache__/*")
+    assert copied.name == compiled.name
+    # Python takes it for the copied source if time and size are those in its head.
+    source = (taken / "titanlab" / "distributed" / "world.py").stat()
+    assert struct.unpack("<II", copied.read_bytes()[8:16]) == (int(source.st_mtime), source.st_size)
+    # The name of the copy is that of its sources alone.
+    shutil.rmtree(compiled.parent)
+    assert snapshot.take(tmp_path / "code", package=package) == taken
 
 
 def test_equal_content_is_one_copy_and_another_is_another(tmp_path):

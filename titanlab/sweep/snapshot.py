@@ -21,8 +21,9 @@ from titanlab.system.atomic_file import write_json
 SCHEMA = 1
 _FOLDERS = ("conf", "launch", "sweeps")
 _TEXTS = (".yaml", ".yml", ".csv")
-# Caches, and temporary files of editors.
-_NO_CODE = ("__pycache__", "*.pyc", ".*", "*~")
+_COMPILED = "__pycache__"
+# Temporary files of editors, and what Python does not look for.
+_NO_CODE = ("*.pyc", ".*", "*~")
 
 
 def take(code: Path, *, package: Path | None = None) -> Path:
@@ -57,11 +58,19 @@ def fingerprint() -> str:
 
 
 def _copy(package: Path, into: Path) -> None:
-    shutil.copytree(package, into / "titanlab", ignore=shutil.ignore_patterns(*_NO_CODE))
+    shutil.copytree(package, into / "titanlab", ignore=_not_code)
     for name in _FOLDERS:
         # In a wheel, these folders are inside the package.
         if (package.parent / name).is_dir() and not (package / "conf").is_dir():
             shutil.copytree(package.parent / name, into / name, ignore=_not_texts)
+
+
+def _not_code(folder: str, names: list[str]) -> set[str]:
+    # Compiled modules are copied too, and are valid, as the copy keeps the times of the sources: otherwise each rank of
+    # a job compiles all modules at once, and writes them.
+    if Path(folder).name == _COMPILED:
+        return {name for name in names if not name.endswith(".pyc")}
+    return set(shutil.ignore_patterns(*_NO_CODE)(folder, names))
 
 
 def _not_texts(folder: str, names: list[str]) -> set[str]:
@@ -75,7 +84,7 @@ def _not_texts(folder: str, names: list[str]) -> set[str]:
 
 def _digest(folder: Path) -> str:
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.parent.name != _COMPILED):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
