@@ -5,9 +5,10 @@ import pytest
 from titanlab.errors import ConfigError
 from titanlab.launch.launchers import joined
 from titanlab.launch.slurm import ranks as ranks_module
-from titanlab.launch.slurm.ranks import slurm_ranks
+from titanlab.launch.slurm.ranks import hosts, slurm_ranks
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
+REACHABLE = ranks_module._reachable
 SRUN = {
     "SLURM_STEP_ID": "0",
     "SLURM_STEP_NUM_TASKS": "6",
@@ -20,8 +21,13 @@ SRUN = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch):
+    monkeypatch.setattr(ranks_module, "_reachable", lambda node: node)
+
+
 def test_a_slurm_step_is_joined():
-    ranks = joined(SRUN)
+    ranks = slurm_ranks(SRUN)
     assert (ranks.rank, ranks.world, ranks.local_rank, ranks.local_world) == (4, 6, 0, 2)
     assert (ranks.address, ranks.port) == ("gpu03", 20_000 + 97 * 123)
 
@@ -54,7 +60,47 @@ def test_a_process_on_its_own_joins_nothing(environ):
     ("nodes", "host"), [("n1", "n1"), ("a1,b2", "a1"), ("gpu[03-07,12]", "gpu03"), ("n-[1,3]", "n-1")]
 )
 def test_the_first_host_of_a_list_is_found(nodes, host):
-    assert joined({**SRUN, "SLURM_STEP_NODELIST": nodes}).address == host
+    assert slurm_ranks({**SRUN, "SLURM_STEP_NODELIST": nodes}).address == host
+
+
+def test_ranks_of_several_nodes_meet_at_an_address_that_resolves(monkeypatch):
+    monkeypatch.setattr(ranks_module, "_reachable", REACHABLE)
+    known = {"gpu03"}
+
+    def resolve(name, port):
+        if name not in known:
+            raise OSError("Name or service not known")
+
+    monkeypatch.setattr(ranks_module.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(ranks_module, "node_address", lambda node: {"gpu03": "10.0.0.3"}.get(node))
+    assert joined(SRUN).address == "gpu03"
+    known.clear()
+    assert joined(SRUN).address == "10.0.0.3"
+    # Slurm does not know either.
+    assert joined({**SRUN, "SLURM_STEP_NODELIST": "n[1-2]"}).address == "n1"
+    assert joined({**SRUN, "MASTER_ADDR": "head"}).address == "head"
+    # On one node nobody asks.
+    alone = {**SRUN, "SLURM_STEP_NODELIST": "gpu03", "SLURM_STEP_TASKS_PER_NODE": "6", "SLURM_NODEID": "0"}
+    assert joined(alone).address == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "names"),
+    [
+        ("gpu-[001-003,007]", "gpu-001 gpu-002 gpu-003 gpu-007"),
+        ("rack[1-2]n[09-10],login", "rack1n09 rack1n10 rack2n09 rack2n10 login"),
+        ("a[1,3]-ib,b", "a1-ib a3-ib b"),
+        ("", ""),
+    ],
+)
+def test_a_list_of_hosts_is_written_out(nodes, names):
+    assert hosts(nodes) == names.split()
+
+
+@pytest.mark.parametrize(("tasks", "node", "count"), [("2(x3),1", 0, 2), ("2(x3),1", 3, 1), ("1,2(x3)", 0, 1)])
+def test_nodes_may_have_unequally_many_tasks(tasks, node, count):
+    environ = {**SRUN, "SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": str(node)}
+    assert slurm_ranks(environ).local_world == count
 
 
 def test_torchrun_comes_before_the_step_that_it_was_started_in():

@@ -10,14 +10,13 @@ when a node fails, also when that was its first one: then its batch script is go
 from __future__ import annotations
 
 import calendar
-import re
 import signal
 import time
 from collections.abc import Iterator, Mapping
 
 from titanlab.launch.contract import Place, StopReason
 from titanlab.launch.slurm.ranks import hosts, slurm_ranks
-from titanlab.launch.slurm.scontrol import scontrol
+from titanlab.launch.slurm.scontrol import node_address, scontrol
 from titanlab.records.outcome import OutcomeKind
 
 EARLY_SECONDS = 75.0
@@ -115,13 +114,6 @@ def requeue_on_fewer(place: Place, *, least: int, most: int) -> str | None:
         # Slurm sends SIGTERM to every process of a job that is requeued: to scontrol too, if it runs at that moment.
         time.sleep(0.2)
     return f"it waits for {most}; {answer.complaint if answer is not None else 'scontrol does not answer'}"
-
-
-def node_address(node: str) -> str | None:
-    """The address by which Slurm reaches a node, for networks that do not resolve node names."""
-    answer = scontrol("show", "node", "--oneliner", node, seconds=_SLOW_SECONDS)
-    match = re.search(r"\bNodeAddr=(\S+)", answer.output if answer is not None and answer.code == 0 else "")
-    return match[1] if match else None
 
 
 def name_job(place: Place, name: str) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import socket
 from collections.abc import Mapping
+from dataclasses import replace
 
 from titanlab.distributed.host import gpus
 from titanlab.distributed.ranks import Ranks, check_ranks, number
+from titanlab.launch.slurm.scontrol import node_address
 
 # Slurm sets them for --gpus-per-task and --gpu-bind.
 _GPUS_OF_A_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
@@ -25,7 +29,18 @@ def joined_step(environ: Mapping[str, str]) -> Ranks | None:
         return None
     ranks = slurm_ranks(environ)
     check_ranks(ranks)
-    return ranks
+    if "MASTER_ADDR" in environ:
+        return ranks
+    return replace(ranks, address="127.0.0.1" if ranks.local_world == ranks.world else _reachable(ranks.address))
+
+
+def _reachable(node: str) -> str:
+    """The name of a node, or the address by which Slurm reaches it if its name does not resolve."""
+    try:
+        socket.getaddrinfo(node, None)
+    except OSError:
+        return node_address(node) or node
+    return node
 
 
 def slurm_ranks(environ: Mapping[str, str]) -> Ranks:
@@ -82,12 +97,23 @@ def _slurm_local_world(environ: Mapping[str, str]) -> int:
 
 
 def hosts(nodes: str) -> list[str]:
-    """The hosts of Slurm's short form: `gpu[03-04,12],n1` → gpu03, gpu04, gpu12, n1."""
+    """The hosts of Slurm's short form: `gpu[03-04,12],n1` → gpu03, gpu04, gpu12, n1; also with several brackets."""
     names: list[str] = []
-    for prefix, inner, suffix in re.findall(r"([^,\[]+)(?:\[([^]]*)\])?([^,\[]*)", nodes):
-        for part in inner.split(",") if inner else [""]:
-            first, _, last = part.partition("-")
-            numbers = range(int(first), int(last or first) + 1) if first.isdecimal() else None
-            middles = [""] if numbers is None else [f"{value:0{len(first)}d}" for value in numbers]
-            names += [f"{prefix}{middle}{suffix}" for middle in middles]
+    for word in re.findall(r"(?:[^,\[]|\[[^]]*\])+", nodes):
+        # Every second part was inside brackets.
+        parts = re.split(r"\[([^]]*)\]", word)
+        choices = [_numbers(part) if place % 2 else [part] for place, part in enumerate(parts)]
+        names += ["".join(chosen) for chosen in itertools.product(*choices)]
     return names
+
+
+def _numbers(text: str) -> list[str]:
+    """The numbers of `03-04,12`, with their leading zeros."""
+    numbers: list[str] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first.isdecimal() and (not last or last.isdecimal()):
+            numbers += [f"{value:0{len(first)}d}" for value in range(int(first), int(last or first) + 1)]
+        else:
+            numbers.append(part)
+    return numbers

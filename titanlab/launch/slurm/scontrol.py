@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shlex
 import time
@@ -19,6 +20,7 @@ from titanlab.system.command import Answer, ask
 # Environment variable: the folder in which the batch file looks for questions.
 QUESTIONS = "TITANLAB_SCONTROL"
 _POLL_SECONDS = 0.2
+_NODE_SECONDS = 30.0
 # The time zone of a container may differ from the node's.
 _FORMAT = {"TZ": "UTC", "SLURM_TIME_FORMAT": "standard"}
 # It and the batch file ignore signals, which Slurm sends to every process of a job that ends: the ranks save meanwhile.
@@ -65,6 +67,13 @@ def scontrol(*words: str, seconds: float, environ: Mapping[str, str] | None = No
         return answer
     # Also where the batch file is gone, with its node: the image may contain scontrol.
     return ask("scontrol", *words, seconds=seconds, environ={**environ, **_FORMAT})
+
+
+def node_address(node: str) -> str | None:
+    """The address by which Slurm reaches a node, for networks that do not resolve node names."""
+    answer = scontrol("show", "node", "--oneliner", node, seconds=_NODE_SECONDS)
+    match = re.search(r"\bNodeAddr=(\S+)", answer.output if answer is not None and answer.code == 0 else "")
+    return match[1] if match else None
 
 
 def _asked_outside(folder: Path, words: tuple[str, ...], seconds: float) -> Answer | None:
