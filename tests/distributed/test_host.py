@@ -133,3 +133,41 @@ def test_a_process_may_have_one_of_several_gpus_for_itself(driver, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     with pytest.raises(ConfigError, match="world=4: this host has 2 GPUs"):
         check_host(this_host(), accelerator="cuda", device=None, processes=4, has_own_gpu=True)
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("lines", "files", "limit"),
+    [
+        (
+            "0::/slurm/job_7/step_0",
+            {"slurm/job_7/memory.max": 3 * GIB, "slurm/job_7/step_0/memory.max": "max"},
+            3 * GIB,
+        ),
+        # Version 1, in which a number beyond all memory is no limit.
+        (
+            "9:cpuset:/slurm/job_7\n4:memory:/slurm/uid_1/job_7\n0::/",
+            {
+                "memory/slurm/uid_1/job_7/memory.limit_in_bytes": 2 * GIB,
+                "memory/memory.limit_in_bytes": 9223372036854771712,
+            },
+            2 * GIB,
+        ),
+        ("4:memory:/\n", {"memory/memory.limit_in_bytes": 9223372036854771712}, None),
+        ("", {}, None),
+    ],
+)
+def test_memory_is_what_the_control_group_allows(tmp_path, monkeypatch, lines, files, limit):
+    own = tmp_path / "own"
+    own.write_text(lines)
+    for name, value in files.items():
+        path = tmp_path / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{value}\n")
+    monkeypatch.setattr(host, "_CGROUP", own)
+    monkeypatch.setattr(host, "_CGROUPS", tmp_path / "cgroup")
+    limits = list(host._cgroup_limits())
+    assert min([100 * 2**50, *limits]) == (limit or 100 * 2**50)
+    assert host.memory_bytes() is not None

@@ -165,6 +165,18 @@ def test_slurms_sentence_replaces_what_the_other_ranks_could_only_guess(jobs, se
     assert result.cause == f"killed for want of memory; {SAID}"
 
 
+@pytest.mark.parametrize(("asked", "kind"), [(True, OutcomeKind.CANCELLED), (False, OutcomeKind.PREEMPTED)])
+def test_a_requeued_job_that_is_cancelled_before_its_next_attempt(jobs, settled, asked, kind):
+    """SIGINT ends Python itself while it starts: the job has exit code 2 or 130, and no second attempt."""
+    run = begun(jobs)
+    run.write_result(Outcome(kind=OutcomeKind.PREEMPTED, cause="job 7_0 is preempted (SIGTERM)", attempt=1, step=3))
+    if asked:
+        run.ask_to_cancel()
+    result = settled(run, JobState(state="ended", raw="FAILED", exit_code=2, nodes=("n1",), job_id="7_0"))
+    assert (result.kind, result.step, result.attempt) == (kind, 3, 1)
+    assert result.cause.endswith(" before it went on" if asked else "is preempted (SIGTERM)")
+
+
 def test_a_node_that_cannot_write_the_logs_of_a_job(jobs, settled):
     """What sacct says, `FAILED|0:53`, of a job whose folder the node does not have."""
     run = jobs.run(1, launcher="slurm")

@@ -89,20 +89,26 @@ def memory_bytes() -> int | None:
 
 
 def _cgroup_limits() -> Iterator[int]:
-    """Memory limits of this process's cgroup and its parents (cgroup v2), which Slurm and containers set."""
+    """Memory limits of this process's cgroup and its parents, which Slurm and containers set."""
     try:
         lines = _CGROUP.read_text(encoding="utf-8").splitlines()
     except OSError:
         return
     for line in lines:
-        number, _, path = line.split(":", 2)
+        number, controllers, path = line.split(":", 2)
         if number == "0":
-            cgroup = _CGROUPS / path.lstrip("/")
-            for folder in (cgroup, *cgroup.parents):
-                if folder.is_relative_to(_CGROUPS) and (folder / "memory.max").is_file():
-                    text = (folder / "memory.max").read_text(encoding="utf-8").strip()
-                    if text.isdecimal():
-                        yield int(text)
+            top, name = _CGROUPS, "memory.max"
+        elif "memory" in controllers.split(","):
+            # Of version 1; without a limit the number is larger than any host's memory.
+            top, name = _CGROUPS / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        cgroup = top / path.lstrip("/")
+        for folder in (cgroup, *cgroup.parents):
+            if folder.is_relative_to(top) and (folder / name).is_file():
+                text = (folder / name).read_text(encoding="utf-8").strip()
+                if text.isdecimal():
+                    yield int(text)
 
 
 def _visible(names: list[str], visible_devices: str | None) -> list[str]:

@@ -143,6 +143,9 @@ def _record(
     if end is not None and end.kind in _KNOWN and outcome.kind is OutcomeKind.CRASH and not _says_why(outcome):
         # The outcome was written before the scheduler knew the reason.
         outcome = replace(outcome, kind=end.kind, cause=end.cause, echo=False)
+    if result is not None and outcome.kind.automatic and (cancelled_by := run.asked_to_cancel()) is not None:
+        # The job was cancelled between its requeue and its next attempt: the result is of the attempt before.
+        outcome = replace(outcome, kind=OutcomeKind.CANCELLED, cause=f"{cancelled_by} before it went on")
     if memory is not None and attempt and (outcome.kind is OutcomeKind.OOM or not _says_why(outcome)):
         outcome = _with_memory_word(outcome, memory)
     run.write_result(replace(outcome, scheduler=_word(state, launcher)))
