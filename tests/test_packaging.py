@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, metadata, packages_distribu
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import titanlab
@@ -73,6 +74,16 @@ def test_the_tested_set_covers_what_is_declared_and_fits_every_platform():
     assert pins()["torch"] == "2.13.0"
     # No builds of one platform (2.13.0+cpu), no paths of one machine.
     assert [pin for pin in pins().values() if not re.fullmatch(r"[0-9][0-9a-z.]*", pin)] == []
+
+
+def test_pip_installs_the_hydra_whose_private_functions_titanlab_replaces():
+    """A release candidate of Hydra 1.4 was accepted, and each verb that composes ended with a traceback."""
+    bounds = {Requirement(line).name: Requirement(line).specifier for line in PROJECT["dependencies"]}
+    hydra, omegaconf = bounds["hydra-core"], bounds["omegaconf"]
+    assert hydra.contains("1.3.2")
+    assert omegaconf.contains("2.3.1")
+    assert not any(hydra.contains(version, prereleases=True) for version in ("1.4.0.dev1", "1.4.0rc3", "1.4.0", "2.0"))
+    assert not any(omegaconf.contains(version, prereleases=True) for version in ("2.4.1rc1", "2.4.0", "3.0"))
 
 
 @pytest.mark.parametrize("python", ["3.11.0", "3.12.0", "3.13.0"])

@@ -111,6 +111,13 @@ def test_the_constraints_in_a_package_go_before_those_beside_it(monkeypatch, tmp
         ({"torch": "2.9.1"}, ["torch>=2.11"], {"torch": "2.9.1 is older than 2.11"}),
         ({"torch": "2.11.0a1"}, ["torch>=2.11"], {}),
         ({"PyYAML": "6.0"}, ["pyyaml >= 6.0.2"], {"pyyaml": "6.0 is older than 6.0.2"}),
+        ({"hydra-core": "1.3.8"}, ["hydra-core<1.4,>=1.3.2"], {}),
+        ({"hydra-core": "1.3.1"}, ["hydra-core<1.4,>=1.3.2"], {"hydra-core": "1.3.1 is older than 1.3.2"}),
+        (
+            {"hydra-core": "1.4.0rc3"},
+            ["hydra-core<1.4,>=1.3.2"],
+            {"hydra-core": "1.4.0rc3 is too new: titanlab needs a version below 1.4"},
+        ),
         # Requirements of extras, and those without a lower bound, are nobody's concern.
         ({"torch": "1.0"}, ['torch>=2.11; extra == "gpu"', "torch", "torch<3"], {}),
         ({"torch": "1.0"}, ['torch>=2.11; python_version >= "3"'], {"torch": "1.0 is older than 2.11"}),

@@ -18,7 +18,8 @@ from titanlab.tracker.wandb_mode import has_key
 
 _LEAST = (3, 11)
 _NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)==(\S+)")
-_BOUND = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*>=\s*([0-9][0-9.]*)\s*")
+_REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*(.*?)\s*")
+_BOUND = re.compile(r"(>=|<)\s*([0-9][0-9.]*)")
 
 
 def check_python() -> Iterator[Finding]:
@@ -58,7 +59,7 @@ def tested_versions() -> dict[str, str]:
 
 
 def _check_bounds(installed: Mapping[str, str]) -> Iterator[Finding]:
-    """The packages that are missing, or older than titanlab's code needs."""
+    """The packages that are missing, or older or newer than titanlab's code needs."""
     try:
         required = importlib.metadata.requires("titanlab") or []
     except importlib.metadata.PackageNotFoundError:
@@ -66,14 +67,18 @@ def _check_bounds(installed: Mapping[str, str]) -> Iterator[Finding]:
         return
     known = {_plain(name): version for name, version in installed.items()}
     for text in required:
-        match = _BOUND.fullmatch(text.partition(";")[0])
-        if match is None or "extra ==" in text:
+        match = _REQUIREMENT.fullmatch(text.partition(";")[0])
+        bounds = {} if match is None else dict(_BOUND.findall(match[2]))
+        if match is None or not bounds or "extra ==" in text:
             continue
         have = known.get(_plain(match[1])) or versions([match[1]]).get(match[1])
+        cure = f'pip install "{match[1]}{",".join(map("".join, bounds.items()))}"'
         if have is None:
-            yield fail(match[1], "is not installed", f'pip install "{match[1]}>={match[2]}"')
-        elif _numbers(have) < _numbers(match[2]):
-            yield fail(match[1], f"{have} is older than {match[2]}", f'pip install -U "{match[1]}>={match[2]}"')
+            yield fail(match[1], "is not installed", cure)
+        elif _numbers(have) < _numbers(bounds.get(">=", "")):
+            yield fail(match[1], f"{have} is older than {bounds['>=']}", cure)
+        elif "<" in bounds and _numbers(have) >= _numbers(bounds["<"]):
+            yield fail(match[1], f"{have} is too new: titanlab needs a version below {bounds['<']}", cure)
 
 
 def check_code() -> Iterator[Finding]:

@@ -1,14 +1,17 @@
 """What a process keeps for its next composition never shows: each is what Hydra composes in a new process."""
 
 import copy
+import importlib
 import os
 from types import SimpleNamespace
 
+import hydra
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra._internal import config_loader_impl
 from omegaconf import Container, OmegaConf
 
+from titanlab.errors import ConfigError
 from titanlab.recipe.composition import hydra_loader, hydra_sources
 from titanlab.recipe.composition.flags import read_flags
 from titanlab.recipe.composition.hydra_internal import replace_sources
@@ -205,3 +208,13 @@ def test_an_option_may_follow_the_choice_of_another_group(tmp_path, overrides, p
     replace_sources()
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
         assert compose("config", overrides=overrides).place.port == port
+
+
+def test_a_hydra_with_other_private_functions_is_refused_in_one_line(monkeypatch):
+    """Under 1.4.0rc3 each verb that composes ended with a traceback."""
+    monkeypatch.setattr(hydra, "__version__", "1.4.0rc3")
+    with pytest.raises(ConfigError) as refused:
+        importlib.reload(hydra_loader)
+    assert str(refused.value) == (
+        'hydra-core=1.4.0rc3: titanlab needs Hydra 1.3; pip install "hydra-core>=1.3.2,<1.4" "omegaconf>=2.3,<2.4"'
+    )

@@ -17,6 +17,7 @@ import copy
 from collections.abc import Hashable
 from typing import Any, ClassVar
 
+import hydra
 from hydra._internal import config_loader_impl, defaults_list
 from hydra._internal.config_repository import CachingConfigRepository
 from hydra.core.default_element import ResultDefault
@@ -24,9 +25,13 @@ from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig
 
+from titanlab.errors import ConfigError
 from titanlab.recipe.composition.hidden_options import check_hidden
 from titanlab.recipe.composition.hydra_sources import KnowsContent
 
+if not hydra.__version__.startswith("1.3."):
+    cure = 'pip install "hydra-core>=1.3.2,<1.4" "omegaconf>=2.3,<2.4"'
+    raise ConfigError("hydra-core", hydra.__version__, "titanlab needs Hydra 1.3", cure)
 _Loader = config_loader_impl.ConfigLoaderImpl
 _hydras_choices = defaults_list._create_interpolation_map
 _hydras_load_single = _Loader._load_single_config
