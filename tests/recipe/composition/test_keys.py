@@ -1,8 +1,13 @@
 """All keys of recipes: which values they take, and what is said of a key that is none."""
 
+import re
+from pathlib import Path
+
 import pytest
 
-from titanlab.recipe.composition.keys import advice, find_key, known_keys, unknown_key
+from titanlab.recipe.composition.keys import _TORCHTITAN, advice, find_key, known_keys, unknown_key
+
+CONF = Path(__file__).parents[3] / "conf"
 
 
 def test_the_keys_of_the_recipe_come_before_those_of_options():
@@ -78,6 +83,48 @@ def test_what_is_no_key_is_not_found(name):
 )
 def test_advice_for_a_key_that_the_recipe_does_not_have(name, text):
     assert advice(name) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        # Its nearest name is training.global_batch, which is another number.
+        ("training.local_batch_size", "training.microbatch (a step's sequences: training.global_batch)"),
+        ("parallelism.tensor_parallel_degree", "parallelism.tensor"),
+        # Their nearest names were schedule.file, checkpoint.folder and data.validation_fraction.
+        ("lr_scheduler.lr_min", "optimizer.schedule.floor"),
+        ("activation_checkpoint.mode", "the group ac, such as ac=full or ac=selective_op"),
+        ("validation.freq", "training.validate_every"),
+    ],
+)
+def test_a_key_of_torchtitan_leads_to_what_sets_the_same(name, ours):
+    assert advice(name) == f"torchtitan's {name} is {ours} here"
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("training.global_batch_size", "training.global_batch"),
+        ("training.max_norm", "training.max_grad_norm"),
+        ("lr_scheduler.warmup_steps", "optimizer.schedule.warmup_steps"),
+        ("lr_scheduler.decay_ratio", "optimizer.schedule.decay_fraction"),
+        ("parallelism.fsdp_reshard_after_forward", "parallelism.reshard_after_forward"),
+    ],
+)
+def test_a_key_of_torchtitan_with_a_similar_name_leads_to_that(name, ours):
+    assert advice(name) == f"did you mean {ours}?"
+
+
+def test_what_keys_of_torchtitan_lead_to_exists():
+    groups = {path.name: {file.stem for file in path.iterdir()} for path in CONF.iterdir() if path.is_dir()}
+    for theirs, ours in _TORCHTITAN.items():
+        assert find_key(theirs) is None
+        named = re.findall(r"[\w.]+(?:=\w*)?", ours)
+        options = [word.partition("=") for word in named if re.fullmatch(r"[a-z]+=\w+", word)]
+        assert all(option in groups[group] for group, _, option in options)
+        dotted = [word.partition("=")[0] for word in named if "." in word]
+        assert all(find_key(key) for key in dotted)
+        assert options or dotted or find_key(ours.partition(" ")[0])
 
 
 @pytest.mark.parametrize(

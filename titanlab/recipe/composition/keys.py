@@ -16,6 +16,62 @@ from titanlab.recipe.composition.sweeper import Space
 from titanlab.recipe.recipe import Recipe
 
 _SPACE = tuple(f"hydra.sweeper.{field.name}" for field in dataclasses.fields(Space))
+# Keys of torchtitan for which no similar key would be found, or a wrong one; and what sets the same in titanlab.
+_TORCHTITAN = {
+    "training.local_batch_size": "training.microbatch (a step's sequences: training.global_batch)",
+    "training.batch_size": "training.microbatch (a step's sequences: training.global_batch)",
+    "training.dataset": "the group data, such as data=c4",
+    "training.dataset_path": "data.path (data=hf) or data.files (data=files)",
+    "training.compile": "compile=block",
+    "training.mixed_precision_param": "the group precision, such as precision=bf16",
+    "training.mixed_precision_reduce": "precision.reduce",
+    "training.enable_cpu_offload": "parallelism.cpu_offload",
+    "training.gc_freq": "training.gc_every",
+    "training.seed": "seed",
+    "debug.seed": "seed",
+    "job.dump_folder": "runs",
+    "lr_scheduler.lr_min": "optimizer.schedule.floor",
+    "lr_scheduler.min_lr_factor": "optimizer.schedule.floor",
+    "optimizer.name": "the group optimizer, such as optimizer=adamw",
+    "parallelism.data_parallel_replicate_degree": "parallelism.replicate",
+    "parallelism.data_parallel_shard_degree": "parallelism.shard",
+    "parallelism.tensor_parallel_degree": "parallelism.tensor",
+    "parallelism.pipeline_parallel_degree": "parallelism.pipeline",
+    "parallelism.context_parallel_degree": "parallelism.context",
+    "parallelism.expert_parallel_degree": "parallelism.expert",
+    "parallelism.pipeline_parallel_microbatch_size": "training.microbatch",
+    "parallelism.pipeline_parallel_schedule": "the group schedule, such as schedule=interleaved_1f1b",
+    "parallelism.pipeline_parallel_schedule_csv": "schedule=csv schedule.file=…",
+    "parallelism.pipeline_parallel_split_points": "parallelism.split",
+    "parallelism.pipeline_parallel_layers_per_stage": "parallelism.split",
+    "checkpoint.enable": "checkpoint=sync or checkpoint=off",
+    "checkpoint.enable_checkpoint": "checkpoint=sync or checkpoint=off",
+    "checkpoint.interval": "checkpoint.every",
+    "checkpoint.async_mode": "checkpoint=async or checkpoint=async_pinned",
+    "checkpoint.keep_latest_k": "checkpoint.keep",
+    "checkpoint.initial_load_path": "init_from (weights) or checkpoint.load_from (all of a checkpoint)",
+    "checkpoint.last_save_model_only": "checkpoint.last",
+    "activation_checkpoint.mode": "the group ac, such as ac=full or ac=selective_op",
+    "activation_checkpoint.selective_ac_option": "ac=selective_op, or ac=selective_layer ac.every=…",
+    "activation_checkpoint.memory_budget": "ac=memory_budget ac.budget=…",
+    "compile.enable": "compile=block",
+    "compile.components": "compile.blocks and compile.loss",
+    "float8.recipe_name": "the group precision, such as precision=float8_rowwise",
+    "float8.enable_fsdp_float8_all_gather": "precision=float8_tensorwise precision.all_gather=…",
+    "validation.freq": "training.validate_every",
+    "validation.steps": "training.validation_sequences",
+    "metrics.log_freq": "training.log_every",
+    "metrics.enable_wandb": "tracker=wandb",
+    "metrics.enable_tensorboard": "tracker=tensorboard",
+    "profiling.enable_profiling": "profiler=trace",
+    "profiling.profile_freq": "profiler.every",
+    "profiling.enable_memory_snapshot": "profiler=memory",
+    "model.flavor": "the group model, such as model=llama3_8b",
+    "model.tokenizer_path": "data.tokenizer",
+    "model.hf_assets_path": "data.tokenizer",
+    "comm.init_timeout_seconds": "training.first_step_timeout_seconds",
+    "comm.train_timeout_seconds": "training.step_timeout_seconds",
+}
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -70,6 +126,8 @@ def find_key(name: str, schema: type | None = None, *, kind: str | None = None) 
 
 def advice(name: str) -> str:
     """The advice for a key that the recipe does not have."""
+    if name in _TORCHTITAN:
+        return f"torchtitan's {name} is {_TORCHTITAN[name]} here"
     keys = known_keys()
     group, _, rest = name.partition(".")
     kind, dot, end = rest.partition(".")
