@@ -39,7 +39,11 @@ UNKNOWN = [
     ("training.steps.x=300", "training.steps.x=300: is no key of this recipe", "did you mean training.steps?"),
     ("+sweeps=nope", "sweeps=nope: is no option of this group", "known: "),
     ("model/x=debug", "model/x=debug: is no key", "did you mean model?"),
-    ("hydra/launcher=nope", "hydra/launcher=nope: is no option", "basic"),
+    ("hydra/launcher=submitit_slurm", "hydra/launcher=submitit_slurm: would run the points by itself", "launch=slurm"),
+    ("hydra/sweeper=optuna", "hydra/sweeper=optuna: would run the points by itself", "launch=slurm"),
+    ("hydra/sweeper=spac", "hydra/sweeper=spac: is no option of this group", "try space"),
+    ("hydra.launcher.timeout_min=9", "hydra.launcher.timeout_min=9: is no key here", "launch=slurm launch.minutes="),
+    ("name=${hydra:job.override_dirname}", "name=${hydra:job.override_dirname}: refers to itself", "leave it out"),
     ("hydra.foo=1", "hydra.foo=1: is no key of Hydra's", "--cfg hydra"),
     ("model.kind=gpt", "model.kind=gpt: says which schema the group has", "choose with model="),
 ]

@@ -55,3 +55,16 @@ def test_the_help_names_no_schemas(here, capsys):
     out = capsys.readouterr().out
     assert "parallelism: " in out
     assert "_schema" not in out
+
+
+def test_hydras_help_names_no_flag_that_is_refused(here, capsys):
+    """Hydra advises `titanlab train -sc install=bash`, after which TAB completes nothing."""
+    assert main(["train", "--hydra-help"]) == 0
+    out = capsys.readouterr().out
+    assert "install=" not in out
+    assert "rerun" not in out
+    assert out.endswith('For TAB in the shell: eval "$(titanlab completion bash)"\n')
+    # What stands around them is there.
+    assert "--multirun,-m : " in out
+    assert "--config-path,-cp : " in out
+    assert "--info,-i : " in out

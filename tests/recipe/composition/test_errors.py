@@ -66,7 +66,7 @@ def test_what_is_none_of_the_composition_passes():
          "--config-name=mine: there is no such config; leave it out, or give --config-dir too"),
         ("model/debg", ["debug", "debug_schema", "llama_2m"], {},
          "model=debg: is no option of this group; try debug; known: debug, llama_2m"),
-        ("hydra/sweeper/x", ["basic"], {}, "hydra/sweeper=x: is no option of this group; known: basic"),
+        ("hydra/output/x", ["default"], {}, "hydra/output=x: is no option of this group; known: default"),
         ("model/x", [], {}, "model=x: is no option of this group; known: none"),
         ("lost", [], {}, "config=lost: is no option of this group; known: none"),
     ],

@@ -41,7 +41,7 @@ def test_the_last_of_two_values_counts():
         (["--hydra-help"], False, False, False),
         (["--cfg", "job", "--resolve", "--package", "model"], False, False, False),
         (["--info"], False, False, False),
-        (["--shell-completion"], False, False, False),
+        (["--shell-completion", "query=bash"], False, False, False),
         (["-m", "seed=1,2"], True, False, True),
         (["--multirun", "--multirun"], True, False, True),
         (["--run"], True, False, False),
@@ -55,6 +55,11 @@ def test_what_the_flags_ask_for(arguments, starts, helps, multirun):
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
+        # Hydra's script took the completion of all verbs away.
+        (
+            ["-sc", "install=bash"],
+            '--shell-completion=install=bash: would replace the completion of all verbs; try eval "$(titanlab completion bash)"',
+        ),
         (["--nope"], "arguments=--nope: is no flag of this verb; see `titanlab train --help`"),
         (["-x", "seed=1", "--y"], "arguments=-x --y: is no flag of this verb; see `titanlab train --help`"),
         # An abbreviation would change its meaning with a new flag.

@@ -16,6 +16,10 @@ FILES = {
     "model/early.yaml": "defaults:\n  - override /precision: bf16\n  - debug\n",
     "model/lost.yaml": "defaults: [nowhere, _self_]\n",
     "recipe/again.yaml": "# @package _global_\ndefaults: [/model: llama_2m]\n",
+    "recipe/keys.yaml": "training: {steps: 5}\n",
+    "recipe/chosen.yaml": "defaults: [override /model: llama_5m]\n",
+    "recipe/added.yaml": "defaults: [/model: llama_5m]\n",
+    "experiment/mine.yaml": "training: {steps: 5}\n",
     "recipe/early.yaml": "# @package _global_\ndefaults:\n  - override /precision: bf16\n  - /model: debug\n",
 }
 
@@ -49,6 +53,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "is chosen in a second defaults list, without override",
             "override /model: ",
         ),
+        # Without the line `# @package _global_`: Hydra itself says "Key 'recipe' is not in struct" at best.
+        (
+            ["+recipe=keys"],
+            "recipe",
+            "has its keys below recipe",
+            "first line of recipe/keys.yaml: # @package _global_",
+        ),
+        (["+recipe=chosen"], "recipe", "has its keys below recipe", "recipe/chosen.yaml: # @package _global_"),
+        (["seed=1", "+recipe=added"], "recipe", "has its keys below recipe", "recipe/added.yaml: # @package _global_"),
+        (["+experiment=mine"], "experiment", "has its keys below experiment", "experiment/mine.yaml: # @package"),
         (["~training.nope"], "~training.nope", "takes out what is not there", ""),
         (["recipe=quickstart"], "recipe", "is of a group that is not in every recipe", r"try \+recipe=quickstart"),
         (["nothing=1"], "nothing", "is no key", ""),

@@ -84,7 +84,7 @@ ARGUMENTS = [
     ("training.stepz=3", "training.stepz=3: is no key of this recipe", "did you mean training.steps?"),
     ("model=debgu", "model=debgu: is no option", "try debug"),
     ("precision=glob(x*)", "precision=glob(x*): fits no value", ""),
-    ("hydra/sweeper=nope", "hydra/sweeper=nope: is no option", ""),
+    ("hydra/sweeper=nope", "hydra/sweeper=nope: would run the points by itself", ""),
     ("hydra/launcher=mine", "hydra/launcher=mine: would run the points by itself", "launch=slurm"),
     ("hydra.launcher._target_=os.system", "hydra.launcher._target_=os.system: would run the points", ""),
     ("launch=slurm", "cluster.accelerator=auto: is whatever this host has", "cluster=h100"),

@@ -19,6 +19,10 @@ from titanlab.recipe.composition.flags import Flags
 from titanlab.recipe.composition.hydra_texts import ARGUMENTS
 from titanlab.recipe.composition.recipes import conf_folder, register
 
+# Flags in Hydra's help that titanlab refuses, with their explanations.
+_REFUSED = re.compile(r"^--(?:shell-completion,.*?\n(?=--)|experimental-rerun.*?\n)", re.MULTILINE | re.DOTALL)
+_COMPLETION = 'For TAB in the shell: eval "$(titanlab completion bash)"\n'
+
 
 def answer(flags: Flags) -> None:
     """Print what Hydra prints for flags that start nothing.
@@ -66,6 +70,8 @@ def _whole_output(*, shows_options: bool) -> Iterator[None]:
             yield
     finally:
         text = captured.getvalue()
+        if _REFUSED.search(text) is not None:
+            text = _REFUSED.sub("", text) + _COMPLETION
         sys.stdout.write(re.sub(r"(?<=: )\w*schema, |, \w*schema\b", "", text) if shows_options else text)
 
 

@@ -25,6 +25,7 @@ from titanlab.errors import ConfigError
 from titanlab.options import PLUS, combining_groups, discover
 from titanlab.recipe.composition.hydra_texts import ARGUMENTS, COMPARE, HELP, file_that_names, first_line, read_message
 from titanlab.recipe.composition.keys import find_key, unknown_key
+from titanlab.recipe.composition.strangers import own_start_error
 
 # Hydra also raises Python's own errors for bad overrides (OverflowError: a float of 400 digits). OSError and YAMLError
 # come from reading files.
@@ -113,6 +114,8 @@ def _missing_config(error: MissingConfigException, flags: Mapping[str, str | Non
     else:
         options = [name for name in (error.options or []) if not name.endswith("schema")]
     near = difflib.get_close_matches(option, options, n=1)
+    if group in ("hydra/launcher", "hydra/sweeper") and not near:
+        return own_start_error(group, option)
     cure = f"try {near[0]}; " if near else ""
     known = ", ".join(options) or "none"
     if len(options) > _MOST_SHOWN:
@@ -129,9 +132,12 @@ def value_error(cause: OmegaConfBaseException, overrides: Sequence[str]) -> Conf
         refusal = _refusal(cause)
         if refusal is not None:
             return ConfigError(key, f"${{{refusal.key}:{refusal.value}}}", refusal.rule, refusal.cure)
-        return ConfigError(
-            key, values.get(key, "${…}"), first_line(cause), "name a key as in ${model.dim}, or a resolver"
-        )
+        rule, cure = first_line(cause), "name a key as in ${model.dim}, or a resolver"
+        if rule.startswith("RecursionError"):
+            # `override_dirname` has the text of all overrides, also of the one that refers to it.
+            key = next((name for name, text in values.items() if "override_dirname" in text), key)
+            rule, cure = "refers to itself", "leave it out: runs of a sweep are named by what they vary"
+        return ConfigError(key, values.get(key, "${…}"), rule, cure)
     if isinstance(cause, ValidationError):
         # A sweep's override has several values; show only the wrong one.
         return _wrong_type(key, cause.value if _SWEEP.match(str(value)) else value, cause)

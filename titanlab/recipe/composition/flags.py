@@ -80,6 +80,10 @@ def _check_together(options: argparse.Namespace, arguments: Sequence[str]) -> No
         # Hydra would unpickle a file, which can run any code.
         rule = "a run is not repeated from a pickle"
         raise ConfigError("--experimental-rerun", options.experimental_rerun, rule, "try titanlab resume RUN")
+    if options.shell_completion and "query=bash" not in options.overrides:
+        # Hydra's script completes by the first word of a command, which is the name of all verbs.
+        rule, cure = "would replace the completion of all verbs", 'try eval "$(titanlab completion bash)"'
+        raise ConfigError("--shell-completion", " ".join(options.overrides), rule, cure)
     modes = [name for name in ("run", "multirun", *_ANSWERS[2:]) if getattr(options, name) not in (None, False)]
     if len(modes) > 1:
         named = " and ".join(f"--{name.replace('_', '-')}" for name in modes)

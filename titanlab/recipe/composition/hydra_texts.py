@@ -45,6 +45,8 @@ def read_message(message: str, overrides: Sequence[str]) -> ConfigError:
     if (misplaced := re.match(r"In '?([^':]+)'?: Override '(\S+) : (\S+)' is defined before", message)) is not None:
         cure = f"put what overrides at the end of the defaults of {misplaced[1]}.yaml"
         return ConfigError(f"override /{misplaced[2]}", misplaced[3], "comes before what it is to override", cure)
+    if (headless := _without_package(message, overrides)) is not None:
+        return headless
     if (
         unknown := re.match(r"In '([^']+)': Config(?:Key|Attribute)Error raised[^\n]*\n.*\n\s*full_key: (\S+)", message)
     ) is not None:
@@ -61,6 +63,21 @@ def read_message(message: str, overrides: Sequence[str]) -> ConfigError:
     if bare:
         return ConfigError(bare, value, first_line(message), COMPARE)
     return ConfigError(ARGUMENTS, " ".join(overrides), first_line(message), HELP)
+
+
+def _without_package(message: str, overrides: Sequence[str]) -> ConfigError | None:
+    """The error for a recipe without a package: Hydra puts its keys below the name of its group."""
+    for override in overrides:
+        group, _, option = override.lstrip("+").partition("=")
+        first = group.partition("/")[0]
+        if (
+            "." not in group
+            and first not in discover()
+            and re.search(rf"full_key: {re.escape(first)}\b|@{re.escape(first)}\.", message)
+        ):
+            cure = f"make this the first line of {group}/{option}.yaml: # @package _global_"
+            return ConfigError(group, option, f"has its keys below {first}, which is no key of a recipe", cure)
+    return None
 
 
 def _unknown_in_file(key: str, file: str) -> ConfigError:

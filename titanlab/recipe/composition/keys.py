@@ -164,6 +164,9 @@ def unknown_key(key: str, value: object) -> ConfigError:
     if key.partition(".")[0].partition("/")[0] == "hydra":
         if key in _SPACE:
             return ConfigError(key, value, "is a key of a sweep's file", f"add hydra/sweeper=space to have {key}")
+        if key.startswith("hydra.launcher."):
+            cure = "the group launch has these settings: launch=slurm launch.minutes=… (docs/clusters.md)"
+            return ConfigError(key, value, "is no key here: no launcher of Hydra's starts runs", cure)
         return ConfigError(key, value, "is no key of Hydra's", "see `titanlab train --cfg hydra`")
     group, _, rest = key.partition(".")
     kind, _, inner = rest.partition(".")
