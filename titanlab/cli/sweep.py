@@ -13,6 +13,7 @@ from titanlab.launch.launchers import joined
 from titanlab.recipe.composition.flags import read_flags
 from titanlab.recipe.composition.loader import Loader
 from titanlab.recipe.composition.recipes import conf_folder
+from titanlab.sweep.study.estimates import fitting
 from titanlab.sweep.study.plan import Study, plan_study, with_data
 from titanlab.sweep.study.plan_table import plan_lines, plan_values
 from titanlab.sweep.submit import Submitted, check_study, decide, folder_of, silence_of, submit
@@ -33,7 +34,9 @@ usage: titanlab sweep [+sweeps=NAME] [KEY=VALUE,VALUE …] [KEY=VALUE …] [FLAG
 
   -n, --dry-run   plan and say what would be submitted; nothing is written
   --wait          follow the runs to their end; the exit code is then that of the first that failed
-  --prune         leave out what by its estimate does not fit into the memory of a device (titanlab plan)
+  --prune         leave out all whose estimate exceeds a device's memory (titanlab plan), not only those that exceed
+                  it by more than the error of estimates
+  --keep          leave out nothing because of its estimate
   --force         do those again that have ended; their folders go to superseded/
   --json          the plan as JSON
   -h, --help      this page
@@ -45,7 +48,7 @@ sweep's own is one line, and nothing is submitted. How to write a sweep: docs/sw
 sweeps: {sweeps}
 then: titanlab status SWEEP --watch, titanlab cancel SWEEP, titanlab retry SWEEP --all-failed, titanlab collect SWEEP"""
 _FLAGS = {"-n": "dry_run", "--dry-run": "dry_run", "--wait": "wait", "--force": "force", "--json": "as_json",
-          "--prune": "prune"}  # fmt: skip
+          "--prune": "prune", "--keep": "keep"}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,7 @@ class SweepArguments:
     force: bool = False
     as_json: bool = False
     prune: bool = False
+    keep: bool = False
     whole: bool = False
 
 
@@ -94,11 +98,8 @@ def run_study(args: SweepArguments, loader: Loader | None = None) -> int:
         # With --json, standard output has nothing but JSON, because programs read it.
         report = (lambda text: None) if args.as_json else console.note
         study = plan_study(args.rest, whole=args.whole, loader=loader)
-        if args.prune:
-            # Imported here, because other sweeps need no estimates.
-            from titanlab.sweep.study.estimates import fitting
-
-            study = fitting(study)
+        if not args.keep and not args.whole:
+            study = fitting(study, strictly=args.prune)
         if args.dry_run:
             _show(study, args, console)
             return 0
@@ -118,6 +119,8 @@ def _parse(arguments: Sequence[str]) -> SweepArguments:
     own = {_FLAGS[argument]: True for argument in arguments if argument in _FLAGS}
     if "dry_run" in own and "wait" in own:
         raise ConfigError("arguments", " ".join(arguments), "--dry-run submits nothing to wait for", "leave one out")
+    if "prune" in own and "keep" in own:
+        raise ConfigError("arguments", " ".join(arguments), "--prune and --keep exclude each other", "leave one out")
     if "as_json" in own and "wait" in own:
         raise ConfigError("arguments", " ".join(arguments), "--wait shows a table, and --json none", "leave one out")
     return SweepArguments(rest=tuple(argument for argument in arguments if argument not in _FLAGS), **own)

@@ -16,6 +16,10 @@ from titanlab.planner.step_time import step_time
 from titanlab.planner.stored import Sharding, added, stored_pieces
 from titanlab.recipe.recipe import Recipe
 
+MEMORY_ERROR = 0.47
+"""The share by which estimated memory was too high for the published run with the largest such error
+(docs/planner-accuracy.md)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
@@ -37,6 +41,11 @@ class Estimate:
     def fits(self) -> bool:
         """Whether the memory of a device suffices, as far as it is known."""
         return self.limit_bytes is None or self.reserved_bytes <= self.limit_bytes
+
+    @property
+    def cannot_fit(self) -> bool:
+        """Whether a device's memory would not suffice even if the estimate were too high by `MEMORY_ERROR`."""
+        return self.limit_bytes is not None and self.reserved_bytes > self.limit_bytes * (1 + MEMORY_ERROR)
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain values by the names of the fields."""

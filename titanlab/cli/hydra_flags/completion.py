@@ -43,7 +43,7 @@ _FLAGS = ("--cfg", "--config-dir", "--help", "--info", "--multirun", "--package"
 # Flags by verb, for verbs that take a recipe.
 _RECIPE_FLAGS = {
     "train": (*_FLAGS, FLAG),
-    "sweep": (*_FLAGS, "--dry-run", "--prune", "--wait", "--force", "--json"),
+    "sweep": (*_FLAGS, "--dry-run", "--prune", "--keep", "--wait", "--force", "--json"),
     "plan": (
         *("--top", "--why", "--vary", "--explain", "--plot", "--trace", "--rank", "--json"),
         *("--calibrate", "--measure", "--out", "--runs", "--help"),
