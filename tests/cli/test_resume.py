@@ -1,6 +1,8 @@
 """`titanlab resume`: what may change, through which launcher a run goes on, and from which checkpoint."""
 
+import json
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -221,3 +223,33 @@ def test_the_weights_that_a_run_first_started_with_may_be_gone_once_it_has_saved
     assert resumed.init_from == "/nowhere/weights"
     (saved_run / "checkpoints" / "step-00000003").rename(saved_run / "checkpoints" / "step-00000003.part")
     assert command(f"resume {saved_run}").refusal["key"] == "init_from"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "resume <run>",
+        "resume <run> launch.threads=2",
+        "train --from <run> optimizer.lr=0.1",
+        "export <run> --into out",
+        "parity <run> <run>-2",
+        "repro <run> --dry-run",
+    ],
+)
+def test_a_config_that_was_edited_by_hand_is_no_longer_the_runs(command, saved_run, arguments):
+    """Its folder, its metrics and its result would have the name and the hash of a recipe that they are not of."""
+    file = saved_run / "config.yaml"
+    text = file.read_text()
+    assert "  lr: 0.001\n" in text
+    file.write_text(text.replace("  lr: 0.001\n", "  lr: 0.1\n"))
+    (saved_run / "result.json").write_text(
+        json.dumps(Outcome(kind=OutcomeKind.DONE, attempt=1, step=3, steps=3).to_mapping())
+    )
+    row = {"kind": "train", "attempt": 1, "step": 3, "tokens_seen": 5, "time": 1.0, "loss": 1.0, "grad_norm": 1.0}
+    (saved_run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    shutil.copytree(saved_run, f"{saved_run}-2")
+    said = command(arguments.replace("<run>", str(saved_run)))
+    assert said.err == (
+        f"error: optimizer.lr=0.1: the run was made with 0.001, by its identity.json; set it back in {file}; "
+        "another value needs a run of its own: titanlab train --from\n"
+    )

@@ -105,6 +105,16 @@ def test_keys_of_launch_may_change(slurm, sweep):
     assert sweep.submissions()[-1].launch["minutes"] == 90
 
 
+def test_a_run_whose_config_was_edited_is_not_submitted_again(slurm, sweep):
+    file = sweep.run(names(sweep)[1]).path / "config.yaml"
+    edited, count = re.subn(r"(?m)^  lr: .*$", "  lr: 0.5", file.read_text())
+    assert count == 1
+    file.write_text(edited)
+    with pytest.raises(ConfigError, match=r"^optimizer.lr=0.5: the run was made with .*, by its identity.json"):
+        retry(sweep, quiet, outcomes=FAILED)
+    assert submitted(slurm) == [5]
+
+
 def test_a_dry_run_submits_nothing(slurm, sweep):
     assert len(retry(sweep, quiet, outcomes=["hang", "oom"], dry_run=True).chosen) == 2
     assert submitted(slurm) == [5]

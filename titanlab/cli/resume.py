@@ -17,6 +17,7 @@ from titanlab.errors import ConfigError
 from titanlab.launch.contract import launch_of
 from titanlab.launch.execute import continue_run, prepare
 from titanlab.launch.launchers import directly, joined
+from titanlab.recipe.composition.frozen import check_unedited
 from titanlab.recipe.composition.next_attempt import LAYOUT, adapted, next_recipe
 from titanlab.recipe.recipe import Recipe, from_mapping
 from titanlab.records.outcome import OutcomeKind
@@ -92,6 +93,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _changed(run: RunFolder, overrides: Sequence[str], console: Console) -> Recipe:
     """The recipe of the next attempt."""
+    check_unedited(run)
     config, branch = run.config(), f"titanlab train --from {shown_path(run.path)}"
     if (launch := submitted_with(run)) is not None:
         config["launch"] = dict(launch)

@@ -22,6 +22,7 @@ from titanlab.errors import ConfigError
 from titanlab.launch.execute import execute, prepare
 from titanlab.launch.launchers import joined
 from titanlab.optimizer.schedule import rate_factor
+from titanlab.recipe.composition.frozen import check_unedited
 from titanlab.recipe.composition.next_attempt import adapted, new_recipe
 from titanlab.recipe.recipe import Recipe, from_mapping, to_mapping
 from titanlab.records.identity import identify
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _branched(parent: RunFolder, checkpoint: Place, overrides: Sequence[str]) -> tuple[Recipe, list[str]]:
     """The recipe of the new run, and lines for the user."""
+    check_unedited(parent)
     config = parent.config()
     for override in overrides:
         key, _, value = override.partition("=")

@@ -11,7 +11,7 @@ from titanlab.errors import ConfigError
 from titanlab.launch.contract import launch_of
 from titanlab.launch.shape import shape_of
 from titanlab.launch.submission import Submission
-from titanlab.recipe.composition.frozen import check_changeable
+from titanlab.recipe.composition.frozen import check_changeable, check_unedited
 from titanlab.recipe.composition.next_attempt import LAYOUT, adapted, next_recipe
 from titanlab.recipe.recipe import from_mapping
 from titanlab.records.outcome import OutcomeKind
@@ -150,6 +150,7 @@ def _next_job(run: RunFolder, overrides: Sequence[str], report: Callable[[str], 
     Raises:
         ConfigError: an override does not fit the run, or the layout breaks a rule.
     """
+    check_unedited(run)
     config = run.config()
     recipe = next_recipe(config, overrides, CHANGEABLE, file=run.path / "config.yaml")
     if not _changes_layout(overrides):

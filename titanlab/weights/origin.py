@@ -14,6 +14,7 @@ from titanlab.checkpoint.search import find_run_or_checkpoint
 from titanlab.data.tokenizers import tokenizer as tokenizers
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
+from titanlab.recipe.composition.frozen import check_unedited
 from titanlab.weights import folder as ours
 from titanlab.weights.huggingface import folder as hf
 from titanlab.weights.source import Source
@@ -80,6 +81,7 @@ def from_run(text: str, runs: str, *, step: int | None) -> Origin:
     checkpoint = named or find(str(run.path), "run")
     if step is not None:
         checkpoint = of_step(checkpoints_of(run), step, "--step", step)
+    check_unedited(run)
     config = run.config()
     try:
         model = ours.model_of(config["model"])

@@ -9,6 +9,7 @@ import pytest
 from tests import tiny
 from tests.sweep.jobs import Jobs, ended
 from titanlab.distributed.ranks import ALONE
+from titanlab.errors import ConfigError
 from titanlab.launch.job import rendezvous
 from titanlab.launch.job.group import Group, ranks_in
 from titanlab.launch.job.rendezvous import Rendezvous
@@ -75,6 +76,15 @@ def test_rank_0_decides_and_tells_the_others(tmp_path):
     job.signals.append((15, 0.0))
     assert not dies(1)
     assert rendezvous.find(run, "job #3").reason == "has ended"
+
+
+def test_a_job_does_not_train_another_recipe_under_the_name_of_its_run(tmp_path):
+    """Somebody edited config.yaml while the run waited in the queue."""
+    run = tiny.begin(tiny.recipe(tmp_path))
+    file = run.path / "config.yaml"
+    file.write_text(file.read_text().replace("  lr: 0.001\n", "  lr: 0.1\n"))
+    with pytest.raises(ConfigError, match=r"^optimizer.lr=0.1: the run was made with 0.001, by its identity.json"):
+        Group(_Stub(run, 1), print).recipe()
 
 
 @pytest.mark.full

@@ -11,6 +11,7 @@ import titanlab
 from titanlab.cli.arguments import Arguments
 from titanlab.distributed.host import this_host
 from titanlab.errors import ConfigError
+from titanlab.recipe.composition.frozen import check_unedited
 from titanlab.records.provenance import collect
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_search import find_run
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
     args = parser.parse_args(arguments)
     run = RunFolder(find_run(args.run, args.runs).path.absolute())
+    check_unedited(run)
     attempt = run.chosen_attempt(args.attempt)
     code = recorded_code(run, attempt)
     into = Path(os.path.abspath(user_path(args.into or Path(f"repro-{run.path.name}"))))

@@ -11,6 +11,7 @@ from pathlib import Path
 from titanlab.errors import ConfigError
 from titanlab.parity.proof import Candidate
 from titanlab.recipe.composition.flags import read_flags
+from titanlab.recipe.composition.frozen import check_unedited
 from titanlab.recipe.composition.recipes import conf_folder
 from titanlab.recipe.recipe import from_mapping, resolve
 from titanlab.sweep.study.plan import COMMAND_LINE, SINGLE, plan_study
@@ -147,6 +148,7 @@ def _of_folder(sweep: SweepFolder) -> Chosen:
     chosen = Chosen(title=f"{sweep.name} ({sweep.path})", candidates=[], folder=sweep.path)
     for run in sweep.runs():
         try:
+            check_unedited(run)
             recipe = from_mapping(run.config())
             recipe = resolve(recipe, world=None, accelerator=recipe.cluster.accelerator, device="cpu")
         except ConfigError as error:

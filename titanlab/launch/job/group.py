@@ -15,6 +15,7 @@ from titanlab.launch.job.job import Job
 from titanlab.launch.job.rendezvous import Rendezvous
 from titanlab.launch.job.roll_call import Loss, lost_ranks
 from titanlab.launch.restarts import Restart, Restarts, change, reduced
+from titanlab.recipe.composition.frozen import check_unedited
 from titanlab.recipe.recipe import Recipe, from_mapping, to_mapping
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
@@ -68,6 +69,7 @@ class Group:
         """
         if self._restart is not None:
             return self._restart.recipe
+        check_unedited(self._job.run)
         recipe: Recipe = from_mapping(self._job.config())
         world, least = self._job.place.ranks.world, recipe.launch.min_world
         if least is None or world >= recipe.layout.world:

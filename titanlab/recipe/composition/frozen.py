@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,11 @@ from titanlab.options import discover
 from titanlab.recipe.composition.errors import value_error
 from titanlab.recipe.literal import literal
 from titanlab.recipe.recipe import Recipe, from_mapping
+from titanlab.records.identity import canonical
 from titanlab.records.run_folder import RunFolder
+from titanlab.records.run_records import RunRecords
 
+_NOTHING = object()
 # Examples in the error for groups whose name alone would not help.
 _EXAMPLES = {"parallelism": ", such as parallelism.shard=2", "launch": ", such as launch.threads=1"}
 
@@ -52,12 +55,47 @@ def check_changeable(
             raise ConfigError(key, value, rule, f"{cure}changeable: {allowed}")
 
 
+def check_unedited(run: RunRecords) -> None:
+    """Check that a run's config.yaml still says what the run was made with: its folder has the hash of that.
+
+    The keys that no identity covers may be edited: names, folders, the tracker, the launcher, logging.
+
+    Raises:
+        ConfigError: a value was changed by hand; or a file is damaged.
+    """
+    config, identity = run.config(), run.identity()
+    made = identity.content.get("recipe") if identity is not None else None
+    try:
+        recipe = from_mapping(config)
+    except ConfigError:
+        # The caller reads the config too, and says more about it.
+        return
+    for key, value, before in _differences(canonical(recipe), made, config) if isinstance(made, Mapping) else ():
+        rule = f"the run was made with {before}, by its identity.json"
+        cure = f"set it back in {run.path / 'config.yaml'}; another value needs a run of its own: titanlab train --from"
+        raise ConfigError(key, value, rule, cure)
+
+
+def _differences(now: Any, made: Any, written: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Each key that differs, with both values. A field that a later version has added is not written in the file."""
+    if isinstance(now, Mapping) and isinstance(made, Mapping):
+        for name in (*made, *(name for name in now if name not in made)):
+            inner = written.get(name, _NOTHING) if isinstance(written, Mapping) else _NOTHING
+            if name in made or inner is not _NOTHING:
+                pair = now.get(name, inner), made.get(name, "another value")
+                yield from _differences(*pair, inner, f"{key}.{name}".lstrip("."))
+    elif now != made:
+        yield key, None if now is _NOTHING else now, made
+
+
 def frozen_recipe(run: RunFolder, overrides: Sequence[str] = (), *, attempt: int | None = None) -> Recipe:
     """The recipe of a run, or of one of its attempts, with some keys changed.
 
     Raises:
         ConfigError: an override does not fit; or the config is damaged, or of another version.
     """
+    if attempt is None:
+        check_unedited(run)
     folder = run.path if attempt is None else run.attempt_folder(attempt)
     return overridden(run.config(attempt), overrides, file=folder / "config.yaml")
 
