@@ -168,7 +168,39 @@ def test_while_a_first_step_is_compiled_a_signal_ends_it_at_once():
             raise AssertionError("the request was there before")
         early = stop.stopped_early(request, rank=1, attempt=2)
     assert (early.kind, early.rank, early.exit_code) == (OutcomeKind.PREEMPTED, 1, 75)
-    assert early.cause == "asked to end by SIGTERM; the run can be resumed (while its first step was compiled)"
+    assert early.cause == "asked to end by SIGTERM; the run can be resumed (before its first step was done)"
+
+
+def test_before_the_first_step_an_error_that_is_on_its_way_comes_first():
+    with stop_request() as request:
+        with pytest.raises(LookupError), request.at_once(active=True, patience_seconds=0.2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise LookupError
+        # The request waits, and nothing is raised outside the block.
+        time.sleep(0.3)
+        assert request.signal == signal.SIGTERM
+        end = time.monotonic() + 20
+        with pytest.raises(stop.StoppedEarly), request.at_once(active=True, patience_seconds=0.1):
+            raise AssertionError("the request was there before")
+    with stop_request() as request, pytest.raises(stop.StoppedEarly):
+        with request.at_once(active=True, patience_seconds=0.1):
+            os.kill(os.getpid(), signal.SIGTERM)
+            while time.monotonic() < end:
+                time.sleep(0.01)
+
+
+def test_the_death_of_the_launcher_is_a_request_without_a_signal(monkeypatch):
+    monkeypatch.setattr(stop, "_LAUNCHER_LOOK_SECONDS", 0.01)
+    monkeypatch.setenv("TITANLAB_PARENT", str(os.getppid()))
+    with stop_request() as request:
+        time.sleep(0.1)
+        assert request.signal == 0
+        monkeypatch.setenv("TITANLAB_PARENT", str(os.getpid()))
+        until(lambda: request.signal)
+        assert (request.signal, request.cause) == (signal.SIGTERM, "its launcher is gone; the run can be resumed")
+        # The first signal after it is no second request.
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert [thread for thread in threading.enumerate() if thread.name == "launcher"] == []
 
 
 def test_a_line_ends_a_compilation_too():

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,9 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from titanlab.distributed.free_port import free_port
 from titanlab.distributed.ranks import ALONE, joined
-from titanlab.distributed.world import _select_device, open_world
+from titanlab.distributed.stop import StoppedEarly, stop_request
+from titanlab.distributed.world import AbsentRanks, _select_device, open_world
 from titanlab.errors import ConfigError
+from titanlab.records.outcome import OutcomeKind, from_exception
 
 LISTENS = "0A"
 
@@ -90,3 +95,35 @@ def test_the_only_gpu_that_a_process_sees_may_be_its_own(monkeypatch):
     with pytest.raises(ConfigError, match="world=4: more processes on this host than its 1 GPUs"):
         _select_device("cuda", fourth)
     assert _select_device("cuda", replace(fourth, has_own_gpu=True)) == torch.device("cuda", 0)
+
+
+def alone_of(world, rank, port, *, waits=print):
+    environ = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return open_world(joined(environ), accelerator="cpu", seed=0, deterministic=False, waits=waits)
+
+
+@pytest.mark.parametrize(("world", "rank", "absent"), [(2, 0, "rank 1"), (4, 0, "ranks 1, 2, 3"), (3, 1, "rank 0")])
+def test_ranks_that_do_not_come_are_named(monkeypatch, world, rank, absent):
+    monkeypatch.setattr("titanlab.distributed.world._JOIN_SECONDS", 0.3)
+    monkeypatch.setattr("titanlab.distributed.world._TOLD_SECONDS", 0.05)
+    told, port = [], free_port()
+    with pytest.raises(AbsentRanks) as raised, alone_of(world, rank, port, waits=told.append):
+        pass
+    # What is told does not change, so it is told once.
+    assert told == [f"rendezvous of {world} ranks, waiting for {absent}"]
+    assert str(raised.value) == (
+        f"{absent} did not come to the rendezvous of {world} ranks at 127.0.0.1:{port} within 0.3 s"
+    )
+    note = from_exception(raised.value, rank=rank)
+    assert (note.kind, note.echo, note.traceback) == (OutcomeKind.HANG, False, None)
+
+
+@pytest.mark.parametrize(("rank", "absent"), [(0, "rank 1"), (1, "rank 0")])
+def test_a_stop_signal_ends_the_rendezvous(rank, absent):
+    """Three of Ctrl-C and a SIGTERM were ignored for ten minutes: torch waits in native code."""
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(StoppedEarly, match=f"^while it waited for {absent}$"), stop_request() as request:
+        with request.at_once(active=True, patience_seconds=0.1), alone_of(2, rank, free_port()):
+            pass
+    timer.join()

@@ -5,6 +5,8 @@ import errno
 import json
 import os
 import shutil
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,8 @@ from titanlab.errors import ConfigError
 from titanlab.launch.attempt import (
     begin,
     check_own_checkpoint,
+    close_dead,
+    close_earlier,
     conclude,
     go_back,
     keep_tokenizer,
@@ -297,3 +301,62 @@ def test_what_is_saved_is_noted_where_no_attempt_was_begun(tmp_path):
     run = create_run(recipe.runs, name="mine", identity=identity, config=to_mapping(recipe))
     run.note_saved(1, 3)
     assert run.saved_step() == 3
+
+
+def left(run, *, state="running", silent=60.0, host=None, pid=2**22 + 1):
+    """A run whose newest attempt has no result, and whose status a process wrote some time ago."""
+    values = {} if host is None else {"host": host}
+    run.write_status(Status(state=state, step=3, steps=9, attempt=1, pid=pid, updated=time.time() - silent, **values))
+    return run
+
+
+def test_an_attempt_of_which_no_process_is_left_gets_a_result_from_whoever_looks(tmp_path):
+    run = left(tiny.begin(tiny.recipe(tmp_path)))
+    close_dead(run)
+    result = run.result()
+    assert (result.kind, result.step, result.attempt) == (OutcomeKind.CRASH, 3, 1)
+    assert result.cause.startswith("its processes were killed, or their host ended, and left no result")
+    assert (run.result(1), run.status().outcome) == (result, "crash")
+
+
+def test_its_ranks_own_notes_say_more(tmp_path):
+    run = left(tiny.begin(tiny.recipe(tmp_path)))
+    run.write_failure(Outcome(kind=OutcomeKind.PREEMPTED, rank=1, attempt=1, cause="its launcher is gone"))
+    close_dead(run)
+    assert (run.result().kind, run.result().cause) == (OutcomeKind.PREEMPTED, "its launcher is gone")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"silent": 1.0},
+        # The process of rank 0 lives.
+        {"pid": 1},
+        {"host": "elsewhere", "silent": 3600.0},
+    ],
+)
+def test_as_long_as_a_process_may_be_left_nothing_is_written(tmp_path, how):
+    run = left(tiny.begin(tiny.recipe(tmp_path)), **how)
+    close_dead(run)
+    assert run.result() is None
+
+
+def test_an_attempt_that_a_live_launcher_has_claimed_is_left_alone(tmp_path):
+    run = left(tiny.begin(tiny.recipe(tmp_path)))
+    with run.claim(), pytest.raises(ConfigError, match="in the hands of"):
+        close_dead(run)
+    assert run.result() is None
+
+
+def test_the_next_attempt_waits_for_ranks_whose_launcher_was_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr("titanlab.launch.attempt._EARLIER_SECONDS", 0.3)
+    process = subprocess.Popen(["sleep", "600"])
+    run = left(tiny.begin(tiny.recipe(tmp_path)), pid=process.pid, silent=0.0)
+    try:
+        with pytest.raises(ConfigError, match=f"process {process.pid} still works on it; wait for it, or kill it"):
+            close_earlier(run)
+    finally:
+        process.kill()
+        process.wait()
+    close_earlier(run)
+    assert run.result(1).kind is OutcomeKind.CRASH

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests import tiny
 from tests.sweep.jobs import Jobs
 from titanlab.launch.contract import JobState, StopReason
 from titanlab.launch.job.stop_file import write_stop
@@ -12,6 +13,7 @@ from titanlab.records.outcome import Outcome, OutcomeKind, from_exception, from_
 from titanlab.records.run_status import Status
 from titanlab.sweep import reconcile as reconciling
 from titanlab.sweep.reconcile import reconcile
+from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.system.atomic_file import write_json
 
 FAILED = JobState(state="ended", raw="FAILED", exit_code=1, job_id="12_0")
@@ -371,3 +373,11 @@ def test_one_that_is_retried_has_the_newest_jobs_end(jobs, settled):
     result = settled(run, FAILED)
     assert (result.kind, result.attempt) == (OutcomeKind.CRASH, 2)
     assert run.result(1).kind is OutcomeKind.HANG
+
+
+def test_a_run_that_no_job_has_begun_gets_a_result_too(tmp_path):
+    """One of `titanlab train`, all of whose processes were killed."""
+    run = tiny.begin(tiny.recipe(tmp_path))
+    run.write_status(Status(state="running", step=3, steps=10, attempt=1, pid=2**22 + 1, updated=time.time() - 60))
+    assert reconcile(SweepFolder(run.path.parent)) == {}
+    assert (run.result().kind, run.result().step) == (OutcomeKind.CRASH, 3)

@@ -16,8 +16,12 @@ import pytest
 
 from tests.launch.command import alive
 from tests.until import until
+from titanlab.distributed.silence import process_state
+from titanlab.launch import escalation
 from titanlab.launch.contract import Failure
 from titanlab.launch.local import ranks as local
+from titanlab.records.outcome import OutcomeKind
+from titanlab.records.run_folder import RunFolder
 from titanlab.worker.fork import adopting
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process cannot adopt another's children")
@@ -141,6 +145,76 @@ def test_the_launcher_adopts_nothing_afterwards(forked):
         assert can
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_signal_before_the_fork_ends_the_start(forked, tmp_path, number):
+    """Also if the process that forks is stopped (SIGSTOP): it is woken."""
+    prepare = "(folder / 'prepares').touch(); os.kill(os.getpid(), signal.SIGSTOP); time.sleep(60)"
+
+    def send():
+        until(lambda: (tmp_path / "prepares").exists())
+        os.kill(os.getpid(), number)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    assert forked(2, '(folder / f"rank-{rank}").touch()', prepare) == [Failure(rank=0, exit_code=-signal.SIGTERM)]
+    sender.join()
+    (note,) = RunFolder(tmp_path).failures(7)
+    assert (
+        note.cause
+        == f"asked to end by {signal.Signals(number).name}; the run can be resumed (before its ranks were started)"
+    )
+    assert not list(tmp_path.glob("rank-*"))
+
+
+def test_a_process_that_is_stopped_before_it_forks_hangs(forked, tmp_path, monkeypatch):
+    monkeypatch.setattr(escalation, "STOPPED_SECONDS", 0.2)
+    monkeypatch.setattr(escalation, "LEAST_LIMIT_SECONDS", 0.3)
+    prepare = "(folder / 'pid').write_text(str(os.getpid())); os.kill(os.getpid(), signal.SIGSTOP)"
+    assert forked(2, '(folder / f"rank-{rank}").touch()', prepare) == [Failure(rank=0, exit_code=-signal.SIGKILL)]
+    (note,) = RunFolder(tmp_path).failures(7)
+    assert note.cause == "a rank was stopped for 0.3 s: rank 0 does not answer: its process is stopped (SIGSTOP)"
+    assert not alive(int(read(tmp_path / "pid")))
+    assert not list(tmp_path.glob("rank-*"))
+
+
+def test_a_rank_that_stays_stopped_is_killed_with_the_others_after_a_stop_signal(forked, tmp_path, monkeypatch):
+    monkeypatch.setattr(escalation, "STOPPED_SECONDS", 0.2)
+    script = """
+        (folder / f"pid-{rank}").write_text(str(os.getpid()))
+        stop = lambda number, frame: os.kill(os.getpid(), signal.SIGSTOP) if rank else None
+        signal.signal(signal.SIGCONT, stop)
+        signal.signal(signal.SIGTERM, stop)
+        (folder / f"ready-{rank}").touch()
+        while True:
+            time.sleep(0.01)
+    """
+
+    def send():
+        until(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    assert forked(2, script) == [Failure(rank=rank, exit_code=-signal.SIGKILL) for rank in range(2)]
+    sender.join()
+    (note,) = RunFolder(tmp_path).failures(7)
+    assert (note.rank, note.kind) == (1, OutcomeKind.PREEMPTED)
+    assert "rank 1 did not end (its process is stopped (SIGSTOP)), so all ranks were killed" in note.cause
+
+
+def test_what_a_rank_that_failed_has_started_ends_with_it(forked, tmp_path):
+    script = """
+        if rank == 0:
+            import subprocess
+            child = subprocess.Popen(["sleep", "600"])
+            (folder / "child").write_text(str(child.pid))
+            os._exit(3)
+        time.sleep(60)
+    """
+    assert forked(2, script) == [Failure(rank=0, exit_code=3)]
+    until(lambda: not alive(int(read(tmp_path / "child"))))
+
+
 # The launcher as a process of its own, which is killed.
 LAUNCHER = """
     import json, sys
@@ -152,12 +226,34 @@ LAUNCHER = """
 
 
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
-    script = '(folder / f"rank-{rank}").write_text(str(os.getpid())); time.sleep(60)'
+    script = """
+        from titanlab.distributed.stop import stop_request
+        with stop_request() as request:
+            (folder / f"rank-{rank}").write_text(str(os.getpid()))
+            while not request.signal:
+                time.sleep(0.01)
+    """
     # A file may exist before its text does.
     killed(tmp_path, worker(tmp_path, script), lambda: len([*filter(read, tmp_path.glob("rank-*"))]) == 2)
     pids = [int(read(path)) for path in tmp_path.glob("rank-*")]
     until(lambda: not any(alive(pid) for pid in pids))
     assert len(pids) == 2
+
+
+def test_stopped_ranks_end_with_a_launcher_that_is_killed(tmp_path):
+    """As those that are not stopped: they are woken, so that they can save."""
+    script = """
+        (folder / f"rank-{rank}").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        (folder / f"woken-{rank}").touch()
+    """
+
+    def are_stopped():
+        pids = [*filter(None, map(read, tmp_path.glob("rank-*")))]
+        return len(pids) == 2 and all(process_state(int(pid)) == "T" for pid in pids)
+
+    killed(tmp_path, worker(tmp_path, script), are_stopped)
+    until(lambda: len(list(tmp_path.glob("woken-*"))) == 2)
 
 
 def test_ranks_of_a_launcher_that_is_killed_before_the_fork_do_not_begin(tmp_path):

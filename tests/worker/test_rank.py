@@ -159,17 +159,37 @@ def test_without_an_attempt_there_is_no_note(failing, tmp_path, capfd):
     assert "Traceback" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("error", "code"), [(KeyboardInterrupt(), 130), (ConnectionResetError("Connection reset by peer"), 1)]
-)
-def test_an_echo_is_noted_and_not_told(failing, monkeypatch, capfd, error, code):
+def ended_by(failing, monkeypatch, error):
+    """The exit code of a worker whose data raise an error, and its note."""
+
     def stop(data, report):
         raise error
 
     _, run = failing
     monkeypatch.setattr(worker.source, "prepare", stop)
-    assert worker.main([str(run.path)]) == code
-    assert [note.echo for note in run.failures(1)] == [True]
+    code = worker.main([str(run.path)])
+    (note,) = run.failures(1)
+    return code, note
+
+
+def test_an_echo_is_noted_and_not_told(failing, monkeypatch, capfd):
+    code, note = ended_by(failing, monkeypatch, ConnectionResetError("Connection reset by peer"))
+    assert (code, note.echo) == (1, True)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("step", "saved", "lost"),
+    [(0, 0, ""), (6, 0, "; 6 steps are lost"), (6, 5, "; 1 step since the checkpoint of step 5 is lost")],
+)
+def test_a_second_ctrl_c_is_the_cause_and_says_what_is_lost(failing, monkeypatch, capfd, step, saved, lost):
+    """Other ranks lose their connection to this one. It was told as "step 1", where 6 were done."""
+    monkeypatch.setattr(worker.Watchdog, "done", property(lambda self: step))
+    if saved:
+        failing[1].note_saved(1, saved)
+    code, note = ended_by(failing, monkeypatch, KeyboardInterrupt())
+    assert (code, note.kind, note.step, note.echo) == (130, OutcomeKind.CANCELLED, step, False)
+    assert note.cause == f"interrupted again, so it has not saved{lost}"
     assert capfd.readouterr().err == ""
 
 

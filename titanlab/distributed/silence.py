@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +31,7 @@ _LOOK_SECONDS = 1.0
 _END_SECONDS = 5.0
 # States of a process that is stopped, by a signal or by a debugger.
 STOPPED = ("T", "t")
-_STATES: Mapping[str, str] = {
+STATES: Mapping[str, str] = {
     "T": "its process is stopped (SIGSTOP)",
     "t": "its process is stopped by a debugger",
     "D": "its process waits for a disk or a file server (state D)",
@@ -96,7 +96,7 @@ def note_silence(run: RunFolder, rank: int, pid: int, *, since: float) -> bool:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
         time.sleep(_STACKS_SECONDS)
-    why = _STATES.get(state or "", "nothing is known of its process")
+    why = STATES.get(state or "", "nothing is known of its process")
     run.write_failure(
         Outcome(
             kind=OutcomeKind.HANG,
@@ -109,25 +109,50 @@ def note_silence(run: RunFolder, rank: int, pid: int, *, since: float) -> bool:
     return True
 
 
-def end_if_silent(run: RunFolder, rank: int, child: subprocess.Popen[bytes], *, since: float) -> None:
+def end_if_silent(
+    run: RunFolder,
+    rank: int,
+    child: subprocess.Popen[bytes],
+    *,
+    since: float,
+    must_end: Callable[[], bool] = lambda: False,
+    alone: bool = False,
+) -> None:
     """Wait for a rank's process to end; if others hang and it writes no note, write one for it and kill it.
 
     Args:
+        child: the leader of a process group.
         since: when it was started, in seconds since the epoch.
+        must_end: asked often; whether the rank must be killed for another reason.
+        alone: whether there are no other ranks.
     """
     end: float | None = None
+    look = time.monotonic()
     while child.poll() is None:
-        if end is None and hangs_of_others(run, rank, since=since):
-            end = time.monotonic() + ANSWER_SECONDS
-        if end is not None and (time.monotonic() > end or process_state(child.pid) in STOPPED):
+        now = time.monotonic()
+        if end is None and now >= look and not alone:
+            look = now + _LOOK_SECONDS
+            if hangs_of_others(run, rank, since=since):
+                end = now + ANSWER_SECONDS
+        if must_end():
+            _kill(child)
+            return
+        if end is not None and (now > end or process_state(child.pid) in STOPPED):
             if not note_silence(run, rank, child.pid, since=since):
                 # A rank that has written its note ends by itself a few seconds later.
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(_END_SECONDS)
-            child.kill()
+            _kill(child)
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(_LOOK_SECONDS)
+            child.wait(_POLL_SECONDS)
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """Kill a process and those that it has started."""
+    if child.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
 
 
 def await_answers(run: RunFolder, world: int, *, since: float) -> None:

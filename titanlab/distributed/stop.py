@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import TextIO
 
@@ -25,31 +26,40 @@ STOPS: Mapping[int, OutcomeKind] = {
 }
 STOP_SIGNALS = tuple(STOPS)
 ONE_REQUEST_SECONDS = 1.0  # signals within this time are one request
+_LAUNCHER_LOOK_SECONDS = 1.0
+_LAUNCHER_GONE = "its launcher is gone; the run can be resumed"
 Handler = Callable[[int, FrameType | None], None]
 
 
 class StopRequest:
-    """The signal that asked this rank to stop, 0 if none did, and the cause if it is known."""
+    """The signal that asked this rank to stop, 0 if none did, and the cause if it is known.
+
+    Attributes:
+        ends_at_once: whether a request ends the rank at once, see `at_once`.
+    """
 
     def __init__(self) -> None:
         self.signal = 0
         self.cause: str | None = None
-        self._ends_at_once = False
+        self.ends_at_once = False
+        self._patience = 0.0
 
     @contextlib.contextmanager
-    def at_once(self, *, active: bool) -> Iterator[None]:
+    def at_once(self, *, active: bool, patience_seconds: float = 0.0) -> Iterator[None]:
         """Inside the block, a request raises StoppedEarly in the main thread, because nothing would be lost.
 
         Args:
-            active: whether that is so; if not, the block changes nothing.
+            active: whether that is so; if not, a request waits, also if an outer block is active.
+            patience_seconds: time for an error that is on its way: the launcher asks a rank to end when another one
+                fails, and both may fail for one reason.
         """
-        self._ends_at_once = active
+        self.ends_at_once, self._patience = active, patience_seconds
         try:
             if active and self.signal:
                 raise StoppedEarly
             yield
         finally:
-            self._ends_at_once = False
+            self.ends_at_once = False
 
     def cause_of(self, number: int) -> str | None:
         """What is known now about a signal that this rank or another one has received.
@@ -63,11 +73,21 @@ class StopRequest:
     def note(self, number: int, cause: str | None) -> None:
         """Set the flag; any thread may call it."""
         self.cause, self.signal = cause, number
-        if not self._ends_at_once:
+        if not self.ends_at_once:
             return
-        if threading.current_thread() is threading.main_thread():
+        if self._patience:
+            timer = threading.Timer(self._patience, self._raise_in_main_thread)
+            timer.daemon = True
+            timer.start()
+        elif threading.current_thread() is threading.main_thread():
             raise StoppedEarly
-        # Takes effect when the main thread runs Python code the next time, which a compiler does all the time.
+        else:
+            self._raise_in_main_thread()
+
+    def _raise_in_main_thread(self) -> None:
+        """It takes effect when the main thread runs Python code the next time, which a compiler does all the time."""
+        if not self.ends_at_once:
+            return
         main = ctypes.c_ulong(threading.main_thread().ident or 0)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(StoppedEarly))
 
@@ -82,7 +102,10 @@ class Impatient(TitanlabError):
 
 
 class StoppedEarly(BaseException):
-    """The run was asked to stop while its first step was compiled. No Exception: torch would wrap it."""
+    """The run was asked to stop before its first step was done. No Exception: torch would wrap it.
+
+    The message says what it was doing, as an end for "asked to end".
+    """
 
 
 def caught_signals() -> tuple[int, ...]:
@@ -91,11 +114,17 @@ def caught_signals() -> tuple[int, ...]:
     return STOP_SIGNALS if ignored else (*STOP_SIGNALS, signal.SIGHUP)
 
 
-def stopped_early(request: StopRequest, *, rank: int, attempt: int) -> Outcome:
-    """The outcome of a rank that was asked to stop while its first step was compiled."""
-    return _stopped(
-        request.signal, request.cause_of(request.signal), "while its first step was compiled", rank, attempt
-    )
+def stopped_early(request: StopRequest, *, rank: int, attempt: int, when: str = "") -> Outcome:
+    """The outcome of a rank that was asked to stop before its first step was done.
+
+    It is a secondary failure if the rank was asked by SIGTERM: the launcher sends it to the others when a rank fails.
+
+    Args:
+        when: what the rank was doing, such as `when rank 1 had not come`; empty: nothing that others need to know.
+    """
+    when = when or "before its first step was done"
+    outcome = _stopped(request.signal, request.cause_of(request.signal), when, rank, attempt)
+    return replace(outcome, echo=request.signal == signal.SIGTERM and request.cause is None)
 
 
 def stopped_before_start(number: int, *, attempt: int) -> Outcome:
@@ -176,26 +205,48 @@ def stop_request() -> Iterator[StopRequest]:
 
     def handler(number: int, frame: FrameType | None) -> None:
         nonlocal first
-        if not request.signal:
+        if not first:
             first = time.monotonic()
-            # Ranks add up one flag for each of STOPS. A closed terminal ends a run as Ctrl-C does.
-            request.note(signal.SIGINT if number == signal.SIGHUP else number, _cause(number))
+            if not request.signal:
+                # Ranks add up one flag for each of STOPS. A closed terminal ends a run as Ctrl-C does.
+                request.note(signal.SIGINT if number == signal.SIGHUP else number, _cause(number))
         elif time.monotonic() - first > ONE_REQUEST_SECONDS:
             raise KeyboardInterrupt
 
-    with handled(caught_signals(), handler):
+    with handled(caught_signals(), handler), _launcher_watched(request):
         yield request
+
+
+@contextlib.contextmanager
+def _launcher_watched(request: StopRequest) -> Iterator[None]:
+    """Inside the block, the death of the launcher is a stop request too."""
+    closed = threading.Event()
+
+    def watch() -> None:
+        while not closed.wait(_LAUNCHER_LOOK_SECONDS):
+            if _launcher_is_gone():
+                if not request.signal:
+                    request.note(signal.SIGTERM, _LAUNCHER_GONE)
+                return
+
+    if "TITANLAB_PARENT" in os.environ:
+        threading.Thread(target=watch, name="launcher", daemon=True).start()
+    try:
+        yield
+    finally:
+        closed.set()
 
 
 def _cause(number: int) -> str | None:
     """What is known about a signal to this process."""
     if number == signal.SIGHUP:
         return "its terminal was closed (SIGHUP); the run can be resumed"
+    return _LAUNCHER_GONE if number == signal.SIGTERM and _launcher_is_gone() else None
+
+
+def _launcher_is_gone() -> bool:
     parent = os.environ.get("TITANLAB_PARENT")
-    if number == signal.SIGTERM and parent is not None and os.getppid() != int(parent):
-        # Linux sends it when the launcher has died (`end_with_parent` in titanlab/worker/fork.py).
-        return "its launcher is gone; the run can be resumed"
-    return None
+    return parent is not None and os.getppid() != int(parent)
 
 
 def stop_line(kind: OutcomeKind, cause: str) -> str:

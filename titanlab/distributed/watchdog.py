@@ -110,6 +110,11 @@ class Watchdog:
         """Note that no step follows; the rest may take as long as a pause."""
         self._phase = _Phase(f"the end after step {step}", step, time.monotonic(), self._first_seconds)
 
+    @property
+    def done(self) -> int:
+        """The last step that is complete."""
+        return self._phase.step
+
     def record_of_error(self, error: BaseException) -> dict[str, Any]:
         """The record of a rank whose main thread has raised an error."""
         return self._record(stack_of_error(error.__traceback__), "raised", self._phase, limit=None)

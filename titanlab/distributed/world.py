@@ -7,7 +7,9 @@ import datetime
 import importlib
 import os
 import random
-from collections.abc import Iterator
+import socket
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -17,7 +19,9 @@ import torch.distributed as dist
 
 from titanlab.distributed.loopback import is_one_host, listen, loopback_address, loopback_interface
 from titanlab.distributed.ranks import Ranks
-from titanlab.errors import ConfigError
+from titanlab.distributed.stop import StoppedEarly
+from titanlab.errors import ConfigError, TitanlabError
+from titanlab.records.diagnosis import named
 
 T = TypeVar("T")
 
@@ -98,16 +102,36 @@ class World:
 
 BESIDE = "beside"
 """Description of the group of `World.beside`: its collectives are no part of a step."""
-_JOIN_TIMEOUT = datetime.timedelta(minutes=10)
+_JOIN_SECONDS = 600.0
 _NO_LIMIT = datetime.timedelta(days=30)
+# Ranks that wait for others look again after a tenth of the time that they have waited, at most after this time.
+_MOST_LOOK_SECONDS = 1.0
+# Before this time nobody is told which ranks have not come.
+_TOLD_SECONDS = 5.0
+_ALL_HERE = "titanlab/all ranks are here"
+
+
+class AbsentRanks(TitanlabError, TimeoutError):
+    """Ranks that did not come to the rendezvous in time."""
 
 
 @contextlib.contextmanager
-def open_world(ranks: Ranks, *, accelerator: str, seed: int, deterministic: bool) -> Iterator[World]:
+def open_world(
+    ranks: Ranks,
+    *,
+    accelerator: str,
+    seed: int,
+    deterministic: bool,
+    waits: Callable[[str], None] = lambda text: None,
+) -> Iterator[World]:
     """Join the process group, select the device, seed every generator; leave the group at the end.
+
+    Args:
+        waits: called with the ranks that have not come, as a text, when they keep this rank waiting.
 
     Raises:
         ConfigError: the accelerator that the recipe names is missing.
+        AbsentRanks: other ranks did not come in time.
     """
     device = _select_device(accelerator, ranks)
     random.seed(seed)
@@ -118,7 +142,7 @@ def open_world(ranks: Ranks, *, accelerator: str, seed: int, deterministic: bool
     if deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-    _join(ranks, device)
+    _join(ranks, device, waits)
     try:
         yield World(rank=ranks.rank, world=ranks.world, local_rank=ranks.local_rank, device=device)
     finally:
@@ -154,7 +178,7 @@ def _select_device(accelerator: str, ranks: Ranks) -> torch.device:
     return device
 
 
-def _join(ranks: Ranks, device: torch.device) -> None:
+def _join(ranks: Ranks, device: torch.device, waits: Callable[[str], None]) -> None:
     if is_one_host(ranks):
         _keep_gloo_on_loopback()
     if ranks.world == 1:
@@ -165,40 +189,102 @@ def _join(ranks: Ranks, device: torch.device) -> None:
         return
     # Objects and CPU tensors need gloo, also where CUDA tensors use NCCL.
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    store = _store_on_loopback(ranks)
+    wait = _Wait(ranks, waits)
+    try:
+        store = _store(ranks, wait)
+        if not _is_agents_store():
+            # torchrun's agents have met before they start ranks.
+            wait.absent = lambda: _absent(ranks, store)
+            _await_all(ranks, store, wait)
+    except StoppedEarly:
+        raise StoppedEarly(f"while it waited for {wait.absent()}") from None
     dist.init_process_group(
         backend,
-        init_method=None if store is not None else f"tcp://{ranks.address}:{ranks.port}",
         store=store,
         rank=ranks.rank,
         world_size=ranks.world,
-        timeout=_JOIN_TIMEOUT,
+        timeout=datetime.timedelta(seconds=_JOIN_SECONDS),
         device_id=device if device.type == "cuda" else None,
     )
 
 
-def _store_on_loopback(ranks: Ranks) -> dist.TCPStore | None:
-    """The store of ranks that are all on this host; None: torch creates a store that other hosts can reach.
+class _Wait:
+    """The wait for other ranks, in Python: torch's own waits are native code, in which no stop signal is handled.
+
+    Attributes:
+        absent: names whoever has not come.
+    """
+
+    def __init__(self, ranks: Ranks, waits: Callable[[str], None]) -> None:
+        self._ranks, self._waits = ranks, waits
+        self._begin = time.monotonic()
+        self._tell_at, self._told = _TOLD_SECONDS, ""
+        self.absent: Callable[[], str] = lambda: "torchrun's agent" if _is_agents_store() else "rank 0"
+
+    def pause(self) -> None:
+        """Wait before the next look.
+
+        Raises:
+            AbsentRanks: the time is over.
+        """
+        waited = time.monotonic() - self._begin
+        if waited >= _JOIN_SECONDS:
+            where = f"the rendezvous of {self._ranks.world} ranks at {self._ranks.address}:{self._ranks.port}"
+            raise AbsentRanks(f"{self.absent()} did not come to {where} within {_JOIN_SECONDS:g} s")
+        if waited >= self._tell_at:
+            self._tell_at += _TOLD_SECONDS
+            text = f"rendezvous of {self._ranks.world} ranks, waiting for {self.absent()}"
+            if text != self._told:
+                self._told = text
+                self._waits(text)
+        time.sleep(min(_MOST_LOOK_SECONDS, max(0.005, waited / 10)))
+
+
+def _store(ranks: Ranks, wait: _Wait) -> dist.TCPStore:
+    """The store through which the ranks exchange their addresses: rank 0's, or that of torchrun's agent.
 
     torch's store listens on all addresses of the host; anyone who reaches it can read and change what ranks exchange.
+    The store of ranks that are all on this host listens on the loopback.
     """
-    # torchrun's agent provides a store.
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not is_one_host(ranks):
-        return None
-    address = loopback_address()
-    if address is None:
-        return None
-    is_master = ranks.rank == 0
+    own_address = loopback_address() if is_one_host(ranks) and not _is_agents_store() else None
+    is_master = ranks.rank == 0 and not _is_agents_store()
+    address = own_address or ranks.address
     # `detach`, because the store closes the descriptor.
-    listener = listen(address, ranks.port).detach() if is_master else None
+    listener = listen(address, ranks.port).detach() if is_master and own_address is not None else None
+    while not is_master:
+        with contextlib.suppress(OSError), socket.create_connection((address, ranks.port), timeout=_MOST_LOOK_SECONDS):
+            break
+        wait.pause()
     return dist.TCPStore(
         address,
         ranks.port,
         world_size=ranks.world,
         is_master=is_master,
-        timeout=_JOIN_TIMEOUT,
+        timeout=datetime.timedelta(seconds=_JOIN_SECONDS),
+        wait_for_workers=False,
         master_listen_fd=listener,
     )
+
+
+def _is_agents_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _await_all(ranks: Ranks, store: dist.TCPStore, wait: _Wait) -> None:
+    """Wait until every rank has connected to the store."""
+    store.set(_sign(ranks.rank), "")
+    if store.add("titanlab/ranks", 1) == ranks.world:
+        store.set(_ALL_HERE, "")
+    while not store.check([_ALL_HERE]):
+        wait.pause()
+
+
+def _absent(ranks: Ranks, store: dist.TCPStore) -> str:
+    return named(rank for rank in range(ranks.world) if not store.check([_sign(rank)]))
+
+
+def _sign(rank: int) -> str:
+    return f"titanlab/rank {rank} is here"
 
 
 def _keep_gloo_on_loopback() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -20,10 +23,19 @@ from titanlab.errors import ConfigError
 from titanlab.recipe.recipe import Recipe, to_mapping
 from titanlab.records.hang_file import read_hang
 from titanlab.records.metrics_file import metrics_of
-from titanlab.records.outcome import KillEvidence, Outcome, from_exit
+from titanlab.records.outcome import KillEvidence, Outcome, OutcomeKind, from_exit
 from titanlab.records.provenance import collect
 from titanlab.records.run_folder import RunFolder
+from titanlab.records.run_status import Status
 from titanlab.system.disk import StoreFault, disk_fault
+from titanlab.system.process_start import born_at, process_start
+
+# Processes of an attempt whose launcher was killed may still write, see `close_dead`. Those of another host cannot be
+# seen, and its file system may have no locks: there, longer than a first step may take.
+_SILENT_HERE_SECONDS = 10.0
+_SILENT_SECONDS = 2 * 3600.0
+_EARLIER_SECONDS = 60.0
+_POLL_SECONDS = 0.2
 
 
 def begin(
@@ -159,6 +171,65 @@ def _resumed_step(run: RunFolder) -> int:
     if run.section("checkpoint").get("load_from") is not None:
         return 0
     return max((row["step"] for row in run.metrics("attempt")), default=0)
+
+
+def close_dead(run: RunFolder) -> None:
+    """Write the result of an attempt that `titanlab train` began, if it has none and no process of it is left.
+
+    Raises:
+        ConfigError: another process has claimed the run, or a file is damaged.
+        OSError: the result cannot be written.
+    """
+    status = run.known_status()
+    if status is None or not _is_open(run) or _works(status):
+        return
+    is_here = status.host == socket.gethostname()
+    if time.time() - status.updated >= (_SILENT_HERE_SECONDS if is_here else _SILENT_SECONDS):
+        with run.claim():
+            _close(run)
+
+
+def close_earlier(run: RunFolder) -> None:
+    """Wait until the ranks of a claimed run's earlier attempt have ended, and make sure that it has a result.
+
+    If its launcher was killed, they may still save.
+
+    Raises:
+        ConfigError: they do not end.
+    """
+    end = time.monotonic() + _EARLIER_SECONDS
+    while (status := run.known_status()) is not None and _works(status):
+        if time.monotonic() > end:
+            rule = f"its launcher is gone, and process {status.pid} still works on it"
+            raise ConfigError("run", run.path, rule, f"wait for it, or kill it: kill -9 {status.pid}")
+        time.sleep(_POLL_SECONDS)
+    _close(run)
+
+
+def _is_open(run: RunFolder) -> bool:
+    """Whether the newest attempt has no result, and no job either, whose launcher knows more."""
+    attempt = run.newest_attempt()
+    return attempt > 0 and run.result(attempt) is None and run.job(attempt) is None
+
+
+def _close(run: RunFolder) -> None:
+    if not _is_open(run):
+        return
+    attempt = run.newest_attempt()
+    if run.failures(attempt):
+        conclude(run, attempt, {})
+        return
+    cause = "its processes were killed, or their host ended, and left no result; the run can be resumed"
+    run.write_result(with_progress(run, Outcome(kind=OutcomeKind.CRASH, attempt=attempt, cause=cause)))
+
+
+def _works(status: Status) -> bool:
+    """Whether the process that has written a status lives on this host, and the run has not ended."""
+    if status.state in ("prepared", "ended") or status.host != socket.gethostname() or status.pid == os.getpid():
+        return False
+    # A later process may have got its number.
+    start = process_start(status.pid)
+    return born_at(status.pid) is not None and (start is None or start <= status.updated)
 
 
 def keep_tokenizer(run: RunFolder, recipe: Recipe) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from titanlab.distributed.ranks import Ranks
 from titanlab.distributed.stop import STOP_SIGNALS, stop_line
+from titanlab.launch.local.rank_processes import KILL_SECONDS
 from titanlab.launch.local.ranks import worker_command, worker_environment
 from titanlab.records.outcome import OutcomeKind
 
@@ -71,17 +72,23 @@ class Child:
     def ask_to_stop(self, kind: OutcomeKind, cause: str) -> None:
         """Ask the worker to agree with the other ranks on a step, to save, and to end."""
         self._write(stop_line(kind, cause))
+        # If it is stopped (SIGSTOP), it must wake to read the line.
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGCONT)
 
     def show_stacks(self) -> None:
         """Make the worker write the Python stacks of all its threads to its log."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGUSR1)
 
-    def kill(self) -> None:
-        """Kill the worker and the processes that it has started, and wait until it has ended."""
+    def kill(self) -> int:
+        """Kill the worker and the processes that it has started. Returns its exit code."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        # A process in state D (it waits for a device) does not end at SIGKILL.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(KILL_SECONDS)
+        return -signal.SIGKILL
 
     def output(self, limit: int = 50_000) -> str:
         """The end of the worker's log, at most `limit` bytes."""

@@ -21,6 +21,7 @@ from titanlab.distributed.silence import await_answers
 from titanlab.distributed.stop import held_signals, stopped_before_start
 from titanlab.launch.attempt import (
     begin,
+    close_earlier,
     conclude,
     go_back,
     has_loaded,
@@ -119,6 +120,7 @@ def continue_run(
         failures = rank_processes.start_one(run.path, ranks, config=to_mapping(recipe))
         return from_exit(failures[0].exit_code, rank=ranks.rank) if failures else Outcome(kind=OutcomeKind.DONE)
     with run.claim():
+        close_earlier(run)
         run.withdraw_cancel()
         put_aside: list[Place] = []
         if checkpoint is not None:

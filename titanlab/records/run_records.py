@@ -223,6 +223,17 @@ class RunRecords:
                 return step
         return 0
 
+    def lost_steps(self, step: int | None = None) -> str:
+        """The steps that are lost if the run ends without saving, as a clause; empty if none is.
+
+        Args:
+            step: the last one that is done; None: that of status.json, which may be some seconds old.
+        """
+        status, saved = self.known_status(), self.saved_step()
+        lost = (step or (status.step if status is not None else 0)) - saved
+        since = f" since the checkpoint of step {saved}" if saved else ""
+        return f"{lost} step{'s' * (lost > 1)}{since} {'are' if lost > 1 else 'is'} lost" if lost > 0 else ""
+
     def has_chosen(self, attempt: int) -> bool:
         """Whether the user has chosen the checkpoint from which an attempt resumes."""
         return (self.attempt_folder(attempt) / CHOSEN).exists()

@@ -7,13 +7,14 @@ result of its jobs, also if it disagrees.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Container
 from dataclasses import replace
 from typing import Any
 
 from titanlab.distributed.silence import judged
 from titanlab.errors import ConfigError
-from titanlab.launch.attempt import with_progress, world_of
+from titanlab.launch.attempt import close_dead, with_progress, world_of
 from titanlab.launch.contract import JobEnd, JobState, Launcher, MemoryWord, States
 from titanlab.launch.job.stop_file import read_stop
 from titanlab.launch.launchers import launcher_named
@@ -34,7 +35,7 @@ _ASKED = (OutcomeKind.PREEMPTED, OutcomeKind.WALLTIME, OutcomeKind.CANCELLED)
 
 
 def reconcile(sweep: SweepFolder, report: Callable[[str], None] = lambda line: None) -> States:
-    """Write a result for every run whose job has ended without one.
+    """Write a result for every run whose job, or whose `titanlab train`, has ended without one.
 
     Several processes may call it at any time: a run that another process has claimed is skipped.
 
@@ -45,11 +46,13 @@ def reconcile(sweep: SweepFolder, report: Callable[[str], None] = lambda line: N
         the states of all jobs, by token and index.
     """
     submitted = sweep.submissions()
+    jobs = jobs_of(sweep, submitted)
+    close_dead_runs(sweep, jobs)
     if not submitted:
         return {}
     states = job_states(submitted, sweep.path)
     unwritten: dict[str, str] = {}
-    for name, (submission, index) in jobs_of(sweep, submitted).items():
+    for name, (submission, index) in jobs.items():
         state, launcher = states[submission.token, index], launcher_named(submission.launcher)
         run = sweep.run(name)
         try:
@@ -73,6 +76,19 @@ def reconcile(sweep: SweepFolder, report: Callable[[str], None] = lambda line: N
             "their owner's `titanlab status` does"
         )
     return states
+
+
+def close_dead_runs(sweep: SweepFolder, jobs: Container[str] = ()) -> None:
+    """Write a result for every run of which no process is left, and which no job has begun.
+
+    Args:
+        jobs: names of runs that have a job.
+    """
+    for run in sweep.runs():
+        if run.path.name not in jobs:
+            # Its files are damaged, or another user's; the table reports it.
+            with contextlib.suppress(ConfigError, OSError):
+                close_dead(run)
 
 
 def _settled(run: RunFolder, state: JobState, launcher: Launcher) -> bool:

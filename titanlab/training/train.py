@@ -106,6 +106,7 @@ def train(
                 accelerator=recipe.cluster.accelerator,
                 seed=recipe.seed,
                 deterministic=recipe.training.deterministic,
+                waits=lambda text: start_up.begin("rendezvous", text),
             )
         )
         stack.enter_context(named_before_steps())

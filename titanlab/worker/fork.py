@@ -120,16 +120,22 @@ def fork_children(first: Ranks, logs: Path, act: Callable[[], int]) -> dict[int,
 
 
 def hear_stop_signals() -> None:
-    """Deliver stop signals that were held back since the fork. Called when they are handled."""
+    """Deliver stop signals that were held back since the fork. Called when they are handled.
+
+    From now on the launcher's death is a stop request (`stop_request`), and not the end at once. A rank that is stopped
+    by SIGSTOP is woken by it.
+    """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    if "TITANLAB_PARENT" in os.environ:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 def end_with_parent() -> None:
-    """Ask Linux to end this process when its launcher dies, so that no rank is left behind."""
+    """Ask Linux to kill this process when its launcher dies, so that no rank is left behind."""
     parent = os.environ.get("TITANLAB_PARENT")
     if parent is None or sys.platform != "linux":
         return
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):
         # The launcher died before the call of prctl.
         sys.exit(1)
@@ -140,11 +146,12 @@ def _become(environment: dict[str, str], rank: int, logs: Path, forking: int) ->
     os.environ.update(environment)
     if rank:
         os.environ["TITANLAB_LOG"] = str(logs / f"rank-{rank}.log")
-    os.setsid()
     # ps and top show it: the command line is the same for all ranks.
     _prctl(_PR_SET_NAME, f"rank {rank}".encode())
     while os.getppid() == forking:
         time.sleep(_ADOPTION_POLL_SECONDS)
+    # Until now, the launcher can end the ranks with the process that forks them, as one group.
+    os.setsid()
 
 
 def _prctl(option: int, value: int | bytes) -> bool:

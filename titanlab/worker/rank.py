@@ -28,6 +28,7 @@ from titanlab.distributed.stop import StoppedEarly, request_from_lines, stop_req
 from titanlab.distributed.watchdog import Watchdog
 from titanlab.errors import TitanlabError
 from titanlab.recipe.recipe import Recipe, from_mapping
+from titanlab.records.failure_signs import is_secondary
 from titanlab.records.hang_file import write_hang
 from titanlab.records.outcome import Outcome, exit_code, from_exception
 from titanlab.records.run_folder import RunFolder, open_run
@@ -40,6 +41,9 @@ from titanlab.worker.imports import import_techniques, import_trainer
 
 if TYPE_CHECKING:
     from titanlab.training.train import Observer
+
+# A stop request before the first step takes effect after this time.
+EARLY_SECONDS = 1.0
 
 
 def main(
@@ -63,7 +67,7 @@ def main(
     run = open_run(Path(folder))
     attempt = _begun_attempt()
     config_line = sys.stdin.readline() if rest == ["-"] else None
-    # From here on, a stop request waits until the first step ends, or until a failure is recorded.
+    # From here on, a stop request ends this rank before its first step, and later after a step.
     watchdog: Watchdog | None = None
     with contextlib.ExitStack() as stack:
         # The other ranks have logs of their own, and nobody waits in front of those.
@@ -73,6 +77,7 @@ def main(
         stop = stack.enter_context(request_from_lines(sys.stdin) if os.environ.get("TITANLAB_TOLD") else stop_request())
         hear_stop_signals()
         try:
+            stack.enter_context(stop.at_once(active=True, patience_seconds=EARLY_SECONDS))
             recipe = shared or _read_recipe(run, attempt, config_line)
             if ranks.rank == 0:
                 _begin_after_earlier_attempt(start_up, run, attempt)
@@ -99,13 +104,18 @@ def main(
                 observer=None if observe is None else observe(recipe, run, ranks),
                 start_up=start_up,
             )
-        except StoppedEarly:
-            early = stopped_early(stop, rank=ranks.rank, attempt=attempt or run.newest_attempt())
+        except BaseException as error:
+            # Another rank may have ended already, so that this one has lost its connection.
+            is_early = isinstance(error, StoppedEarly) or (stop.ends_at_once and stop.signal and is_secondary(error))
+            # A request that arrives now must not raise.
+            stop.ends_at_once = False
+            if not is_early:
+                return _failed(error, run, ranks, attempt, watchdog)
+            when = str(error) if isinstance(error, StoppedEarly) else ""
+            early = stopped_early(stop, rank=ranks.rank, attempt=attempt or run.newest_attempt(), when=when)
             with contextlib.suppress(OSError):
                 run.write_failure(early)
             return early.kind.exit_code
-        except BaseException as error:
-            return _failed(error, run, ranks, attempt, watchdog)
     return int(outcome.kind.exit_code)
 
 
@@ -181,10 +191,17 @@ def show_stacks() -> None:
 
 def _failed(error: BaseException, run: RunFolder, ranks: Ranks, attempt: int | None, watchdog: Watchdog | None) -> int:
     """Record the failure: the launcher compares the records of all ranks to find the cause."""
-    note = from_exception(error, rank=ranks.rank, attempt=attempt or run.newest_attempt())
+    step = 0 if watchdog is None else watchdog.done
+    note = from_exception(error, step=step, rank=ranks.rank, attempt=attempt or run.newest_attempt())
+    is_impatient = isinstance(error, KeyboardInterrupt)
+    if is_impatient:
+        lost = run.lost_steps(step)
+        cause = f"interrupted again, so it has not saved{lost and f'; {lost}'}"
+        # Where it stood is of no interest. Other ranks lose their connection to it.
+        note = replace(note, cause=cause, traceback=None, echo=False)
     is_reported = note.echo or disk_fault(error) is not None
     if note.attempt:
-        if watchdog is not None and ranks.world > 1 and not isinstance(error, TitanlabError):
+        if watchdog is not None and ranks.world > 1 and not is_impatient and not isinstance(error, TitanlabError):
             # A collective may have failed because of another rank. Nothing here may hide the error itself.
             with contextlib.suppress(Exception):
                 write_hang(run, note.attempt, ranks.rank, watchdog.record_of_error(error))

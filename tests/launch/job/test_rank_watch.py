@@ -45,6 +45,7 @@ class Worker:
 
     def kill(self):
         self.killed = True
+        return -9
 
     def output(self):
         return self.text

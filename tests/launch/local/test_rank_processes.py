@@ -9,6 +9,10 @@ from tests.until import until
 from titanlab.launch.local.rank_processes import RankProcesses
 
 
+def never():
+    return False
+
+
 @pytest.fixture
 def start():
     """`start("exit 3", "sleep 60")`: the processes of shells, by rank."""
@@ -34,7 +38,7 @@ def start():
 
 def test_a_failure_ends_the_wait_and_ranks_that_ended_well_are_told_apart(start):
     _, ranks = start("exec sleep 60", "exit 0", "exit 3")
-    failed, left = ranks.wait_for_failure(lambda: False)
+    failed, left = ranks.wait_for_failure(never, never)
     assert failed == {2}
     assert left <= {1}
     ranks.end(signal.SIGKILL, seconds=0.0)
@@ -43,7 +47,7 @@ def test_a_failure_ends_the_wait_and_ranks_that_ended_well_are_told_apart(start)
 
 def test_ranks_that_all_end_well_are_waited_for(start):
     started, ranks = start("exit 0", "exit 0")
-    assert ranks.wait_for_failure(lambda: False) == (set(), {0, 1})
+    assert ranks.wait_for_failure(never, never) == (set(), {0, 1})
     assert ranks.codes == {0: 0, 1: 0}
     # Who has started them finds their codes too.
     assert [each.returncode for each in started.values()] == [0, 0]
@@ -53,14 +57,14 @@ def test_a_hang_ends_the_wait(start, monkeypatch):
     monkeypatch.setattr("titanlab.launch.local.rank_processes._HANG_LOOK_SECONDS", 0.0)
     _, ranks = start("exec sleep 60")
     looks = iter([False, True])
-    assert ranks.wait_for_failure(lambda: next(looks)) == (set(), set())
+    assert ranks.wait_for_failure(lambda: next(looks), never) == (set(), set())
     assert ranks.codes == {}
 
 
 def test_without_ranks_there_is_nothing_to_wait_for():
     ranks = RankProcesses({})
-    assert ranks.wait_for_failure(lambda: True) == (set(), set())
-    ranks.send(signal.SIGTERM)
+    assert ranks.wait_for_failure(lambda: True, never) == (set(), set())
+    ranks.ask_to_stop(signal.SIGTERM)
     ranks.end(signal.SIGTERM, seconds=60.0)
     assert ranks.codes == {}
 
@@ -69,7 +73,7 @@ def test_a_signal_reaches_ranks_that_run(start):
     started, ranks = start("trap 'exit 7' USR1; echo ready; while :; do sleep 0.01; done", "exit 0")
     assert started[0].stdout.readline() == b"ready\n"
     until(lambda: 1 in ranks.codes, pause_seconds=0.01)
-    ranks.send(signal.SIGUSR1)
+    ranks.ask_to_stop(signal.SIGUSR1)
     until(lambda: 0 in ranks.codes, pause_seconds=0.01)
     assert ranks.codes == {0: 7, 1: 0}
 

@@ -18,8 +18,10 @@ from tests.launch.command import alive, children, finished
 from tests.until import until
 from titanlab.distributed.free_port import free_port
 from titanlab.launch.contract import Failure
+from titanlab.launch.escalation import Escalation
 from titanlab.launch.local import ranks as local
 from titanlab.records.outcome import OutcomeKind
+from titanlab.records.run_folder import RunFolder
 
 TWO = ["parallelism=fsdp", "world=2"]
 # Which takes a second less to import.
@@ -62,6 +64,55 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(command):
     assert command.only_run.attempts() == [1, 2]
     assert steps(run) == list(range(1, 61))
     assert run.metrics("attempt")[1]["step"] == done
+
+
+@pytest.mark.full
+def test_a_second_ctrl_c_loses_what_the_answer_to_the_first_has_said(command):
+    process = command.start(*COPIES, "training.steps=60", "data.seconds=4", "checkpoint.every=1")
+    run = command.reached(1)
+    until(lambda: run.saved_step() == 1)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.5)
+    process.send_signal(signal.SIGINT)
+    code, out, _ = finished(process)
+    assert "stopping after this step, then saving. A second Ctrl-C ends the run now\n" in out
+    result = run.result()
+    assert (code, result.kind, result.step) == (130, OutcomeKind.CANCELLED, 1)
+    assert result.cause == "interrupted again, so it has not saved"
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells the state of a process")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_in_a_step_saves_after_a_stop_signal(command, rank):
+    """It is woken; before, the run was alive after two minutes."""
+    process = command.start(*COPIES, "training.steps=2000", "data.seconds=0.05")
+    run = command.reached(3)
+    os.kill(workers(process.pid)[rank], signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)
+    code, _, _ = finished(process)
+    assert (code, run.result().kind, run.saved_step()) == (75, OutcomeKind.PREEMPTED, run.result().step)
+
+
+def rank_alone(command, rank):
+    """One rank of two, where the other one does not come."""
+    command.environment |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
+    return command.start("parallelism=ddp", "training.steps=60")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("number", "kind"), [(signal.SIGINT, "cancelled"), (signal.SIGTERM, "preempted")])
+def test_a_rank_that_waits_for_others_hears_a_stop_signal(command, number, kind):
+    process = rank_alone(command, 0)
+    until(lambda: list((command.folder / "runs").glob("*/*/attempts/1/config.yaml")))
+    # The worker has begun to wait, or is about to.
+    time.sleep(6)
+    process.send_signal(number)
+    begin = time.monotonic()
+    code, _, _ = finished(process)
+    result = command.only_run.result()
+    assert (code, result.kind) == (OutcomeKind(kind).exit_code, OutcomeKind(kind))
+    assert time.monotonic() - begin < 30
 
 
 @pytest.mark.full
@@ -277,9 +328,9 @@ def _interruptible():
 
 
 @pytest.mark.usefixtures("_interruptible")
-def test_a_signal_that_comes_before_the_ranks_are_there_waits():
+def test_a_signal_that_comes_before_the_ranks_are_there_waits(tmp_path):
     got = []
-    with local._forwarded_signals() as signals:
+    with local._forwarded_signals(Escalation(RunFolder(tmp_path), attempt=1, world=1, say=print)) as signals:
         os.kill(os.getpid(), signal.SIGINT)
         assert got == []
         signals.forward_to(got.append)

@@ -56,6 +56,23 @@ def test_a_process_on_its_own_joins_nothing(environ):
     assert joined(environ) is None
 
 
+SHELL = {**SRUN, "SLURM_PTY_PORT": "4711", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "6"}
+
+
+def test_a_command_in_the_shell_of_a_step_starts_its_ranks_here(monkeypatch):
+    """`srun --ntasks=6 --pty bash`: nobody else comes, and rank 0 waited for ten minutes."""
+    monkeypatch.setattr("os.getpgrp", lambda: 20)
+    monkeypatch.setattr("os.getsid", lambda pid: 10)
+    assert joined(SHELL) is None
+    with pytest.raises(ConfigError, match="SLURM_STEP_NUM_TASKS=6: is a shell on one of several nodes"):
+        joined({**SHELL, "SLURM_STEP_TASKS_PER_NODE": "4,2"})
+    # Tasks without a terminal, and steps without a shell.
+    assert joined({**SHELL, "SLURM_PROCID": "1"}).world == 6
+    assert joined({**SRUN, "SLURM_PROCID": "0"}).world == 6
+    monkeypatch.setattr("os.getsid", lambda pid: 20)
+    assert joined(SHELL).world == 6
+
+
 @pytest.mark.parametrize(
     ("nodes", "host"), [("n1", "n1"), ("a1,b2", "a1"), ("gpu[03-07,12]", "gpu03"), ("n-[1,3]", "n-1")]
 )

@@ -14,6 +14,8 @@ from titanlab.distributed.silence import ANSWER_SECONDS, STOPPED, note_silence, 
 from titanlab.distributed.watchdog import NATIVE_SIGN
 from titanlab.launch.child import Child
 from titanlab.launch.contract import StopReason
+from titanlab.launch.escalation import Escalation
+from titanlab.launch.job.job import say
 from titanlab.launch.job.stop_file import FILE, read_stop
 from titanlab.launch.memory_kills import memory_kills
 from titanlab.records.failure_signs import says_oom
@@ -63,6 +65,7 @@ class RankWatch:
         self._look_seconds = look_seconds(world, is_first=is_first)
         self._look_at = 0.0
         self._kills = memory_kills()
+        self._escalation = Escalation(run, attempt=attempt, world=world, say=say)
         self._ended_here = self._others_hang = False
         self._begin = time.time()
 
@@ -78,13 +81,13 @@ class RankWatch:
                 if end is None:
                     end = self._time_to_end(names)
                 self._look_at = time.monotonic() + self._look_seconds
-            if end is None:
-                pass
-            elif time.monotonic() > end or (self._others_hang and process_state(self._child.pid) in STOPPED):
+            is_due = self._escalation.is_due({self._rank: self._child.pid})
+            is_stopped = self._others_hang and process_state(self._child.pid) in STOPPED
+            if is_due or is_stopped or (end is not None and time.monotonic() > end):
                 self._ended_here = True
                 self._note_silence()
-                self._child.kill()
-                continue
+                code = self._child.kill()
+                break
             time.sleep(_POLL_SECONDS)
         self._check_signals()
         self._pass_on()
@@ -94,6 +97,7 @@ class RankWatch:
     def _pass_on(self) -> None:
         if self._reason is None and (reason := read_stop(self._folder)) is not None:
             self._reason = reason
+            self._escalation.asked(reason.kind, reason.cause)
             self._child.ask_to_stop(reason.kind, reason.cause)
 
     def _names(self) -> set[str]:

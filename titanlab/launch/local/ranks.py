@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import time
@@ -17,16 +18,21 @@ from titanlab.distributed.free_port import free_port
 from titanlab.distributed.ranks import Ranks
 from titanlab.distributed.silence import ANSWER_SECONDS, end_if_silent, hangs_of_others, note_silent_ranks
 from titanlab.distributed.start_up import launched_at
-from titanlab.distributed.stop import STOP_SIGNALS, caught_signals, handlers_kept
+from titanlab.distributed.stop import STOP_SIGNALS, caught_signals, handlers_kept, stopped_before_start
 from titanlab.launch.contract import Failure
-from titanlab.launch.local.rank_processes import RankProcesses
+from titanlab.launch.escalation import Escalation
+from titanlab.launch.local.rank_processes import KILL_SECONDS, RankProcesses, ask_to_stop
 from titanlab.launch.local.wake import KIND
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.python_command import module_command
+from titanlab.terminal.console import Console
 from titanlab.worker.fork import LOGS, PIDS_FILE, adopting
 
 # The other ranks have this time to end after one has failed.
 GRACE_SECONDS = 5
+# Between two looks at the process that forks the ranks.
+_LOOK_SECONDS = 0.2
+_PIPE_BYTES = 65_536
 
 
 def start(folder: Path, *, attempt: int, world: int, logs: Path) -> list[Failure]:
@@ -64,21 +70,37 @@ def start_one(
         config: the recipe as plain values, for a rank that may start before rank 0 has written the attempt's
             config.yaml.
     """
-    begin = time.time()
-    with _forwarded_signals() as signals:
+    begin, run = time.time(), RunFolder(folder)
+    escalation = _escalation(run, attempt=attempt, ranks=ranks)
+    with _forwarded_signals(escalation) as signals:
         child = subprocess.Popen(
             [*worker_command(folder), *(["-"] if config else [])],
             env={**os.environ, **worker_environment(ranks, attempt)},
             stdin=subprocess.PIPE if config else None,
             start_new_session=True,
         )
-        signals.forward_to(child.send_signal)
+        signals.forward_to(lambda number: ask_to_stop(child.pid, number) if child.poll() is None else None)
         if config:
             _write_line(child, f"{json.dumps(config)}\n")
-        if ranks.world > 1:
-            end_if_silent(RunFolder(folder), ranks.rank, child, since=begin)
-        child.wait()
-    return [Failure(rank=ranks.rank, exit_code=child.returncode, pid=child.pid)] if child.returncode else []
+        end_if_silent(
+            run,
+            ranks.rank,
+            child,
+            since=begin,
+            must_end=lambda: escalation.is_due({ranks.rank: child.pid}),
+            alone=ranks.world == 1,
+        )
+        code: int = -signal.SIGKILL
+        # A process in state D (it waits for a device) does not end at SIGKILL.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = child.wait(KILL_SECONDS)
+    return [Failure(rank=ranks.rank, exit_code=code, pid=child.pid)] if code else []
+
+
+def _escalation(run: RunFolder, *, attempt: int | None, ranks: Ranks) -> Escalation:
+    # Rank 0 has the terminal.
+    console = Console(quiet=ranks.rank > 0)
+    return Escalation(run, attempt=attempt, world=ranks.world, say=console.note)
 
 
 def _write_line(child: subprocess.Popen[bytes], line: str) -> None:
@@ -91,28 +113,40 @@ def _write_line(child: subprocess.Popen[bytes], line: str) -> None:
 
 
 def _start_many(folder: Path, places: list[Ranks], attempt: int, logs: Path) -> list[Failure]:
-    begin = time.time()
-    with _forwarded_signals() as signals:
+    begin, run = time.time(), RunFolder(folder)
+    escalation = _escalation(run, attempt=attempt, ranks=places[0])
+    with _forwarded_signals(escalation) as signals:
         with adopting() as can_fork:
-            started = _forked(folder, places, attempt, logs) if can_fork else _one_by_one(folder, places, attempt, logs)
+            if can_fork:
+                started = _forked(run, places, attempt, logs, signals, escalation)
+            else:
+                started = _one_by_one(folder, places, attempt, logs)
         if isinstance(started, Failure):
             return [started]
-        signals.forward_to(started.send)
-        return wait_for(started, RunFolder(folder), since=begin)
+        signals.forward_to(started.ask_to_stop)
+        return wait_for(started, run, since=begin, escalation=escalation)
 
 
-def wait_for(started: RankProcesses, run: RunFolder, *, since: float) -> list[Failure]:
+def wait_for(
+    started: RankProcesses, run: RunFolder, *, since: float, escalation: Escalation | None = None
+) -> list[Failure]:
     """Wait until all ranks of a run have ended; after the failure of one, end the others.
 
     Args:
         since: when the attempt began, in seconds since the epoch.
+        escalation: has heard of stop requests; None: there are none.
 
     Returns:
         the ranks that failed, by rank.
     """
-    failed, left = started.wait_for_failure(lambda: bool(hangs_of_others(run, None, since=since)))
+    watch = escalation or Escalation(run, attempt=None, world=len(started.pids), say=Console().note)
+    failed, left = started.wait_for_failure(
+        lambda: bool(hangs_of_others(run, None, since=since)), lambda: watch.is_due(started.running())
+    )
     hangs = bool(hangs_of_others(run, None, since=since))
-    if failed or hangs:
+    if watch.is_over:
+        started.end(signal.SIGKILL, seconds=GRACE_SECONDS)
+    elif failed or hangs:
         others = {rank: pid for rank, pid in started.pids.items() if rank not in failed | left}
         note_silent_ranks(run, others, since=since, seconds=ANSWER_SECONDS)
         # Ranks that hang save nothing: they get no time to end.
@@ -126,11 +160,13 @@ def wait_for(started: RankProcesses, run: RunFolder, *, since: float) -> list[Fa
     return [Failure(rank=rank, exit_code=code, pid=pids.get(rank)) for rank, code in codes.items() if rank in counted]
 
 
-def _forked(folder: Path, places: list[Ranks], attempt: int, logs: Path) -> RankProcesses | Failure:
+def _forked(
+    run: RunFolder, places: list[Ranks], attempt: int, logs: Path, signals: _Signals, escalation: Escalation
+) -> RankProcesses | Failure:
     """Start one process that forks the ranks and exits; this process becomes their parent (`titanlab.worker.fork`)."""
     reading, writing = os.pipe()
     forking = subprocess.Popen(
-        worker_command(folder),
+        worker_command(run.path),
         env={
             **os.environ,
             **worker_environment(places[0], attempt),
@@ -141,10 +177,28 @@ def _forked(folder: Path, places: list[Ranks], attempt: int, logs: Path) -> Rank
         start_new_session=True,
     )
     os.close(writing)
-    with os.fdopen(reading) as file:
-        text = file.read()
-    code = forking.wait()
+    text = b""
+    with os.fdopen(reading, "rb", buffering=0) as file:
+        while True:
+            # A signal ends the wait early.
+            if select.select([file], [], [], _LOOK_SECONDS)[0]:
+                part = file.read(_PIPE_BYTES)
+                if not part:
+                    break
+                text += part
+            if signals.waiting:
+                # It ends now if it has not begun to fork; otherwise its ranks get the signal.
+                ask_to_stop(forking.pid, signal.SIGTERM)
+            if escalation.is_due({0: forking.pid}) or escalation.hangs:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(forking.pid, signal.SIGKILL)
+                break
+    code = -signal.SIGKILL
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        code = forking.wait(KILL_SECONDS)
     if code or not text:
+        if code == -signal.SIGTERM and signals.waiting:
+            run.write_failure(stopped_before_start(signals.waiting[0], attempt=attempt))
         return Failure(rank=0, exit_code=code)
     return RankProcesses({int(rank): pid for rank, pid in json.loads(text).items()})
 
@@ -181,10 +235,15 @@ def worker_environment(ranks: Ranks, attempt: int | None = None) -> dict[str, st
 
 
 class _Signals:
-    """Forwards stop signals to the ranks; keeps signals that arrive before the ranks exist."""
+    """Forwards stop signals to the ranks; keeps signals that arrive before the ranks exist.
 
-    def __init__(self) -> None:
-        self._waiting: list[int] = []
+    Attributes:
+        waiting: those that were not forwarded.
+    """
+
+    def __init__(self, escalation: Escalation) -> None:
+        self._escalation = escalation
+        self.waiting: list[int] = []
         self._send: Callable[[int], None] | None = None
         self._numbers = caught_signals()
         self.catch()
@@ -198,18 +257,19 @@ class _Signals:
         """Set the receiver, and send it the signals that wait."""
         self._send = send
         self.catch()
-        while self._waiting:
-            send(self._waiting.pop(0))
+        while self.waiting:
+            send(self.waiting.pop(0))
 
     def _handler(self, number: int, frame: FrameType | None) -> None:
+        self._escalation.signalled(number)
         if self._send is None:
-            self._waiting.append(number)
+            self.waiting.append(number)
         else:
             self._send(number)
 
 
 @contextlib.contextmanager
-def _forwarded_signals() -> Iterator[_Signals]:
+def _forwarded_signals(escalation: Escalation) -> Iterator[_Signals]:
     """Forward stop signals instead of dying of them; afterwards restore all handlers."""
     with handlers_kept((*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)):
-        yield _Signals()
+        yield _Signals(escalation)

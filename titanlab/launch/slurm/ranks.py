@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import socket
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from dataclasses import replace
 
 from titanlab.distributed.host import gpus
 from titanlab.distributed.ranks import Ranks, check_ranks, number
+from titanlab.errors import ConfigError
 from titanlab.launch.slurm.scontrol import node_address
 
 # Slurm sets them for --gpus-per-task and --gpu-bind.
@@ -23,11 +25,19 @@ def joined_step(environ: Mapping[str, str]) -> Ranks | None:
     several tasks.
 
     Raises:
-        ConfigError: one of Slurm's variables is missing or is not a number.
+        ConfigError: one of Slurm's variables is missing or is not a number; or it is a shell on one of several nodes.
     """
     if "SLURM_STEP_ID" not in environ or _slurm_world(environ) <= 1:
         return None
     ranks = slurm_ranks(environ)
+    # `srun --ntasks=4 --pty bash`: only the first task has a terminal, and the shells of the others have ended. A shell
+    # with job control gives each command a process group of its own; a command of srun leads its session.
+    if "SLURM_PTY_PORT" in environ and ranks.rank == 0 and os.getpgrp() != os.getsid(0):
+        if ranks.local_world < ranks.world:
+            rule = f"is a shell on one of several nodes: its {ranks.world - 1} other tasks do not run titanlab"
+            cure = "leave the shell, and try: salloc …, then srun titanlab train …"
+            raise ConfigError("SLURM_STEP_NUM_TASKS", ranks.world, rule, cure)
+        return None
     check_ranks(ranks)
     if "MASTER_ADDR" in environ:
         return ranks

@@ -11,7 +11,7 @@ import titanlab
 from titanlab.launch.contract import States
 from titanlab.launch.launchers import launcher_named
 from titanlab.records.provenance import code_fingerprint
-from titanlab.sweep.reconcile import reconcile
+from titanlab.sweep.reconcile import close_dead_runs, reconcile
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.sweep.table.estimates import LateEstimates
 from titanlab.sweep.table.rows import Table
@@ -50,7 +50,9 @@ def look_at(
     def look() -> list[dict[str, Any]]:
         nonlocal states, due
         submitted = sweep.submissions()
-        if submitted and clock() >= due:
+        if not submitted:
+            close_dead_runs(sweep)
+        elif clock() >= due:
             states = reconcile(sweep, once)
             if any(launcher_named(submission.launcher).has_scheduler for submission in submitted):
                 due = clock() + _ASK_SECONDS

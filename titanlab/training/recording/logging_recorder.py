@@ -43,6 +43,8 @@ from titanlab.training.step_ends import NOW, StepEnd
 from titanlab.training.totals import Totals
 
 _STATUS_SECONDS = 1.0
+# After a step that leaves no row of metrics. What a stop would lose, and what a killed run has done, is read there.
+_UNLOGGED_STATUS_SECONDS = 5.0
 
 
 class LoggingRecorder(Recorder):
@@ -170,6 +172,9 @@ class LoggingRecorder(Recorder):
                 # What is measured for a group of steps stays visible until it is measured again.
                 mfu, memory_gib = self._shown.mfu_percent, self._shown.memory_gib
                 self._console.step(replace(progress, mfu_percent=mfu, memory_gib=memory_gib))
+            if time.monotonic() - self._status_at >= _UNLOGGED_STATUS_SECONDS:
+                with self._meter.paused():
+                    self._write_status("running")
             return
         # While the device computes the next step, logging does not stop it.
         with contextlib.nullcontext() if end.next_runs else self._meter.paused():
