@@ -73,8 +73,7 @@ def fused_operators(precision):
     # As on a GPU that multiplies in float8.
     with patch.object(float8, "emulates", lambda config, device: False):
         chosen.implementation().convert(model, torch.device("cpu"))
-    styles = chosen.implementation().tensor_styles()
-    cut = TensorParallel(mesh=group, seq_len=64, sequence_parallel=True, loss_parallel=True, products=styles)
+    cut = TensorParallel(mesh=group, seq_len=64, sequence_parallel=True, loss_parallel=True)
     parallelise(model, llama_account.TENSOR_PLAN, cut)
     model.to_empty(device="cpu")
     model.init_buffers()

@@ -7,7 +7,6 @@ import os
 import sys
 import tempfile
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,17 +22,15 @@ from titanlab.distributed.world import open_world
 from titanlab.model import llama_account
 from titanlab.model.mixture_of_experts import ExpertLinear
 from titanlab.model.qwen3_moe_schema import Qwen3Moe
-from titanlab.options import schema_of
 from titanlab.parallelism.chunked_loss import ChunkedLoss
 from titanlab.parallelism.pipeline_weights import linear
-from titanlab.parallelism.tensor import TensorParallel
 from titanlab.parity import parity
 from titanlab.planner.timing.block_work import Part, work_of
 from titanlab.precision import float8, mxfp8
 from titanlab.precision.bf16_schema import Bf16
 from titanlab.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise
 from titanlab.precision.mxfp8_schema import Mxfp8
-from titanlab.precision.product import PLAIN, product_of
+from titanlab.precision.product import PLAIN, departure, product_of
 from titanlab.training import assemble, generate
 from titanlab.training.recording.facts import work
 
@@ -213,30 +210,24 @@ def test_tensor_parallel_layers_multiply_what_they_have_as_a_whole_layer_would(k
     """Forward and backward, to the bit, for the rows or columns of a rank."""
     torch.manual_seed(0)
     config = kind()
-    product = config.implementation().tensor_styles().get("colwise", linear)
     for rows, columns in ((slice(0, 32), slice(None)), (slice(None), slice(32, 64))):
         whole, part = _layer(config), _layer(config)
         part.weight = nn.Parameter(whole.weight.detach()[rows, columns].clone())
         inputs = torch.randn(2, 32, part.weight.shape[1], dtype=torch.bfloat16, requires_grad=True)
         bias = torch.randn(part.weight.shape[0], dtype=torch.bfloat16)
-        found = product(part, inputs, bias)
+        found = linear(part, inputs, bias)
         assert torch.equal(found, part(inputs) + bias)
         gradient = torch.randn_like(found)
         assert torch.equal(torch.autograd.grad(found, part.weight, gradient)[0], _gradient(part, inputs, gradient))
 
 
-def test_the_layers_that_a_precision_has_left_multiply_plainly():
-    products = Mxfp8().implementation().tensor_styles()
-    mesh = SimpleNamespace(get_group=lambda: SimpleNamespace(group_name="tensor"), size=lambda: 2)
-    cut = TensorParallel(mesh=mesh, seq_len=1, sequence_parallel=False, loss_parallel=False, products=products)
-    assert cut.product("colwise", _layer(Mxfp8())) is products["colwise"]
-    # These say themselves how they multiply.
-    assert cut.product("colwise", _layer(Float8Rowwise())) is linear
-    assert product_of(_layer(Float8Rowwise())) is not PLAIN
-    assert cut.product("colwise", nn.Linear(2, 2)) is linear
+def test_layers_name_their_products():
+    for kind, splits in ((Mxfp8, False), (Float8Rowwise, True)):
+        layer = _layer(kind())
+        assert departure(layer) == ""
+        assert product_of(layer) is not PLAIN
+        assert product_of(layer).splits is splits
     assert product_of(nn.Linear(2, 2)) is PLAIN
-    for kind in ("fp32", "bf16", "fp16", "bf16_full", "float8_rowwise"):
-        assert schema_of("precision", kind)().implementation().tensor_styles() == {}
 
 
 def scales(made):

@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from titanlab.dtensor import local_part
-from titanlab.model.grouped_product import grouped_product
 from titanlab.model.mixture_of_experts import ExpertLinear, MixtureOfExperts
 from titanlab.parallelism.row_exchange import exchange
+from titanlab.parallelism.tensor import on_local_parts
+from titanlab.precision.product import take_over
 
 
 def spread_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
@@ -27,20 +27,25 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
 
     Returns:
         by block, the module with the parameters of its experts.
+
+    Raises:
+        ConfigError: a technique has changed a layer of the experts.
     """
     experts: list[nn.Module] = []
     for mixture in [module for module in model.modules() if isinstance(module, MixtureOfExperts)]:
         mixture.exchange = TokenExchange(mesh.get_group(), mixture.count)
-        for layer in [module for module in mixture.experts.modules() if isinstance(module, ExpertLinear)]:
-            _distribute(layer, mesh)
         experts.append(mixture.experts)
+    for path, layer in model.named_modules():
+        if isinstance(layer, ExpertLinear):
+            take_over(layer, path, key="parallelism.expert", value=mesh.size(), cure="try 1", like=type(layer))
+            _distribute(layer, mesh)
     return experts
 
 
 def _distribute(layer: ExpertLinear, mesh: DeviceMesh) -> None:
     part = distribute_tensor(layer.weight.data, mesh, [Shard(0)])
     layer.weight = nn.Parameter(part, requires_grad=layer.weight.requires_grad)
-    layer.forward = lambda rows, ends: grouped_product(rows, local_part(layer.weight), ends)  # type: ignore[method-assign]
+    layer.forward = on_local_parts(layer)  # type: ignore[method-assign]
 
 
 class Way(NamedTuple):

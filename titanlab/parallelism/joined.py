@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from titanlab.costs.account import Joined
 from titanlab.dtensor import local_part
+from titanlab.errors import ConfigError
 from titanlab.model.projections import Projections
 from titanlab.parallelism.deferred_taps import tap, taps_of
 from titanlab.parallelism.pipeline_weights import DeferredWeights, deferred_of
 from titanlab.parallelism.tensor import TensorParallel
-from titanlab.precision.product import JOINED, PLAIN, Product, product_of, rows
+from titanlab.precision.product import JOINED, PLAIN, Product, product_of, rows, take_over
 
 
 def join_products(model: nn.Module, joined: Iterable[Joined], cut: TensorParallel | None) -> None:
@@ -29,6 +30,9 @@ def join_products(model: nn.Module, joined: Iterable[Joined], cut: TensorParalle
 
     Args:
         cut: how tensor parallelism has cut the layers; None: it has not.
+
+    Raises:
+        ConfigError: a layer has a forward or a product of its own.
     """
     for product in joined:
         for path, module in list(model.named_modules()):
@@ -36,8 +40,14 @@ def join_products(model: nn.Module, joined: Iterable[Joined], cut: TensorParalle
                 assert isinstance(module, Projections), path
                 owner, _, own_name = path.rpartition(".")
                 parent = model.get_submodule(owner)
-                for name in product.layers:
-                    layer = parent.get_submodule(name)
+                setting: Any = {"key": "model.fused", "value": "true", "cure": "try false"}
+                take_over(module, path, like=Projections, **setting)
+                layers = {name: parent.get_submodule(name) for name in product.layers}
+                products = [take_over(layer, f"{owner}.{name}", **setting) for name, layer in layers.items()]
+                if any(other is not products[0] for other in products) or not products[0].splits:
+                    rule = f"multiplies {', '.join(layers)} of {owner} as one, and they have no product in common"
+                    raise ConfigError(**setting, rule=rule)
+                for name, layer in layers.items():
                     # A bias would be added to each part, for which there is no code.
                     assert getattr(layer, "bias", None) is None, f"{owner}.{name}"
                     setattr(layer, JOINED, path)

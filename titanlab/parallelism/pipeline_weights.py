@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlab.dtensor import in_gradient_dtype, local_part
 from titanlab.parallelism.deferred_taps import Probe, TappedForward, tapped
-from titanlab.precision.product import ATTRIBUTE, PLAIN, Product, product_of, rows
+from titanlab.precision.product import PLAIN, Product, departure, product_of, rows
 
 _ATTRIBUTE = "deferred_weights"
 
@@ -42,8 +42,7 @@ class DeferredWeights:
         for layer in module.modules():
             if isinstance(layer, nn.Linear):
                 setattr(layer, _ATTRIBUTE, self)
-                has_halves = type(layer).forward is nn.Linear.forward or hasattr(layer, ATTRIBUTE)
-                if has_halves and "forward" not in vars(layer):
+                if "forward" not in vars(layer) and not departure(layer) and product_of(layer).splits:
                     # As a method, so that torch.compile sees one function for all layers.
                     layer.forward = types.MethodType(_forward, layer)  # type: ignore[method-assign]
         for block in module.modules():
@@ -87,6 +86,8 @@ def linear(layer: nn.Module, inputs: Tensor, bias: Tensor | None = None) -> Tens
     """
     weight, product = layer.weight, product_of(layer)
     assert isinstance(weight, Tensor)
+    if not product.splits:
+        return product.forward(inputs, local_part(weight), bias)
     if torch.compiler.is_compiling():
         return tapped(layer, inputs, bias)
     deferred = deferred_of(layer)

@@ -27,14 +27,12 @@ from titanlab.costs.tensor_styles import cut_dim, has_partial_gradient
 from titanlab.dtensor import local_part
 from titanlab.model.mixture_of_experts import Router
 from titanlab.parallelism.collectives import gather_first, sum_all, sum_and_scatter_first
-from titanlab.parallelism.pipeline_weights import linear as linear_product
-from titanlab.precision.product import ATTRIBUTE
+from titanlab.parallelism.pipeline_weights import linear
+from titanlab.precision.product import take_over
 
 _functional = torch.ops._c10d_functional
 # The attribute of a `gathered` module whose layers gather its input in their product.
 GATHERED_INSIDE = "gathered_inside"
-# (layer, inputs, bias) → inputs · weightᵀ + bias, with this rank's part of the layer's weight.
-Product = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +44,12 @@ class TensorParallel:
         seq_len: tokens per sequence on each of these ranks.
         sequence_parallel: whether the residual stream is cut too.
         loss_parallel: whether logits stay cut over the vocabulary.
-        products: by style, the product of a precision in layers that it has replaced.
     """
 
     mesh: DeviceMesh
     seq_len: int
     sequence_parallel: bool
     loss_parallel: bool
-    products: Mapping[str, Product] = field(default_factory=dict)
     # Name and size of the mesh's group. Compiled code would save the mesh itself for the backward of a recomputed
     # block, which torch 2.13 does not support.
     _group: tuple[str, int] = field(init=False)
@@ -65,11 +61,6 @@ class TensorParallel:
     def group_name(self) -> Any:
         """Name of the group of the tensor axis; `Any`, because only torch 2.13 has a type for names."""
         return self._group[0]
-
-    def product(self, style: str, layer: nn.Module) -> Product:
-        """The precision's product for a layer; for `nn.Linear` or layers with a split backward, `linear`."""
-        has_halves = type(layer) is nn.Linear or hasattr(layer, ATTRIBUTE)
-        return linear_product if has_halves else self.products.get(style, linear_product)
 
     def whole(self, stream: Tensor) -> Tensor:
         """All tokens of the residual stream, [batch·seq, dim]; the backward sums the gradients over ranks."""
@@ -92,25 +83,23 @@ class TensorParallel:
 Style = Callable[[nn.Module, TensorParallel], None]
 
 
-def colwise(linear: nn.Module, cut: TensorParallel) -> None:
+def colwise(layer: nn.Module, cut: TensorParallel) -> None:
     """Cut the outputs of a linear layer: all tokens [batch·seq, dim] → [batch, seq, this rank's part]."""
-    _distribute(linear, cut.mesh, "colwise")
-    product = cut.product("colwise", linear)
-    linear.forward = lambda tokens: cut.by_sequence(product(linear, tokens, local_part(linear.bias)))
+    _distribute(layer, cut.mesh, "colwise")
+    layer.forward = lambda tokens: cut.by_sequence(linear(layer, tokens, local_part(layer.bias)))
 
 
-def rowwise(linear: nn.Module, cut: TensorParallel) -> None:
+def rowwise(layer: nn.Module, cut: TensorParallel) -> None:
     """Cut the inputs of a linear layer; it returns the residual stream."""
-    _distribute(linear, cut.mesh, "rowwise")
-    product = cut.product("rowwise", linear)
+    _distribute(layer, cut.mesh, "rowwise")
 
     def forward(part: Tensor) -> Tensor:
-        total: Tensor = cut.stream(product(linear, part, None))
-        if linear.bias is not None:
-            total = total + local_part(linear.bias)
+        total: Tensor = cut.stream(linear(layer, part, None))
+        if layer.bias is not None:
+            total = total + local_part(layer.bias)
         return total
 
-    linear.forward = forward
+    layer.forward = forward
 
 
 def gathered(module: nn.Module, cut: TensorParallel) -> None:
@@ -131,15 +120,19 @@ def norm(module: nn.Module, cut: TensorParallel, style: str = "norm") -> None:
     The module's `forward` may use its parameters and plain attributes, as torch's norms do, but no methods or modules.
     """
     _distribute(module, cut.mesh, style)
+    module.forward = on_local_parts(module)
+
+
+def on_local_parts(module: nn.Module) -> Callable[..., Any]:
+    """A module's own `forward`, with plain tensors instead of its DTensor parameters."""
     compute = type(module).forward
     settings = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "forward"}
 
     def forward(*inputs: Tensor) -> Any:
-        # The module's own code, with plain tensors instead of DTensor parameters.
         local = {name: local_part(parameter) for name, parameter in module.named_parameters(recurse=False)}
         return compute(_Namespace({**settings, **local}), *inputs)
 
-    module.forward = forward
+    return forward
 
 
 def experts(module: nn.Module, cut: TensorParallel) -> None:
@@ -179,12 +172,11 @@ def embedding(table: nn.Module, cut: TensorParallel) -> None:
 def head(module: nn.Module, cut: TensorParallel) -> None:
     """Cut the last linear layer over the vocabulary; a tied head gets the embedding's table, which is cut alike."""
     _distribute(module, cut.mesh, "head")
-    product = cut.product("head", module)
 
     def forward(stream: Tensor, table: Any = None) -> Tensor:
         weight: Any = module.weight if table is None else table
         tokens, bias = cut.by_sequence(cut.whole(stream)), local_part(getattr(module, "bias", None))
-        logits = product(module, tokens, bias) if table is None else F.linear(tokens, local_part(weight), bias)
+        logits = linear(module, tokens, bias) if table is None else F.linear(tokens, local_part(weight), bias)
         if cut.loss_parallel:
             return logits
         shape = torch.Size((*logits.shape[:-1], weight.shape[0]))
@@ -214,6 +206,14 @@ STYLES: Mapping[str, Style] = {
     "head": head,
 }
 
+# Styles that replace the `forward` of a module, and the class as which they compute; None: its own class.
+_TAKEN: Mapping[str, type[nn.Module] | None] = {
+    **dict.fromkeys(("colwise", "rowwise", "head"), nn.Linear),
+    "embedding": nn.Embedding,
+    "router": Router,
+    **dict.fromkeys(("norm", "head_norm", "expert_colwise", "expert_rowwise")),
+}
+
 
 def parallelise(
     model: nn.Module, plan: Mapping[str, str], cut: TensorParallel, styles: Mapping[str, Style] = STYLES
@@ -228,6 +228,7 @@ def parallelise(
         rank has a partial gradient of them; the caller has to sum these over ranks, which takes one reduction for all.
 
     Raises:
+        ConfigError: a module computes something else than its style.
         ValueError: the plan names an unknown style.
     """
     unknown = sorted(set(plan.values()) - set(styles))
@@ -235,6 +236,9 @@ def parallelise(
         raise ValueError(f"the tensor plan names {', '.join(unknown)}; there is {', '.join(styles)}")
     for name, module in list(model.named_modules()):
         style = style_of(plan, name)
+        if style and style in _TAKEN:
+            like = _TAKEN[style] or type(module)
+            take_over(module, name, key="parallelism.tensor", value=cut.mesh.size(), cure="try 1", like=like)
         if style:
             styles[style](module, cut)
     whole = (Replicate(),)

@@ -190,7 +190,7 @@ def _judged(recipe: Recipe, one: Trace, exact: Trace, every: Sequence[Trace], na
     difference, from_fp32, rounding = farthest(one, every), farthest(exact, every), compare(exact, one)
     limits = limits_of(recipe, rounding)
     same = set(limits.values())
-    reason = wrong_layers(recipe, every) or exceeded(difference, limits) or too_exact(recipe, from_fp32, rounding)
+    reason = wrong_layers(recipe, one, every) or exceeded(difference, limits) or too_exact(recipe, from_fp32, rounding)
     return replace(
         named,
         passed=not reason,
@@ -235,27 +235,29 @@ def exceeded(difference: Difference, limits: Mapping[str, float]) -> str:
     return "; ".join(parts)
 
 
-def wrong_layers(recipe: Recipe, every: Sequence[Trace]) -> str:
-    """The linear layers whose class is not the one that the precision names; empty: there are none."""
-    expected = recipe.precision.layer_class
-    products = recipe.precision.products(recipe.model.account())
-    if products and not expected:
-        # A precision of another package that names no class.
-        return ""
-    layers = {name: classes for trace in every for name, classes in trace.layers.items()}
-    wrong = {}
-    for name, classes in layers.items():
-        # FSDP2 puts a class of its own, of the same name with a prefix, before that of a layer.
-        own = [class_name for class_name in classes if not class_name.rpartition(".")[2].startswith("FSDP")]
-        layer_class = expected if name in products else _LINEAR
-        if own[0] != layer_class:
-            wrong[name] = own[0].rpartition(".")[2]
+def wrong_layers(recipe: Recipe, one: Trace, every: Sequence[Trace]) -> str:
+    """The linear layers whose class is not the one that the precision names; empty: there are none.
+
+    A precision that names no class has to make the same layers as in the one-process run.
+    """
+    named, products = recipe.precision.layer_class, recipe.precision.products(recipe.model.account())
+    expected = {name: _class_of(classes) for name, classes in one.layers.items()}
+    if named:
+        expected = {name: named if name in products else _LINEAR for name in expected}
+    found = {name: _class_of(classes) for trace in every for name, classes in trace.layers.items()}
+    wrong = [name for name in expected if found.get(name) != expected[name]]
     if not wrong:
         return ""
-    name, own_class = next(iter(wrong.items()))
-    layer_class = (expected if name in products else _LINEAR).rpartition(".")[2]
+    own_class, layer_class = (
+        full.rpartition(".")[2] for full in (found.get(wrong[0], "no linear layer"), expected[wrong[0]])
+    )
     more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    return f"{name} is {own_class}, and precision={recipe.precision.kind} makes it {layer_class}{more}"
+    return f"{wrong[0]} is {own_class}, and precision={recipe.precision.kind} makes it {layer_class}{more}"
+
+
+def _class_of(classes: Sequence[str]) -> str:
+    """The class of a layer: FSDP2 puts one of its own, of the same name with a prefix, before it."""
+    return next(name for name in classes if not name.rpartition(".")[2].startswith("FSDP"))
 
 
 def too_exact(recipe: Recipe, from_fp32: Difference, rounding: Difference) -> str:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import nn
 
 from titanlab.precision.loss_scale import LossScale
-from titanlab.precision.product import TensorProduct
 
 
 class Cast:
@@ -16,10 +13,6 @@ class Cast:
 
     def convert(self, model: nn.Module, device: torch.device) -> None:
         """Does not change the model."""
-
-    def tensor_styles(self) -> Mapping[str, TensorProduct]:
-        """No style has a product of its own."""
-        return {}
 
     def loss_scale(self, device: torch.device) -> LossScale:
         """The loss is not scaled."""

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from titanlab.precision.loss_scale import LossScale
-    from titanlab.precision.product import TensorProduct
 
 
 class PrecisionConfig(Protocol):
@@ -103,16 +102,16 @@ class Precision(Protocol):
     def convert(self, model: nn.Module, device: torch.device) -> None:
         """Replace modules of a model on the meta device, in place.
 
+        A linear layer with another `forward` names its product in the attribute `product`
+        (`titanlab.precision.product`). Without it no code may compute in the layer's place: tensor parallelism, fused
+        projections and a loss in chunks are refused.
+
         Args:
             device: on which the model will compute.
 
         Raises:
             ConfigError: the device cannot compute in this precision.
         """
-
-    @abstractmethod
-    def tensor_styles(self) -> Mapping[str, TensorProduct]:
-        """The product of tensor-parallel layers, by style; a missing style uses the usual product."""
 
     @abstractmethod
     def loss_scale(self, device: torch.device) -> LossScale:

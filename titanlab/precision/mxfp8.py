@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from titanlab.errors import ConfigError
 from titanlab.precision.cast import Cast
 from titanlab.precision.float8 import emulates, layer_filter
 from titanlab.precision.mxfp8_schema import Mxfp8
-from titanlab.precision.product import TensorProduct
+from titanlab.precision.product import Product
 from titanlab.system.quiet_import import import_quietly
 
 _BLOCK = 32
@@ -24,16 +23,15 @@ class Mxfp8Linear(nn.Linear):
     """A linear layer that multiplies in mxfp8: [batch, seq, in] → [batch, seq, out].
 
     torchao's layer casts with GPU kernels in the backward pass even when it emulates; this layer then uses torch's.
-
-    Attributes:
-        multiply: (inputs, weight) → inputs · weightᵀ.
+    Under tensor parallelism it multiplies this rank's part of its weight. A block of 32 is always inside one part, so
+    each rank has the scales that one process would have; only the sums over ranks round differently.
     """
 
-    multiply: Callable[[Tensor, Tensor], Tensor]
+    product: Product
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's)
         """See the class."""
-        return _product(self, input, self.bias)
+        return self.product.forward(input, local_part(self.weight), self.bias)
 
 
 class Mxfp8Layers(Cast):
@@ -48,31 +46,30 @@ class Mxfp8Layers(Cast):
         Raises:
             ConfigError: the device can neither multiply in mxfp8 nor emulate it, or torchao lacks the prototype.
         """
-        multiply, is_converted = _multiplier(emulate=emulates(self._config, device)), layer_filter(self._config)
+        product = mxfp8_product(emulate=emulates(self._config, device))
+        is_converted = layer_filter(self._config)
         for name, layer in list(model.named_modules()):
             if isinstance(layer, nn.Linear) and is_converted(layer, name):
                 owner, _, leaf = name.rpartition(".")
-                setattr(model.get_submodule(owner), leaf, _mxfp8_layer(layer, multiply))
-
-    def tensor_styles(self) -> Mapping[str, TensorProduct]:
-        """Each layer multiplies this rank's part of its weight.
-
-        A block of 32 is always inside one part, so each rank has the scales that one process would have; only the sums
-        over ranks round differently.
-        """
-        return dict.fromkeys(("colwise", "rowwise", "head"), _product)
+                setattr(model.get_submodule(owner), leaf, _mxfp8_layer(layer, product))
 
 
-def _mxfp8_layer(layer: nn.Linear, multiply: Callable[[Tensor, Tensor], Tensor]) -> Mxfp8Linear:
+def _mxfp8_layer(layer: nn.Linear, product: Product) -> Mxfp8Linear:
     with torch.device("meta"):
         replacement = Mxfp8Linear(layer.in_features, layer.out_features, bias=False)
-    replacement.weight, replacement.bias, replacement.multiply = layer.weight, layer.bias, multiply
+    replacement.weight, replacement.bias, replacement.product = layer.weight, layer.bias, product
     return replacement
 
 
-def _product(layer: Any, inputs: Tensor, bias: Tensor | None) -> Tensor:
-    output: Tensor = layer.multiply(inputs, local_part(layer.weight))
-    return output if bias is None else output + bias.to(output.dtype)
+def mxfp8_product(*, emulate: bool) -> Product:
+    """Torchao's product, which computes both gradients at once; see `_multiplier`."""
+    multiply = _multiplier(emulate=emulate)
+
+    def forward(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        output = multiply(inputs, weight)
+        return output if bias is None else output + bias.to(output.dtype)
+
+    return Product(forward)
 
 
 def _multiplier(*, emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:

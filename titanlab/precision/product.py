@@ -1,49 +1,63 @@
-"""The product of a linear layer, with a backward pass in two halves."""
+"""The product of a linear layer, and which module may be computed by other code than its own `forward`.
+
+Tensor parallelism, fused projections, the loss in chunks, AsyncTP and expert parallelism compute in the place of a
+module. `take_over` is asked before: it refuses a module that computes something else than this code would.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 
-# The attribute of a converted layer that has its Product. A layer without it multiplies as its class does.
+from titanlab.errors import ConfigError
+
+# The attribute of a layer that has its Product. A layer whose `forward` is not that of nn.Linear names it there.
 ATTRIBUTE = "product"
 # The attribute of a layer that is computed with others as one product: a text that they share.
 JOINED = "joined_as"
 
-# (layer, inputs [..., in], bias or None) → [..., out]. Tensor parallelism has cut `layer.weight`.
-TensorProduct: TypeAlias = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def _at_once(*_: Tensor) -> Tensor:
+    raise NotImplementedError("autograd computes both gradients of this product at once")
 
 
 @dataclass(frozen=True)
 class Product:
-    """A product whose two gradients can be computed separately. Weights are plain tensors: this rank's part.
+    """A product of inputs and a weight. Weights are plain tensors: this rank's part.
 
     Attributes:
         forward: (inputs [..., in], weight [out, in], bias or None) → [..., out]; differentiable by autograd.
         of_inputs: (gradient [..., out], weight) → gradient of the inputs.
-        of_weight: (gradient [..., out], inputs [..., in]) → gradient of the weight.
+        of_weight: (gradient [..., out], inputs [..., in]) → gradient of the weight. Without both of these the gradients
+            cannot be computed separately: pipelines do not defer that of the weight, and fused projections and a loss
+            in chunks are refused.
         for_forward, for_inputs: weight → what `forward` or `of_inputs` makes of it at each call, and takes in its
             place: a caller that multiplies the weight several times casts it once.
         join: (weights [out, in] of several layers) → one weight with the rows of all.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    of_inputs: Callable[[Tensor, Tensor], Tensor]
-    of_weight: Callable[[Tensor, Tensor], Tensor]
+    of_inputs: Callable[[Tensor, Tensor], Tensor] = _at_once
+    of_weight: Callable[[Tensor, Tensor], Tensor] = _at_once
     for_forward: Callable[[Tensor], Tensor] = lambda weight: weight
     for_inputs: Callable[[Tensor], Tensor] = lambda weight: weight
     join: Callable[[Sequence[Tensor]], Tensor] = lambda weights: torch.cat(list(weights))
 
-
-def product_of(layer: nn.Module) -> Product:
-    """The product of a layer."""
-    product: Product = getattr(layer, ATTRIBUTE, PLAIN)
-    return product
+    @property
+    def splits(self) -> bool:
+        """Whether the two gradients can be computed separately."""
+        return self.of_inputs is not _at_once and self.of_weight is not _at_once
 
 
 def rows(tensor: Tensor) -> Tensor:
@@ -56,3 +70,76 @@ PLAIN = Product(
     of_inputs=lambda gradient, weight: gradient @ weight,
     of_weight=lambda gradient, inputs: rows(gradient).t() @ rows(inputs),
 )
+
+
+def product_of(layer: nn.Module) -> Product:
+    """The product of a layer that was taken over, or for which `departure` is empty."""
+    product: Product = getattr(layer, ATTRIBUTE, PLAIN)
+    return product
+
+
+def take_over(
+    module: nn.Module, path: str, *, key: str, value: object, cure: str, like: type[nn.Module] = nn.Linear
+) -> Product:
+    """Ask whether other code may compute a module, before its `forward` is replaced; returns a linear layer's product.
+
+    Args:
+        path: the module's, for the message.
+        key, value, cure: the setting that wants to compute it, and how to do without.
+        like: the class as which it is computed.
+
+    Raises:
+        ConfigError: the module computes something else.
+    """
+    has_hooks = any(getattr(module, hooks) for hooks in _HOOKS)
+    how = "has hooks" if has_hooks else departure(module, like)
+    if how:
+        if like is nn.Linear and not has_hooks:
+            cure += ", or let the layer name its product (docs/extending.md)"
+        raise ConfigError(key, value, f"computes {path} as {like.__name__} does, and {path} {how}", cure)
+    product = product_of(module)
+    if like is nn.Linear:
+        # From now on `forward` is another one, and this says what it computes.
+        setattr(module, ATTRIBUTE, product)
+    return product
+
+
+def departure(module: nn.Module, like: type[nn.Module] = nn.Linear) -> str:
+    """How a module computes otherwise than `like` with the same parameters, in words; empty: it does not.
+
+    A linear layer with a forward of its own may name its product, where it defines this forward: in the same class or
+    object, or in one that is derived from it.
+    """
+    if parametrize.is_parametrized(module):
+        return "is parametrized"
+    definer = _definer(module, "forward", "__call__", ATTRIBUTE) if like is nn.Linear else None
+    if definer is not None and ATTRIBUTE in vars(definer):
+        return ""
+    definer = _definer(module, "forward", "__call__")
+    if definer is not _definer(like, "forward") and not (like is nn.Linear and _multiplies_table(module)):
+        return f"has another forward ({type(module).__name__})"
+    for name, parameter in module.named_parameters(recurse=False):
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        if type(local) not in (Tensor, nn.Parameter, FakeTensor):
+            return f"has another kind of {name} ({type(local).__name__})"
+    return ""
+
+
+def _definer(owner: Any, *names: str) -> Any:
+    """The object or class that defines the first of these attributes that is found."""
+    places = owner.__mro__ if isinstance(owner, type) else (owner, *type(owner).__mro__)
+    return next((place for place in places if any(name in vars(place) for name in names)), None)
+
+
+def _multiplies_table(head: nn.Module) -> bool:
+    """Whether a head that is handed the embedding's table computes hidden · tableᵀ + bias: it is tried."""
+    if "weight" in head._parameters or _definer(head, "forward", "__call__") is head:
+        return False
+    hidden, table = (torch.linspace(-1, 2, 2 * n, device="cpu").view(n, 2) for n in (1, 3))
+    bias = None if getattr(head, "bias", None) is None else torch.linspace(-2, 1, 3, device="cpu")
+    settings = {name: value for name, value in vars(head).items() if not name.startswith("_")}
+    try:
+        logits = type(head).forward(SimpleNamespace(**{**settings, "bias": bias}), hidden.unsqueeze(0), table)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return False
+    return isinstance(logits, Tensor) and torch.equal(logits.squeeze(0), F.linear(hidden, table, bias))

@@ -8,13 +8,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from titanlab.costs.linear_layers import linear_layers
 from titanlab.costs.shard_account import account_for
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.world import World
+from titanlab.errors import ConfigError
 from titanlab.model.language_model import LanguageModel
 from titanlab.model.shapes import shapes_only
 from titanlab.parallelism.context import spread_attention
@@ -25,6 +28,7 @@ from titanlab.parallelism.shard import Experts, Sharded, fully_shard_model, keep
 from titanlab.parallelism.tensor import TensorParallel, parallelise
 from titanlab.precision.dtypes import Dtypes
 from titanlab.precision.parts import keep_in_fp32
+from titanlab.precision.product import PLAIN, product_of, take_over
 from titanlab.recipe.async_tensor import eager_products, fuses_in_eager_mode
 from titanlab.recipe.recipe import Recipe
 from titanlab.weights.initialise import initialise
@@ -77,6 +81,9 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
     if pieces is not None:
         thin(model, account.pieces, pieces)
     precision.convert(model, world.device)
+    if recipe.loss_chunk and (pieces is None or account.head in pieces):
+        setting: Any = {"key": "training.loss_chunk", "value": recipe.loss_chunk, "cure": "try 0"}
+        take_over(model.get_submodule(account.head), account.head, **setting)
     summands: frozenset[str] = frozenset()
     cut = None
     if layout.tensor > 1:
@@ -88,6 +95,11 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
         from titanlab.compile import async_tensor
         from titanlab.parallelism.symmetric_memory.products import fuse_products
 
+        declared, modules = recipe.precision.products(account), dict(model.named_modules())
+        for path in linear_layers(account):
+            if path in modules and path not in declared and product_of(modules[path]) is not PLAIN:
+                rule = f"multiplies {path} in the compute precision, and precision={recipe.precision.kind} does not"
+                raise ConfigError("parallelism.async_tensor", True, rule, "try false, or compile=block")
         async_tensor.register(mesh.axis("tensor").get_group())
         fuse_products(model, eager_products(recipe), cut)
     if layout.context > 1:
@@ -114,7 +126,6 @@ def tensor_cut(recipe: Recipe, mesh: Mesh) -> TensorParallel:
         seq_len=recipe.training.seq_len // recipe.layout.context,
         sequence_parallel=recipe.parallelism.sequence_parallel,
         loss_parallel=recipe.parallelism.loss_parallel,
-        products=recipe.precision.implementation().tensor_styles(),
     )
 
 
