@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from titanlab.distributed import host
-from titanlab.distributed.host import Host, check_host, cores, gpus, this_host
+from titanlab.distributed.host import (
+    Host,
+    check_host,
+    cores,
+    gpus,
+    share_of_cores,
+    this_host,
+    thread_count,
+    thread_variables,
+)
 from titanlab.errors import ConfigError
 
 
@@ -171,3 +180,36 @@ def test_memory_is_what_the_control_group_allows(tmp_path, monkeypatch, lines, f
     limits = list(host._cgroup_limits())
     assert min([100 * 2**50, *limits]) == (limit or 100 * 2**50)
     assert host.memory_bytes() is not None
+
+
+OMP, MKL = "OMP_NUM_THREADS", "MKL_NUM_THREADS"
+
+
+@pytest.mark.parametrize(
+    ("there", "given", "changed", "threads"),
+    [
+        ({}, None, {OMP: "4"}, 4),
+        ({}, 9, {OMP: "9"}, 9),
+        ({OMP: "2"}, None, {}, 2),
+        ({OMP: "2"}, 9, {OMP: "9"}, 9),
+        ({OMP: "5"}, None, {OMP: "4"}, 4),
+        ({OMP: "3,1"}, None, {}, 3),
+        # OpenMP ignores such values, and takes all cores.
+        ({OMP: "0"}, None, {OMP: "4"}, 4),
+        ({OMP: "many"}, None, {OMP: "4"}, 4),
+        # torch takes the number of MKL.
+        ({MKL: "2"}, None, {OMP: "4"}, 2),
+        ({OMP: "1", MKL: "8"}, None, {MKL: "4"}, 4),
+        ({OMP: "8", MKL: "8"}, 2, {OMP: "2", MKL: "2"}, 2),
+    ],
+)
+def test_a_number_of_threads_that_is_set_stays_if_there_are_so_many_cores(there, given, changed, threads):
+    assert thread_variables(there, 4, given) == changed
+    assert thread_count({**there, **changed}) == threads
+
+
+def test_processes_share_the_cores_of_their_job():
+    assert share_of_cores(1, {}) == cores()
+    assert share_of_cores(2 * cores(), {}) == 1
+    # What a launcher gives to each.
+    assert share_of_cores(4, {"TITANLAB_CORES": "3"}) == 3

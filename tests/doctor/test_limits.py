@@ -115,9 +115,10 @@ def test_the_cores_that_may_be_used(monkeypatch, usable, share, state, text):
 
 
 @pytest.mark.parametrize(("threads", "told"), [("5", True), ("4", False), ("", False), ("many", False), ("-9", False)])
-def test_more_threads_than_cores_are_told(monkeypatch, threads, told):
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
+def test_more_threads_than_cores_are_told(monkeypatch, name, threads, told):
     monkeypatch.setattr(limits, "cores", lambda: 4)
-    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    monkeypatch.setenv(name, threads)
     assert ("threads" in states(limits.check_cores())) is told
 
 

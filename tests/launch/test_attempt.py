@@ -67,10 +67,13 @@ def test_an_attempt_begins_with_its_recipe_and_its_machine(tmp_path):
     recipe = tiny.recipe(tmp_path)
     run = stopped(recipe, 2, 4)
     changed = tiny.changed(recipe, microbatch=6)
-    assert begin(run, changed, HOST, started_by="torchrun", report=print) == 2
+    environ = {"OMP_NUM_THREADS": "9", "TITANLAB_CORES": "3"}
+    assert begin(run, changed, HOST, started_by="torchrun", report=print, processes=2, environ=environ) == 2
     assert run.config(2) == to_mapping(changed)
     env = run.env(2)
     assert (env["launcher"], env["devices"]) == ("torchrun", {"accelerator": "cpu", "name": "cpu", "count": 2})
+    # As each of its two ranks will decide.
+    assert env["threads"] == 3
 
 
 def test_a_run_that_has_saved_nothing_begins_with_its_first_step(tmp_path):

@@ -35,7 +35,7 @@ def asked_to_end():
 
 
 with (folder.path / "ran.txt").open("a") as file:
-    words = [run.path.name, rank, world, os.environ["OMP_NUM_THREADS"], os.environ.get("CUDA_VISIBLE_DEVICES") or "none"]
+    words = [run.path.name, rank, world, os.environ.get("TITANLAB_CORES", "all"), os.environ.get("CUDA_VISIBLE_DEVICES") or "none"]
     file.write(" ".join([*map(str, words), os.getcwd(), str(time.time())]) + "\\n")
 if rank:
     asked_to_end()

@@ -71,6 +71,20 @@ def test_the_environment_is_set_before_torch_is_imported(tmp_path):
     assert (there["RANK"], there["WORLD_SIZE"]) == ("0", "1")
 
 
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
+def test_more_threads_than_cores_are_refused_in_one_line(tmp_path, name):
+    made = tiny.recipe(tmp_path, replicate=2)
+    given = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    run = tiny.begin(made)
+    done = python(UP_TO_TORCH, run.path, **given, **{name: "99"}, TITANLAB_CORES="3")
+    assert json.loads(done.stdout)[name] == "3"
+    rule = "2 processes on this host would use more threads than there are cores; each uses 3"
+    assert done.stderr == f"warning: {name}=99: {rule} (launch.threads overrides it)\n"
+    made.launch.threads = 99
+    done = python(UP_TO_TORCH, tiny.begin(made, run).path, **given, **{name: "4"})
+    assert (json.loads(done.stdout)[name], done.stderr) == ("99", "")
+
+
 def test_a_recipe_that_is_handed_over_needs_no_attempt(tmp_path):
     """Rank 0's launcher may not have begun it yet, and nobody else may."""
     made = tiny.recipe(tmp_path, replicate=2)
@@ -90,7 +104,8 @@ def test_a_recipe_that_is_handed_over_needs_no_attempt(tmp_path):
         (ALONE, None, {}, {"OMP_NUM_THREADS": str(cores())}),
         (TWO, None, {}, {"OMP_NUM_THREADS": str(max(1, cores() // 2)), "RANK": "1", "MASTER_PORT": "1234"}),
         (TWO, 5, {}, {"OMP_NUM_THREADS": "5"}),
-        (TWO, 5, {"OMP_NUM_THREADS": "7", "RANK": "1"}, {"OMP_NUM_THREADS": None, "RANK": None, "WORLD_SIZE": "2"}),
+        (TWO, 5, {"OMP_NUM_THREADS": "7", "RANK": "1"}, {"OMP_NUM_THREADS": "5", "RANK": None, "WORLD_SIZE": "2"}),
+        (TWO, None, {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": None, "MKL_NUM_THREADS": None}),
     ],
 )
 def test_a_persons_own_settings_win(tmp_path, monkeypatch, ranks, threads, there, expected):

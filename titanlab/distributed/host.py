@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +14,11 @@ from titanlab.costs.hardware import find
 from titanlab.errors import ConfigError
 from titanlab.system.command import output_of
 
+# Environment variable: the cores that a launcher gives to each process. A process that is bound to some cores does not
+# know whether others share them.
+CORES = "TITANLAB_CORES"
+# torch takes the number of the last one that is set.
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 _CGROUP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -75,6 +81,36 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def share_of_cores(processes: int, environ: Mapping[str, str]) -> int:
+    """Cores of each of some processes on this host, at least 1: as the launcher says, or an equal share."""
+    return int(environ[CORES]) if CORES in environ else max(1, cores() // processes)
+
+
+def thread_variables(environ: Mapping[str, str], share: int, given: int | None) -> dict[str, str]:
+    """Variables that set or replace the number of threads of a process.
+
+    Args:
+        environ: a number in here stays if it is not larger than the share; more threads than cores are much slower.
+        share: cores of the process.
+        given: `launch.threads`, which replaces every other number.
+    """
+    is_kept = {name: given is None and _threads(environ.get(name, "")) <= share for name in _THREADS}
+    return {
+        name: str(given or share) for name in _THREADS if not is_kept[name] and (name in environ or name == _THREADS[0])
+    }
+
+
+def thread_count(environ: Mapping[str, str]) -> int:
+    """The number of torch's threads in a process whose variables `thread_variables` has completed."""
+    return int((environ.get(_THREADS[1]) or environ[_THREADS[0]]).split(",")[0])
+
+
+def _threads(value: str) -> float:
+    # A list has a number for each nested level.
+    first = value.split(",")[0].strip()
+    return int(first) if first.isdecimal() and int(first) > 0 else math.inf
 
 
 def memory_bytes() -> int | None:

@@ -36,9 +36,10 @@ def check_cores() -> Iterator[Finding]:
         yield ok("cores", f"{text} (affinity)")
     else:
         yield ok("cores", text)
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if threads.isdecimal() and int(threads) > usable:
-        yield warn("threads", f"OMP_NUM_THREADS={threads} is more than {usable} cores", "unset it")
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        threads = os.environ.get(name, "")
+        if threads.isdecimal() and int(threads) > usable:
+            yield warn("threads", f"{name}={threads} is more than {usable} cores: runs use fewer", "unset it")
     memory = memory_bytes()
     if memory is None:
         yield warn("memory", "is not known", "this system has no /proc/meminfo")

@@ -17,7 +17,7 @@ from titanlab.checkpoint.remote.address_schema import Place, StorePath
 from titanlab.checkpoint.remote.run_place import checkpoints_of, claim_place
 from titanlab.data import source
 from titanlab.data.tokenizers.tokenizer import keep
-from titanlab.distributed.host import Host
+from titanlab.distributed.host import Host, share_of_cores, thread_count, thread_variables
 from titanlab.distributed.silence import judged
 from titanlab.errors import ConfigError
 from titanlab.recipe.recipe import Recipe, to_mapping
@@ -45,12 +45,16 @@ def begin(
     *,
     started_by: str,
     report: Callable[[str], None],
+    processes: int | None = None,
+    environ: Mapping[str, str] = os.environ,
     checkpoint: Place | None = None,
 ) -> int:
     """Begin the next attempt at a claimed run. Returns its number.
 
     Args:
         report: called with a line for each damaged checkpoint that the run passes over.
+        processes: of the run on this host; None: all of them.
+        environ: with which its ranks start.
         checkpoint: the checkpoint that the user has chosen, which must be the run's newest: if it is damaged, the
             attempt does not fall back to an older one.
 
@@ -62,7 +66,8 @@ def begin(
     if checkpoint is None:
         pass_over_damaged(run, recipe, report)
     devices = {"accelerator": recipe.cluster.accelerator, "name": recipe.cluster.device, "count": host.count}
-    provenance = collect(devices=devices, launcher=started_by)
+    own = thread_variables(environ, share_of_cores(processes or recipe.layout.world, environ), recipe.launch.threads)
+    provenance = collect(devices=devices, launcher=started_by, threads=thread_count({**environ, **own}))
     attempt = run.begin_attempt(to_mapping(recipe), provenance.record, patch=provenance.patch)
     if checkpoint is not None:
         run.note_chosen(attempt, step_of(checkpoint))

@@ -30,7 +30,7 @@ from titanlab.launch.attempt import (
     with_progress,
 )
 from titanlab.launch.contract import Failure, launch_of
-from titanlab.launch.launchers import joined
+from titanlab.launch.launchers import given_cores, joined
 from titanlab.launch.local import ranks as rank_processes
 from titanlab.launch.memory_kills import memory_kills
 from titanlab.launch.restarts import Restart, Restarts, hide_device, note
@@ -133,7 +133,16 @@ def continue_run(
         restart: Restart | None = None
         while True:
             started_by = ranks.started_by if ranks else launch.kind
-            attempt = begin(run, recipe, host, started_by=started_by, report=console.warn, checkpoint=checkpoint)
+            attempt = begin(
+                run,
+                recipe,
+                host,
+                started_by=started_by,
+                report=console.warn,
+                processes=ranks.local_world if ranks else None,
+                environ={**os.environ, **given_cores(started_by, os.environ)},
+                checkpoint=checkpoint,
+            )
             # The attempt gets its result before a signal ends this process: torchrun sends SIGTERM to rank 0 while it
             # records why another rank has failed.
             with held_signals() as held:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping
 
 from titanlab.distributed import ranks
+from titanlab.distributed.host import CORES
 from titanlab.distributed.ranks import Ranks
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import LaunchConfig, Launcher
@@ -58,3 +59,9 @@ def joined(environ: Mapping[str, str]) -> Ranks | None:
     for kind in discover().get("launch", {}) if own_ranks is None else ():
         own_ranks = own_ranks or launcher_named(str(kind)).ranks_in(environ)
     return own_ranks
+
+
+def given_cores(kind: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variable by which a rank knows how many cores its launcher gave it; empty: ranks share those of the host."""
+    cores = launcher_named(kind).cores(environ) if kind in discover().get("launch", {}) else None
+    return {} if cores is None else {CORES: str(cores)}

@@ -15,7 +15,8 @@ class Local(LaunchConfig):
     """Processes on this host.
 
     Attributes:
-        threads: threads of one process (OMP_NUM_THREADS); null: an equal share of the host's cores.
+        threads: threads of one process; null: OMP_NUM_THREADS of the environment, but not more than an equal share of
+            the host's cores, and that share without it.
         at_once: processes of all runs of a sweep together that run at once; null: as many as the host has cores. A
             larger run runs alone.
         restarts: how often the ranks start again in place, from the newest checkpoint, after one of them has died.

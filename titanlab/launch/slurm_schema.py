@@ -42,7 +42,8 @@ class Slurm(LaunchConfig):
         restarts: how often the ranks of a job start again in place, from the newest checkpoint, after one has died.
         min_world: after a rank has failed twice in a row, or its node is lost, the others go on without it, as at least
             so many processes; null: they do not.
-        threads: of one process (OMP_NUM_THREADS); null: cpus_per_task, or an equal share of the node's cores.
+        threads: of one process; null: OMP_NUM_THREADS of the environment, but not more than the process has cores, and
+            all of them without it: cpus_per_task, or an equal share of the node's.
         python: interpreter on the nodes; null: the interpreter that submits.
         preamble: lines of bash before the processes start, such as `module load cuda`; one that fails ends the job.
         environment: environment variables of the processes, such as {NCCL_DEBUG: WARN}.

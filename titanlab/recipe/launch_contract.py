@@ -14,7 +14,7 @@ class LaunchSettings(Protocol):
 
     Attributes:
         kind: its name.
-        threads: of one process (OMP_NUM_THREADS); None: the cores of the process, or its share of the host's cores.
+        threads: of one process; None: OMP_NUM_THREADS, but not more than the process has cores; all without it.
         cpus_per_task: cores of one process; None: the launcher's choice.
         memory_gib: host memory of one node; None: the launcher's choice.
         minutes: time limit of a job; None: the launcher's choice, or none.

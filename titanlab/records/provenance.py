@@ -99,6 +99,7 @@ def collect(
     *,
     devices: Mapping[str, Any],
     launcher: str,
+    threads: int | None = None,
     arguments: Sequence[str] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Provenance:
@@ -107,6 +108,7 @@ def collect(
     Args:
         devices: facts about the accelerators: name, count, memory_gib …
         launcher: what started the ranks: `local`, `torchrun`, `slurm`.
+        threads: of torch, in each rank; None: no rank is started.
         arguments: the command line; None: this process's.
         environ: environment variables; None: this process's.
     """
@@ -134,6 +136,7 @@ def collect(
         },
         "host": _host(),
         "devices": dict(devices),
+        "threads": threads,
         "environment": variables(os.environ if environ is None else environ),
     }
     return Provenance(record=record, patch=patch)

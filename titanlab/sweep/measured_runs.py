@@ -167,7 +167,9 @@ def _common(recipe: Recipe, env: Mapping[str, Any]) -> dict[str, str]:
     host, variables = env.get("host") or {}, env.get("environment") or {}
     device = f"{recipe.cluster.accelerator} {recipe.cluster.device}"
     if recipe.cluster.accelerator == "cpu":
-        threads = str(recipe.launch.threads or variables.get("OMP_NUM_THREADS") or "an unknown number of")
+        # Older runs have recorded what they were told.
+        told = recipe.launch.threads or variables.get("OMP_NUM_THREADS")
+        threads = str(env.get("threads") or told or "an unknown number of")
         device = f"{host.get('cpu') or 'cpu'}, {threads} {'thread' if threads == '1' else 'threads'} a process"
     fitted = {*_FITTED, *(_FITTED_ON_CPUS if recipe.cluster.accelerator == "cpu" else ())}
     facts = {name: value for name, value in dataclasses.asdict(recipe.cluster).items() if name not in fitted}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from titanlab.compile import cache as compiler_cache
 from titanlab.data import cache as data_cache
 from titanlab.data import source
-from titanlab.distributed.host import cores
+from titanlab.distributed.host import share_of_cores, thread_variables
 from titanlab.distributed.ranks import ALONE, Ranks, joined
 from titanlab.distributed.silence import hangs_of_others
 from titanlab.distributed.start_up import StartUp, start_of_worker
@@ -36,6 +36,7 @@ from titanlab.system.disk import FolderGone, disk_fault
 from titanlab.system.kept_imports import kept_imports
 from titanlab.system.regular_file import open_to_write
 from titanlab.terminal.console import Console
+from titanlab.terminal.numerals import counted
 from titanlab.worker.fork import PIDS_FILE, end_with_parent, fork_ranks, hear_stop_signals
 from titanlab.worker.imports import import_techniques, import_trainer
 
@@ -70,9 +71,10 @@ def main(
     # From here on, a stop request ends this rank before its first step, and later after a step.
     watchdog: Watchdog | None = None
     with contextlib.ExitStack() as stack:
-        # The other ranks have logs of their own, and nobody waits in front of those.
+        # Only rank 0 writes to the terminal.
+        console = stack.enter_context(Console(quiet=ranks.rank > 0))
         if ranks.rank == 0:
-            start_up.show_by(stack.enter_context(Console()).phase)
+            start_up.show_by(console.phase)
         start_up.begin("recipe", "reading the recipe")
         stop = stack.enter_context(request_from_lines(sys.stdin) if os.environ.get("TITANLAB_TOLD") else stop_request())
         hear_stop_signals()
@@ -83,7 +85,7 @@ def main(
                 _begin_after_earlier_attempt(start_up, run, attempt)
             watchdog = _watchdog(recipe, run, ranks, attempt)
             stack.callback(watchdog.close)
-            os.environ.update(environment(recipe, ranks))
+            _set_environment(recipe, ranks, console)
             _repair_compiled()
             if recipe.cluster.accelerator == "cpu":
                 _keep_freed_memory()
@@ -147,7 +149,7 @@ def _import_before_fork(run: RunFolder, start_up: StartUp) -> Recipe | None:
         console.phase("importing torch")
         recipe = _read_recipe(run, _begun_attempt())
         if recipe.cluster.accelerator == "cpu":
-            os.environ.update(environment(recipe, joined(os.environ) or ALONE))
+            _set_environment(recipe, joined(os.environ) or ALONE, console)
             start_up.begin("imports")
             import_trainer()
             import_techniques(recipe)
@@ -218,12 +220,20 @@ def _failed(error: BaseException, run: RunFolder, ranks: Ranks, attempt: int | N
     return exit_code(error)
 
 
+def _set_environment(recipe: Recipe, ranks: Ranks, console: Console) -> None:
+    variables = environment(recipe, ranks)
+    for name in variables.keys() & os.environ.keys() if recipe.launch.threads is None and ranks.rank == 0 else ():
+        here = counted(ranks.local_world, "process", "processes")
+        rule = f"{here} on this host would use more threads than there are cores"
+        console.warn(f"{name}={os.environ[name]}: {rule}; each uses {variables[name]} (launch.threads overrides it)")
+    os.environ.update(variables)
+
+
 def environment(recipe: Recipe, ranks: Ranks) -> dict[str, str]:
-    """Variables that must be set before torch is imported; variables that the user has set win."""
-    threads = recipe.launch.threads or max(1, cores() // ranks.local_world)
+    """Variables that must be set before torch is imported; those that are set win, but for too many threads."""
+    share = share_of_cores(ranks.local_world, os.environ)
     variables = {
         **ranks.environment(),
-        "OMP_NUM_THREADS": str(threads),
         # Less fragmentation of GPU memory. torch 2.10 renamed the variable.
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
@@ -237,7 +247,8 @@ def environment(recipe: Recipe, ranks: Ranks) -> dict[str, str]:
         variables[compiler_cache.VARIABLE] = str(compiler_cache.default_folder(data_cache.root))
     if recipe.training.deterministic:
         variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    return {name: value for name, value in variables.items() if name not in os.environ}
+    unset = {name: value for name, value in variables.items() if name not in os.environ}
+    return unset | thread_variables(os.environ, share, recipe.launch.threads)
 
 
 def _repair_compiled() -> None:

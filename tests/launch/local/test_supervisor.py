@@ -41,7 +41,6 @@ def stub(tmp_path, monkeypatch):
         package = stub_package(tmp_path / "stub", seconds=seconds)
         monkeypatch.setattr(snapshot, "take", lambda code: taken(code, package=package))
 
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     return of
 
 
@@ -80,7 +79,7 @@ def test_jobs_run_in_order_and_all_ranks_of_each(stub, tmp_path, monkeypatch):
     # The two that fit together may start in either order; the larger one waits for them.
     assert max(first[names[0]], first[names[1]]) < first[names[2]]
     assert {row[5] for row in rows} == {str(tmp_path / "here")}
-    # Threads are one share for every process that may run at once.
+    # Cores are one share for every process that may run at once.
     assert {row[3] for row in rows} == {str(max(1, cores() // 2))}
     assert all(submitted.folder.run(name).result().kind is OutcomeKind.DONE for name in names)
     # Nothing is left to do, and the next submission starts nothing.

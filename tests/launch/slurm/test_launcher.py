@@ -24,6 +24,16 @@ def test_jobs_of_several_submissions_are_cancelled_by_one_call(slurm):
     assert slurm.asked == [("scancel", "12_[0,2]")]
 
 
+# Of srun --ntasks=4, for one of its tasks.
+STEP = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4",
+}
+
+
 def test_a_job_has_the_number_of_its_array_and_its_index():
     assert LAUNCHER.job_number(submission(), 2) == "12_2"
     intended = Slurm().implementation().job_number(replace(submission(), job_id=None), 0)
@@ -37,7 +47,19 @@ def test_without_an_answer_an_array_has_the_size_that_every_site_takes(slurm):
     assert slurm.asked == [("scontrol", "show", "config")]
 
 
-@pytest.mark.parametrize(("environ", "cores"), [({}, None), ({"SLURM_CPUS_PER_TASK": "7"}, 7)])
+@pytest.mark.parametrize(
+    ("environ", "cores"),
+    [
+        ({}, None),
+        ({"SLURM_CPUS_PER_TASK": "7"}, 7),
+        # Each of 4 tasks may be bound to its own 2.
+        (STEP | {"SLURM_CPUS_ON_NODE": "9"}, 2),
+        (STEP | {"SLURM_CPUS_ON_NODE": "3"}, 1),
+        (STEP, None),
+        # A shell in an allocation.
+        ({"SLURM_CPUS_ON_NODE": "9"}, None),
+    ],
+)
 def test_cores_are_those_of_one_task(environ, cores):
     assert LAUNCHER.cores(environ) == cores
 

@@ -24,7 +24,7 @@ from titanlab.errors import TitanlabError
 from titanlab.launch.attempt import begin, conclude, keep_tokenizer, missed_checkpoint
 from titanlab.launch.bad_hosts import note_bad_host, suspect
 from titanlab.launch.child import Child
-from titanlab.launch.contract import LaunchConfig, launch_of
+from titanlab.launch.contract import launch_of
 from titanlab.launch.job import rendezvous, roll_call
 from titanlab.launch.job.group import Group, await_end, ranks_in
 from titanlab.launch.job.job import Job, received_signals, say, submitted
@@ -34,7 +34,7 @@ from titanlab.launch.job.rank_watch import RESULT_SECONDS, RankWatch, await_resu
 from titanlab.launch.job.rendezvous import Rendezvous
 from titanlab.launch.job.requeue import requeue, requeue_after, requeue_without_rank_0, survives
 from titanlab.launch.job.stop_file import StopCheck
-from titanlab.launch.launchers import default_config, launcher_named
+from titanlab.launch.launchers import default_config, given_cores, launcher_named
 from titanlab.recipe.recipe import Recipe, from_mapping
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exception
 from titanlab.records.run_folder import open_run
@@ -157,7 +157,16 @@ def _attempted(job: Job, group: Group) -> tuple[Outcome, Recipe | None]:
         missed = missed_checkpoint(run)
         if missed is not None:
             say(missed)
-        attempt = begin(run, recipe, this_host(), started_by=place.launcher, report=say)
+        environ = {**os.environ, **given_cores(job.place.launcher, os.environ)}
+        attempt = begin(
+            run,
+            recipe,
+            this_host(),
+            started_by=place.launcher,
+            report=say,
+            processes=place.ranks.local_world,
+            environ=environ,
+        )
     except Exception as error:
         # The attempt needs a result in this case too, and the other ranks wait for the rendezvous.
         attempt = run.begin_attempt(config, None)
@@ -232,7 +241,6 @@ def _watched(job: Job, recipe: Recipe, meeting: Rendezvous, stop: StopCheck) -> 
     """Run this rank's worker until it ends. Returns its exit code; if it failed, the reason is recorded."""
     run, ranks = job.run, ranks_in(job.place.ranks, meeting)
     attempt = run.attempt_folder(meeting.attempt)
-    launch = launch_of(recipe)
     try:
         if job.code is not None:
             check_code(job.code)
@@ -253,7 +261,7 @@ def _watched(job: Job, recipe: Recipe, meeting: Rendezvous, stop: StopCheck) -> 
             attempt=meeting.attempt,
             config=run.config(meeting.attempt),
             log=run.logs / f"rank-{ranks.rank}.log",
-            environment=_environment(job, launch),
+            environment=given_cores(job.place.launcher, os.environ),
         )
     except Exception as error:
         note = from_exception(error, rank=ranks.rank, attempt=meeting.attempt)
@@ -271,14 +279,6 @@ def _watched(job: Job, recipe: Recipe, meeting: Rendezvous, stop: StopCheck) -> 
         is_hurried=lambda: job.is_hurried,
         is_first=ranks.local_rank == 0,
     ).to_end()
-
-
-def _environment(job: Job, launch: LaunchConfig) -> dict[str, str]:
-    """Variables for the worker: the cores of this task, unless the user has set a number of threads."""
-    cores = job.launcher.cores(os.environ)
-    if cores is None or "OMP_NUM_THREADS" in os.environ or launch.threads is not None:
-        return {}
-    return {"OMP_NUM_THREADS": str(cores)}
 
 
 def _exit_code(outcome: Outcome) -> int:

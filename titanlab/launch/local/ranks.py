@@ -21,6 +21,7 @@ from titanlab.distributed.start_up import launched_at
 from titanlab.distributed.stop import STOP_SIGNALS, caught_signals, handlers_kept, stopped_before_start
 from titanlab.launch.contract import Failure
 from titanlab.launch.escalation import Escalation
+from titanlab.launch.launchers import given_cores
 from titanlab.launch.local.rank_processes import KILL_SECONDS, RankProcesses, ask_to_stop
 from titanlab.launch.local.wake import KIND
 from titanlab.records.run_folder import RunFolder
@@ -75,7 +76,7 @@ def start_one(
     with _forwarded_signals(escalation) as signals:
         child = subprocess.Popen(
             [*worker_command(folder), *(["-"] if config else [])],
-            env={**os.environ, **worker_environment(ranks, attempt)},
+            env={**os.environ, **worker_environment(ranks, attempt), **given_cores(ranks.started_by, os.environ)},
             stdin=subprocess.PIPE if config else None,
             start_new_session=True,
         )

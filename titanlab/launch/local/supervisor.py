@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from titanlab.distributed.host import cores, this_host
+from titanlab.distributed.host import CORES, cores, this_host
 from titanlab.distributed.stop import handled
 from titanlab.errors import ConfigError
 from titanlab.launch.local.job_start import controller_of, start
@@ -219,7 +219,7 @@ class Supervisor:
                 # Before the start: if this record cannot be written, the next supervisor would start the job again.
                 write_local_job(self._sweep, *job.key, record)
                 try:
-                    process = start(self._sweep, job.submission, job.index, devices, variables=_threads(job))
+                    process = start(self._sweep, job.submission, job.index, devices, variables=_cores(job))
                 except Exception as error:
                     if isinstance(error, OSError) and disk_fault(error) is not None:
                         raise
@@ -290,11 +290,9 @@ def visible_devices(environ: Mapping[str, str]) -> list[str]:
     return visible[: host.count] if visible else [str(number) for number in range(host.count)]
 
 
-def _threads(job: _Job) -> dict[str, str]:
-    """The same number of threads for every process of a sweep, so that layouts can be compared."""
-    if "OMP_NUM_THREADS" in os.environ or job.submission.launch.get("threads") is not None:
-        return {}
-    return {"OMP_NUM_THREADS": str(max(1, cores() // max(job.room, job.processes)))}
+def _cores(job: _Job) -> dict[str, str]:
+    """The same share of the cores for every process of a sweep, so that layouts can be compared."""
+    return {CORES: str(max(1, cores() // max(job.room, job.processes)))}
 
 
 def _say(text: str) -> None:

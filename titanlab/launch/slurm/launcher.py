@@ -109,9 +109,11 @@ class SlurmLauncher(Launcher):
         return job.addresses(place, environ)
 
     def cores(self, environ: Mapping[str, str]) -> int | None:
-        """Cores of one task."""
-        cores = environ.get("SLURM_CPUS_PER_TASK")
-        return None if cores is None else int(cores)
+        """Cores of one task; without `--cpus-per-task` srun shares those of the step on this node evenly."""
+        if (cores := environ.get("SLURM_CPUS_PER_TASK")) is not None:
+            return int(cores)
+        ranks, on_node = joined_step(environ), environ.get("SLURM_CPUS_ON_NODE", "")
+        return max(1, int(on_node) // ranks.local_world) if ranks is not None and on_node.isdecimal() else None
 
     def name_job(self, place: Place, name: str) -> None:
         """Rename the job with scontrol."""
