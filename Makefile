@@ -43,7 +43,7 @@ quickstart: $(READY) ## train a small Llama, let it write code, then compare it 
 	@echo; echo "try next (after: . $(VENV)/bin/activate):"; \
 	 echo "  titanlab status quickstart_layouts                             # how they ended"; \
 	 echo "  titanlab train +recipe=quickstart parallelism=ddp name=ddp     # the same training, another layout"; \
-	 echo "  titanlab sweep +recipe=quickstart precision=fp32,bf16          # two precisions"; \
+	 echo "  titanlab sweep +recipe=quickstart optimizer=adamw,muon         # two optimizers"; \
 	 echo "  titanlab sweep --help; titanlab train --help                   # all there is to choose"
 	@echo; $(BIN)/titanlab report quickstart_layouts
 

@@ -21,6 +21,9 @@ CUDA |= {"devices": [H100, {**H100, "peers": [0]}], "architectures": ["sm_80", "
     [
         (CPU, {"torch": "ok"}),
         ({**CPU, "gloo": False}, {"torch": "ok", "gloo": "fail"}),
+        ({**CPU, "cpu_bf16": True}, {"torch": "ok"}),
+        ({**CPU, "cpu_bf16": False}, {"torch": "ok", "bf16": "warn"}),
+        ({**CUDA, "cpu_bf16": False}, {"torch": "ok", "CUDA": "ok", "NCCL": "ok"}),
         (CUDA, {"torch": "ok", "CUDA": "ok", "NCCL": "ok"}),
         ({**CUDA, "product": 1.0}, {"torch": "ok", "CUDA": "fail", "NCCL": "ok"}),
         ({**CUDA, "nccl": False}, {"torch": "ok", "CUDA": "ok", "NCCL": "fail"}),

@@ -48,6 +48,10 @@ def check_torch(facts: Mapping[str, Any], problem: str) -> Iterator[Finding]:
     if not facts.get("distributed") or not facts.get("gloo"):
         yield fail("gloo", "this build of torch has no gloo", "install a build with torch.distributed")
     if not facts.get("cuda_available"):
+        if not facts.get("cpu_bf16", True):
+            yield warn(
+                "bf16", "this CPU has no units for it; tens of times slower than fp32", "use precision=fp32 here"
+            )
         return
     yield from _check_devices(facts)
 

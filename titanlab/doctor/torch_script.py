@@ -31,6 +31,7 @@ def facts() -> dict[str, Any]:
         "gloo": dist.is_available() and dist.is_gloo_available(),
         "nccl": dist.is_available() and dist.is_nccl_available(),
         "threads": torch.get_num_threads(),
+        "cpu_bf16": torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported(),
         "devices": [],
         "architectures": torch.cuda.get_arch_list() if torch.version.cuda else [],
     }

@@ -10,6 +10,7 @@ from tests import tiny
 from titanlab.checkpoint.position import Position
 from titanlab.costs import meter
 from titanlab.distributed.world import World
+from titanlab.precision.fp16_schema import Fp16
 from titanlab.precision.loss_scale import ScaledStep
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.terminal import phase
@@ -20,6 +21,26 @@ from titanlab.training.totals import Totals
 
 CPU = torch.device("cpu")
 ALONE = World(rank=0, world=1, local_rank=0, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("given", "supported", "named"),
+    [
+        ({"bf16": True}, False, "bf16"),
+        ({"precision": Fp16()}, False, "fp16"),
+        ({"bf16": True}, True, None),
+        ({}, False, None),
+    ],
+)
+def test_a_cpu_without_units_for_the_precision_is_told(tmp_path, capsys, monkeypatch, given, supported, named):
+    for name in ("bf16", "fp16"):
+        monkeypatch.setattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", lambda: supported)
+    made = tiny.recipe(tmp_path, **given)
+    with open_recorder(made, tiny.begin(made), ALONE, attempt=1, position=Position()):
+        pass
+    rule = f"this CPU has no units for {named}, and multiplies tens of times more slowly than in fp32"
+    line = f"warning: precision={named}: {rule}; try precision=fp32\n"
+    assert capsys.readouterr().err == (line if named else "")
 
 
 def test_a_run_is_recorded(tmp_path, capsys):

@@ -140,6 +140,18 @@ def _peak(constants: Work) -> str:
     return f"{trimmed(constants.peak_flops / 1e12)} TFLOP/s ({constants.peak_source})"
 
 
+def slow_precision(recipe: Recipe, device: torch.device) -> str | None:
+    """A line about a CPU that has no units for the dtype of the products; None: it has them."""
+    compute = Dtypes.of(recipe.precision.formats()).compute
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(compute)
+    if device.type != "cpu" or name is None:
+        return None
+    # Private: whether oneDNN multiplies in that dtype, the same in torch 2.11 to 2.13.
+    supported = torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")()
+    rule = f"this CPU has no units for {name}, and multiplies tens of times more slowly than in fp32"
+    return None if supported else f"precision={recipe.precision.kind}: {rule}; try precision=fp32"
+
+
 def _precision(recipe: Recipe, account: ModelAccount) -> str:
     cluster = recipe.cluster
     return recipe.precision.describe(account, accelerator=cluster.accelerator, device=str(cluster.device))

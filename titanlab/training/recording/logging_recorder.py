@@ -80,6 +80,8 @@ class LoggingRecorder(Recorder):
         self._experts = ExpertRows(self._steps, functools.partial(self._metrics.write, EXPERTS))
         self._watch = Watch(active=recipe.compile.compiles, note=console.note, warn=console.warn)
         console.start(f"titanlab · {recipe.name}", facts.start_rows(recipe, run, world.device, work, position))
+        if slow := facts.slow_precision(recipe, world.device):
+            console.warn(slow)
 
     def start(self) -> None:
         if self._world.device.type == "cuda":
