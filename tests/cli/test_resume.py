@@ -12,6 +12,9 @@ from tests.sweep.conftest import slurm, small_package  # noqa: F401
 from titanlab.checkpoint.folders import step_folder
 from titanlab.cli import resume
 from titanlab.cluster.schema import Cluster
+from titanlab.data import source
+from titanlab.data.files_schema import Files
+from titanlab.data.tokenizers.training import train
 from titanlab.errors import ConfigError
 from titanlab.launch.job.job import Job
 from titanlab.launch.local_schema import Local
@@ -119,6 +122,40 @@ def test_a_resume_that_cannot_be(command, saved_run, arguments, begins, cure):
     said = command(f"resume {filled(arguments)}")
     assert said.err.startswith(f"error: {filled(begins)[:110]}")
     assert cure in said.refusal["cure"]
+
+
+def test_a_run_is_told_where_its_corpus_is_now(command, saved_run, tmp_path, monkeypatch):
+    monkeypatch.setenv("TITANLAB_CACHE", str(tmp_path / "cache"))
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.txt").write_text("".join(f"{name} {number} of this corpus\n" for number in range(200)))
+
+    def files(first, second):
+        return f"{tmp_path / first}:{tmp_path / second}"
+
+    # The run, as one that was trained on these files with a tokenizer that is there.
+    train(
+        [f"one {chr(97 + number % 26)} {number * 7919:x}" for number in range(999)], vocab_size=320, file=tmp_path / "t"
+    )
+    data = Files(files=files("a", "b"), tokenizer=str(tmp_path / "t"), validation_fraction=0.0)
+    made = tiny.recipe(tmp_path / "others", shard=2)
+    made = replace(made, data=data, model=replace(made.model, vocab_size=320))
+    identity = identify(made, data=source.fingerprint(data), hardware="cpu")
+    run = create_run(made.runs, name="toy", identity=identity, config=to_mapping(made))
+    shutil.copytree(saved_run / "checkpoints", run.checkpoints, dirs_exist_ok=True)
+    (tmp_path / "a").rename(tmp_path / "c")
+    (tmp_path / "b").rename(tmp_path / "d")
+    (tmp_path / "e").symlink_to(tmp_path / "c")
+    assert "a: matches no file" in command(f"resume {run.path}").err
+    # Half of it is another corpus, and so is its other order.
+    for places in (files("c", "c"), files("e", "d")):
+        said = command(f"resume {run.path} data.files={places}")
+        assert "is other data than the run has begun with" in said.err
+        assert said.started == []
+    said = command(f"resume {run.path} data.files={files('c', 'd')}")
+    assert said.err == ""
+    (resumed,) = said.started
+    assert resumed.data.files == files("c", "d")
 
 
 def test_what_may_change_is_changed(command, saved_run):

@@ -27,8 +27,11 @@ from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import counted
 from titanlab.terminal.paths import shown_path, sweep_argument
 
+# Where the data is: what is there must be the same.
+_PLACES = ("data.files", "data.folder", "data.path", "data.data_files", "data.tokenizer")
 # The keys that may change between attempts. They do not change what the run computes.
 CHANGEABLE = (
+    *_PLACES,
     *LAYOUT,
     "model.fused",
     "cluster.",
@@ -87,8 +90,20 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         recipe = replace(recipe, launch=directly(launch_of(recipe)))
         (ready,) = prepare([recipe], console.note, started=newest is not None)
+        _check_data(run, ready.identity.content["data"], args.overrides)
         ended = continue_run(run, ready.recipe, ready.host, ready.ranks, console, checkpoint=checkpoint)
     return ended.kind.exit_code
+
+
+def _check_data(run: RunFolder, fingerprint: str, overrides: Sequence[str]) -> None:
+    """Check that the data of another place is the run's, before anything starts."""
+    places = [override.split("=", 1) for override in overrides if override.startswith(_PLACES)]
+    identity = run.identity()
+    if places and identity is not None and identity.content["data"] != fingerprint:
+        (key, value), *_ = places
+        rule = "is other data than the run has begun with: other content, or files whose paths sort in another order"
+        cure = f"for a new run with it: titanlab train --from {shown_path(run.path)} {key}={value}"
+        raise ConfigError(key, value, rule, cure)
 
 
 def _changed(run: RunFolder, overrides: Sequence[str], console: Console) -> Recipe:
