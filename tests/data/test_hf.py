@@ -99,6 +99,25 @@ def test_a_position_is_kept_when_nothing_was_read_after_resuming(config: Hugging
         assert global_steps(changed(config, prefetch=0), ranks=ranks, steps=0, state=state)[1] == state
 
 
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+def test_other_columns_may_change_their_type_and_come_and_go(
+    tmp_path: Path, model_file: Path, cache: Path, kind: str
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    written = [text(number, 10) for number in range(12)]
+    for file, other in enumerate(([1, 2, 3], ["a", "b", "c"], [{"x": 1}, {"x": 2}, {"x": 3}], None)):
+        columns = {"text": written[3 * file : 3 * file + 3], **({"id": other} if other else {"new": [[], [1], [2]]})}
+        if kind == "parquet":
+            pq.write_table(pa.table(columns), tmp_path / f"{file}.parquet")
+            continue
+        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        (tmp_path / f"{file}.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = made(tmp_path / f"*.{kind}", model_file, path=kind, streams=1)
+    assert list(hf_documents.documents(hf_documents.open_dataset(config, "train"), config)) == written
+
+
 def test_parquet_resumes_too(tmp_path: Path, model_file: Path, cache: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -172,18 +172,34 @@ def open_dataset(config: HuggingFace, split: str, key: str = "data.split") -> An
     """
     if config.path not in LOCAL_BUILDERS and not os.path.exists(config.path) and not is_offline():
         check_reachable(config.path, "data.path")
+    options = {"name": config.name, "revision": config.revision, "data_files": config.data_files or None}
     try:
-        return _library().load_dataset(
-            config.path,
-            config.name,
-            split=split,
-            streaming=True,
-            revision=config.revision,
-            data_files=config.data_files or None,
-        )
+        dataset = _library().load_dataset(config.path, split=split, streaming=True, **options)
+        return _text_only(dataset, config, split, options)
     # `datasets` and its dependencies raise dozens of types, which share no other base class.
     except Exception as error:
         raise _explained(error, config, split, key) from error
+
+
+def _text_only(dataset: Any, config: HuggingFace, split: str, options: dict[str, Any]) -> Any:
+    """The dataset without its other columns, where `datasets` can leave them out.
+
+    It gives all files the types of the first, and refuses a file in which any column has another type.
+    """
+    name, library = config.text_field, _library()
+    kind = (dataset.features or {}).get(name)
+    if getattr(kind, "dtype", None) not in ("string", "large_string"):
+        return dataset
+    if config.path == "parquet":
+        return library.load_dataset(config.path, split=split, streaming=True, columns=[name], **options)
+    if config.path != "json":
+        return dataset
+    builder = library.load_dataset_builder(config.path, features=library.Features({name: kind}), **options)
+    cast = builder._cast_table  # it has no option for columns, as of datasets 5.2
+    builder._cast_table = lambda table, **more: cast(
+        table.select([column for column in table.column_names if column == name]), **more
+    )
+    return builder.as_streaming_dataset(split=split)
 
 
 def _explained(error: Exception, config: HuggingFace, split: str, key: str) -> ConfigError:
