@@ -145,6 +145,13 @@ def test_a_tensor_is_read_from_the_file_that_the_index_names(tmp_path):
         read_entries({second: ["c", "b"]}, "x")
 
 
+def test_a_pointer_of_git_lfs_is_named(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n")
+    with pytest.raises(ConfigError, match="is a pointer of Git LFS, and not the file; run `git lfs pull`"):
+        read_entries({path: None}, "x")
+
+
 @pytest.mark.parametrize(
     ("content", "rule"),
     [

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""Beginning of the small file that a clone without Git LFS has in place of a large one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Foreign:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
-from titanlab.system.foreign import Foreign
+from titanlab.system.foreign import LFS_POINTER, Foreign
 from titanlab.weights.biases import Biases
 
 if TYPE_CHECKING:
@@ -172,6 +172,9 @@ def read_entries(files: Mapping[Path, Collection[str] | None], key: str) -> tupl
                     entries[name] = Entry(dtype=str(tensor.get_dtype()), shape=tuple(tensor.get_shape()))
                     places[name] = path
         except (SafetensorError, OSError) as error:
+            if path.is_file() and path.stat().st_size < 1024 and path.read_bytes().startswith(LFS_POINTER):
+                rule = "is a pointer of Git LFS, and not the file"
+                raise ConfigError(key, path, rule, "run `git lfs pull` in its repository") from error
             reason = "is missing" if not path.exists() else f"cannot be read ({' '.join(str(error).split())[:80]})"
             raise ConfigError(key, path, reason, "fetch the file again") from error
     return entries, places

@@ -170,6 +170,12 @@ def test_sample_is_spread_over_the_files(tmp_path: Path) -> None:
         ("a.jsonl", b"[" * 100_000, "data.files", r"is not JSON"),
         ("a.parquet", b"PAR1 not really", "data.files", r"a\.parquet: is no readable parquet"),
         ("a.parquet", b"", "data.files", r"a\.parquet: is no readable parquet"),
+        (
+            "a.txt",
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n",
+            "data.files",
+            "is a pointer of Git LFS",
+        ),
         ("a.txt.gz", b"plain", "data.files", r"is no whole .gz file"),
         ("a.txt.gz", gzip.compress(b"x" * 999, mtime=0)[:-12], "data.files", r"is no whole .gz file"),
     ],

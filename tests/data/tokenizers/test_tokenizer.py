@@ -129,6 +129,17 @@ def test_other_tokens_around_documents_are_other_data(tmp_path: Path) -> None:
     assert load(tmp_path).fingerprint in found
 
 
+def test_a_config_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+    model = {"type": "WordLevel", "vocab": WITH_NONE, "unk_token": "a"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text("{")
+    warning = f"warning: {config} names nothing that can be read: the usual names count"
+    assert warning in separators_in_words(load(tmp_path))
+    config.write_text('\ufeff{"bos_token": null, "eos_token": "a"}', encoding="utf-8")
+    assert separators_in_words(load(tmp_path)) == ["a document ends with token 3"]
+
+
 def test_decoding_leaves_special_tokens_out(model_file: Path, json_file: Path) -> None:
     for file in (model_file, json_file):
         tokenizer = load(file)
@@ -161,6 +172,7 @@ def test_folder_with_a_tokenizer(model_file: Path, json_file: Path) -> None:
         (b'{"a": 1}', "no tokenizer.json"),
         (json.dumps({"model": {"type": "BPE", "vocab": {}, "merges": []}}).encode(), "vocabulary"),
         (b"{\xff\xfe", "no tokenizer.json"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", "is a pointer of Git LFS, .*`git lfs pull`"),
     ],
 )
 def test_foreign_files_are_refused(tmp_path: Path, content: bytes, rule: str) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from titanlab.errors import ConfigError
+from titanlab.system.foreign import LFS_POINTER
 
 _LINES = {".jsonl", ".ndjson", ".json"}
 _PACKED = {".gz", ".bz2", ".xz", ".zst"}
@@ -155,6 +156,9 @@ class Corpus:
     def _text(self, file: Path) -> Iterator[str]:
         with _opened(file) as stream:
             content = stream.read()
+        if content.startswith(LFS_POINTER):
+            rule = "is a pointer of Git LFS, and not the file"
+            raise ConfigError(self.key, file, rule, "run `git lfs pull` in its repository")
         try:
             yield content.decode("utf-8")
         except UnicodeDecodeError as error:

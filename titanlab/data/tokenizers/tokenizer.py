@@ -17,6 +17,7 @@ from titanlab.data.tokenizers.watched_encoding import WatchedEncoding, unknown_p
 from titanlab.distributed.host import cores
 from titanlab.errors import ConfigError
 from titanlab.system.atomic_file import write_bytes
+from titanlab.system.foreign import LFS_POINTER
 
 _MODEL, _JSON, _CONFIG = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
 # Beside a tokenizer_config.json of before 2023, which does not list the added tokens, this file names the special ones.
@@ -87,6 +88,10 @@ def load(path: Path, key: str = "data.tokenizer") -> Tokenizer:
         content = path.read_bytes()
     except OSError as error:
         raise ConfigError(key, path, f"cannot be read ({error.strerror})", "check its permissions") from error
+    if content.startswith(LFS_POINTER):
+        raise ConfigError(
+            key, path, "is a pointer of Git LFS, and not the file", "run `git lfs pull` in its repository"
+        )
     if content.lstrip()[:1] == b"{":
         return HuggingFaceTokenizer(path, content, key)
     if is_tiktoken(content):
@@ -125,6 +130,9 @@ def separators_in_words(tokenizer: Tokenizer) -> list[str]:
     lines = [f"a document {' and '.join(said)}"] if said else []
     if isinstance(tokenizer, HuggingFaceTokenizer):
         declared = _declared(tokenizer.file)
+        config = tokenizer.file.with_name(_CONFIG)
+        if config.exists() and not declared_in(config):
+            lines.append(f"warning: {config} names nothing that can be read: the usual names count")
         for role, token in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
             if token is None and (name := _name(declared.get(role))) is not None:
                 lines.append(f"warning: {role} is {name} beside {tokenizer.file}, whose vocabulary lacks it")
@@ -280,7 +288,7 @@ def _refusing(path: Path, key: str, rule: str, cure: str) -> Iterator[None]:
 def declared_in(path: Path) -> dict[str, Any]:
     """The entries of a tokenizer_config.json; none if there is no such file, or if it is damaged."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
         if isinstance(content, dict):
             return content
     return {}
