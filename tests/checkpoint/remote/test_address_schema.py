@@ -8,6 +8,8 @@ SECRETS = {
     "s3://user:pa55@bucket/folder": "holds a password.*give s3://bucket/folder, and the secret to the store's own",
     "sftp://user:pa55@host:22/folder": "holds a password",
     "s3://:pa55@bucket": "holds a password",
+    "s3://pa55@bucket/folder": "holds a password or a token.*give s3://bucket/folder, and the secret",
+    "gs://pa55@bucket": "holds a password or a token",
     "az://box/folder?sig=pa55": "holds options after",
     "az://box/folder#pa55": "holds options after",
 }

@@ -18,6 +18,8 @@ _LOCAL = ("file", "local")
 _UNUSABLE = ("http", "https", "data", "git", "github", "reference", "zip", "tar", "libarchive", "generic", "dir")
 _WRAPPERS = ("cached", "blockcache", "filecache", "simplecache")
 _SECRET = "***"
+# The name before @ is a user's, or that of a container; elsewhere it may be a token.
+_WITH_USER = ("sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "abfs", "abfss", "wasb", "wasbs", "az", "adl", "oci")
 
 
 @dataclass(frozen=True, order=True)
@@ -88,10 +90,10 @@ def check_address(key: str, text: str) -> None:
     protocol, rest = match[1].lower(), text[match.end() :]
     authority = rest.partition("/")[0]
     user, at, _ = authority.rpartition("@")
-    if at and ":" in user:
+    if at and (":" in user or protocol not in _WITH_USER):
         # The value of an error is shown.
         shown = text.replace(user, _SECRET)
-        rule = "holds a password, and config.yaml, the logs and the tracker would hold it too"
+        rule = "holds a password or a token, and config.yaml, the logs and the tracker would hold it too"
         raise ConfigError(key, shown, rule, _elsewhere(text.replace(f"{user}@", "")))
     if "?" in rest or "#" in rest:
         kept = text.partition("?")[0].partition("#")[0]
