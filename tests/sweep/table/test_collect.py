@@ -96,3 +96,15 @@ def test_a_value_of_another_kind_than_its_column_is_not_known(made, tmp_path):
     names = ("started", "launcher", "git_commit", "git_dirty", "torch", "cores")
     assert [row[name] for name in names] == [None] * 6
     assert (row["outcome"], row["loss"], row["code"], row["hosts"]) == ("done", 4.25, "c0de", 1)
+
+
+def test_a_cause_that_begins_like_a_formula_is_none_in_the_csv(made, tmp_path):
+    causes = ["=HYPERLINK(1)", "+1+cmd", "-1", "@sum", "\t=1", "plain = text"]
+    for place, cause in enumerate(causes):
+        begin(run := made.run(f"r{place}", seed=place))
+        end(run, "crash", cause=cause)
+    parquet_file, csv_file = write_table(Table(made.folder).rows(), "s", tmp_path)
+    assert parquet.read_table(parquet_file)["cause"].to_pylist() == causes
+    with csv_file.open(newline="") as file:
+        found = [line["cause"] for line in csv.DictReader(file)]
+    assert found == ["'=HYPERLINK(1)", "'+1+cmd", "-1", "'@sum", "'\t=1", "plain = text"]

@@ -71,3 +71,13 @@ def test_lines_leave_out_what_no_sweep_has():
         "sweep  runs  of which  dropped",
         "a         1  1 done          3",
     ]
+
+
+def test_a_sweep_whose_plan_is_damaged_hides_no_other(tmp_path):
+    for name in ("first", "second"):
+        begin(run := Made(tmp_path / "runs", name).run("r", seed=1))
+        train(run)
+        end(run, "done")
+    (tmp_path / "runs" / "first" / "points.jsonl").write_text('{"point": ')
+    rows = {row["sweep"]: row["states"] for row in overview(tmp_path / "runs").rows}
+    assert rows == {"first": {"done": 1, "unreadable": 1}, "second": {"done": 1}}

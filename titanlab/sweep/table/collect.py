@@ -45,15 +45,27 @@ def write_table(rows: Sequence[Mapping[str, Any]], sweep: str, into: Path) -> li
     from pyarrow import csv, parquet
 
     table = arrow_table(rows, sweep)
+    # Spreadsheets compute a text that begins with these, and a cause may be text of anybody.
+    plain = arrow_table([{name: _inert(value) for name, value in row.items()} for row in rows], sweep)
     try:
         into.mkdir(parents=True, exist_ok=True)
         return [
             _whole(into / f"{sweep}.parquet", lambda path: parquet.write_table(table, path)),
-            _whole(into / f"{sweep}.csv", lambda path: csv.write_csv(table, path)),
+            _whole(into / f"{sweep}.csv", lambda path: csv.write_csv(plain, path)),
         ]
     except OSError as error:
         rule = f"cannot be written ({error.strerror or error})"
         raise ConfigError("--into", into, rule, "name a folder of yours") from error
+
+
+def _inert(value: Any) -> Any:
+    if not isinstance(value, str) or not value.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value
 
 
 def _whole(path: Path, write: Callable[[Path], None]) -> Path:

@@ -69,12 +69,18 @@ def _row(sweep: SweepFolder, members: list[RunFolder]) -> dict[str, Any]:
             continue
         statuses.append(status)
         words["prepared" if status is None else status.outcome or status.state] += 1
+    dropped = 0
+    try:
+        dropped = sum(bool(point.get("dropped")) for point in sweep.points())
+    except ConfigError:
+        # `titanlab status SWEEP` names the damaged file.
+        words["unreadable"] += 1
     order = {word: place for place, word in enumerate((*(kind.value for kind in OutcomeKind), *STATES))}
     return {
         "sweep": sweep.name,
         "runs": len(members),
         "states": {word: words[word] for word in sorted(words, key=lambda word: order.get(word, len(order)))},
-        "dropped": sum(bool(point.get("dropped")) for point in sweep.points()),
+        "dropped": dropped,
         "updated": max((status.updated for status in statuses if status is not None), default=None),
         "folder": str(sweep.path),
     }
