@@ -1,9 +1,12 @@
 """Arguments of verbs that take no recipe: any order, mistakes in one line, sizes of files."""
 
+from pathlib import Path
+
 import pytest
 
-from titanlab.cli.arguments import Arguments, bytes_of, parser_of
+from titanlab.cli.arguments import Arguments, Flags, bytes_of, parser_of
 from titanlab.errors import ConfigError
+from titanlab.system.user_path import user_path
 
 
 @pytest.fixture
@@ -118,3 +121,17 @@ def test_what_is_no_size_is_refused(text):
     with pytest.raises(ConfigError) as raised:
         bytes_of(text, "--size")
     assert str(raised.value) == f"--size={text}: is no size of a file; try 5GB"
+
+
+@pytest.mark.parametrize("kind", [Path, user_path])
+@pytest.mark.parametrize("make", [lambda: Arguments("verb", "What it does."), lambda: Flags("verb")])
+@pytest.mark.parametrize("text", ["", " "])
+def test_a_path_without_a_name_is_not_the_current_folder(kind, make, text):
+    made = make()
+    made.add_argument("--into", type=kind)
+    with pytest.raises(ConfigError) as raised:
+        made.parse_known_args([f"--into={text}"])
+    assert str(raised.value) == f"--into={text}: names no file or folder; see `titanlab verb --help`".replace(
+        "= :", "=:"
+    )
+    assert made.parse_known_args(["--into", "."])[0].into == Path()

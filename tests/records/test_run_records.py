@@ -111,7 +111,7 @@ def test_a_damaged_status_is_known_to_be_none(run):
 
 
 def test_attempts_are_numbers(run):
-    for name in ("10", "2", "1", "x", "-3", "1.5", ""):
+    for name in ("10", "2", "1", "x", "-3", "1.5", "", "9" * 20, "٣"):
         (run.path / "attempts" / name).mkdir(parents=True, exist_ok=True)
     assert run.attempts() == [1, 2, 10]
     assert run.newest_attempt() == 10

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from titanlab.errors import ConfigError
 from titanlab.ranges import MOST_64_BITS, check_whole
+from titanlab.system.user_path import user_path
 
 _SHOW_PARSER = "--show-parser"
 _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}}
@@ -20,6 +22,13 @@ class _Parser(argparse.ArgumentParser):
     """argparse whose errors are ConfigErrors."""
 
     _command_line = ""
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if action.type in (Path, user_path) and not arg_string.strip():
+            # As a path it would be the current folder, which nobody means.
+            name = action.option_strings[0] if action.option_strings else action.dest
+            raise ConfigError(name, arg_string, "names no file or folder", f"see `{self.prog} --help`")
+        return super()._get_value(action, arg_string)
 
     def error(self, message: str) -> NoReturn:
         """Raise a ConfigError; argparse calls this for every mistake."""

@@ -97,9 +97,18 @@ def _batch(recipe: Recipe) -> None:
 
 
 def _processes(recipe: Recipe) -> None:
-    if recipe.layout.world > MOST_PROCESSES:
+    check_processes(recipe.layout.world)
+
+
+def check_processes(world: int) -> None:
+    """Check that a layout may have so many processes.
+
+    Raises:
+        ConfigError: they are too many.
+    """
+    if world > MOST_PROCESSES:
         rule = f"a layout has at most {MOST_PROCESSES:,} processes"
-        raise ConfigError("world", recipe.layout.world, rule, "give fewer, by smaller degrees of parallelism")
+        raise ConfigError("world", world, rule, "give fewer, by smaller degrees of parallelism")
 
 
 def _layout_fits(recipe: Recipe) -> None:

@@ -186,7 +186,7 @@ class RunRecords:
             names = [path.name for path in (self.path / "attempts").iterdir()]
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(int(name) for name in names if name.isdecimal())
+        return sorted(int(name) for name in names if name.isdecimal() and name.isascii() and len(name) <= 6)
 
     def newest_attempt(self) -> int:
         """The number of the newest attempt; 0 if there is none."""

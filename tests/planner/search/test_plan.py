@@ -30,6 +30,12 @@ def test_only_the_product_of_degrees_matters_unless_they_stand():
     assert for_planning(alone).layout.world == 8
 
 
+@pytest.mark.parametrize("world", [1_000_001, 99_999_999])
+def test_a_world_that_no_recipe_may_have_is_refused_at_once(world):
+    recipe = dataclasses.replace(planned(), world=world)
+    assert refusal(for_planning, recipe).startswith(f"world={world}: a layout has at most 1,000,000 processes; ")
+
+
 @pytest.mark.parametrize("world", [0, -1])
 def test_a_world_of_nobody_is_refused(world):
     recipe = dataclasses.replace(planned(), world=world)

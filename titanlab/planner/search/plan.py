@@ -19,6 +19,7 @@ from titanlab.planner.search.ranking import Ranked, Ranking
 from titanlab.planner.search.space import Space
 from titanlab.recipe.memory_rules import check_addressable
 from titanlab.recipe.recipe import Recipe, resolve
+from titanlab.recipe.recipe_rules import check_processes
 
 # Share of a device's memory that recipes leave free, for CUDA, NCCL and the errors of the estimate. Datasheets count
 # memory in units of 1e9 bytes, which is 7 % less than what a driver reports, so that the real margin is larger.
@@ -79,6 +80,7 @@ def for_planning(recipe: Recipe, *, stands: bool = False) -> Recipe:
             world = resolve_layout(recipe.parallelism.degrees(), None).world
         if world < 1:
             raise ConfigError("world", world, "must be at least 1", "try world=8")
+        check_processes(world)
         degrees = {**dict.fromkeys(AXES, 1), "shard": world}
         own = dataclasses.replace(recipe.parallelism.with_degrees(degrees), expert=1)
         recipe = dataclasses.replace(recipe, world=world, parallelism=own)
