@@ -55,7 +55,7 @@ def draw(panels: Sequence[tuple[str, Timeline]], path: Path) -> None:
     longest = max(timeline.duration for _, timeline in panels)
     size = figure_size([timeline for _, timeline in panels])
     # A fixed salt, and no date below, so that the same figure gives the same file.
-    with mpl.rc_context({"svg.hashsalt": "titanlab", "font.family": "DejaVu Sans"}):
+    with mpl.rc_context({"svg.hashsalt": "titanlab", "font.family": "DejaVu Sans", "pdf.fonttype": 42}):
         figure = Figure(figsize=size, layout="constrained")
         heights = [len(timeline.events) for _, timeline in panels]
         axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]

@@ -19,8 +19,8 @@ def done(made, name, speed, *, cores=8, repeat=0, **keys):
 @pytest.fixture
 def swept(made):
     done(made, "single", 1000.0)
-    done(made, "fsdp", 900.0, shard=2)
-    done(made, "fsdp", 700.0, repeat=1, shard=2)
+    done(made, "fsdp", 1600.0, shard=2)
+    done(made, "fsdp", 400.0, repeat=1, shard=2)
     done(made, "four", 500.0, cores=2, shard=4)
     lost = made.run("lost", shard=6)
     begin(lost)
@@ -32,8 +32,8 @@ def test_efficiency_is_that_of_one_device(swept):
     scaling = scaling_frame(swept)
     assert list(scaling.columns) == list(COLUMNS)
     assert list(scaling["world"]) == [1, 2, 4]
-    assert list(scaling["efficiency_percent"]) == [100.0, 80.0, 50.0]
-    assert list(scaling["speedup"]) == [1.0, 1.6, 2.0]
+    assert list(scaling["efficiency_percent"]) == pytest.approx([100.0, 80.0, 50.0])
+    assert list(scaling["speedup"]) == pytest.approx([1.0, 1.6, 2.0])
     assert list(scaling["runs"]) == [1, 2, 1]
     assert list(scaling["oversubscribed"]) == [False, False, True]
     assert set(scaling["reference"]) == {scaling["recipe"][0]}
@@ -51,14 +51,14 @@ def test_weak_scaling_compares_equal_batches_of_a_device(made, swept):
     done(made, "weak", 950.0, shard=2, global_batch=2 * batch)
     runs = frames.sweep_frame(made.folder.path)
     strong, weak = scaling_frame(runs), scaling_frame(runs, weak=True)
-    (row,) = weak[(weak["world"] == 2) & (weak["efficiency_percent"] == 95.0)].to_dict("records")
-    assert row["speedup"] == 1.9
+    (row,) = weak[(weak["world"] == 2) & (weak["efficiency_percent"].round(6) == 95.0)].to_dict("records")
+    assert row["speedup"] == pytest.approx(1.9)
     assert 95.0 not in set(strong["efficiency_percent"])
 
 
 def test_figures_are_drawn_with_and_without_runs(swept):
     figure = drawings.draw_scaling(scaling_frame(swept))
-    assert [bar.get_width() for bar in figure.axes[0].patches] == [100.0, 80.0, 50.0]
+    assert [bar.get_width() for bar in figure.axes[0].patches] == pytest.approx([100.0, 80.0, 50.0])
     assert [bar.get_hatch() for bar in figure.axes[0].patches] == [None, None, "////"]
     empty = drawings.draw_scaling(scaling_frame(swept[swept.outcome == "oom"]))
     assert empty.axes[0].patches == [] or not list(empty.axes[0].patches)

@@ -1,19 +1,27 @@
 """Throughput and memory of recipes as bars."""
 
 import pytest
+from matplotlib.colors import to_hex
 
 from tests.report.figures.drawn import bars, texts
 from tests.sweep.table.plain import row
+from titanlab.costs.meter import LOSS, TOKENS_SEEN
 from titanlab.report import figures
 from titanlab.report.figures.bars import memory_by_layout, throughput_by_layout
+from titanlab.report.figures.loss import loss_by_tokens
+from titanlab.report.figures.pareto import pareto, points_of
+from titanlab.report.figures.records import recipe_colours
 from titanlab.report.frames import sweep_frame
+from titanlab.sweep.table.ranking import rank
 
 
 def test_throughput(mixed):
     runs = sweep_frame(mixed.folder.path)
     figure = figures.throughput_by_layout(runs)
-    assert bars(figure) == [(0, 1000.0, "////"), (1, 3000.0, None)]
-    assert texts(figure) == ["1,000  (MFU 41.5%)", "3,000  (MFU 41.5%)", "oom", "running"]
+    # The geometric means, as in a ranking.
+    assert lengths(figure) == pytest.approx([(900 * 1000 * 1100) ** (1 / 3), 3000.0])
+    assert [hatch for _, _, hatch in bars(figure)] == ["////", None]
+    assert texts(figure) == ["997, 1,993 together  (MFU 41.5%)", "3,000  (MFU 41.5%)", "oom", "running"]
     axis = figure.axes[0]
     assert [label.get_text() for label in axis.get_yticklabels()] == ["dp_s2", "single", "tp2", "cp2"]
     assert axis.get_xlabel() == "tokens per second of one device, median step after warm-up"
@@ -22,7 +30,7 @@ def test_throughput(mixed):
     (legend,) = figure.legends
     assert legend.get_texts()[0].get_text().startswith("oversubscribed")
     together = figures.throughput_by_layout(runs, together=True)
-    assert [length for _, length, _ in bars(together)] == [2000.0, 3000.0]
+    assert lengths(together) == pytest.approx([2 * (900 * 1000 * 1100) ** (1 / 3), 3000.0])
 
 
 def test_memory(mixed):
@@ -53,12 +61,55 @@ def test_bars_are_in_the_order_of_the_sweep_or_of_the_speeds():
     assert labels(throughput_by_layout(rows, ranked=True)) == ["fast", "slow", "none", "crowded"]
 
 
-def test_a_centre_that_is_given_goes_before_the_median_and_moves_its_place():
-    rows = [run("a", "tp2", 10.0), run("b", "cp2", 20.0), run("c", "tp2", 5.0, control=True)]
-    figure = throughput_by_layout(rows, ranked=True, centres={"tp2": 40.0})
-    # The control may have the label of another recipe: the centre is not its own.
-    assert labels(figure) == ["tp2", "cp2", "tp2 (control)"]
-    assert lengths(figure) == [40.0, 20.0, 5.0]
+def test_a_bar_is_the_figure_of_the_ranking():
+    """One recipe had 1,170 tokens/s in one figure, the median, and 730 in the next, the geometric mean."""
+    rows = [run("a", "tp2", 100.0), run("b", "tp2", 400.0), run("c", "cp2", 220.0), run("d", "tp2", 5.0, control=True)]
+    figure = throughput_by_layout(rows, ranked=True)
+    assert labels(figure) == ["cp2", "tp2", "tp2 (control)"]
+    assert lengths(figure) == pytest.approx([220.0, 200.0, 5.0])
+    assert {entry.label: entry.centre for entry in rank(rows).ranked} == pytest.approx({"cp2": 220.0, "tp2": 200.0})
+    (of_tp2,) = [point for point in points_of(rows, "tokens_per_second") if "control" not in point.group.label][:1]
+    assert of_tp2.speed == pytest.approx(200.0)
+
+
+def test_a_recipe_has_one_colour_in_all_figures():
+    rows = [run("a", "tp2", 100.0), run("b", "cp2", 220.0, oversubscribed=True), run("c", "pp2", 50.0)]
+    colours = recipe_colours(rows)
+    assert len(set(colours.values())) == 3
+    # Whatever the order of the bars.
+    for ranked in (False, True):
+        axis = throughput_by_layout(rows, ranked=ranked).axes[0]
+        drawn = [to_hex(bar.get_edgecolor() if bar.get_hatch() else bar.get_facecolor()) for bar in axis.patches]
+        order = ["a", "c", "b"] if ranked else ["a", "b", "c"]
+        assert drawn == [colours[name] for name in order]
+    points = {line.get_gid(): line for line in pareto(rows).axes[0].lines if line.get_gid()}
+    marks = pareto(rows).marks
+    shown = {
+        marks[key].runs[0]: line.get_markeredgecolor() if marks[key].runs == ("b",) else line.get_color()
+        for key, line in points.items()
+    }
+    assert shown == colours
+    steps = [{"run": name, "name": name, "layout.label": "x", "step": 1, LOSS: 2.0, TOKENS_SEEN: 3} for name in "cba"]
+    lines = loss_by_tokens(steps, labels={name: name for name in "abc"}, colours=colours).axes[0].lines
+    assert {line.get_label(): line.get_color() for line in lines} == colours
+
+
+@pytest.mark.parametrize("high", [220.0, 9_000.0, 1e12])
+def test_texts_and_labels_stay_within_the_figure_beside_a_wide_interval(high):
+    """From 8 % noise with two repeats on, the values stood beyond the axis, and the label of the axis was lost."""
+    rows = [run("a", speed=100.0), run("b", speed=110.0), run("c", "single", 50.0, world=1)]
+    figure = throughput_by_layout(rows, bands={"dp_s2": (20.0, high)})
+    figure.draw_without_rendering()
+    axis = figure.axes[0]
+    width, height = figure.bbox.width, figure.bbox.height
+    shown = [text for text in axis.texts if text.get_text()]
+    assert len(shown) == 2
+    for text in [*shown, axis.xaxis.label, *axis.get_yticklabels()]:
+        box = text.get_window_extent()
+        assert 0 <= box.x0 < box.x1 <= width + 1, text
+        assert 0 <= box.y0 < box.y1 <= height + 1, text
+    # The bars stay large enough to be compared.
+    assert axis.get_xlim()[1] < 300.0
 
 
 def test_marks_name_the_runs_that_were_measured():
@@ -72,7 +123,7 @@ def test_marks_name_the_runs_that_were_measured():
         (("d", "e"), ("outcome", "state")),
     ]
     assert [mark.text for mark in marks] == [
-        "dp_s2: 15  (MFU 40.0%), 2 runs",
+        "dp_s2: 14  (MFU 40.0%), 2 runs",
         "a: 10.00",
         "b: 20.00",
         "tp2: oom, queued",
@@ -85,7 +136,8 @@ def test_marks_name_the_runs_that_were_measured():
 )
 def test_an_interval_is_a_line_with_ends(bands, drawn):
     figure = throughput_by_layout([run("a", speed=10.0), run("b", speed=20.0)], bands=bands)
-    assert len(figure.axes[0].containers) - 1 == drawn
+    ends = [line for line in figure.axes[0].lines if line.get_marker() == "|"]
+    assert len(ends) == 2 * drawn
     # The text stands behind the longest of all.
     (text,) = [text for text in figure.axes[0].texts if "MFU" in text.get_text()]
     assert text.get_position()[0] > (25.0 if drawn else 20.0)

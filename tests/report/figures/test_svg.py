@@ -28,6 +28,14 @@ def test_the_same_runs_give_the_same_file(made, tmp_path, kind):
     assert len(first) > 5000
 
 
+def test_a_pdf_has_no_letters_of_type_3(figure, tmp_path):
+    """Many journals and conferences refuse them."""
+    svg.save(figure, tmp_path / "a.pdf")
+    written = (tmp_path / "a.pdf").read_bytes()
+    assert b"/Subtype /CIDFontType2" in written
+    assert b"/Subtype /Type3" not in written
+
+
 def test_marks_of_a_file_name_their_runs_and_columns(figure, tmp_path, made):
     svg.save(figure, tmp_path / "a.svg")
     root = ElementTree.parse(tmp_path / "a.svg").getroot()

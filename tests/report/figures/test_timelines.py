@@ -26,7 +26,7 @@ def test_a_panel_for_each_pipeline():
     assert [axis.get_xlabel() for axis in figure.axes] == ["time (forward passes of a stage)", "time (s, estimated)"]
     assert [axis.get_xlim()[1] for axis in figure.axes] == [timeline.duration for timeline in timelines]
     assert {mark.runs for mark in figure.marks.values()} == {("r0",), ("r1",)}
-    assert "bubble 33.3 %" in figure.axes[0].get_title(loc="left")
+    assert "idle 33.3 % of all ranks' time" in figure.axes[0].get_title(loc="left")
 
 
 def test_each_row_of_a_panel_tells_its_run_and_what_its_rank_keeps():
@@ -49,8 +49,8 @@ def test_a_long_label_is_shortened_and_is_no_formula():
     figure = pipeline_timelines([Pipeline(run="a", label="$x$ " + "long " * 30, timeline=timeline(2))])
     title = figure.axes[0].get_title(loc="left")
     assert title.startswith(r"\$x\$ long")
-    assert title.endswith(" · bubble 33.3 %")
-    assert len(title) <= 60 + len(r"\\ · bubble 33.3 %")
+    assert title.endswith(" · idle 33.3 % of all ranks' time")
+    assert len(title) <= 60 + len(r"\\ · idle 33.3 % of all ranks' time")
     # The mark has all of it.
     assert "long " * 29 in next(iter(figure.marks.values())).text
 

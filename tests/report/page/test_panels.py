@@ -167,14 +167,14 @@ def test_pipelines_are_told_with_their_bubbles(made):
     end(made_run)
     panel = panels.timeline_panel(facts_in(made.folder))
     assert panel.caption.endswith("Durations are the planner's estimates.")
-    assert panel.description.startswith("Timelines of 1 pipeline. pp2 · 1f1b, 2 microbatches: bubble ")
+    assert panel.description.startswith("Timelines of 1 pipeline. pp2 · 1f1b, 2 microbatches: idle ")
     assert panel.values.headings == [
-        *("run", "schedule", "layout.pipeline", "microbatch", "bubble"),
+        *("run", "schedule", "layout.pipeline", "microbatch", "idle, of all ranks' time"),
         "most microbatches in flight, by rank",
     ]
     ((name, schedule, ranks, microbatch, bubble, peaks),) = shown(panel.values)
     assert (name, schedule, ranks, microbatch, peaks) == (made_run.path.name, "1f1b", "2", "6", "2, 1")
-    assert panel.description.endswith(f"bubble {bubble}.")
+    assert panel.description.endswith(f"idle {bubble} of all ranks' time.")
     assert panels.timeline_panel(facts_of(run("a"))) is None
 
 

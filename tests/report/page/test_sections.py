@@ -87,7 +87,10 @@ def test_recipes_are_rows_in_the_order_of_their_places():
         run("single", "single", 500.0, control=True),
     )
     (table,) = sections(facts)["throughput"].tables
-    assert table.caption == "Recipes by place: means of tokens/s, medians of the rest, of the runs that are done"
+    assert (
+        table.caption
+        == "Recipes by place: geometric means of tokens/s and MFU, medians of the rest, of the runs that are done"
+    )
     # Nobody has a loss.
     assert table.headings == [
         *("recipe", "place", "processes", "runs", "tokens/s", "95% interval", "MFU %", "GiB"),

@@ -149,7 +149,10 @@ def test_why_nobody_has_a_place(rows, by, limit, sentence):
 def test_what_is_compared_unfairly_is_noted():
     rows = [row(layers=2), row("tp4", world=4, layers=4)]
     unfair = [
-        "The recipes have different numbers of processes: tokens/s are those of one device.",
+        (
+            "The recipes have different numbers of processes: tokens/s are those of one device. Of all devices "
+            "together tp4 · layers 4 has the most: 4,000 tokens/s."
+        ),
         "The recipes have different models: compare them by MFU (--by mfu).",
     ]
     unknown = "Noise: unknown, as no recipe has two runs; hydra.sweeper.repeats=3 runs each three times."
@@ -197,3 +200,24 @@ def test_a_drift_is_a_line(drift, line):
 def test_the_control_is_told_with_what_the_first_one_gains(rows, by, line):
     control = row("single", 900.0, control=True, world=1)
     assert [note for note in notes_of(rank([*rows, control], by=by)) if note.startswith("Control")] == [line]
+
+
+def test_recipes_are_not_ranked_by_an_mfu_whose_peak_each_run_measured():
+    """51.0 % stood for 3,398 tokens/s and 54.0 % for 2,732: each run had measured another peak."""
+    own = "6N FLOPs a token, over {} TFLOP/s (512³ matmul measured on this CPU)"
+    rows = [
+        row(speed=3398.0, mfu_percent=51.0, mfu_convention=own.format(0.11)),
+        row("tp2", speed=2732.0, mfu_percent=54.0, mfu_convention=own.format(0.09)),
+    ]
+    by_mfu = rank(rows, by="mfu")
+    assert (by_mfu.ranked, by_mfu.winner) == ((), None)
+    assert sentence_of(by_mfu) == (
+        "No recipe can be ranked by MFU: its MFU is a share of a peak that each run measured by itself; rank by tokens/s "
+        "(--by tps)."
+    )
+    assert [entry.label for entry in rank(rows).ranked] == ["dp_s2", "tp2"]
+    given = [{**each, "mfu_convention": "6N FLOPs a token, over 0.1 TFLOP/s (cluster.peak_tflops)"} for each in rows]
+    assert [entry.label for entry in rank(given, by="mfu").ranked] == ["tp2", "dp_s2"]
+    # Nor are different models sent there.
+    unequal = [{**each, "layers": layers} for layers, each in enumerate(rows)]
+    assert not any("--by mfu" in note for note in notes_of(rank(unequal)))

@@ -44,7 +44,7 @@ def scaling_frame(runs: DataFrame, *, weak: bool = False) -> DataFrame:
     """
     import pandas as pd
 
-    measured = [group for group in groups(records_of(runs)) if group.median("tokens_per_second")]
+    measured = [group for group in groups(records_of(runs)) if group.typical("tokens_per_second")]
     families: dict[tuple[Any, ...], list[Group]] = {}
     for group in measured:
         families.setdefault(_family(group.rows[0], weak=weak), []).append(group)
@@ -71,7 +71,7 @@ def _rows(members: Sequence[Group]) -> list[dict[str, Any]]:
             "tokens_per_second_all": _speed(group) * group.world,
             "speedup": _speed(group) * group.world / whole,
             "efficiency_percent": 100 * _speed(group) / _speed(reference),
-            "mfu_percent": group.median("mfu_percent"),
+            "mfu_percent": group.typical("mfu_percent"),
             "oversubscribed": group.is_oversubscribed,
             "runs": len(group.values("tokens_per_second")),
         }
@@ -80,6 +80,6 @@ def _rows(members: Sequence[Group]) -> list[dict[str, Any]]:
 
 
 def _speed(group: Group) -> float:
-    speed = group.median("tokens_per_second")
+    speed = group.typical("tokens_per_second")
     assert speed is not None
     return speed

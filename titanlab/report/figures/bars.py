@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from titanlab.report.figures.records import records_of
+from titanlab.report.figures.records import recipe_colours, records_of
 from titanlab.report.figures.style import (
     BAR,
     BLUE,
@@ -13,9 +13,9 @@ from titanlab.report.figures.style import (
     INK,
     MOST_BARS,
     MUTED,
-    ORANGE,
     OVERSUBSCRIBED,
     OVERSUBSCRIBED_TEXT,
+    WHITE,
     WIDTH,
     label_bars,
     new_figure,
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
     from titanlab.report.figures.traced import TracedFigure
 
-_ROOM = 1.32  # the axis beside the longest bar, for the texts
+# Of the longest bar or interval: the axis, with room for the texts. Of the longest bar: where intervals are cut.
+_ROOM, _MOST_BAND = 1.5, 1.6
 
 
 def throughput_by_layout(
@@ -39,33 +40,33 @@ def throughput_by_layout(
     *,
     together: bool = False,
     ranked: bool = False,
-    centres: Mapping[str, float] | None = None,
     bands: Mapping[str, tuple[float, float]] | None = None,
 ) -> TracedFigure:
-    """Tokens per second of each recipe: bars are medians over repeats, points the runs.
+    """Tokens per second of each recipe: bars are geometric means over repeats, points the runs.
 
     Args:
         runs: the frame of `sweep_frame`, or the rows of a table.
         together: show the speed of all devices together instead of one device.
         ranked: put the fastest recipe on top, and not the sweep's first one; oversubscribed ones come last.
-        centres: lengths of bars in place of the medians, by the recipe's label.
         bands: an interval for each recipe, by its label, drawn as a line with ends.
     """
     column, of = ("tokens_per_second_all", "all devices") if together else ("tokens_per_second", "one device")
     compared = groups(records_of(runs))
-    centres = centres or {}
     if ranked:
         compared = sorted(
             compared,
-            key=lambda group: (group.is_oversubscribed, -(_centre(group, column, centres) or -1.0)),
+            key=lambda group: (group.is_oversubscribed, -(group.typical(column) or -1.0)),
         )
 
     def text(group: Group, value: float) -> str:
-        mfu = group.median("mfu_percent")
-        return grouped(value) + ("" if mfu is None or together else f"  (MFU {mfu:.1f}%)")
+        mfu, whole = group.typical("mfu_percent"), group.typical("tokens_per_second_all")
+        if together:
+            return grouped(value)
+        total = "" if group.world == 1 or whole is None else f", {grouped(whole)} together"
+        return grouped(value) + total + ("" if mfu is None else f"  (MFU {mfu:.1f}%)")
 
     label = f"tokens per second of {of}, median step after warm-up"
-    return _bars(compared, column, "throughput", label, text, centres=centres, bands=bands or {})
+    return _bars(compared, column, "throughput", label, text, bands=bands or {})
 
 
 def memory_by_layout(runs: DataFrame | Sequence[Mapping[str, Any]]) -> TracedFigure:
@@ -90,7 +91,6 @@ def _bars(
     text: Callable[[Group, float], str],
     *,
     hatched: bool = True,
-    centres: Mapping[str, float] | None = None,
     bands: Mapping[str, tuple[float, float]] | None = None,
 ) -> TracedFigure:
     """A horizontal bar for each recipe; a recipe without a value shows its outcomes as text."""
@@ -98,27 +98,31 @@ def _bars(
     oversubscribed = [hatched and group.is_oversubscribed for group in shown]
     figure, axis = new_figure(WIDTH, FRAME + BAR * max(1, len(shown)))
     longest = max((value for group in shown for value in group.values(column)), default=1.0) or 1.0
+    # An interval from two runs can be many times as long as a bar: beyond this it is cut.
+    furthest = min(max([longest, *(high for _, high in (bands or {}).values())]), _MOST_BAND * longest)
+    colours = recipe_colours([row for group in compared for row in group.rows])
     for place, group in enumerate(shown):
-        value = _centre(group, column, centres or {})
+        value = group.typical(column)
         names = [row["run"] for row in group.rows]
         if value is None:
             ends = ", ".join(sorted({word(row) for row in group.rows}))
             note = axis.text(0.01 * longest, place, ends, va="center", fontsize=8.5, style="italic", color=MUTED)
             figure.trace(note, runs=names, columns=["outcome", "state"], text=f"{group.label}: {ends}")
             continue
-        look: dict[str, Any] = OVERSUBSCRIBED if oversubscribed[place] else {"facecolor": BLUE}
+        colour = colours.get(names[0], BLUE)
+        look = {**OVERSUBSCRIBED, "edgecolor": colour} if oversubscribed[place] else {"facecolor": colour}
         (bar,) = axis.barh(place, value, height=0.72, linewidth=0.8, **look)
         measured = [row for row in group.rows if row["outcome"] == "done" and row[column] is not None]
         description = f"{group.label}: {text(group, value)}, {counted(len(measured), 'run')}"
         figure.trace(bar, runs=[row["run"] for row in measured], columns=[column], text=description)
         band = bands.get(group.label) if bands and not group.is_control else None
-        end = max(value, *(band or ()), *(row[column] for row in measured))
+        end = min(furthest, max(value, *(band or ()), *(row[column] for row in measured)))
         if band is not None:
-            _draw_band(axis, place, band)
+            _draw_band(axis, place, band, furthest)
         if len(measured) > 1:
             _draw_runs(figure, axis, place, measured, column)
-        axis.text(end + 0.015 * longest, place, text(group, value), va="center", fontsize=8.5, color=INK)
-    axis.set_xlim(0, longest * _ROOM)
+        axis.text(end + 0.02 * furthest, place, text(group, value), va="center", fontsize=8.5, color=INK)
+    axis.set_xlim(0, furthest * _ROOM)
     labels = [f"{group.label} (control)" if group.is_control else group.label for group in shown]
     label_bars(axis, labels, len(compared))
     axis.set_xlabel(label)
@@ -133,18 +137,13 @@ def _bars(
     return figure
 
 
-def _centre(group: Group, column: str, centres: Mapping[str, float]) -> float | None:
-    """The given centre of a recipe, or its median: the control may have the label of another recipe."""
-    centre = None if group.is_control else centres.get(group.label)
-    return group.median(column) if centre is None else centre
-
-
-def _draw_band(axis: Axes, place: int, band: tuple[float, float]) -> None:
-    """A line with ends over a bar, for the interval of its median."""
-    middle = sum(band) / 2
-    axis.errorbar(
-        middle, place, xerr=middle - band[0], fmt="none", ecolor=INK, elinewidth=1.2, capsize=4.5, capthick=1.2
-    )
+def _draw_band(axis: Axes, place: int, band: tuple[float, float], furthest: float) -> None:
+    """A line with ends over a bar, for the interval of its mean; an arrow where it goes on beyond the figure."""
+    low, high = band[0], min(band[1], furthest)
+    is_cut = band[1] > furthest
+    axis.plot([low, high], [place, place], color=INK, linewidth=1.2, solid_capstyle="butt")
+    axis.plot(low, place, "|", color=INK, markersize=9, markeredgewidth=1.2)
+    axis.plot(high, place, ">" if is_cut else "|", color=INK, markersize=6 if is_cut else 9, markeredgewidth=1.2)
 
 
 def _draw_runs(
@@ -153,7 +152,7 @@ def _draw_runs(
     """A point for each run of a recipe."""
     for row in measured:
         (point,) = axis.plot(
-            row[column], place, "o", markersize=4, color=ORANGE, markeredgecolor=INK, markeredgewidth=0.6
+            row[column], place, "o", markersize=4, color=WHITE, markeredgecolor=INK, markeredgewidth=0.6
         )
         description = f"{row['run']}: {significant(row[column], 4)}"
         figure.trace(point, runs=[row["run"]], columns=[column], text=description)

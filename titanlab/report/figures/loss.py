@@ -32,13 +32,17 @@ _MOST_POINTS = 400
 
 
 def loss_by_tokens(
-    steps: DataFrame | Sequence[Mapping[str, Any]], *, labels: Mapping[str, str] | None = None
+    steps: DataFrame | Sequence[Mapping[str, Any]],
+    *,
+    labels: Mapping[str, str] | None = None,
+    colours: Mapping[str, str] | None = None,
 ) -> TracedFigure:
     """Training loss against tokens, one line for each run; lines that cover each other have different widths.
 
     Args:
         steps: the frame of `metrics_frame`, or its rows.
         labels: of the lines, by run folder; None: the name and the layout of the run.
+        colours: likewise; None: one after the other.
     """
     figure, axis = new_figure(WIDTH, 4.6)
     curves: dict[str, list[dict[Any, Any]]] = {}
@@ -52,7 +56,7 @@ def loss_by_tokens(
         (line,) = axis.plot(
             [row.get(meter.TOKENS_SEEN) or 0 for row in chosen],
             [row[meter.LOSS] for row in chosen],
-            color=SERIES[place % len(SERIES)],
+            color=(colours or {}).get(run, SERIES[place % len(SERIES)]),
             linestyle=LINE_STYLES[place // len(SERIES) % len(LINE_STYLES)],
             # The same training under two layouts gives the same curve: the wider line stays visible on both sides.
             linewidth=1.4 + max(0, min(len(curves), MOST_LINES) - 1 - place) * 0.6,

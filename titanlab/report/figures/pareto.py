@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from titanlab.report.figures.records import records_of
+from titanlab.report.figures.records import recipe_colours, records_of
 from titanlab.report.figures.style import (
     BLUE,
     GRID,
     INK,
     MUTED,
-    ORANGE,
     OVERSUBSCRIBED_TEXT,
     PALE,
     RED,
@@ -46,7 +45,7 @@ _NEAR = 0.03  # share of an axis within which numbers would cover each other
 
 @dataclass(frozen=True)
 class Point:
-    """One recipe: medians over its runs that are done."""
+    """One recipe: the median of its memory and the geometric mean of its speed, over its runs that are done."""
 
     group: Group
     memory: float
@@ -77,11 +76,13 @@ def pareto(runs: DataFrame | Sequence[Mapping[str, Any]], *, speed: str = "token
     front = front_of(points)
     if len(front) > 1:
         stairs = [(point.memory, point.speed) for point in front]
-        axis.step(*zip(*stairs, strict=True), where="post", color=ORANGE, linewidth=1.4, zorder=1)
+        axis.step(*zip(*stairs, strict=True), where="post", color=MUTED, linewidth=1.4, zorder=1)
     best = {id(point) for point in front}
+    colours = recipe_colours(rows)
     size = 6.5 if len(points) <= _MANY else 4.0
     for point in sorted(points, key=lambda point: id(point) in best):
-        _draw_point(figure, axis, point, speed, size=size, is_best=id(point) in best)
+        colour = colours.get(point.group.rows[0]["run"], BLUE)
+        _draw_point(figure, axis, point, speed, size=size, colour=colour, is_best=id(point) in best)
     _set_range(axis, [point.speed for point in points])
     _number(figure, axis, points if len(points) <= _MOST_NUMBERS else front)
     if not points and not drawn:
@@ -102,7 +103,7 @@ def pareto(runs: DataFrame | Sequence[Mapping[str, Any]], *, speed: str = "token
 
 def points_of(rows: Sequence[Mapping[str, Any]], speed: str) -> list[Point]:
     """The recipes of which memory and speed were measured."""
-    measured = [(group, group.median(MEMORY), group.median(speed)) for group in groups(rows)]
+    measured = [(group, group.typical(MEMORY), group.typical(speed)) for group in groups(rows)]
     return [Point(group, memory, rate) for group, memory, rate in measured if memory is not None and rate is not None]
 
 
@@ -137,15 +138,17 @@ def _set_range(axis: Axes, speeds: Sequence[float]) -> None:
     axis.set_ylim(low if is_far else 0, high + 0.04 * (high - low))
 
 
-def _draw_point(figure: TracedFigure, axis: Axes, point: Point, speed: str, *, size: float, is_best: bool) -> None:
+def _draw_point(
+    figure: TracedFigure, axis: Axes, point: Point, speed: str, *, size: float, colour: str, is_best: bool
+) -> None:
     hollow = point.group.is_oversubscribed
     (mark,) = axis.plot(
         point.memory,
         point.speed,
         "D" if is_best else "o",
         markersize=size + 1 if is_best else size,
-        color=PALE if hollow else ORANGE if is_best else BLUE,
-        markeredgecolor=BLUE if hollow else INK,
+        color=PALE if hollow else colour,
+        markeredgecolor=colour if hollow else INK,
         markeredgewidth=0.8,
     )
     description = f"{point.group.label}: {significant(point.speed, 4)} {SPEEDS[speed]}, {point.memory:.2f} GiB"

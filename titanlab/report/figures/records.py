@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from titanlab.report.figures.style import MOST_LINES, SERIES
+from titanlab.sweep.table.comparison import groups
+
 if TYPE_CHECKING:
     from pandas import DataFrame
 
@@ -20,3 +23,12 @@ def records_of(runs: DataFrame | Sequence[Mapping[str, Any]]) -> list[dict[Any, 
     plain = runs.astype(object)
     records: list[dict[Any, Any]] = plain.where(plain.notna(), None).to_dict("records")
     return records
+
+
+def recipe_colours(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The colour of each run's recipe, the same in all figures of a sweep; empty if there are too many recipes."""
+    # By name, so that the order of a figure's bars does not matter.
+    ordered = sorted(groups(rows), key=lambda group: (group.world, group.label, group.is_control))
+    if len(ordered) > MOST_LINES:
+        return {}
+    return {row["run"]: SERIES[place % len(SERIES)] for place, group in enumerate(ordered) for row in group.rows}

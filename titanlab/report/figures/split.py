@@ -105,4 +105,7 @@ def step_time_split(splits: Sequence[Split]) -> TracedFigure:
 
 def part_name(name: str) -> str:
     """A part in words: an axis stands for its communication."""
+    if name == "bubble":
+        # A timeline has the idle share of all ranks, which is another number.
+        return "bubble of the busiest rank"
     return f"exposed: {name}" if name in COMMUNICATION else name

@@ -63,7 +63,8 @@ def save(figure: TracedFigure, path: Path) -> None:
             path.write_bytes(ElementTree.tostring(root, encoding="utf-8", xml_declaration=True))
         else:
             dates: dict[str, Any] = {"CreationDate": None} if kind == "pdf" else {}
-            with _no_missing_letters():
+            # Type 42 keeps the letters as TrueType; many journals refuse matplotlib's default, Type 3.
+            with _no_missing_letters(), mpl.rc_context({"pdf.fonttype": 42}):
                 figure.savefig(path, dpi=160, metadata=dates)
     except OSError as error:
         raise ConfigError(

@@ -46,7 +46,7 @@ def pipeline_timelines(pipelines: Sequence[Pipeline]) -> TracedFigure:
     heights = [len(timeline.events) for timeline in timelines]
     axes = figure.subplots(len(pipelines), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axis, pipeline in zip(axes, pipelines, strict=True):
-        timeline, bubble = pipeline.timeline, f"bubble {100 * pipeline.timeline.bubble_share:.1f} %"
+        timeline, bubble = pipeline.timeline, f"idle {100 * pipeline.timeline.bubble_share:.1f} % of all ranks' time"
         title = f"{label_text(pipeline.label, most=60)} · {bubble}"
         idle = draw_panel(axis, title, timeline, longest=timeline.duration, width=width)
         for rank, (row, peak) in enumerate(zip(idle, timeline.peak_in_flight, strict=True)):

@@ -46,11 +46,6 @@ class Answer:
             if entry.low is not None and entry.high is not None and math.isfinite(entry.high)
         }
 
-    @cached_property
-    def centres(self) -> Mapping[str, float]:
-        """The geometric mean of a recipe's tokens per second, by its label."""
-        return {entry.label: entry.centre for entry in self.speeds.ranked if entry.centre is not None}
-
     @property
     def band_text(self) -> str:
         """What the intervals rest on."""

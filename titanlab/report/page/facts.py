@@ -54,7 +54,8 @@ class Facts:
         """The recipes, fastest first; those without a measured run are last."""
         # Speeds of oversubscribed runs say nothing: they come after the others.
         return sorted(
-            groups(self.rows), key=lambda group: (group.is_oversubscribed, -(group.median("tokens_per_second") or -1.0))
+            groups(self.rows),
+            key=lambda group: (group.is_oversubscribed, -(group.typical("tokens_per_second") or -1.0)),
         )
 
     @cached_property

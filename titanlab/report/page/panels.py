@@ -12,6 +12,7 @@ from titanlab.report.figures.bars import throughput_by_layout
 from titanlab.report.figures.estimates import PAIRS, compared, estimate_against_measurement
 from titanlab.report.figures.loss import loss_by_tokens
 from titanlab.report.figures.pareto import ESTIMATED_MEMORY, MEMORY, SPEEDS, front_of, pareto, points_of
+from titanlab.report.figures.records import recipe_colours
 from titanlab.report.figures.split import Split, part_name, step_time_split
 from titanlab.report.figures.style import MOST_LINES
 from titanlab.report.figures.timelines import COLUMNS, Pipeline, pipeline_timelines
@@ -63,8 +64,9 @@ def pareto_panel(facts: Facts, *, speed: str) -> Panel:
     front = front_of(points)
     failed = [row for row in facts.runs if row["state"] == "ended" and tone(row) in ("bad", "halted")]
     caption = (
-        "Each point is a recipe, the median over its runs that are done. Less memory is left, more speed is up. "
-        "An orange diamond is a recipe that no other one beats in both."
+        "Each point is a recipe: of its runs that are done, the geometric mean of the speed and the median of the "
+        "memory. Less memory is left, more speed is up. "
+        "A diamond is a recipe that no other one beats in both."
     )
     if failed:
         caption += (
@@ -97,9 +99,9 @@ def throughput_panel(facts: Facts, answer: Answer) -> Panel:
     """Speed of each recipe."""
     kept = {id(row) for group in facts.groups[:_MOST_RECIPES] for row in group.rows}
     rows = facts.rows if len(facts.groups) <= _MOST_RECIPES else [row for row in facts.rows if id(row) in kept]
-    measured = [(group, answer.centres.get(group.label) or group.median("tokens_per_second")) for group in facts.groups]
+    measured = [(group, group.typical("tokens_per_second")) for group in facts.groups]
     shown = [f"{group.label} {grouped(value)}" for group, value in measured if value is not None]
-    caption = "A bar is the geometric mean over the runs of a recipe, an orange point is one run: the run is the unit."
+    caption = "A bar is the geometric mean over the runs of a recipe, a white point is one run: the run is the unit."
     if answer.bands:
         caption += f" {answer.band_text}"
     else:
@@ -111,7 +113,7 @@ def throughput_panel(facts: Facts, answer: Answer) -> Panel:
     return Panel(
         name="throughput",
         title="Throughput by layout",
-        figure=throughput_by_layout(rows, ranked=True, centres=answer.centres, bands=answer.bands),
+        figure=throughput_by_layout(rows, ranked=True, bands=answer.bands),
         caption=caption + _oversubscribed(facts),
         description=f"Bars of tokens per second of one device. {_listed(shown) or 'No run was measured'}.",
         columns=columns,
@@ -174,7 +176,7 @@ def loss_panel(facts: Facts) -> Panel:
     return Panel(
         name="loss",
         title="Loss against tokens",
-        figure=loss_by_tokens(steps, labels=_labels(facts, chosen)),
+        figure=loss_by_tokens(steps, labels=_labels(facts, chosen), colours=recipe_colours(facts.rows)),
         caption="Recipes that train the same have one curve; a wider line then shows on both sides of a narrower one.",
         description=f"Lines of the training loss of {counted(drawn, 'run')}. Last loss: {_listed(last) or 'none'}.",
         columns=columns,
@@ -194,7 +196,9 @@ def timeline_panel(facts: Facts) -> Panel | None:
     caption = "Simulated from the schedule: a row is a rank of the pipeline, a box one action; grey is idle. " + (
         "Durations are the planner's estimates." if estimated else "A backward pass takes two forward passes."
     )
-    clauses = [f"{pipeline.label}: bubble {100 * pipeline.timeline.bubble_share:.1f} %" for pipeline in drawn]
+    clauses = [
+        f"{pipeline.label}: idle {100 * pipeline.timeline.bubble_share:.1f} % of all ranks' time" for pipeline in drawn
+    ]
     return Panel(
         name="timeline",
         title="Pipeline timelines",
@@ -246,7 +250,7 @@ def _pipeline_table(facts: Facts, drawn: Sequence[Pipeline]) -> Table:
         )
     return Table(
         caption="Pipelines",
-        headings=["run", *COLUMNS, "bubble", "most microbatches in flight, by rank"],
+        headings=["run", *COLUMNS, "idle, of all ranks' time", "most microbatches in flight, by rank"],
         rows=rows,
     )
 

@@ -117,7 +117,7 @@ def _figure(figures: Mapping[str, Panel], name: str, title: str, otherwise: str)
 
 
 def _recipes(facts: Facts, answer: Answer) -> Table:
-    """A row for each recipe, in the order of the ranking: medians over its runs that are done."""
+    """A row for each recipe, in the order of the ranking: figures of its runs that are done."""
     headings = [
         *("recipe", "place", "processes", "runs", "tokens/s", "95% interval", "MFU %", "GiB", "loss", "validation"),
         *("outcomes", "not ranked"),
@@ -127,7 +127,7 @@ def _recipes(facts: Facts, answer: Answer) -> Table:
     rows = [_recipe(entry, places.get(id(entry)), answer) for entry in (*answer.ranking.entries, *control)]
     # A column without a value says nothing.
     kept = [place for place in range(len(headings)) if not rows or any(row[place].text for row in rows)]
-    caption = "Recipes by place: means of tokens/s, medians of the rest, of the runs that are done"
+    caption = "Recipes by place: geometric means of tokens/s and MFU, medians of the rest, of the runs that are done"
     if any(row["oversubscribed"] for row in facts.done):
         caption += "; * more processes than cores"
     return Table(
@@ -141,7 +141,6 @@ def _recipe(entry: Entry, place: int | None, answer: Answer) -> list[Cell]:
     group = entry.group
     # The control may have the label of another recipe.
     band = None if entry.is_control else answer.bands.get(group.label)
-    centre = None if entry.is_control else answer.centres.get(group.label)
     ends = Counter(map(word, group.rows))
     near = place is not None and (answer.ranking.is_within_noise if place == 1 else entry.is_within_noise) is True
     return [
@@ -151,12 +150,12 @@ def _recipe(entry: Entry, place: int | None, answer: Answer) -> list[Cell]:
         ),
         number(group.world),
         number(len(group.rows)),
-        number(_whole(centre or group.median("tokens_per_second"))),
+        number(_whole(group.typical("tokens_per_second"))),
         Cell(text="" if band is None else f"{_speed(band[0])} to {_speed(band[1])}", is_number=True),
-        number(group.median("mfu_percent"), digits=3),
-        number(group.median("memory_gib"), digits=3),
-        number(group.median("loss"), digits=5),
-        number(group.median("validation_loss"), digits=5),
+        number(group.typical("mfu_percent"), digits=3),
+        number(group.typical("memory_gib"), digits=3),
+        number(group.typical("loss"), digits=5),
+        number(group.typical("validation_loss"), digits=5),
         text(", ".join(f"{count} {name}" if count > 1 else name for name, count in ends.items())),
         text((entry.left_out or "").partition(":")[0]),
     ]

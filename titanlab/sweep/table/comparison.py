@@ -20,6 +20,8 @@ _RECIPE = (
 # These follow from the layout, unless the user has set them.
 _FOLLOWING = ("microbatch", "schedule")
 _LAYOUT = ("layout.label", "world")
+# Speeds are compared as ratios, also in a ranking.
+SPEEDS = ("tokens_per_second", "tokens_per_second_all", "mfu_percent")
 _FIGURES = ("processes", "tokens/s", "of all", "MFU", "GiB", "loss", "validation")
 
 
@@ -63,9 +65,11 @@ class Group:
         """The values of a column for the runs that are done and have one."""
         return [row[column] for row in self.rows if row["outcome"] == "done" and row[column] is not None]
 
-    def median(self, column: str) -> float | None:
-        """The median of a column over the runs that are done."""
+    def typical(self, column: str) -> float | None:
+        """The geometric mean of a speed, and the median of another column, over the runs that are done."""
         known = self.values(column)
+        if column in SPEEDS and known and min(known) > 0:
+            return statistics.geometric_mean(known)
         return statistics.median(known) if known else None
 
 
@@ -89,7 +93,7 @@ def groups(rows: Iterable[Row]) -> list[Group]:
 
 
 def comparison(rows: Iterable[Row]) -> list[str]:
-    """Aligned lines: medians over the runs that are done, and the outcomes of all. Empty without a run."""
+    """Aligned lines: typical figures of the runs that are done, and the outcomes of all. Empty without a run."""
     compared = groups(rows)
     if not compared:
         return []
@@ -128,8 +132,8 @@ def _figures(group: Group) -> list[str]:
         "loss": lambda value: f"{value:.4f}",
         "validation_loss": lambda value: f"{value:.4f}",
     }
-    medians = {name: group.median(name) for name in forms}
-    texts = ["" if (median := medians[name]) is None else form(median) for name, form in forms.items()]
+    figures = {name: group.typical(name) for name in forms}
+    texts = ["" if (figure := figures[name]) is None else form(figure) for name, form in forms.items()]
     ends = Counter(map(word, group.rows))
     alone = len(group.rows) == 1
     return [*texts, ", ".join(name if alone else f"{count} {name}" for name, count in ends.items())]

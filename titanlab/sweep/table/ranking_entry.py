@@ -13,6 +13,9 @@ from titanlab.sweep.table.comparison import Group
 from titanlab.sweep.table.listing import Row, word
 
 COLUMN_OF = {"tps": "tokens_per_second", "mfu": "mfu_percent", "memory": "memory_gib"}
+# In the convention of an MFU whose peak is not that of a datasheet: another run has measured another one.
+MEASURED_PEAK = "measured on this CPU"
+OWN_PEAK = "its MFU is a share of a peak that each run measured by itself; rank by tokens/s (--by tps)"
 _OVERSUBSCRIBED = "oversubscribed: more processes than cores, so that its speed says nothing"
 
 
@@ -120,6 +123,8 @@ def _reason(
         return f"needs {memory:.2f} GiB, more than {max_memory_gib:g}"
     if not counted:
         return _OVERSUBSCRIBED
+    if by == "mfu" and any(MEASURED_PEAK in (row["mfu_convention"] or "") for row in counted):
+        return OWN_PEAK
     if figures:
         return None
     if by == "mfu":

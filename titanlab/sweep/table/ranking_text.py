@@ -7,6 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from titanlab.sweep.table.listing import ACTIVE, aligned, runs
+from titanlab.sweep.table.ranking_entry import MEASURED_PEAK, OWN_PEAK
 from titanlab.terminal.numerals import counted, duration, grouped
 
 if TYPE_CHECKING:
@@ -87,9 +88,15 @@ def notes_of(ranking: Ranking) -> list[str]:
         notes.append(drift_line(ranking.drift, ranking.by))
     worlds = {entry.group.world for entry in ranking.ranked}
     if ranking.by == "tps" and len(worlds) > 1:
-        notes.append("The recipes have different numbers of processes: tokens/s are those of one device.")
+        whole = {entry.label: (entry.centre or 0.0) * entry.group.world for entry in ranking.ranked}
+        most = max(whole, key=lambda label: whole[label])
+        notes.append(
+            "The recipes have different numbers of processes: tokens/s are those of one device. Of all devices "
+            f"together {most} has the most: {figure(whole[most], 'tps')} tokens/s."
+        )
     sizes = {tuple(entry.group.rows[0][name] for name in ("model", "layers", "dim")) for entry in ranking.ranked}
-    if ranking.by == "tps" and len(sizes) > 1:
+    peaks = {row["mfu_convention"] or "" for entry in ranking.ranked for row in entry.group.rows}
+    if ranking.by == "tps" and len(sizes) > 1 and not any(MEASURED_PEAK in peak for peak in peaks):
         notes.append("The recipes have different models: compare them by MFU (--by mfu).")
     pending, failed = Counter[str](), Counter[str]()
     for entry in ranking.entries:
@@ -148,7 +155,7 @@ def _other(entry: Entry, by: str) -> str:
     """A figure by which the recipes are not ranked; speeds of oversubscribed runs are marked."""
     if by == "memory":
         return figure(entry.memory_gib, by)
-    value = entry.group.median({"tps": "tokens_per_second", "mfu": "mfu_percent"}[by])
+    value = entry.group.typical({"tps": "tokens_per_second", "mfu": "mfu_percent"}[by])
     return figure(value, by) + ("*" if value is not None and entry.group.is_oversubscribed else "")
 
 
@@ -204,6 +211,8 @@ def _nothing(ranking: Ranking) -> str:
     if limit is not None and needs and min(needs) > limit:
         return f"No recipe fits into {limit:g} GiB: the smallest needs {min(needs):.2f}."
     oversubscribed = any(entry.group.is_oversubscribed for entry in entries)
+    if ranking.by == "mfu" and any(entry.left_out == OWN_PEAK for entry in entries):
+        return f"No recipe can be ranked by MFU: {OWN_PEAK}."
     if ranking.by != "memory" and oversubscribed:
         return (
             f"No recipe can be ranked by {_NOUNS[ranking.by]}: the runs had more processes than cores, so that their "
