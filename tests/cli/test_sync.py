@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.sweep.made import Made, end
+from tests.sweep.made import Made, begin, end, train
+from tests.tracker.test_wandb import inspect
 from tests.training.recording.test_rebuild import again, tracked
 from titanlab.cli import main
 from titanlab.tracker import wandb_upload
 from titanlab.tracker.record import FILE, FINISHED, Record, read_record, write_record
+from titanlab.tracker.wandb_files import offline_files
 from titanlab.tracker.wandb_schema import Wandb
 
 
@@ -188,3 +190,32 @@ def test_without_a_key_nothing_is_merged(made, say):
     assert say("sync", run.path.name)[0] == 2
     assert first.exists()
     assert second.exists()
+
+
+def test_a_run_that_ended_without_a_tracker_gets_its_files_afterwards(made, say, monkeypatch):
+    """After `make quickstart` no way led to wandb: sync and sync --rebuild said that nothing is to be uploaded."""
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    run = made.run("fsdp", shard=2)
+    begin(run)
+    train(run)
+    end(run)
+    waiting = made.run("later", shard=2)
+    begin(waiting)
+    assert say("sync", run.path.name)[1] == (
+        "nothing is to be uploaded\n1 run without files of wandb; write them from metrics.jsonl: "
+        f"titanlab sync --tracker wandb {run.path.name}\n"
+    )
+    code, out, err = say("sync", "--tracker", "wandb", "layouts")
+    assert (code, err) == (0, "")
+    assert f"{waiting.path.name}: has not ended, or has no rows; wandb has nothing of it\n" in out
+    count = len([row for row in run.metrics() if row["kind"] != "experts"])
+    assert f"{run.path.name}: wandb has all {count} rows: wandb/offline-run-" in out
+    assert "not uploaded: WANDB_API_KEY=" in out
+    (file,) = offline_files(run.path)
+    rows = [each["history"]["item"] for each in inspect(run.path) if each["type"] == "history"]
+    assert [row["_step"] for row in rows] == sorted({row["step"] for row in run.metrics()})
+    # Once is enough, and TensorBoard stands beside it.
+    say("sync", "--tracker", "wandb", "layouts")
+    assert offline_files(run.path) == [file]
+    assert "tensorboard has all" in say("sync", "--tracker", "tensorboard", run.path.name)[1]
+    assert {path.name for path in run.path.glob("tracker*.json")} == {"tracker-wandb.json", "tracker-tensorboard.json"}

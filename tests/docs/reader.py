@@ -146,7 +146,7 @@ class Reader:
         said = SimpleNamespace(generate=lambda *given, **more: iter(["…"]))
         self._patch.setitem(sys.modules, "titanlab.training.generate", said)
         made = SimpleNamespace(kind="wandb", rows=3, folder=self._folder / "wandb")
-        patch("titanlab.cli.sync.rebuild", lambda run: [made])
+        patch("titanlab.cli.sync.rebuild", lambda run, *given: [made])
         patch("titanlab.cli.files.export.from_run", lambda text, runs, *, step: find_run(text, runs))
         patch("titanlab.cli.files.export.write_hf", lambda origin, into, **given: self._exported(into))
         patch("titanlab.cli.files.import_weights.fetch_model", lambda name, **given: Path("given/small-hf"))

@@ -1,4 +1,4 @@
-"""`titanlab sync RUN …`: upload wandb's offline files; with --rebuild, first rewrite a tracker's incomplete files."""
+"""`titanlab sync RUN …`: upload wandb's offline files; before that, write what a tracker lacks of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from titanlab.sweep.sweep_folder import find_run_or_sweep
 from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import counted
 from titanlab.tracker import wandb_upload
+from titanlab.tracker.tensorboard_schema import TensorBoard
+from titanlab.tracker.wandb_schema import Wandb
 from titanlab.training.recording.rebuild import rebuild
+from titanlab.training.recording.tracked_run import has_tracker
 from titanlab.training.recording.tracker_gaps import has_repeated_steps, tracker_gap, waiting_files
 
 
@@ -27,6 +30,11 @@ def main(arguments: Sequence[str]) -> int:
         help="first write what the tracker has of a run anew, from metrics.jsonl; of a sweep, for runs that it lacks "
         "something of",
     )
+    parser.add_argument(
+        "--tracker",
+        choices=("wandb", "tensorboard"),
+        help="first write this tracker's files from metrics.jsonl, for runs that have none of it",
+    )
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
     args = parser.parse_args(arguments)
     named = [_named(text, args.runs) for text in args.runs_and_sweeps]
@@ -36,6 +44,8 @@ def main(arguments: Sequence[str]) -> int:
                 for run in runs:
                     if not is_sweep or _is_lacking(run):
                         _rebuild(run, console)
+        if args.tracker is not None:
+            _write(args.tracker, [run for runs, _ in named for run in runs], console)
         runs = list(dict.fromkeys(run for group, _ in named for run in group))
         for run in runs:
             if not args.rebuild and _is_lacking(run):
@@ -43,10 +53,16 @@ def main(arguments: Sequence[str]) -> int:
         waiting = [files for run in runs if (files := waiting_files(run))]
         if not waiting:
             console.note("nothing is to be uploaded")
+            if args.tracker is None and (without := sum(not has_tracker(run, Wandb.kind) for run in runs)):
+                names = " ".join(args.runs_and_sweeps)
+                console.note(
+                    f"{counted(without, 'run')} without files of wandb; write them from metrics.jsonl: "
+                    f"titanlab sync --tracker wandb {names}"
+                )
             return 0
         lack = wandb_upload.lack()
-        if lack is not None and args.rebuild:
-            # No error: the user asked for a rebuild, and it is done.
+        if lack is not None and (args.rebuild or args.tracker is not None):
+            # No error: the user asked for the files, and they are written.
             console.note(f"not uploaded: {lack}")
             return 0
         if lack is not None:
@@ -79,6 +95,20 @@ def _merge(run: RunFolder, console: Console) -> bool:
 def _rebuild(run: RunFolder, console: Console) -> None:
     for made in rebuild(run):
         console.note(f"{run.path.name}: {made.kind} has all {counted(made.rows, 'row')}: {made.folder}")
+
+
+def _write(kind: str, runs: Sequence[RunFolder], console: Console) -> None:
+    """Write a tracker's files for the runs that have ended and have none of it."""
+    config = Wandb() if kind == Wandb.kind else TensorBoard()
+    config.check_installed()
+    for run in dict.fromkeys(runs):
+        if has_tracker(run, kind):
+            continue
+        if run.result() is None or not run.metrics():
+            console.note(f"{run.path.name}: has not ended, or has no rows; {kind} has nothing of it")
+            continue
+        for made in rebuild(run, config):
+            console.note(f"{run.path.name}: {made.kind} has all {counted(made.rows, 'row')}: {made.folder}")
 
 
 def _is_lacking(run: RunFolder) -> bool:

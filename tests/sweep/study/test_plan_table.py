@@ -12,6 +12,7 @@ from titanlab.planner.estimate import Estimate
 from titanlab.sweep.study import plan_table
 from titanlab.sweep.study.plan_table import plan_lines, plan_values
 from titanlab.sweep.submit import decide
+from titanlab.tracker.wandb_schema import Wandb
 
 
 @pytest.fixture
@@ -97,3 +98,23 @@ def test_the_values_are_json_and_have_every_run_and_point(planned):
     assert (run["point"], run["action"], run["outcome"], run["control"]) == ({"shard": 2}, "submit", None, False)
     assert values["dropped"] == [{"point": {"shard": 5}, "repeat": 0, "stage": "rule", "reason": "is wrong"}]
     assert (values["sweep"], values["counts"]) == ("layouts", {"submit": 1})
+
+
+def test_runs_that_ended_without_the_tracker_that_is_asked_for_now_are_told(planned):
+    """A sweep with tracker=wandb was only "6 done already", and wandb never had anything of it."""
+    found, decisions = planned(seeds(2))
+    asked = [
+        dataclasses.replace(
+            decision,
+            action="done",
+            planned=dataclasses.replace(
+                decision.planned, recipe=dataclasses.replace(decision.planned.recipe, tracker=Wandb())
+            ),
+        )
+        for decision in decisions
+    ]
+    line = "2 runs ended without tracker=wandb; to write its files from metrics.jsonl: titanlab sync --tracker wandb "
+    assert any(each.startswith(line) for each in plan_lines(found, asked))
+    # Without it nothing is said.
+    done = [dataclasses.replace(decision, action="done") for decision in decisions]
+    assert not any("tracker" in each for each in plan_lines(found, done))

@@ -16,6 +16,7 @@ from titanlab.terminal.console import Console
 from titanlab.tracker import wandb_upload
 from titanlab.tracker.wandb_mode import has_key
 from titanlab.tracker.wandb_schema import Wandb
+from titanlab.training.recording.tracked_run import has_tracker
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,6 +35,11 @@ def main(arguments: Sequence[str]) -> int:
     with Console() as console:
         rows = look_at(sweep, console.warn)()
         tracker = _wandb_config(sweep, console)
+        if not tracker and not any(has_tracker(run, Wandb.kind) for run in sweep.runs()):
+            console.warn(
+                f"wandb has no run of {sweep.name}; titanlab sync --tracker wandb {sweep.name} writes its files from "
+                "metrics.jsonl"
+            )
         view = wandb_workspace.view_of(sweep.name, rows, tracker=tracker, project=args.project, entity=args.entity)
         if args.json or not has_key(os.environ):
             if not args.json:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 from titanlab.launch.contract import launch_of
 from titanlab.planner.estimate import Estimate, estimate_of
 from titanlab.sweep.enqueue import Item, arrays
+from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.sweep.table.listing import aligned, dropped
 from titanlab.system.user_path import user_path
 from titanlab.terminal.numerals import counted, grouped, trimmed
 from titanlab.terminal.paths import sweep_argument
+from titanlab.training.recording.tracked_run import has_tracker
 
 if TYPE_CHECKING:
     from titanlab.sweep.study.plan import Study
@@ -45,6 +47,7 @@ def plan_lines(study: Study, decisions: Sequence[Decision], *, answered: bool = 
     submitted = [decision for decision in decisions if decision.action == "submit"]
     if submitted:
         lines.append(_resources(submitted, answered=answered))
+    lines += _without_tracker(study, decisions)
     ended = [decision for decision in decisions if decision.action == "ended"]
     if ended:
         outcomes = sorted({decision.outcome for decision in ended if decision.outcome})
@@ -53,6 +56,25 @@ def plan_lines(study: Study, decisions: Sequence[Decision], *, answered: bool = 
         sweep = sweep_argument(user_path(study.planned[0].recipe.runs) / study.name)
         lines.append(f"to run those again: titanlab retry {sweep} {which}")
     return lines + dropped([_row(point.stage, point.reason) for point in study.dropped])
+
+
+def _without_tracker(study: Study, decisions: Sequence[Decision]) -> list[str]:
+    """A line for each tracker that the recipes name and that has nothing of runs that have ended."""
+    over = [decision for decision in decisions if decision.action in ("done", "ended")]
+    if not over:
+        return []
+    folder = SweepFolder(user_path(over[0].planned.recipe.runs) / study.name)
+    lacking = Counter(
+        kind
+        for decision in over
+        for kind, config in decision.planned.recipe.tracker.parts().items()
+        if config.for_rebuild(1) is not None and not has_tracker(folder.run(decision.run_name), config.kind)
+    )
+    return [
+        f"{counted(count, 'run')} ended without tracker={kind}; to write its files from metrics.jsonl: "
+        f"titanlab sync --tracker {kind} {sweep_argument(folder.path)}"
+        for kind, count in lacking.items()
+    ]
 
 
 def plan_values(study: Study, decisions: Sequence[Decision]) -> dict[str, Any]:

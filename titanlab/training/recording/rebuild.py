@@ -21,10 +21,13 @@ class RebuildError(TitanlabError):
     """The tracker could not write the rows."""
 
 
-def rebuild(run: RunFolder) -> list[Record]:
+def rebuild(run: RunFolder, tracker: TrackerConfig | None = None) -> list[Record]:
     """Rewrite the files of a run's trackers with all valid rows and the summary, under the same id.
 
     The run's own files are moved to `replaced/`; files of an earlier call are deleted, so that only one copy remains.
+
+    Args:
+        tracker: another tracker than those of the run, whose files are written too; None: those of the run.
 
     Returns:
         a record for each tracker.
@@ -39,13 +42,19 @@ def rebuild(run: RunFolder) -> list[Record]:
         recipe = frozen_recipe(run, attempt=attempt if has_own else None)
         rows = [row for row in run.metrics() if row["kind"] != EXPERTS]
         parts = recipe.tracker.parts()
+        own = next((config for config in parts.values() if tracker is not None and config.kind == tracker.kind), None)
+        if own is not None:
+            # With the project, the group and the tags that the run asked for.
+            parts = {own.kind: own}
+        elif tracker is not None:
+            parts = {tracker.kind: tracker}
         configs = [made for config in parts.values() if (made := config.for_rebuild(len(rows))) is not None]
         if not configs:
             rule = "keeps nothing beside metrics.jsonl, which is whole"
             raise ConfigError("tracker", recipe.tracker.kind, rule, "nothing is to be done")
         if not rows:
             raise ConfigError("run", run.path, "has no rows in metrics.jsonl", "there is nothing to write")
-        several = len(parts) > 1
+        several = len(recipe.tracker.parts()) > 1 or (tracker is not None and own is None)
         return [_rewritten(run, recipe, config, rows, attempt, several=several) for config in configs]
 
 

@@ -59,6 +59,11 @@ def records(run: RunFolder) -> dict[str, dict[int, Record]]:
     return by_kind
 
 
+def has_tracker(run: RunFolder, kind: str) -> bool:
+    """Whether a tracker of this kind has taken rows of the run, or its files were written afterwards."""
+    return kind in records(run) or kind in records_in(run.path)
+
+
 def _known_id(run: RunFolder) -> str | None:
     """The id in the records of earlier attempts, for runs of earlier versions without a checkpoint."""
     ids = {attempt: record.id for kind in records(run).values() for attempt, record in kind.items() if record.id}
