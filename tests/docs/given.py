@@ -34,7 +34,7 @@ def write_all(folder: Path) -> None:
     """
     quickstart = Made(folder / "runs", "quickstart_layouts")
     layouts = Made(folder / "runs", "layouts")
-    for name, keys in {"single": {}, "fsdp": {"shard": 2}}.items():
+    for name, keys in {"single": {}, "fsdp-world2": {"shard": 2}}.items():
         _end(quickstart.run(name, **keys), "done")
     quickstart.folder.write_manifest(
         {"name": "quickstart_layouts", "origin": "sweeps/quickstart_layouts"}, quickstart.points

@@ -8,11 +8,13 @@ import re
 import pytest
 from omegaconf import OmegaConf
 
-from tests.docs.pages import CONFIGS, read
+from tests.docs.pages import CONFIGS, PAGES, commands, read
 from tests.docs.test_names import options, tables
 from tests.model.published import SCHEMAS
+from titanlab.cli import main
 from titanlab.costs.flops import per_token
 from titanlab.recipe.composition.recipes import conf_folder
+from titanlab.sweep.study.plan import plan_study
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +100,24 @@ def test_the_readme_counts_what_there_is():
 def rows_of(page, header):
     (rows,) = [rows for head, rows in tables(page) if head[0] == header]
     return rows
+
+
+def test_the_layouts_of_the_tutorial_are_those_that_are_planned(capsys):
+    page = read("docs/tutorial.md")
+    (shown,) = re.findall(r"```text\n(8\.03B parameters on 8 H100.*?)```", page, re.DOTALL)
+    assert main(["plan", "+recipe=llama3_1_8b_8gpus", "cluster=h100", "--top", "5"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.rstrip() for line in shown.splitlines()] == [line.rstrip() for line in said[: len(shown.splitlines())]]
+
+
+def test_runs_of_the_quickstarts_sweep_are_named_as_it_names_them():
+    """`titanlab status quickstart_layouts fsdp` stood on three pages, and there is no such run."""
+    names = {planned.recipe.name for planned in plan_study(["+sweeps=quickstart_layouts"]).planned}
+    commands_of_all = [(page, command.text) for page in PAGES for command in commands(page)]
+    named = [
+        (page, found[1])
+        for page, text in commands_of_all
+        if (found := re.match(r"titanlab \w+ quickstart_layouts ([a-z]\S*)", text)) is not None
+    ]
+    assert len(named) >= 3
+    assert [each for each in named if each[1] not in names] == []
