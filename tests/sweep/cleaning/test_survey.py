@@ -264,3 +264,19 @@ def test_code_of_a_run_that_goes_on_by_itself_stays(made, kind):
     snapshot(made, name="abc")
     snapshot(made, name="other", fingerprint="f2")
     assert [item.path.name for item in survey(made).items] == ["other"]
+
+
+def test_a_sweep_whose_plan_is_damaged_is_left_alone_and_the_others_are_not(made, tmp_path, monkeypatch):
+    """Which of its runs have jobs is not known."""
+    with_checkpoints(made)
+    with_checkpoints(other := Made(tmp_path / "runs", "other"))
+    for each in (made, other):
+        each.write()
+    monkeypatch.setattr(type(made.folder), "submissions", lambda folder: ["a job"] if folder.name == "layouts" else [])
+    monkeypatch.setattr("titanlab.sweep.cleaning.survey.look_at", lambda sweep, report: sweep.points)
+    (made.folder.path / "points.jsonl").write_text("{")
+    found = Survey(root=made.folder.path.parent)
+    found.look([made.folder, other.folder], None, quiet)
+    (note,) = found.notes
+    assert note.startswith("layouts is left alone: sweep=")
+    assert {item.path.relative_to(found.root).parts[0] for item in found.items} == {"other"}

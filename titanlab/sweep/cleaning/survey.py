@@ -66,7 +66,12 @@ class Survey:
             if sweep.path.is_symlink() or not is_within(sweep.path, self.root):
                 self.notes.append(f"{sweep.name} is a link, and is left alone")
                 continue
-            busy = self._busy(sweep, report)
+            try:
+                busy = self._busy(sweep, report)
+            except ConfigError as error:
+                # Its plan or a submission is damaged: which of its runs have jobs is not known.
+                self.notes.append(f"{sweep.name} is left alone: {error}")
+                continue
             for run in sweep.runs() if only is None else [RunFolder(sweep.path / only.path.name)]:
                 if run.path.name in busy:
                     self.busy.append(f"{sweep.name}/{run.path.name}")
