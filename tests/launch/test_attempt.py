@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -304,6 +305,17 @@ def test_what_is_saved_is_noted_where_no_attempt_was_begun(tmp_path):
     run = create_run(recipe.runs, name="mine", identity=identity, config=to_mapping(recipe))
     run.note_saved(1, 3)
     assert run.saved_step() == 3
+
+
+def test_what_gloo_said_as_it_aborted_a_rank_is_its_cause(tmp_path):
+    run = tiny.begin(tiny.recipe(tmp_path))
+    earlier, words = "  what():  of an earlier attempt", "[enforce fail at pair.cc:456] 49280 vs 24640."
+    (run.logs / "rank-1.log").write_text(
+        f"{earlier}\nterminate called after\n  what():  {words}\nFatal Python error: Aborted\n"
+    )
+    (run.logs / "rank-0.log").write_text("nothing of the kind\n")
+    assert conclude(run, 1, {1: -signal.SIGABRT}).cause == f"{words} (SIGABRT)"
+    assert conclude(run, 1, {0: -signal.SIGABRT}).cause.startswith("aborted by SIGABRT")
 
 
 def left(run, *, state="running", silent=60.0, host=None, pid=2**22 + 1):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from titanlab.records.collective_order import deviation
-from titanlab.records.diagnosis import diagnose, named
+from titanlab.records.diagnosis import diagnose, named, odd_calls
 from titanlab.records.hang_file import parse_hang
 
 STEP = (
@@ -242,6 +242,51 @@ def test_a_rank_without_a_pending_collective_is_behind():
         "rank 1 is in forward_backward (titanlab/training/assemble.py:228) and in no collective; ranks 0, 2 wait"
     )
     assert found.ranks == (1,)
+
+
+RING = {"file": "titanlab/parallelism/ring.py", "line": 94, "function": "received"}
+
+
+def in_ring(rank, given, **how):
+    """A record of one of four ranks, in two rings."""
+    ring = (0, 1) if rank < 2 else (2, 3)
+    return record(rank, given, groups={"shard": (0, 1, 2, 3), "world": (0, 1, 2, 3), "context": ring}, **how)
+
+
+def test_a_rank_in_a_rings_receive_waits_and_is_not_outside_of_collectives():
+    """The messages of a ring are in no record. Rank 0 was named, which waits for rank 1."""
+    others = [in_ring(rank, calls(3, STEP[0]), is_done=True, source=RING) for rank in (0, 2, 3)]
+    # Rank 1 is at a collective that its earlier steps did not have here.
+    odd = in_ring(1, calls(3, STEP[0], STEP[2]))
+    found = verdict(odd, *others, world=4)
+    assert found.verdict.startswith(
+        "rank 1 skipped all_gather of [48] and waits in reduce_scatter (shard, sequence number 11) at forward_backward"
+    )
+    assert found.ranks == (1,)
+    assert found.waits[0].text == "a receive of the ring (context)"
+    assert found.waits[0].on == {1}
+
+
+def test_what_a_rank_never_did_says_more_than_that_another_is_in_no_collective():
+    odd = record(0, calls(3, STEP[0], STEP[2]))
+    idle = record(1, calls(3, STEP[0]), is_done=True)
+    found = verdict(odd, idle, record(2, calls(3, STEP[0], STEP[1])), world=3)
+    assert found.ranks == (0,)
+
+
+def test_a_call_that_aborted_another_rank_is_named_from_the_ranks_own_steps():
+    """gloo aborts the rank that receives a message of another size, which leaves no record."""
+    usual = record(0, calls(3, *STEP[:2]), state="raised")
+    odd = record(1, calls(3, STEP[0], ("shard", "all_gather", 96)), state="raised", source=MINE)
+    found = odd_calls({0: usual, 1: odd}, 2)
+    assert found.verdict == (
+        "rank 1 calls all_gather of [96] where earlier steps called all_gather of [48] (shard, sequence number 11); "
+        "rank 1 is at loop (project/mine.py:7)"
+    )
+    assert found.ranks == (1,)
+    # Of another group, and of no earlier step.
+    assert odd_calls({0: usual, 1: odd}, 7) is None
+    assert odd_calls({0: usual}, 2) is None
 
 
 def test_a_collective_that_all_have_called_and_that_does_not_end_accuses_nobody():

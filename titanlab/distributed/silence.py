@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from titanlab.records.diagnosis import Diagnosis, diagnose, different_calls
+from titanlab.records.diagnosis import Diagnosis, diagnose, different_calls, odd_calls
 from titanlab.records.hang_file import HangRecord
 from titanlab.records.outcome import Outcome, OutcomeKind, first_cause, is_silent
 from titanlab.records.run_folder import RunFolder
@@ -254,7 +254,7 @@ def _diagnosis(
         return diagnosis_of(notes, world, records)
     if first.exit_code == -signal.SIGABRT or "gloo" in (first.cause or ""):
         # gloo ends, or raises in, the process that receives a message of another size: not the one that sent it.
-        diagnosis = different_calls(records)
+        diagnosis = different_calls(records) or odd_calls(records, first.rank or 0)
         if diagnosis is not None and diagnosis.ranks:
             return replace(diagnosis, verdict=f"{diagnosis.verdict}; rank {first.rank}: {first.cause}")
     return None

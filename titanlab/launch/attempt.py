@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +23,8 @@ from titanlab.distributed.silence import judged
 from titanlab.errors import ConfigError
 from titanlab.recipe.recipe import Recipe, to_mapping
 from titanlab.records.hang_file import read_hang
+from titanlab.records.logs.files import part_of, rank_log
+from titanlab.records.logs.lines import text_at_end
 from titanlab.records.metrics_file import metrics_of
 from titanlab.records.outcome import KillEvidence, Outcome, OutcomeKind, from_exit
 from titanlab.records.provenance import collect
@@ -258,7 +261,10 @@ def conclude(run: RunFolder, attempt: int, exits: Mapping[int, int], *, memory: 
     """
     notes = {note.rank or 0: note for note in run.failures(attempt)}
     for rank, code in exits.items():
-        notes.setdefault(rank, from_exit(code, rank=rank, attempt=attempt, memory=memory))
+        if rank not in notes:
+            note = from_exit(code, rank=rank, attempt=attempt, memory=memory)
+            words = _last_words(run, rank, attempt) if code == -signal.SIGABRT else None
+            notes[rank] = note if words is None else replace(note, cause=f"{words} (SIGABRT)")
     records, _ = read_hang(run, attempt)
     outcome = judged(list(notes.values()), world_of(run, attempt), records) if notes else from_exit(0, attempt=attempt)
     outcome = with_progress(run, outcome)
@@ -271,6 +277,16 @@ def conclude(run: RunFolder, attempt: int, exits: Mapping[int, int], *, memory: 
         remove_unfinished(run.checkpoints)
         run.write_result(outcome)
     return outcome
+
+
+def _last_words(run: RunFolder, rank: int, attempt: int) -> str | None:
+    """What a C++ exception has said that aborted a rank: the last such line of its log; None: there is none."""
+    path = rank_log(run, rank)
+    lines = [
+        line.strip() for line in text_at_end(path, begin=part_of(run, rank, path, attempt).span.start).splitlines()
+    ]
+    words = [line.removeprefix("what():").strip() for line in lines if line.startswith("what():")]
+    return words[-1][:300] if words else None
 
 
 def world_of(run: RunFolder, attempt: int) -> int:

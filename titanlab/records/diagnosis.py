@@ -1,8 +1,8 @@
 """Who made a run hang: pure functions over the records of its ranks.
 
 The evidence, strongest first: a rank that does not answer; a rank that ended early; ranks that call different
-collectives; a rank that is outside of every collective; a rank that others wait for and that waits for nobody. Ranks
-that wait for each other are compared with their own earlier steps. Where this does not decide, no rank is named.
+collectives; a rank that is outside of every collective. Ranks that wait are compared with their own earlier steps; then
+a rank counts that others wait for and that waits for nobody. Where this does not decide, no rank is named.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from titanlab.records.collective_order import Mismatch, deviation, first_mismatch, group_key
+from titanlab.records.collective_order import Deviation, Mismatch, deviation, first_mismatch, group_key
 from titanlab.records.hang_file import Collective, HangRecord, Messages
 
 _MOST_NAMED = 8
+_RING = "titanlab/parallelism/ring.py"
 # What a rank does that waits for no other rank, for one rank and for several.
 _VERBS = {
     "computes": ("computes", "compute"),
@@ -104,6 +105,27 @@ def different_calls(records: Mapping[int, HangRecord]) -> Diagnosis | None:
     return None if mismatch is None else _different(mismatch, records, {})
 
 
+def odd_calls(records: Mapping[int, HangRecord], failed: int) -> Diagnosis | None:
+    """The verdict over ranks whose last collective, in a group of a rank that failed, is not that of earlier steps."""
+    odd: dict[int, Deviation] = {}
+    for rank, record in records.items():
+        last = next((call for call in reversed(record.collectives) if not call.is_message), None)
+        if last is None or failed not in group_key(record, last.group)[1]:
+            continue
+        difference = deviation(record, last)
+        if difference is not None:
+            odd[rank] = difference
+    if not odd or len(odd) == len(records) > 1:
+        return None
+    ranks = tuple(sorted(odd))
+    first, record = odd[ranks[0]], records[ranks[0]]
+    text = f"{named(ranks)} {'calls' if len(ranks) == 1 else 'call'} {_with_sizes(first.called)} where earlier steps "
+    axis = record.groups[first.called.group].axis
+    text += f"called {_with_sizes(first.expected)} ({axis}, sequence number {first.called.sequence})"
+    text += f"; {named(ranks[:1])} is at {record.source}" if record.source is not None else ""
+    return Diagnosis(verdict=text, ranks=ranks, pending=described(record, first.called))
+
+
 def named(ranks: Iterable[int]) -> str:
     """`rank 1`, `ranks 0, 2`, `ranks 0, 1, … and 55 more`."""
     numbers = sorted(ranks)
@@ -154,9 +176,18 @@ def _wait(records: Mapping[int, HangRecord], rank: int, late: _Late) -> Wait:
     waits = [
         Wait(text=described(record, call), on=late.ranks(record, call), call=call, at=at) for call in firsts.values()
     ]
+    if not waits and _is_in_ring(record):
+        # The messages of a ring are in no list of collectives.
+        ring = next((group.ranks for group in record.groups.values() if group.axis == "context"), ())
+        outside = {peer for peer in ring if peer in late.absent or (peer in records and not _is_in_ring(records[peer]))}
+        return Wait(text="a receive of the ring (context)", on=frozenset(outside - {rank}), at=at)
     if not waits:
         return Wait(text="", at=at)
     return next((wait for wait in waits if wait.on), waits[0])
+
+
+def _is_in_ring(record: HangRecord) -> bool:
+    return any(place.file.endswith(_RING) for place in record.stack)
 
 
 def described(record: HangRecord, call: Collective) -> str:
@@ -255,11 +286,6 @@ def _waiting(records: Mapping[int, HangRecord], waits: Mapping[int, Wait], *, is
         return skipped
     # Where everyone waits for someone, the graph of waits has a cycle.
     awaited = {peer for wait in waits.values() for peer in wait.on}
-    ends = sorted(rank for rank in awaited if rank in waits and not waits[rank].on and not waits[rank].text)
-    if ends:
-        at = f" in {waits[ends[0]].at}" if waits[ends[0]].at else ""
-        verb = "is" if len(ends) == 1 else "are"
-        return _with_waits(f"{named(ends)} {verb}{at} and in no collective", tuple(ends), waits)
     deviating = {
         rank: difference
         for rank, wait in waits.items()
@@ -273,6 +299,11 @@ def _waiting(records: Mapping[int, HangRecord], waits: Mapping[int, Wait], *, is
         text = f"{named(ranks)} {verb} {_with_sizes(difference.expected)} and waits in {waits[ranks[0]].text}"
         at = waits[ranks[0]].at
         return _with_waits(text + (f" at {at}" if at else ""), ranks, waits)
+    ends = sorted(rank for rank in awaited if rank in waits and not waits[rank].on and not waits[rank].text)
+    if ends:
+        at = f" in {waits[ends[0]].at}" if waits[ends[0]].at else ""
+        verb = "is" if len(ends) == 1 else "are"
+        return _with_waits(f"{named(ends)} {verb}{at} and in no collective", tuple(ends), waits)
     listing = _listed(waits, with_peers=True)
     whole = {rank: wait for rank, wait in waits.items() if rank in awaited and wait.text and not wait.on}
     if whole:
