@@ -35,7 +35,7 @@ def test_frames_and_figures_are_made_as_shown(reader):
     (example,) = code("docs/comparing.md")
     names = {}
     exec(example, names)
-    assert list(names["runs"]["name"]) == ["single", "fsdp"]
+    assert list(names["runs"]["name"]) == ["single", "fsdp-world2"]
     assert set(names["steps"]["run"]) == set(names["runs"]["run"])
     assert Path("throughput.png").is_file()
 
@@ -58,7 +58,7 @@ def test_analyses_are_made_as_shown(reader):
     example, _ = code("docs/notebooks.md")
     names = {}
     exec(example, names)
-    assert list(names["memory"]["name"]) == ["single", "fsdp"]
+    assert list(names["memory"]["name"]) == ["single", "fsdp-world2"]
     assert list(names["largest"]["name"]) == ["fsdp"]
     assert names["pipelines"].empty
     assert len(names["schedules"]) > 10
