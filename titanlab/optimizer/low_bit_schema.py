@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from titanlab.costs import hardware
 from titanlab.costs.setting import Setting
+from titanlab.costs.shard_account import tensor_part
 from titanlab.errors import ConfigError
 from titanlab.optimizer.adamw_schema import Rounded, needs_torchao
 from titanlab.optimizer.contract import STEP_BYTES, OptimizerConfig, OptimizerFactory, Stored
@@ -56,13 +57,24 @@ class LowBit(Rounded):
             raise ConfigError("optimizer.block_size", self.block_size, "must be even and positive", "try 128 or 256")
 
     def check(self, setting: Setting) -> None:
-        """Check that torchao is installed.
+        """Check that torchao is installed, and that tensor parallelism leaves the same matrices with few bits.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: it is not, or does not.
         """
         super().check(setting)
         needs_torchao("optimizer.kind", self.kind, cure="try optimizer=adamw")
+        degree = setting.layout.tensor
+        for name, shape in setting.model.parameters.items():
+            columns = tensor_part(setting.model, name, tensor=degree)[-1] if shape else 0
+            if packs(shape, block_size=self.block_size, cuts_of_rows=1) and columns % self.block_size:
+                size = math.gcd(self.block_size, columns)
+                rule = (
+                    f"is no divisor of the {columns} columns of {name} on a rank of parallelism.tensor={degree}; "
+                    "the rank would keep full averages, and one process has few bits"
+                )
+                cure = f"try {size}" if size > 1 and size % 2 == 0 else "try a smaller parallelism.tensor"
+                raise ConfigError("optimizer.block_size", self.block_size, rule, cure)
 
     def reduced(self, *, least_eps: float) -> OptimizerConfig:
         """With at least this `eps`, and with blocks that fit in short rows."""
