@@ -71,11 +71,11 @@ class LlamaFamily(HuggingFaceFamily["Llama"]):
     architectures: Sequence[str] = ("LlamaForCausalLM",)
     model_type: ClassVar[str] = "llama"
     unsupported: ClassVar[Mapping[str, Any]] = UNSUPPORTED
-    # Files from 2023 have these tensors.
+    # Files from 2023 have one in each block; later ones may have one for the model.
     # Values of a config.json that does not have these keys, as in transformers.
     norm_eps: ClassVar[float] = 1e-6
     rope_theta: ClassVar[float] = 10000.0
-    derived = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+    derived = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(original_)?inv_freq")
 
     def tensors(self, model: Llama) -> dict[str, Foreign]:
         places = {}

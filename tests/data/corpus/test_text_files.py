@@ -78,6 +78,13 @@ def test_a_table_is_refused(tmp_path: Path, ending: str, builder: str) -> None:
     assert caught.value.key == "data.files"
 
 
+@pytest.mark.parametrize("name", ["a.tar.gz", "a.zip", "a.tgz"])
+def test_an_archive_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("x")
+    with pytest.raises(ConfigError, match=rf"{name}: is an archive, and not text; unpack it"):
+        corpus_of(str(tmp_path), "text").check()
+
+
 def test_what_describes_a_dataset_is_left_out_beside_its_data(tmp_path: Path) -> None:
     about = ["LICENSE", "README.md", "dataset_infos.json", "en/_SUCCESS"]
     for name in [*about, "en/1.jsonl", "en/2.jsonl.gz", "en/readme_pages.jsonl", "notes.md", "state.jsonl"]:

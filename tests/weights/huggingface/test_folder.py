@@ -105,8 +105,8 @@ def test_a_tensor_that_is_there_with_and_without_a_wrapper_is_refused(tmp_path):
     assert refusal(path) == f"k={path}: {rule}; save the model again, without wrappers around it"
 
 
-def test_frequencies_in_files_of_2023_are_left_out(tmp_path):
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"])
+def test_frequencies_in_files_are_left_out(tmp_path, name):
     path = made.folder(tmp_path / "a", **{name: torch.ones(8, dtype=torch.float64)})
     assert name not in {foreign.name for foreign in open_hf(path, "k").foreign.values()}
 
@@ -145,6 +145,14 @@ def test_a_folder_without_weights_is_one_line(tmp_path):
     (path / "pytorch_model.bin").unlink()
     rule = "has neither model.safetensors nor model.safetensors.index.json"
     assert refusal(path) == f"k={path}: {rule}; fetch the folder again, whole"
+
+
+@pytest.mark.parametrize("name", ["consolidated.safetensors", "model.fp16.safetensors", "model.gguf"])
+def test_weights_in_another_form_are_named(tmp_path, name):
+    path = made.folder(tmp_path / "a")
+    (path / "model.safetensors").rename(path / name)
+    rule = f"has neither model.safetensors nor model.safetensors.index.json, but {name}"
+    assert refusal(path) == f"k={path}: {rule}; give the model in the form of transformers"
 
 
 def test_a_pickle_beside_safetensors_is_not_read(tmp_path):

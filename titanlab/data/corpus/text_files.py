@@ -28,6 +28,7 @@ _PACKED = {".gz", ".bz2", ".xz", ".zst"}
 _NAMES = {"lines": "JSON, one object a line", "parquet": "parquet", "text": "text, one document a file"}
 # Formats whose columns `datasets` reads.
 _TABLES = {".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
+_ARCHIVES = {".tar", ".tgz", ".zip", ".7z"}
 # Descriptions that stand beside the data of a dataset's folder.
 _ABOUT = {"dataset_infos.json", "dataset_info.json", "state.json", "_success"}
 _ABOUT_TEXTS = {"readme", "license", "licence"}
@@ -94,6 +95,8 @@ class Corpus:
                 rule = "is a table, and not text"
                 cure = f"try data=hf data.path={builder} with data.data_files, or write it as JSONL or parquet"
                 raise ConfigError(self.key, file, rule, cure)
+            if _ending(file) in _ARCHIVES:
+                raise ConfigError(self.key, file, "is an archive, and not text", "unpack it, or leave it out")
         if not any(file.stat().st_size for file in self.files):
             raise ConfigError(self.key, self.files[0], "is empty", "give files with text in them")
         step = max(1, len(self.files) // _CHECKED_FILES)

@@ -26,6 +26,8 @@ TOKENIZER_FILES = (
 ABOUT = (CONTEXT, "bos_token_id", "eos_token_id", "pad_token_id")
 # Words that torch.compile, DDP, FSDP and activation checkpointing put into the names of a state_dict.
 _WRAPPERS = re.compile(r"\b(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+# Endings of files that may hold weights in another form: Mistral's, a variant, GGUF, Meta's.
+_OTHER_WEIGHTS = (".safetensors", ".gguf", ".pth", ".bin")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -54,7 +56,10 @@ def open_hf(path: Path, key: str) -> SafetensorsSource:
             rule = f"keeps its weights in {pickled}, which runs code when it is read"
             cure = "fetch the model's safetensors, or save it again with transformers' save_pretrained"
             raise ConfigError(key, path, rule, cure)
-        raise ConfigError(key, path, f"has neither {STEM}.safetensors nor {INDEX}", "fetch the folder again, whole")
+        others = sorted(file.name for file in path.iterdir() if file.suffix in _OTHER_WEIGHTS)
+        rule = f"has neither {STEM}.safetensors nor {INDEX}{f', but {others[0]}' if others else ''}"
+        cure = "give the model in the form of transformers" if others else "fetch the folder again, whole"
+        raise ConfigError(key, path, rule, cure)
     found, places = read_entries(indexed_files(path, INDEX, f"{STEM}.safetensors", key), key)
     stored: dict[str, str] = {}
     for name in found:
