@@ -172,7 +172,7 @@ FILES = [
     ("data=files data.files=<torn.jsonl> data.vocab_size=340", "data.files=<torn.jsonl>:2: is not JSON", "JSON object a line"),
     ("data=files data.files=<other.jsonl> data.vocab_size=340", "data.text_field=text: is not in <other.jsonl>:1", "its keys are: body"),
     ("data=files data.files=<latin.txt> data.vocab_size=340", "data.files=<latin.txt>, byte", "iconv"),
-    ("data=files data.files=<torn.txt.gz> data.vocab_size=340", "data.files=<torn.txt.gz>: is no whole gzip", "fetch it again"),
+    ("data=files data.files=<torn.txt.gz> data.vocab_size=340", "data.files=<torn.txt.gz>: is no whole .gz file", "fetch it again"),
     ("data=files data.files=<a.parquet> data.vocab_size=340", "data.files=<a.parquet>: is no readable parquet", "write it again"),
     ("data=files data.files=<text.txt> data.vocab_size=340 model.vocab_size=330", "model.vocab_size=330: is smaller than the 340 tokens", "try model.vocab_size=340"),
     ("data=files data.files=<text.txt> data.tokenizer=<foreign.model>", "data.tokenizer=<foreign.model>: is no SentencePiece model", "tokenizer.json"),

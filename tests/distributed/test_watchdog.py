@@ -266,7 +266,7 @@ def test_of_ranks_that_hang_the_late_one_is_the_cause():
     assert first_cause(waiting).kind is OutcomeKind.HANG
 
 
-@pytest.mark.parametrize(("world", "seconds"), [(1, 2.0), (512, 2.0), (1024, 4.0), (4096, 5.0)])
+@pytest.mark.parametrize(("world", "seconds"), [(1, 2.0), (256, 2.0), (512, 4.0), (4096, 5.0)])
 def test_many_ranks_look_for_notes_less_often(world, seconds):
     """The notes lie on a shared file system."""
     watchdog = Watchdog(step_seconds=0.0, first_seconds=None, note=lambda outcome, record: None, world=world)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -129,11 +128,11 @@ def test_another_error_frees_nothing(tmp_path, monkeypatch):
 
 def test_an_end_without_a_run_goes_elsewhere(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "none"))
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(end_file, "home", lambda: tmp_path)
     path = write_elsewhere(tmp_path / "single" / "name-12345678", OUTCOME)
     assert path.parent == tmp_path
     assert path.name.startswith("titanlab-name-12345678-attempt-2-")
     assert path.name.endswith("-result.json")
     assert read_end(path) == OUTCOME
-    monkeypatch.setattr(Path, "home", lambda: tmp_path / "none")
+    monkeypatch.setattr(end_file, "home", lambda: tmp_path / "none")
     assert write_elsewhere(tmp_path, OUTCOME) is None
