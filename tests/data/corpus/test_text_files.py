@@ -152,6 +152,19 @@ def test_matching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names(f"b.txt{os.pathsep}a.txt{os.pathsep}*.txt") == ["a.txt", "b.txt"]
 
 
+def test_links_to_folders_above_are_not_followed(tmp_path: Path) -> None:
+    """With one such link each file was read 81 times; with two, the search did not end."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    for name, target in {"a/up": "..", "a/self": ".", "b/up": "../b", "b/loop": "loop"}.items():
+        (tmp_path / name).symlink_to(target)
+    for name in ("a/1.txt", "b/2.txt"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / "linked").symlink_to("b")
+    names = [str(file.relative_to(tmp_path)) for file in matching(str(tmp_path))]
+    assert names == ["a/1.txt", "b/2.txt", "linked/2.txt"]
+
+
 def test_sample_is_spread_over_the_files(tmp_path: Path) -> None:
     sizes = {"a": 10, "b": 5000, "c": 300, "d": 8000}
     for name, size in sizes.items():

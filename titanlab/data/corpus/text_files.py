@@ -253,7 +253,7 @@ def matching(patterns: str, key: str = "data.files") -> tuple[Path, ...]:
         if os.path.isfile(pattern):
             paths: Iterable[str] = [pattern]
         elif os.path.isdir(pattern):
-            paths = glob.iglob(os.path.join(glob.escape(pattern), "**"), recursive=True)
+            paths = _below(pattern)
         else:
             paths = glob.iglob(pattern, recursive=True)
         files = {Path(path) for path in paths if os.path.isfile(path)}
@@ -264,6 +264,17 @@ def matching(patterns: str, key: str = "data.files") -> tuple[Path, ...]:
     if not matches:
         raise ConfigError(key, patterns, "names no file", "give a file, a folder or a glob")
     return tuple(sorted(matches))
+
+
+def _below(folder: str, above: tuple[str, ...] = ()) -> Iterator[str]:
+    """The visible files of a folder and of those in it; links to folders above are not followed."""
+    here = os.path.realpath(folder)
+    if here in above:
+        return
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.name.startswith("."):
+                yield from _below(entry.path, (*above, here)) if os.path.isdir(entry.path) else (entry.path,)
 
 
 def _patterns(patterns: str) -> list[str]:
