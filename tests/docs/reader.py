@@ -131,6 +131,8 @@ class Reader:
         # Whether Slurm is here is no matter of what is written.
         patch("titanlab.cli.sweep.check_study", lambda study: check_study(study, submits=False, answered=False))
         patch("titanlab.cli.sweep.submit", lambda study, report, *, force: SimpleNamespace(folder=None, decisions=()))
+        # The first point of many may be one that does not fit: tests/sweep/study leaves such points out.
+        patch("titanlab.cli.sweep.fitting", lambda study, *, strictly: study)
         patch("titanlab.cli.sweep._report", lambda *given: None)
         patch("titanlab.cli.sweep.follow", lambda folder: [])
         # tests/cli/proofs trains.

@@ -67,7 +67,14 @@ def test_a_store_whose_package_is_missing_is_refused_with_its_name(monkeypatch):
 def test_a_protocol_that_no_package_knows_is_refused():
     with pytest.raises(ConfigError, match="no installed package knows nosuch://"):
         check_installed("checkpoint.folder", "nosuch://bucket")
-    check_installed("checkpoint.folder", "memory://bucket")
+
+
+def test_a_store_of_one_process_is_refused():
+    """A run there was done, and had no checkpoint."""
+    with pytest.raises(
+        ConfigError, match="memory://bucket: is a store that each process has for itself: .*leave it out"
+    ):
+        check_installed("checkpoint.folder", "memory://bucket")
 
 
 def test_the_parts_of_an_address():

@@ -17,6 +17,7 @@ _LOCAL = ("file", "local")
 # These of fsspec have no files that can be written, or wrap another store.
 _UNUSABLE = ("http", "https", "data", "git", "github", "reference", "zip", "tar", "libarchive", "generic", "dir")
 _WRAPPERS = ("cached", "blockcache", "filecache", "simplecache")
+_PRIVATE = ("memory",)
 _SECRET = "***"
 # The name before @ is a user's, or that of a container; elsewhere it may be a token.
 _WITH_USER = ("sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "abfs", "abfss", "wasb", "wasbs", "az", "adl", "oci")
@@ -114,12 +115,15 @@ def check_address(key: str, text: str) -> None:
 
 
 def check_installed(key: str, text: str) -> None:
-    """Check that the package of a store is installed.
+    """Check that a store can be used: its package is installed, and other processes read what one has written.
 
     Raises:
-        ConfigError: it is not, or no package is known for the protocol.
+        ConfigError: it cannot, or no package is known for the protocol.
     """
     protocol = StorePath(text).protocol
+    if protocol in _PRIVATE:
+        rule = "is a store that each process has for itself: the checkpoints would be gone with the ranks"
+        raise ConfigError(key, text, rule, "try s3://bucket/folder, or leave it out")
     fsspec: Any = importlib.import_module("fsspec")
     try:
         fsspec.get_filesystem_class(protocol)
