@@ -68,9 +68,9 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(command):
 
 @pytest.mark.full
 def test_a_second_ctrl_c_loses_what_the_answer_to_the_first_has_said(command):
-    process = command.start(*COPIES, "training.steps=60", "data.seconds=12", "checkpoint.every=1")
+    process = command.start(*COPIES, "training.steps=60", "data.seconds=8", "checkpoint.every=1")
     run = command.reached(1)
-    until(lambda: run.saved_step() == 1)
+    until(lambda: run.saved_step() == 1 and run.known_status().state == "running")
     process.send_signal(signal.SIGINT)
     time.sleep(1.5)
     process.send_signal(signal.SIGINT)
