@@ -59,7 +59,7 @@ def test_analyses_are_made_as_shown(reader):
     names = {}
     exec(example, names)
     assert list(names["memory"]["name"]) == ["single", "fsdp-world2"]
-    assert list(names["largest"]["name"]) == ["fsdp"]
+    assert list(names["largest"]["name"]) == ["fsdp-world2"]
     assert names["pipelines"].empty
     assert len(names["schedules"]) > 10
     assert Path("scaling.png").is_file()
