@@ -109,13 +109,16 @@ def overridden(config: Mapping[str, Any], overrides: Sequence[str], *, file: Pat
     Raises:
         ConfigError: an override cannot be read, or its value does not fit; or the config is of another version.
     """
-    try:
-        values = literal(OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides))))
-        merged = OmegaConf.merge(OmegaConf.create(literal(config)), OmegaConf.create(values))
-    except (OmegaConfBaseException, YAMLError) as error:
-        rule = f"cannot be read ({str(error).splitlines()[0]})"
-        raise ConfigError("overrides", " ".join(overrides), rule, "write key=value") from error
-    changed: dict[str, Any] = OmegaConf.to_container(merged, resolve=True)  # type: ignore[assignment]
+    changed = dict(config)
+    # Merging nothing takes most of the time that `retry` needs for a run.
+    if overrides:
+        try:
+            values = literal(OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides))))
+            merged = OmegaConf.merge(OmegaConf.create(literal(config)), OmegaConf.create(values))
+        except (OmegaConfBaseException, YAMLError) as error:
+            rule = f"cannot be read ({str(error).splitlines()[0]})"
+            raise ConfigError("overrides", " ".join(overrides), rule, "write key=value") from error
+        changed = OmegaConf.to_container(merged, resolve=True)  # type: ignore[assignment]
     try:
         return from_mapping(changed)
     except ConfigError as error:
