@@ -1,6 +1,15 @@
+from pathlib import Path
+
 import pytest
 
-from titanlab.checkpoint.remote.address_schema import StorePath, check_address, check_installed, is_address, place_of
+from titanlab.checkpoint.remote.address_schema import (
+    TESTED,
+    StorePath,
+    check_address,
+    check_installed,
+    is_address,
+    place_of,
+)
 from titanlab.checkpoint.schema import Sync
 from titanlab.errors import ConfigError
 
@@ -62,6 +71,14 @@ def test_a_store_whose_package_is_missing_is_refused_with_its_name(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs the package s3fs, which is not installed; pip install s3fs"):
         check_installed("checkpoint.folder", "s3://bucket")
+
+
+def test_the_page_and_the_refusals_say_which_stores_are_tested():
+    page = Path(__file__).parents[3] / "docs" / "checkpoints.md"
+    assert TESTED in " ".join(page.read_text().split())
+    for check, text in ((check_address, "https://host/folder"), (check_installed, "memory://bucket")):
+        with pytest.raises(ConfigError, match=TESTED):
+            check("checkpoint.folder", text)
 
 
 def test_a_protocol_that_no_package_knows_is_refused():

@@ -18,6 +18,8 @@ _LOCAL = ("file", "local")
 _UNUSABLE = ("http", "https", "data", "git", "github", "reference", "zip", "tar", "libarchive", "generic", "dir")
 _WRAPPERS = ("cached", "blockcache", "filecache", "simplecache")
 _PRIVATE = ("memory",)
+# What the tests use; docs/checkpoints.md says it too.
+TESTED = "tested is an emulated object store through fsspec, and no real one"
 _SECRET = "***"
 # The name before @ is a user's, or that of a container; elsewhere it may be a token.
 _WITH_USER = ("sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "abfs", "abfss", "wasb", "wasbs", "az", "adl", "oci")
@@ -104,7 +106,9 @@ def check_address(key: str, text: str) -> None:
         rule = "is of this host, where checkpoints are in the run's folder"
         raise ConfigError(key, text, rule, "leave it out; runs=FOLDER chooses the disk")
     if "::" in text or protocol in (*_UNUSABLE, *_WRAPPERS):
-        raise ConfigError(key, text, "takes no checkpoints", "give the address of a store, such as s3://bucket/folder")
+        raise ConfigError(
+            key, text, "takes no checkpoints", f"give the address of a store, such as s3://bucket/folder; {TESTED}"
+        )
     parts = rest.rstrip("/").split("/")
     if text.strip() != text or any(character < " " for character in text) or any(p in ("", ".", "..") for p in parts):
         rule = "is no plain address: a part of it is empty, . or .., or it has spaces around it"
@@ -123,7 +127,7 @@ def check_installed(key: str, text: str) -> None:
     protocol = StorePath(text).protocol
     if protocol in _PRIVATE:
         rule = "is a store that each process has for itself: the checkpoints would be gone with the ranks"
-        raise ConfigError(key, text, rule, "try s3://bucket/folder, or leave it out")
+        raise ConfigError(key, text, rule, f"try s3://bucket/folder, or leave it out; {TESTED}")
     fsspec: Any = importlib.import_module("fsspec")
     try:
         fsspec.get_filesystem_class(protocol)
