@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import ProcessGroup
 
 # Private: resolves the group names of functional collectives, the same in torch 2.11 to 2.13. Custom operators cannot
@@ -122,7 +121,7 @@ def _is_causal(module: nn.Module, account: ModelAccount, seq_len: int) -> bool:
     if any(True for _ in module.parameters()):
         return False
     queries, length = account.heads // account.kv_heads, min(seq_len, _TRIED)
-    with unset_fake_temporarily(), torch.no_grad():
+    with torch.no_grad():
         generator = torch.Generator().manual_seed(0)
         q, k, v = (
             torch.randn(1, heads, length, account.head_dim, generator=generator, dtype=torch.float32, device="cpu")
