@@ -132,7 +132,7 @@ def _is_causal(module: nn.Module, account: ModelAccount, seq_len: int) -> bool:
         # Code of any kind may raise any error.
         except Exception:
             return False
-        expected = F.scaled_dot_product_attention(q, *(x.expand_as(q) for x in (k, v)), is_causal=True)
+        expected = F.scaled_dot_product_attention(q, k.expand_as(q), v.expand_as(q), is_causal=True)
         return isinstance(found, Tensor) and found.shape == q.shape and torch.allclose(found, expected, atol=2e-5)
 
 
