@@ -60,7 +60,7 @@ def json_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     folder = tmp_path_factory.mktemp("hf-tokenizer")
     made.save(str(folder / "tokenizer.json"))
-    config = {"bos_token": {"content": "<|begin|>"}, "eos_token": "<|end|>"}
+    config = {"bos_token": {"content": "<|begin|>"}, "eos_token": "<|end|>", "add_bos_token": True}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder / "tokenizer.json"
 

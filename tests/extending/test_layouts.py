@@ -4,6 +4,7 @@ import importlib
 import os
 import pickle
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -25,6 +26,7 @@ PACKAGES = {
     "An activation checkpointing policy": ("ac", "ac_offload.offload_schema", "Offload", {}),
     "An optimizer": ("optimizer", "lion.lion_schema", "Lion", {"lr": 1e-3}),
 }
+INSTALLED = ("rounded_weights", "ac_offload", "lion", "meanlm", "shallow_pipeline", "csvlog")
 LAYOUTS = {
     "tensor": ({}, {"tensor": 2}),
     "fused": ({}, {"fused": True}),
@@ -54,11 +56,11 @@ def traced(site, pickled):
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     folder = (tmp_path / "site").resolve()
-    for title in PACKAGES:
+    for title in (*PACKAGES, "A model", "A schedule", "A tracker"):
         install(sections()[title].files, folder)
     monkeypatch.syspath_prepend(str(folder))
     yield folder
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("rounded_weights", "ac_offload", "lion")]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in INSTALLED]:
         del sys.modules[name]
 
 
@@ -89,6 +91,44 @@ def test_a_package_trains_as_in_one_process(pool, site, tmp_path, title, layout)
         exact = pool.run(1, traced, str(site), pickle.dumps((plain, tiny.begin(plain))))[0]
         # 2 bits change the gradients by more than a tenth: what is equal above is not fp32.
         assert parity.compare(exact, found[1]).gradient[0] > 0.1
+
+
+def loaded(module, schema, **given):
+    return getattr(importlib.import_module(module), schema)(**given)
+
+
+def test_the_packages_of_a_model_and_a_schedule_train_in_a_pipeline(pool, site, tmp_path):
+    model = loaded("meanlm.mean_schema", "Mean", width=64, depth=4, vocab_size=256)
+    shallow = loaded("shallow_pipeline.shallow_schema", "Shallow")
+    found = []
+    for keys in ({}, {"pipeline": 2, "microbatch": 2, "pipeline_schedule": shallow}):
+        made = tiny.recipe(tmp_path, **{**COMMON, "model": model, "eps": 1e-6, **keys})
+        found.append(pool.run(made.world, traced, str(site), pickle.dumps((made, tiny.begin(made))))[0])
+    difference = parity.compare(*found)
+    assert max(difference.loss, difference.grad_norm, difference.gradient[0]) <= BAR, difference
+
+
+@pytest.mark.parametrize(("axis", "what"), [("context", "attention"), ("tensor", "tensor")])
+def test_a_model_that_names_neither_attention_nor_a_plan_is_not_cut(site, tmp_path, axis, what):
+    model = loaded("meanlm.mean_schema", "Mean", width=64, depth=2, vocab_size=256)
+    with pytest.raises(ConfigError, match=rf"^parallelism.{axis}=2: .*{what}"):
+        tiny.recipe(tmp_path, model=model, **{axis: 2})
+
+
+def trained(site, pickled):
+    sys.path.insert(0, site)
+    try:
+        return tiny.as_rank(*pickle.loads(pickled)) and None
+    finally:
+        sys.path.remove(site)
+
+
+def test_the_package_of_a_tracker_writes_each_row_once_in_two_ranks(pool, site, tmp_path):
+    made = tiny.recipe(tmp_path, **{**COMMON, "log_every": 1, "shard": 2})
+    made = replace(made, tracker=loaded("csvlog.csv_schema", "Csv"))
+    run = tiny.begin(made)
+    pool.run(2, trained, str(site), pickle.dumps((made, run)))
+    assert [row.partition(",")[0] for row in (run.path / "rows.csv").read_text().splitlines()] == ["1", "2"]
 
 
 def test_a_group_of_weights_is_not_cut(site, tmp_path):

@@ -124,11 +124,12 @@ def test_a_second_request_does_not_wait(watch, run, clock, process):
     )
 
 
-def test_the_first_ctrl_c_is_answered_at_once(watch, run, process):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_request_is_answered_at_once(watch, run, process, number):
     escalation, lines = watch()
     reached(run, 8)
     run.note_saved(1, 5)
-    escalation.signalled(signal.SIGINT)
+    escalation.signalled(number)
     for _ in range(2):
         assert not escalation.is_due({0: process.pid})
     line = "stopping after this step, then saving. A second Ctrl-C ends the run now"

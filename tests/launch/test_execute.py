@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from tests import tiny
+from tests.weights.huggingface import made
 from titanlab.checkpoint.damage import DamagedCheckpoint
 from titanlab.checkpoint.folders import latest, step_folder
 from titanlab.data.files_schema import Files
@@ -21,6 +22,7 @@ from titanlab.errors import ConfigError
 from titanlab.launch.contract import Failure
 from titanlab.launch.execute import continue_run, execute, prepare
 from titanlab.model import llama_account
+from titanlab.model.llama_schema import Llama
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exception
 from titanlab.records.run_folder import open_run
 from titanlab.records.run_search import list_runs
@@ -118,6 +120,22 @@ def test_the_name_does_not_depend_on_whether_the_data_was_prepared_before(tmp_pa
     again = []
     assert prepare([recipe], again.append)[0].identity == first
     assert again == []
+
+
+def test_weights_that_the_folder_of_init_from_has_and_that_are_not_read_are_said_once(tmp_path, starts):
+    path = made.folder(tmp_path / "hub", {**made.SMALL, "vocab_size": 259})
+    for name in ("model.safetensors.index.json", "adapter_config.json"):
+        (path / name).write_text("{}")
+    model = Llama.hugging_face().from_hf({**made.SMALL, "vocab_size": 259})
+    recipe = tiny.recipe(tmp_path / "runs", model=model, init_from=str(path))
+    told = []
+    prepare([recipe, replace(recipe, repeat=1)], told.append)
+    first, second = told
+    assert first.startswith(f"reading {path}/model.safetensors; model.safetensors.index.json and its files are left")
+    assert second.startswith(f"warning: {path}/adapter_config.json belongs to an adapter, which is not applied; ")
+    told.clear()
+    prepare([recipe], told.append, started=True)
+    assert told == []
 
 
 def test_quick_rules_of_all_come_before_the_data_of_one(tmp_path, starts, monkeypatch):

@@ -1,5 +1,6 @@
 """Attention over several ranks is one process's attention: outputs, gradients, and nothing sent that is not used."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -7,10 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import distributed as dist
 
+from titanlab.errors import ConfigError
 from titanlab.model import llama
+from titanlab.model.attention import InnerAttention
 from titanlab.model.llama_schema import Llama
 from titanlab.parallelism import attention_kernels, head_tail, ring
-from titanlab.parallelism.context import EXCHANGES, ContextAttention, attention, positions, spread_attention
+from titanlab.parallelism.context import (
+    EXCHANGES,
+    ContextAttention,
+    attention,
+    check_attention,
+    positions,
+    spread_attention,
+)
 from titanlab.parallelism.schema import CHOICES
 
 SEQ = 48
@@ -293,6 +303,79 @@ def llama_errors(method, tied):
 @pytest.mark.parametrize(("ranks", "method", "tied"), [(2, "ring", False), (4, "ring", True), (3, "all_gather", False)])
 def test_a_llama_is_the_same_with_its_sequences_spread(pool, ranks, method, tied):
     assert max(pool.run(ranks, llama_errors, method, tied)) <= 2e-6
+
+
+class Causal(torch.nn.Module):
+    """A package's own attention; it attends to the last `window` keys."""
+
+    def __init__(self, window=None, scale=None):
+        super().__init__()
+        self.window, self.scale = window, scale
+
+    def forward(self, q, k, v):
+        ones = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+        mask = ones if self.window is None else ones.triu(1 - self.window)
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
+
+
+class Renamed(InnerAttention):
+    """Computes what its class does."""
+
+
+class Softcapped(InnerAttention):
+    """Computes something else, in another method than forward."""
+
+    def __call__(self, q, k, v):
+        return super().__call__(q, 0.5 * k, v)
+
+
+class WithSinks(Causal):
+    def __init__(self):
+        super().__init__()
+        self.sinks = torch.nn.Parameter(torch.zeros(4))
+
+
+def patched(change):
+    module = InnerAttention()
+    change(module)
+    return module
+
+
+ATTENTIONS = {
+    "titanlab's": (InnerAttention(), ""),
+    "a kernel of a GPU": (InnerAttention("cudnn"), ""),
+    "a subclass": (Renamed(), ""),
+    "a package's": (Causal(), ""),
+    "the usual scale": (Causal(scale=16**-0.5), ""),
+    "a wide window": (Causal(window=SEQ), ""),
+    "another scale": (Causal(scale=0.3), "has another forward (Causal)"),
+    "a window": (Causal(window=SEQ - 1), "has another forward (Causal)"),
+    "a subclass's call": (Softcapped(), "has another forward (Softcapped)"),
+    "parameters": (WithSinks(), "has another forward (WithSinks)"),
+    "no attention": (torch.nn.Identity(), "has another forward (Identity)"),
+    "attribute": (patched(lambda it: setattr(it, "forward", lambda q, k, v: v)), "has another forward (InnerAttention)"),
+    "hook": (patched(lambda it: it.register_forward_hook(lambda _, __, output: 2 * output)), "has hooks"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attention_that_is_not_causal_is_not_replaced(name):
+    module, how = ATTENTIONS[name]
+    config = Llama(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=96, vocab_size=64)
+    with torch.device("meta"):
+        model = llama.Llama(config, seq_len=SEQ)
+    model.layers["1"].attention.inner = module
+    refused = pytest.raises(ConfigError) if how else contextlib.nullcontext()
+    random = torch.random.get_rng_state()
+    with refused as error:
+        check_attention(model, config.account(), seq_len=SEQ, context=2)
+    if how:
+        path = "layers.1.attention.inner"
+        rule = f"computes {path} as causal softmax(q·kᵀ/√head_dim)·v, and {path} {how}"
+        cure = "try 1, or titanlab.model.attention.InnerAttention"
+        assert str(error.value) == f"parallelism.context=2: {rule}; {cure}"
+    assert torch.equal(random, torch.random.get_rng_state())
 
 
 def test_positions_are_a_partition_from_both_ends():

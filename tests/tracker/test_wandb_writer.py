@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import queue
 import sys
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -90,6 +92,15 @@ def test_if_the_training_dies_the_run_is_closed_as_failed_and_its_record_stays_o
     made, record, _ = serve(log(1, loss=2.0), None)
     assert made.calls[-1] == ("finish", 1)
     assert (record.state, record.step) == (OPEN, 1)
+
+
+@pytest.mark.parametrize(("given", "seen"), [("", None), ("offline", "offline")])
+def test_an_empty_mode_in_the_environment_is_none(monkeypatch, given, seen):
+    """wandb refuses to start with it."""
+    fake = SimpleNamespace(init=lambda **_: os.environ.get("WANDB_MODE"), Settings=dict)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setenv("WANDB_MODE", given)
+    assert module._open(defaultdict(str), send=None) == seen
 
 
 def test_without_a_first_message_nothing_is_opened(monkeypatch):

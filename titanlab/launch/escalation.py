@@ -72,7 +72,7 @@ class Escalation:
         """Note a stop request that is a signal to this process."""
         # A closed terminal ends a run as Ctrl-C does.
         kind = STOPS[signal.SIGINT if number == signal.SIGHUP else number]
-        self._answer_due = self._asked is None and number == signal.SIGINT
+        self._answer_due = self._asked is None and number in (signal.SIGINT, signal.SIGTERM)
         self.asked(kind, f"asked to end by {signal.Signals(number).name}")
 
     def is_due(self, pids: Mapping[int, int]) -> bool:

@@ -45,7 +45,7 @@ from titanlab.system.disk import disk_fault, tells_of_disk
 from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import counted
 from titanlab.terminal.paths import shown_path
-from titanlab.weights.starting_weights import check_beginning, start_fingerprint
+from titanlab.weights.starting_weights import check_beginning, not_read, start_fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,8 @@ def prepare(recipes: Sequence[Recipe], report: Callable[[str], None], *, started
     # All quick checks of all recipes come before the data of any recipe is prepared.
     resolved = [_resolved(recipe, host, ranks, started=started) for recipe in recipes]
     if ranks is None or ranks.rank == 0:
-        for notice in dict.fromkeys(filter(None, map(shortened_warmup, recipes))):
+        left_aside = [line for recipe in recipes for line in (() if started else not_read(recipe))]
+        for notice in dict.fromkeys(filter(None, [*map(shortened_warmup, recipes), *left_aside])):
             report(notice)
     return [_with_data(recipe, host, ranks, report, started=started) for recipe in resolved]
 

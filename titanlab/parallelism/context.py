@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -17,7 +18,10 @@ from torch.distributed import ProcessGroup
 # take a group as an argument.
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from titanlab.costs.account import ModelAccount
 from titanlab.costs.block_names import BLOCKS
+from titanlab.errors import ConfigError
+from titanlab.model.attention import InnerAttention
 from titanlab.model.documents.packed import HostStarts
 from titanlab.parallelism import head_tail
 from titanlab.parallelism.attention_kernels import choose
@@ -25,8 +29,11 @@ from titanlab.parallelism.documents import chunks
 from titanlab.parallelism.documents.chunks import Chunks
 from titanlab.parallelism.gather_kv import GatherKv
 from titanlab.parallelism.ring import Ring
+from titanlab.precision.product import departure, has_hooks
 
 EXCHANGES: dict[str, type[Ring] | type[GatherKv]] = {"ring": Ring, "all_gather": GatherKv}
+# Attention of another class is tried with so many tokens at most: longer than the usual windows of 4,096.
+_TRIED = 4608
 
 
 def positions(seq_len: int, *, ranks: int, rank: int) -> Tensor:
@@ -89,6 +96,44 @@ def spread_attention(model: nn.Module, path: str, *, method: str, group: Process
         replaced = block.get_submodule(path)
         attention = ContextAttention(method, group, getattr(replaced, "kernel", "auto"))
         setattr(block.get_submodule(container), name, attention)
+
+
+def check_attention(model: nn.Module, account: ModelAccount, *, seq_len: int, context: int) -> None:
+    """Check that a model's attention computes what `ContextAttention` does. That of another class is tried.
+
+    Raises:
+        ConfigError: it computes something else, or cannot be tried on a CPU.
+    """
+    for number, block in model.get_submodule(BLOCKS).named_children():
+        module = block.get_submodule(account.attention)
+        hooked = has_hooks(module)
+        how = "has hooks" if hooked else departure(module, InnerAttention)
+        if (type(module) is InnerAttention and not how) or (not hooked and _is_causal(module, account, seq_len)):
+            continue
+        path = f"{BLOCKS}.{number}.{account.attention}"
+        rule = f"computes {path} as causal softmax(q·kᵀ/√head_dim)·v, and {path} {how or 'gives another result'}"
+        cure = f"try 1, or {InnerAttention.__module__}.{InnerAttention.__name__}"
+        raise ConfigError("parallelism.context", context, rule, cure)
+
+
+def _is_causal(module: nn.Module, account: ModelAccount, seq_len: int) -> bool:
+    """Whether a module gives the result of causal attention for some q, k and v on the CPU."""
+    if any(True for _ in module.parameters()):
+        return False
+    queries, length = account.heads // account.kv_heads, min(seq_len, _TRIED)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (
+            torch.randn(1, heads, length, account.head_dim, generator=generator, dtype=torch.float32, device="cpu")
+            for heads in (queries, 1, 1)
+        )
+        try:
+            found = module(q, k, v)
+        # Code of any kind may raise any error.
+        except Exception:
+            return False
+        expected = F.scaled_dot_product_attention(q, k.expand_as(q), v.expand_as(q), is_causal=True)
+        return isinstance(found, Tensor) and found.shape == q.shape and torch.allclose(found, expected, atol=2e-5)
 
 
 @torch.library.custom_op("titanlab::context_attention", mutates_args=())

@@ -91,10 +91,9 @@ def take_over(
     Raises:
         ConfigError: the module computes something else.
     """
-    has_hooks = any(getattr(module, hooks) for hooks in _HOOKS)
-    how = "has hooks" if has_hooks else departure(module, like)
+    how = "has hooks" if has_hooks(module) else departure(module, like)
     if how:
-        if like is nn.Linear and not has_hooks:
+        if like is nn.Linear and not has_hooks(module):
             cure += ", or let the layer name its product (docs/extending.md)"
         raise ConfigError(key, value, f"computes {path} as {like.__name__} does, and {path} {how}", cure)
     product = product_of(module)
@@ -102,6 +101,11 @@ def take_over(
         # From now on `forward` is another one, and this says what it computes.
         setattr(module, ATTRIBUTE, product)
     return product
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calls of a module run more than its forward."""
+    return any(getattr(module, hooks) for hooks in _HOOKS)
 
 
 def departure(module: nn.Module, like: type[nn.Module] = nn.Linear) -> str:

@@ -140,6 +140,9 @@ class _RecordWriter:
 
 
 def _open(start: Mapping[str, Any], send: Send) -> Any:
+    if not os.environ.get("WANDB_MODE"):
+        # wandb refuses to start with an empty one.
+        os.environ.pop("WANDB_MODE", None)
     import wandb
 
     try:

@@ -20,7 +20,7 @@ from titanlab.distributed.world import World
 from titanlab.errors import ConfigError
 from titanlab.model.language_model import LanguageModel
 from titanlab.model.shapes import shapes_only
-from titanlab.parallelism.context import spread_attention
+from titanlab.parallelism.context import check_attention, spread_attention
 from titanlab.parallelism.expert import spread_experts
 from titanlab.parallelism.gradients import scale_gradients, sum_gradients
 from titanlab.parallelism.joined import join_products
@@ -103,6 +103,7 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
         async_tensor.register(mesh.axis("tensor").get_group())
         fuse_products(model, eager_products(recipe), cut)
     if layout.context > 1:
+        check_attention(model, account, seq_len=recipe.training.seq_len, context=layout.context)
         spread_attention(model, account.attention, method=config.context_method, group=mesh.axis("context").get_group())
     experts = spread_experts(model, mesh.expert_axis) if layout.expert > 1 else []
     recipe.ac.implementation().apply({int(index): block for index, block in model.layers.items()})

@@ -162,6 +162,8 @@ def _report_size(origin: Origin, into: Path, report: Report) -> None:
     entries = origin.source.entries.values()
     files = sorted(into.glob("*.safetensors"))
     size = sum(path.stat().st_size for path in files)
+    for line in origin.not_read:
+        report(line)
     parameters = origin.source.model.account().parameter_count
     report(
         f"{into}: {parameters:,} parameters in {len(entries)} tensors, {size / 2**20:,.1f} MiB in {len(files)} "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ class Origin:
         tokenizer: the folder of the tokenizer's files; it may have none of them.
         generation: the path of generation_config.json, or its content.
         title: name of the origin, for users.
-        copies: see `SafetensorsSource`.
+        copies, not_read: see `SafetensorsSource`.
     """
 
     source: Source
@@ -43,6 +43,7 @@ class Origin:
     generation: Path | Mapping[str, Any]
     title: str
     copies: Mapping[str, str] = field(default_factory=dict)
+    not_read: Sequence[str] = ()
 
     @property
     def context(self) -> int:
@@ -68,6 +69,7 @@ def from_folder(path: Path, key: str) -> Origin:
         generation=path / ours.GENERATION,
         title=path.resolve().name,
         copies=source.copies,
+        not_read=source.not_read,
     )
 
 

@@ -74,6 +74,7 @@ class SafetensorsSource:
         copies: tensors that must equal another tensor and are not read: name → the other's name, both in the files.
         biases: as in Source.
         wrapped: names of tensors in the files, where those differ from the names in `foreign`.
+        not_read: a line for each kind of weights in the folder that is left aside.
     """
 
     model: ModelConfig
@@ -85,6 +86,7 @@ class SafetensorsSource:
     copies: Mapping[str, str] = field(default_factory=dict)
     biases: Biases = field(default_factory=dict)
     wrapped: Mapping[str, str] = field(default_factory=dict)
+    not_read: Sequence[str] = ()
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """As in Source."""

@@ -75,6 +75,12 @@ def check_start(recipe: Recipe) -> None:
         raise ConfigError(KEY, recipe.init_from, rule, cure)
 
 
+def not_read(recipe: Recipe) -> Sequence[str]:
+    """A line for each kind of weights in the folder of `init_from` that the run does not start with."""
+    source = None if recipe.init_from is None else _folder(recipe.init_from)
+    return () if source is None else source.not_read
+
+
 def open_folder(path: Path, key: str) -> SafetensorsSource | None:
     """Open an imported folder or a Hugging Face folder; None if the path is neither."""
     if is_weights_folder(path):

@@ -161,8 +161,11 @@ def test_links_to_folders_above_are_not_followed(tmp_path: Path) -> None:
     for name in ("a/1.txt", "b/2.txt"):
         (tmp_path / name).write_text("x")
     (tmp_path / "linked").symlink_to("b")
-    names = [str(file.relative_to(tmp_path)) for file in matching(str(tmp_path))]
-    assert names == ["a/1.txt", "b/2.txt", "linked/2.txt"]
+    for pattern in ("", "**", "**/*.txt", "**/**/*.txt", "**/[12].txt"):
+        names = [str(file.relative_to(tmp_path)) for file in matching(os.path.join(tmp_path, pattern))]
+        assert names == ["a/1.txt", "b/2.txt", "linked/2.txt"], pattern
+    names = [str(file.relative_to(tmp_path)) for file in matching(f"{tmp_path}/[ab]/**/*.txt")]
+    assert names == ["a/1.txt", "a/up/b/2.txt", "a/up/linked/2.txt", "b/2.txt"]
 
 
 def test_sample_is_spread_over_the_files(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_a_tokenizer_is_loaded_and_encodes_as_it_does_here(asked, file):
     texts = ["", "a b", "中文 é\n", "x" * 1000]
     here = HuggingFaceTokenizer(file, file.read_bytes(), "", watched=False)
     (load, encoded), _ = asked(["encode", texts, 1])
-    assert load == ["done", [256, None, None]]
+    assert load == ["done", [256, None, None, {}]]
     assert encoded == ["done", [here.encode(text) for text in texts]]
     decoded = [["decode", ids, 1] for ids in encoded[1]]
     assert asked(*decoded)[0][1:] == [["done", text] for text in texts]

@@ -77,18 +77,21 @@ NOTHING = "warning: no token begins or ends a document: nothing separates it fro
         ({"bos_token": None, "eos_token": "<|endoftext|>"}, None, (None, 1), (None, 1), ["a document ends with token 1"]),
         # GPT-2 and SmolLM: one token separates documents, and begins a prompt.
         ({"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "add_bos_token": False}, None, (1, 1), (None, 1), ["a document ends with token 1"]),
-        ({"bos_token": "<s>", "eos_token": "<|endoftext|>"}, None, (2, 1), (2, 1), ["a document begins with token 2 and ends with token 1"]),
+        ({"bos_token": "<s>", "eos_token": "<|endoftext|>", "add_bos_token": True}, None, (2, 1), (2, 1), ["a document begins with token 2 and ends with token 1"]),
+        # Phi-3: the vocabulary has a token that transformers puts before no text.
+        ({"bos_token": "<s>", "eos_token": "<|endoftext|>", "add_bos_token": False}, None, (None, 1), (None, 1), ["a document ends with token 1"]),
         ({"bos_token": "<s>", "eos_token": None}, None, (2, None), (2, None), ["a document begins with token 2"]),
         ({"bos_token": "<b>", "eos_token": "</s>"}, None, (None, None), (None, None), [LACKING.format(role="bos_token", name="<b>", file="{file}"), LACKING.format(role="eos_token", name="</s>", file="{file}"), NOTHING]),
         ({"bos_token": "<s>", "eos_token": {"content": "</s>"}}, None, (2, None), (2, None), ["a document begins with token 2", LACKING.format(role="eos_token", name="</s>", file="{file}")]),
         # What is no text names no token.
         ({"bos_token": 5, "eos_token": ["a"]}, None, (None, None), (None, None), [NOTHING]),
         # The older file beside it, which counts as long as the config does not list the added tokens.
-        (None, {"bos_token": "<s>", "eos_token": {"content": "a"}}, (2, 3), (2, 3), ["a document begins with token 2 and ends with token 3"]),
+        (None, {"bos_token": "<s>", "eos_token": {"content": "a"}, "add_bos_token": True}, (2, 3), (2, 3), ["a document begins with token 2 and ends with token 3"]),
         ({"eos_token": "a", "added_tokens_decoder": {}}, {"eos_token": "5"}, (2, 3), (2, 3), ["a document begins with token 2 and ends with token 3"]),
         (None, None, (2, 1), (2, 1), ["a document begins with token 2 and ends with token 1"]),
+        ({"add_bos_token": False}, None, (None, 1), (None, 1), ["a document ends with token 1"]),
     ],
-    ids=["null", "one token for both", "two tokens", "no end", "both lacking", "end lacking", "no text", "map", "map not read", "usual names"],
+    ids=["null", "one token for both", "two tokens", "not added", "no end", "both lacking", "end lacking", "no text", "map", "map not read", "usual names", "usual names not added"],
 )  # fmt: skip
 def test_the_tokens_around_documents_are_those_of_the_files_beside_the_tokenizer(
     tmp_path: Path,
@@ -113,13 +116,79 @@ def test_the_tokens_around_documents_are_those_of_the_files_beside_the_tokenizer
         assert separators_in_words(tokenizer) == [line.format(file=place / "tokenizer.json") for line in lines]
 
 
+@pytest.mark.parametrize("flag", [None, True, False])
+@pytest.mark.parametrize("regex", [r"\d", r"[ab]x"], ids=["here", "in another process"])
+@pytest.mark.parametrize("post", ["template", "bytes", None])
+def test_a_document_begins_as_a_text_does_in_transformers(
+    tmp_path: Path, post: str | None, regex: str, flag: bool | None
+) -> None:
+    from transformers import AutoTokenizer
+
+    parts = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    posts = {
+        "template": {
+            "type": "TemplateProcessing",
+            "single": parts,
+            "pair": [*parts, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [2], "tokens": ["<s>"]}},
+        },
+        "bytes": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        None: None,
+    }
+    model = {"type": "WordLevel", "vocab": WITH_NONE, "unk_token": "a"}
+    cut = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    content = {"version": "1.0", "model": model, "pre_tokenizer": cut, "post_processor": posts[post]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**content, "added_tokens": []}))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|endoftext|>"}
+    if flag is not None:
+        config["add_bos_token"] = flag
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    # transformers 5 does not read the flag beside a tokenizer.json, transformers 4 does.
+    adds = AutoTokenizer.from_pretrained(tmp_path)("a")["input_ids"][0] == 2 if flag is None else flag
+    assert separators_of(load(tmp_path)) == Separators(begin=2 if adds else None, end=1)
+
+
+@pytest.mark.parametrize(
+    ("config", "ids", "lines"),
+    [
+        (None, (1, 2), ["a document begins with token 1 and ends with token 2"]),
+        ({"bos_token": "<s>", "eos_token": "</s>"}, (1, 2), ["a document begins with token 1 and ends with token 2"]),
+        ({"bos_token": None}, (None, 2), ["a document ends with token 2"]),
+        ({"add_bos_token": False, "add_eos_token": False}, (None, 2), ["a document ends with token 2"]),
+        (
+            {"eos_token": {"content": "<|end|>"}},
+            (1, None),
+            ["a document begins with token 1", LACKING.format(role="eos_token", name="<|end|>", file="{file}")],
+        ),
+        ({"bos_token": "<unk>", "eos_token": "<unk>"}, (0, 0), ["a document ends with token 0"]),
+    ],
+    ids=["alone", "the same", "null", "not added", "lacking", "one token for both"],
+)
+def test_the_files_beside_a_sentencepiece_model_name_its_special_tokens(
+    tmp_path: Path,
+    model_file: Path,
+    config: dict[str, object] | None,
+    ids: tuple[int | None, int | None],
+    lines: list[str],
+) -> None:
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.model").write_bytes(model_file.read_bytes())
+    tokenizer, alone = load(tmp_path), load(model_file)
+    assert (tokenizer.bos_id, tokenizer.eos_id) == ids
+    assert separators_in_words(tokenizer) == [line.format(file=tmp_path / "tokenizer.model") for line in lines]
+    # What is prepared with other tokens around documents is other data; the rest stays what it was.
+    assert (tokenizer.fingerprint == alone.fingerprint) == (ids == (1, 2))
+
+
 def test_other_tokens_around_documents_are_other_data(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(
         json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": WITH_NONE, "unk_token": "a"}})
     )
     found = set()
     for bos in ("None", None, "<s>"):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": bos, "eos_token": "<|endoftext|>"}))
+        config = {"bos_token": bos, "eos_token": "<|endoftext|>", "add_bos_token": True}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
         found.add(load(tmp_path).fingerprint)
     assert len(found) == 3
     # One token for both gives the same tokens as an end alone.

@@ -35,7 +35,7 @@ def test_an_architecture_has_its_family(architecture, schema):
     ("given", "shown"),
     [
         (["MistralForCausalLM"], "MistralForCausalLM"),
-        (["LlamaModel"], "LlamaModel"),
+        (["MistralModel"], "MistralModel"),
         ([], "null"),
         (None, "null"),
         ([1], "1"),

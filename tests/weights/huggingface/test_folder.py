@@ -67,6 +67,39 @@ def test_the_single_file_counts_beside_the_index_of_an_earlier_save(tmp_path, sh
     assert made.equal(made.read(tmp_path / "back"), newer)
 
 
+@pytest.mark.parametrize(
+    "config", [made.LLAMA_3_2, {**made.MIXTRAL, "tie_word_embeddings": True}], ids=["llama", "experts"]
+)
+def test_a_model_that_was_saved_without_its_head_is_read_as_transformers_reads_it(tmp_path, config):
+    path = made.folder(tmp_path / "whole", config, **{"model.rotary_emb.inv_freq": torch.ones(8)})
+    transformers.AutoModelForCausalLM.from_pretrained(path).model.save_pretrained(tmp_path / "base")
+    assert json.loads((tmp_path / "base" / "config.json").read_text())["architectures"][0].endswith("Model")
+    assert not any(name.startswith("model.") for name in made.read(tmp_path / "base"))
+    one, other = open_hf(path, "k"), open_hf(tmp_path / "base", "k")
+    assert one.entries == other.entries
+    for name, entry in one.entries.items():
+        offsets = [0] * len(entry.shape)
+        assert torch.equal(one.read(name, offsets, entry.shape), other.read(name, offsets, entry.shape)), name
+
+
+def test_a_model_that_has_lost_its_head_is_refused_by_that_name(tmp_path):
+    path = made.folder(tmp_path / "a")
+    transformers.AutoModelForCausalLM.from_pretrained(path).model.save_pretrained(tmp_path / "base")
+    rule = "holds a model without lm_head.weight, its output head, which transformers would begin at random"
+    cure = "save the whole model, as AutoModelForCausalLM does"
+    assert refusal(tmp_path / "base") == f"k={tmp_path / 'base'}: {rule}; {cure}"
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_an_adapter_that_is_not_applied_is_said(tmp_path, name, capsys):
+    path = made.folder(tmp_path / "a")
+    (path / name).write_bytes(b"{}")
+    line = f"warning: {path / name} belongs to an adapter, which is not applied; to apply it, save the model again"
+    for command in (["import", str(path), "--into", "ours"], ["export", str(path), "--into", "theirs"]):
+        assert main([*command[:3], str(tmp_path / command[3])]) == 0
+        assert line in capsys.readouterr().out
+
+
 def test_a_tensor_is_read_from_the_file_that_the_index_names(tmp_path):
     path = made.folder(tmp_path / "a", files=2)
     last, expected = path / "model-00002-of-00002.safetensors", made.read(path)

@@ -22,6 +22,7 @@ WRITTEN = {
     "clean_up_tokenization_spaces": False,
     "model_max_length": 64,
     "bos_token": "<s>",
+    "add_bos_token": True,
     "eos_token": "</s>",
 }
 

@@ -21,7 +21,6 @@ from titanlab.system.user_path import user_path
 from titanlab.terminal.console import Console
 from titanlab.weights.folder_writer import check_apart, check_target
 from titanlab.weights.huggingface.download import fetch_model
-from titanlab.weights.huggingface.folder import INDEX, STEM
 from titanlab.weights.interchange import is_weights, write_ours
 from titanlab.weights.origin import Origin, from_dcp, from_folder
 
@@ -65,12 +64,7 @@ def _origin(args: argparse.Namespace, into: Path, console: Console) -> Origin:
     for key, value in (("--model", args.model), ("model.KEY=VALUE", " ".join(args.overrides))):
         if value:
             raise ConfigError(key, value, f"is of a folder with {METADATA}; {folder} names its model", "leave it out")
-    origin, single = from_folder(folder, _KEY), folder / f"{STEM}.safetensors"
-    if single.is_file() and (folder / INDEX).is_file():
-        console.note(
-            f"reading {single}; {INDEX} and its files are left of another save, and transformers ignores them too"
-        )
-    return origin
+    return from_folder(folder, _KEY)
 
 
 def _model(option: str | None, overrides: Sequence[str], folder: Path) -> ModelConfig:

@@ -255,7 +255,7 @@ def matching(patterns: str, key: str = "data.files") -> tuple[Path, ...]:
         elif os.path.isdir(pattern):
             paths = _below(pattern)
         else:
-            paths = glob.iglob(pattern, recursive=True)
+            paths = _matches(pattern)
         files = {Path(path) for path in paths if os.path.isfile(path)}
         if not files:
             rule = "has no files" if os.path.isdir(pattern) else "matches no file"
@@ -266,15 +266,34 @@ def matching(patterns: str, key: str = "data.files") -> tuple[Path, ...]:
     return tuple(sorted(matches))
 
 
-def _below(folder: str, above: tuple[str, ...] = ()) -> Iterator[str]:
-    """The visible files of a folder and of those in it; links to folders above are not followed."""
-    here = os.path.realpath(folder)
-    if here in above:
+def _matches(pattern: str) -> Iterator[str]:
+    """As `glob.iglob`, which does not end where links in folders lead to folders above."""
+    head, several, tail = f"{pattern}{os.sep}".partition(f"{os.sep}**{os.sep}")
+    if not several:
+        yield from glob.iglob(pattern)
         return
+    while tail.startswith(f"**{os.sep}"):
+        tail = tail[3:]
+    for top in glob.iglob(head or os.sep):
+        for folder in _folders(top):
+            yield from _matches(os.path.join(glob.escape(folder), tail.rstrip(os.sep) or "*"))
+
+
+def _below(folder: str) -> Iterator[str]:
+    """The visible files of a folder and of those in it."""
+    return (path for each in _folders(folder) for path in glob.iglob(os.path.join(glob.escape(each), "*")))
+
+
+def _folders(folder: str, above: tuple[str, ...] = ()) -> Iterator[str]:
+    """A folder and the visible ones in it; links to folders above are not followed."""
+    here = os.path.realpath(folder)
+    if here in above or not os.path.isdir(folder):
+        return
+    yield folder
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if not entry.name.startswith("."):
-                yield from _below(entry.path, (*above, here)) if os.path.isdir(entry.path) else (entry.path,)
+                yield from _folders(entry.path, (*above, here))
 
 
 def _patterns(patterns: str) -> list[str]:

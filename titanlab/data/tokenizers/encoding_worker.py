@@ -30,11 +30,11 @@ class _Worker:
 
     _tokenizer: HuggingFaceTokenizer
 
-    def load(self, path: str) -> list[int | None]:
-        """Read the tokenizer. Returns its vocabulary size, beginning-of-text id and end-of-text id."""
+    def load(self, path: str) -> list[Any]:
+        """Read the tokenizer. Returns what `WatchedEncoding.load` does."""
         file = Path(path)
         self._tokenizer = HuggingFaceTokenizer(file, file.read_bytes(), "", watched=False)
-        return [self._tokenizer.vocab_size, self._tokenizer.bos_id, self._tokenizer.eos_id]
+        return [self._tokenizer.vocab_size, self._tokenizer.bos_id, self._tokenizer.eos_id, self._tokenizer.lacking]
 
     def probe(self, values: tuple[Sequence[str], float]) -> None:
         """Encode and decode text on which regular expressions are slow: long runs of one character.

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import importlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,10 +35,10 @@ class Tokenizer(Protocol):
 
     Attributes:
         vocab_size: every id is below it.
-        bos_id: begins a document; None where the tokenizer has no such token.
+        bos_id: begins a document; None where the tokenizer has no such token, or adds it to no text.
         eos_id: ends a document; None where the tokenizer has no such token.
         fingerprint: hash of the tokenizer's file, 32 hexadecimal digits.
-        file: the tokenizer's file; a `tokenizer.json` may have files beside it that name its special tokens.
+        file: the tokenizer's file, which may have files beside it that name its special tokens.
     """
 
     vocab_size: int
@@ -128,21 +128,23 @@ def separators_in_words(tokenizer: Tokenizer) -> list[str]:
         if token is not None
     ]
     lines = [f"a document {' and '.join(said)}"] if said else []
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        declared = _declared(tokenizer.file)
+    if isinstance(tokenizer, HuggingFaceTokenizer | SentencePieceTokenizer):
         config = tokenizer.file.with_name(_CONFIG)
         if config.exists() and not declared_in(config):
             lines.append(f"warning: {config} names nothing that can be read: the usual names count")
-        for role, token in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
-            if token is None and (name := _name(declared.get(role))) is not None:
-                lines.append(f"warning: {role} is {name} beside {tokenizer.file}, whose vocabulary lacks it")
+        for role, name in tokenizer.lacking.items():
+            lines.append(f"warning: {role} is {name} beside {tokenizer.file}, whose vocabulary lacks it")
     if not said:
         lines.append("warning: no token begins or ends a document: nothing separates it from the next")
     return lines
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model."""
+    """A SentencePiece model.
+
+    Attributes:
+        lacking: role and name of each special token that the files beside it name and that it has not.
+    """
 
     def __init__(self, path: Path, content: bytes, key: str) -> None:
         sentencepiece: Any = importlib.import_module("sentencepiece")
@@ -154,8 +156,11 @@ class SentencePieceTokenizer:
         if self.vocab_size < 1:
             raise ConfigError(key, path, "is no SentencePiece model: it has no pieces", f"give a .model or {_JSON}")
         check_size(self.vocab_size, path, key)
-        self.bos_id = _id_or_none(self._model.bos_id())
-        self.eos_id = _id_or_none(self._model.eos_id())
+        own = _id_or_none(self._model.bos_id()), _id_or_none(self._model.eos_id())
+        found = _special_tokens(_declared(path), self._id_of, own, adds_begin=lambda token: True)
+        self.bos_id, self.eos_id, self.lacking = found
+        if (self.bos_id, self.eos_id) != own:
+            content += f"{self.bos_id} {self.eos_id}".encode()
         self.fingerprint = _fingerprint(content)
         self.file = path
         self._space_bytes = self._bytes_of_space()
@@ -175,6 +180,10 @@ class SentencePieceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._model.decode([token for token in map(int, ids) if token < self.vocab_size]))
 
+    def _id_of(self, name: str) -> int | None:
+        token = self._model.piece_to_id(name)
+        return token if self._model.id_to_piece(token) == name else None
+
     def _bytes_of_space(self) -> list[int]:
         """Byte tokens of U+2581, which SentencePiece would read as a space; [] where the model alters spaces anyway."""
         pieces = self._model.encode("a", out_type=str)
@@ -189,9 +198,13 @@ class HuggingFaceTokenizer:
 
     Args:
         watched: encode in another process, with a time limit, if a regular expression is not known to be harmless.
+
+    Attributes:
+        lacking: role and name of each special token that the files beside it name and that its vocabulary lacks.
     """
 
     _watched: WatchedEncoding | None = None
+    lacking: dict[str, str]
 
     def __init__(self, path: Path, content: bytes, key: str, *, watched: bool = True) -> None:
         cure = f"give the {_JSON} of a model, or a .model"
@@ -204,7 +217,7 @@ class HuggingFaceTokenizer:
         patterns = unknown_patterns(description) if watched else []
         if patterns:
             self._watched = WatchedEncoding(path, key, patterns)
-            self.vocab_size, self.bos_id, self.eos_id = self._watched.load()
+            self.vocab_size, self.bos_id, self.eos_id, self.lacking = self._watched.load()
             self._set_fingerprint(content)
             return
         tokenizers: Any = importlib.import_module("tokenizers")
@@ -220,10 +233,15 @@ class HuggingFaceTokenizer:
         vocabulary: dict[str, int] = self._model.get_vocab(with_added_tokens=True)
         check_vocabulary(vocabulary, description, self.file, self._key)
         self.vocab_size = max(vocabulary.values()) + 1
-        declared = _declared(self.file)
-        self.bos_id = _special(vocabulary, declared, "bos_token", _BOS_NAMES)
-        self.eos_id = _special(vocabulary, declared, "eos_token", _EOS_NAMES)
+        begin, end = (_first_known(vocabulary, names) for names in (_BOS_NAMES, _EOS_NAMES))
+        found = _special_tokens(_declared(self.file), vocabulary.get, (begin, end), adds_begin=self._adds)
+        self.bos_id, self.eos_id, self.lacking = found
         self._set_fingerprint(content)
+
+    def _adds(self, token: int) -> bool:
+        """Whether the post-processor of the file puts a token before every text."""
+        with self._refusing("cannot encode the text"):
+            return list(self._model.encode("").ids[:1]) == [token]
 
     def _set_fingerprint(self, content: bytes) -> None:
         tokens = separators_of(self)
@@ -268,6 +286,10 @@ class TiktokenTokenizer(HuggingFaceTokenizer):
             raise ConfigError(key, path, rule, f"give the {_JSON} of that model") from error
         self._set_up(content, None)
 
+    def _adds(self, token: int) -> bool:
+        """The format has no post-processor; that of the model's `tokenizer.json` adds the token."""
+        return True
+
     def save_json(self, path: Path) -> None:
         """Write the tokenizer as a `tokenizer.json`, which other libraries read."""
         self._model.save(str(path))
@@ -300,10 +322,33 @@ def _declared(file: Path) -> dict[str, Any]:
     return declared if "added_tokens_decoder" in declared else {**declared, **declared_in(file.with_name(_MAP))}
 
 
-def _special(vocabulary: dict[str, int], declared: dict[str, Any], role: str, names: Sequence[str]) -> int | None:
-    if role in declared:
-        name = _name(declared[role])
-        return None if name is None else vocabulary.get(name)
+def _special_tokens(
+    declared: dict[str, Any],
+    id_of: Callable[[str], int | None],
+    usual: tuple[int | None, int | None],
+    *,
+    adds_begin: Callable[[int], bool],
+) -> tuple[int | None, int | None, dict[str, str]]:
+    """The tokens that begin and end a document, and the names of those that are declared and lacking, by role.
+
+    Args:
+        usual: for a role that is not declared.
+        adds_begin: whether transformers puts a declared token before a text. `add_bos_token` overrules it, as in
+            transformers 4. `add_eos_token` is not asked: something must separate documents.
+    """
+    roles = ("bos_token", "eos_token")
+    names = {role: name for role in roles if (name := _name(declared.get(role))) is not None}
+    known = {role: id_of(name) for role, name in names.items()}
+    begin, end = (known.get(role) if role in declared else other for role, other in zip(roles, usual, strict=True))
+    if begin is not None and begin != end:
+        adds = declared.get("add_bos_token")
+        if not isinstance(adds, bool):
+            adds = end is None or "bos_token" not in declared or adds_begin(begin)
+        begin = begin if adds else None
+    return begin, end, {role: names[role] for role, token in known.items() if token is None}
+
+
+def _first_known(vocabulary: dict[str, int], names: Sequence[str]) -> int | None:
     return next((vocabulary[name] for name in names if name in vocabulary), None)
 
 

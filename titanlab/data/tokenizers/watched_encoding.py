@@ -79,15 +79,16 @@ class WatchedEncoding:
         # The thread that reads data ahead and the thread that generates text both use it.
         self._lock = threading.Lock()
 
-    def load(self) -> tuple[int, int | None, int | None]:
-        """Vocabulary size, beginning-of-text id and end-of-text id, after a trial of the regular expressions.
+    def load(self) -> tuple[int, int | None, int | None, dict[str, str]]:
+        """Vocabulary size, begin and end of a document, and special tokens that lack, after a trial of the expressions.
 
         Raises:
             ConfigError: it cannot be read, its vocabulary breaks a rule, or an expression takes too long.
         """
-        tokens, bos_id, eos_id = self._ask("load", str(self._path.absolute()), 0, "while it is read")
+        loaded: tuple[int, int | None, int | None, dict[str, str]]
+        loaded = self._ask("load", str(self._path.absolute()), 0, "while it is read")
         self._ask("probe", [self._patterns, TRIAL_SECONDS], 0, "in a trial")
-        return tokens, bos_id, eos_id
+        return loaded
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text.

@@ -23,6 +23,10 @@ def family_for(config: Mapping[str, Any]) -> HuggingFaceFamily[Any]:
         schema: type[ModelConfig] = option.schema
         if (family := schema.hugging_face()) is not None:
             known.update(dict.fromkeys(family.architectures, family))
+    if isinstance(architecture, str):
+        # AutoModel saves a LlamaForCausalLM without its output head, as LlamaModel.
+        whole = f"{architecture.removesuffix('Model')}ForCausalLM"
+        architecture = whole if whole in known else architecture
     if not isinstance(architecture, str) or architecture not in known:
         rule = "is no architecture that is computed here"
         cure = f"supported: {', '.join(sorted(known))}"

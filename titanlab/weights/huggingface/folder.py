@@ -28,6 +28,9 @@ ABOUT = (CONTEXT, "bos_token_id", "eos_token_id", "pad_token_id")
 _WRAPPERS = re.compile(r"\b(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 # Endings of files that may hold weights in another form: Mistral's, a variant, GGUF, Meta's.
 _OTHER_WEIGHTS = (".safetensors", ".gguf", ".pth", ".bin")
+# What transformers puts before the names of all tensors but the output head's; AutoModel saves them without it.
+_BASE = "model."
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -61,9 +64,15 @@ def open_hf(path: Path, key: str) -> SafetensorsSource:
         cure = "give the model in the form of transformers" if others else "fetch the folder again, whole"
         raise ConfigError(key, path, rule, cure)
     found, places = read_entries(indexed_files(path, INDEX, f"{STEM}.safetensors", key), key)
+    shapes, foreign = model.account().parameters, family.tensors(model)
+    expected = {
+        theirs: foreign[name].shape_there(shape) for name, shape in shapes.items() for theirs in foreign[name].names
+    }
     stored: dict[str, str] = {}
     for name in found:
         plain = _WRAPPERS.sub("", name)
+        if (full := _BASE + plain) in expected or family.derived.fullmatch(full):
+            plain = full
         if plain in stored:
             rule = f"holds {plain} twice, as {stored[plain]} and as {name}"
             raise ConfigError(key, path, rule, "save the model again, without wrappers around it")
@@ -71,10 +80,10 @@ def open_hf(path: Path, key: str) -> SafetensorsSource:
     entries = {plain: found[name] for plain, name in stored.items()}
     copies = {name: original for name, original in family.copies(model).items() if name in entries}
     tensors = {name: entry for name, entry in entries.items() if not family.derived.fullmatch(name)}
-    shapes, foreign = model.account().parameters, family.tensors(model)
-    expected = {
-        theirs: foreign[name].shape_there(shape) for name, shape in shapes.items() for theirs in foreign[name].names
-    }
+    absent = expected.keys() - tensors.keys()
+    if len(absent) == 1 and not (head := next(iter(absent))).startswith(_BASE):
+        rule = f"holds a model without {head}, its output head, which transformers would begin at random"
+        raise ConfigError(key, path, rule, "save the whole model, as AutoModelForCausalLM does")
     # A copy has the shape of its original: the two are compared piece by piece.
     check_entries(path, key, {**expected, **{name: expected[copied] for name, copied in copies.items()}}, tensors)
     return SafetensorsSource(
@@ -87,4 +96,18 @@ def open_hf(path: Path, key: str) -> SafetensorsSource:
         about=about,
         copies=copies,
         wrapped=stored,
+        not_read=_not_read(path),
     )
+
+
+def _not_read(path: Path) -> list[str]:
+    single = path / f"{STEM}.safetensors"
+    lines = []
+    if single.is_file() and (path / INDEX).is_file():
+        lines.append(
+            f"reading {single}; {INDEX} and its files are left of another save, and transformers ignores them too"
+        )
+    if adapter := next((path / name for name in _ADAPTER if (path / name).is_file()), None):
+        cure = "to apply it, save the model again after peft's merge_and_unload"
+        lines.append(f"warning: {adapter} belongs to an adapter, which is not applied; {cure}")
+    return lines

@@ -38,7 +38,9 @@ def write_tokenizer_config(folder: Path, *, bos_id: int | None, eos_id: int | No
     if (folder / "tokenizer.json").is_file():
         library: Any = importlib.import_module("tokenizers")
         name_of = library.Tokenizer.from_file(str(folder / "tokenizer.json")).id_to_token
-        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        # transformers asks the post-processor of tokenizer.json; titanlab reads this entry, too.
+        adds_begin = {} if bos_id in (None, eos_id) else {"add_bos_token": True}
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **adds_begin}
     else:
         sentencepiece: Any = importlib.import_module("sentencepiece")
         model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
