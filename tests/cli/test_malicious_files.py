@@ -3,15 +3,18 @@
 import json
 import os
 import pickle
+import re
 import shutil
 
 import pytest
+import yaml
 
 from tests.records.test_hang_file import values
 from tests.sweep.made import Made, begin, end, train
 from titanlab.cli import main
 from titanlab.records.hang_file import write_hang
 from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records.run_folder import RunFolder
 
 VERBS = (
     *("resume bad", "generate bad", "export bad --into out", "sync --rebuild bad", "diagnose bad", "checkpoints bad"),
@@ -104,3 +107,99 @@ def test_no_verb_trusts_a_file(made, tmp_path, capsys, part):
             shutil.rmtree(made)
             shutil.copytree(kept, made)
     assert not faults, "\n".join(faults)
+
+
+# Clears the screen, sets the title, colours, returns to the line's beginning, and turns the direction of the text.
+SEQUENCES = "\x1b[2J\x1b]0;owned\x07\x1b[31m\r\x9b31m\u202e"
+# Texts that are only shown.
+SHOWN = (
+    "cause",
+    "traceback",
+    "host",
+    "name",
+    "phase",
+    "file",
+    "function",
+    "operation",
+    "activity",
+    "job_id",
+    "outcome",
+)
+
+
+def with_sequences(value, key="", *, only=()):
+    """JSON with the sequences at the end of each text, or of those of some keys."""
+    if isinstance(value, dict):
+        return {name: with_sequences(inner, name, only=only) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [with_sequences(inner, key, only=only) for inner in value]
+    return value + SEQUENCES if isinstance(value, str) and (not only or key in only) else value
+
+
+def rewritten(path, *, only=()):
+    def dumped(text):
+        return json.dumps(with_sequences(json.loads(text), only=only), ensure_ascii=False)
+
+    if path.suffix == ".yaml":
+        path.write_text(json.dumps(with_sequences(yaml.safe_load(path.read_text()), only=only)))
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(dumped(line) + "\n" for line in path.read_text().splitlines()))
+    else:
+        path.write_text(dumped(path.read_text()))
+
+
+def escapes(capsys):
+    """What of the output a terminal would obey."""
+    return re.findall("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", "".join(capsys.readouterr()))
+
+
+@pytest.mark.parametrize("way", ["shown", "result", "all"])
+def test_no_text_of_a_file_controls_the_terminal(made, capsys, way):
+    run = made / next(path.name for path in made.iterdir() if path.name.startswith("bad-"))
+    end(RunFolder(run), "crash", cause="planted", traceback="Traceback\n  planted", rank=0)
+    if way == "result":
+        for name in ("hang", "failures"):
+            shutil.rmtree(run / "attempts" / "1" / name)
+        (run / "logs" / "rank-0.log").write_text(SEQUENCES)
+    for path in made.rglob("*"):
+        files = ("result.json", "status.json", "env.json", "config.yaml") if way != "all" else (path.name,)
+        if path.suffix in (".json", ".jsonl", ".yaml") and path.name in (*files, "rank-0.json"):
+            rewritten(path, only=() if way == "all" else SHOWN)
+    more = ("status", "status --json", "status layouts --json", "status layouts bad --json", "diagnose bad --json")
+    more += (
+        "best layouts",
+        "report layouts",
+        "clean",
+        "hosts",
+        "workspace layouts --json",
+        "train --from bad --cfg job",
+    )
+    faults = {}
+    for verb in (*VERBS, *more):
+        capsys.readouterr()
+        main(verb.split())
+        # A pipe gets the bytes of a log unchanged.
+        if (found := escapes(capsys)) and not (way == "result" and verb.startswith("logs")):
+            faults[verb] = found
+    assert not faults
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_no_argument_controls_the_terminal(made, capsys, verb):
+    faults = {}
+    for place in range(len(verb.split()) + 1):
+        words = verb.split()
+        words[place:place] = [words.pop(place) + SEQUENCES] if place < len(words) else [SEQUENCES]
+        main(words)
+        if found := escapes(capsys):
+            faults[place] = found
+    assert not faults
+
+
+@pytest.mark.parametrize("flags", [[], ["--cfg", "job"], ["--info"], ["-m", "--info"], ["--help"], ["--dry-run"]])
+def test_no_override_controls_the_terminal(made, capsys, flags):
+    for override in (f"name='{SEQUENCES}'", f"training.steps={SEQUENCES}", f"+{SEQUENCES}=1", f"--{SEQUENCES}"):
+        for verb in ("train", "sweep", "plan"):
+            main([verb, *(flags or ["world=x"]), override])
+            # A config in a file keeps its values; YAML escapes all but the direction of text.
+            assert not set(escapes(capsys)) - {"\u202e" if "--cfg" in flags else ""}, (verb, override)

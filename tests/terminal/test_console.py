@@ -226,6 +226,20 @@ def test_panels_keep_every_word_and_fold_long_ones(monkeypatch):
     assert path in "".join(line[1:-1].removeprefix(" long").strip() for line in shown)
 
 
+def test_text_of_others_does_not_control_a_terminal():
+    out, evil = Terminal(), "x\x1b[2J\x1b]0;owned\x07\u202e"
+    console = Console(out, errors=out, environ=TERMINAL)
+    console.start(evil, [(evil, evil)])
+    console.phase(evil)
+    console.note(evil)
+    console.warn(evil)
+    console.end(evil, [(evil, evil)], next_steps=[evil])
+    error_line(evil, errors=out, environ=TERMINAL)
+    assert "x^[[2J^[]0;owned^G\\u202e" in out.getvalue()
+    # What is left is titanlab's own: colours, and the line that is redrawn.
+    assert not re.search("[\x00-\x09\x0b-\x0c\x0e-\x1f\u202e]", re.sub(r"\x1b\[(2K|[0-9;]*m)", "", out.getvalue()))
+
+
 @pytest.mark.parametrize("tone", ["good", "halted", "bad"])
 def test_the_end_has_the_colour_of_its_tone(tone):
     out = Terminal()

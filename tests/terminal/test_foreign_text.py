@@ -14,7 +14,7 @@ from titanlab.terminal.foreign_text import harmless
         ("\x1b[2J\x1b[H", "^[[2J^[[H"),
         ("\x1b]0;title\x07", "^[]0;title^G"),
         ("50%\r100%\r", "50%^M100%"),
-        ("\x9b31m", "\\x9b31m"),
+        ("\x9b31m", "\\u009b31m"),
         ("a\u202eb", "a\\u202eb"),
         ("über · 語", "über · 語"),
         ("\udcff", "\\udcff"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections.abc import Sequence
 
 from titanlab.checkpoint.folders import find
@@ -10,6 +12,7 @@ from titanlab.distributed.host import this_host
 from titanlab.errors import ConfigError
 from titanlab.records.run_search import find_run
 from titanlab.system.user_path import user_path
+from titanlab.terminal.foreign_text import harmless_lines
 from titanlab.weights.interchange import is_weights
 
 
@@ -48,11 +51,9 @@ def main(arguments: Sequence[str]) -> int:
         seed=args.seed,
         device=args.device,
     )
-    first = next(pieces, "")
-    print(args.prompt + first, end="", flush=True)
+    pieces = itertools.chain([args.prompt + next(pieces, "")], pieces, ["\n"])
     for piece in pieces:
-        print(piece, end="", flush=True)
-    print()
+        print(harmless_lines(piece) if sys.stdout.isatty() else piece, end="", flush=True)
     return 0
 
 

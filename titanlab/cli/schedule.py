@@ -24,6 +24,7 @@ from titanlab.schedule.plot import draw
 from titanlab.schedule.timeline import Timeline, simulate
 from titanlab.system.user_path import user_path
 from titanlab.terminal.console import Console
+from titanlab.terminal.foreign_text import harmless
 
 ALL = "all"
 # Most stages times microbatches; a larger timeline takes minutes.
@@ -83,8 +84,11 @@ def main(arguments: Sequence[str]) -> int:
     if args.plot is not None:
         draw([(f"{one.title} · bubble {_percent(one.timeline)}", one.timeline) for one in made], args.plot)
     lines = _table(made, refused, args) if args.kind == ALL else _picture(made[0], args)
-    lines += [f"{what}: {path}" for path, what in ((args.csv, "csv"), (args.plot, "plot")) if path is not None]
-    Console().note("\n".join(lines))
+    console = Console()
+    console.note("\n".join(lines), coloured=True)
+    for path, what in ((args.csv, "csv"), (args.plot, "plot")):
+        if path is not None:
+            console.note(f"{what}: {path}")
     return 0
 
 
@@ -257,7 +261,7 @@ def _table(made: list[Made], refused: Mapping[str, ConfigError], args: Any) -> l
         for row in (head, *body)
     ]
     title = f"{_counted(args.ranks or 4, 'rank')}, {_counted(args.microbatches or 8, 'microbatch', 'es')}"
-    left_out = [f"{kind}: {error.rule}" for kind, error in refused.items()]
+    left_out = [harmless(f"{kind}: {error.rule}") for kind, error in refused.items()]
     return [title, f"({_times(args)})", "", _strong(lines[0], coloured=coloured), *lines[1:], *left_out]
 
 

@@ -2,7 +2,8 @@
 
 On a terminal the last line is redrawn in place: before the first step it names the phase that lasts, then it shows the
 progress. Every group of steps leaves a line, on a terminal as in a pipe or a log.
-`NO_COLOR` and dumb terminals are respected. Failed output cannot end a run: text that cannot be written is dropped.
+`NO_COLOR` and dumb terminals are respected. Text of others cannot control the terminal. Failed output cannot end a run:
+text that cannot be written is dropped.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TextIO
 
+from titanlab.terminal.foreign_text import harmless, harmless_lines
 from titanlab.terminal.phase import Phase
 from titanlab.terminal.progress import COLOURS, PLAIN, Progress, kept_line, live_line, loss_text, plain_line
 from titanlab.terminal.stream import (
@@ -98,7 +100,7 @@ class Console:
         if self._quiet:
             return
         with self._lock:
-            self._phase.begin(text)
+            self._phase.begin(None if text is None else harmless(text))
             if self.is_live:
                 self._draw()
 
@@ -138,8 +140,9 @@ class Console:
         """Print the validation loss after a step."""
         self.note(f"step {step:>{len(str(steps))}}/{steps}  validation loss {loss_text(loss)}")
 
-    def note(self, text: str) -> None:
-        """Print lines above the progress line."""
+    def note(self, text: str, *, coloured: bool = False) -> None:
+        """Print lines above the progress line; `coloured`: they are titanlab's own, and have colours."""
+        text = text if coloured else harmless_lines(text)
         self._to_log(text)
         if not self._quiet:
             self._above(self._stream, text + "\n")
@@ -229,11 +232,12 @@ class Console:
                 self._draw()
 
     def _message(self, word: str, text: str) -> None:
-        line = " ".join(text.split())
+        line = harmless(" ".join(text.split()))
         self._to_log(f"{word}: {line}")
         self._above(self._errors, _message_line(word, line, self._errors, self._environ))
 
     def _block(self, title: str, rows: Rows, *, border: str) -> None:
+        title, rows = harmless(title), [(harmless(label), harmless_lines(str(value))) for label, value in rows]
         plain = _plain_block(title, rows)
         self._to_log(plain)
         if self._quiet:
@@ -293,7 +297,8 @@ class Console:
 def error_line(text: str, *, errors: TextIO | None = None, environ: Mapping[str, str] | None = None) -> None:
     """Print an error in one line on standard error, for a process that has no `Console`."""
     stream = sys.stderr if errors is None else errors
-    line = _message_line("error", " ".join(text.split()), stream, os.environ if environ is None else environ)
+    line = harmless(" ".join(text.split()))
+    line = _message_line("error", line, stream, os.environ if environ is None else environ)
     with contextlib.suppress(OSError, ValueError):
         stream.write(line if can_show(stream, line) else simplified(line, stream))
         stream.flush()

@@ -17,8 +17,12 @@ def harmless(line: str) -> str:
     return _CONTROL.sub(_shown, _COLOURS.sub("", line.rstrip("\r")))
 
 
+def harmless_lines(text: str) -> str:
+    """Several lines, each of them harmless. JSON keeps its values: its strings have none of the first 32 characters."""
+    return "\n".join(map(harmless, text.split("\n")))
+
+
 def _shown(match: re.Match[str]) -> str:
     number = ord(match[0])
-    if number < 0x20 or number == 0x7F:
-        return "^" + chr(number ^ 0x40)
-    return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}"
+    # From 0x7f on as JSON escapes it.
+    return "^" + chr(number ^ 0x40) if number < 0x20 else f"\\u{number:04x}"

@@ -64,6 +64,16 @@ def test_colours_are_left_out_where_they_are_not_wanted(made):
     assert SEQUENCE.sub("", coloured.getvalue()) == SEQUENCE.sub("", plain.getvalue())
 
 
+def test_text_of_others_does_not_control_a_terminal(made):
+    run = made.run("toy")
+    begin(run)
+    end(run, "oom", cause="x\x1b[2J\x1b]0;owned\x07\u202e")
+    stream, shown = screen()
+    shown.follow("layouts", Table(made.folder).rows)
+    assert "x^[[2J^[]0;owned^G\\u202e" in stream.getvalue()
+    assert not re.search("\x1b\\[2J|\x1b]|\x07|\u202e", stream.getvalue())
+
+
 @pytest.mark.parametrize("environ", [{"TERM": "dumb"}, {"TERM": ""}])
 def test_a_terminal_that_can_do_nothing_gets_plain_lines(made, environ):
     stream, shown = screen(**environ)

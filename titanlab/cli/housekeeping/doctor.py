@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
                 if check.section != section:
                     section = check.section
                     console.note(section)
-                console.note("\n".join(_lines(finding, is_coloured=_is_coloured(console, os.environ))))
+                console.note("\n".join(_lines(finding, is_coloured=_is_coloured(console, os.environ))), coloured=True)
         counts = Counter(row["state"] for row in rows)
         if args.json:
             values = {"findings": rows, "counts": {state: counts[state] for state in (OK, WARN, FAIL)}}
@@ -78,7 +78,7 @@ def _launch(overrides: Sequence[str], config_dir: str | None) -> LaunchConfig | 
 
 def _lines(finding: Finding, *, is_coloured: bool) -> list[str]:
     state = f"{_COLOURS[finding.state]}{finding.state:<4}{_OFF}" if is_coloured else f"{finding.state:<4}"
-    lines = [f"  {state}  {finding.name:<{_NAME_WIDTH}}  {harmless(finding.text)}"]
+    lines = [f"  {state}  {harmless(finding.name):<{_NAME_WIDTH}}  {harmless(finding.text)}"]
     if finding.hint:
         lines.append(f"        {'':<{_NAME_WIDTH}}  → {harmless(finding.hint)}")
     return lines

@@ -46,7 +46,7 @@ class LogOutput:
     def note(self, text: str) -> None:
         """Say something about the logs, on standard error, so that the output has only lines of the logs."""
         self.flush()
-        Console(sys.stderr).note(harmless(text))
+        Console(sys.stderr).note(text)
 
     def flush(self) -> bool:
         """Write what waits. Returns False if nobody reads the output any more."""

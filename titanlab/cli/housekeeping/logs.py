@@ -22,7 +22,6 @@ from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_search import find_run
 from titanlab.sweep.run_watch import RunWatch
 from titanlab.terminal.console import Console
-from titanlab.terminal.foreign_text import harmless
 from titanlab.terminal.paths import shown_path
 
 _POLL_SECONDS = 0.5
@@ -52,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     with LogOutput(width=len(str(max(logs, default=0))) if args.rank is None else None) as output:
         ends = {rank: _end(path, is_followed=args.follow) for rank, path in logs.items()}
         if not args.follow and not any(ends.values()):
-            Console().note(harmless(_without_logs(run)))
+            Console().note(_without_logs(run))
             return 0
         with contextlib.suppress(KeyboardInterrupt):
             for line in _lines(run, logs, ends, args.attempt, args.tail, pattern):

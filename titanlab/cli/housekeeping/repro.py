@@ -77,10 +77,10 @@ def _show_code(console: Console, code: RecordedCode, restored: Restored, into: P
         False: "its Python files are NOT those of the run",
         None: "whether it is the run's code is not known: the run has recorded no fingerprint",
     }[restored.is_same]
-    branch = f", branch {harmless(code.branch)}" if code.branch else ""
+    branch = f", branch {code.branch}" if code.branch else ""
     console.note(f"code: {shown_path(into)} from {restored.source}{branch}; {same}")
     for line in restored.notes:
-        console.warn(harmless(line))
+        console.warn(line)
 
 
 def _show_environment(console: Console, code: RecordedCode) -> None:
@@ -101,7 +101,7 @@ def _show_environment(console: Console, code: RecordedCode) -> None:
 def _show_config(console: Console, run: RunFolder, code: RecordedCode) -> None:
     composed, problem = composed_now(run, code.env)
     if composed is None:
-        console.note(f"config: cannot be compared with its recipe of now: {harmless(problem)}")
+        console.note(f"config: cannot be compared with its recipe of now: {problem}")
         return
     rows = [[harmless(cell) for cell in row] for row in config_differences(run.config(), composed)]
     if not rows:

@@ -18,6 +18,7 @@ from titanlab.recipe.composition.errors import composition_errors
 from titanlab.recipe.composition.flags import Flags
 from titanlab.recipe.composition.hydra_texts import ARGUMENTS
 from titanlab.recipe.composition.recipes import conf_folder, register
+from titanlab.terminal.foreign_text import harmless_lines
 
 # Flags in Hydra's help that titanlab refuses, with their explanations.
 _REFUSED = re.compile(r"^--(?:shell-completion,.*?\n(?=--)|experimental-rerun.*?\n)", re.MULTILINE | re.DOTALL)
@@ -35,7 +36,7 @@ def answer(flags: Flags) -> None:
         stack.enter_context(_environment(HYDRA_FULL_ERROR="1"))
         stack.enter_context(composition_errors(flags.overrides, flags.values))
         stack.enter_context(_arguments([*with_combinations(flags.overrides), *flags.flags]))
-        with _quiet(), _whole_output(shows_options=flags.helps):
+        with _quiet(), _whole_output(flags):
             hydra.main(config_path=str(conf_folder()), config_name="config", version_base="1.3")(_never_called)()
 
 
@@ -54,15 +55,14 @@ def _quiet() -> Iterator[None]:
         if end.code not in (None, 0):
             lines = captured.getvalue().strip().splitlines() or ["Hydra gave up"]
             raise ConfigError(ARGUMENTS, " ".join(sys.argv[1:]), lines[-1], "see `titanlab train --help`") from end
-    sys.stderr.write(captured.getvalue())
+    sys.stderr.write(harmless_lines(captured.getvalue()))
 
 
 @contextlib.contextmanager
-def _whole_output(*, shows_options: bool) -> Iterator[None]:
+def _whole_output(flags: Flags) -> Iterator[None]:
     """Capture Hydra's standard output and write it at the end: its loggers would print a traceback on a full disk.
 
-    Args:
-        shows_options: whether it has lists of options; then schemas are removed, which only YAML files name.
+    Schemas are removed from lists of options, because only YAML files name them.
     """
     captured = io.StringIO()
     try:
@@ -72,7 +72,10 @@ def _whole_output(*, shows_options: bool) -> Iterator[None]:
         text = captured.getvalue()
         if _REFUSED.search(text) is not None:
             text = _REFUSED.sub("", text) + _COMPLETION
-        sys.stdout.write(re.sub(r"(?<=: )\w*schema, |, \w*schema\b", "", text) if shows_options else text)
+        if flags.helps:
+            text = re.sub(r"(?<=: )\w*schema, |, \w*schema\b", "", text)
+        # A config that is written into a file is read again.
+        sys.stdout.write(text if flags.shows_config and not sys.stdout.isatty() else harmless_lines(text))
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ class Flags:
         values: the values of `--config-dir`, `--config-name` and `--config-path`, by flag.
         starts: whether the command starts a run; otherwise Hydra prints something.
         helps: whether titanlab's help is asked for.
+        shows_config: whether the composed config is asked for.
         multirun: whether -m is given.
     """
 
@@ -35,6 +36,7 @@ class Flags:
     values: dict[str, str | None]
     starts: bool
     helps: bool
+    shows_config: bool
     multirun: bool
 
 
@@ -67,6 +69,7 @@ def read_flags(arguments: Sequence[str]) -> Flags:
         },
         starts=not any(getattr(options, name) for name in _ANSWERS),
         helps=options.help,
+        shows_config=options.cfg is not None,
         multirun=options.multirun,
     )
 

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from titanlab.sweep.table import listing
 from titanlab.sweep.table.listing import Row
 from titanlab.sweep.table.ranking import drift_lines
+from titanlab.terminal.foreign_text import harmless
 from titanlab.terminal.numerals import counted
 from titanlab.terminal.stream import discard
 
@@ -57,6 +58,7 @@ class Screen:
 
     def show(self, name: str, rows: Sequence[Row]) -> None:
         """Print the table as it is now."""
+        rows = _harmless(rows)
         if self.is_live:
             self._console().print(self._view(name, rows))
         else:
@@ -73,13 +75,13 @@ class Screen:
         """
         rows = look()
         with self._drawn(name) as draw:
-            draw(rows)
+            draw(_harmless(rows))
             # Only around the loop: `draw` must be closed properly after Ctrl-C.
             with contextlib.suppress(KeyboardInterrupt):
                 while not settled(rows):
                     sleep(seconds)
                     rows = look()
-                    draw(rows)
+                    draw(_harmless(rows))
         self.show(name, rows)
         return rows
 
@@ -154,6 +156,11 @@ class Screen:
             self._stream.flush()
         except BrokenPipeError:
             discard(self._stream)  # The reader of the pipe has ended (`| head`).
+
+
+def _harmless(rows: Sequence[Row]) -> list[Row]:
+    """Rows whose texts cannot control the terminal."""
+    return [{key: harmless(value) if isinstance(value, str) else value for key, value in row.items()} for row in rows]
 
 
 def settled(rows: Sequence[Row]) -> bool:
