@@ -165,6 +165,39 @@ def test_the_training_goes_on_after_a_save_that_fails(pool, tmp_path, mode):
     assert "make room; training goes on" in log.replace("\n", " ").replace("  ", " ")
 
 
+def test_a_save_in_the_background_that_fills_the_disk_does_not_end_the_run(tmp_path, monkeypatch):
+    """metrics.jsonl and status.json find no room until the files of the save are removed."""
+    made = tiny.recipe(tmp_path, steps=STEPS, saves="async", every=2, keep=0)
+    run = tiny.begin(made)
+    real, write, full, met = store.write_and_publish, os.write, threading.Event(), threading.Event()
+
+    def filling(staged, writer, world):
+        if "step-00000004" in writer.folder.name:
+            full.set()
+            met.wait(30)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(staged, writer, world)
+
+    def refused(descriptor, content):
+        if full.is_set() and bytes(content).startswith(b'{"kind": "train", "step": 5'):
+            # Half of the row fits.
+            full.clear()
+            refused.left = write(descriptor, bytes(content)[:9])
+            return refused.left
+        if getattr(refused, "left", 0) and not met.is_set():
+            met.set()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, content)
+
+    monkeypatch.setattr(store, "write_and_publish", filling)
+    monkeypatch.setattr(os, "write", refused)
+    tiny.as_rank(made, run)
+    assert met.is_set()
+    assert (run.result().kind, steps(run)) == (OutcomeKind.DONE, [2, 6])
+    assert [row["step"] for row in run.metrics("train")] == list(range(1, STEPS + 1))
+    assert "the checkpoint of step 4 is not saved: the disk is full" in (run.logs / "rank-0.log").read_text()
+
+
 @pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.full), "async"])
 def test_the_last_save_must_succeed(pool, tmp_path, mode):
     made = tiny.recipe(tmp_path, steps=STEPS, saves=mode, every=4, shard=2)

@@ -39,6 +39,7 @@ class MetricsWriter:
         self._attempt = attempt
         self._clock = clock
         self._descriptor = open_to_write(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        self._rest = b""
         self._end_torn_line()
         self.write(ATTEMPT, resumed_step, {})
 
@@ -46,13 +47,17 @@ class MetricsWriter:
         """Append one row.
 
         Raises:
-            OSError: the disk is full or unreachable.
+            OSError: the disk is full or unreachable; `flush` writes what is left of the row.
         """
         row = {"kind": kind, "step": step, "attempt": self._attempt, "time": round(self._clock(), 3), **metrics}
         line = json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n"
-        rest = memoryview(line.encode())
-        while rest:
-            rest = rest[os.write(self._descriptor, rest) :]
+        self._rest += line.encode()
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what a full disk has not taken."""
+        while self._rest:
+            self._rest = self._rest[os.write(self._descriptor, self._rest) :]
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""

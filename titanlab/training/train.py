@@ -166,6 +166,7 @@ def train(
             phase=profiler.phase,
             step=position.step,
         )
+        recorder.until_saved = saves.wait
         outcome = Outcome(kind=OutcomeKind.DONE, steps=recipe.training.steps, attempt=attempt)
         waiting: list[tuple[int, float, Reduction]] = []
 

@@ -29,6 +29,7 @@ from titanlab.records.metrics_file import EXPERTS
 from titanlab.records.outcome import Outcome, OutcomeKind, classify, exit_code
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_status import Status
+from titanlab.system.disk import disk_fault
 from titanlab.terminal.console import Console
 from titanlab.terminal.progress import Progress
 from titanlab.tracker.contract import Tracker
@@ -77,7 +78,7 @@ class LoggingRecorder(Recorder):
         self._last_loss: float | None = None
         self._validation_loss: float | None = None
         self._scaling: dict[str, object] = {}
-        self._experts = ExpertRows(self._steps, functools.partial(self._metrics.write, EXPERTS))
+        self._experts = ExpertRows(self._steps, functools.partial(self._write, EXPERTS))
         self._watch = Watch(active=recipe.compile.compiles, note=console.note, warn=console.warn)
         console.start(f"titanlab · {recipe.name}", facts.start_rows(recipe, run, world.device, work, position))
         if slow := facts.slow_precision(recipe, world.device):
@@ -117,7 +118,7 @@ class LoggingRecorder(Recorder):
         self.measured("traffic", self._step + 1, flat(rows), texts)
 
     def measured(self, kind: str, step: int, metrics: Mapping[str, float], lines: Sequence[str]) -> None:
-        self._metrics.write(kind, step, metrics)
+        self._write(kind, step, metrics)
         self._tracker.log(step, dict(metrics))
         for line in lines:
             self._console.note(line)
@@ -149,7 +150,7 @@ class LoggingRecorder(Recorder):
         def report(loss: float) -> None:
             self._validation_loss = loss
             row = {meter.VALIDATION_LOSS: loss}
-            self._metrics.write("validation", step, row)
+            self._write("validation", step, row)
             self._tracker.log(step, row)
             self._console.validated(step, self._steps, loss)
 
@@ -196,7 +197,7 @@ class LoggingRecorder(Recorder):
             **memory(self._world.device),
             **self._ranks,
         }
-        self._metrics.write("train", step, row)
+        self._write("train", step, row)
         self._tracker.log(step, row)
         self._latest = row
         progress = self._progress(step, totals, rate, step_seconds=speed.step_seconds)
@@ -262,18 +263,31 @@ class LoggingRecorder(Recorder):
             seconds_left=self._meter.seconds_left(self._steps - step),
         )
 
+    def _write(self, kind: str, step: int, row: Mapping[str, object]) -> None:
+        self._with_room(functools.partial(self._metrics.write, kind, step, row), self._metrics.flush)
+
     def _write_status(self, state: str) -> None:
         self._status_at = time.monotonic()
-        self._run.write_status(
-            Status(
-                state=state,
-                step=self._step,
-                steps=self._steps,
-                attempt=self._attempt,
-                seconds_left=self._meter.seconds_left(self._steps - self._step),
-                metrics=self._latest,
-            )
+        status = Status(
+            state=state,
+            step=self._step,
+            steps=self._steps,
+            attempt=self._attempt,
+            seconds_left=self._meter.seconds_left(self._steps - self._step),
+            metrics=self._latest,
         )
+        write = functools.partial(self._run.write_status, status)
+        self._with_room(write, write)
+
+    def _with_room(self, write: Callable[[], None], again: Callable[[], None]) -> None:
+        """Write; on a full disk again after the save under way: if that fails too, its files are removed."""
+        try:
+            write()
+        except OSError as error:
+            if disk_fault(error) is None or self.until_saved is None:
+                raise
+            self.until_saved()
+            again()
 
 
 @contextlib.contextmanager

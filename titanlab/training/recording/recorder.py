@@ -16,6 +16,8 @@ class Recorder:
     """The interface for train.py. This class does nothing: train.py needs no branch for ranks that do not log."""
 
     tracker_id: str | None = None
+    # Waits for a checkpoint that is written in the background.
+    until_saved: Callable[[], None] | None = None
 
     def start(self) -> None:
         """Note that the first step begins."""
