@@ -63,6 +63,7 @@ def test_flags_are_those_of_the_sampling(saved_run, sampled, here):
     assert generate.main([saved_run.name, *flags.split()]) == 0
     ((folder, prompt, given),) = sampled[0]
     assert (folder.resolve(), prompt) == (saved_run, "x")
+    assert callable(given.pop("warn"))
     assert given == {"tokens": 7, "temperature": 0.0, "top_k": 0, "seed": 3, "device": "cpu"}
 
 

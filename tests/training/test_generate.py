@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests import tiny
-from titanlab.checkpoint.folders import latest
+from titanlab.checkpoint.folders import latest, remove
+from titanlab.checkpoint.index import reader as module
 from titanlab.data import source
 from titanlab.data.files_schema import Files
 from titanlab.data.tokenizers.tokenizer import load
@@ -148,3 +149,18 @@ def test_what_cannot_be_sampled_is_said(run, tmp_path, monkeypatch):
     monkeypatch.setattr(sampling.tokenizers, "load", lambda folder, key: Scripted())
     with pytest.raises(ConfigError, match=r"^--prompt=: is empty, and this tokenizer has no beginning of text"):
         list(generate(run.path, "", tokens=1))
+
+
+def test_a_checkpoint_that_the_run_removes_meanwhile_is_replaced_by_the_next(run, tmp_path, monkeypatch):
+    copied = shutil.copytree(run.path, tmp_path / run.path.name)
+    old, real, said = latest(copied / "checkpoints"), module.read_index, []
+
+    def read(checkpoint):
+        if old.exists():
+            shutil.copytree(old, old.with_name("step-40"))
+            assert remove(old) is None
+        return real(checkpoint)
+
+    monkeypatch.setattr(module, "read_index", read)
+    assert "".join(generate(copied, "ab", tokens=3, warn=said.append)) == text(run, tokens=3)
+    assert said == [f"{old.name} was removed while it was read (checkpoint.keep of its run): the next one is read"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from titanlab.checkpoint.blocks import checksum, read_regular
 from titanlab.checkpoint.damage import DamagedCheckpoint, DamagedFile, one_line
-from titanlab.checkpoint.folders import INDEX, another, has_pickle
+from titanlab.checkpoint.folders import INDEX, another, has_pickle, is_checkpoint
 from titanlab.checkpoint.index.format import Index, OtherFormat
 from titanlab.checkpoint.older.metadata import SavedState, read_saved
 from titanlab.checkpoint.position import (
@@ -88,6 +88,9 @@ def indexed(checkpoint: Place, key: str) -> Index:
 
 def damaged(checkpoint: Place, key: str, reason: object) -> DamagedCheckpoint:
     """The error about a damaged checkpoint, which names the one before it."""
+    if not is_checkpoint(checkpoint):
+        rule = "was removed while it was read"
+        return DamagedCheckpoint(key, checkpoint, rule, "try again: its run keeps newer ones (checkpoint.keep)")
     return DamagedCheckpoint(key, checkpoint, f"is damaged: {one_line(reason)}", another(checkpoint))
 
 

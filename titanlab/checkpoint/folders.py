@@ -180,8 +180,14 @@ def remove(checkpoint: Place) -> OSError | None:
             objects.remove_objects(checkpoint, first=INDEX)
         elif checkpoint.is_symlink() or not checkpoint.is_dir():
             checkpoint.unlink(missing_ok=True)
-        else:
+        elif checkpoint.name.endswith(PART):
             shutil.rmtree(checkpoint)
+        else:
+            # At once: a reader must not find a part of it, and a process that dies here leaves nothing that counts.
+            gone = checkpoint.with_name(f"{checkpoint.name}.gone{PART}")
+            if gone.exists():
+                shutil.rmtree(gone)
+            shutil.rmtree(checkpoint.rename(gone))
     except OSError as error:
         return error
     return None

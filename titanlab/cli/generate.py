@@ -12,6 +12,7 @@ from titanlab.distributed.host import this_host
 from titanlab.errors import ConfigError
 from titanlab.records.run_search import find_run
 from titanlab.system.user_path import user_path
+from titanlab.terminal.console import Console
 from titanlab.terminal.foreign_text import harmless_lines
 from titanlab.weights.interchange import is_weights
 
@@ -50,6 +51,7 @@ def main(arguments: Sequence[str]) -> int:
         top_k=args.top_k,
         seed=args.seed,
         device=args.device,
+        warn=Console().warn,
     )
     pieces = itertools.chain([args.prompt + next(pieces, "")], pieces, ["\n"])
     for piece in pieces:

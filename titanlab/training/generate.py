@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from titanlab.checkpoint.contents import read_contents
 from titanlab.checkpoint.folders import find
 from titanlab.checkpoint.remote.address_schema import Place
+from titanlab.checkpoint.search import read_while_kept
 from titanlab.checkpoint.store import load_model
 from titanlab.data.tokenizers import tokenizer as tokenizers
 from titanlab.distributed.ranks import ALONE
@@ -44,6 +46,7 @@ def generate(
     top_k: int = 50,
     seed: int = 0,
     device: str = "cpu",
+    warn: Callable[[str], None] = lambda line: None,
 ) -> Iterator[str]:
     """Sample text after the prompt; yields it piece by piece.
 
@@ -65,10 +68,10 @@ def generate(
             fill(model, source)
             set_biases(model, source.biases)
         else:
-            checkpoint = find(str(run), "run")
             recipe = frozen_recipe(RunFolder(run))
             seq_len = recipe.training.seq_len
-            model = _load(recipe, checkpoint, world.device)
+            load = functools.partial(_load, recipe, device=world.device)
+            model = read_while_kept(lambda: find(str(run), "run"), load, warn)
     ids = tokenizer.encode(prompt)
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     if not (begin or ids):

@@ -51,6 +51,12 @@ def load_start(
             position = replace(position, tracker=None)
         return position, together(world, lambda: _restored(restore, position, folder, key))
 
+    def chosen(choose: Callable[[], Place]) -> Place:
+        # Rank 0 chooses here too: another run may save and remove checkpoints meanwhile.
+        place = world.share(together(world, lambda: choose() if world.logs else None))
+        assert place is not None
+        return place
+
     warnings: list[str] = []
     # Rank 0 chooses, because hosts may see a new folder of a shared file system at different times.
     while (own := world.share(latest(checkpoints_of(run)) if world.logs else None)) is not None:
@@ -63,11 +69,11 @@ def load_start(
             damage = error
         warnings.append(together(world, lambda: fall_back(damage) if world.logs else ""))  # noqa: B023
     if recipe.checkpoint.load_from is not None:
-        key = "checkpoint.load_from"
-        return *loaded(find(recipe.checkpoint.load_from, key), key), warnings
+        source, key = recipe.checkpoint.load_from, "checkpoint.load_from"
+        return *loaded(chosen(lambda: find(source, key)), key), warnings
     position = Position()
     if recipe.init_from is not None:
-        biases = fill_start(recipe, model)
+        biases = fill_start(recipe, model, chosen)
         position = Position(routing={name: list(block) for name, block in biases.items()})
     return position, restore(position), warnings
 

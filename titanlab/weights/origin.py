@@ -9,6 +9,7 @@ from typing import Any
 
 from titanlab.checkpoint.contents import check_checkpoint
 from titanlab.checkpoint.folders import find, of_step
+from titanlab.checkpoint.remote.address_schema import Place
 from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.checkpoint.search import find_run_or_checkpoint
 from titanlab.data.tokenizers import tokenizer as tokenizers
@@ -73,16 +74,26 @@ def from_folder(path: Path, key: str) -> Origin:
     )
 
 
-def from_run(text: str, runs: str, *, step: int | None) -> Origin:
-    """The model of a run's latest checkpoint, or of its checkpoint at `step`.
+def checkpoint_of(text: str, runs: str, *, step: int | None) -> Place:
+    """A run's latest checkpoint, or its checkpoint at `step`; the checkpoint itself if `text` names one.
 
     Raises:
         ConfigError: there is no such run or checkpoint.
     """
     run, named = find_run_or_checkpoint(text, runs)
-    checkpoint = named or find(str(run.path), "run")
     if step is not None:
-        checkpoint = of_step(checkpoints_of(run), step, "--step", step)
+        return of_step(checkpoints_of(run), step, "--step", step)
+    return named or find(str(run.path), "run")
+
+
+def from_run(text: str, runs: str, *, step: int | None, checkpoint: Place | None = None) -> Origin:
+    """The model of a checkpoint of a run; None: of that of `checkpoint_of`.
+
+    Raises:
+        ConfigError: there is no such run or checkpoint.
+    """
+    run, _ = find_run_or_checkpoint(text, runs)
+    checkpoint = checkpoint or checkpoint_of(text, runs, step=step)
     check_unedited(run)
     config = run.config()
     try:

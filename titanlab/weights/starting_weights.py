@@ -8,7 +8,7 @@ imports torch only when it fills a model.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -116,8 +116,13 @@ def start_fingerprint(recipe: Recipe) -> str | None:
     return digest.hexdigest()
 
 
-def fill_start(recipe: Recipe, model: nn.Module) -> Biases:
+def fill_start(
+    recipe: Recipe, model: nn.Module, choose: Callable[[Callable[[], Place]], Place] = lambda find: find()
+) -> Biases:
     """Fill a materialised model, or this rank's part of it, with the weights of `init_from`; all ranks call it.
+
+    Args:
+        choose: makes all ranks take the checkpoint that one of them finds.
 
     Returns:
         the biases that belong to the weights, for the routers of a recipe that has biases.
@@ -131,7 +136,8 @@ def fill_start(recipe: Recipe, model: nn.Module) -> Biases:
         return biases_of(recipe.model, source.biases, KEY, recipe.init_from)
     from titanlab.checkpoint.store import load_model
 
-    checkpoint = _checkpoint(recipe.init_from)
+    init_from = recipe.init_from
+    checkpoint = choose(lambda: _checkpoint(init_from))
     load_model(checkpoint, KEY, model)
     if not recipe.model.account().experts:
         return {}

@@ -7,8 +7,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from safetensors import safe_open
 
+from tests.weights import saved
 from tests.weights.huggingface import made as folders
+from titanlab.checkpoint.folders import remove, step_folder
+from titanlab.checkpoint.index import reader
+from titanlab.checkpoint.shard_reader import ShardReader
 from titanlab.cli import main
 from titanlab.weights.interchange import is_weights
 
@@ -55,3 +61,52 @@ def test_the_weights_are_written_also_if_nobody_reads_the_output(tmp_path):
     )
     assert (done.returncode, done.stderr) == (0, b"")
     assert is_weights(tmp_path / "out")
+
+
+@pytest.fixture
+def trains(tmp_path, monkeypatch):
+    """A run that saves step 6 and removes step 4 while a part of step 4 is read."""
+    recipe, run = saved.run_of(tmp_path / "runs")
+    for step in (2, 4):
+        saved.save(run, recipe.model, step=step, seed=step)
+
+    def goes_on_during(owner, name):
+        real = getattr(owner, name)
+
+        def read(*given, **named):
+            if step_folder(run.checkpoints, 4).exists():
+                saved.save(run, recipe.model, step=6, seed=6)
+                assert remove(step_folder(run.checkpoints, 4)) is None
+            return real(*given, **named)
+
+        monkeypatch.setattr(owner, name, read)
+        return run
+
+    return goes_on_during
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+@pytest.mark.parametrize("part", ["index", "tensors"])
+@pytest.mark.parametrize("form", ["hf", "titanlab", "dcp", "dcp --names torchtitan"])
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_replaced_by_the_next(tmp_path, trains, capsys, part, form):
+    """It was "damaged: its file index.json is missing"."""
+    owner, name = (reader, "read_index") if part == "index" else (ShardReader, "read_data")
+    run = trains(owner, name)
+    assert main(["export", str(run.path), "--into", str(tmp_path / "out"), "--format", *form.split()]) == 0
+    line = "step-00000004 was removed while it was read (checkpoint.keep of its run): the next one is read"
+    assert capsys.readouterr().err == f"warning: {line}\n"
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-00000002", "step-00000006"]
+    if form == "hf":
+        # The weights of step 6.
+        with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+            norm = dict(saved.module(saved.run_of(tmp_path / "other")[0].model, seed=6).named_parameters())
+            assert torch.equal(file.get_tensor("model.norm.weight"), norm["norm.weight"])
+
+
+def test_a_named_checkpoint_that_its_run_removes_meanwhile_is_one_line(tmp_path, trains, capsys):
+    run = trains(reader, "read_index")
+    assert main(["export", str(run.path), "--step", "4", "--into", str(tmp_path / "out")]) == 2
+    warning, error = capsys.readouterr().err.splitlines()
+    assert warning.startswith("warning: step-00000004 was removed while it was read")
+    assert error == "error: --step=4: the run has no whole checkpoint of this step; it has 2, 6"
+    assert not (tmp_path / "out").exists()

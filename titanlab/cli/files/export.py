@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from titanlab.checkpoint.folders import find, of_step
-from titanlab.checkpoint.remote.run_place import checkpoints_of
-from titanlab.checkpoint.search import find_run_or_checkpoint
+from titanlab.checkpoint.remote.address_schema import Place
+from titanlab.checkpoint.search import read_while_kept
 from titanlab.cli.arguments import Arguments, bytes_of
 from titanlab.cli.files.import_weights import option_name
 from titanlab.errors import ConfigError
@@ -16,7 +15,7 @@ from titanlab.terminal.console import Console
 from titanlab.weights.biases import left_out
 from titanlab.weights.folder_writer import check_apart, check_target, whole_folder
 from titanlab.weights.interchange import is_weights, write_hf, write_ours
-from titanlab.weights.origin import from_folder, from_run
+from titanlab.weights.origin import Origin, checkpoint_of, from_folder, from_run
 from titanlab.weights.source import DTYPES
 
 _FORMATS = ("hf", "titanlab", "dcp")
@@ -74,36 +73,46 @@ def _export(args: argparse.Namespace, console: Console) -> int:
         if args.step is not None:
             raise ConfigError("--step", args.step, "is of a run, and this is a folder of weights", "leave it out")
         check_apart(folder, args.into)
-        origin = from_folder(folder, "run")
-    else:
-        origin = from_run(args.run, args.runs, step=args.step)
+        _write(from_folder(folder, "run"), args, console, name=name, shard_bytes=shard_bytes)
+        return 0
+
+    def write(checkpoint: Place) -> None:
+        origin = from_run(args.run, args.runs, step=args.step, checkpoint=checkpoint)
+        _write(origin, args, console, name=name, shard_bytes=shard_bytes)
+
+    read_while_kept(lambda: checkpoint_of(args.run, args.runs, step=args.step), write, console.warn)
+    return 0
+
+
+def _write(origin: Origin, args: argparse.Namespace, console: Console, *, name: str, shard_bytes: int) -> None:
     if args.format == "titanlab":
         line = write_ours(origin, args.into, name=name, dtype=args.dtype, shard_bytes=shard_bytes, report=console.note)
         console.note(line)
     else:
         write_hf(origin, args.into, dtype=args.dtype, shard_bytes=shard_bytes, report=console.note)
         console.note(f"AutoModelForCausalLM.from_pretrained({str(args.into)!r})")
-    return 0
 
 
 def _export_dcp(args: argparse.Namespace, console: Console) -> int:
     """Write a run's whole checkpoint, optimizer included, for tools that read torch.distributed.checkpoint."""
     if args.dtype is not None:
         raise ConfigError("--dtype", args.dtype, "a checkpoint keeps its dtypes with --format dcp", "leave it out")
-    run, named = find_run_or_checkpoint(args.run, args.runs)
-    checkpoint = named or find(str(run.path), "run")
-    if args.step is not None:
-        checkpoint = of_step(checkpoints_of(run), args.step, "--step", args.step)
+    checkpoint_of(args.run, args.runs, step=args.step)
     if args.into.exists() and (not args.into.is_dir() or any(args.into.iterdir())):
         raise ConfigError("--into", args.into, "is not an empty folder", "give a new folder")
     # Imported here, so that a mistake in the arguments is reported without waiting for torch.
     from titanlab.checkpoint.dcp_export import write_dcp
 
     prefix = _PREFIXES[args.names]
-    with whole_folder(args.into) as part:
-        write_dcp(checkpoint, part, "run", prefix=prefix)
-    # With titanlab's names the folder has a position.json, which has them.
-    line = left_out(from_run(str(checkpoint), args.runs, step=None).source.biases) if prefix == "" else ""
+
+    def write(checkpoint: Place) -> str:
+        # With titanlab's names the folder has a position.json, which has the biases.
+        origin = from_run(args.run, args.runs, step=None, checkpoint=checkpoint) if prefix == "" else None
+        with whole_folder(args.into) as part:
+            write_dcp(checkpoint, part, "run", prefix=prefix)
+        return left_out(origin.source.biases) if origin else ""
+
+    line = read_while_kept(lambda: checkpoint_of(args.run, args.runs, step=args.step), write, console.warn)
     if line:
         console.note(line)
     console.note(f"torch.distributed.checkpoint.load(state, checkpoint_id={str(args.into)!r})")
