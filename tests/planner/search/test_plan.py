@@ -12,7 +12,9 @@ from titanlab.cluster.schema import Cluster
 from titanlab.errors import ConfigError
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.parallelism.schema import Parallelism
+from titanlab.planner.search import space
 from titanlab.planner.search.plan import MARGIN, for_planning, no_collection, plan
+from titanlab.planner.search.space import all_layouts
 
 
 def refusal(call, *arguments, **given):
@@ -79,6 +81,16 @@ def test_where_no_layout_divides_the_batch_others_are_named():
     assert [line.partition(": ")[0] for line in found.advice] == [
         "the nearest smaller world that works", "or another batch",
     ]  # fmt: skip
+
+
+def test_the_neighbours_of_a_large_prime_are_not_searched_whole(monkeypatch):
+    """It took minutes: 256 worlds with up to 30,000 layouts each."""
+    searched = []
+    monkeypatch.setattr(space, "all_layouts", lambda world: (searched.append(world), all_layouts(world))[1])
+    found = plan(for_planning(planned(world=100_003)), top=1)
+    assert (found.listed, found.best, len(found.advice)) == (0, [], 1)
+    assert found.advice[0].startswith("or another batch: training.global_batch=100003")
+    assert set(searched) == {100_003}
 
 
 def test_the_collector_rests_and_is_as_before():

@@ -48,6 +48,17 @@ def test_legal_layouts_are_those_that_the_rules_of_recipes_allow():
     assert sum(space.dropped.values()) == len(list(all_layouts(4))) - len(listed)
 
 
+@pytest.mark.parametrize("model", [{}, {"model": MIXTURE}])
+@pytest.mark.parametrize("batch", [1, 6, 16])
+def test_whether_there_is_a_layout_is_known_without_all_of_them(model, batch):
+    found = set()
+    for world in [*range(1, 41), 77, 96, 130, 1009]:
+        space = ranking_of(planned(world=world, batch=batch, **model)).space
+        assert space.has_layouts() == bool(space.layouts()), world
+        found.add(space.has_layouts())
+    assert found == {True, False}
+
+
 def _points(space, layout):
     if space.recipe.training.global_batch % layout.data:
         return []

@@ -212,5 +212,6 @@ def _first(ranking: Ranking, world: int, batch: int, vary: Sequence[str]) -> Ran
         training=dataclasses.replace(base.training, global_batch=batch),
         parallelism=dataclasses.replace(base.parallelism.with_degrees(Layout(shard=world).degrees()), expert=1),
     )
-    best = _ranking(recipe, ranking.machine, ranking.limit, vary).best(1)
+    other = _ranking(recipe, ranking.machine, ranking.limit, vary)
+    best = other.best(1) if other.space.has_layouts() else []
     return best[0] if best else None

@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -110,7 +110,7 @@ class Space:
         inside: list[Layout] = []
         beyond: list[Layout] = []
         self.dropped.clear()
-        for layout in self._with_experts():
+        for layout in self._with_experts(all_layouts(self.world)):
             rule = self._broken(layout)
             if rule:
                 self.dropped[rule] += 1
@@ -120,10 +120,25 @@ class Space:
             self.dropped[BEYOND_NODE] += len(beyond)
         return inside or beyond
 
-    def _with_experts(self) -> Iterator[Layout]:
-        """Every layout of the world, with each degree by which it can divide the model's experts."""
+    def has_layouts(self) -> bool:
+        """Whether the rules allow any layout; for a large world without one much sooner than `layouts`."""
+        possible = (
+            Layout(
+                replicate=replicate, shard=data // replicate, context=context, tensor=tensor, pipeline=left // tensor
+            )
+            for data in divisors(math.gcd(self.world, self.recipe.training.global_batch))
+            for context in divisors(self.world // data)
+            if not self._context_broken(context)
+            for left in [self.world // data // context]
+            for tensor in divisors(left)
+            for replicate in divisors(data)
+        )
+        return not all(map(self._broken, self._with_experts(possible)))
+
+    def _with_experts(self, layouts: Iterable[Layout]) -> Iterator[Layout]:
+        """The layouts, with each degree by which they can divide the model's experts."""
         experts = self._account.experts
-        for layout in all_layouts(self.world):
+        for layout in layouts:
             yield layout
             if experts is not None and (layout.tensor == 1 or self.recipe.parallelism.sequence_parallel):
                 for degree in divisors(math.gcd(experts.count, layout.fsdp * layout.tensor))[1:]:
