@@ -10,11 +10,11 @@ import sys
 import pytest
 
 from tests.until import until
-from titanlab.distributed.silence import process_state
 from titanlab.launch.escalation import HURRY_SECONDS, START_SECONDS, STOP_SECONDS, STOPPED_SECONDS, Escalation
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_status import Status
+from titanlab.system.process_start import process_state
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells the state of a process")
 
