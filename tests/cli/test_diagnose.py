@@ -97,3 +97,12 @@ def test_an_attempt_of_several(run, say):
     code, out, err = say(run.path, "--attempt", 3)
     assert (code, out) == (2, "")
     assert err == "error: --attempt=3: the run has no such attempt; known: 1, 2; try --attempt 2\n"
+
+
+def test_a_run_that_goes_on_and_has_a_stopped_rank(tmp_path, say):
+    run = tiny.begin(tiny.recipe(tmp_path))
+    run.keep_stopped(1, 1, "rank 1: its process is stopped (SIGSTOP) since 12:00:00")
+    told = "rank 1: its process is stopped (SIGSTOP) since 12:00:00"
+    assert say(run.path) == (0, f"{run.path.name}, attempt 1, has not ended; {told}\n", "")
+    run.keep_stopped(1, 1, None)
+    assert "did not hang; it has not ended (starting)" in say(run.path)[1]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -60,6 +62,23 @@ def test_errors_are_one_line_and_an_exit_code(verb, capsys, error, code, line):
     verb(raising(error))
     assert main(["status"]) == code
     assert capsys.readouterr() == ("", line)
+
+
+def test_a_verb_that_cleans_up_does_so_at_sigterm_too(verb, capsys):
+    cleaned = []
+
+    def waits(arguments):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            cleaned.append(True)
+
+    before = signal.getsignal(signal.SIGTERM)
+    verb(waits)
+    assert main(["tokenize"]) == 130
+    assert (cleaned, capsys.readouterr().err) == ([True], "error: interrupted\n")
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize("name", ["train", "resume"])

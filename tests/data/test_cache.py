@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.until import until
 from titanlab.data import cache, fingerprint
 from titanlab.errors import ConfigError
 
@@ -89,7 +92,27 @@ assert (target / "last").exists()
     said = [process.communicate(timeout=60)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0, 0]
     assert len((tmp_path / "log").read_text().split()) == 1
-    assert sum("waiting for another process" in each for each in said) >= 1
+    names = [f"waiting for process {process.pid} on {socket.gethostname()}, which prepares" for process in started]
+    assert sum(name in each for each in said for name in names) >= 1
+
+
+def test_a_process_that_waits_for_one_that_is_stopped_says_so(tmp_path: Path) -> None:
+    program = "import sys; from pathlib import Path; from titanlab.data import cache; "
+    program += "cache.build(Path(sys.argv[1]), lambda folder: print(input()), report=print)"
+    command = [sys.executable, "-uc", program, str(tmp_path / "made")]
+    first = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    until((tmp_path / ".made.lock").exists)
+    until((tmp_path / ".made.lock").read_text)
+    first.send_signal(signal.SIGSTOP)
+    second = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    assert second.stdout is not None
+    said = f"waiting for process {first.pid} on {socket.gethostname()}, which is stopped: `kill -CONT {first.pid}`"
+    assert second.stdout.readline().startswith(said)
+    first.send_signal(signal.SIGCONT)
+    assert second.stdout.readline().endswith("prepares the same data\n")
+    first.communicate("\n")
+    second.communicate(timeout=20)
+    assert (first.returncode, second.returncode) == (0, 0)
 
 
 def test_without_locks_the_first_to_finish_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

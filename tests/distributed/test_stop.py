@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import subprocess
 import threading
 import time
 
@@ -201,6 +202,25 @@ def test_the_death_of_the_launcher_is_a_request_without_a_signal(monkeypatch):
         # The first signal after it is no second request.
         os.kill(os.getpid(), signal.SIGTERM)
     assert [thread for thread in threading.enumerate() if thread.name == "launcher"] == []
+
+
+@pytest.mark.parametrize("patience", [0.0, 0.1])
+def test_the_death_of_the_launcher_ends_a_wait_for_a_compiler_that_is_stopped(monkeypatch, patience):
+    """The main thread waits in a system call, in which it would run no Python code for ever."""
+    monkeypatch.setattr(stop, "_LAUNCHER_LOOK_SECONDS", 0.01)
+    monkeypatch.setenv("TITANLAB_PARENT", str(os.getppid()))
+    begin = time.monotonic()
+    with stop_request() as request, pytest.raises(stop.StoppedEarly):
+        with request.at_once(active=True, patience_seconds=patience):
+            compiler = subprocess.Popen(["sleep", "20"])
+            monkeypatch.setenv("TITANLAB_PARENT", str(os.getpid()))
+            try:
+                compiler.wait()
+            finally:
+                compiler.kill()
+                compiler.wait()
+    assert time.monotonic() - begin < 10
+    assert signal.getsignal(signal.SIGCONT) is signal.SIG_DFL
 
 
 def test_a_line_ends_a_compilation_too():

@@ -1,18 +1,20 @@
 """Ranks that a stop request does not end, and ranks that are stopped (SIGSTOP)."""
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 
 import pytest
 
 from tests.until import until
-from titanlab.distributed.silence import process_state
 from titanlab.launch.escalation import HURRY_SECONDS, START_SECONDS, STOP_SECONDS, STOPPED_SECONDS, Escalation
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_status import Status
+from titanlab.system.process_start import process_state
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells the state of a process")
 
@@ -62,6 +64,14 @@ def watch(run, clock):
 
 def reached(run, step, state="running"):
     run.write_status(Status(state=state, step=step, steps=100, attempt=1))
+
+
+def timeless(line):
+    return re.sub(r"\d\d:\d\d:\d\d", "TIME", line)
+
+
+def goes_on(process):
+    return f"`kill -CONT {process.pid}` on {socket.gethostname()} lets it go on"
 
 
 def test_without_a_request_nothing_is_ever_due(watch, run, clock, process):
@@ -170,9 +180,11 @@ def test_a_stopped_rank_is_said_within_seconds_and_hangs_after_the_time_of_a_ste
     for _ in range(3):
         assert not escalation.is_due(pids)
         clock.now += STOPPED_SECONDS
-    assert lines == [
-        f"rank 1: its process is stopped (SIGSTOP), and the others wait for it: `kill -CONT {process.pid}` lets it go on"
+    assert [timeless(line) for line in lines] == [
+        f"rank 1: its process is stopped (SIGSTOP) since TIME, and the others wait for it: {goes_on(process)}"
     ]
+    # `status` and `diagnose` show the same.
+    assert run.stopped(1) == lines[0]
     assert not escalation.hangs
     clock.now += 3600 if limit is None else limit
     assert not escalation.is_due(pids)
@@ -196,8 +208,10 @@ def test_a_rank_that_goes_on_in_time_is_forgotten(watch, run, clock, process):
         assert not escalation.is_due({1: process.pid})
         os.kill(process.pid, signal.SIGCONT)
         until(lambda: process_state(process.pid) == "S")
+        assert run.stopped(1) is not None
         clock.now += 1
         assert not escalation.is_due({1: process.pid})
+        assert run.stopped(1) is None
     assert len(lines) == 2
     assert run.failures(1) == []
 
@@ -210,5 +224,7 @@ def test_a_rank_on_its_own_may_be_stopped_for_as_long_as_its_user_likes(watch, r
     for _ in range(3):
         assert not escalation.is_due({0: process.pid})
         clock.now += 10_000
-    assert lines == [f"rank 0: its process is stopped (SIGSTOP): `kill -CONT {process.pid}` lets it go on"]
+    assert [timeless(line) for line in lines] == [
+        f"rank 0: its process is stopped (SIGSTOP) since TIME: {goes_on(process)}"
+    ]
     assert not escalation.hangs

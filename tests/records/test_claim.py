@@ -1,14 +1,18 @@
 """A lock on a folder, which ends with the process that has it."""
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
 
 import pytest
 
+from tests.until import until
 from titanlab.errors import ConfigError
 from titanlab.records.claim import CannotWriteError, claimed, is_claimed
+from titanlab.system.process_start import process_state
 
 HOLD = """
 import sys, time
@@ -38,6 +42,21 @@ def test_a_claim_ends_with_its_process_however_it_dies(tmp_path):
     holder.kill()
     holder.communicate()
     assert not is_claimed(tmp_path)
+
+
+def test_a_process_that_is_stopped_is_named(tmp_path):
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    holder.send_signal(signal.SIGSTOP)
+    until(lambda: process_state(holder.pid) == "T")
+    with pytest.raises(ConfigError) as refused, claimed(tmp_path, "run", patience_seconds=0):
+        pass
+    holder.kill()
+    holder.communicate()
+    assert refused.value.rule == (
+        f"is in the hands of process {holder.pid} on {socket.gethostname()}, "
+        f"which is stopped: `kill -CONT {holder.pid}` lets it go on"
+    )
 
 
 def test_whoever_only_asks_is_in_nobodys_way(tmp_path):

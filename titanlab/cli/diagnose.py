@@ -41,7 +41,9 @@ def _without_hang(run: RunFolder, attempt: int) -> str:
     result = run.result(attempt) if attempt else run.result()
     if result is None:
         state = run.status()
+        stopped = run.stopped(attempt) if attempt else None
         text = f"did not hang; it has not ended{'' if state is None else f' ({state.state})'}"
+        text = f"has not ended; {stopped}" if stopped else text
     else:
         text = f"did not hang; it ended as {result.kind.value}: {result.cause or result.kind.meaning}"
     earlier = [number for number in run.attempts() if number != attempt and has_hung(run, number)]

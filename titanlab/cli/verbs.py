@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import importlib
+import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from types import FrameType
 
 from titanlab import __version__
 from titanlab.errors import ConfigError, TitanlabError
@@ -92,6 +95,8 @@ _PATHS = {
     errno.EACCES: "ask its owner for permission, or name another path",
 }
 _TRAINING = (["train"], ["sweep"], ["resume"], ["retry"])
+# Verbs that remove what is half made, or end a process, when they are interrupted: SIGTERM does so as well.
+_CLEANS_UP = ("tokenize", "sync", "import", "export", "download-tokenizer")
 # Flags with which they only print.
 _PRINTS = frozenset({"-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info", "-n", "--dry-run"})
 
@@ -124,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
     except KeyboardInterrupt:
         # No rank has started yet; after the start, the ranks handle Ctrl-C.
-        error_line("interrupted; nothing was started")
+        error_line("interrupted" if words[0] in _CLEANS_UP else "interrupted; nothing was started")
         code = OutcomeKind.CANCELLED.exit_code
     except SystemExit as end:
         # argparse raises it after `--help`.
@@ -170,7 +175,18 @@ def _call(words: Sequence[str]) -> int:
         near = difflib.get_close_matches(verb, VERBS, n=1)
         cure = "".join(f"try {known}; " for known in near) + f"known: {', '.join(VERBS)}"
         raise ConfigError("verb", verb, "there is no such verb", cure)
-    return main_of(verb)(rest)
+    verb_main = main_of(verb)
+    if verb in _CLEANS_UP and threading.current_thread() is threading.main_thread():
+        before = signal.signal(signal.SIGTERM, _interrupt)
+        try:
+            return verb_main(rest)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    return verb_main(rest)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def main_of(verb: str) -> Callable[[Sequence[str]], int]:

@@ -8,14 +8,18 @@ import fcntl
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from titanlab.data.streams.stream import Report
 from titanlab.errors import ConfigError
+from titanlab.records.claim import holder, name_holder
 from titanlab.system.user_path import home, user_path
 
 VARIABLE = "TITANLAB_CACHE"
+# Between two attempts to get a lock.
+_LOOK_SECONDS = 0.2
 
 
 def location() -> Path:
@@ -108,13 +112,23 @@ def _make_beside(folder: Path, prefix: str, make: Callable[[Path], None]) -> Non
 @contextlib.contextmanager
 def _locked(path: Path, report: Report) -> Iterator[bool]:
     """Hold a file lock, which the system releases when this process ends; yields False where locks do not work."""
-    with path.open("a") as file:
+    with path.open("a+") as file:
+        said = None
         try:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                report("waiting for another process that is preparing the same data")
-                fcntl.flock(file, fcntl.LOCK_EX)
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    pass
+                # The wait lasts as long as that process lives: nobody knows how long the data takes.
+                name, stopped = holder(file.fileno())
+                words = f"waiting for {name}, which {stopped or 'prepares the same data'}"
+                if words != said:
+                    report(words)
+                said = words
+                time.sleep(_LOOK_SECONDS)
+            name_holder(file.fileno())
             alone = True
         except OSError as error:
             # Some network file systems have no locks. The rename in `_make_beside` is safe without one, only slower.

@@ -13,12 +13,12 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from titanlab.records.diagnosis import Diagnosis, diagnose, different_calls, odd_calls
 from titanlab.records.hang_file import HangRecord
 from titanlab.records.outcome import Outcome, OutcomeKind, first_cause, is_silent
 from titanlab.records.run_folder import RunFolder
+from titanlab.system.process_start import STOPPED, process_state
 
 # Time that a rank has for its own note after another rank's note of a hang; it looks for such notes at least every 5 s.
 ANSWER_SECONDS = 8.0
@@ -29,8 +29,6 @@ _MOST_NAMED = 8
 # Between two checks for notes of other ranks.
 _LOOK_SECONDS = 1.0
 _END_SECONDS = 5.0
-# States of a process that is stopped, by a signal or by a debugger.
-STOPPED = ("T", "t")
 STATES: Mapping[str, str] = {
     "T": "its process is stopped (SIGSTOP)",
     "t": "its process is stopped by a debugger",
@@ -166,14 +164,6 @@ def await_answers(run: RunFolder, world: int, *, since: float) -> None:
         if len(run.failures(run.newest_attempt())) >= world:
             return
         time.sleep(_POLL_SECONDS)
-
-
-def process_state(pid: int) -> str | None:
-    """The state of a process's main thread as a letter, see proc(5); None if it cannot be read."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return None
 
 
 def judged(notes: Collection[Outcome], world: int, records: Mapping[int, HangRecord] | None = None) -> Outcome:

@@ -57,7 +57,9 @@ class StopRequest:
         try:
             if active and self.signal:
                 raise StoppedEarly
-            yield
+            # Only a signal that Python handles ends a system call.
+            with handled((signal.SIGCONT,) if active and _in_main_thread() else (), lambda number, frame: None):
+                yield
         finally:
             self.ends_at_once = False
 
@@ -79,17 +81,19 @@ class StopRequest:
             timer = threading.Timer(self._patience, self._raise_in_main_thread)
             timer.daemon = True
             timer.start()
-        elif threading.current_thread() is threading.main_thread():
+        elif _in_main_thread():
             raise StoppedEarly
         else:
             self._raise_in_main_thread()
 
     def _raise_in_main_thread(self) -> None:
-        """It takes effect when the main thread runs Python code the next time, which a compiler does all the time."""
+        """It takes effect when the main thread runs Python code the next time."""
         if not self.ends_at_once:
             return
-        main = ctypes.c_ulong(threading.main_thread().ident or 0)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(StoppedEarly))
+        main = threading.main_thread().ident or 0
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), ctypes.py_object(StoppedEarly))
+        # End the system call in which the main thread may wait, such as for a compiler that is stopped.
+        signal.pthread_kill(main, signal.SIGCONT)
 
 
 class Impatient(TitanlabError):
@@ -106,6 +110,10 @@ class StoppedEarly(BaseException):
 
     The message says what it was doing, as an end for "asked to end".
     """
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def caught_signals() -> tuple[int, ...]:
@@ -199,7 +207,7 @@ def stop_request() -> Iterator[StopRequest]:
     """
     request = StopRequest()
     first = 0.0
-    if threading.current_thread() is not threading.main_thread():
+    if not _in_main_thread():
         yield request
         return
 

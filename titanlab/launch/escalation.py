@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import socket
 import time
 from collections.abc import Callable, Mapping
 
 from titanlab.distributed.hang import LEAST_LIMIT_SECONDS
-from titanlab.distributed.silence import STATES, STOPPED, process_state
+from titanlab.distributed.silence import STATES
 from titanlab.distributed.stop import ONE_REQUEST_SECONDS, STOPS
 from titanlab.errors import ConfigError
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
+from titanlab.system.process_start import STOPPED, process_state
 
 # A rank that is stopped for this time is said, and is killed if the run was asked to stop.
 STOPPED_SECONDS = 5.0
@@ -116,12 +118,22 @@ class Escalation:
         self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in states}
         long = {rank: states[rank] for rank, since in self._stopped_since.items() if now - since >= STOPPED_SECONDS}
         for rank in long.keys() - self._said:
-            self._said.add(rank)
+            since = time.strftime("%H:%M:%S", time.localtime(time.time() - now + self._stopped_since[rank]))
             waits = ", and the others wait for it" if self._world > 1 else ""
-            resume = f": `kill -CONT {pids[rank]}` lets it go on" if states[rank] == "T" else ""
-            self._say(f"rank {rank}: {STATES[states[rank]]}{waits}{resume}")
-        self._said &= states.keys()
+            command = f"`kill -CONT {pids[rank]}` on {socket.gethostname()}"
+            resume = f": {command} lets it go on" if states[rank] == "T" else ""
+            words = f"rank {rank}: {STATES[states[rank]]} since {since}{waits}{resume}"
+            self._say(words)
+            self._keep_stopped(rank, words)
+        for rank in self._said - long.keys():
+            self._keep_stopped(rank, None)
+        self._said = set(long)
         return long
+
+    def _keep_stopped(self, rank: int, words: str | None) -> None:
+        # `status` and `diagnose` show it, perhaps on another host. A full disk must not end the watch.
+        with contextlib.suppress(OSError):
+            self._run.keep_stopped(self._number(), rank, words)
 
     def _note_hang(self, stopped: Mapping[int, str]) -> None:
         """Note that a rank hangs if it keeps others waiting for as long as a step may take."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from titanlab.errors import ConfigError
+from titanlab.system.process_start import stopped_note
 from titanlab.system.regular_file import open_to_write
 
 FILE = ".claim"
@@ -42,13 +44,27 @@ def claimed(folder: Path, key: str, *, patience_seconds: float = PATIENCE_SECOND
         raise CannotWriteError(key, folder, rule, "ask its owner, or work on a copy of it") from error
     try:
         if not _locked(descriptor, patience_seconds):
-            holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
-            raise ConfigError(key, folder, f"is in the hands of {holder}", "wait for it, or stop it")
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            name, stopped = holder(descriptor)
+            rule = f"is in the hands of {name}" + (f", which {stopped}" if stopped else "")
+            raise ConfigError(key, folder, rule, "end that process" if stopped else "wait for it, or stop it")
+        name_holder(descriptor)
         yield
     finally:
         os.close(descriptor)
+
+
+def name_holder(descriptor: int) -> None:
+    """Write into a lock file that this process has the lock."""
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+
+def holder(descriptor: int) -> tuple[str, str]:
+    """The process that has a lock, from its file, and a clause that says whether that process is stopped."""
+    name = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+    known = re.fullmatch(r"process (\d+) on (.+)", name)
+    is_here = known is not None and known[2] == socket.gethostname()
+    return name, stopped_note(int(known[1])) if known is not None and is_here else ""
 
 
 def is_claimed(folder: Path, *, file: str = FILE) -> bool:

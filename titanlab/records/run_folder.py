@@ -28,7 +28,7 @@ from titanlab.records.logs.files import write_marks
 from titanlab.records.metrics_file import MetricsWriter
 from titanlab.records.outcome import Outcome
 from titanlab.records.run_name import check_name
-from titanlab.records.run_records import CHOSEN, SAVED, SCHEMA, RunRecords
+from titanlab.records.run_records import CHOSEN, SAVED, SCHEMA, STOPPED, RunRecords
 from titanlab.records.run_status import Status, write_status
 from titanlab.system.atomic_file import write_json, write_text
 from titanlab.system.disk import FolderGone
@@ -146,6 +146,15 @@ class RunFolder(RunRecords):
         """Write a rank's failure, one of those from which `outcome.first_cause` selects the cause."""
         folder = self.attempt_folder(outcome.attempt) / "failures"
         write_end(self.path, folder / f"rank-{outcome.rank or 0}.json", outcome)
+
+    def keep_stopped(self, attempt: int, rank: int, words: str | None) -> None:
+        """Keep a sentence about a rank that is stopped (SIGSTOP); None: the rank goes on."""
+        path = self.attempt_folder(attempt) / STOPPED / f"rank-{rank}.json"
+        if words is None:
+            path.unlink(missing_ok=True)
+        else:
+            path.parent.mkdir(exist_ok=True)
+            write_json(path, {"schema": SCHEMA, "words": words})
 
     def ask_to_cancel(self) -> None:
         """Ask the processes of the run, also of an attempt that starts now, to save and end as cancelled."""

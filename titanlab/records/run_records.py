@@ -24,6 +24,7 @@ FOLDER_NAME = re.compile(r"(?P<name>.+)-(?P<hash8>[0-9a-f]{8})")
 SAVED = "saved.json"
 CHOSEN = "chosen.json"
 RESTART = "restart.json"
+STOPPED = "stopped"
 # What readers of env.json expect to be mappings.
 _ENV_SECTIONS = ("code", "packages", "host", "environment")
 
@@ -179,6 +180,11 @@ class RunRecords:
             with contextlib.suppress(ConfigError):
                 failures.append(read_end(path))
         return sorted((failure for failure in failures if failure), key=lambda outcome: outcome.rank or 0)
+
+    def stopped(self, attempt: int) -> str | None:
+        """Which ranks of an attempt that has not ended are stopped (SIGSTOP); None: none is known to be."""
+        records = map(read_optional, sorted((self.attempt_folder(attempt) / STOPPED).glob("rank-*.json")))
+        return "; ".join(str(record.get("words")) for record in records if record) or None
 
     def attempts(self) -> list[int]:
         """Numbers of all attempts, from 1."""

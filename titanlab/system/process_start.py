@@ -1,4 +1,4 @@
-"""When a process has started, and whether it is alive."""
+"""When a process has started, whether it is alive, and whether it is stopped."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import contextlib
 import os
 import time
 from pathlib import Path
+
+# States of a process that is stopped, by a signal or by a debugger.
+STOPPED = ("T", "t")
 
 
 def process_start(pid: int) -> float | None:
@@ -39,3 +42,18 @@ def born_at(pid: int) -> int | None:
     # The name is in brackets and may contain any character, also brackets and spaces.
     state, *rest = text.rpartition(")")[2].split()
     return None if state in "ZX" else int(rest[18])
+
+
+def process_state(pid: int) -> str | None:
+    """The state of a process's main thread as a letter, see proc(5); None if it cannot be read."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return None
+
+
+def stopped_note(pid: int) -> str:
+    """A clause about a process of this host that is stopped, and how it goes on; empty if it is not."""
+    state = process_state(pid)
+    resume = f": `kill -CONT {pid}` lets it go on" if state == "T" else " by a debugger"
+    return f"is stopped{resume}" if state in STOPPED else ""

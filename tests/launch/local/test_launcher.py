@@ -1,12 +1,15 @@
 """launch=local: the places of ranks, the states of jobs, and their cancellation, from the supervisor's records."""
 
 import os
+import signal
 import socket
+import subprocess
 from dataclasses import replace
 
 import pytest
 
 from tests.launch.slurm.printed import submission
+from tests.until import until
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import JobState
 from titanlab.launch.local.launcher import LocalLauncher
@@ -15,7 +18,7 @@ from titanlab.launch.local.supervisor_start import LOG, note_start
 from titanlab.launch.local.wake import LOCK
 from titanlab.records.claim import claimed
 from titanlab.records.run_folder import RunFolder
-from titanlab.system.process_start import born_at
+from titanlab.system.process_start import born_at, process_state
 
 LAUNCHER = LocalLauncher()
 HERE = socket.gethostname()
@@ -85,6 +88,22 @@ def test_a_job_that_waits_says_why_there_is_no_supervisor(sweep):
     assert state(sweep, LocalJob(state="ended", started=1.0)).reason is None
     with claimed(sweep, "sweep", file=LOCK):
         assert state(sweep, None).reason is None
+
+
+def test_a_job_that_waits_says_that_the_supervisor_is_stopped(sweep):
+    (sweep / "jobs").mkdir()
+    supervisor = subprocess.Popen(["sleep", "600"])
+    note_start(sweep, [local("one")], pid=supervisor.pid, in_vain=0, log=0)
+    with claimed(sweep, "sweep", file=LOCK):
+        supervisor.send_signal(signal.SIGSTOP)
+        until(lambda: process_state(supervisor.pid) == "T")
+        said = f"its supervisor, process {supervisor.pid}, is stopped: `kill -CONT {supervisor.pid}` lets it go on"
+        assert state(sweep, None).reason == said
+        supervisor.send_signal(signal.SIGCONT)
+        until(lambda: process_state(supervisor.pid) == "S")
+        assert state(sweep, None).reason is None
+    supervisor.kill()
+    supervisor.wait()
 
 
 def test_a_job_failed_early_for_the_reason_that_is_recorded_or_printed(sweep):

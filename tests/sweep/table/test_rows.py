@@ -9,6 +9,7 @@ from tests.sweep.made import SUMMARY, begin, end, train, word
 from titanlab.costs import meter
 from titanlab.costs.layout import AXES
 from titanlab.sweep.table.columns import NAMES, point_keys
+from titanlab.sweep.table.listing import cells
 from titanlab.sweep.table.rows import Table
 from titanlab.sweep.table.watch import settled
 
@@ -298,3 +299,19 @@ def test_what_is_damaged_of_the_machine_and_the_code_is_not_known(made, damaged)
     row = row_of(made, run, code="c0de")
     assert (row["outcome"], row["loss"]) == ("done", 4.25)
     assert (row["code"], row["stale"], row["git_commit"], row["torch"], row["cores"]) == (None,) * 5
+
+
+def test_a_run_that_goes_on_names_its_stopped_rank(made):
+    run = made.run("fsdp", shard=2)
+    begin(run)
+    train(run, step=6, updated=1000.0)
+    run.keep_stopped(1, 1, "rank 1: its process is stopped (SIGSTOP) since 12:00:00")
+    row = row_of(made, run)
+    assert (row["state"], row["cause"], row["seconds_left"]) == (
+        "running",
+        "rank 1: its process is stopped (SIGSTOP) since 12:00:00",
+        None,
+    )
+    assert cells(row, now=1400.0)[-1] == row["cause"]
+    end(run)
+    assert row_of(made, run)["cause"] is None

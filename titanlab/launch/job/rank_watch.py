@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from titanlab.distributed.ranks import look_seconds
-from titanlab.distributed.silence import ANSWER_SECONDS, STOPPED, note_silence, process_state
+from titanlab.distributed.silence import ANSWER_SECONDS, note_silence
 from titanlab.distributed.watchdog import NATIVE_SIGN
 from titanlab.launch.child import Child
 from titanlab.launch.contract import StopReason
@@ -21,6 +21,7 @@ from titanlab.launch.memory_kills import memory_kills
 from titanlab.records.failure_signs import says_oom
 from titanlab.records.outcome import KillEvidence, Outcome, OutcomeKind, from_exit
 from titanlab.records.run_folder import RunFolder
+from titanlab.system.process_start import STOPPED, process_state
 
 # When another rank has failed, a worker has this time to record its own state; after a hang it first writes its stacks.
 GRACE_SECONDS = 5.0

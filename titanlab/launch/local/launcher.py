@@ -16,7 +16,7 @@ from titanlab.launch.contract import Failure, JobKey, JobState, LaunchConfig, La
 from titanlab.launch.early_end import early_end
 from titanlab.launch.local import ranks
 from titanlab.launch.local.local_job import LocalJob, local_job, write_local_job
-from titanlab.launch.local.supervisor_start import why_none
+from titanlab.launch.local.supervisor_start import why_none, why_stopped
 from titanlab.launch.local.wake import KIND, LOCK, wake
 from titanlab.launch.shape import Shape
 from titanlab.launch.submission import Submission, check_submitit, has_submitit, jobs_folder
@@ -45,7 +45,7 @@ class LocalLauncher(Launcher):
 
     def states(self, sweep: Path, submitted: Sequence[Submission]) -> dict[JobKey, JobState]:
         """The state of every job, from the supervisor's records and the locks of live processes."""
-        lost = None if is_claimed(sweep, file=LOCK) else why_none(sweep)
+        lost = why_stopped(sweep) if is_claimed(sweep, file=LOCK) else why_none(sweep)
         return {
             (submission.token, index): _state(sweep, submission, index, lost)
             for submission in submitted
@@ -96,7 +96,7 @@ def _state(sweep: Path, submission: Submission, index: int, lost: str | None) ->
     """The state of a job.
 
     Args:
-        lost: why there is no supervisor that could start it; None if there is one, or may be one soon.
+        lost: why no supervisor can start it; None if one can, or may be able to soon.
     """
     job, run = local_job(sweep, submission.token, index), RunFolder(sweep / submission.runs[index])
     is_claimed_run = run.is_claimed()

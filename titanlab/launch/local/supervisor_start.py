@@ -22,7 +22,7 @@ from titanlab.launch.local.local_job import LocalJob, local_job, write_local_job
 from titanlab.launch.submission import Submission, claim_sweep, jobs_folder, read_mapping
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.atomic_file import write_json
-from titanlab.system.process_start import born_at
+from titanlab.system.process_start import born_at, stopped_note
 
 LOG = "supervisor.log"
 # So many supervisors in a row may end before one of them has started a job.
@@ -146,6 +146,15 @@ def why_none(sweep: Path) -> str | None:
         return None
     error = last_error(sweep)
     return "its supervisor has ended" if error is None else f"its supervisor has ended: {error}"
+
+
+def why_stopped(sweep: Path) -> str | None:
+    """Which supervisor starts no job because it is stopped (SIGSTOP); None if that is not known."""
+    last = latest_start(sweep)
+    if last is None or last.pid is None or last.host != socket.gethostname() or not last.may_live:
+        return None
+    note = stopped_note(last.pid)
+    return f"its supervisor, process {last.pid}, {note}" if note else None
 
 
 def _waits(job: LocalJob | None) -> bool:

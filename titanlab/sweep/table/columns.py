@@ -50,7 +50,8 @@ COLUMNS: tuple[Column, ...] = (
         "a rule; empty until it has ended",
         previous_outcome="of the attempt before, for a run that has not ended or goes on again",
         dropped_stage="what dropped the point: `where`, `layout`, `composition`, `rule`, `duplicate`",
-        cause="first line of what ended it, or why the point was dropped",
+        cause="first line of what ended it, or why the point was dropped; of a run that goes on, which rank is stopped "
+        "(SIGSTOP)",
     ),
     *_columns(
         WHOLE,

@@ -194,7 +194,9 @@ def beneath(rows: Sequence[Row], *, most: int | None = None) -> list[str]:
 
 def _note(row: Row, now: float) -> str:
     notes = ["control"] if row["control"] else []
-    if row["state"] in ACTIVE and row["updated"] and now - row["updated"] > UNANSWERED_SECONDS:
+    if row["state"] in ACTIVE and row["cause"]:
+        notes.append(row["cause"])
+    elif row["state"] in ACTIVE and row["updated"] and now - row["updated"] > UNANSWERED_SECONDS:
         notes.append(f"silent for {duration(now - row['updated'])}")
     if row["queue_reason"] and row["scheduler_state"] != UNANSWERED:
         notes.append(row["queue_reason"])

@@ -20,6 +20,7 @@ from titanlab.records.run_status import Status
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 from titanlab.sweep.table.columns import NAMES, POINT, as_text
 from titanlab.sweep.table.estimates import LateEstimates, estimate_columns
+from titanlab.sweep.table.listing import ACTIVE
 from titanlab.sweep.table.run_columns import figure_columns, machine_columns, provenance_columns, recipe_columns
 from titanlab.tracker.jsonl_schema import Jsonl
 from titanlab.training.recording.tracker_gaps import tracker_gap
@@ -155,7 +156,8 @@ class Table:
             facts["code"] = fingerprint if isinstance(fingerprint, str) else None
             facts["stale"] = None if None in (facts["code"], self.code) else facts["code"] != self.code
         if end is None:
-            return {**facts, "seconds_left": status.seconds_left}
+            stopped = run.stopped(status.attempt) if state in ACTIVE else None
+            return {**facts, "cause": stopped, "seconds_left": None if stopped else status.seconds_left}
         facts["tracker_gap"] = tracker_gap(run) if began.config["tracker"]["kind"] != Jsonl.kind else None
         word = (end.scheduler or {}).get("state") or facts["scheduler_state"]
         facts |= {"outcome": end.kind.value, "cause": end.cause, "rank": end.rank, "ended": end.ended}
