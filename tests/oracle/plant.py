@@ -25,7 +25,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 LIST = Path(__file__).with_name("faults.toml")
-LIMIT_SECONDS = 180
+# Beyond it a test says nothing: the machine may be busy.
+LIMIT_SECONDS = 600
 # What pytest says of the first test that fails: FAILED tests/a.py::test_b[c] - why
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", re.MULTILINE)
 
@@ -124,7 +125,7 @@ def run(copy: Path, nodes: Sequence[str], *, limit: float) -> tuple[str, float]:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        return f"time limit of {limit:.0f} s", time.monotonic() - began
+        return f"NO VERDICT: not within {limit:.0f} s", time.monotonic() - began
     seconds = time.monotonic() - began
     failed = FAILED.search(output)
     if process.returncode == 0:
