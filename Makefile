@@ -24,7 +24,7 @@ UNFINISHED := $(VENV)/.unfinished
 LOG := $(VENV)/install.log
 
 .DEFAULT_GOAL := help
-.PHONY: help environment quickstart test test-full test-matrix test-slurm test-browser oracle lint docs format benchmark constraints clean clean-environment
+.PHONY: help environment quickstart test test-full test-matrix test-slurm test-browser oracle lint docs format benchmark constraints clean clean-environment faults
 
 help: ## list these targets
 	@echo "usage: make TARGET [PYTHON=python3.12] [TORCH_INSTALL_ARGS='…'] [ARGS='…']"
@@ -67,6 +67,9 @@ test-browser: $(READY) ## open a report and the site in Chromium, with an access
 
 oracle: $(READY) ## compare what titanlab answers with the golden files of tests/oracle (ARGS=--write writes them)
 	@$(BIN)/python -m tests.oracle $(ARGS)
+
+faults: $(READY) ## plant 60 faults, one at a time, and see that tests notice: a quarter of an hour (ARGS='checkpoint' selects)
+	@$(BIN)/python -m tests.oracle.plant $(ARGS)
 
 lint: $(READY) ## check style (ruff) and types (mypy)
 	@$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import replace
 
@@ -64,6 +65,23 @@ def test_a_save_is_a_folder_of_its_step(tmp_path):
     assert content.files == {"rank-00000.safetensors": (checkpoint / "rank-00000.safetensors").stat().st_size}
     assert list(content.generators) == [0]
     assert list(content.generators[0]) == ["cpu", "python", "numpy"]
+
+
+def test_all_files_are_on_the_disk_before_a_checkpoint_has_its_name_and_the_name_after_them(tmp_path, monkeypatch):
+    """So a power cut leaves a whole checkpoint or none."""
+    checkpoint = tmp_path / "checkpoints" / "step-00000003"
+    # Inodes that were synchronised before and after the checkpoint got its name.
+    before, after, sync = set(), set(), os.fsync
+
+    def noted(descriptor):
+        (after if checkpoint.exists() else before).add(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    saved(checkpoint.parent, 3)
+    lost = [path.name for path in (*checkpoint.iterdir(), checkpoint) if path.stat().st_ino not in before]
+    assert lost == []
+    assert checkpoint.parent.stat().st_ino in after
 
 
 def test_settings_of_the_optimizer_are_not_saved(tmp_path):

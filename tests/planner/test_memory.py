@@ -65,6 +65,13 @@ def test_recomputation_keeps_less_and_a_longer_sequence_more():
     assert most_memory(small(seq_len=2048)).allocated > most_memory(small()).allocated
 
 
+@pytest.mark.parametrize("degrees", [{}, {"replicate": 2}, {"shard": 4}])
+def test_at_the_end_of_the_backward_pass_all_gradients_exist(degrees):
+    """Beside what the backward pass of the first block needs, so that the optimizer's step needs less."""
+    needed = most_memory(small(batch=4, microbatch=None, seq_len=16, **degrees))
+    assert (needed.moment, needed.items["gradients"]) == ("end", needed.items["parameters"])
+
+
 def test_offloaded_states_take_nothing_of_the_device():
     kept, offloaded = (most_memory(small(shard=2, cpu_offload=flag)) for flag in (False, True))
     assert {name: offloaded.items[name] for name in ("parameters", "gradients", "optimizer")} == {

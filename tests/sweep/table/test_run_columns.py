@@ -55,6 +55,24 @@ def test_speeds_are_of_one_device_and_of_all(metrics, expected):
     assert (columns["tokens_per_second"], columns["tokens_per_second_all"], columns["step_seconds"]) == expected
 
 
+def test_each_figure_is_in_its_own_column():
+    """Figures of one kind and size, which nobody could tell apart by their values."""
+    metrics = {
+        meter.STEP_SECONDS: 2.0,
+        meter.STEP_SECONDS_LOW: 1.0,
+        meter.STEP_SECONDS_HIGH: 3.0,
+        "first_loss": 9.0,
+        meter.LOSS: 4.0,
+        meter.VALIDATION_LOSS: 5.0,
+        meter.TRAIN_SECONDS: 60.0,
+        meter.PAUSED_SECONDS: 6.0,
+    }
+    columns = figure_columns(metrics, world=1)
+    times = [columns[name] for name in ("step_seconds_q1", "step_seconds", "step_seconds_q3")]
+    assert (times, columns["train_seconds"], columns["paused_seconds"]) == ([1.0, 2.0, 3.0], 60.0, 6.0)
+    assert (columns["first_loss"], columns["loss"], columns["validation_loss"]) == (9.0, 4.0, 5.0)
+
+
 RESIDENT = "memory/max_resident(GiB)"
 
 
