@@ -14,6 +14,8 @@ from titanlab.launch.shape import Shape
 from titanlab.launch.slurm import batch
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.launch.submission import Submission, write_submission
+from titanlab.recipe.composition.flags import read_flags
+from titanlab.recipe.composition.loader import Loader
 
 SLURM = Slurm()
 ONE = Shape(processes=1, tasks_per_node=1)
@@ -179,6 +181,28 @@ def test_an_array_is_submitted_and_its_number_returned(sbatch, sweep, tmp_path):
     assert "#SBATCH --time=5" in heads
     assert "#SBATCH --nice=0" in heads
     assert not [line for line in heads if "wckey" in line]
+
+
+def test_the_batch_file_has_texts_as_typed(sbatch, sweep, tmp_path):
+    sbatch(f'cp "$1" {tmp_path / "file"}; echo Submitted batch job 123')
+    folder = tmp_path / "conf" / "launch"
+    folder.mkdir(parents=True)
+    (folder / "site.yaml").write_text(
+        "defaults: [slurm_schema, _self_]\n"
+        "partition: 017\npreamble: [ulimit -c 0]\nsrun_arguments: [--mpi=none, 1_0]\n"
+        "extra: {time-min: 12:00:00, deadline: 1:30, gres-flags: off, exclusive: true, hold: false}\n"
+        "environment: {A: off, B: 017, C: true}\n"
+    )
+    flags = read_flags([f"--config-dir={folder.parent}", "launch=site", "+launch.extra.mem=1e3", "launch.qos=5e2"])
+    recipe = Loader(flags, flags.overrides).recipe()
+    write_submission(sweep, submission())
+    batch.submit(recipe.launch, sweep, submission())
+    lines = (tmp_path / "file").read_text().splitlines()
+    heads = ["time-min=12:00:00", "deadline=1:30", "gres-flags=off", "exclusive", "mem=1e3", "partition=017", "qos=5e2"]
+    assert {f"#SBATCH --{head}" for head in heads} <= {*lines}
+    assert not [line for line in lines if "hold" in line]
+    assert {"export A=off", "export B=017", "export C=true"} <= {*lines}
+    assert [line for line in lines if line.startswith("srun") and "--mpi=none 1_0" in line]
 
 
 def test_an_intent_that_is_gone_is_not_submitted(sbatch, sweep, tmp_path):

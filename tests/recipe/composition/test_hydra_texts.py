@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["optimizer.lr=range(1,3)"], "optimizer.lr", "is several values", "add -m to run them all"),
         (["+seed=1"], "+seed", "is in the recipe already", "try seed=1"),
         (["+model=llama_5m"], "+model", "is in the recipe already", "try model=llama_5m"),
-        (["model=3"], "model", "is no option of a group", "--help"),
+        (["model=null"], "model", "is no option of a group", "--help"),
         (["model=extra"], "model.unknown", "is no key of this recipe, and model/extra.yaml sets it", ""),
         (["model=lost"], "model", "there is no such config, which model/lost names", "mend model/lost.yaml"),
         (["+recipe=early"], "override /precision", "comes before what it is to override", "mend|end of the defaults"),

@@ -71,20 +71,6 @@ def test_internals_of_hydra_are_used_in_three_files_whose_names_say_so():
     assert users == {"hydra_internal.py", "hydra_sources.py", "hydra_loader.py"}
 
 
-@pytest.mark.parametrize(
-    ("option", "shown"), [("off", "false"), ("no", "false"), ("on", "true"), ("yes", "true"), ("1", "1"), ("[1]", "1")]
-)
-def test_an_option_that_yaml_reads_as_no_text_is_named_with_its_file(tmp_path, option, shown):
-    (tmp_path / "recipe").mkdir()
-    file = tmp_path / "recipe" / "mine.yaml"
-    file.write_text(f"# @package _global_\ndefaults: [quickstart, {{override /tracker: {option}}}, _self_]\n")
-    with pytest.raises(ConfigError, match="chooses no option in the defaults of") as caught:
-        loader("--config-dir", str(tmp_path), "+recipe=mine").recipe()
-    assert (caught.value.key, str(caught.value.value)) == ("tracker", shown)
-    assert str(file) in caught.value.rule
-    assert "with the quotes" in caught.value.cure
-
-
 def test_an_option_in_quotes_is_chosen(tmp_path):
     (tmp_path / "recipe").mkdir()
     text = '# @package _global_\ndefaults: [quickstart, {override /checkpoint: "off"}, _self_]\n'

@@ -34,7 +34,7 @@ SPACES = [
     ({"product": {"paralelism": ["fsdp"]}}, {}, "paralelism=fsdp: is no key of this recipe", "did you mean parallelism?"),
     ({"product": {"parallelism": ["fsdp", "fspd_tp"]}}, {}, "parallelism=fspd_tp: is no option of this group", "try fsdp_tp"),
     ({"product": {"parallelism": ["schema"]}}, {}, "parallelism=schema: is no option", "known: cp,"),
-    ({"product": {"compile": [False]}}, {}, "compile=false: is true or false", 'put it in quotes: "off"'),
+    ({"product": {"compile": [False]}}, {}, "compile=false: is no option of this group", "known: "),
     ({"product": {"model": [3]}}, {}, "model=3: is no option", ""),
     ({"product": {"training.steps": [5, "many"]}}, {}, "training.steps=many: must be a whole number", "try 1000"),
     ({"product": {"tracker.wandb.project": ["a"]}}, {}, "tracker.wandb.project=a: is a key only where a list", "write tracker.project=a"),

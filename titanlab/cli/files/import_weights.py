@@ -98,21 +98,10 @@ def option_name(name: str | None, source: str) -> str:
     if name is not None:
         if not re.fullmatch(r"[A-Za-z0-9_]+", name):
             raise ConfigError("--name", name, "becomes model=NAME: letters, digits and _", "try my_model")
-        if not _is_text(name):
-            raise ConfigError("--name", name, "is no text for Hydra, which reads model=NAME", f"try {name}_imported")
+        if name.lower() == "null":
+            raise ConfigError("--name", name, "as model=NAME is no model", f"try {name}_imported")
         if name in own:
             raise ConfigError("--name", name, "is an option of titanlab's own", f"try {name}_imported")
         return name
     derived = re.sub(r"[^a-z0-9]+", "_", user_path(source).absolute().name.lower()).strip("_") or "model"
-    return f"{derived}_imported" if derived in own or not _is_text(derived) else derived
-
-
-def _is_text(name: str) -> bool:
-    """Whether Hydra reads the name as it is; it does not for null, true, nan, 1e5 and 1_000."""
-    # Imported here: it takes 0.1 s, and a mistake in the arguments is reported without it.
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    override = OverridesParser.create().parse_override(f"model={name}")
-    value = override.value()
-    is_constant = value is None or isinstance(value, bool | float)
-    return not is_constant and override.get_value_element_as_str() == name
+    return f"{derived}_imported" if derived in {*own, "null"} else derived

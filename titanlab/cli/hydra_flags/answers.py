@@ -18,6 +18,7 @@ from titanlab.recipe.composition.errors import composition_errors
 from titanlab.recipe.composition.flags import Flags
 from titanlab.recipe.composition.hydra_texts import ARGUMENTS
 from titanlab.recipe.composition.recipes import conf_folder, register
+from titanlab.recipe.composition.typed_overrides import as_typed
 from titanlab.terminal.foreign_text import harmless_lines
 
 # Flags in Hydra's help that titanlab refuses, with their explanations.
@@ -35,7 +36,7 @@ def answer(flags: Flags) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_environment(HYDRA_FULL_ERROR="1"))
         stack.enter_context(composition_errors(flags.overrides, flags.values))
-        stack.enter_context(_arguments([*with_combinations(flags.overrides), *flags.flags]))
+        stack.enter_context(_arguments([*map(as_typed, with_combinations(flags.overrides)), *flags.flags]))
         with _quiet(), _whole_output(flags):
             hydra.main(config_path=str(conf_folder()), config_name="config", version_base="1.3")(_never_called)()
 

@@ -13,6 +13,7 @@ from yaml import YAMLError
 from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.recipe.composition.errors import value_error
+from titanlab.recipe.composition.texts import load
 from titanlab.recipe.literal import literal
 from titanlab.recipe.recipe import Recipe, from_mapping
 from titanlab.records.identity import canonical
@@ -113,8 +114,11 @@ def overridden(config: Mapping[str, Any], overrides: Sequence[str], *, file: Pat
     # Merging nothing takes most of the time that `retry` needs for a run.
     if overrides:
         try:
-            values = literal(OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides))))
-            merged = OmegaConf.merge(OmegaConf.create(literal(config)), OmegaConf.create(values))
+            given = OmegaConf.create()
+            for override in overrides:
+                key, _, value = override.partition("=")
+                OmegaConf.update(given, key, load(value, key))
+            merged = OmegaConf.merge(OmegaConf.create(literal(config)), literal(OmegaConf.to_container(given)))
         except (OmegaConfBaseException, YAMLError) as error:
             rule = f"cannot be read ({str(error).splitlines()[0]})"
             raise ConfigError("overrides", " ".join(overrides), rule, "write key=value") from error

@@ -19,13 +19,14 @@ from hydra._internal.core_plugins import (
     importlib_resources_config_source,
     structured_config_source,
 )
-from hydra.plugins.config_source import ConfigResult
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import OmegaConf
 
 from titanlab.errors import ConfigError
 from titanlab.options import PLUS, Option, combination, combining_groups, discover
 from titanlab.recipe.composition import strangers
 from titanlab.recipe.composition.combinations import choice_of
+from titanlab.recipe.composition.texts import load
 
 _SCHEMA = "_schema"
 
@@ -72,30 +73,16 @@ class FileConfigSource(file_config_source.FileConfigSource):
         key = (self.provider, state)
         if key not in self._results:
             strangers.check_size(file)
-            result = self._loaded(config_path, file)
+            result = _read(self, config_path, Path(file))
             content = OmegaConf.to_container(result.config, resolve=False)
             group, _, option = config_path.removesuffix(".yaml").rpartition("/")
             strangers.check_file(content, group, option, file)
-            check_options(content, file)
             _name_combinations(result.config)
             self._results[key] = result
         return copy.deepcopy(self._results[key])
 
     def _file(self, config_path: str) -> str:
         return os.path.join(self.path, self._normalize_file_name(config_path))
-
-    def _loaded(self, config_path: str, file: str) -> ConfigResult:
-        error = ConfigError("file", file, "has no keys with values, as an option has", "write KEY: VALUE, a key a line")
-        try:
-            result = super().load_config(config_path)
-        except OSError as cause:
-            if cause.errno is None:
-                # OmegaConf raises it for a number.
-                raise error from cause
-            raise
-        if not OmegaConf.is_dict(result.config):
-            raise error
-        return result
 
 
 class ImportlibResourcesConfigSource(importlib_resources_config_source.ImportlibResourcesConfigSource):
@@ -109,8 +96,15 @@ class ImportlibResourcesConfigSource(importlib_resources_config_source.Importlib
 
     def content(self, config_path: str) -> Hashable | None:
         """The file with its state; None for a package in an archive."""
-        file = importlib.resources.files(self.path).joinpath(self._normalize_file_name(config_path))
+        file = self._file(config_path)
         return _state(str(file)) if isinstance(file, Path) else None
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """The content of a file."""
+        return _read(self, config_path, self._file(config_path))
+
+    def _file(self, config_path: str) -> Any:
+        return importlib.resources.files(self.path).joinpath(self._normalize_file_name(config_path))
 
 
 class StructuredConfigSource(structured_config_source.StructuredConfigSource):
@@ -167,25 +161,22 @@ class StructuredConfigSource(structured_config_source.StructuredConfigSource):
             self.store.store(group=option.group, name=option.schema_name, node=option.schema)
 
 
-def check_options(content: Any, file: str) -> None:
-    """Check that the defaults list of a YAML chooses options by text: YAML reads `off` without quotes as false.
+def _read(source: ConfigSource, config_path: str, file: Any) -> ConfigResult:
+    """The content of a YAML, which may be in an archive.
 
     Raises:
-        ConfigError: it chooses a truth value or a number.
+        ConfigError: it is no mapping.
     """
-    entries = content.get("defaults") if isinstance(content, dict) else None
-    for entry in entries if isinstance(entries, list) else []:
-        for key, value in entry.items() if isinstance(entry, dict) else ():
-            for option in value if isinstance(value, list) else [value]:
-                if not isinstance(option, bool | int | float):
-                    continue
-                group = str(key).split()[-1].lstrip("/")
-                words = ("off", "no") if option is False else ("on", "yes") if option is True else (str(option),)
-                shown = str(option).lower()
-                rule = f"chooses no option in the defaults of {file}: without quotes YAML reads {words[0]} as {shown}"
-                if not isinstance(option, bool):
-                    rule = f"chooses no option in the defaults of {file}: it is a number, and options have names"
-                raise ConfigError(group, shown, rule, f'write {group}: "{words[0]}", with the quotes')
+    with file.open(encoding="utf-8") as stream:
+        header = ConfigSource._get_header_dict(stream.read(512))
+        stream.seek(0)
+        group = config_path.rpartition("/")[0].replace("/", ".")
+        package = (header["package"] or "_group_").replace("_group_", group)
+        values = load(stream, "" if package == "_global_" else package)
+    if not isinstance(values, dict | None):
+        raise ConfigError("file", file, "has no keys with values, as an option has", "write KEY: VALUE, a key a line")
+    where = f"{source.scheme()}://{source.path}"
+    return ConfigResult(config=OmegaConf.create(values or {}), path=where, provider=source.provider, header=header)
 
 
 def _state(file: str) -> Hashable | None:

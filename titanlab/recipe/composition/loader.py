@@ -30,6 +30,7 @@ from titanlab.recipe.composition.errors import composition_errors
 from titanlab.recipe.composition.flags import Flags
 from titanlab.recipe.composition.hydra_settings import check_files
 from titanlab.recipe.composition.recipes import PackagesOnSearchPath, conf_folder, register, to_recipe
+from titanlab.recipe.composition.typed_overrides import as_typed
 from titanlab.recipe.recipe import Recipe
 
 # Hydra's grammar takes letters of ASCII only without quotes.
@@ -80,7 +81,7 @@ class Loader:
             ConfigError: one of them cannot be parsed.
         """
         with composition_errors(overrides, self._flags.values):
-            return OverridesParser.create(config_loader=self._hydra).parse_overrides(list(overrides))
+            return OverridesParser.create(config_loader=self._hydra).parse_overrides(list(map(as_typed, overrides)))
 
     def recipe(self) -> Recipe | None:
         """The recipe that the overrides describe; None if they, or a config file, ask for several (multirun).
@@ -200,7 +201,7 @@ class Loader:
 
     def _compose(self, overrides: Sequence[str]) -> Composed:
         with composition_errors(overrides, self._flags.values):
-            texts = with_combinations(overrides)
+            texts = list(map(as_typed, with_combinations(overrides)))
             whole = self._hydra.load_configuration(self.config_name, texts, run_mode=RunMode.RUN)
         choices = OmegaConf.to_container(whole.hydra.runtime.choices)
         assert isinstance(choices, dict)

@@ -24,6 +24,7 @@ from titanlab.recipe.composition.keys import Key, advice, find_key, known_keys, 
 from titanlab.recipe.composition.loader import Loader, override_text
 from titanlab.recipe.composition.strangers import own_start_error
 from titanlab.recipe.composition.sweeper import Space
+from titanlab.recipe.composition.typed_overrides import as_typed
 from titanlab.recipe.recipe import Recipe
 from titanlab.sweep.study.control import CONTROL, read_control
 from titanlab.sweep.study.expression import WHERE, Expression, read_expression
@@ -80,7 +81,7 @@ def read_request(arguments: Sequence[str], loader: Loader | None = None) -> Requ
     """
     flags = read_flags(arguments)
     with composition_errors(flags.overrides, flags.values):
-        parsed = OverridesParser.create().parse_overrides(flags.overrides)
+        parsed = OverridesParser.create().parse_overrides(list(map(as_typed, flags.overrides)))
     shared = [text for text, override in zip(flags.overrides, parsed, strict=True) if not override.is_sweep_override()]
     loader = loader or Loader(flags, shared)
     base = loader.base()
@@ -270,9 +271,6 @@ def _check_options(loader: Loader, group: str, choices: Sequence[Any]) -> None:
     for value in names:
         if isinstance(value, str) and value in options:
             continue
-        if isinstance(value, bool):
-            # YAML 1.1 reads off, on, yes and no as booleans.
-            raise ConfigError(group, value, "is true or false, and no option's name", 'put it in quotes: "off"')
         near = difflib.get_close_matches(str(value), options, n=1)
         cure = f"try {near[0]}; " if near else ""
         raise ConfigError(group, value, "is no option of this group", f"{cure}known: {', '.join(options)}")

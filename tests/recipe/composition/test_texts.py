@@ -1,0 +1,145 @@
+"""What is text by its type is the text as typed: on the command line, in YAMLs, in sweeps, and when a run goes on."""
+
+import pytest
+
+from tests.sweep.files import labels, plan, write_sweep
+from titanlab.cli.hydra_flags.answers import answer
+from titanlab.recipe.composition.flags import read_flags
+from titanlab.recipe.composition.frozen import overridden
+from titanlab.recipe.composition.loader import Loader
+from titanlab.recipe.composition.typed_overrides import as_typed
+from titanlab.recipe.recipe import Recipe, from_mapping, to_mapping
+from titanlab.records.config_file import config_text, read_config
+from titanlab.sweep.study.request import read_request
+
+# YAML or Hydra, or both, read each of these as a number or a truth value.
+TYPED = ["8e99999", "5e2", "1_000", "017", "12:00:00", "1:30", "1e5", "0x1F", "0b11", ".5", "5.", "+5", "-0", "1.50"]
+TYPED += ["off", "on", "no", "Yes", "true", "FALSE", "inf", "NaN", ".inf", "-.INF", "2026-01-01"]
+
+
+def composed(*arguments: str) -> Recipe:
+    flags = read_flags(arguments)
+    recipe = Loader(flags, flags.overrides).recipe()
+    assert recipe is not None
+    return recipe
+
+
+def from_file(folder, group: str, text: str, *overrides: str) -> Recipe:
+    (folder / group).mkdir()
+    (folder / group / "mine.yaml").write_text(text)
+    return composed(f"--config-dir={folder}", f"{'+' * (group == 'recipe')}{group}=mine", *overrides)
+
+
+def texts(recipe: Recipe) -> tuple:
+    launch = recipe.launch
+    return recipe.name, launch.partition, launch.preamble, launch.environment["X"], recipe.tracker.tags
+
+
+@pytest.mark.parametrize("text", TYPED)
+def test_a_text_is_the_text_as_typed_through_every_door(tmp_path, text):
+    expected = (text, text, [text, "a"], text, [text])
+    groups = "launch=slurm", "tracker=wandb"
+    overrides = [f"name={text}", f"launch.partition={text}", f"launch.preamble=[{text},a]", f"tracker.tags=[ {text} ]"]
+    recipe = composed(*groups, *overrides, f"+launch.environment.X={text}")
+    assert texts(recipe) == expected
+    plain = overridden(to_mapping(composed(*groups)), [*overrides, f"launch.environment.X={text}"], file=tmp_path)
+    assert texts(plain) == expected
+    file = (
+        "# @package _global_\n"
+        "defaults: [quickstart, {override /launch: slurm}, {override /tracker: wandb}]\n"
+        f"name: {text}\n"
+        f"launch: {{partition: {text}, preamble: [{text}, a], environment: {{X: {text}}}}}\n"
+        f"tracker:\n  tags:\n  - {text}\n"
+    )
+    assert texts(from_file(tmp_path, "recipe", file)) == expected
+    # As a run keeps it.
+    path = tmp_path / "config.yaml"
+    path.write_text(config_text(to_mapping(recipe)), encoding="utf-8")
+    assert from_mapping(read_config(path)) == recipe
+
+
+@pytest.mark.parametrize("text", TYPED)
+def test_a_flag_of_sbatch_has_the_text_as_typed_and_is_left_out_by_false_and_null(tmp_path, text):
+    word = text.lower()
+    expected = {"x": word == "true" if word in ("true", "false") else text, "y": True, "z": None}
+    recipe = composed("launch=slurm", f"+launch.extra={{x: {text},y: true,z: null}}")
+    assert recipe.launch.extra == expected
+    file = f"defaults: [slurm_schema, _self_]\nextra: {{x: {text}, y: true, z: null}}\nminutes: 1_0\n"
+    recipe = from_file(tmp_path, "launch", file)
+    assert (recipe.launch.extra, recipe.launch.minutes) == (expected, 10)
+
+
+def test_the_name_of_a_variable_is_text_too_and_so_is_what_is_merged(tmp_path):
+    file = "defaults: [slurm_schema, _self_]\nenvironment: {on: off, NO: 1}\n<<: {extra: {x: 1e3}, minutes: 5}\n"
+    launch = from_file(tmp_path, "launch", file).launch
+    assert (launch.environment, launch.extra, launch.minutes) == ({"on": "off", "NO": "1"}, {"x": "1e3"}, 5)
+
+
+@pytest.mark.parametrize(
+    ("typed", "given"),
+    [
+        ("name=5e2,1_000,a", "name='5e2','1_000',a"),
+        ("name= 5e2 ", "name= '5e2'"),
+        ("++name=choice(5e2, a, 'b')", "++name=choice('5e2', a, 'b')"),
+        ("name=tag(x,shuffle([1e3]))", "name=tag(x,shuffle(['1e3']))"),
+        ("launch={extra: {a: 1e3}, minutes: 5}", "launch={extra: {a: '1e3'}, minutes: 5}"),
+        ("tracker.wandb.tags=[1]", "tracker.wandb.tags=['1']"),
+        ("model=1e5,debug", "model='1e5',debug"),
+        ("+recipe=2026", "+recipe='2026'"),
+    ],
+)
+def test_numbers_of_a_text_get_quotes(typed, given):
+    assert as_typed(typed) == given
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        *("name=range(1,4)", "name='5e2'", 'name="5e2"', "name=${seed}", "name=a5e2", "name=null", "name=", "~name=5"),
+        *("optimizer.lr=5e-4", "training.steps=1_000", "training.loss_parallel=true", "launch.minutes=5", "model=null"),
+        *("optimizer={lr: 1e-3}", "=3", "name", "name=[", "name='", "optimizer.betas=[0.9,0.95]", "unknown=5e2"),
+    ],
+)
+def test_everything_else_stays_as_it_is(typed):
+    assert as_typed(typed) == typed
+
+
+def test_null_numbers_truth_values_and_references_are_read_as_before(tmp_path):
+    file = (
+        "# @package _global_\ndefaults: [quickstart, _self_]\ninit_from: null\nseed: 017\nname: ${model.kind}\n"
+        "optimizer: {lr: 5e-4}\ntraining: {steps: 1_000}\ncheckpoint: {load_from: ~}\n"
+    )
+    recipe = from_file(tmp_path, "recipe", file, "checkpoint.last_dtype=null", "parallelism.loss_parallel=false")
+    assert (recipe.init_from, recipe.checkpoint.load_from, recipe.checkpoint.last_dtype) == (None, None, None)
+    assert (recipe.seed, recipe.optimizer.lr, recipe.training.steps) == (15, 5e-4, 1000)
+    assert (recipe.name, recipe.parallelism.loss_parallel) == (recipe.model.kind, False)
+
+
+def test_an_option_may_have_the_name_of_a_number(tmp_path):
+    (tmp_path / "model").mkdir()
+    for layers, name in enumerate(("1e5", "off", "5"), 1):
+        (tmp_path / "model" / f"{name}.yaml").write_text(f"defaults: [debug, _self_]\nlayers: {layers}\n")
+        assert composed(f"--config-dir={tmp_path}", f"model={name}").model.layers == layers
+    text = "# @package _global_\ndefaults: [quickstart, {override /model: 1e5}, {override /checkpoint: off}, _self_]\n"
+    recipe = from_file(tmp_path, "recipe", text)
+    assert (recipe.model.layers, recipe.checkpoint.kind) == (1, "off")
+    assert labels(plan(f"--config-dir={tmp_path}", "model=1e5,5", "training.steps=3")) == ["1e5", "5"]
+
+
+def test_a_sweep_has_its_texts_as_typed(tmp_path):
+    request = read_request(["name=5e2,1_000", "seed=1,2"])
+    assert request.space == {"product": {"name": ["5e2", "1_000"], "seed": [1, 2]}}
+    points = "{checkpoint: off, name: 017, optimizer.lr: 1e-3}, {checkpoint: sync, name: 1_0, optimizer.lr: 1e-4}"
+    text = (
+        "# @package _global_\ndefaults: [{override /data: synthetic}, {override /hydra/sweeper: space}]\n"
+        f"training: {{steps: 3}}\nhydra: {{mode: MULTIRUN, sweeper: {{space: {{list: [{points}]}}}}}}\n"
+    )
+    recipes = [each.recipe for each in plan(*write_sweep(tmp_path, text)).planned]
+    assert [(recipe.name, recipe.checkpoint.kind, recipe.optimizer.lr) for recipe in recipes] == [
+        *(("017", "off", 1e-3), ("1_0", "sync", 1e-4)),
+    ]
+
+
+def test_what_hydra_prints_has_the_texts_as_typed(capsys):
+    answer(read_flags(["--cfg", "job", "name=5e2", "model=debug"]))
+    assert "name: '5e2'" in capsys.readouterr().out
