@@ -60,7 +60,7 @@ TYPES = [
     ("name=[a]", "name=[a]: must be text", "try run"),
     ("optimizer.schedule=linear", "optimizer.schedule=linear: has keys of its own", "optimizer.schedule.warmup_steps="),
     ("'training={seq_len:x}'", "training.seq_len=x: must be a whole number", "try 512"),
-    ("training=3", "training=3: is no option of this group", "--help"),
+    ("training=3", "training=3: is no option of this group", "known: default"),
     ("model=null", "model=null: is no option of a group", "--help"),
     ("model.dim=???", "model.dim=???: has no value", "give model.dim="),
 ]
