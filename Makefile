@@ -65,7 +65,7 @@ test-browser: $(READY) ## open a report and the site in Chromium, with an access
 	@$(BIN)/python -m pytest -m browser tests/report tests/docs/test_site_in_browser.py $(ARGS)
 	@echo "screenshots: .cache/screenshots"
 
-faults: $(READY) ## plant faults, one at a time, and see that tests notice: a quarter of an hour (ARGS='checkpoint' selects)
+faults: $(READY) ## plant faults, one at a time, and see that tests notice: some minutes (ARGS='checkpoint' selects)
 	@$(BIN)/python -m tests.oracle.plant $(ARGS)
 
 lint: $(READY) ## check style (ruff) and types (mypy)
