@@ -68,7 +68,7 @@ test-browser: $(READY) ## open a report and the site in Chromium, with an access
 oracle: $(READY) ## compare what titanlab answers with the golden files of tests/oracle (ARGS=--write writes them)
 	@$(BIN)/python -m tests.oracle $(ARGS)
 
-faults: $(READY) ## plant 60 faults, one at a time, and see that tests notice: a quarter of an hour (ARGS='checkpoint' selects)
+faults: $(READY) ## plant faults, one at a time, and see that tests notice: some minutes (ARGS='checkpoint' selects)
 	@$(BIN)/python -m tests.oracle.plant $(ARGS)
 
 lint: $(READY) ## check style (ruff) and types (mypy)

@@ -16,12 +16,13 @@ from titanlab.training.train import _set_rate
 BAND = 5e-3
 
 
-def test_the_numbers_are_torchs():
-    config = Muon(weight_decay=0.2)
+@pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
+def test_the_numbers_are_torchs(adjust):
+    config = Muon(weight_decay=0.2, adjust_lr=adjust)
     held = parameters()
     matrices = [p for name, p in held.items() if name.startswith("layers.") and p.ndim == 2]
     others = [p for p in held.values() if not any(p is each for each in matrices)]
-    theirs = torch.optim.Muon(matrices, lr=config.lr, weight_decay=0.2, adjust_lr_fn="match_rms_adamw")
+    theirs = torch.optim.Muon(matrices, lr=config.lr, weight_decay=0.2, adjust_lr_fn=adjust)
     groups = [{"params": [others[0]]}, {"params": [others[1]], "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.2, fused=True)
     for step in range(5):

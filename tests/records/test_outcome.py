@@ -177,3 +177,13 @@ def test_the_first_cause_is_a_failure_of_its_own_then_a_told_one_then_the_earlie
     assert first_cause([handed_on, lost]) is lost
     late, early = (Outcome(kind=OutcomeKind.CRASH, rank=rank, ended=ended) for rank, ended in ((0, 2.0), (1, 1.0)))
     assert first_cause([late, early]) is early
+
+
+def test_of_ranks_that_hang_the_one_that_did_the_fewest_steps_is_the_cause():
+    first, behind = (
+        Outcome(kind=OutcomeKind.HANG, rank=rank, step=step, ended=ended, traceback="in a collective")
+        for rank, step, ended in ((0, 4, 1.0), (1, 3, 2.0))
+    )
+    assert first_cause([first, behind]) is behind
+    silent = Outcome(kind=OutcomeKind.HANG, rank=2, step=5, ended=3.0)
+    assert first_cause([first, behind, silent]) is silent

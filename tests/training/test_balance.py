@@ -58,6 +58,12 @@ def test_each_token_counts_once_whatever_is_computed_again_or_evaluated(tmp_path
     assert [row[meter.DROPPED_SHARE] for row in rows] == [0.0] * 4
 
 
+def test_load_and_entropy_are_those_of_a_token_and_of_the_fullest_expert():
+    # Two blocks of two experts, and two tokens that take both experts; in the second block one takes one expert twice.
+    load = Load(counts=[[2.0, 2.0], [3.0, 1.0]], entropies=[1.2, 0.4], active=2)
+    assert (load.most, load.entropy) == (1.5, pytest.approx(0.4))
+
+
 def test_biases_move_against_the_load(tmp_path):
     found = {}
     for rate in (0.0, 1e-3):

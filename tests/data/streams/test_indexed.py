@@ -131,6 +131,12 @@ def test_held_out_rows(tokens: TokenFolder, sequences: int, ranks: int) -> None:
     assert inputs == {label - 1 for label in valid}
 
 
+def test_few_held_out_rows_are_spread_over_all_of_them(tokens: TokenFolder) -> None:
+    rows = source.open_validation(tokens, seq_len=SEQ, sequences=3, rank=0, ranks=1)
+    # Of seven.
+    assert [int(labels[0]) for _, labels in rows] == [319 + SEQ * row for row in (0, 2, 4)]
+
+
 def test_held_out_rows_are_the_same_in_every_pass(tokens: TokenFolder) -> None:
     rows = source.open_validation(tokens, seq_len=SEQ, sequences=5, rank=0, ranks=2)
     assert len(rows) == 3

@@ -7,6 +7,8 @@ import pytest
 from tests import tiny
 from tests.sweep.made import begin, end
 from titanlab.cluster.schema import Cluster
+from titanlab.planner.machine import machine_of
+from titanlab.planner.step_time import step_time
 from titanlab.recipe.recipe import to_mapping
 from titanlab.sweep.table.estimates import LateEstimates, estimate_columns, estimate_values
 from titanlab.sweep.table.rows import Table
@@ -22,6 +24,7 @@ def test_an_estimate_has_figures_of_one_device(tmp_path):
     made = recipe(tmp_path)
     values = estimate_values(made)
     assert values["note"] is None
+    assert values["step_seconds"] == pytest.approx(step_time(made, machine_of(made)).seconds)
     assert values["tokens_per_second"] == pytest.approx(made.tokens_per_step / values["step_seconds"] / 2)
     assert 0 < values["memory_gib"] < 80
 

@@ -40,6 +40,11 @@ def test_a_rank_is_slow_if_others_wait_for_it(rows, slow):
     assert metrics[meter.MEMORY_MOST] == 2.0
 
 
+def test_the_seconds_of_the_slowest_rank_are_those_of_one_step():
+    metrics, _ = compared([EVEN, [3.0, 1.0, 2.0, 5.0]], 10, peers=2)
+    assert (metrics[rank_times.DATA], metrics[rank_times.COMPUTE]) == (pytest.approx(0.3), pytest.approx(0.1))
+
+
 LAST = [0.1, 3.0, 2.0, 5.0]
 
 
