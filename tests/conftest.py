@@ -39,9 +39,6 @@ os.environ.update(
     WANDB_DATA_DIR=str(CACHE / "wandb"),
     **compiler_cache.ENVIRONMENT,
 )
-# Damaged files are removed only in a folder that no other user can enter.
-(CACHE / "inductor").mkdir(mode=0o700, parents=True, exist_ok=True)
-(CACHE / "inductor").chmod(0o700)
 # Settings of the person or the job that runs the tests must not reach them.
 for _name in list(os.environ):
     if _name in (
@@ -67,15 +64,16 @@ hypothesis.settings.load_profile("titanlab")
 @pytest.fixture(scope="session")
 def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     """Processes for tests of several ranks: `pool.run(world, function, *arguments)`."""
-    # An earlier session that was killed while a compiler ran has left half a file.
-    compiler_cache.repair(CACHE / "inductor")
-    workers = Pool(
-        int(os.environ.get("TITANLAB_TEST_WORKERS", "16")),
-        warning_filters=request.config.getini("filterwarnings"),
-        environment=_ENVIRONMENT,
-    )
-    yield workers
-    workers.close()
+    with compiler_cache.attempt_folder(CACHE / "inductor", f"tests-{os.getpid()}") as folder:
+        workers = Pool(
+            int(os.environ.get("TITANLAB_TEST_WORKERS", "16")),
+            warning_filters=request.config.getini("filterwarnings"),
+            environment=_ENVIRONMENT | {compiler_cache.VARIABLE: str(folder)},
+        )
+        yield workers
+        workers.close()
+        if not request.session.testsfailed:
+            compiler_cache.publish(folder)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -26,7 +26,6 @@ from titanlab.parallelism import attention_kernels, head_tail
 from titanlab.parity import parity
 from titanlab.parity.parity import Tracer, compare
 from titanlab.records.outcome import OutcomeKind
-from titanlab.schedule.zbv_schema import ZBV
 
 pytestmark = pytest.mark.gpu
 # Lengths of the documents of each sequence.
@@ -258,12 +257,7 @@ def traced(made, run):
 
 
 SYMMETRIC = {
-    "AsyncTP": ({"tensor": 2}, {"async_tensor": True}),
     "AsyncTP, compiled": ({"tensor": 2, "blocks": True}, {"async_tensor": True}),
-    "AsyncTP, split backward": (
-        {"tensor": 2, "pipeline": 2, "layers": 4, "pipeline_schedule": ZBV()},
-        {"async_tensor": True},
-    ),
     "FSDP2": ({"shard": 2}, {"symmetric_memory": True}),
     "HSDP": ({"shard": 2, "replicate": 2}, {"symmetric_memory": True}),
 }

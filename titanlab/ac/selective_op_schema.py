@@ -32,14 +32,11 @@ MATMULS = (
 # Operators that models and axes of this package register when they are imported.
 OWN = (CONTEXT_ATTENTION, GROUPED_PRODUCT, EXCHANGE)
 # Operators that are saved where another one is: tiles of short sequences are torch's kernel, called several times;
-# FlexAttention takes its place where attention is within documents; a product that AsyncTP has fused with its
-# collective is a product.
+# FlexAttention takes its place where attention is within documents.
 SAME = {
     "titanlab.tiled_attention.default": "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "titanlab.document_attention.default": "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "flex_attention": "aten._scaled_dot_product_flash_attention.default",
-    "symm_mem.fused_all_gather_matmul.default": "aten.mm.default",
-    "symm_mem.fused_matmul_reduce_scatter.default": "aten.mm.default",
 }
 # TorchTitan's list (arXiv 2410.06511, and its code): operators that are expensive to compute or communicate again.
 PAPER = (

@@ -81,7 +81,7 @@ def fully_shard_model(
         whole: units that compute and reduce in float32 while others do not; the model itself means its rest.
         apart: modules outside blocks that are separate units, because their dtype is not that of the rest.
         experts: modules inside blocks that are separate units over another mesh; None: there are none.
-        symmetric_memory: see `titanlab.parallelism.symmetric_memory.fsdp`.
+        symmetric_memory: see `titanlab.parallelism.symmetric_buffers`.
     """
     # Imported here: it takes 0.3 s, and a single process in fp32 does not need it.
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -128,7 +128,7 @@ def fully_shard_model(
     units = [module for module in all_units if isinstance(module, FSDPModule)]
     kept = [unit for unit in units if unit not in freed]
     if symmetric_memory:
-        from titanlab.parallelism.symmetric_memory.fsdp import use_symmetric_memory
+        from titanlab.parallelism.symmetric_buffers import use_symmetric_memory
 
         meshes = (mesh,) if experts is None else (mesh, experts.mesh)
         use_symmetric_memory(units, [device_mesh.get_group(device_mesh.ndim - 1) for device_mesh in meshes])

@@ -31,8 +31,6 @@ from titanlab.parallelism.pipeline_weights import linear
 from titanlab.precision.product import take_over
 
 _functional = torch.ops._c10d_functional
-# The attribute of a `gathered` module whose layers gather its input in their product.
-GATHERED_INSIDE = "gathered_inside"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +107,7 @@ def gathered(module: nn.Module, cut: TensorParallel) -> None:
     """
 
     def gather(owner: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return inputs if getattr(owner, GATHERED_INSIDE, False) else (cut.whole(inputs[0]), *inputs[1:])
+        return cut.whole(inputs[0]), *inputs[1:]
 
     module.register_forward_pre_hook(gather)
 

@@ -1,6 +1,6 @@
 """The product of a linear layer, and which module may be computed by other code than its own `forward`.
 
-Tensor parallelism, fused projections, the loss in chunks, AsyncTP and expert parallelism compute in the place of a
+Tensor parallelism, fused projections, the loss in chunks and expert parallelism compute in the place of a
 module. `take_over` is asked before: it refuses a module that computes something else than this code would.
 """
 

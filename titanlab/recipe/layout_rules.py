@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from titanlab.costs.account import ModelAccount
@@ -205,14 +205,11 @@ def check_pipeline(
         raise ConfigError(key, degree, rule, cure)
 
 
-def check_async_tensor(
-    layout: Layout, config: Parallelism, *, accelerator: str, compiled: str | bool, products: Callable[[], int]
-) -> None:
+def check_async_tensor(layout: Layout, config: Parallelism, *, accelerator: str, compiled: str | bool) -> None:
     """Check that hardware and compiler support AsyncTP.
 
     Args:
         compiled: the backend that compiles blocks; False: blocks are not compiled.
-        products: returns how many products can be fused in eager mode; called only if it matters.
 
     Raises:
         ConfigError: they do not.
@@ -227,12 +224,11 @@ def check_async_tensor(
     if not config.sequence_parallel:
         rule = "interleaves gathers and scatters of sequences, and sequence_parallel=false has none"
         raise ConfigError(key, True, rule, "try parallelism.sequence_parallel=true")
-    if compiled and compiled != "inductor":
-        rule = f"is done by inductor or in eager mode, and {compiled} compiles the blocks"
-        raise ConfigError(key, True, rule, "try compile.backend=inductor, or compile=off")
-    if not compiled and products() == 0:
-        rule = "fuses only products of 16 and 32 bits in eager mode, and there is none with a collective"
-        raise ConfigError(key, True, rule, "try compile=block compile.backend=inductor")
+    if not compiled:
+        raise ConfigError(key, True, "is done by inductor, and the blocks are not compiled", "try compile=block")
+    if compiled != "inductor":
+        rule = f"is done by inductor, and {compiled} compiles the blocks"
+        raise ConfigError(key, True, rule, "try compile.backend=inductor")
 
 
 def check_symmetric_memory(layout: Layout, config: Parallelism, *, accelerator: str) -> None:

@@ -11,7 +11,6 @@ from titanlab.costs.shard_account import account_for
 from titanlab.data import source
 from titanlab.errors import ConfigError
 from titanlab.recipe import layout_rules
-from titanlab.recipe.async_tensor import eager_products
 from titanlab.recipe.memory_rules import check_addressable
 from titanlab.recipe.recipe import Recipe, needs_whole_logits, pieces_by_stage
 from titanlab.records.run_name import check_name
@@ -124,16 +123,15 @@ def _layout_fits(recipe: Recipe) -> None:
         config,
         accelerator=recipe.cluster.accelerator,
         compiled=recipe.compile.blocks and recipe.compile.backend,
-        products=lambda: eager_products(recipe).total,
     )
     layout_rules.check_symmetric_memory(layout, config, accelerator=recipe.cluster.accelerator)
     if config.symmetric_memory:
         # Imported here: it imports torch, which no rule about layouts needs.
-        from titanlab.parallelism.symmetric_memory import fsdp
+        from titanlab.parallelism import symmetric_buffers
 
-        reason = fsdp.missing()
+        reason = symmetric_buffers.missing()
         if reason is not None:
-            raise ConfigError(fsdp.KEY, True, *reason)
+            raise ConfigError(symmetric_buffers.KEY, True, *reason)
     layout_rules.check_pipeline(layout, config, account, recipe.schedule, microbatches=recipe.microbatches)
     if layout.pipeline > 1:
         pieces_by_stage(recipe)

@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanlab.costs.linear_layers import linear_layers
 from titanlab.costs.shard_account import account_for
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.world import World
-from titanlab.errors import ConfigError
 from titanlab.model.language_model import LanguageModel
 from titanlab.model.shapes import shapes_only
 from titanlab.parallelism.context import check_attention, spread_attention
@@ -28,8 +26,7 @@ from titanlab.parallelism.shard import Experts, Sharded, fully_shard_model, keep
 from titanlab.parallelism.tensor import TensorParallel, parallelise
 from titanlab.precision.dtypes import Dtypes
 from titanlab.precision.parts import keep_in_fp32
-from titanlab.precision.product import PLAIN, product_of, take_over
-from titanlab.recipe.async_tensor import eager_products, fuses_in_eager_mode
+from titanlab.precision.product import take_over
 from titanlab.recipe.recipe import Recipe
 from titanlab.weights.initialise import initialise
 
@@ -90,18 +87,6 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
         cut = tensor_cut(recipe, mesh)
         summands = parallelise(model, account_for(account, layout).tensor_plan, cut)
     join_products(model, account.joined, cut)
-    if cut is not None and fuses_in_eager_mode(recipe):
-        # Imported here: symmetric memory is not in every build of torch.
-        from titanlab.compile import async_tensor
-        from titanlab.parallelism.symmetric_memory.products import fuse_products
-
-        declared, modules = recipe.precision.products(account), dict(model.named_modules())
-        for path in linear_layers(account):
-            if path in modules and path not in declared and product_of(modules[path]) is not PLAIN:
-                rule = f"multiplies {path} in the compute precision, and precision={recipe.precision.kind} does not"
-                raise ConfigError("parallelism.async_tensor", True, rule, "try false, or compile=block")
-        async_tensor.register(mesh.axis("tensor").get_group())
-        fuse_products(model, eager_products(recipe), cut)
     if layout.context > 1:
         check_attention(model, account, seq_len=recipe.training.seq_len, context=layout.context)
         spread_attention(model, account.attention, method=config.context_method, group=mesh.axis("context").get_group())
@@ -109,7 +94,7 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
     recipe.ac.implementation().apply({int(index): block for index, block in model.layers.items()})
     recipe.compile.implementation().compile_blocks(
         model.layers.values(),
-        async_group=mesh.axis("tensor").get_group() if config.async_tensor and recipe.compile.blocks else None,
+        async_group=mesh.axis("tensor").get_group() if config.async_tensor else None,
         memory_budget=recipe.ac.compiler_budget(),
     )
     sharded = _apply_data_parallelism(model, recipe, world, mesh, experts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import hashlib
 import io
 import json
 import os
@@ -86,7 +87,7 @@ def main(
             watchdog = _watchdog(recipe, run, ranks, attempt)
             stack.callback(watchdog.close)
             _set_environment(recipe, ranks, console)
-            _repair_compiled()
+            publish_compiled = _compile_in_own_folder(run, attempt, stack)
             if recipe.cluster.accelerator == "cpu":
                 _keep_freed_memory()
             # Fast if the host's cache has the data. Several ranks of a host may call it at the same time.
@@ -106,6 +107,9 @@ def main(
                 observer=None if observe is None else observe(recipe, run, ranks),
                 start_up=start_up,
             )
+            # Every rank has done the last step, so that none compiles.
+            if ranks.local_rank == 0:
+                publish_compiled()
         except BaseException as error:
             # Another rank may have ended already, so that this one has lost its connection.
             is_early = isinstance(error, StoppedEarly) or (stop.ends_at_once and stop.signal and is_secondary(error))
@@ -251,18 +255,23 @@ def environment(recipe: Recipe, ranks: Ranks) -> dict[str, str]:
     return unset | thread_variables(os.environ, share, recipe.launch.threads)
 
 
-def _repair_compiled() -> None:
-    """Remove damaged files of killed runs from the compiler's cache, before torch reads it."""
-    folder = os.environ.get(compiler_cache.VARIABLE)
-    if folder is None:
-        return
+def _compile_in_own_folder(run: RunFolder, attempt: int | None, stack: contextlib.ExitStack) -> Callable[[], None]:
+    """Let torch compile in a folder of this attempt until the stack is left. Returns what adds it to the cache."""
+    cache = Path(os.environ[compiler_cache.VARIABLE])
+    name = f"{hashlib.sha256(os.fsencode(run.path.resolve())).hexdigest()[:16]}-{attempt or 0}"
     try:
-        removed = compiler_cache.repair(Path(folder))
-        line = f"{folder}: removed {len(removed)} damaged files of compilers that were killed" if removed else ""
+        folder = stack.enter_context(compiler_cache.attempt_folder(cache, name))
     except OSError as error:
-        line = f"{folder}: cannot look for damaged files ({error.strerror})"
-    if line:
-        sys.stderr.write(line + "\n")
+        sys.stderr.write(f"{cache}: cannot hold a folder for this attempt ({error.strerror}): torch compiles in it\n")
+        return lambda: None
+
+    def publish() -> None:
+        try:
+            compiler_cache.publish(folder)
+        except OSError as error:
+            sys.stderr.write(f"{cache}: compiled code is not kept for other runs ({error.strerror})\n")
+
+    return publish
 
 
 def _keep_freed_memory() -> None:

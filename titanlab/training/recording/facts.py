@@ -14,7 +14,6 @@ from titanlab.costs import flops, meter
 from titanlab.costs.account import ModelAccount
 from titanlab.costs.meter import Work
 from titanlab.precision.dtypes import Dtypes
-from titanlab.recipe.async_tensor import eager_products, fuses_in_eager_mode
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
@@ -87,10 +86,6 @@ def _techniques(recipe: Recipe) -> list[tuple[str, object]]:
         rows.append(("checkpointing", checkpointing))
     if compiled:
         rows.append(("compiled", f"{compiled}, by {recipe.compile.backend}"))
-    if fuses_in_eager_mode(recipe):
-        products = eager_products(recipe)
-        fused = f"{grouped(len(products.gathering))} with a gather, {grouped(len(products.scattering))} with a scatter"
-        rows.append(("AsyncTP", f"products fused in a forward pass, in eager mode: {fused}; a backward has as many"))
     return rows
 
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests import tiny
 from titanlab.distributed.ranks import joined
 from titanlab.errors import ConfigError
-from titanlab.parallelism.symmetric_memory import fsdp
+from titanlab.parallelism import symmetric_buffers
 from titanlab.parity import parity
 
 
@@ -23,7 +23,7 @@ def traced(made, run):
         told.append(group.force_sum_reduction_for_comms)
 
     with (
-        patch.object(fsdp, "_set", set_memory),
+        patch.object(symmetric_buffers, "_set", set_memory),
         patch.object(dist, "get_backend", lambda group=None: "nccl"),
     ):
         return parity.trace(made, run, joined(os.environ)), told
@@ -50,7 +50,7 @@ def test_every_unit_sums_and_then_divides(pool, tmp_path, layout):
 def refused_on_gloo():
     dist.init_process_group("gloo")
     with pytest.raises(ConfigError, match="symmetric_memory=true: is memory of NCCL, and a group of FSDP2 uses gloo"):
-        fsdp.use_symmetric_memory([], [dist.group.WORLD])
+        symmetric_buffers.use_symmetric_memory([], [dist.group.WORLD])
 
 
 def test_another_backend_is_refused(pool):
@@ -58,8 +58,8 @@ def test_another_backend_is_refused(pool):
 
 
 def test_a_torch_without_it_is_refused(monkeypatch):
-    assert fsdp.missing() is None
-    assert fsdp._set is FSDPModule.set_symm_mem_for_comm
-    monkeypatch.setattr(fsdp, "_set", None)
+    assert symmetric_buffers.missing() is None
+    assert symmetric_buffers._set is FSDPModule.set_symm_mem_for_comm
+    monkeypatch.setattr(symmetric_buffers, "_set", None)
     with pytest.raises(ConfigError, match="needs FSDPModule.set_symm_mem_for_comm, which this torch does not have"):
-        fsdp.use_symmetric_memory([], [])
+        symmetric_buffers.use_symmetric_memory([], [])

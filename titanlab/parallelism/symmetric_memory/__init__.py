@@ -1,1 +1,0 @@
-"""Collectives in symmetric memory: buffers of GPUs that other GPUs read and write."""
