@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from titanlab.data.documents import Separators
 from titanlab.data.tokenizers.rules import check_size, check_vocabulary
 from titanlab.data.tokenizers.tiktoken_file import OtherModelError, is_tiktoken, read_tiktoken
-from titanlab.data.tokenizers.watched_encoding import WatchedEncoding, unknown_patterns
+from titanlab.data.tokenizers.trial import try_patterns, unknown_patterns
 from titanlab.distributed.host import cores
 from titanlab.errors import ConfigError
 from titanlab.system.atomic_file import write_bytes
@@ -188,12 +188,10 @@ class HuggingFaceTokenizer:
     """A `tokenizer.json` of the Hugging Face tokenizers library.
 
     Args:
-        watched: encode in another process, with a time limit, if a regular expression is not known to be harmless.
+        tried: whether its regular expressions need no trial in another process.
     """
 
-    _watched: WatchedEncoding | None = None
-
-    def __init__(self, path: Path, content: bytes, key: str, *, watched: bool = True) -> None:
+    def __init__(self, path: Path, content: bytes, key: str, *, tried: bool = False) -> None:
         cure = f"give the {_JSON} of a model, or a .model"
         try:
             text = content.decode()
@@ -201,12 +199,8 @@ class HuggingFaceTokenizer:
         except (ValueError, RecursionError) as error:
             raise ConfigError(key, path, f"is no {_JSON} ({str(error)[:80]})", cure) from error
         self.file, self._key = path, key
-        patterns = unknown_patterns(description) if watched else []
-        if patterns:
-            self._watched = WatchedEncoding(path, key, patterns)
-            self.vocab_size, self.bos_id, self.eos_id = self._watched.load()
-            self._set_fingerprint(content)
-            return
+        if not tried and (patterns := unknown_patterns(description)):
+            try_patterns(path, key, patterns)
         tokenizers: Any = importlib.import_module("tokenizers")
         with _refusing(path, key, f"is no {_JSON}", cure):
             self._model = tokenizers.Tokenizer.from_str(text)
@@ -223,9 +217,6 @@ class HuggingFaceTokenizer:
         declared = _declared(self.file)
         self.bos_id = _special(vocabulary, declared, "bos_token", _BOS_NAMES)
         self.eos_id = _special(vocabulary, declared, "eos_token", _EOS_NAMES)
-        self._set_fingerprint(content)
-
-    def _set_fingerprint(self, content: bytes) -> None:
         tokens = separators_of(self)
         self.fingerprint = _fingerprint(content + f"{tokens.begin} {tokens.end}".encode())
 
@@ -233,21 +224,15 @@ class HuggingFaceTokenizer:
         return _refusing(self.file, self._key, rule, "give the tokenizer of another model")
 
     def encode(self, text: str) -> list[int]:
-        if self._watched is not None:
-            return self._watched.encode([text])[0]
         with self._refusing("cannot encode the text"):
             return list(self._model.encode(text, add_special_tokens=False).ids)
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        if self._watched is not None:
-            return self._watched.encode(texts)
         with self._refusing("cannot encode the text"):
             encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
             return [list(encoding.ids) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        if self._watched is not None:
-            return self._watched.decode(ids)
         with self._refusing("cannot decode its tokens"):
             return str(self._model.decode([int(token) for token in ids], skip_special_tokens=True))
 
