@@ -11,10 +11,10 @@ import pytest
 import tokenizers
 
 from titanlab.cli import main
-from titanlab.data.tokenizers import trial
+from titanlab.data.tokenizers import expressions, trial
+from titanlab.data.tokenizers.expressions import unknown_patterns
 from titanlab.data.tokenizers.tiktoken_file import PATTERN
 from titanlab.data.tokenizers.tokenizer import load
-from titanlab.data.tokenizers.trial import unknown_patterns
 from titanlab.errors import ConfigError
 
 ENDLESS = r"(a+)+b"
@@ -63,18 +63,18 @@ def test_files_of_the_current_folder_with_names_of_modules_are_not_imported(made
 
 @pytest.mark.parametrize("pattern", [PATTERN, r"\p{N}{1,3}"])
 def test_known_patterns_need_no_trial(made, pattern, monkeypatch):
-    monkeypatch.setattr(trial, "TRIAL_SECONDS", "no number")
+    monkeypatch.setattr(expressions, "TRIAL_SECONDS", "no number")
     load(made(pattern))
 
 
 def test_a_process_that_crashes_is_told(made, monkeypatch):
-    monkeypatch.setattr(trial, "module_command", lambda module: ["sh", "-c", "kill -SEGV $$"])
+    monkeypatch.setattr(expressions, "module_command", lambda module: ["sh", "-c", "kill -SEGV $$"])
     with pytest.raises(ConfigError, match="a process that tries it ends with exit code -11, perhaps for lack of memor"):
         load(made(r"\w+|\W"))
 
 
 def test_a_process_that_hangs_is_ended(made, monkeypatch):
-    monkeypatch.setattr(trial, "SECONDS", 0.01)
+    monkeypatch.setattr(expressions, "SECONDS", 0.01)
     with pytest.raises(ConfigError, match=r"backtracks for more than 0 s in a trial"):
         load(made(r"\w+|\W"))
 
@@ -148,7 +148,7 @@ def changed(made):
     [(added_through, ENDLESS), *itertools.product([normalised_by, split_by, decoded_by], [ENDLESS, SLOW])],
 )
 def test_a_pattern_of_any_part_is_found_when_it_is_read(changed, part, pattern, monkeypatch, capfd):
-    monkeypatch.setattr(trial, "TRIAL_SECONDS", 0.3)
+    monkeypatch.setattr(expressions, "TRIAL_SECONDS", 0.3)
     file = changed(part(pattern))
     with pytest.raises(ConfigError, match=r"backtracks (without end|for more than 0.3 s of computing) ") as refused:
         load(file)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titanlab.data.documents import Separators
+from titanlab.data.tokenizers.expressions import try_patterns, unknown_patterns
 from titanlab.data.tokenizers.rules import check_size, check_vocabulary
 from titanlab.data.tokenizers.tiktoken_file import OtherModelError, is_tiktoken, read_tiktoken
-from titanlab.data.tokenizers.trial import try_patterns, unknown_patterns
 from titanlab.distributed.host import cores
 from titanlab.errors import ConfigError
 from titanlab.system.atomic_file import write_bytes
