@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -129,12 +129,10 @@ class Failure:
     Attributes:
         rank: its number.
         exit_code: of its process; -N if signal N ended it.
-        pid: of its process on this host; None if it is not known.
     """
 
     rank: int
     exit_code: int
-    pid: int | None = field(default=None, compare=False)
 
 
 class LaunchConfig(LaunchSettings, Protocol):

@@ -6,7 +6,6 @@ This module does not import torch: an error in a recipe is reported within a sec
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -192,9 +191,7 @@ def _attempted(
         failures = rank_processes.start_one(run.path, ranks)
         await_answers(run, ranks.world, since=begun)
     terminal = {0} if ranks is None else set(range(ranks.world))
-    killed = [failure.pid for failure in failures if failure.exit_code == -signal.SIGKILL and failure.pid is not None]
-    memory = kills.evidence(pids=killed)
-    return _recorded(run, attempt, failures, console, terminal=terminal, memory=memory)
+    return _recorded(run, attempt, failures, console, terminal=terminal, memory=kills.evidence())
 
 
 def _resolved(recipe: Recipe, host: Host, ranks: Ranks | None, *, started: bool) -> Recipe:

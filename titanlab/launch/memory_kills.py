@@ -1,18 +1,16 @@
-"""Whether the kernel has killed a process because memory ran out: its counters and its log, before and after.
+"""Whether the kernel has killed a process because memory ran out: its counters, before and after.
 
 SIGKILL alone does not say who sent it. The kernel counts the processes that its out-of-memory killer has ended, for
 every control group (`oom_kill` in memory.events of cgroup v2, in memory.oom_control of v1) and for the whole machine
-(/proc/vmstat). See Documentation/admin-guide/cgroup-v2.rst of Linux. Its log, where it can be read, names them.
+(/proc/vmstat). See Documentation/admin-guide/cgroup-v2.rst of Linux.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from titanlab.launch.kernel_log import KernelLog, has_pids_of_log, kernel_log
 from titanlab.records.outcome import KillEvidence
 
 _ROOT = Path("/")
@@ -27,33 +25,21 @@ class MemoryKills:
         place: what was counted: `its control group` or `this machine`; empty if the kernel has no counter.
         count: number of processes.
         machine: number on the whole machine; None if the kernel has no counter of it.
-        log: the kernel's log; None if it cannot be read.
     """
 
     place: str
     count: int
     machine: int | None = None
-    log: KernelLog | None = field(default=None, compare=False)
 
-    def evidence(self, root: Path = _ROOT, *, pids: Collection[int] = ()) -> KillEvidence | None:
+    def evidence(self, root: Path = _ROOT) -> KillEvidence | None:
         """Whether the kernel has sent a SIGKILL since then; None if that is not known.
 
         It is ruled out only if the kernel has killed nothing on the whole machine: the process may have been in another
         control group.
-
-        Args:
-            pids: of the processes that SIGKILL has ended.
         """
         now = memory_kills(root)
-        named = () if now.log is None else now.log.since(self.log)
-        own = [process for process in named if process.pid in pids] if has_pids_of_log(root) else []
-        if own:
-            words = f"the kernel has killed it for want of memory, says its log: {own[-1].words}"
-            return KillEvidence(by_kernel=True, words=words)
         if self.place and now.place == self.place and now.count > self.count:
             words = f"the kernel has killed a process of {self.place} for want of memory"
-            if named:
-                words += f"; its log names {named[-1].words}"
             return KillEvidence(by_kernel=True, words=words)
         if self.machine is not None and now.machine == self.machine and now.place == self.place:
             words = "the kernel has killed nothing for want of memory, so a person or another program has sent it"
@@ -67,11 +53,11 @@ def memory_kills(root: Path = _ROOT) -> MemoryKills:
     Args:
         root: of the file system; tests give another one.
     """
-    machine, log = _count(root / "proc/vmstat"), kernel_log(root)
+    machine = _count(root / "proc/vmstat")
     count = _count_of_group(root)
     if count is not None:
-        return MemoryKills("its control group", count, machine, log)
-    return MemoryKills("", 0, log=log) if machine is None else MemoryKills("this machine", machine, machine, log)
+        return MemoryKills("its control group", count, machine)
+    return MemoryKills("", 0) if machine is None else MemoryKills("this machine", machine, machine)
 
 
 def _count_of_group(root: Path) -> int | None:

@@ -121,11 +121,8 @@ def train_in_ranks(recipe: Recipe, observe: Observe | None = None) -> Ended:
         failures = wait_for(started, run, since=begin)
     outcome = run.result(attempt)
     if outcome is None or failures:
-        killed = [
-            failure.pid for failure in failures if failure.exit_code == -signal.SIGKILL and failure.pid is not None
-        ]
         exits = {failure.rank: failure.exit_code for failure in failures}
-        outcome = outcome or conclude(run, attempt, exits, memory=kills.evidence(pids=killed))
+        outcome = outcome or conclude(run, attempt, exits, memory=kills.evidence())
     return Ended(run=run, attempt=attempt, outcome=outcome, seconds=time.time() - begin)
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titanlab.data.documents import Separators
+from titanlab.data.tokenizers.expressions import try_patterns, unknown_patterns
 from titanlab.data.tokenizers.rules import check_size, check_vocabulary
 from titanlab.data.tokenizers.tiktoken_file import OtherModelError, is_tiktoken, read_tiktoken
-from titanlab.data.tokenizers.watched_encoding import WatchedEncoding, unknown_patterns
 from titanlab.distributed.host import cores
 from titanlab.errors import ConfigError
 from titanlab.system.atomic_file import write_bytes
@@ -197,16 +197,15 @@ class HuggingFaceTokenizer:
     """A `tokenizer.json` of the Hugging Face tokenizers library.
 
     Args:
-        watched: encode in another process, with a time limit, if a regular expression is not known to be harmless.
+        tried: whether its regular expressions need no trial in another process.
 
     Attributes:
         lacking: role and name of each special token that the files beside it name and that its vocabulary lacks.
     """
 
-    _watched: WatchedEncoding | None = None
     lacking: dict[str, str]
 
-    def __init__(self, path: Path, content: bytes, key: str, *, watched: bool = True) -> None:
+    def __init__(self, path: Path, content: bytes, key: str, *, tried: bool = False) -> None:
         cure = f"give the {_JSON} of a model, or a .model"
         try:
             text = content.decode()
@@ -214,12 +213,8 @@ class HuggingFaceTokenizer:
         except (ValueError, RecursionError) as error:
             raise ConfigError(key, path, f"is no {_JSON} ({str(error)[:80]})", cure) from error
         self.file, self._key = path, key
-        patterns = unknown_patterns(description) if watched else []
-        if patterns:
-            self._watched = WatchedEncoding(path, key, patterns)
-            self.vocab_size, self.bos_id, self.eos_id, self.lacking = self._watched.load()
-            self._set_fingerprint(content)
-            return
+        if not tried and (patterns := unknown_patterns(description)):
+            try_patterns(path, key, patterns)
         tokenizers: Any = importlib.import_module("tokenizers")
         with _refusing(path, key, f"is no {_JSON}", cure):
             self._model = tokenizers.Tokenizer.from_str(text)
@@ -236,36 +231,27 @@ class HuggingFaceTokenizer:
         begin, end = (_first_known(vocabulary, names) for names in (_BOS_NAMES, _EOS_NAMES))
         found = _special_tokens(_declared(self.file), vocabulary.get, (begin, end), adds_begin=self._adds)
         self.bos_id, self.eos_id, self.lacking = found
-        self._set_fingerprint(content)
+        tokens = separators_of(self)
+        self.fingerprint = _fingerprint(content + f"{tokens.begin} {tokens.end}".encode())
 
     def _adds(self, token: int) -> bool:
         """Whether the post-processor of the file puts a token before every text."""
         with self._refusing("cannot encode the text"):
             return list(self._model.encode("").ids[:1]) == [token]
 
-    def _set_fingerprint(self, content: bytes) -> None:
-        tokens = separators_of(self)
-        self.fingerprint = _fingerprint(content + f"{tokens.begin} {tokens.end}".encode())
-
     def _refusing(self, rule: str) -> contextlib.AbstractContextManager[None]:
         return _refusing(self.file, self._key, rule, "give the tokenizer of another model")
 
     def encode(self, text: str) -> list[int]:
-        if self._watched is not None:
-            return self._watched.encode([text])[0]
         with self._refusing("cannot encode the text"):
             return list(self._model.encode(text, add_special_tokens=False).ids)
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        if self._watched is not None:
-            return self._watched.encode(texts)
         with self._refusing("cannot encode the text"):
             encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
             return [list(encoding.ids) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        if self._watched is not None:
-            return self._watched.decode(ids)
         with self._refusing("cannot decode its tokens"):
             return str(self._model.decode([int(token) for token in ids], skip_special_tokens=True))
 

@@ -19,7 +19,7 @@ from titanlab.launch.job.job import say
 from titanlab.launch.job.stop_file import FILE, read_stop
 from titanlab.launch.memory_kills import memory_kills
 from titanlab.records.failure_signs import says_oom
-from titanlab.records.outcome import KillEvidence, Outcome, OutcomeKind, from_exit
+from titanlab.records.outcome import Outcome, OutcomeKind, from_exit
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.process_start import STOPPED, process_state
 
@@ -150,11 +150,8 @@ class RankWatch:
             return
         self._run.write_failure(self._judged(code))
 
-    def _killed_by(self) -> KillEvidence | None:
-        return self._kills.evidence(pids=(self._child.pid,))
-
     def _judged(self, code: int) -> Outcome:
-        outcome = from_exit(code, rank=self._rank, attempt=self._attempt, memory=self._killed_by())
+        outcome = from_exit(code, rank=self._rank, attempt=self._attempt, memory=self._kills.evidence())
         if self._reason is not None and code < 0:
             return replace(
                 outcome,

@@ -95,7 +95,7 @@ def start_one(
         # A process in state D (it waits for a device) does not end at SIGKILL.
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = child.wait(KILL_SECONDS)
-    return [Failure(rank=ranks.rank, exit_code=code, pid=child.pid)] if code else []
+    return [Failure(rank=ranks.rank, exit_code=code)] if code else []
 
 
 def _escalation(run: RunFolder, *, attempt: int | None, ranks: Ranks) -> Escalation:
@@ -157,8 +157,7 @@ def wait_for(
     counted = failed or {rank for rank, code in codes.items() if code}
     if failed or hangs:
         counted |= left
-    pids = started.pids
-    return [Failure(rank=rank, exit_code=code, pid=pids.get(rank)) for rank, code in codes.items() if rank in counted]
+    return [Failure(rank=rank, exit_code=code) for rank, code in codes.items() if rank in counted]
 
 
 def _forked(

@@ -1,0 +1,91 @@
+"""The regular expressions of a tokenizer, and a trial in a process with a time limit of those that are not known.
+
+The tokenizers library matches with Oniguruma, which backtracks: a pattern such as `(a+)+$` can take practically for
+ever, in native code that cannot be interrupted. Patterns that are known to be harmless need no trial.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from titanlab.data.tokenizers.tiktoken_file import PATTERN
+from titanlab.errors import ConfigError
+from titanlab.system.python_command import module_command
+
+# Time limit of the process: SECONDS, and one second more for every BYTES_PER_SECOND bytes of the tokenizer's file.
+SECONDS = 30.0
+BYTES_PER_SECOND = 1 << 20
+# CPU seconds for the trial itself; usual expressions take 0.1 s.
+TRIAL_SECONDS = 2.0
+# Exit code of the process if Oniguruma has reached its own limit on backtracking.
+GIVEN_UP = 3
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+KNOWN = frozenset(
+    [
+        # Llama 3.
+        PATTERN,
+        # GPT-2, and files that spell its pattern out: https://github.com/openai/gpt-2/blob/master/src/encoder.py
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        # Qwen 2 and 3.
+        PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"),
+        # cl100k: https://github.com/openai/tiktoken/blob/main/tiktoken_ext/openai_public.py
+        PATTERN.replace(r"\s*[\r\n]+|", r"\s*[\r\n]|"),
+        PATTERN.replace(_CONTRACTIONS, r"'(?i:[sdmt]|ll|ve|re)"),
+        # DeepSeek and other models split these off first.
+        *(r"\p{N}{1,3}", r"\p{N}", r"[0-9]", r"\d", r"[\r\n]", r"\s", r" ", r" {2,}", r"\s+"),
+    ]
+)
+
+
+def unknown_patterns(description: Any) -> list[str]:
+    """Regular expressions in a `tokenizer.json` that are not known to be harmless."""
+    return sorted({pattern for pattern in _patterns(description) if pattern not in KNOWN})
+
+
+def _patterns(node: Any) -> Iterator[str]:
+    # The vocabulary and the added tokens have no patterns, and too many entries to walk through.
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        if key == "Regex" and isinstance(value, str):
+            yield value
+        elif key not in ("model", "added_tokens"):
+            yield from _patterns(value)
+
+
+def try_patterns(path: Path, key: str, patterns: Sequence[str]) -> None:
+    """Read a `tokenizer.json` in another process, and encode and decode text there on which expressions are slow.
+
+    Args:
+        key: for errors.
+        patterns: its regular expressions, for errors.
+
+    Raises:
+        ConfigError: the process crashes, or an expression takes too long. Other errors show when the file is read here.
+    """
+    seconds = SECONDS + path.stat().st_size / BYTES_PER_SECOND
+    code = subprocess.run(
+        [
+            *module_command("titanlab.data.tokenizers.trial"),
+            *(str(path.absolute()), str(seconds), str(TRIAL_SECONDS)),
+        ],
+        stdin=subprocess.DEVNULL,
+        # The library writes a long message about each match that Oniguruma gives up.
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "RUST_BACKTRACE": "0"},
+        check=False,
+    ).returncode
+    took_too_long = {
+        GIVEN_UP: "without end",
+        -signal.SIGPROF: f"for more than {TRIAL_SECONDS:g} s of computing",
+        -signal.SIGALRM: f"for more than {seconds:.0f} s",
+    }
+    if code in took_too_long:
+        rule = f"its regular expression {' or '.join(patterns)[:200]} backtracks {took_too_long[code]} in a trial"
+        raise ConfigError(key, path, rule, "give a tokenizer with another pattern")
+    if code:
+        rule = f"a process that tries it ends with exit code {code}, perhaps for lack of memory"
+        raise ConfigError(key, path, rule, "give another tokenizer, or more memory")
