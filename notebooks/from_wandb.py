@@ -16,38 +16,34 @@
 # %% [markdown]
 # # A sweep from wandb
 #
-# The same tables and figures from what wandb has recorded, where the folders of the runs are not at hand: from files that
-# were written offline (`tracker=wandb tracker.mode=offline`), or from a project on wandb's server.
-#
-# Set `TITANLAB_WANDB_FILES` to a folder with such files below it, or `TITANLAB_WANDB` to ENTITY/PROJECT for a project on
-# the server, which needs a network and a key.
+# The same tables and figures from a project on wandb's server, where the folders of the runs are not at hand. Set
+# `TITANLAB_WANDB` to ENTITY/PROJECT; wandb needs a network and a key. `titanlab sync` uploads what runs have written
+# offline.
 
 # %%
 import os
-from pathlib import Path
 
 import pandas as pd
 
 from titanlab.report import figures, wandb_frames
 from titanlab.report.analyses import drawings
 from titanlab.report.analyses.scaling import scaling_frame
-from titanlab.tracker.wandb_reader import read_runs, runs_of_project
 
 # %matplotlib inline
 
-project = os.environ.get("TITANLAB_WANDB")
-files = Path(os.environ.get("TITANLAB_WANDB_FILES", "../runs/quickstart_layouts"))
-recorded = runs_of_project(project) if project else read_runs(files)
-print(f"{project or files.name}: runs {len(recorded)}, rows {sum(len(run.rows) for run in recorded)}")
+project = os.environ.get("TITANLAB_WANDB", "titanlab")
+recorded = wandb_frames.runs_of_project(project)
+print(f"{project}: runs {len(recorded)}, rows {sum(len(run.rows) for run in recorded)}")
 
 # %% [markdown]
 # ## What is in the record
 #
-# `exit_code` is empty where the record ends before the run did: the process was killed, or runs still. `damaged` counts
-# places in a file that could not be read.
+# `exit_code` is empty where a run has not ended.
 
 # %%
-pd.DataFrame([{"run": run.name, "group": run.group, "rows": len(run.rows), "exit_code": run.exit_code, "damaged": run.damaged} for run in recorded])
+pd.DataFrame(
+    [{"run": run.name, "group": run.group, "rows": len(run.rows), "exit_code": run.exit_code} for run in recorded]
+)
 
 # %% [markdown]
 # ## The table

@@ -9,7 +9,7 @@ import torch  # noqa: F401 (CONTRIBUTING.md's example takes it as imported)
 import yaml
 
 from tests.docs.pages import blocks
-from tests.tracker.wandb_file import write_run
+from tests.report.wandb_api import Api
 from titanlab.ac.block_schema import FullCheckpointing
 from titanlab.costs import meter
 from titanlab.costs.account import Share
@@ -65,17 +65,19 @@ def test_analyses_are_made_as_shown(reader):
     assert Path("scaling.png").is_file()
 
 
-def test_files_of_wandb_are_read_as_shown(reader, capsys):
+def test_runs_on_the_server_of_wandb_are_read_as_shown(reader, capsys, monkeypatch):
     _, example = code("docs/notebooks.md")
     (run,) = Path("runs/quickstart_layouts").glob("fsdp-*")
     config = {**yaml.safe_load((run / "config.yaml").read_text()), "attempt": 1}
-    row = {"_step": 1, "_timestamp": 1.0, meter.LOSS: 5.0, meter.TOKENS_SEEN: 384}
-    write_run(
-        run / "wandb" / "offline-run-1-x" / "run-x.wandb", name=run.name, config=config, rows=[row], exit_code=None
+    rows = [{"_step": 1, "_timestamp": 1.0, meter.LOSS: 5.0, meter.TOKENS_SEEN: 384}]
+    known = {"config": config, "rows": rows, "summary": {}, "state": "running", "metadata": None}
+    monkeypatch.setattr(
+        Api, "projects", {"ENTITY/titanlab": [{**known, "name": run.name, "group": "quickstart_layouts"}]}
     )
+    monkeypatch.setattr("wandb.Api", Api)
     names = {}
     exec(example, names)
-    assert capsys.readouterr().out == f"{run.name} 1 None 0\n"
+    assert capsys.readouterr().out == f"{run.name} 1 None\n"
     assert list(names["runs"]["layout.label"]) == ["dp_s2"]
     assert len(names["steps"]) == 1
 

@@ -77,8 +77,8 @@ def short_sweep(tmp_path_factory):
     folder = tmp_path_factory.mktemp("short_sweep")
     (folder / "groups" / "sweeps").mkdir(parents=True)
     (folder / "groups" / "sweeps" / "short.yaml").write_text(SWEEP)
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
-    words = ["--config-dir", "groups", "+sweeps=short", "tracker=wandb", "tracker.mode=offline", "--wait"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = ["--config-dir", "groups", "+sweeps=short", "--wait"]
     titanlab("sweep", *words, folder=folder, environ=environ, seconds=900)
     return folder / "runs" / "quickstart_layouts"
 

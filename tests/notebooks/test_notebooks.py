@@ -8,6 +8,8 @@ import pytest
 
 from tests.docs.pages import blocks
 from tests.notebooks.conftest import NOTEBOOKS
+from tests.report.wandb_api import write_module
+from titanlab.sweep.sweep_folder import SweepFolder
 
 NAMES = {"compare_sweep", "from_wandb", "loss_parity", "memory", "pipeline_schedules"}
 
@@ -90,6 +92,21 @@ def test_losses_are_compared(execute, short_sweep):
 
 
 @pytest.mark.full
-def test_a_sweep_is_read_from_the_files_of_wandb(execute, short_sweep):
-    executed = execute("from_wandb", TITANLAB_WANDB_FILES=str(short_sweep))
-    assert shown(executed, pictures=4, tables=2) == "quickstart_layouts: runs 8, rows 64\n"
+def test_a_sweep_is_read_from_the_server_of_wandb(execute, short_sweep, tmp_path):
+    module = write_module(tmp_path / "stand_in", {"us/titanlab": [as_recorded(run) for run in SweepFolder(short_sweep).runs()]})
+    executed = execute("from_wandb", TITANLAB_WANDB="us/titanlab", PYTHONPATH=str(module))
+    assert shown(executed, pictures=4, tables=2) == "us/titanlab: runs 8, rows 64\n"
+
+
+def as_recorded(run):
+    """A run as wandb's tracker records it, without wandb."""
+    rows = [{**row, "_step": row["step"], "_timestamp": row["time"]} for row in run.metrics("train")]
+    return {
+        "name": run.path.name,
+        "group": run.path.parent.name,
+        "config": {**run.config(), "attempt": 1},
+        "rows": rows,
+        "summary": {**run.result().metrics, "outcome": "done"},
+        "state": "finished",
+        "metadata": {"cpu_count_logical": 2},
+    }

@@ -1,4 +1,4 @@
-"""A sweep as pandas data frames, from what wandb has recorded instead of from the folders of the runs.
+"""A sweep as pandas data frames, from a project on wandb's server instead of from the folders of the runs.
 
 The frames have the columns and types of `titanlab.report.frames`, so that the same figures can be made of them. What
 only a run's folder knows (causes of failures, jobs, dropped points) is empty.
@@ -7,7 +7,7 @@ only a run's folder knows (causes of failures, jobs, dropped points) is empty.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from titanlab.costs import meter
@@ -16,7 +16,7 @@ from titanlab.records.metrics_file import TRAIN, VALIDATION
 from titanlab.report.frames import METRICS, frame_of_rows
 from titanlab.sweep.table.columns import NAMES, POINT, as_text
 from titanlab.sweep.table.run_columns import figure_columns, recipe_columns
-from titanlab.tracker.wandb_reader import STEP, TIMESTAMP, WandbRun, read_runs
+from titanlab.system.quiet_import import import_quietly
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -26,36 +26,77 @@ _LOSS_OF = {TRAIN: meter.LOSS, VALIDATION: meter.VALIDATION_LOSS}
 _VALIDATION = "validation_metrics/"
 
 
-def sweep_frame(source: Path | str | Sequence[WandbRun]) -> DataFrame:
-    """One row for each run, with the columns of `titanlab.report.frames.sweep_frame`.
+@dataclass(frozen=True, kw_only=True)
+class WandbRun:
+    """One run as wandb has recorded it.
+
+    Attributes:
+        name: the displayed name; titanlab gives the name of the run's folder.
+        group: titanlab gives the sweep.
+        config: the recipe, with the flat keys `layout.*` and `point.*`.
+        rows: one for each step, in order, with `_step` and `_timestamp` (seconds since 1970).
+        summary: medians and last values.
+        exit_code: None: the run has not ended.
+        cores: CPU cores of the machine; None: not recorded.
+    """
+
+    name: str
+    group: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    rows: Sequence[Mapping[str, Any]] = ()
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    exit_code: int | None = None
+    cores: int | None = None
+
+
+def runs_of_project(project: str, group: str | None = None) -> list[WandbRun]:
+    """The runs of a project on wandb's server, which needs a network and a key.
 
     Args:
-        source: a folder with wandb's files below it, one file, or runs of `titanlab.tracker.wandb_reader`.
+        project: `ENTITY/PROJECT`, or a project of the default entity.
+        group: only runs of this group: a sweep.
+    """
+    return [
+        WandbRun(
+            name=run.name,
+            group=run.group or "",
+            config=dict(run.config),
+            rows=[{**row, "attempt": run.config.get("attempt", 1)} for row in run.scan_history()],
+            summary=dict(run.summary),
+            exit_code={"finished": 0, "failed": 1, "crashed": 1, "killed": 1}.get(run.state),
+            cores=(run.metadata or {}).get("cpu_count_logical"),
+        )
+        for run in import_quietly("wandb").Api().runs(project, filters={"group": group} if group else {})
+    ]
+
+
+def sweep_frame(runs: Sequence[WandbRun]) -> DataFrame:
+    """One row for each run of titanlab, with the columns of `titanlab.report.frames.sweep_frame`.
 
     Raises:
-        ConfigError: there is no file of wandb, or no run in it is one of titanlab.
+        ConfigError: no run is one of titanlab.
     """
-    runs = _runs(source)
+    runs = _ours(runs)
     names = sorted({name for run in runs for name in run.config if name.startswith(POINT)})
     sweeps = {run.group for run in runs}
     return frame_of_rows([_row(run, names) for run in runs], sweeps.pop() if len(sweeps) == 1 else "wandb")
 
 
-def metrics_frame(source: Path | str | Sequence[WandbRun], kind: str = TRAIN) -> DataFrame:
+def metrics_frame(runs: Sequence[WandbRun], kind: str = TRAIN) -> DataFrame:
     """One row for each logged step of each run, with the columns of `titanlab.report.frames.metrics_frame`.
 
     Args:
-        source: as of `sweep_frame`.
+        runs: as of `sweep_frame`.
         kind: `train` or `validation`.
 
     Raises:
-        ConfigError: there is no file of wandb, no run in it is one of titanlab, or there is no such kind.
+        ConfigError: no run is one of titanlab, or there is no such kind.
     """
     import pandas as pd
 
     if kind not in _LOSS_OF:
         raise ConfigError("kind", kind, "is no kind of row", f"try {TRAIN} or {VALIDATION}")
-    runs = _runs(source)
+    runs = _ours(runs)
     names = sorted({name for run in runs for name in run.config if name.startswith(POINT)})
     rows: list[dict[str, Any]] = []
     for run in runs:
@@ -64,7 +105,7 @@ def metrics_frame(source: Path | str | Sequence[WandbRun], kind: str = TRAIN) ->
         for metrics in run.rows:
             if metrics.get(_LOSS_OF[kind]) is not None:
                 own = {name: value for name, value in metrics.items() if _belongs(name, kind)}
-                rows.append({**first, "kind": kind, "step": metrics[STEP], "time": metrics.get(TIMESTAMP), **own})
+                rows.append({**first, "kind": kind, "step": metrics["_step"], "time": metrics.get("_timestamp"), **own})
     return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["run", "name", "layout.label", *names, *METRICS])
 
 
@@ -75,13 +116,13 @@ def _belongs(name: str, kind: str) -> bool:
     return not name.startswith(("_", "traffic/", _VALIDATION))
 
 
-def _runs(source: Path | str | Sequence[WandbRun]) -> list[WandbRun]:
-    """The runs of titanlab."""
-    runs = read_runs(source) if isinstance(source, Path | str) else list(source)
+def _ours(runs: Sequence[WandbRun]) -> list[WandbRun]:
     ours = [run for run in runs if _recipe_columns(run.config)]
     if runs and not ours:
         rule = "has runs, and none is one of titanlab"
-        raise ConfigError("source", ", ".join(run.name or run.id for run in runs[:3]), rule, "name a sweep's folder")
+        raise ConfigError(
+            "runs", ", ".join(run.name for run in runs[:3]), rule, "name a project that titanlab writes to"
+        )
     return ours
 
 
@@ -103,14 +144,13 @@ def _row(run: WandbRun, points: Iterable[str]) -> dict[str, Any]:
         "state": "ended" if has_ended else "running",
         # A summary without one was written by a process that died.
         "outcome": run.summary.get("outcome", "crash") if has_ended else None,
-        "step": run.rows[-1][STEP] if run.rows else 0,
+        "step": run.rows[-1]["_step"] if run.rows else 0,
         "steps": run.config["training"]["steps"],
         "attempt": run.config.get("attempt"),
         "cores": cores,
         "oversubscribed": is_oversubscribed,
         **figure_columns(summary, world=recipe["world"]),
-        "updated": run.rows[-1].get(TIMESTAMP) if run.rows else None,
-        "folder": None if run.path is None else str(run.path.parent),
+        "updated": run.rows[-1].get("_timestamp") if run.rows else None,
     }
     values = {name: run.config.get(name) for name in points}
     return {
