@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titanlab.planner.calibration import Calibration, Measured, calibrate, memory_errors, time_errors
+from titanlab.plan.calibration import Calibration, Measured, calibrate, memory_errors, time_errors
 from titanlab.records.run_records import FOLDER_NAME
 from titanlab.sweep.measured_runs import MeasuredSweep, measured_sweep
 from titanlab.sweep.sweep_folder import open_sweep

@@ -26,14 +26,12 @@ import layout_guide_page
 from titanlab.cli import plan as plan_verb
 from titanlab.cli.compose import compose
 from titanlab.costs.layout import Layout
-from titanlab.planner.efficiencies import allocator_excess
-from titanlab.planner.machine import machine_of
-from titanlab.planner.search.choices import choices_of
-from titanlab.planner.search.plan import for_planning
-from titanlab.planner.search.ranking import Ranked, Ranking
-from titanlab.planner.search.space import Space
-from titanlab.planner.step_time import step_time
-from titanlab.planner.timing.pipeline_time import simulated_time
+from titanlab.plan.machine import allocator_excess, machine_of
+from titanlab.plan.pipeline_time import simulated_time
+from titanlab.plan.ranking import Ranked, Ranking
+from titanlab.plan.search import for_planning
+from titanlab.plan.space import Space, choices_of
+from titanlab.plan.step_time import step_time
 from titanlab.terminal.numerals import significant
 
 HERE = Path(__file__).parent

@@ -2,7 +2,7 @@
 
     python benchmarks/planner_fit.py --memory    only the allocator's excess
     python benchmarks/planner_fit.py             the rows, the cross-validated error, the values
-    python benchmarks/planner_fit.py --write     keeps them: titanlab/planner/efficiencies.json and
+    python benchmarks/planner_fit.py --write     keeps them: titanlab/plan/efficiencies.json and
                                                  benchmarks/results/planner_fit.json
 
 The cross-validated error of a run is that of a fit without its source and table. `benchmarks/published` says which rows
@@ -24,12 +24,11 @@ from typing import Any
 
 from published_runs import Published, published_runs
 
-from titanlab.planner.efficiencies import FILE, LIMITS, Efficiencies, file_text
-from titanlab.planner.least_squares import fit
-from titanlab.planner.machine import Machine, machine_of
-from titanlab.planner.memory import most_memory
-from titanlab.planner.step_time import step_time
-from titanlab.planner.timing.pipeline_time import simulated_time
+from titanlab.plan.calibration import fit
+from titanlab.plan.machine import FILE, LIMITS, Efficiencies, Machine, file_text, machine_of
+from titanlab.plan.memory import most_memory
+from titanlab.plan.pipeline_time import simulated_time
+from titanlab.plan.step_time import step_time
 
 RESULT = Path(__file__).parent / "results" / "planner_fit.json"
 # Launches and latencies are not fitted: their time and that of small collectives are too similar in these runs.

@@ -18,9 +18,9 @@ from typing import Any
 
 from published_runs import recipe_of
 
-from titanlab.planner.machine import machine_of
-from titanlab.planner.step_time import step_time
-from titanlab.planner.timing.pipeline_time import simulated_time
+from titanlab.plan.machine import machine_of
+from titanlab.plan.pipeline_time import simulated_time
+from titanlab.plan.step_time import step_time
 
 HERE = Path(__file__).parent
 FIT, RESULT = (HERE / "results" / f"planner_{name}.json" for name in ("fit", "predictions"))
@@ -137,7 +137,7 @@ def _introduction(fit: Mapping[str, Any]) -> Iterable[str]:
     """)
     yield _filled("""
         The model of time has eight parameters that are fitted, all physical and the same for every row; their names and
-        meanings are in `titanlab/planner/efficiencies.py`. Bandwidths, peaks and latencies are those of datasheets and
+        meanings are in `titanlab/plan/machine.py`. Bandwidths, peaks and latencies are those of datasheets and
         of the literature. The runs and their sources are in `benchmarks/published/`, and so are the rows that are left
         out, each with a reason that was written before the first fit.
     """)

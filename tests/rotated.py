@@ -21,7 +21,7 @@ FILES = (
     "tests/parity/test_expert_parallelism.py",
     "tests/parity/test_expert_techniques.py",
     "tests/parity/test_experts.py",
-    "tests/planner/test_activations.py",
+    "tests/plan/test_activations.py",
     "tests/precision/test_float8.py",
     "tests/precision/test_float8_layouts.py",
     "tests/precision/test_fp16.py",

@@ -29,7 +29,7 @@ LAYERS: list[list[str | tuple[str, ...]]] = [
     ["training"],
     ["worker"],
     ["launch"],
-    ["planner"],
+    ["plan"],
     ["parity", "tracing", "doctor"],
     ["sweep"],
     ["report", "reproduction"],
@@ -50,7 +50,7 @@ DECLARES = ("schema", "account", "contract", "huggingface")
 TORCH_FREE_PARTS = ("data", "schedule")
 # What the command line imports before it has anything to train.
 LIGHT_DOORS = (
-    *("recipe.recipe", "recipe.composition.recipes", "planner.step_time"),
+    *("recipe.recipe", "recipe.composition.recipes", "plan.step_time"),
     *("cli.verbs", "cli.compose", "cli.plan"),
 )
 

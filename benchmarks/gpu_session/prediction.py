@@ -13,10 +13,9 @@ from titanlab.costs import flops, hardware
 from titanlab.costs.account import Share
 from titanlab.costs.config_key import key_of
 from titanlab.errors import ConfigError
-from titanlab.planner.activations import Batch, saved_bytes
-from titanlab.planner.explanation import explain
-from titanlab.planner.reserved import reserved_bytes
-from titanlab.planner.stored import Sharding, added, stored_pieces
+from titanlab.plan.activations import Batch, saved_bytes
+from titanlab.plan.explanation import explain
+from titanlab.plan.memory import Sharding, added, reserved_bytes, stored_pieces
 from titanlab.recipe.recipe import Recipe, resolve
 from titanlab.recipe.recipe_rules import check
 

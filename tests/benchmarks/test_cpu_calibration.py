@@ -8,14 +8,13 @@ import json
 import pytest
 
 from tests.benchmarks.scripts import script as imported
-from tests.planner.recipes import SMALL, made
+from tests.plan.recipes import SMALL, made
 from titanlab.cluster.schema import Cluster
-from titanlab.planner.calibration import Measured
-from titanlab.planner.machine import machine_of
-from titanlab.planner.memory import most_memory
-from titanlab.planner.reserved import reserved_bytes
-from titanlab.planner.step_time import step_time
-from titanlab.planner.timing.pipeline_time import simulated_time
+from titanlab.plan.calibration import Measured
+from titanlab.plan.machine import machine_of
+from titanlab.plan.memory import most_memory, reserved_bytes
+from titanlab.plan.pipeline_time import simulated_time
+from titanlab.plan.step_time import step_time
 from titanlab.sweep.measured_runs import LeftOut, MeasuredSweep
 
 KNOWN = Cluster(accelerator="cpu", device="cpu", per_node=2, peak_tflops=0.1)

@@ -10,10 +10,9 @@ import math
 import pytest
 
 from tests.benchmarks.scripts import BENCHMARKS, script
-from titanlab.planner.efficiencies import Efficiencies, fitted
-from titanlab.planner.machine import machine_of
-from titanlab.planner.step_time import step_time
-from titanlab.planner.timing.pipeline_time import simulated_time
+from titanlab.plan.machine import Efficiencies, fitted, machine_of
+from titanlab.plan.pipeline_time import simulated_time
+from titanlab.plan.step_time import step_time
 
 BARS = {"throughput": 0.08}
 

@@ -8,7 +8,7 @@ import pytest
 
 from titanlab.cli import main
 from titanlab.distributed.host import Host
-from titanlab.planner.search import plan as search
+from titanlab.plan import search
 
 RECIPE = ["+recipe=llama3_1_8b_8gpus", "cluster=h100"]
 TIED = ["+recipe=llama3_2_1b_8gpus", "cluster=h100"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.planner.layouts import SMALL
+from tests.plan.layouts import SMALL
 from titanlab.costs.context_traffic import context_of_block, forward_context_of_block
 from titanlab.costs.layout import Layout
 from titanlab.costs.step import Coordinate, Step

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.planner.layouts import SMALL
+from tests.plan.layouts import SMALL
 from titanlab.costs.layout import Layout
 from titanlab.costs.shard_account import (
     Cuts,

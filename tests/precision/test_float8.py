@@ -25,7 +25,7 @@ from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.parallelism.chunked_loss import ChunkedLoss
 from titanlab.parallelism.pipeline_weights import linear
 from titanlab.parity import parity
-from titanlab.planner.timing.block_work import Part, work_of
+from titanlab.plan.block_work import Part, work_of
 from titanlab.precision import float8, mxfp8
 from titanlab.precision.bf16_schema import Bf16
 from titanlab.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from tests import tiny
 from titanlab.errors import ConfigError
-from titanlab.planner.measured_machine import measured_cluster
+from titanlab.plan.measured_machine import measured_cluster
 from titanlab.profiler import rates, rates_schema
 from titanlab.profiler.contract import Links
 from titanlab.profiler.rates import RatesProfiler

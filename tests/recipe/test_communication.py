@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.planner.recipes import SMALL, made
+from tests.plan.recipes import SMALL, made
 from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing
 from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.costs.step import Repeats

@@ -13,7 +13,8 @@ from typing import Any
 from titanlab.cli.arguments import Flags
 from titanlab.cli.compose import compose_one
 from titanlab.errors import ConfigError
-from titanlab.planner.explanation import (
+from titanlab.plan import search as plan_table
+from titanlab.plan.explanation import (
     Explanation,
     explain,
     explanation_values,
@@ -21,8 +22,7 @@ from titanlab.planner.explanation import (
     time_rows,
     traffic_rows,
 )
-from titanlab.planner.search import plan_table
-from titanlab.planner.search.plan import MOST, Plan, for_planning, no_collection, plan
+from titanlab.plan.search import MOST, Plan, for_planning, no_collection, plan
 from titanlab.recipe.composition.flags import read_flags
 from titanlab.recipe.recipe import Recipe
 from titanlab.schedule import grid

@@ -35,7 +35,7 @@ class Cluster:
         process_gb: memory of a process without tensors, where its memory is the device's; null: none on GPUs, and on
             CPUs that of a process that has imported torch.
         efficiencies: of the planner's model of time, by name, where they differ from those that were fitted to
-            published runs; see `titanlab.planner.efficiencies`.
+            published runs; see `titanlab.plan.machine`.
     """
 
     accelerator: str = "auto"

@@ -13,7 +13,7 @@ from typing import Any
 from titanlab.cluster.schema import Cluster
 from titanlab.costs import meter
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.planner.calibration import Measured
+from titanlab.plan.calibration import Measured
 from titanlab.recipe.composition.frozen import frozen_recipe
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.identity import canonical, canonical_json

@@ -8,7 +8,7 @@ import math
 import pandas as pd
 import pytest
 
-from titanlab.planner.memory import ITEMS
+from titanlab.plan.memory import ITEMS
 from titanlab.report.analyses.drawings import draw_bubbles, draw_differences, draw_memory, draw_scaling
 from titanlab.report.analyses.memory_items import ITEM
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.sweep.made import begin, end, train
 from titanlab.errors import ConfigError
-from titanlab.planner.memory import ITEMS, most_memory
+from titanlab.plan.memory import ITEMS, most_memory
 from titanlab.recipe.recipe import from_mapping
 from titanlab.report.analyses import drawings
 from titanlab.report.analyses.memory_items import COLUMNS, memory_frame

@@ -7,7 +7,7 @@ import pytest
 
 from tests.sweep.studies import seeds, study
 from titanlab.errors import ConfigError
-from titanlab.planner.estimate import MEMORY_ERROR, Estimate
+from titanlab.plan.explanation import MEMORY_ERROR, Estimate
 from titanlab.sweep.study import estimates
 from titanlab.sweep.study.estimates import fitting
 

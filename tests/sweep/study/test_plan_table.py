@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tests.sweep.studies import SLURM, seeds, study
-from titanlab.planner.estimate import Estimate
+from titanlab.plan.explanation import Estimate
 from titanlab.sweep.study import plan_table
 from titanlab.sweep.study.plan_table import plan_lines, plan_values
 from titanlab.sweep.submit import decide

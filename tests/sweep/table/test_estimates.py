@@ -7,8 +7,8 @@ import pytest
 from tests import tiny
 from tests.sweep.made import begin, end
 from titanlab.cluster.schema import Cluster
-from titanlab.planner.machine import machine_of
-from titanlab.planner.step_time import step_time
+from titanlab.plan.machine import machine_of
+from titanlab.plan.step_time import step_time
 from titanlab.recipe.recipe import to_mapping
 from titanlab.sweep.table.estimates import LateEstimates, estimate_columns, estimate_values
 from titanlab.sweep.table.rows import Table

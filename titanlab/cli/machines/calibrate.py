@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlab.cli.machines.cluster_out import CALIBRATED, check_out, write_cluster
-from titanlab.planner.calibration import calibrate, lines
+from titanlab.plan.calibration import calibrate, lines
 from titanlab.sweep.measured_runs import LeftOut, MeasuredSweep, measured_sweep
 from titanlab.sweep.sweep_folder import open_sweep
 from titanlab.sweep.table.look import look_at

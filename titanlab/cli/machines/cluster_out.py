@@ -10,7 +10,7 @@ from pathlib import Path
 
 from titanlab.cluster.schema import Cluster
 from titanlab.errors import ConfigError
-from titanlab.planner.calibration import cluster_file
+from titanlab.plan.calibration import cluster_file
 from titanlab.recipe.composition.recipes import conf_folder
 from titanlab.system.atomic_file import write_text
 

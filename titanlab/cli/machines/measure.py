@@ -10,7 +10,7 @@ from titanlab.cli.machines.cluster_out import MEASURED, check_out, write_cluster
 from titanlab.cli.sweep import SweepArguments, run_study
 from titanlab.distributed.host import this_host
 from titanlab.errors import ConfigError
-from titanlab.planner.measured_machine import KEY, doubts, lines, measured_cluster
+from titanlab.plan.measured_machine import KEY, doubts, lines, measured_cluster
 from titanlab.profiler.rates_schema import KIND
 from titanlab.recipe.composition.flags import read_flags
 from titanlab.recipe.composition.frozen import frozen_recipe

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from titanlab.planner.memory import ITEMS
+from titanlab.plan.memory import ITEMS
 from titanlab.report.analyses.losses import GRAD_NORM, LOSS
 from titanlab.report.analyses.memory_items import ITEM
 from titanlab.report.figures.style import (

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlab.errors import ConfigError
-from titanlab.planner.machine import machine_of
-from titanlab.planner.memory import ITEMS, most_memory
-from titanlab.planner.reserved import reserved_bytes
+from titanlab.plan.machine import machine_of
+from titanlab.plan.memory import ITEMS, most_memory, reserved_bytes
 from titanlab.recipe.recipe import from_mapping
 from titanlab.report.frames import sweep_frame
 from titanlab.sweep.sweep_folder import SweepFolder

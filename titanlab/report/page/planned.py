@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from titanlab.errors import TitanlabError
-from titanlab.planner.explanation import timeline_of
-from titanlab.planner.machine import machine_of
-from titanlab.planner.step_time import step_time
+from titanlab.plan.explanation import timeline_of
+from titanlab.plan.machine import machine_of
+from titanlab.plan.step_time import step_time
 from titanlab.recipe.recipe import Recipe, from_mapping
 from titanlab.report.figures.split import Split
 from titanlab.report.figures.timelines import Pipeline

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from titanlab.errors import ConfigError
-from titanlab.planner.estimate import MEMORY_ERROR, Estimate, estimate_of
+from titanlab.plan.explanation import MEMORY_ERROR, Estimate, estimate_of
 from titanlab.sweep.study.plan import Dropped, Planned, Study
 from titanlab.terminal.numerals import counted
 

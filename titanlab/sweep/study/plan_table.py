@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from titanlab.launch.contract import launch_of
-from titanlab.planner.estimate import Estimate, estimate_of
+from titanlab.plan.explanation import Estimate, estimate_of
 from titanlab.sweep.enqueue import Item, arrays
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.sweep.table.listing import aligned, dropped

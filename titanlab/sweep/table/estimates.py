@@ -27,7 +27,7 @@ _IRRELEVANT = ("name", "sweep", "repeat", "seed", "runs", "tracker", "launch", "
 
 def estimate_values(recipe: Recipe) -> dict[str, Any]:
     """The estimate of a resolved recipe as plain values: `layout`, the figures, and why there are none."""
-    from titanlab.planner.estimate import estimate_or_reason
+    from titanlab.plan.explanation import estimate_or_reason
 
     values: dict[str, Any] = {"layout": recipe.layout.label, **dict.fromkeys(FIGURES), "note": None}
     try:

@@ -1,0 +1,58 @@
+"""Recipes and spaces that are planned: nothing of them runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from titanlab.ac.block_schema import NoCheckpointing
+from titanlab.checkpoint.schema import Sync
+from titanlab.cluster.schema import Cluster
+from titanlab.compile.schema import Compile
+from titanlab.data.synthetic_schema import Synthetic
+from titanlab.launch.local_schema import Local
+from titanlab.model.llama_schema import Llama
+from titanlab.optimizer.adamw_schema import AdamW
+from titanlab.parallelism.schema import Parallelism
+from titanlab.plan.machine import machine_of
+from titanlab.plan.ranking import Ranking
+from titanlab.plan.space import Choices, Space, choices_of
+from titanlab.precision.bf16_schema import Bf16
+from titanlab.recipe.recipe import Recipe
+from titanlab.recipe.training_schema import Training
+from titanlab.schedule.one_f_one_b_schema import OneFOneB
+from titanlab.tracker.jsonl_schema import Jsonl
+
+SMALL = Llama(dim=256, layers=6, heads=8, kv_heads=4, ffn_dim=768, vocab_size=2048)
+
+
+def planned(*, world: int = 8, batch: int = 16, seq_len: int = 2048, memory_gb: float = 80, **given: Any) -> Recipe:
+    """A recipe for nodes of eight H100, as `for_planning` resolves it."""
+    values: dict[str, Any] = {
+        "training": Training(seq_len=seq_len, global_batch=batch, steps=10),
+        "model": SMALL,
+        "parallelism": Parallelism(shard=world),
+        "schedule": OneFOneB(),
+        "precision": Bf16(),
+        "ac": NoCheckpointing(),
+        "compile": Compile(),
+        "optimizer": AdamW(),
+        "data": Synthetic(),
+        "checkpoint": Sync(),
+        "tracker": Jsonl(),
+        "launch": Local(),
+        "cluster": Cluster(accelerator="cuda", device="NVIDIA H100 80GB HBM3", per_node=8, memory_gb=memory_gb,
+                           link_gb_per_second=450, network_gb_per_second=50),
+        **given,
+    }  # fmt: skip
+    recipe = Recipe(world=world, **values)
+    schedule = dataclasses.replace(recipe.optimizer.schedule, warmup_steps=1)
+    return dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, schedule=schedule))
+
+
+def ranking_of(recipe: Recipe, *, limit: float | None = None, **less: Any) -> Ranking:
+    """The ranking of a recipe's world; `less`: choices in place of all."""
+    machine = machine_of(recipe)
+    choices: Choices = dataclasses.replace(choices_of(recipe), **less)
+    space = Space(recipe=recipe, world=recipe.layout.world, per_node=machine.per_node, choices=choices)
+    return Ranking(space=space, machine=machine, limit=limit or machine.memory_bytes, excess=1.0)

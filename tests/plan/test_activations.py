@@ -1,0 +1,94 @@
+"""What the planner says of activations is what a whole step keeps: of each policy of checkpointing, and each schedule."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import tiny
+from tests.plan.kept import LOG_PROBABILITY_BYTES, allocated_before_backward, most_between_actions
+from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer
+from titanlab.ac.selective_op_schema import SelectiveOp
+from titanlab.costs.account import Share
+from titanlab.costs.config_key import key_of
+from titanlab.plan.activations import deferred_bytes
+from titanlab.plan.memory import _Ranks, memory
+from titanlab.schedule.dualpipe_v_schema import DualPipeV
+from titanlab.schedule.interleaved_schema import Interleaved1F1B, InterleavedZeroBubble
+from titanlab.schedule.one_f_one_b_schema import OneFOneB
+from titanlab.schedule.zbv_schema import ZBV
+
+BAR = 0.05
+POLICIES = {
+    "none": NoCheckpointing(),
+    "full": FullCheckpointing(),
+    "selective_layer": SelectiveLayer(every=2),
+    "selective_op": SelectiveOp(),
+    "selective_op, all matmuls": SelectiveOp(every_other_matmul=False),
+}
+SCHEDULES = {
+    "1f1b": OneFOneB(),
+    "interleaved_1f1b": Interleaved1F1B(),
+    "interleaved_zero_bubble": InterleavedZeroBubble(),
+    "zbv": ZBV(),
+    "dualpipe_v": DualPipeV(),
+}
+# Wide enough that what is kept for each block outweighs 5 kB of a random generator's state.
+MODEL = {"dim": 128, "layers": 8, "heads": 8, "kv_heads": 4, "ffn_dim": 448}
+
+
+def log_probabilities(made):
+    """Bytes that the loss keeps of a microbatch for its backward, an item of its own."""
+    return LOG_PROBABILITY_BYTES * made.microbatch * made.training.seq_len * made.model.vocab_size
+
+
+# In `make test`; the other policies are rows of the same product, and hold what they declare in tests/ac too.
+QUICK = ("none", "selective_op")
+
+
+@pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "policy", [pytest.param(policy, marks=[] if policy in QUICK else [pytest.mark.full]) for policy in POLICIES]
+)
+def test_a_step_on_a_cpu_keeps_what_is_planned(pool, tmp_path, policy, microbatches):
+    made = tiny.recipe(
+        tmp_path, **MODEL, seq_len=256, global_batch=2, microbatch=2 // microbatches, ac=POLICIES[policy]
+    )
+    (held,) = pool.run(1, allocated_before_backward, made)
+    assert held - log_probabilities(made) == pytest.approx(_Ranks(made)._stage(0), rel=BAR)
+
+
+# In `make test`; the others are rows of the same product.
+ALWAYS = (("zbv", "full"),)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "policy"),
+    [
+        pytest.param(schedule, policy, marks=[] if (schedule, policy) in ALWAYS else [pytest.mark.full])
+        for schedule in SCHEDULES
+        for policy in ("none", "full", "selective_op")
+    ],
+)
+def test_a_pipelines_ranks_keep_what_is_planned(pool, tmp_path, schedule, policy):
+    made = tiny.recipe(tmp_path, **MODEL, pipeline=2, seq_len=128, global_batch=4, ac=POLICIES[policy])
+    made = tiny.changed(made, schedule=SCHEDULES[schedule])
+    placement = made.schedule.placement(ranks=2)
+    for rank in memory(made):
+        ((held,),) = (pool.run(1, most_between_actions, made, rank.rank),)
+        planned, most = rank.items["activations"], rank.items["communication buffers"]
+        # Messages are under way at that moment or not, and so are the log-probabilities of the last stage's loss.
+        most += log_probabilities(made) if placement[-1] == rank.rank else 0
+        assert planned * (1 - BAR) <= held <= (planned + most) * (1 + BAR), rank.rank
+
+
+def test_between_its_halves_a_backward_keeps_the_factors_of_its_products():
+    model = tiny.Llama(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=192, vocab_size=256)
+    tokens, share = 2 * 32, Share(element_bytes=2)
+    found = deferred_bytes(key_of(model), share, 2, 32)
+    # Inputs of q, k and v, of o, of gate and up, and of down; gradients of their outputs.
+    assert found[""] == 2 * tokens * ((64 + 64 + 64 + 192) + (64 + 32 + 32 + 64) + (192 + 192 + 64))
+    assert found["output"] == 2 * tokens * (64 + 256)
+    assert found["tok_embeddings"] == found["norm"] == 0
+    halved = deferred_bytes(key_of(model), Share(element_bytes=2, tensor=2), 2, 32)
+    # Tensor parallelism cuts heads, columns and the vocabulary; what the products read and write in common is whole.
+    assert halved[""] == 2 * tokens * ((64 + 32 + 64 + 96) + (32 + 16 + 16 + 64) + (96 + 96 + 64))

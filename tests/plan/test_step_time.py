@@ -1,0 +1,251 @@
+"""The time of a step: limits, monotony, sums by hand, and the bytes of the formulas for communication."""
+
+import dataclasses
+import math
+
+import pytest
+
+from tests.plan.recipes import LLAMA_8B, SMALL, made
+from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer
+from titanlab.ac.selective_op_schema import SelectiveOp
+from titanlab.costs import flops
+from titanlab.costs.config_key import key_of
+from titanlab.costs.operators import EXCHANGE
+from titanlab.costs.step import Coordinate
+from titanlab.costs.traffic_account import step_traffic
+from titanlab.model.qwen3_moe_schema import Qwen3Moe
+from titanlab.plan.machine import Efficiencies, machine_of
+from titanlab.plan.stage_time import context_rows, sharding_of, tensor_rows
+from titanlab.plan.stages import model_facts
+from titanlab.plan.step_time import freed_and_kept, step_time
+from titanlab.precision.float8_schema import Float8Rowwise, Float8Tensorwise
+from titanlab.recipe.communication import step_of
+from titanlab.schedule.interleaved_schema import Interleaved1F1B
+
+# A machine in which only products take time, at 1e12 FLOP/s.
+PERFECT = Efficiencies(
+    product=1.0, attention=1.0, eager_memory=1.0, fused_memory=1.0, link=1.0, network=1.0, overlap=1.0,
+    stragglers=0.0, launch_seconds=0.0,
+)  # fmt: skip
+
+
+def only_products(recipe, **changes):
+    """A machine with infinite bandwidths and no latency."""
+    return dataclasses.replace(
+        machine_of(recipe),
+        product_flops={"bfloat16": 1e12},
+        attention_flops=1e12,
+        memory_bytes_per_second=math.inf,
+        link_bytes_per_second=math.inf,
+        network_bytes_per_second=math.inf,
+        link_seconds=0.0,
+        network_seconds=0.0,
+        link_hop_seconds=0.0,
+        network_hop_seconds=0.0,
+        efficiencies=PERFECT,
+        **changes,
+    )
+
+
+def seconds(recipe):
+    return step_time(recipe, machine_of(recipe)).seconds
+
+
+def test_parts_add_up_and_give_the_rate():
+    recipe = made(shard=8, tensor=2, batch=64)
+    found = step_time(recipe, machine_of(recipe))
+    assert found.seconds == pytest.approx(sum(found.parts.values()), rel=1e-12)
+    assert all(part >= 0 for part in found.parts.values())
+    assert found.tokens_per_second == pytest.approx(64 * 8192 / found.seconds / 16, rel=1e-12)
+    per_token = flops.per_token(LLAMA_8B.account(), seq_len=8192)
+    assert found.mfu == pytest.approx(found.tokens_per_second * per_token / 989e12, rel=1e-12)
+
+
+@pytest.mark.parametrize("degrees", [{}, {"shard": 4}, {"shard": 2, "tensor": 2}, {"context": 4}])
+def test_with_infinite_bandwidths_only_flops_are_left(degrees):
+    recipe = made(**degrees, batch=4)
+    found = step_time(recipe, only_products(recipe))
+    ranks = recipe.world
+    tokens = 4 * 8192 / ranks
+    block = LLAMA_8B.block_operations(batch=1, seq_len=8192)
+    products = sum(operation.flops for operation in block if operation.kind == "matmul") / 8192
+    attention = sum(operation.flops for operation in block if operation.kind == "attention") / 8192
+    head = 2 * 4096 * 128256
+    # Products: 3 times the forward pass. Causal attention: half of the square, 3.5 times.
+    per_token = 3 * (32 * products + head) + 3.5 * 32 * attention / 2
+    assert found.seconds == pytest.approx(tokens * per_token / 1e12, rel=1e-9)
+    assert found.parts["compute"] == pytest.approx(found.seconds, rel=1e-9)
+
+
+def test_full_recomputation_repeats_all_but_the_last_product():
+    times = {}
+    for ac in (NoCheckpointing(), FullCheckpointing(), SelectiveLayer(every=2)):
+        recipe = made(ac=ac, batch=1)
+        times[ac.kind] = step_time(recipe, only_products(recipe)).seconds
+    block = LLAMA_8B.block_operations(batch=1, seq_len=8192)
+    again = sum(operation.flops for operation in block[:-2] if operation.kind == "matmul")
+    again += sum(operation.flops for operation in block if operation.kind == "attention") / 2
+    assert block[-2].name == "feed_forward.w2"
+    assert times["full"] - times["none"] == pytest.approx(32 * again / 1e12, rel=1e-9)
+    # Every second of 32 blocks.
+    assert times["selective_layer"] - times["none"] == pytest.approx(16 * again / 1e12, rel=1e-9)
+
+
+def test_selective_recomputation_repeats_every_second_product():
+    block = LLAMA_8B.block_operations(batch=1, seq_len=8192)
+    again = SelectiveOp().recomputed(block, number=0)
+    assert {name for name in again if "w" in name.split(".")[-1]} == {"attention.wk", "attention.wo", "feed_forward.w3"}
+    assert "attention.inner" not in again
+    assert {"attention_norm", "ffn_norm", "feed_forward.silu"} <= set(again)
+    keeps_all = SelectiveOp(every_other_matmul=False).recomputed(block, number=0)
+    assert not any(".w" in name for name in keeps_all)
+    assert NoCheckpointing().recomputed(block, number=0) == ()
+
+
+@pytest.mark.parametrize(
+    "better",
+    [
+        {"memory_bytes_per_second": 1e13},
+        {"link_bytes_per_second": 9e11},
+        {"network_bytes_per_second": 1e12},
+        {"product_flops": {"bfloat16": 1e15}},
+        {"attention_flops": 1e15},
+        {"link_hop_seconds": 0.0, "network_hop_seconds": 0.0, "link_seconds": 0.0, "network_seconds": 0.0},
+    ],
+)
+@pytest.mark.parametrize("degrees", [{"shard": 32}, {"shard": 4, "tensor": 8}, {"shard": 4, "context": 16}])
+def test_a_faster_machine_is_not_slower(better, degrees):
+    recipe = made(**degrees, batch=64)
+    machine = machine_of(recipe)
+    before = step_time(recipe, machine).seconds
+    assert step_time(recipe, dataclasses.replace(machine, **better)).seconds <= before * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("name", ["product", "attention", "eager_memory", "fused_memory", "link", "network"])
+def test_every_efficiency_counts(name):
+    recipe = made(shard=16, tensor=8, batch=64, compiled=name == "fused_memory")
+    machine = machine_of(recipe)
+    worse = dataclasses.replace(machine.efficiencies, **{name: getattr(machine.efficiencies, name) / 2})
+    assert (
+        step_time(recipe, dataclasses.replace(machine, efficiencies=worse)).seconds > step_time(recipe, machine).seconds
+    )
+
+
+def test_compilation_float8_and_async_tensor_are_faster():
+    eager, compiled = made(shard=8), made(shard=8, compiled=True)
+    float8 = made(shard=8, compiled=True, precision=Float8Tensorwise())
+    rows = made(shard=8, compiled=True, precision=Float8Rowwise())
+    assert seconds(float8) < seconds(rows) < seconds(compiled) < seconds(eager)
+    waits = made(shard=2, tensor=8, compiled=True)
+    overlapped = made(shard=2, tensor=8, compiled=True, async_tensor=True)
+    assert seconds(overlapped) < seconds(waits)
+
+
+def test_float8_gathers_send_half():
+    parts = {}
+    for gathers in (True, False):
+        # So slow a network that nothing hides the gathers.
+        recipe = made(
+            shard=64, batch=64, seq_len=128, precision=Float8Tensorwise(all_gather=gathers),
+            cluster={"network_gb_per_second": 1},
+        )  # fmt: skip
+        parts[gathers] = step_time(recipe, machine_of(recipe)).parts["shard"]
+    assert parts[True] < 0.8 * parts[False]
+
+
+def test_a_single_rank_has_no_communication():
+    recipe = made(batch=2)
+    parts = step_time(recipe, machine_of(recipe)).parts
+    assert {name for name, part in parts.items() if part > 0} == {"compute", "optimizer"}
+    # Read and written: parameters, two averages; gradients five times. Of 4 bytes each, beside the counts of updates.
+    machine = machine_of(recipe)
+    rate = machine.memory_bytes_per_second * machine.efficiencies.fused_memory
+    expected = LLAMA_8B.account().parameter_count * 4 * 11 / rate
+    assert parts["optimizer"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_ring_shows_only_what_attention_does_not_hide():
+    short = made(context=8, batch=1, seq_len=8192, cluster={"link_gb_per_second": 20})
+    long = made(context=8, batch=1, seq_len=8192 * 64, cluster={"link_gb_per_second": 20})
+    assert step_time(short, machine_of(short)).parts["context"] > 0
+    # Attention grows with the square of the sequence, what is sent only with its length.
+    assert step_time(long, machine_of(long)).parts["context"] == 0
+    gathered = made(context=8, batch=1, context_method="all_gather", seq_len=8192 * 64)
+    assert step_time(gathered, machine_of(gathered)).parts["context"] > 0
+
+
+def test_stragglers_grow_with_nodes():
+    shares = []
+    for ranks in (8, 16, 64):
+        recipe = made(shard=ranks, batch=ranks)
+        found = step_time(recipe, machine_of(recipe))
+        shares.append(found.parts["stragglers"] / (found.seconds - found.parts["stragglers"]))
+    share = machine_of(recipe).efficiencies.stragglers
+    assert shares == pytest.approx([0.0, share, 3 * share], rel=1e-9)
+
+
+def test_accumulated_microbatches_are_reduced_once():
+    slow = {"network_gb_per_second": 0.5}
+    once = made(shard=64, batch=64, microbatch=1, seq_len=128, reshard_after_forward="never", cluster=slow)
+    four = made(shard=64, batch=256, microbatch=1, seq_len=128, reshard_after_forward="never", cluster=slow)
+    parts = [step_time(recipe, machine_of(recipe)).parts["shard"] for recipe in (once, four)]
+    assert parts[0] == pytest.approx(parts[1], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        made(model=SMALL, shard=8, seq_len=256),
+        made(model=SMALL, shard=4, replicate=2, seq_len=256, microbatch=1),
+        made(model=SMALL, shard=2, tensor=2, seq_len=256, precision=Float8Tensorwise()),
+        made(model=SMALL, shard=2, context=4, seq_len=256, reshard_after_forward="never"),
+        made(model=SMALL, shard=2, context=2, tensor=4, seq_len=256, microbatch=2),
+        made(model=SMALL, shard=4, tensor=2, seq_len=256, sequence_parallel=False, loss_parallel=False),
+    ],
+    ids=lambda recipe: recipe.layout.label,
+)
+def test_bytes_are_those_of_the_formulas(recipe):
+    """Bytes of one block times the blocks, and of the edges, are what the formulas say of the whole model."""
+    facts, machine = model_facts(key_of(recipe.model)), machine_of(recipe)
+    step = step_of(recipe, account=facts.sample)
+    layers, edges = recipe.model.layers, (*facts.before, *facts.after)
+    expected = step_traffic(step_of(recipe), Coordinate())
+    block, rest = sharding_of(step, (facts.block,), machine), sharding_of(step, edges, machine)
+    freed, kept = freed_and_kept(layers, reshards=recipe.parallelism.frees_after_forward)
+    gathers = 2 * recipe.microbatches * freed + kept
+    fsdp = [row for row in expected if row.axis.startswith("shard")]
+    gathered = next(row.bytes for row in fsdp if row.kind == "all_gather")
+    assert gathers * block.gathered_bytes + rest.gathered_bytes == gathered
+    reduced = next(row.bytes for row in fsdp if row.kind == "reduce_scatter")
+    assert layers * block.scattered_bytes + rest.scattered_bytes == reduced
+    if recipe.layout.tensor > 1:
+        pieces = [facts.block] * layers + list(edges)
+        sent = sum(row.bytes for piece in pieces for rows in tensor_rows(step, piece) for row in rows)
+        assert sent == sum(row.bytes for row in expected if row.axis == "tensor")
+    if recipe.layout.context > 1:
+        sent = layers * sum(row.bytes for row in context_rows(step, facts.block))
+        assert sent == sum(row.bytes for row in expected if row.axis == "context")
+
+
+def test_an_estimate_does_not_depend_on_those_before():
+    recipe = made(shard=4, tensor=2, pipeline=2, batch=32, schedule=Interleaved1F1B())
+    machine = machine_of(recipe)
+    alone = step_time(recipe, machine)
+    for shard in (2, 8):
+        step_time(made(shard=shard, tensor=2, pipeline=2, batch=32), machine)
+    assert step_time(recipe, machine) == alone
+    assert step_time(recipe, machine_of(recipe)) == alone
+
+
+def test_an_exchange_that_is_kept_is_not_repeated():
+    """Expert parallelism is all that the tensor axis communicates here."""
+    model = Qwen3Moe(dim=512, layers=4, heads=8, kv_heads=4, head_dim=64, ffn_dim=256, vocab_size=2048, experts=16)
+
+    def sent(ac):
+        recipe = made(model=model, shard=8, expert=8, batch=8, ac=ac)
+        return step_time(recipe, machine_of(recipe)).parts["tensor"]
+
+    kept = SelectiveOp(saved=[EXCHANGE, "titanlab.grouped_product.default"])
+    once, twice = sent(NoCheckpointing()), sent(FullCheckpointing())
+    assert twice == pytest.approx(once * 3 / 2)
+    assert (sent(kept), sent(SelectiveOp())) == (pytest.approx(once), pytest.approx(twice))

@@ -1,0 +1,83 @@
+"""A pipeline's time: the shorter simulation agrees with the simulation of all actions."""
+
+import pytest
+
+from tests.plan.recipes import made
+from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing
+from titanlab.costs.config_key import key_of
+from titanlab.model.llama_schema import Llama
+from titanlab.plan.machine import machine_of
+from titanlab.plan.pipeline_time import pipeline_time, shorter, simulated_time, stages_of
+from titanlab.plan.stage_time import StageTime
+from titanlab.plan.step_time import step_time
+from titanlab.schedule.gpipe_schema import GPipe
+from titanlab.schedule.interleaved_schema import Interleaved1F1B, InterleavedZeroBubble
+from titanlab.schedule.one_f_one_b_schema import OneFOneB
+from titanlab.schedule.zbv_schema import ZBV
+
+# Fewer blocks than 405B has, because the search for a balanced split takes seconds; not divisible by the stages.
+BLOCKS_OF_405B = Llama(dim=16384, layers=31, heads=128, kv_heads=8, ffn_dim=53248, vocab_size=128256)
+# Recipes are ranked by the shorter simulation; layouts that differ by less than this are simulated in full.
+AGREEMENT = 0.01
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(4, 4), (4, 17), (8, 8), (8, 32), (8, 65)])
+@pytest.mark.parametrize("schedule", [OneFOneB(), GPipe()], ids=lambda schedule: schedule.kind)
+def test_one_stage_a_rank_by_hand(schedule, ranks, microbatches):
+    """(m + p − 1)·(F + B): arXiv 2104.04473, section 2.2."""
+    stages = stages_of([StageTime(1.0, 1.0, 2.0)], [0] * ranks, range(ranks), ranks=ranks)
+    for estimate in (simulated_time, pipeline_time):
+        found = estimate(key_of(schedule), stages, ranks=ranks, microbatches=microbatches, transfer=0.0)
+        assert found.seconds == pytest.approx((microbatches + ranks - 1) * 4.0, rel=1e-9)
+        assert found.sending == 0.0
+
+
+def test_sending_delays_the_first_and_the_last_microbatch():
+    stages = stages_of([StageTime(1.0, 1.0, 1.0)], [0] * 4, range(4), ranks=4)
+    found = simulated_time(key_of(GPipe()), stages, ranks=4, microbatches=8, transfer=0.01)
+    # Three hops forward and three back.
+    assert found.sending == pytest.approx(0.06, rel=1e-9)
+    short = pipeline_time(key_of(GPipe()), stages, ranks=4, microbatches=8, transfer=0.01)
+    assert short.sending == pytest.approx(0.06, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        OneFOneB(),
+        Interleaved1F1B(stages_per_rank=2),
+        Interleaved1F1B(stages_per_rank=3),
+        InterleavedZeroBubble(stages_per_rank=2),
+        ZBV(),
+    ],
+    ids=lambda schedule: f"{schedule.kind}-{getattr(schedule, 'stages_per_rank', 1)}",
+)
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "ac"),
+    [(2, 3, NoCheckpointing()), (4, 17, FullCheckpointing()), (4, 36, FullCheckpointing()), (4, 33, NoCheckpointing())],
+)
+def test_the_shorter_simulation_agrees(schedule, ranks, microbatches, ac):
+    recipe = made(
+        model=BLOCKS_OF_405B, shard=4, tensor=8, pipeline=ranks, batch=4 * microbatches, schedule=schedule, ac=ac
+    )
+    machine = machine_of(recipe)
+    whole = step_time(recipe, machine, pipeline=simulated_time).seconds
+    assert step_time(recipe, machine).seconds == pytest.approx(whole, rel=AGREEMENT)
+
+
+def test_more_microbatches_and_more_stages_mean_a_smaller_bubble():
+    def bubble(batch, schedule):
+        recipe = made(model=BLOCKS_OF_405B, shard=8, tensor=8, pipeline=4, batch=batch, schedule=schedule)
+        found = step_time(recipe, machine_of(recipe), pipeline=simulated_time)
+        return found.parts["bubble"] / found.seconds
+
+    assert bubble(128, OneFOneB()) < bubble(64, OneFOneB()) < bubble(32, OneFOneB())
+    assert bubble(32, Interleaved1F1B(stages_per_rank=4)) < bubble(32, OneFOneB())
+
+
+def test_a_shorter_simulation_has_the_same_rest():
+    for microbatches in range(1, 200):
+        few = shorter(8, microbatches)
+        assert few <= microbatches
+        assert few % 8 == microbatches % 8
+        assert few < (24 if microbatches % 8 == 0 else 32)

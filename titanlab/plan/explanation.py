@@ -1,0 +1,209 @@
+"""What one run of a recipe would take: hours, memory of a device, bytes of a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from titanlab.costs.config_key import key_of
+from titanlab.costs.step import Coordinate
+from titanlab.costs.traffic_account import step_traffic
+from titanlab.costs.traffic_table import Row
+from titanlab.errors import ConfigError
+from titanlab.plan.block_time import model_time, shape_of
+from titanlab.plan.machine import Machine, machine_of
+from titanlab.plan.memory import ITEMS, RankMemory, Sharding, added, memory, most_memory, reserved_bytes, stored_pieces
+from titanlab.plan.pipeline_time import simulated_time
+from titanlab.plan.search import MARGIN
+from titanlab.plan.stage_time import rank_stages
+from titanlab.plan.step_time import StepTime, step_time
+from titanlab.recipe.communication import step_of
+from titanlab.recipe.recipe import Recipe
+from titanlab.recipe.recipe_rules import check_all_but_data
+from titanlab.schedule.action import Kind
+from titanlab.schedule.timeline import Timeline, simulate
+
+MEMORY_ERROR = 0.47
+"""The share by which estimated memory was too high for the published run with the largest such error
+(docs/planner-accuracy.md)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What one run takes.
+
+    Attributes:
+        hours: of its steps; not of its start, validation and checkpoints.
+        reserved_bytes: of the device that needs most.
+        limit_bytes: of a device that runs may reserve; None: not known.
+        checkpoint_bytes: of one checkpoint, with parameters and optimizer state of all ranks.
+    """
+
+    hours: float
+    reserved_bytes: int
+    limit_bytes: float | None
+    checkpoint_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the memory of a device suffices, as far as it is known."""
+        return self.limit_bytes is None or self.reserved_bytes <= self.limit_bytes
+
+    @property
+    def cannot_fit(self) -> bool:
+        """Whether a device's memory would not suffice even if the estimate were too high by `MEMORY_ERROR`."""
+        return self.limit_bytes is not None and self.reserved_bytes > self.limit_bytes * (1 + MEMORY_ERROR)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain values by the names of the fields."""
+        return asdict(self)
+
+
+def estimate_of(recipe: Recipe) -> Estimate | None:
+    """The estimate for a resolved recipe; None: nothing is known of its devices, or its CPUs were not measured."""
+    estimate = estimate_or_reason(recipe)
+    return estimate if isinstance(estimate, Estimate) else None
+
+
+def estimate_or_reason(recipe: Recipe) -> Estimate | str:
+    """The estimate for a resolved recipe, or in a few words why there is none."""
+    if recipe.cluster.accelerator != "cuda" and recipe.cluster.memory_gb_per_second is None:
+        return "these CPUs were not measured (titanlab plan --measure)"
+    try:
+        machine = machine_of(recipe)
+    except ConfigError as error:
+        return error.problem
+    reserved = reserved_bytes(recipe, machine, most_memory(recipe))
+    whole = Sharding(key_of(recipe.model), key_of(recipe.precision), key_of(recipe.optimizer), 1, 1)
+    saved = added(stored_pieces(whole).values())
+    limit = machine.memory_bytes * (1 - MARGIN)
+    return Estimate(
+        hours=step_time(recipe, machine).seconds * recipe.training.steps / 3600,
+        reserved_bytes=reserved,
+        limit_bytes=None if math.isinf(limit) else limit,
+        checkpoint_bytes=saved.parameters + saved.optimizer,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """The account of one recipe.
+
+    Attributes:
+        recipe: resolved.
+        ranks: memory of each rank of the pipeline.
+        time: of a step, with every action of a pipeline simulated.
+        traffic: communication of one rank in a step, before the optimizer: the first of every axis.
+        timeline: of the pipeline, in seconds; None: there is no pipeline.
+    """
+
+    recipe: Recipe
+    machine: Machine
+    ranks: tuple[RankMemory, ...]
+    time: StepTime
+    traffic: Sequence[Row]
+    timeline: Timeline | None
+
+
+def explain(recipe: Recipe) -> Explanation:
+    """Account for a resolved recipe.
+
+    Raises:
+        ConfigError: the recipe breaks a rule, or nothing is known of its machine.
+    """
+    check_all_but_data(recipe)
+    machine = machine_of(recipe)
+    return Explanation(
+        recipe=recipe,
+        machine=machine,
+        ranks=memory(recipe),
+        time=step_time(recipe, machine, pipeline=simulated_time),
+        traffic=step_traffic(step_of(recipe), Coordinate()),
+        timeline=timeline_of(recipe, machine),
+    )
+
+
+def timeline_of(recipe: Recipe, machine: Machine) -> Timeline | None:
+    """The simulated timeline of a recipe's pipeline, in seconds; None: it has none."""
+    layout, model, schedule = recipe.layout, key_of(recipe.model), key_of(recipe.schedule)
+    if layout.pipeline == 1:
+        return None
+    times = model_time(shape_of(recipe, machine, model, key_of(recipe.precision)), key_of(recipe.ac), recipe)
+    split, ranks = key_of(recipe.parallelism.split), layout.pipeline
+    stages = rank_stages(times, model, schedule, split, ranks, recipe.training.seq_len).pipeline
+    assert stages is not None
+    durations = {
+        Kind.FORWARD: [stage.forward for stage in stages.stages],
+        Kind.BACKWARD: [stage.inputs + stage.weights for stage in stages.stages],
+        Kind.INPUT: [stage.inputs for stage in stages.stages],
+        Kind.WEIGHT: [stage.weights for stage in stages.stages],
+    }
+    return simulate(recipe.schedule.actions(ranks=ranks, microbatches=recipe.microbatches), stages.placement, durations)
+
+
+def memory_rows(explanation: Explanation) -> tuple[list[str], list[list[str]]]:
+    """Headings, and a row for each item with its GB by rank; the last rows are the sums."""
+    ranks = explanation.ranks
+    headings = ["GB", *(f"rank {rank.rank}" for rank in ranks)] if len(ranks) > 1 else ["", "GB"]
+    rows = [
+        [item, *(f"{rank.items[item] / 1e9:.2f}" for rank in ranks)]
+        for item in ITEMS
+        if any(rank.items[item] for rank in ranks)
+    ]
+    rows.append(["allocated", *(f"{rank.allocated / 1e9:.2f}" for rank in ranks)])
+    machine = explanation.machine
+    process = f", and {machine.process_bytes / 1e9:.2f}" if machine.process_bytes else ""
+    rows.append([f"reserved (×{machine.allocator_excess:.3g}{process})", *_reserved(explanation)])
+    rows.append(["largest at", *(rank.moment for rank in ranks)])
+    return headings, rows
+
+
+def _reserved(explanation: Explanation) -> list[str]:
+    return [f"{reserved_bytes(explanation.recipe, explanation.machine, rank) / 1e9:.2f}" for rank in explanation.ranks]
+
+
+def time_rows(time: StepTime) -> list[list[str]]:
+    """A row for each part of a step: seconds and share."""
+    rows = [
+        [name, f"{seconds:.4g}", f"{100 * seconds / time.seconds:.1f}%"]
+        for name, seconds in time.parts.items()
+        if seconds
+    ]
+    return [*rows, ["step", f"{time.seconds:.4g}", "100.0%"]]
+
+
+def traffic_rows(rows: Sequence[Row]) -> list[list[str]]:
+    """A row for each kind of collective on each axis."""
+    return [[row.axis, row.kind, f"{row.count:,}", f"{row.bytes:,}", f"{row.wire_bytes:,}"] for row in rows]
+
+
+def explanation_values(explanation: Explanation) -> dict[str, Any]:
+    """The account as plain values; bytes and seconds."""
+    timeline, time = explanation.timeline, explanation.time
+    return {
+        "layout": explanation.recipe.layout.label,
+        "device": explanation.machine.name,
+        "memory_bytes": explanation.machine.memory_bytes,
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "moment": rank.moment,
+                "items": dict(rank.items),
+                "allocated_bytes": rank.allocated,
+                "reserved_bytes": reserved_bytes(explanation.recipe, explanation.machine, rank),
+            }
+            for rank in explanation.ranks
+        ],
+        "step_seconds": time.seconds,
+        "parts": dict(time.parts),
+        "tokens_per_second_per_device": time.tokens_per_second,
+        "mfu": None if math.isnan(time.mfu) else time.mfu,
+        "traffic": [
+            {"axis": r.axis, "kind": r.kind, "count": r.count, "bytes": r.bytes, "wire_bytes": r.wire_bytes}
+            for r in explanation.traffic
+        ],
+        "bubble_share": None if timeline is None else timeline.bubble_share,
+        "peak_in_flight": None if timeline is None else timeline.peak_in_flight,
+    }

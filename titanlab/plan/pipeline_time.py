@@ -1,0 +1,242 @@
+"""The time of a pipeline's step: the simulation of its schedule, or an estimate from a shorter one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+from titanlab.costs.config_key import Key
+from titanlab.plan.stage_time import StageTime
+from titanlab.plan.stages import actions_of, placement_of
+from titanlab.schedule.action import Kind
+from titanlab.schedule.order import executed
+from titanlab.schedule.timeline import simulate
+
+# Times of stages are rounded to this share of their mean, so that recipes with similar stages share a simulation.
+_ROUNDING = 0.005
+# Microbatches of a shorter simulation, for each rank: the steady state is reached.
+_ROUNDS = 2
+# Time of a transfer, in units of a stage's mean time, with which transfers on the longest path are counted.
+_SMALL = 1e-4
+
+
+_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+
+
+class PipelineTime(NamedTuple):
+    """Seconds of a step, and those that it has because sending takes time."""
+
+    seconds: float
+    sending: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """The stages of a pipeline, and sums over them.
+
+    Attributes:
+        stages: times by stage.
+        placement: rank of each stage.
+        busy: time of the busiest rank for one microbatch.
+        busiest: number of that rank.
+        mean: time of a stage for one microbatch.
+        rounded: times by stage in units of `_ROUNDING` · mean.
+    """
+
+    stages: tuple[StageTime, ...]
+    placement: tuple[int, ...]
+    busy: float
+    busiest: int
+    mean: float
+    rounded: tuple[StageTime, ...]
+
+
+def stages_of(
+    different: Sequence[StageTime], kind_of: Sequence[int], placement: Sequence[int], *, ranks: int
+) -> Stages:
+    """Sums over the stages of a pipeline.
+
+    Args:
+        different: times of stages.
+        kind_of: by stage, index in `different`.
+        placement: rank of each stage.
+    """
+    sums = [sum(stage) for stage in different]
+    by_rank = [0.0] * ranks
+    for kind, rank in zip(kind_of, placement, strict=True):
+        by_rank[rank] += sums[kind]
+    mean = sum(by_rank) / len(kind_of)
+    unit = _ROUNDING * mean
+    rounded = [StageTime(*(round(part / unit) for part in stage)) for stage in different]
+    return Stages(
+        stages=tuple(different[kind] for kind in kind_of),
+        placement=tuple(placement),
+        busy=max(by_rank),
+        busiest=by_rank.index(max(by_rank)),
+        mean=mean,
+        rounded=tuple(rounded[kind] for kind in kind_of),
+    )
+
+
+class PipelineEstimate(Protocol):
+    """Gives the time of a pipeline: `simulated_time`, `pipeline_time` or `least_time`."""
+
+    def __call__(
+        self, schedule: Key, stages: Stages, *, ranks: int, microbatches: int, transfer: float
+    ) -> PipelineTime:
+        """Time of all microbatches.
+
+        Args:
+            schedule: config of the schedule.
+            transfer: time to send a tensor from one rank to another.
+        """
+        ...
+
+
+def simulated_time(schedule: Key, stages: Stages, *, ranks: int, microbatches: int, transfer: float) -> PipelineTime:
+    """Every action is simulated with the times of its stage."""
+    orders = schedule.value.actions(ranks=ranks, microbatches=microbatches)
+    durations = _durations(stages.stages)
+    whole = simulate(orders, stages.placement, durations, transfer=transfer).duration
+    without = simulate(orders, stages.placement, durations).duration if transfer else whole
+    return PipelineTime(whole, whole - without)
+
+
+def pipeline_time(schedule: Key, stages: Stages, *, ranks: int, microbatches: int, transfer: float) -> PipelineTime:
+    """Few microbatches are simulated, once for all recipes with similar stages; the others come at their pace."""
+    few = shorter(ranks, microbatches)
+    bubble, hops = _short(schedule, ranks, few, stages.rounded)
+    if microbatches > few:
+        # In the steady state the idle time grows with every round by as much as in one more round.
+        more, _ = _short(schedule, ranks, few + ranks, stages.rounded)
+        bubble += (more - bubble) * (microbatches - few) / ranks
+        # Idle time that shrinks with every round cannot shrink below this.
+        bubble = max(bubble, least_idle(schedule, stages.placement, stages.rounded, microbatches))
+    seconds = bubble * _ROUNDING * stages.mean + stages.busy * microbatches + hops * transfer
+    return PipelineTime(seconds, hops * transfer)
+
+
+def least_time(schedule: Key, stages: Stages, *, ranks: int, microbatches: int, transfer: float) -> PipelineTime:
+    """A bound: `pipeline_time` is never less. Nothing is simulated, and messages take no time."""
+    idle = least_idle(schedule, stages.placement, stages.rounded, microbatches)
+    return PipelineTime(idle * _ROUNDING * stages.mean + stages.busy * microbatches, 0.0)
+
+
+def shorter(ranks: int, microbatches: int) -> int:
+    """Number of microbatches of a shorter simulation, with as many left over from rounds as the recipe has."""
+    # Schedules that make rounds as equal as they can need one round more to show their pace.
+    least = (_ROUNDS + (microbatches % ranks > 0)) * ranks
+    return microbatches if microbatches < least + ranks else least + microbatches % ranks
+
+
+class _Program(NamedTuple):
+    """The actions of all ranks in an order in which they can run.
+
+    Attributes:
+        actions: rank, number of stage and kind in a table of times, and number of the action of another rank that it
+            waits for, or -1. The actions of one rank run one after the other and need not wait for each other.
+        placement: rank of each stage.
+    """
+
+    actions: list[tuple[int, int, int]]
+    placement: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def _program(schedule: Key, ranks: int, microbatches: int) -> _Program:
+    placement = placement_of(schedule, ranks)
+    index = {kind: number for number, kind in enumerate(_KINDS)}
+    actions: list[tuple[int, int, int]] = []
+    for rank, (stage, kind, _), needs in executed(actions_of(schedule, ranks, microbatches), stages=len(placement)):
+        waits = -1
+        for need in needs:
+            if actions[need][0] != rank:
+                waits = need
+        actions.append((rank, stage * len(_KINDS) + index[kind], waits))
+    return _Program(actions, placement)
+
+
+@functools.lru_cache(maxsize=16384)
+def _short(schedule: Key, ranks: int, microbatches: int, stages: tuple[StageTime, ...]) -> tuple[float, float]:
+    """Idle time of the busiest rank in a step, and the number of transfers that the step waits for."""
+    program = _program(schedule, ranks, microbatches)
+    by_rank = [0.0] * ranks
+    for stage, rank in enumerate(program.placement):
+        by_rank[rank] += sum(stages[stage])
+    without = _duration(program, ranks, stages, 0.0)
+    small = _SMALL / _ROUNDING
+    return without - max(by_rank) * microbatches, (_duration(program, ranks, stages, small) - without) / small
+
+
+def _duration(program: _Program, ranks: int, stages: Sequence[StageTime], transfer: float) -> float:
+    """End of the last action; the same as `titanlab.schedule.timeline.simulate`, whose order is found once."""
+    durations = _durations(stages)
+    times = [durations[kind][stage] for stage in range(len(stages)) for kind in _KINDS]
+    free = [0.0] * ranks
+    ends: list[float] = []
+    for rank, place, need in program.actions:
+        begin = free[rank]
+        if need >= 0:
+            arrival = ends[need] + transfer
+            if arrival > begin:
+                begin = arrival
+        free[rank] = end = begin + times[place]
+        ends.append(end)
+    return max(free)
+
+
+def _durations(stages: Sequence[StageTime]) -> dict[Kind, list[float]]:
+    return {
+        Kind.FORWARD: [stage.forward for stage in stages],
+        Kind.BACKWARD: [stage.inputs + stage.weights for stage in stages],
+        Kind.INPUT: [stage.inputs for stage in stages],
+        Kind.WEIGHT: [stage.weights for stage in stages],
+    }
+
+
+@functools.lru_cache(maxsize=16384)
+def least_idle(schedule: Key, placement: tuple[int, ...], stages: tuple[StageTime, ...], microbatches: int) -> float:
+    """How much longer than its busiest rank computes a pipeline takes at least, if messages take no time.
+
+    Every rank waits twice. At the beginning, the first microbatch has to pass the stages before its own, and all stages
+    before its first gradient arrives; until then the rank can only run forward passes, of as many microbatches as it
+    keeps. At the end, after its last gradient of an input, that microbatch has to pass the stages before its own; the
+    rank can then only compute gradients of weights, of as many microbatches as it keeps.
+
+    Args:
+        schedule: config of the schedule.
+        placement: rank of each stage.
+        stages: times of each stage, in any unit.
+    """
+    ranks = 1 + max(placement)
+    splits = splits_backward(schedule, ranks, microbatches)
+    kept = schedule.value.peak_in_flight(ranks=ranks, microbatches=microbatches)
+    backward = [stage.inputs if splits else stage.inputs + stage.weights for stage in stages]
+    # Sums over the stages before each one, and over those after it.
+    forward_before = [0.0, *accumulate(stage.forward for stage in stages)]
+    backward_before = [0.0, *accumulate(backward)]
+    own: dict[int, list[int]] = {}
+    for number, rank in enumerate(placement):
+        own.setdefault(rank, []).append(number)
+    idle, busy = {}, {}
+    for rank, numbers in own.items():
+        first, last = numbers[0], numbers[-1]
+        most = min(kept, microbatches) * len(numbers)
+        gradient = forward_before[-1] + backward_before[-1] - backward_before[last + 1]
+        ahead = most * max(stages[number].forward for number in numbers)
+        begin = max(forward_before[first], gradient - ahead)
+        weights = most * max(stages[number].weights for number in numbers) if splits else 0.0
+        idle[rank] = begin + max(0.0, backward_before[first] - weights)
+        busy[rank] = microbatches * sum(sum(stages[number]) for number in numbers)
+    longest: float = max(busy[rank] + idle[rank] for rank in own)
+    return longest - max(busy.values())
+
+
+@functools.lru_cache(maxsize=4096)
+def splits_backward(schedule: Key, ranks: int, microbatches: int) -> bool:
+    """See `PipelineSchedule`."""
+    splits: bool = ranks > 1 and schedule.value.splits_backward(ranks=ranks, microbatches=microbatches)
+    return splits

@@ -1,0 +1,350 @@
+"""Recipes of a space whose blocks take the same time."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from titanlab.costs.account import Share
+from titanlab.costs.config_key import Key, key_of
+from titanlab.costs.layout import Layout
+from titanlab.errors import ConfigError
+from titanlab.plan.activations import Batch, deferred_bytes, saved_bytes
+from titanlab.plan.block_time import ModelTime, model_time, shape_of
+from titanlab.plan.machine import Machine
+from titanlab.plan.memory import PieceBytes, RankMemory, Sharding, added, message_bytes, most_memory, stored_pieces
+from titanlab.plan.pipeline_time import least_time, splits_backward
+from titanlab.plan.space import Choice, Point, Space
+from titanlab.plan.stage_time import axis_in
+from titanlab.plan.stages import model_facts, placement_of
+from titanlab.plan.step_time import StepTime, least_seconds, step_time
+from titanlab.recipe.recipe import Recipe
+
+
+class Group(NamedTuple):
+    """Recipes that differ in their schedule, and in how data-parallel processes replicate or shard."""
+
+    layouts: tuple[Layout, ...]
+    microbatch: int
+    ac: Choice
+    precision: Choice
+    compile: Choice
+
+    @property
+    def options(self) -> tuple[int, int, int]:
+        """Its policy of checkpointing, precision and compilation, as the key of a table."""
+        return id(self.ac.value), id(self.precision.value), id(self.compile.value)
+
+    def point(self, layout: Layout, schedule: Choice) -> Point:
+        """One of its recipes."""
+        return Point(layout, self.microbatch, schedule, self.ac, self.precision, self.compile)
+
+
+class MemoryBound:
+    """Bytes that the rank with most memory needs at least, for the groups of one space.
+
+    Parameters are sharded over all processes that read other sequences, and ranks of a pipeline have equal parts of the
+    model. What groups share is computed once.
+    """
+
+    def __init__(self, space: Space) -> None:
+        self._recipe, self._space = space.recipe, space
+        self._whole: dict[tuple[int, int, int, int], PieceBytes] = {}
+        self._saved: dict[tuple[int, int, int, int, int, int], tuple[float, float]] = {}
+        self._kept: dict[tuple[int, ...], tuple[float, float]] = {}
+
+    def least(self, group: Group, schedules: Sequence[Choice]) -> float:
+        """Bytes for a group.
+
+        Args:
+            schedules: of the pipeline; the one that keeps the fewest microbatches counts.
+        """
+        layout, parallelism = group.layouts[0], self._recipe.parallelism
+        whole = self._stored(group)
+        needed = 0.0 if parallelism.cpu_offload else float(whole.parameters + whole.optimizer)
+        microbatches = self._recipe.training.global_batch // layout.data // group.microbatch
+        accumulates = microbatches > 1 or layout.pipeline > 1
+        if accumulates and (layout.context > 1 or group.precision.value.formats().mixed):
+            needed += whole.unreduced + (0 if parallelism.frees_after_forward else whole.gathered)
+        saved, deferred = self._activations(group)
+        if layout.pipeline > 1:
+            whole_passes, split_passes = self._in_flight(schedules, layout.pipeline, microbatches)
+            saved = min(whole_passes * saved, split_passes * min(saved, deferred))
+        return (needed + saved) / layout.pipeline
+
+    def _stored(self, group: Group) -> PieceBytes:
+        """What one rank stores and gathers of the whole model."""
+        layout = group.layouts[0]
+        key = id(group.precision.value), layout.tensor, layout.data * layout.context, layout.expert
+        if key not in self._whole:
+            model, optimizer = key_of(self._recipe.model), key_of(self._recipe.optimizer)
+            sharding = Sharding(model, key_of(group.precision.value), optimizer, *key[1:])
+            self._whole[key] = added(stored_pieces(sharding).values())
+        return self._whole[key]
+
+    def _activations(self, group: Group) -> tuple[float, float]:
+        """What all blocks keep of one microbatch, and what of it between the halves of a split backward."""
+        layout, precision = group.layouts[0], group.precision.value
+        key = id(group.ac.value), id(precision), layout.tensor, layout.context, group.microbatch, layout.expert
+        if key not in self._saved:
+            share = Share(
+                element_bytes=precision.formats().compute_bytes,
+                accelerator=self._recipe.cluster.accelerator,
+                tensor=layout.tensor,
+                context=layout.context,
+                sequence_parallel=self._recipe.parallelism.sequence_parallel,
+                expert=layout.expert,
+            )
+            model, seq_len = key_of(self._recipe.model), self._recipe.training.seq_len
+            layers = model_facts(model).account.layers
+            batch = Batch(model, key_of(group.ac.value), share, group.microbatch, seq_len)
+            self._saved[key] = (
+                saved_bytes(batch, layers),
+                layers * deferred_bytes(model, share, group.microbatch, seq_len)[""],
+            )
+        return self._saved[key]
+
+    def _in_flight(self, schedules: Sequence[Choice], ranks: int, microbatches: int) -> tuple[float, float]:
+        """Microbatches that the rank with most of them keeps, if its stages are equal, in the schedule with fewest.
+
+        The first number is of schedules with whole backward passes, the second of those that split them; infinite
+        without such a schedule.
+        """
+        key = (ranks, microbatches, *map(id, schedules))
+        if key not in self._kept:
+            fewest = {False: math.inf, True: math.inf}
+            for schedule in schedules:
+                splits = splits_backward(key_of(schedule.value), ranks, microbatches)
+                kept = schedule.value.peak_in_flight(ranks=ranks, microbatches=microbatches)
+                fewest[splits] = min(fewest[splits], kept)
+            self._kept[key] = fewest[False], fewest[True]
+        return self._kept[key]
+
+
+# Stages that differ may have a smaller bubble than equal ones; this share of it is in the bound of a group.
+_BUBBLE_SHARE = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """One recipe with its estimates.
+
+    Attributes:
+        point: of the space.
+        recipe: resolved.
+        time: of a step.
+        memory: of the rank that needs most.
+        reserved: bytes that the allocator takes on that rank.
+    """
+
+    point: Point
+    recipe: Recipe
+    time: StepTime
+    memory: RankMemory
+    reserved: int
+
+
+@dataclass(kw_only=True)
+class Ranking:
+    """The recipes of a space in the order of their speed.
+
+    Attributes:
+        space: of recipes.
+        machine: on which they would run.
+        limit: bytes of a device that recipes may reserve.
+        excess: reserved bytes for each allocated byte.
+        listed: number of recipes in the space; after `best`.
+        too_large: number of recipes that do not fit, of those that were looked at.
+        least: the smallest of those that do not fit, with its recipe.
+        refused: number of recipes by the rule that they break, of those that were looked at.
+    """
+
+    space: Space
+    machine: Machine
+    limit: float
+    excess: float
+    listed: int = 0
+    too_large: int = 0
+    least: tuple[int, Recipe] | None = None
+    refused: Counter[str] = field(default_factory=Counter)
+
+    def best(self, count: int) -> list[Ranked]:
+        """The fastest recipes, at most `count`."""
+        return list(itertools.islice(self._in_order(), count))
+
+    def estimate(self, point: Point) -> Ranked:
+        """The estimates of one recipe."""
+        recipe = self.space.recipe_of(point)
+        memory, reserved = self._memory_of(recipe)
+        time = step_time(recipe, self.machine)
+        return Ranked(point=point, recipe=recipe, time=time, memory=memory, reserved=reserved)
+
+    def _memory_of(self, recipe: Recipe) -> tuple[RankMemory, int]:
+        """The memory of the rank that needs most, and the bytes that its allocator takes."""
+        memory = most_memory(recipe)
+        return memory, self._reserved(memory.allocated) + message_bytes(recipe, self.machine, memory.rank)
+
+    def _reserved(self, allocated: float) -> int:
+        return round(allocated * self.excess + self.machine.process_bytes)
+
+    def _in_order(self) -> Iterator[Ranked]:
+        counter = itertools.count()
+        queue: list[tuple[float, int, Any]] = []
+
+        def push(bound: float, item: Any) -> None:
+            heapq.heappush(queue, (bound, next(counter), item))
+
+        for group in self._groups():
+            push(self._compute_bound(group), (self._refine_group, group))
+        while queue:
+            _, _, (refine, item) = heapq.heappop(queue)
+            if refine is None:
+                rule = self.space.broken_rule(item.recipe)
+                if rule:
+                    self.refused[rule] += 1
+                else:
+                    yield item
+                continue
+            for bound, following in refine(item):
+                push(bound, following)
+
+    def _leave_out(self, needed: int, recipe: Recipe, count: int) -> None:
+        self.too_large += count
+        if self.least is None or needed < self.least[0]:
+            self.least = (needed, recipe)
+
+    def _groups(self) -> Iterator[Group]:
+        """All groups of the space."""
+        by_degrees: dict[tuple[int, ...], list[Layout]] = {}
+        for layout in self.space.layouts():
+            by_degrees.setdefault((layout.pipeline, layout.context, layout.tensor, layout.expert), []).append(layout)
+        self.listed = self.too_large = 0
+        self.refused.clear()
+        for layouts in map(tuple, by_degrees.values()):
+            for microbatch, schedules in self.space.microbatches(layouts[0]):
+                for ac, precision, compile_ in self.space.others():
+                    self.listed += len(layouts) * len(schedules)
+                    yield Group(layouts, microbatch, ac, precision, compile_)
+
+    def _fits(self, group: Group, schedules: Sequence[Choice]) -> bool:
+        """Whether the smallest possible memory is not too much; if it is, the recipes are left out."""
+        needed = self._reserved(self._memory.least(group, schedules))
+        if needed > self.limit:
+            recipe = self.space.recipe_of(group.point(group.layouts[0], schedules[0]))
+            self._leave_out(needed, recipe, len(group.layouts) * len(schedules))
+        return needed <= self.limit
+
+    @functools.cached_property
+    def _memory(self) -> MemoryBound:
+        return MemoryBound(self.space)
+
+    @functools.cached_property
+    def _known_times(self) -> dict[tuple[object, ...], ModelTime]:
+        return {}
+
+    def _times(self, group: Group, layout: Layout) -> ModelTime:
+        key = (*group.options, group.microbatch, layout.tensor, layout.context, layout.expert)
+        if key not in self._known_times:
+            recipe = self.space.recipe_of(group.point(layout, self.space.schedules(layout)[0]))
+            shape = shape_of(recipe, self.machine, key_of(recipe.model), key_of(recipe.precision))
+            self._known_times[key] = model_time(shape, key_of(recipe.ac), recipe)
+        return self._known_times[key]
+
+    def _compute_bound(self, group: Group) -> float:
+        """Seconds of the blocks without parallelism inside them, divided by the processes that share them."""
+        layout = group.layouts[0]
+        times = self._times(group, self._whole(layout.pipeline))
+        local = self.space.recipe.training.global_batch / layout.data / group.microbatch
+        return local * (times.whole.ahead + times.whole.back) / (layout.pipeline * layout.context * layout.tensor)
+
+    def _whole(self, ranks: int) -> Layout:
+        """The layout of a pipeline without parallelism inside blocks."""
+        if ranks not in self._known_whole:
+            self._known_whole[ranks] = Layout(pipeline=ranks, shard=self.space.world // ranks)
+        return self._known_whole[ranks]
+
+    @functools.cached_property
+    def _known_whole(self) -> dict[int, Layout]:
+        return {}
+
+    def _refine_group(self, group: Group) -> Iterator[tuple[float, Any]]:
+        """The schedules of a group, with bounds of the pipeline's time."""
+        layout = group.layouts[0]
+        count = self.space.recipe.training.global_batch // layout.data // group.microbatch
+        schedules = self.space.schedules(layout, count)
+        if not self._fits(group, schedules):
+            return
+        times = self._times(group, layout)
+        ahead, back = times.whole.ahead, times.whole.back
+        stragglers = 1 + self.machine.efficiencies.stragglers * math.log2(
+            axis_in(layout, "world", self.machine.per_node).nodes
+        )
+        for schedule, splits, share in self._idle_shares(layout.pipeline, count, schedules):
+            idle = _BUBBLE_SHARE * (ahead if splits else ahead + back) * share
+            bound = (count * (ahead + back) / layout.pipeline + idle) * stragglers
+            yield bound, (self._refine_schedule, (group, schedule))
+
+    def _idle_shares(
+        self, ranks: int, microbatches: int, schedules: Sequence[Choice]
+    ) -> Sequence[tuple[Choice, bool, float]]:
+        """The schedules of a pipeline, whether each splits the backward, and `_before_last_rank`."""
+        key = ranks, microbatches
+        if key not in self._known_shares:
+            keys = [key_of(schedule.value) for schedule in schedules]
+            self._known_shares[key] = [
+                (schedule, splits_backward(own, ranks, microbatches), _before_last_rank(own, ranks))
+                for schedule, own in zip(schedules, keys, strict=True)
+            ]
+        return self._known_shares[key]
+
+    @functools.cached_property
+    def _known_shares(self) -> dict[tuple[int, int], Sequence[tuple[Choice, bool, float]]]:
+        return {}
+
+    def _refine_schedule(self, item: tuple[Group, Choice]) -> Iterator[tuple[float, Any]]:
+        """The group with one schedule, with a bound of what its layouts share."""
+        group, schedule = item
+        layout = group.layouts[0]
+        if layout.pipeline > 1 and not self._fits(group, [schedule]):
+            return
+        try:
+            least = least_seconds(self.space.recipe_of(group.point(layout, schedule)), self.machine)
+        except ConfigError as error:
+            self.refused[f"{error.key} {error.rule}"] += len(group.layouts)
+            return
+        yield least, (self._refine_layouts, item)
+
+    def _refine_layouts(self, item: tuple[Group, Choice]) -> Iterator[tuple[float, Any]]:
+        """The recipes with one schedule, with bounds of the whole step."""
+        group, schedule = item
+        for layout in group.layouts:
+            recipe = self.space.recipe_of(group.point(layout, schedule))
+            try:
+                least = step_time(recipe, self.machine, pipeline=least_time).seconds
+            except ConfigError as error:
+                self.refused[f"{error.key} {error.rule}"] += 1
+                continue
+            yield least, (self._refine_recipe, group.point(layout, schedule))
+
+    def _refine_recipe(self, point: Point) -> Iterator[tuple[float, Any]]:
+        """The estimate of one recipe, if it fits."""
+        recipe = self.space.recipe_of(point)
+        memory, reserved = self._memory_of(recipe)
+        if reserved > self.limit:
+            self._leave_out(reserved, recipe, 1)
+            return
+        time = step_time(recipe, self.machine)
+        yield time.seconds, (None, Ranked(point=point, recipe=recipe, time=time, memory=memory, reserved=reserved))
+
+
+@functools.lru_cache(maxsize=4096)
+def _before_last_rank(schedule: Key, ranks: int) -> float:
+    """Share of the stages that a microbatch passes before it reaches the last rank for the first time."""
+    placement = placement_of(schedule, ranks)
+    return max(map(placement.index, set(placement))) / len(placement)

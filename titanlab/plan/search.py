@@ -1,0 +1,390 @@
+"""The plan of a world: the fastest recipes that fit, or why there is none and what would work."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from titanlab.cluster.schema import Cluster
+from titanlab.costs.layout import AXES, Layout, resolve_layout
+from titanlab.distributed.host import this_host
+from titanlab.errors import ConfigError
+from titanlab.plan.machine import Machine, machine_of
+from titanlab.plan.ranking import Ranked, Ranking
+from titanlab.plan.space import Space, choices_of
+from titanlab.plan.step_time import StepTime
+from titanlab.recipe.memory_rules import check_addressable
+from titanlab.recipe.recipe import Recipe, resolve
+from titanlab.recipe.recipe_rules import check_processes
+from titanlab.terminal.numerals import counted, grouped, significant
+
+# Share of a device's memory that recipes leave free, for CUDA, NCCL and the errors of the estimate. Datasheets count
+# memory in units of 1e9 bytes, which is 7 % less than what a driver reports, so that the real margin is larger.
+MARGIN = 0.03
+MOST = 1000
+# Worlds and batches that are tried when nothing fits.
+_LARGER_WORLDS = (2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The answer to a request.
+
+    Attributes:
+        base: the recipe of the request, resolved for its world.
+        machine: of its cluster.
+        limit: bytes of a device that recipes may reserve; infinite if the cluster does not say it.
+        best: the fastest recipes, in order.
+        listed, too_large: numbers of recipes in the space, and of those that do not fit.
+        dropped: number of layouts by the rule that forbids them.
+        refused: number of recipes by the rule that forbids them, of those that were fast enough to be looked at.
+        advice: what would work, if `best` is empty.
+    """
+
+    base: Recipe
+    machine: Machine
+    limit: float
+    best: Sequence[Ranked]
+    listed: int
+    too_large: int
+    dropped: Mapping[str, int]
+    refused: Mapping[str, int]
+    advice: Sequence[str] = ()
+
+
+def for_planning(recipe: Recipe, *, stands: bool = False) -> Recipe:
+    """The recipe, resolved without this host.
+
+    Args:
+        stands: keep its degrees; otherwise only their product matters, and all processes shard.
+
+    Raises:
+        ConfigError: the cluster leaves its device open, or the accelerator of other hosts; or the world is below 1.
+    """
+    known = "name one, such as cluster=h100 or cluster=cpu"
+    if recipe.cluster.accelerator == "auto":
+        if not recipe.launch.runs_here:
+            rule = "is whatever a node has, and a plan is for machines whose facts are known"
+            raise ConfigError("cluster.accelerator", "auto", rule, known)
+        recipe = dataclasses.replace(recipe, cluster=here(recipe.cluster))
+    cluster = recipe.cluster
+    if cluster.accelerator == "cuda" and cluster.device in (None, "cpu"):
+        rule = "names no GPU, and a plan is for machines whose facts are known"
+        raise ConfigError("cluster.device", cluster.device, rule, known)
+    if not stands:
+        world = recipe.world
+        if world is None:
+            world = resolve_layout(recipe.parallelism.degrees(), None).world
+        if world < 1:
+            raise ConfigError("world", world, "must be at least 1", "try world=8")
+        check_processes(world)
+        degrees = {**dict.fromkeys(AXES, 1), "shard": world}
+        own = dataclasses.replace(recipe.parallelism.with_degrees(degrees), expert=1)
+        recipe = dataclasses.replace(recipe, world=world, parallelism=own)
+    resolved = resolve(recipe, world=None, accelerator="cpu", device="cpu")
+    # Each layout of the search has its own.
+    training = dataclasses.replace(resolved.training, loss_chunk=recipe.training.loss_chunk)
+    return dataclasses.replace(resolved, training=training)
+
+
+def here(cluster: Cluster) -> Cluster:
+    """The cluster with this host's accelerator, where it leaves it open."""
+    host = this_host()
+    device = host.device if cluster.device is None else cluster.device
+    per_node = host.count if cluster.per_node is None else cluster.per_node
+    return dataclasses.replace(cluster, accelerator=host.accelerator, device=device, per_node=per_node)
+
+
+def plan(recipe: Recipe, *, vary: Sequence[str] = (), top: int = 20) -> Plan:
+    """Plan the world of a recipe.
+
+    Args:
+        recipe: of `for_planning`.
+        vary: see `choices_of`.
+        top: how many recipes are wanted.
+
+    Raises:
+        ConfigError: a value of the request is wrong, or its devices cannot compute in its precision.
+    """
+    if not 1 <= top <= MOST:
+        raise ConfigError("--top", top, f"must lie in 1 to {MOST:,}", "try 20")
+    check_addressable(recipe)
+    machine = machine_of(recipe)
+    limit = machine.memory_bytes * (1 - MARGIN)
+    ranking = _ranking(recipe, machine, limit, vary)
+    _check_precisions(ranking.space)
+    with no_collection():
+        best = ranking.best(top)
+        advice = [] if best else _advice(ranking, vary)
+    return Plan(
+        base=recipe,
+        machine=machine,
+        limit=limit,
+        best=best,
+        listed=ranking.listed,
+        too_large=ranking.too_large,
+        dropped=ranking.space.dropped,
+        refused=ranking.refused,
+        advice=advice,
+    )
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Python's garbage collector rests: a search makes many small objects and no cycles (a tenth of its time)."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _ranking(recipe: Recipe, machine: Machine, limit: float, vary: Sequence[str]) -> Ranking:
+    world = recipe.layout.world
+    space = Space(recipe=recipe, world=world, per_node=machine.per_node, choices=choices_of(recipe, vary=vary))
+    return Ranking(space=space, machine=machine, limit=limit, excess=machine.allocator_excess)
+
+
+def _check_precisions(space: Space) -> None:
+    """Check that one of the precisions can be computed in: otherwise every recipe would be asked, in vain."""
+    refusal: ConfigError | None = None
+    for choice in space.choices.precisions:
+        try:
+            choice.value.check_device(accelerator=space.recipe.cluster.accelerator, device=space.recipe.cluster.device)
+        except ConfigError as error:
+            refusal = refusal or error
+        else:
+            return
+    if refusal is not None:
+        raise refusal
+
+
+def _advice(ranking: Ranking, vary: Sequence[str]) -> list[str]:
+    """What is nearest to a request that no recipe answers."""
+    if ranking.listed == 0:
+        return _other_worlds(ranking, vary) + _other_batches(ranking, vary)
+    if ranking.least is None:
+        return [f"every layout breaks a rule: {rule}" for rule in list(ranking.refused)[:3]]
+    needed, recipe = ranking.least
+    smallest = f"{recipe.layout.label}, microbatch {recipe.microbatch}, ac={recipe.ac.kind}"
+    has = f"{ranking.limit / 1e9:.1f} GB that a device has"
+    lines = [f"the smallest needs {needed / 1e9:.1f} GB of the {has}: {smallest}"]
+    for factor in _LARGER_WORLDS:
+        world = ranking.space.world * factor
+        if (fastest := _first(ranking, world, ranking.space.recipe.training.global_batch, vary)) is not None:
+            lines.append(f"it fits on {world:,} devices: world={world} ({fastest.recipe.layout.label})")
+            break
+    else:
+        lines.append("nor does it fit on 64 times as many: try precision=bf16_full, or a smaller model")
+    return lines
+
+
+def _other_worlds(ranking: Ranking, vary: Sequence[str]) -> list[str]:
+    """The next smaller world that has a recipe."""
+    world, batch = ranking.space.world, ranking.space.recipe.training.global_batch
+    for smaller in range(world - 1, max(0, world - 257), -1):
+        if (fastest := _first(ranking, smaller, batch, vary)) is not None:
+            return [f"the nearest smaller world that works: world={smaller} ({fastest.recipe.layout.label})"]
+    return []
+
+
+def _other_batches(ranking: Ranking, vary: Sequence[str]) -> list[str]:
+    """The next global batch that some layout of the world divides."""
+    world, batch = ranking.space.world, ranking.space.recipe.training.global_batch
+    for unit in (world, world // math.gcd(world, ranking.machine.per_node)):
+        larger = -(-batch // unit) * unit
+        if larger != batch and (fastest := _first(ranking, world, larger, vary)) is not None:
+            return [f"or another batch: training.global_batch={larger} ({fastest.recipe.layout.label})"]
+    return []
+
+
+def _first(ranking: Ranking, world: int, batch: int, vary: Sequence[str]) -> Ranked | None:
+    """The fastest recipe of another world or batch; None: there is none."""
+    base = ranking.space.recipe
+    recipe = dataclasses.replace(
+        base,
+        world=world,
+        training=dataclasses.replace(base.training, global_batch=batch),
+        parallelism=dataclasses.replace(base.parallelism.with_degrees(Layout(shard=world).degrees()), expert=1),
+    )
+    other = _ranking(recipe, ranking.machine, ranking.limit, vary)
+    best = other.best(1) if other.space.has_layouts() else []
+    return best[0] if best else None
+
+
+HEADINGS = (
+    "", "layout", "schedule", "mb", "AC", "precision", "compile", "GB", "reserved", "tok/s/GPU", "MFU", "step", "of it"
+)  # fmt: skip
+FIGURES = ("", "mb", "GB", "reserved", "tok/s/GPU", "MFU", "step")
+_RULES = 6
+_PARTS = 3
+# Differences below this share of a step are not worth a word.
+_SMALL = 0.002
+
+
+def table_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """The cells of a plan under `HEADINGS`; columns whose cells are all empty may be left out."""
+    varied = [_differs(plan, name) for name in ("precision", "compile")]
+    return [
+        (
+            str(place),
+            ranked.recipe.layout.label,
+            ranked.point.schedule.name,
+            str(ranked.point.microbatch),
+            ranked.point.ac.name,
+            ranked.point.precision.name if varied[0] else "",
+            ranked.point.compile.name if varied[1] else "",
+            f"{ranked.memory.allocated / 1e9:.1f}",
+            f"{ranked.reserved / 1e9:.1f}",
+            grouped(ranked.time.tokens_per_second),
+            "" if math.isnan(ranked.time.mfu) else f"{100 * ranked.time.mfu:.1f}%",
+            f"{significant(ranked.time.seconds, 4)} s",
+            split_text(ranked.time),
+        )
+        for place, ranked in enumerate(plan.best, start=1)
+    ]
+
+
+def title(plan: Plan) -> str:
+    """What was planned."""
+    base, machine = plan.base, plan.machine
+    limit = "memory not known" if math.isinf(plan.limit) else (
+        f"{machine.memory_bytes / 1e9:.0f} GB each, {100 * MARGIN:.0f} % of it left free"
+    )  # fmt: skip
+    return (
+        f"{base.model.account().parameter_count / 1e9:.2f}B parameters on {counted(base.layout.world, machine.name)} "
+        f"({limit}); "
+        f"{counted(base.training.global_batch, 'sequence')} of {grouped(base.training.seq_len)} tokens a step"
+    )
+
+
+def split_text(time: StepTime) -> str:
+    """The largest parts of a step: `compute 84%, bubble 9%, tensor 4%`."""
+    parts = sorted(time.parts.items(), key=lambda part: -part[1])[:_PARTS]
+    return ", ".join(f"{name} {100 * seconds / time.seconds:.0f}%" for name, seconds in parts if seconds > 0)
+
+
+def left_out(plan: Plan) -> list[str]:
+    """How many layouts rules forbid, and how many recipes do not fit."""
+    lines = [f"{plan.listed:,} recipes; {plan.too_large:,} of those looked at do not fit"]
+    if plan.dropped:
+        lines.append("layouts that no recipe can have, by rule:")
+        lines += [f"  {line}" for line in summary(plan.dropped, _RULES)]
+    if plan.refused:
+        lines.append("fast recipes that a rule forbids:")
+        lines += [f"  {line}" for line in summary(plan.refused, _RULES)]
+    return lines
+
+
+def reasons(best: Sequence[Ranked]) -> list[str]:
+    """One sentence for each recipe: which terms make it slower than the one above it."""
+    lines = []
+    for place, ranked in enumerate(best):
+        if place == 0:
+            lines.append(f"1 is the fastest that fits: {split_text(ranked.time)}")
+        else:
+            lines.append(f"{place + 1} {_difference(best[place - 1], ranked)}")
+    return lines
+
+
+def _difference(above: Ranked, ranked: Ranked) -> str:
+    change = ranked.time.seconds - above.time.seconds
+    small = _SMALL * above.time.seconds
+    names = dict.fromkeys((*above.time.parts, *ranked.time.parts))
+    parts = {name: ranked.time.parts.get(name, 0.0) - above.time.parts.get(name, 0.0) for name in names}
+    named = sorted((part for part in parts.items() if abs(part[1]) > small), key=lambda part: -abs(part[1]))[:_PARTS]
+    terms = ", ".join(f"{name} {seconds:+.3g} s" for name, seconds in named)
+    freed = above.reserved - ranked.reserved
+    memory = f"; it takes {abs(freed) / 1e9:.1f} GB {'less' if freed > 0 else 'more'}" if abs(freed) > 0.5e9 else ""
+    if not terms:
+        return f"takes as long within {100 * _SMALL:.1f} %{memory}"
+    return f"is {change:.3g} s slower: {terms}{memory}"
+
+
+def _differs(plan: Plan, name: str) -> bool:
+    return len({getattr(ranked.point, name).name for ranked in plan.best}) > 1
+
+
+def plan_values(plan: Plan) -> dict[str, Any]:
+    """The same content as plain values; bytes and seconds."""
+    return {
+        "world": plan.base.layout.world,
+        "device": plan.machine.name,
+        "memory_bytes": plan.machine.memory_bytes,
+        "limit_bytes": plan.limit,
+        "global_batch": plan.base.training.global_batch,
+        "seq_len": plan.base.training.seq_len,
+        "recipes": plan.listed,
+        "too_large": plan.too_large,
+        "dropped_layouts": dict(plan.dropped),
+        "refused": dict(plan.refused),
+        "advice": list(plan.advice),
+        "best": [_values(ranked, plan.base) for ranked in plan.best],
+    }
+
+
+def _values(ranked: Ranked, base: Recipe) -> dict[str, Any]:
+    return {
+        "layout": ranked.recipe.layout.label,
+        "degrees": ranked.recipe.layout.degrees(),
+        "schedule": ranked.point.schedule.name,
+        "microbatch": ranked.point.microbatch,
+        "microbatches": ranked.recipe.microbatches,
+        "ac": ranked.point.ac.name,
+        "precision": ranked.point.precision.name,
+        "compile": ranked.point.compile.name,
+        "overrides": overrides(ranked, base),
+        "allocated_bytes": ranked.memory.allocated,
+        "reserved_bytes": ranked.reserved,
+        "memory": dict(ranked.memory.items),
+        "step_seconds": ranked.time.seconds,
+        "parts": dict(ranked.time.parts),
+        "tokens_per_second_per_device": ranked.time.tokens_per_second,
+        "mfu": ranked.time.mfu,
+    }
+
+
+def overrides(ranked: Ranked, base: Recipe) -> list[str]:
+    """The arguments that make the recipe of the request this one; precision and compile only if they differ.
+
+    Args:
+        base: the recipe of the request.
+    """
+    degrees = [f"parallelism.{axis}={degree}" for axis, degree in ranked.recipe.layout.degrees().items()]
+    if ranked.recipe.model.account().experts is not None:
+        degrees.append(f"parallelism.expert={ranked.recipe.layout.expert}")
+    arguments = [*degrees, f"training.microbatch={ranked.point.microbatch}", *_chosen("ac", ranked.point.ac.value)]
+    if ranked.recipe.layout.pipeline > 1:
+        arguments += _chosen("schedule", ranked.point.schedule.value)
+    if ranked.recipe.precision != base.precision:
+        arguments += _chosen("precision", ranked.recipe.precision)
+    if ranked.recipe.compile != base.compile:
+        arguments += _fields("compile", ranked.recipe.compile, bool | str)
+    return arguments
+
+
+def _chosen(group: str, option: Any) -> list[str]:
+    """An option with its numbers, also those that are defaults: the recipe of the request may have others."""
+    return [f"{group}={option.kind}", *_fields(group, option, int | float)]
+
+
+def _fields(group: str, option: Any, types: Any) -> list[str]:
+    """The fields of these types, as arguments."""
+    values = {field.name: getattr(option, field.name) for field in dataclasses.fields(option)}
+    return [f"{group}.{name}={str(value).lower()}" for name, value in values.items() if isinstance(value, types)]
+
+
+def summary(dropped: Mapping[str, int], limit: int) -> list[str]:
+    """The rules with the most layouts, one line each."""
+    rows = sorted(dropped.items(), key=lambda row: -row[1])
+    lines = [f"{count:,}: {rule}" for rule, count in rows[:limit]]
+    if len(rows) > limit:
+        lines.append(f"{sum(count for _, count in rows[limit:]):,}: {len(rows) - limit} other rules")
+    return lines

@@ -1,0 +1,419 @@
+"""What a space varies beside degrees: the options of its groups, as they are discovered."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from titanlab.compile.schema import Compile
+from titanlab.costs.account import ModelAccount
+from titanlab.costs.config_key import key_of
+from titanlab.costs.divisors import divisors
+from titanlab.costs.layout import Layout
+from titanlab.costs.shard_account import account_for
+from titanlab.errors import ConfigError
+from titanlab.options import discover
+from titanlab.parallelism.schema import Parallelism
+from titanlab.plan.stages import Remembered, model_facts
+from titanlab.recipe import layout_rules
+from titanlab.recipe.recipe import Recipe
+from titanlab.recipe.recipe_rules import check_all_but_data
+from titanlab.schedule.contract import PipelineSchedule
+
+# Groups that vary only if a person asks for it.
+VARIED = ("precision", "compile")
+
+
+def choices_of(recipe: Recipe, *, vary: Sequence[str] = ()) -> Choices:
+    """The choices for a resolved recipe: its own first.
+
+    Args:
+        vary: names of groups in `VARIED`; the others stay as the recipe has them.
+
+    Raises:
+        ConfigError: a name is not in `VARIED`.
+    """
+    for name in vary:
+        if name not in VARIED:
+            rule = "cannot be varied" if name else "names no group"
+            raise ConfigError("--vary", name, rule, f"try {' or '.join(VARIED)}; all else varies anyway")
+    compiles: list[Any] = [recipe.compile]
+    if "compile" in vary:
+        compiles += [Compile(), Compile(blocks=True, loss=True)]
+    return Choices(
+        schedules=_schedules(recipe.schedule),
+        acs=_named(recipe.ac, _estimated(_defaults("ac"))),
+        precisions=_named(recipe.precision, _defaults("precision") if "precision" in vary else []),
+        compiles=[Choice(_compile_name(value), value) for value in _different(compiles)],
+    )
+
+
+def _defaults(group: str) -> list[Any]:
+    """The default config of each kind that needs no value from a person."""
+    configs = []
+    for option in discover()[group].values():
+        try:
+            configs.append(option.schema())
+        except ConfigError:
+            continue
+    return configs
+
+
+def _schedules(own: PipelineSchedule) -> list[Choice]:
+    """A recipe's own schedule, and those of every kind; names have the stages of a rank if they are several."""
+    others = [other for schedule in _defaults("schedule") for other in schedule.alternatives()]
+    choices = []
+    for schedule in _different([own, *others]):
+        stages = schedule.stage_count(ranks=1)
+        choices.append(Choice(f"{schedule.kind} ×{stages}" if stages > 1 else schedule.kind, schedule))
+    return choices
+
+
+def _estimated(policies: Iterable[Any]) -> list[Any]:
+    """Policies whose recomputation is known: not those for which a compiler chooses it."""
+    return [policy for policy in policies if policy.compiler_budget() is None]
+
+
+def _named(own: Any, others: Iterable[Any]) -> list[Choice]:
+    return [Choice(_name(value), value) for value in _different([own, *others])]
+
+
+def _different(values: Iterable[Any]) -> list[Any]:
+    return list({repr(value): value for value in values}.values())
+
+
+def _name(value: Any) -> str:
+    """The kind, with the fields that differ from their defaults."""
+    changed = []
+    for each in dataclasses.fields(value):
+        field_value = getattr(value, each.name)
+        default = each.default_factory() if callable(each.default_factory) else each.default
+        if each.name != "kind" and field_value != default and isinstance(field_value, int | float | bool):
+            changed.append(f"{each.name}={str(field_value).lower() if isinstance(field_value, bool) else field_value}")
+    return " ".join([value.kind, *changed])
+
+
+def _compile_name(value: Compile) -> str:
+    parts = [name for name, compiled in (("block", value.blocks), ("loss", value.loss)) if compiled]
+    return "+".join(parts) or "off"
+
+
+# Reason for which a layout is left out although no rule forbids it.
+BEYOND_NODE = "tensor parallelism would leave its node"
+
+
+class Choice(NamedTuple):
+    """One value of a part of a recipe that the space varies.
+
+    Attributes:
+        name: for tables.
+        value: config of the group.
+    """
+
+    name: str
+    value: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What the space varies beside degrees and microbatch; each has at least one value.
+
+    Attributes:
+        schedules: of pipelines.
+        acs, precisions, compiles: of recipes.
+    """
+
+    schedules: Sequence[Choice]
+    acs: Sequence[Choice]
+    precisions: Sequence[Choice]
+    compiles: Sequence[Choice]
+
+
+class Point(NamedTuple):
+    """One recipe of the space, as what distinguishes it from the others.
+
+    Attributes:
+        layout: degrees.
+        microbatch: sequences of a forward pass.
+        schedule: of the pipeline; that of the recipe without one.
+    """
+
+    layout: Layout
+    microbatch: int
+    schedule: Choice
+    ac: Choice
+    precision: Choice
+    compile: Choice
+
+
+class _Lighter:
+    """A model's config with another account."""
+
+    def __init__(self, model: Any, account: ModelAccount) -> None:
+        self._model, self._own = model, account
+
+    def account(self) -> ModelAccount:
+        """The other account."""
+        return self._own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+@dataclass(kw_only=True)
+class Space:
+    """The recipes that a world and a global batch allow.
+
+    Attributes:
+        recipe: resolved; what the space does not vary is its.
+        world: number of processes.
+        per_node: of them on a node, or on nodes that share a link.
+        choices: of other parts.
+        dropped: number of layouts by the rule that they break; filled while layouts are listed.
+    """
+
+    recipe: Recipe
+    world: int
+    per_node: int
+    choices: Choices
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def layouts(self) -> list[Layout]:
+        """All layouts that the rules allow, tensor parallelism inside a node if any such layout is allowed."""
+        inside: list[Layout] = []
+        beyond: list[Layout] = []
+        self.dropped.clear()
+        for layout in self._with_experts(all_layouts(self.world)):
+            rule = self._broken(layout)
+            if rule:
+                self.dropped[rule] += 1
+            else:
+                (inside if self.per_node % layout.tensor == 0 else beyond).append(layout)
+        if inside and beyond:
+            self.dropped[BEYOND_NODE] += len(beyond)
+        return inside or beyond
+
+    def has_layouts(self) -> bool:
+        """Whether the rules allow any layout; for a large world without one much sooner than `layouts`."""
+        possible = (
+            Layout(
+                replicate=replicate, shard=data // replicate, context=context, tensor=tensor, pipeline=left // tensor
+            )
+            for data in divisors(math.gcd(self.world, self.recipe.training.global_batch))
+            for context in divisors(self.world // data)
+            if not self._context_broken(context)
+            for left in [self.world // data // context]
+            for tensor in divisors(left)
+            for replicate in divisors(data)
+        )
+        return not all(map(self._broken, self._with_experts(possible)))
+
+    def _with_experts(self, layouts: Iterable[Layout]) -> Iterator[Layout]:
+        """The layouts, with each degree by which they can divide the model's experts."""
+        experts = self._account.experts
+        for layout in layouts:
+            yield layout
+            if experts is not None and (layout.tensor == 1 or self.recipe.parallelism.sequence_parallel):
+                for degree in divisors(math.gcd(experts.count, layout.fsdp * layout.tensor))[1:]:
+                    yield dataclasses.replace(layout, expert=degree)
+
+    def points(self, layout: Layout) -> Iterator[Point]:
+        """The points of a layout; `broken_rule` says whether one of them is a recipe."""
+        for microbatch, schedules in self.microbatches(layout):
+            for schedule in schedules:
+                for ac, precision, compile_ in self.others():
+                    yield Point(layout, microbatch, schedule, ac, precision, compile_)
+
+    def microbatches(self, layout: Layout) -> Iterator[tuple[int, Sequence[Choice]]]:
+        """Microbatches of a layout, each with the schedules that its pipeline can run."""
+        local = self.recipe.training.global_batch // layout.data
+        for microbatch in divisors(local):
+            if self._tokens_broken(layout, microbatch):
+                continue
+            schedules = self.schedules(layout, local // microbatch)
+            if schedules:
+                yield microbatch, schedules
+
+    def schedules(self, layout: Layout, microbatches: int | None = None) -> Sequence[Choice]:
+        """The schedules of a layout's pipeline; without one, that of the recipe."""
+        if layout.pipeline == 1:
+            schedule: Sequence[Choice] = self._kept("schedule", lambda: [Choice("", self.recipe.schedule)])
+            return schedule
+        if microbatches is None:
+            return self.choices.schedules
+        legal_schedules: Sequence[Choice] = self._kept(
+            ("schedules", layout.pipeline, microbatches), lambda: self._legal(layout.pipeline, microbatches)
+        )
+        return legal_schedules
+
+    def _legal(self, pipeline: int, microbatches: int) -> list[Choice]:
+        return [
+            choice for choice in self.choices.schedules if not self._pipeline_broken(pipeline, choice, microbatches)
+        ]
+
+    def others(self) -> Iterator[tuple[Choice, Choice, Choice]]:
+        """Policies of checkpointing, precisions and compilations."""
+        return itertools.product(self.choices.acs, self.choices.precisions, self.choices.compiles)
+
+    def recipe_of(self, point: Point) -> Recipe:
+        """The recipe of a point."""
+        # A copy: a new recipe would check each of its numbers again.
+        recipe = object.__new__(Recipe)
+        recipe.__dict__.update(self.recipe.__dict__)
+        recipe.world = point.layout.world
+        recipe.parallelism = self._parallelism(point.layout)
+        recipe.training = self._training(point.microbatch)
+        recipe.schedule = point.schedule.value
+        recipe.ac = point.ac.value
+        recipe.precision = point.precision.value
+        recipe.compile = point.compile.value
+        return recipe
+
+    def broken_rule(self, recipe: Recipe) -> str:
+        """The first rule of recipes that a recipe of the space breaks; empty: none."""
+        # Rules look at each parameter, and blocks are alike: an account with one block answers much sooner.
+        light = copy.copy(recipe)
+        light.model, light.schedule = _Lighter(recipe.model, self._account), Remembered(recipe.schedule)  # type: ignore[assignment]
+        for model in (light, recipe):
+            try:
+                check_all_but_data(model)
+            except ConfigError as error:
+                text = f"{error.key} {error.rule}"
+            else:
+                return ""
+        return text
+
+    def _broken(self, layout: Layout) -> str:
+        """The rule that every point of a layout breaks; empty: none is known."""
+        batch = self.recipe.training.global_batch
+        if batch % layout.data:
+            return f"training.global_batch={batch} is no multiple of the data-parallel processes"
+        for rule in (self._context_broken(layout.context), self._tensor_broken(layout)):
+            if rule:
+                return rule
+        if layout.pipeline == 1:
+            return ""
+        local = batch // layout.data
+        broken = ""
+        for schedule in self.choices.schedules:
+            for microbatch in divisors(local):
+                broken = self._pipeline_broken(layout.pipeline, schedule, local // microbatch)
+                if not broken:
+                    return ""
+        return broken
+
+    # The rules are those of recipes; each is asked once for all layouts that look the same to it.
+
+    @functools.cached_property
+    def _cache(self) -> dict[tuple[object, ...], Any]:
+        return {}
+
+    def _context_broken(self, context: int) -> str:
+        return self._violation("context", context, lambda: layout_rules.check_context(
+            Layout(context=context), self._account, seq_len=self.recipe.training.seq_len,
+            kernel=self.recipe.model.attention,
+        ))  # fmt: skip
+
+    def _tensor_broken(self, layout: Layout) -> str:
+        layout = Layout(tensor=layout.tensor, shard=layout.fsdp, expert=layout.expert)
+        seq_len = self.recipe.training.seq_len
+        experts = self._violation(
+            "expert", layout, lambda: layout_rules.check_expert(layout, self.recipe.parallelism, self._account)
+        )
+        return experts or self._violation("tensor", layout, lambda: layout_rules.check_tensor(
+            layout, self._whole_sequences, account_for(self._account, layout), seq_len=seq_len, microbatch=1
+        ))  # fmt: skip
+
+    @functools.cached_property
+    def _whole_sequences(self) -> Parallelism:
+        return dataclasses.replace(self.recipe.parallelism, sequence_parallel=False)
+
+    def _tokens_broken(self, layout: Layout, microbatch: int) -> str:
+        if layout.tensor == 1:
+            return ""
+        key = (layout.tensor, layout.context, microbatch)
+        return self._violation("tokens", key, lambda: layout_rules.check_tensor(
+            Layout(tensor=layout.tensor, context=layout.context), self._tokens_config, self._account,
+            seq_len=self.recipe.training.seq_len, microbatch=microbatch,
+        ))  # fmt: skip
+
+    def _pipeline_broken(self, pipeline: int, schedule: Choice, microbatches: int) -> str:
+        config = self.recipe.parallelism
+        return self._violation("pipeline", (pipeline, schedule.name, microbatches), lambda: layout_rules.check_pipeline(
+            Layout(pipeline=pipeline), config, self._account, schedule.value, microbatches=microbatches,
+        ))  # fmt: skip
+
+    def _violation(self, rule: str, key: object, check: Any) -> str:
+        """The text of the rule that a check says is broken; empty: none."""
+        text = self._cache.get((rule, key))
+        if text is None:
+            try:
+                check()
+                text = ""
+            except ConfigError as error:
+                text = f"{error.key} {error.rule}"
+            self._cache[rule, key] = text
+        return str(text)
+
+    @property
+    def _account(self) -> Any:
+        # The edges and one block: the rules ask each parameter, and blocks are alike.
+        facts = model_facts(key_of(self.recipe.model))
+        return self._kept("account", lambda: dataclasses.replace(
+            facts.sample, layers=facts.account.layers, pieces=facts.account.pieces
+        ))  # fmt: skip
+
+    @property
+    def _tokens_config(self) -> Parallelism:
+        config: Parallelism = self.recipe.parallelism
+        return config
+
+    def _parallelism(self, layout: Layout) -> Parallelism:
+        parallelism: Parallelism = self._kept(layout, lambda: self._with_degrees(layout))
+        return parallelism
+
+    def _with_degrees(self, layout: Layout) -> Parallelism:
+        own = self.recipe.parallelism
+        return dataclasses.replace(
+            own,
+            **layout.degrees(),  # type: ignore[arg-type]
+            expert=layout.expert,
+            # Without tensor parallelism there is nothing to interleave.
+            async_tensor=own.async_tensor and layout.tensor > 1,
+            symmetric_memory=own.symmetric_memory and layout.fsdp > 1,
+            # A split by hand is for one number of stages.
+            split=own.split if layout.pipeline == self.recipe.layout.pipeline else None,
+        )
+
+    def _training(self, microbatch: int) -> Any:
+        return self._kept(
+            ("training", microbatch), lambda: dataclasses.replace(self.recipe.training, microbatch=microbatch)
+        )
+
+    def _kept(self, key: Any, make: Any) -> Any:
+        if ("kept", key) not in self._cache:
+            self._cache["kept", key] = make()
+        return self._cache["kept", key]
+
+
+def all_layouts(world: int) -> Iterator[Layout]:
+    """Every layout of a number of processes."""
+    for pipeline in divisors(world):
+        for tensor in divisors(world // pipeline):
+            left = world // pipeline // tensor
+            for context in divisors(left):
+                for replicate in divisors(left // context):
+                    yield Layout(
+                        pipeline=pipeline,
+                        replicate=replicate,
+                        shard=left // context // replicate,
+                        context=context,
+                        tensor=tensor,
+                    )

@@ -1,0 +1,251 @@
+"""The time of an optimizer step of a recipe on a machine, and what it consists of."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from titanlab.costs.config_key import Key, key_of
+from titanlab.costs.layout import Layout, hidden_shape
+from titanlab.costs.traffic_account import TOTALS_BYTES
+from titanlab.plan.block_time import exposed, model_time, shape_of
+from titanlab.plan.machine import Axis, Machine
+from titanlab.plan.memory import Sharding as Stored
+from titanlab.plan.memory import stored_pieces
+from titanlab.plan.pipeline_time import PipelineEstimate, Stages, least_time, pipeline_time
+from titanlab.plan.stage_time import RankTime, Sharding, axis_in, rank_stages, sharding_of
+from titanlab.plan.stages import Unkeyed, flops_per_token, model_facts
+from titanlab.recipe.communication import step_of
+from titanlab.recipe.recipe import Recipe
+
+# How often a step reads or writes the gradients outside of the optimizer: for their norm 1, to scale them 2, to set
+# them to zero 1.
+_GRADIENT_PASSES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """The estimated time of one optimizer step.
+
+    Attributes:
+        seconds: of the step.
+        parts: seconds by cause; their sum is `seconds`. `compute`; `replicate`, `shard`, `context`, `tensor`,
+            `pipeline`: communication of an axis that no computation hides; `bubble`; `optimizer`; `stragglers`.
+        tokens_per_second: of one device.
+        mfu: model FLOPs utilisation, by `titanlab.costs.flops.per_token` and the peak in the precision of the
+            activations, from 0 to 1; nan if the device has no such peak.
+    """
+
+    seconds: float
+    parts: Mapping[str, float]
+    tokens_per_second: float
+    mfu: float
+
+
+def step_time(recipe: Recipe, machine: Machine, *, pipeline: PipelineEstimate = pipeline_time) -> StepTime:
+    """Estimate the time of a step.
+
+    Args:
+        recipe: resolved.
+        machine: as `machine_of` gives it.
+        pipeline: gives the time of a pipeline. `simulated_time` simulates each action; `pipeline_time` is within 1 % of
+            that, from a shorter simulation that recipes share; `least_time` is a bound.
+
+    Raises:
+        ConfigError: the pipeline's split or schedule does not fit the model or the batch.
+    """
+    return _Estimate(recipe, machine).step(pipeline)
+
+
+def least_seconds(recipe: Recipe, machine: Machine) -> float:
+    """A bound of the seconds of a step that all recipes share which differ only in `replicate` and `shard`.
+
+    It has the blocks, the pipeline's bound and the stragglers, and leaves out what data parallelism and the optimizer
+    add.
+
+    Raises:
+        ConfigError: as `step_time`.
+    """
+    return _Estimate(recipe, machine).least()
+
+
+class _Estimate:
+    """The estimate of one recipe."""
+
+    def __init__(self, recipe: Recipe, machine: Machine) -> None:
+        self.recipe, self.machine, self.layout = recipe, machine, recipe.layout
+        self.model, self.precision = key_of(recipe.model), key_of(recipe.precision)
+        self.facts = model_facts(self.model)
+        self.formats = recipe.precision.formats()
+        self.times = model_time(shape_of(recipe, machine, self.model, self.precision), key_of(recipe.ac), recipe)
+        self.microbatches = recipe.microbatches
+        self.fsdp = self.layout.data_parallelism(mixed=self.formats.mixed) == "fsdp2"
+        reshards = recipe.parallelism.frees_after_forward
+        self.reshards = reshards and self.fsdp
+
+    def least(self) -> float:
+        """Seconds without what data parallelism and the optimizer add."""
+        parts, _ = self._blocks(least_time)
+        seconds = sum(parts.values())
+        return seconds + self._straggling(seconds)
+
+    def step(self, pipeline: PipelineEstimate) -> StepTime:
+        """The estimate."""
+        recipe, machine, layout = self.recipe, self.machine, self.layout
+        parts, busiest = self._blocks(pipeline)
+        block, edges = self._unit((self.facts.block,)), self._unit(busiest.edges)
+        self._data_parallel(busiest, block, edges, parts)
+        parts["optimizer"] = self._optimizer(busiest)
+        world = self._world
+        parts["optimizer"] += machine.collective_seconds(world, 2 * TOTALS_BYTES, hops=2 * (world.ranks - 1))
+        parts["stragglers"] = self._straggling(sum(parts.values()))
+        seconds = sum(parts.values())
+        tokens = recipe.training.global_batch * recipe.training.seq_len
+        rate = tokens / seconds / layout.world
+        peak = machine.peak_flops.get(self.formats.compute, math.nan)
+        flops = flops_per_token(self.model, recipe.training.seq_len)
+        return StepTime(seconds=seconds, parts=parts, tokens_per_second=rate, mfu=rate * flops / peak)
+
+    @property
+    def _world(self) -> Axis:
+        return axis_in(self.layout, "world", self.machine.per_node)
+
+    def _straggling(self, seconds: float) -> float:
+        # One straggler slows all: the largest of n equal distributions grows with the logarithm of n.
+        return seconds * self.machine.efficiencies.stragglers * math.log2(self._world.nodes)
+
+    def _blocks(self, pipeline: PipelineEstimate) -> tuple[dict[str, float], RankTime]:
+        """The parts of a step that its blocks and the pipeline take, and the sums of the busiest rank."""
+        recipe = self.recipe
+        stages = rank_stages(
+            self.times, self.model, key_of(recipe.schedule), key_of(recipe.parallelism.split), self.layout.pipeline,
+            recipe.training.seq_len,
+        )  # fmt: skip
+        busiest = stages.busiest
+        parts = {
+            "compute": self.microbatches * busiest.compute,
+            "replicate": 0.0,
+            "shard": 0.0,
+            "context": self.microbatches * busiest.context,
+            "tensor": self.microbatches * busiest.tensor,
+            "pipeline": 0.0,
+            "bubble": 0.0,
+        }
+        if stages.pipeline is not None:
+            self._pipeline(pipeline, stages.pipeline, parts)
+        parts["tensor"] += busiest.blocks * self.times.once
+        return parts, busiest
+
+    def _pipeline(self, pipeline: PipelineEstimate, stages: Stages, parts: dict[str, float]) -> None:
+        """Add a pipeline's bubble, and what sending adds."""
+        estimate = pipeline(
+            key_of(self.recipe.schedule),
+            stages,
+            ranks=self.layout.pipeline,
+            microbatches=self.microbatches,
+            transfer=self._transfer(),
+        )
+        parts["pipeline"] = estimate.sending
+        parts["bubble"] = max(0.0, estimate.seconds - estimate.sending - stages.busy * self.microbatches)
+
+    def _transfer(self) -> float:
+        """Time to send a hidden state to the next stage."""
+        shape = hidden_shape(
+            self.layout,
+            microbatch=self.recipe.microbatch,
+            seq_len=self.recipe.training.seq_len,
+            dim=self.facts.account.dim,
+            sequence_parallel=self.recipe.parallelism.sequence_parallel,
+        )
+        axis = axis_in(self.layout, "pipeline", self.machine.per_node)
+        return self.machine.collective_seconds(axis, math.prod(shape) * self.formats.compute_bytes, hops=1)
+
+    def _data_parallel(self, stage: RankTime, block: Sharding, edges: Sharding, parts: dict[str, float]) -> None:
+        """Add what summing gradients and gathering parameters adds."""
+        if not self.fsdp:
+            if self.layout.replicate > 1:
+                self._ddp(stage, parts)
+            return
+        machine, blocks = self.machine, stage.blocks
+        ahead, back = stage.block_forward / max(1, blocks), stage.block_backward / max(1, blocks)
+        freed, kept = freed_and_kept(blocks, reshards=self.reshards)
+        gather, reduce = block.gather, block.scatter + block.replicas
+        ahead_exposed, back_exposed = exposed(ahead, gather, machine), exposed(back, gather, machine)
+        # The next forward hides a gather, and the backward hides the gather of the block before and the reduction of
+        # the block after. Reductions run in the backward of the last microbatch only.
+        hidden = freed * (self.microbatches * ahead_exposed + (self.microbatches - 1) * back_exposed)
+        hidden += freed * exposed(back, gather + reduce, machine)
+        hidden += kept * (ahead_exposed + exposed(back, reduce, machine))
+        # Nothing hides the first gathers and the last reductions.
+        share = block.replicas / (gather * (1 + (freed > 0)) + reduce) if reduce else 0.0
+        parts["replicate"] += share * hidden + block.replicas + edges.replicas
+        parts["shard"] += (1 - share) * hidden + edges.gather + gather + block.scatter + edges.scatter
+        gathers = 2 * self.microbatches * freed + kept
+        copies = self._copies(block, edges)
+        parts["compute"] += gathers * copies[0] + blocks * copies[1] + copies[2]
+
+    def _copies(self, block: Sharding, edges: Sharding) -> tuple[float, float, float]:
+        """Seconds to cast and copy around collectives: for a gather of a block, its reduction, and the edges."""
+        if self.layout.fsdp == 1 and not self.formats.mixed:
+            return 0.0, 0.0, 0.0
+        rate = self.machine.memory_bytes_per_second * self.machine.efficiencies.fused_memory
+        cast = (self.formats.master_bytes + self.formats.compute_bytes) / self.layout.fsdp
+        reduce = self.formats.compute_bytes + self.formats.reduce_bytes
+
+        def gather(unit: Sharding) -> float:
+            return (2 * unit.gathered_bytes + unit.elements * cast) / rate
+
+        return gather(block), block.elements * reduce / rate, gather(edges) + edges.elements * reduce / rate
+
+    def _ddp(self, stage: RankTime, parts: dict[str, float]) -> None:
+        """Buckets are summed while the backward of the last microbatch runs; the last bucket is exposed."""
+        axis = axis_in(self.layout, "replicate", self.machine.per_node)
+        size = self.facts.account.parameter_count * self.formats.master_bytes
+        wire = 2 * size * (axis.ranks - 1) / axis.ranks
+        buckets = max(1.0, size / (25 * 2**20))
+        whole = self.machine.collective_seconds(axis, wire, count=buckets, hops=2 * (axis.ranks - 1))
+        back = stage.time.inputs + stage.time.weights
+        parts["replicate"] += exposed(back, whole * (1 - 1 / buckets), self.machine) + whole / buckets
+
+    def _optimizer(self, rank: RankTime) -> float:
+        """Time to read and write parameters, gradients and states, on the busiest rank."""
+        optimizer, shards = key_of(self.recipe.optimizer), self.layout.fsdp if self.fsdp else 1
+        pieces = stored_pieces(
+            Stored(self.model, self.precision, optimizer, self.layout.tensor, shards, self.layout.expert)
+        )
+        block = pieces[self.facts.block]
+        others = [pieces[name] for name in rank.edges]
+        parameters = rank.blocks * block.parameters + sum(piece.parameters for piece in others)
+        states = rank.blocks * block.optimizer + sum(piece.optimizer for piece in others)
+        # Gradients have the size of the parameters.
+        moved = 2 * (parameters + states) + (1 + _GRADIENT_PASSES) * parameters
+        return moved / (self.machine.memory_bytes_per_second * self.machine.efficiencies.fused_memory)
+
+    def _unit(self, pieces: tuple[str, ...]) -> Sharding:
+        return _units(
+            self.model,
+            self.precision,
+            self.layout,
+            self.machine,
+            pieces,
+            Unkeyed(self.recipe),
+        )
+
+
+def freed_and_kept(blocks: int, *, reshards: bool) -> tuple[int, int]:
+    """How many blocks of a stage free their gathered parameters between forward and backward, and how many keep them.
+
+    The last block keeps them, because its backward follows at once: see `titanlab.costs.traffic_account.add_sharding`.
+    """
+    freed = max(0, blocks - 1) if reshards else 0
+    return freed, blocks - freed
+
+
+@functools.lru_cache(maxsize=16384)
+def _units(
+    model: Key, precision: Key, layout: Layout, machine: Machine, pieces: tuple[str, ...], recipe: Unkeyed[Recipe]
+) -> Sharding:
+    step = step_of(recipe.value, account=model_facts(model).sample)
+    return sharding_of(step, pieces, machine)

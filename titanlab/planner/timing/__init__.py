@@ -1,1 +1,0 @@
-"""The parts of a step's time: blocks, communication, stages, pipelines."""
