@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from titanlab.costs.loss_chunk import automatic, chunk_bytes
+from titanlab.costs.setting import automatic, chunk_bytes
 from titanlab.parallelism.chunked_loss import ChunkedLoss
 from titanlab.parallelism.loss import loss_sum, of_logits
 

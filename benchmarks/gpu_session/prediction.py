@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from titanlab.cli.compose import compose
-from titanlab.costs import flops, hardware
+from titanlab.costs import hardware
+from titanlab.costs import meter as flops
 from titanlab.costs.account import Share
 from titanlab.costs.config_key import key_of
 from titanlab.errors import ConfigError

@@ -9,7 +9,7 @@ import pytest
 from tests import tiny
 from titanlab.cli import main
 from titanlab.cli import plan_trace as verb
-from titanlab.costs.traffic_table import Row
+from titanlab.costs.traffic_account import Row
 from titanlab.tracing.comparison import Comparison
 from titanlab.tracing.declared import declared
 

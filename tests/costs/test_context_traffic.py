@@ -3,10 +3,8 @@
 import pytest
 
 from tests.plan.layouts import SMALL
-from titanlab.costs.context_traffic import context_of_block, forward_context_of_block
 from titanlab.costs.layout import Layout
-from titanlab.costs.step import Coordinate, Step
-from titanlab.costs.traffic_table import Row, Traffic
+from titanlab.costs.traffic_account import Coordinate, Row, Step, Traffic, context_of_block, forward_context_of_block
 
 BLOCK = "layers.0"
 # 2 sequences of 64 tokens, cut in 4, with 4 heads of 32 keys or values in float32.

@@ -1,6 +1,6 @@
 """Divisors of a number."""
 
-from titanlab.costs.divisors import divisors
+from titanlab.costs.layout import divisors
 
 
 def test_divisors():

@@ -1,6 +1,6 @@
 """FLOPs from accounts; published numbers are in tests/model/test_llama_account.py."""
 
-from titanlab.costs import flops
+from titanlab.costs import meter as flops
 from titanlab.costs.account import ModelAccount, Operation
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titanlab.costs.loss_chunk import CHUNK_BYTES, automatic, chunk_bytes, chunks_of, part_rows
+from titanlab.costs.setting import CHUNK_BYTES, automatic, chunk_bytes, chunks_of, part_rows
 
 
 @pytest.mark.parametrize(

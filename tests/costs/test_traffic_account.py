@@ -13,9 +13,7 @@ from tests import tiny
 from titanlab.ac.block_schema import FullCheckpointing, SelectiveLayer
 from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.costs.layout import Layout
-from titanlab.costs.step import Coordinate, Step
-from titanlab.costs.traffic_account import step_traffic
-from titanlab.costs.traffic_table import flat
+from titanlab.costs.traffic_account import Coordinate, Step, flat, step_traffic
 from titanlab.data import source
 from titanlab.distributed.mesh import build_mesh
 from titanlab.distributed.ranks import joined

@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanlab.costs.traffic_table import Traffic, flat, lines, wire_bytes
+from titanlab.costs.traffic_account import Traffic, flat, lines, wire_bytes
 
 
 def a_table():

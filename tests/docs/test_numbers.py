@@ -12,7 +12,7 @@ from tests.docs.pages import CONFIGS, PAGES, commands, read
 from tests.docs.test_names import options, tables
 from tests.model.published import SCHEMAS
 from titanlab.cli import main
-from titanlab.costs.flops import per_token
+from titanlab.costs.meter import per_token
 from titanlab.recipe.composition.recipes import conf_folder
 from titanlab.sweep.study.plan import plan_study
 

@@ -6,8 +6,7 @@ import pytest
 
 from tests.costs.test_traffic_account import traffic_of
 from tests.gpt.test_gpt_parity import label, recipe
-from titanlab.costs.traffic_account import step_traffic
-from titanlab.costs.traffic_table import flat
+from titanlab.costs.traffic_account import flat, step_traffic
 from titanlab.recipe.communication import step_of
 
 LAYOUTS = [

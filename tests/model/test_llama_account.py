@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.model.published import FLOPS_PER_TOKEN, NAMES, PARAMETERS, load
-from titanlab.costs import flops
+from titanlab.costs import meter as flops
 from titanlab.model import llama_account
 from titanlab.model.llama import Llama
 from titanlab.model.llama_block_account import block_operations
@@ -167,7 +167,7 @@ def test_initial_values_follow_depth_and_width():
 
 
 def test_no_torch():
-    names = "titanlab.model.llama_account, titanlab.costs.flops, titanlab.costs.hardware"
+    names = "titanlab.model.llama_account, titanlab.costs.meter, titanlab.costs.hardware"
     code = f"import sys, {names}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert "import torch" not in inspect.getsource(llama_account)

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.activation_memory import build, inputs
 from titanlab.ac.block_schema import NoCheckpointing
 from titanlab.ac.selective_op_schema import SelectiveOp
-from titanlab.costs import flops
+from titanlab.costs import meter as flops
 from titanlab.costs.account import Share, kept
 from titanlab.model.llama_schema import Llama
 from titanlab.model.qwen3_schema import Qwen3

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.model.published import load
-from titanlab.costs.flops import per_token
+from titanlab.costs.meter import per_token
 from titanlab.errors import ConfigError
 from titanlab.training.conformance import faults
 

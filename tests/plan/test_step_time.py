@@ -8,11 +8,10 @@ import pytest
 from tests.plan.recipes import LLAMA_8B, SMALL, made
 from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer
 from titanlab.ac.selective_op_schema import SelectiveOp
-from titanlab.costs import flops
+from titanlab.costs import meter as flops
+from titanlab.costs.account import EXCHANGE
 from titanlab.costs.config_key import key_of
-from titanlab.costs.operators import EXCHANGE
-from titanlab.costs.step import Coordinate
-from titanlab.costs.traffic_account import step_traffic
+from titanlab.costs.traffic_account import Coordinate, step_traffic
 from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.plan.machine import Efficiencies, machine_of
 from titanlab.plan.stage_time import context_rows, sharding_of, tensor_rows

@@ -5,7 +5,7 @@ import pytest
 from tests.plan.recipes import SMALL, made
 from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing
 from titanlab.ac.selective_op_schema import SelectiveOp
-from titanlab.costs.step import Repeats
+from titanlab.costs.traffic_account import Repeats
 from titanlab.precision.fp32_schema import Fp32
 from titanlab.recipe.communication import repeats_in_block, step_of
 

@@ -22,8 +22,8 @@ from omegaconf import OmegaConf
 from tests import tiny
 from tests.cover import marks
 from tests.parity.replayed_routing import Record, recorded, replayed
-from titanlab.costs.flops import per_token
 from titanlab.costs.layout import SHORT
+from titanlab.costs.meter import per_token
 from titanlab.data import source
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.options import discover

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from titanlab.costs.traffic_table import Row
+from titanlab.costs.traffic_account import Row
 from titanlab.tracing.comparison import Comparison, comparison_rows, comparison_values
 from titanlab.tracing.declared import RankAccount
 

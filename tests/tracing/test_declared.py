@@ -8,7 +8,7 @@ import pytest
 
 from tests import tiny
 from titanlab.costs.layout import Layout
-from titanlab.costs.step import Coordinate
+from titanlab.costs.traffic_account import Coordinate
 from titanlab.precision.bf16_schema import Bf16
 from titanlab.tracing.declared import declared, place_of
 

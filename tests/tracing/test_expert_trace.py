@@ -8,7 +8,7 @@ from tests import tiny
 from tests.tracing.test_rank_trace import accounts
 from titanlab.ac.block_schema import FullCheckpointing
 from titanlab.ac.selective_op_schema import SelectiveOp
-from titanlab.costs.traffic_table import flat
+from titanlab.costs.traffic_account import flat
 from titanlab.model.mixtral_schema import Mixtral
 from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.schedule.zbv_schema import ZBV

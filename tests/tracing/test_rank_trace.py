@@ -7,7 +7,7 @@ import pytest
 from tests import tiny
 from titanlab.ac.block_schema import FullCheckpointing, SelectiveLayer
 from titanlab.ac.selective_op_schema import SelectiveOp
-from titanlab.costs.traffic_table import flat
+from titanlab.costs.traffic_account import flat
 from titanlab.optimizer.muon_schema import Muon
 from titanlab.precision.float8_schema import Float8Tensorwise
 from titanlab.precision.fp16_schema import Fp16

@@ -9,8 +9,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from titanlab.ac.contract import ACConfig, needed_again
-from titanlab.costs.account import Activation, Operation, Operator, Share, block_input
-from titanlab.costs.operators import CONTEXT_ATTENTION, EXCHANGE, GROUPED_PRODUCT
+from titanlab.costs.account import (
+    CONTEXT_ATTENTION,
+    EXCHANGE,
+    GROUPED_PRODUCT,
+    Activation,
+    Operation,
+    Operator,
+    Share,
+    block_input,
+)
 from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 from titanlab.options import option

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from titanlab.costs.traffic_table import lines
+from titanlab.costs.traffic_account import lines
 from titanlab.errors import ConfigError
 from titanlab.recipe.recipe import Recipe
 from titanlab.sweep.table.listing import aligned

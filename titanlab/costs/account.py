@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from titanlab.costs.shard_account import cut_dim
+
 OperationKind = Literal["matmul", "attention", "norm", "pointwise", "lookup", "exchange"]
 # A tensor-parallel rank's part of a tensor: `stream`: its tokens if the residual stream is cut, else all; `part`: its
 # heads or columns; `whole`: all of it, for this rank's tokens; `all`: all of it, whatever tokens a rank has.
@@ -313,3 +315,54 @@ def _style(plan: tuple[tuple[str, str], ...], module: str) -> str:
         if pattern.count(".") == module.count(".") and fnmatch.fnmatchcase(module, pattern):
             return style
     return ""
+
+
+BLOCKS = "layers"
+"""The module whose children are the blocks."""
+
+
+def block_name(number: int | str) -> str:
+    """The name of a block."""
+    return f"{BLOCKS}.{number}"
+
+
+def is_in_block(name: str) -> bool:
+    """Whether a name is a block's, or that of a part of one."""
+    return name.startswith(f"{BLOCKS}.")
+
+
+# Styles in a tensor plan of layers that multiply.
+_PRODUCTS = ("colwise", "rowwise", "head")
+
+
+def linear_layers(model: ModelAccount) -> dict[str, tuple[int, ...]]:
+    """Path of every linear layer → shape of its weight, [out, in].
+
+    These are the layers whose style in the tensor plan is a product; without a plan, all matrices but tables.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for parameter, shape in model.parameters.items():
+        name, _, leaf = parameter.rpartition(".")
+        multiplies = not model.tensor_plan or model.plan.style_of(name) in _PRODUCTS
+        if leaf == "weight" and len(shape) == 2 and multiplies and parameter not in (model.embedding, *model.lookups):
+            shapes[name] = shape
+    return shapes
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether steps of a module's path match a pattern: `wk`, `feed_forward.w*`, `layers.0`, or a whole path."""
+    return fnmatch.fnmatchcase(f".{name}.", f"*.{pattern}.*")
+
+
+def part_shape(model: ModelAccount, name: str, shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
+    """Shape of one tensor-parallel rank's part of a linear layer's weight; if parts are uneven, of the first."""
+    cut = cut_dim(model.plan.style_of(name), len(shape))
+    return tuple(-(-size // degree) if dim == cut else size for dim, size in enumerate(shape))
+
+
+CONTEXT_ATTENTION = "titanlab.context_attention.default"
+"""Attention of a context-parallel rank."""
+GROUPED_PRODUCT = "titanlab.grouped_product.default"
+"""The products of all experts of a rank."""
+EXCHANGE = "titanlab.exchange.default"
+"""The exchange of rows between the ranks of expert parallelism."""

@@ -184,3 +184,9 @@ def resolve_layout(degrees: dict[str, int], world: int | None) -> Layout:
 
 def _product(degrees: dict[str, int]) -> str:
     return " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "all are 1"
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a number, ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

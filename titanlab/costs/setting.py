@@ -44,3 +44,67 @@ class Setting:
     rests_in: str
     computes_in: str
     kinds: dict[str, str]
+
+
+# The value of training.loss_chunk that leaves the choice to `automatic`.
+AUTO = -1
+# Its rule, in bytes of logits in float32. A chunk of 512 MiB is 1,024 tokens of a vocabulary of 128,256:
+# enough for full matrix products, and few enough chunks that the weight's gradient is read and written seldom
+# (benchmarks/results/loss_chunk.json).
+LARGE_BYTES = 2**30
+CHUNK_BYTES = 2**29
+# In eager mode the loss of a chunk is computed for some rows at a time: what fits into a cache of a CPU, and what keeps
+# a GPU busy for longer than it takes to start a kernel.
+_PART_BYTES = {"cpu": 2**23, "cuda": 2**26}
+_FLOAT = 4
+
+
+def automatic(*, tokens: int, columns: int) -> int:
+    """Tokens of a chunk; 0: the logits are small enough to exist whole.
+
+    Args:
+        tokens: that one process has in a microbatch.
+        columns: of the vocabulary that it has.
+    """
+    if tokens * columns * _FLOAT <= LARGE_BYTES:
+        return 0
+    return 1 << max(0, (CHUNK_BYTES // (columns * _FLOAT)).bit_length() - 1)
+
+
+def chunks_of(tokens: int, chunk: int, *, pads: bool) -> list[int]:
+    """Tokens of each chunk; with `pads` the last one is as large as the others."""
+    if not chunk:
+        return [tokens]
+    sizes = [min(chunk, tokens - start) for start in range(0, tokens, chunk)]
+    return [chunk] * len(sizes) if pads else sizes
+
+
+def part_rows(columns: int, accelerator: str) -> int:
+    """Tokens of a chunk whose loss is computed at once in eager mode."""
+    return max(1, _PART_BYTES.get(accelerator, _PART_BYTES["cuda"]) // (_FLOAT * columns))
+
+
+def chunk_bytes(
+    *, tokens: int, chunk: int, columns: int, dim: int, width: int, accelerator: str, compiled: bool
+) -> int:
+    """Bytes that head and loss need beside the parameters, their gradients and the head's input.
+
+    In eager mode the gradient of a chunk's logits takes their place, and some rows of them are copied in float32:
+    log-probabilities, and in 16 bits logits too. Compiled code writes the gradient beside the logits. The gradient of
+    the head's input takes as much as the input.
+
+    Args:
+        tokens: that one process has in a microbatch.
+        chunk: tokens of a chunk.
+        columns: of the vocabulary that it has.
+        width: bytes of an element of the head's input.
+        accelerator: `cpu` or `cuda`.
+        compiled: the loss is compiled.
+    """
+    chunks = width * min(chunk, tokens) * columns
+    if compiled:
+        chunks *= 2
+    else:
+        copies = 1 if width == _FLOAT else 2
+        chunks += copies * _FLOAT * min(chunk, tokens, part_rows(columns, accelerator)) * columns
+    return chunks + tokens * dim * width

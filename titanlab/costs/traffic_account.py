@@ -5,18 +5,23 @@ They count every operation; tests compare them with traced steps. Symbols: M mic
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from titanlab.costs.account import ModelAccount
-from titanlab.costs.block_names import is_in_block
-from titanlab.costs.context_traffic import context_of_block, forward_context_of_block
-from titanlab.costs.layout import hidden_shape
-from titanlab.costs.loss_chunk import chunks_of
-from titanlab.costs.shard_account import STACK, cuts_of, gathered_part
-from titanlab.costs.step import Coordinate, Step
-from titanlab.costs.tensor_styles import STYLES, cut_dim, has_partial_gradient, parameter_style
-from titanlab.costs.traffic_table import Row, Traffic
+from titanlab.costs.account import ModelAccount, is_in_block
+from titanlab.costs.layout import AXES, FOLD, Layout, hidden_shape
+from titanlab.costs.setting import chunks_of
+from titanlab.costs.shard_account import (
+    STACK,
+    STYLES,
+    cut_dim,
+    cuts_of,
+    gathered_part,
+    has_partial_gradient,
+    parameter_style,
+)
 
 # The step's totals: loss, norm, labels and a flag for each signal, in float64 (`titanlab.training.totals`).
 TOTALS_BYTES = 7 * 8
@@ -231,3 +236,269 @@ def _padded(step: Step, rank: Coordinate, name: str) -> int:
     cuts = cuts_of(step.account, name, step.layout)
     number = rank.tensor if cuts.tensor == step.layout.tensor else 0  # of experts all parts are equal
     return math.prod(gathered_part(step.account, name, **cuts._asdict(), number=number))
+
+
+def context_of_block(step: Step, block: str, rank: Coordinate, traffic: Traffic) -> None:
+    """Keys and values in forward and backward, and their gradients, of all microbatches."""
+    forward_context_of_block(step, block, rank, traffic)
+    # The backward pass needs keys and values once more.
+    forward_context_of_block(step, block, rank, traffic)
+    ranks, axis, times = step.layout.context, step.axis("context"), step.microbatches
+    whole, half = _block_bytes(step, block)
+    after, before = ranks - 1 - rank.context, rank.context
+    if step.context_method == "all_gather":
+        returned = 2 * (after * whole + before * half)
+        traffic.add(axis, "all_to_all", returned, ranks=ranks, times=times, own=0)
+        return
+    # Gradients of the received blocks go to their owners, and those of this rank's keys arrive.
+    _add(traffic, axis, "send", {whole: after, half: before}, ranks=ranks, times=2 * times)
+    _add(traffic, axis, "recv", {whole: before, half: after}, ranks=ranks, times=2 * times)
+
+
+def forward_context_of_block(step: Step, block: str, rank: Coordinate, traffic: Traffic) -> None:
+    """Keys and values of one forward pass, of all microbatches."""
+    ranks, axis, times = step.layout.context, step.axis("context"), step.microbatches
+    whole, half = _block_bytes(step, block)
+    if step.context_method == "all_gather":
+        traffic.add(axis, "all_gather", 2 * ranks * whole, ranks=ranks, times=times)
+        return
+    after, before = ranks - 1 - rank.context, rank.context
+    # A rank first sends its own block, then the blocks that arrive; of blocks of ranks before it, only the first half.
+    sent = {half: ranks - 1} if before == 0 else {whole: min(after + 1, ranks - 1), half: before - 1}
+    _add(traffic, axis, "send", sent, ranks=ranks, times=2 * times)
+    _add(traffic, axis, "recv", {whole: after, half: before}, ranks=ranks, times=2 * times)
+
+
+def _add(traffic: Traffic, axis: str, kind: str, counts: dict[int, int], *, ranks: int, times: int) -> None:
+    """Count messages.
+
+    Args:
+        counts: of messages by their bytes.
+    """
+    for size, count in counts.items():
+        traffic.add(axis, kind, size, ranks=ranks, times=times * count)
+
+
+def _block_bytes(step: Step, block: str) -> tuple[int, int]:
+    """Bytes of one rank's keys or values of a microbatch, and of the first half of its tokens."""
+    account = step.account
+    heads = account.kv_heads // step.layout.tensor
+    whole = step.tokens * heads * account.head_dim * step.element_bytes(block)
+    return whole, whole // 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coordinate:
+    """A rank's numbers on the axes whose ranks have different communication.
+
+    Attributes:
+        fsdp: the number of its shard of FSDP2; the last shards may be smaller.
+    """
+
+    pipeline: int = 0
+    context: int = 0
+    tensor: int = 0
+    fsdp: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeats:
+    """The communication of a block's forward pass that recomputation in its backward pass repeats.
+
+    Attributes:
+        gathers, sums: of the residual stream, by tensor parallelism.
+        context: of keys and values, by context parallelism.
+        exchange: of tokens, by expert parallelism.
+    """
+
+    gathers: bool = False
+    sums: bool = False
+    context: bool = False
+    exchange: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """The inputs of the formulas.
+
+    Attributes:
+        account, layout: of the model, and its degrees.
+        seq_len: tokens of a sequence, over all its ranks.
+        microbatch: sequences of one forward pass.
+        microbatches: forward passes of one rank in a step.
+        compute_bytes: of an element of gathered parameters and of activations.
+        reduce_bytes: of an element of a gradient while it is summed over ranks.
+        master_bytes: of an element of a stored parameter, and of its summed gradient.
+        fp32_parts: pieces that compute and reduce in float32 even if the rest does not.
+        float8_gathered: names of the parameters that FSDP2 gathers in one byte per element.
+        mixed: parameters are cast before they compute: then FSDP2 does the replication, not DDP.
+        reshards: blocks free gathered parameters between forward and backward.
+        sequence_parallel, loss_parallel, context_method: as in the config of parallelism.
+        loss_chunk: tokens for which the loss is computed at once; 0: all of a microbatch.
+        pads_chunks: the last chunk is as large as the others.
+        accelerator: `cpu` or `cuda`. On CPU an all-to-all replaces gloo's reduce-scatter, which has twice the traffic.
+        stages: by stage of a pipeline, the pieces of the model; empty: one stage has all.
+        placement: by stage, its rank on the pipeline axis.
+        orders: by stage, its actions in order: `F` forward, `B` or `I` backward; other letters are ignored. Empty: one
+            microbatch after another.
+        repeats: by block, what its recomputation repeats; other blocks repeat nothing.
+    """
+
+    account: ModelAccount
+    layout: Layout
+    seq_len: int
+    microbatch: int
+    microbatches: int = 1
+    compute_bytes: int = 4
+    reduce_bytes: int = 4
+    master_bytes: int = 4
+    fp32_parts: Sequence[str] = ()
+    float8_gathered: Collection[str] = ()
+    mixed: bool = False
+    reshards: bool = True
+    sequence_parallel: bool = True
+    loss_parallel: bool = True
+    loss_chunk: int = 0
+    pads_chunks: bool = False
+    context_method: str = "ring"
+    accelerator: str = "cuda"
+    stages: Sequence[Sequence[str]] = ()
+    placement: Sequence[int] = (0,)
+    orders: Sequence[Sequence[str]] = ()
+    repeats: Mapping[str, Repeats] = field(default_factory=dict)
+
+    def element_bytes(self, piece: str) -> int:
+        """Bytes of an element of a piece's activations."""
+        return 4 if piece in self.fp32_parts else self.compute_bytes
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch on one rank, before sequence parallelism cuts them."""
+        return self.microbatch * self.seq_len // self.layout.context
+
+    @property
+    def scatter(self) -> str:
+        """The operation that implements reduce-scatter."""
+        return "all_to_all" if self.accelerator == "cpu" else "reduce_scatter"
+
+    @property
+    def replicas_by_ddp(self) -> bool:
+        """Whether DDP sums the gradients."""
+        return self.layout.data_parallelism(mixed=self.mixed) == "ddp"
+
+    def stages_of(self, rank: Coordinate) -> Iterator[tuple[int, Sequence[str]]]:
+        """The stages of a rank, by number, with their pieces."""
+        stages = self.stages or (self.account.pieces,)
+        return ((number, pieces) for number, pieces in enumerate(stages) if self.placement[number] == rank.pipeline)
+
+    def axis(self, name: str) -> str:
+        """The name of an axis's group in the traced table; a group of all ranks has the name of the axis with all."""
+        return _axis_name(self.layout, name)
+
+
+@functools.lru_cache(maxsize=16384)
+def _axis_name(layout: Layout, name: str) -> str:
+    degrees = {**layout.degrees(), layout.fsdp_name: layout.fsdp}
+    degrees |= {"expert_shard": layout.expert_shard, "expert": layout.expert} if layout.expert > 1 else {}
+    whole = next((axis for axis, degree in degrees.items() if degree == layout.world > 1), None)
+    name = layout.fsdp_name if name == "fsdp" else name
+    ranks = layout.world if name == "world" else degrees[name]
+    return whole if whole is not None and ranks == layout.world else name
+
+
+# Bytes that a rank sends for each byte of the tensor, in units of (ranks − 1) / ranks, by the ring algorithms
+# (Patarasuk & Yuan 2009, doi 10.1016/j.jpdc.2008.09.002). In an `all_to_all` a rank keeps its own part.
+_RING = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+_RECEIVES = ("recv", "barrier")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """The operations of one kind on one axis, of one rank in a step.
+
+    Attributes:
+        axis: the group's axis: an axis of the layout, `shard·context` if these share a group, or `world`.
+        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast`, `send`, `recv`, ….
+        count: number of operations.
+        bytes: of their tensors.
+        wire_bytes: bytes that the rank sends for them, by the ring algorithms.
+    """
+
+    axis: str
+    kind: str
+    count: int
+    bytes: int
+    wire_bytes: int
+
+
+class Traffic:
+    """Sums of operations by axis and kind."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, str], list[int]] = {}
+
+    def add(self, axis: str, kind: str, size: int, *, ranks: int, times: int = 1, own: int | None = None) -> None:
+        """Count operations.
+
+        Args:
+            size: bytes of one operation.
+            ranks: size of the group. A group of one rank sends nothing, so it is not counted.
+            times: number of equal operations.
+            own: bytes of one `all_to_all` that the rank keeps; None: an equal part.
+        """
+        if ranks == 1 or times == 0:
+            return
+        sums = self._sums.setdefault((axis, kind), [0, 0, 0])
+        sums[0] += times
+        sums[1] += times * size
+        sums[2] += times * (size - own if own is not None else wire_bytes(kind, size, ranks=ranks))
+
+    def rows(self) -> list[Row]:
+        """The rows of the table: axes from outermost to innermost, kinds in alphabetical order."""
+        return sorted(
+            (
+                Row(axis=axis, kind=kind, count=count, bytes=size, wire_bytes=wire)
+                for (axis, kind), (count, size, wire) in self._sums.items()
+            ),
+            key=lambda row: (_order(row.axis), row.axis, row.kind),
+        )
+
+
+def _order(axis: str) -> tuple[int, int]:
+    """Sort key: axes from outermost to innermost, joint axes after their first axis, then the world, then others."""
+    first, *others = axis.split(FOLD)
+    names = (*AXES, "world")
+    return (names.index(first) if first in names else len(names), len(others))
+
+
+def wire_bytes(kind: str, size: int, *, ranks: int) -> int:
+    """Bytes that each rank sends for an operation on `size` bytes, by the ring algorithm if the kind has one."""
+    if kind in _RECEIVES:
+        return 0
+    return _RING[kind] * size * (ranks - 1) // ranks if kind in _RING else size
+
+
+def lines(rows: Iterable[Row]) -> list[str]:
+    """One line of text per axis: `shard: 12 all_gather 25.2 MB, 7 reduce_scatter 12.6 MB`."""
+    by_axis: dict[str, list[str]] = {}
+    for row in rows:
+        by_axis.setdefault(row.axis, []).append(f"{row.count} {row.kind} {_readable(row.bytes)}")
+    return [f"{axis}: {', '.join(parts)}" for axis, parts in by_axis.items()]
+
+
+def flat(rows: Iterable[Row]) -> dict[str, int]:
+    """The table as one mapping for trackers: `traffic/shard/all_gather_bytes` → bytes, and so on."""
+    table = {}
+    for row in rows:
+        # In ASCII, for trackers and shells.
+        key = f"traffic/{row.axis.replace(FOLD, '_')}/{row.kind}"
+        table.update({f"{key}_count": row.count, f"{key}_bytes": row.bytes, f"{key}_wire_bytes": row.wire_bytes})
+    return table
+
+
+def _readable(size: int) -> str:
+    """Bytes in decimal units: `40 B`, `25.2 MB`."""
+    value, units = float(size), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 999.95 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from titanlab.costs.account import HIDDEN, Activation, Init, Joined, ModelAccount, Operation
-from titanlab.costs.block_names import block_name
+from titanlab.costs.account import HIDDEN, Activation, Init, Joined, ModelAccount, Operation, block_name
 from titanlab.model import moe_account
 from titanlab.model.llama_block_account import matmul, norm
 

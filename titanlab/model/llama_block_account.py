@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from titanlab.costs.account import HIDDEN, Activation, Cut, Operation, Operator
-from titanlab.costs.operators import CONTEXT_ATTENTION
+from titanlab.costs.account import CONTEXT_ATTENTION, HIDDEN, Activation, Cut, Operation, Operator
 from titanlab.model import moe_account
 
 if TYPE_CHECKING:

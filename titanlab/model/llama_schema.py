@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from titanlab.costs.account import Init, ModelAccount, Operation, RoutedExperts
-from titanlab.costs.divisors import divisors
+from titanlab.costs.layout import divisors
 from titanlab.errors import ConfigError
 from titanlab.model import llama_account, llama_block_account
 from titanlab.model.contract import ModelBuilder, ModelConfig, ReducedSizes

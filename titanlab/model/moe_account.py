@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from titanlab.costs.account import Activation, Operation, Operator, RoutedExperts
-from titanlab.costs.operators import EXCHANGE, GROUPED_PRODUCT
+from titanlab.costs.account import EXCHANGE, GROUPED_PRODUCT, Activation, Operation, Operator, RoutedExperts
 
 _SELECT = ("aten.index_select.default",)
 _SUM = ("aten.sum.dim_IntList",)

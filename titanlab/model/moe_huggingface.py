@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from titanlab.costs.block_names import block_name
+from titanlab.costs.account import block_name
 from titanlab.errors import ConfigError
 from titanlab.model.llama_huggingface import UNSUPPORTED, LlamaFamily, whole_number
 from titanlab.model.qwen3_huggingface import UNSUPPORTED as UNSUPPORTED_BY_QWEN3

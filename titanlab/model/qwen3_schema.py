@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from titanlab.costs.divisors import divisors
+from titanlab.costs.layout import divisors
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ReducedSizes
 from titanlab.model.llama_schema import Llama, nearest

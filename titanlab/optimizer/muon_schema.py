@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from titanlab.costs.block_names import is_in_block
+from titanlab.costs.account import is_in_block
 from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 from titanlab.optimizer.adamw_schema import Averaged

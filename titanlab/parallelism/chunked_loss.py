@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanlab.costs.loss_chunk import part_rows
+from titanlab.costs.setting import part_rows
 from titanlab.dtensor import in_gradient_dtype, local_part
 from titanlab.parallelism.collectives import all_gather_single
 from titanlab.parallelism.loss import IGNORE

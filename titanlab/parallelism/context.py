@@ -18,8 +18,7 @@ from torch.distributed import ProcessGroup
 # take a group as an argument.
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from titanlab.costs.account import ModelAccount
-from titanlab.costs.block_names import BLOCKS
+from titanlab.costs.account import BLOCKS, ModelAccount
 from titanlab.errors import ConfigError
 from titanlab.model.attention import InnerAttention
 from titanlab.model.documents.packed import HostStarts

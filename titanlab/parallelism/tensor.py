@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from titanlab.costs.account import style_of
-from titanlab.costs.tensor_styles import cut_dim, has_partial_gradient
+from titanlab.costs.shard_account import cut_dim, has_partial_gradient
 from titanlab.dtensor import local_part
 from titanlab.model.mixture_of_experts import Router
 from titanlab.parallelism.collectives import gather_first, sum_all, sum_and_scatter_first
@@ -250,7 +250,7 @@ def parallelise(
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, style: str) -> None:
-    """Make a module's own parameters DTensors, cut by the style's dim in `titanlab.costs.tensor_styles`."""
+    """Make a module's own parameters DTensors, cut by the style's dim in `titanlab.costs.shard_account`."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         dim = cut_dim(style, parameter.ndim)
         part = distribute_tensor(parameter.data, mesh, [Replicate() if dim is None else Shard(dim)])

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 
 from titanlab.costs.account import Activation, Operation, Share, kept
 from titanlab.costs.config_key import Key
-from titanlab.costs.loss_chunk import chunk_bytes
+from titanlab.costs.setting import chunk_bytes
 from titanlab.plan.pipeline_time import shorter
 from titanlab.plan.stages import actions_of, block_operations, edge_operations, model_facts, placement_of, treatments
 from titanlab.schedule.action import Action, Kind

@@ -9,13 +9,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from titanlab.ac.contract import ACConfig
-from titanlab.costs.account import Operation
-from titanlab.costs.block_names import is_in_block
+from titanlab.costs.account import EXCHANGE, Operation, is_in_block
 from titanlab.costs.config_key import Key
 from titanlab.costs.layout import Layout
-from titanlab.costs.operators import EXCHANGE
-from titanlab.costs.tensor_styles import STYLES
-from titanlab.costs.traffic_table import Row
+from titanlab.costs.shard_account import STYLES
+from titanlab.costs.traffic_account import Row
 from titanlab.plan.block_work import Kernel, Part, kernel_seconds, work_of
 from titanlab.plan.machine import Axis, Machine
 from titanlab.plan.stage_time import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from titanlab.costs.account import Operation, TensorPlan
-from titanlab.costs.tensor_styles import STYLES
+from titanlab.costs.shard_account import STYLES
 from titanlab.plan.machine import Machine
 from titanlab.precision.account import Product
 

@@ -8,9 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from titanlab.costs.config_key import key_of
-from titanlab.costs.step import Coordinate
-from titanlab.costs.traffic_account import step_traffic
-from titanlab.costs.traffic_table import Row
+from titanlab.costs.traffic_account import Coordinate, Row, step_traffic
 from titanlab.errors import ConfigError
 from titanlab.plan.block_time import model_time, shape_of
 from titanlab.plan.machine import Machine, machine_of

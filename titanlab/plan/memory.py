@@ -14,13 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from titanlab.costs.account import ModelAccount, Share
-from titanlab.costs.block_names import is_in_block
+from titanlab.costs.account import ModelAccount, Share, is_in_block
 from titanlab.costs.config_key import Key, key_of
 from titanlab.costs.layout import Layout, hidden_shape
 from titanlab.costs.shard_account import account_for, cuts_of, gathered_part, stored_part
-from titanlab.costs.step import Coordinate
-from titanlab.costs.traffic_account import step_traffic
+from titanlab.costs.traffic_account import Coordinate, step_traffic
 from titanlab.optimizer.contract import Stored
 from titanlab.plan.activations import (
     Batch,

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 from titanlab.compile.schema import Compile
 from titanlab.costs.account import ModelAccount
 from titanlab.costs.config_key import key_of
-from titanlab.costs.divisors import divisors
-from titanlab.costs.layout import Layout
+from titanlab.costs.layout import Layout, divisors
 from titanlab.costs.shard_account import account_for
 from titanlab.errors import ConfigError
 from titanlab.options import discover

@@ -7,11 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from titanlab.costs.block_names import is_in_block
+from titanlab.costs.account import is_in_block
 from titanlab.costs.config_key import Key
 from titanlab.costs.layout import Layout
-from titanlab.costs.step import Coordinate, Step
 from titanlab.costs.traffic_account import (
+    Coordinate,
+    Row,
+    Step,
+    Traffic,
     add_context,
     add_exchange,
     add_sharding,
@@ -19,7 +22,6 @@ from titanlab.costs.traffic_account import (
     parameter_elements,
     sum_whole_gradients,
 )
-from titanlab.costs.traffic_table import Row, Traffic
 from titanlab.plan.block_time import ModelTime, total
 from titanlab.plan.machine import Axis, Machine, axis_of
 from titanlab.plan.pipeline_time import Stages, stages_of

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from titanlab.costs.account import ModelAccount, Operation
-from titanlab.costs.block_names import block_name, is_in_block
+from titanlab.costs.account import ModelAccount, Operation, block_name, is_in_block
 from titanlab.costs.config_key import Key, key_of
-from titanlab.costs.flops import per_token
+from titanlab.costs.meter import per_token
 from titanlab.recipe.stage_pieces import stage_pieces
 from titanlab.schedule.action import Action
 
@@ -90,7 +89,7 @@ def model_facts(model: Key) -> ModelFacts:
 
 @functools.lru_cache(maxsize=1024)
 def flops_per_token(model: Key, seq_len: int) -> int:
-    """See `titanlab.costs.flops.per_token`."""
+    """See `titanlab.costs.meter.per_token`."""
     return per_token(model_facts(model).account, seq_len=seq_len)
 
 

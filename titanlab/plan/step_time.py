@@ -34,7 +34,7 @@ class StepTime:
         parts: seconds by cause; their sum is `seconds`. `compute`; `replicate`, `shard`, `context`, `tensor`,
             `pipeline`: communication of an axis that no computation hides; `bubble`; `optimizer`; `stragglers`.
         tokens_per_second: of one device.
-        mfu: model FLOPs utilisation, by `titanlab.costs.flops.per_token` and the peak in the precision of the
+        mfu: model FLOPs utilisation, by `titanlab.costs.meter.per_token` and the peak in the precision of the
             activations, from 0 to 1; nan if the device has no such peak.
     """
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from titanlab.costs import hardware
-from titanlab.costs.account import ModelAccount
-from titanlab.costs.linear_layers import linear_layers, matches, part_shape
+from titanlab.costs.account import ModelAccount, linear_layers, matches, part_shape
 from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 from titanlab.precision.account import Product, matched

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from titanlab.costs.account import ModelAccount
-from titanlab.costs.block_names import is_in_block
+from titanlab.costs.account import ModelAccount, is_in_block
 from titanlab.precision.account import matched
 from titanlab.precision.dtypes import Dtypes
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from titanlab.costs.block_names import BLOCKS, is_in_block
+from titanlab.costs.account import BLOCKS, is_in_block
 from titanlab.costs.hardware import compute_capability
 from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from titanlab.ac.contract import ACConfig
-from titanlab.costs.account import ModelAccount
-from titanlab.costs.block_names import is_in_block
-from titanlab.costs.operators import EXCHANGE
+from titanlab.costs.account import EXCHANGE, ModelAccount, is_in_block
 from titanlab.costs.shard_account import account_for
-from titanlab.costs.step import Repeats, Step
+from titanlab.costs.traffic_account import Repeats, Step
 from titanlab.precision.account import matched
 from titanlab.recipe.recipe import Recipe, pieces_by_stage
 

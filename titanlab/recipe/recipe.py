@@ -19,7 +19,7 @@ from titanlab.compile.schema import Compile
 from titanlab.costs.account import ModelAccount
 from titanlab.costs.config_key import Key, key_of
 from titanlab.costs.layout import Layout, resolve_layout
-from titanlab.costs.loss_chunk import AUTO, automatic
+from titanlab.costs.setting import AUTO, automatic
 from titanlab.errors import ConfigError
 from titanlab.optimizer.schedule_schema import WARMUP_STEPS
 from titanlab.options import discover, schema_of

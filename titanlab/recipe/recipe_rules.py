@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 
-from titanlab.costs.divisors import divisors
 from titanlab.costs.hardware import compute_capability
+from titanlab.costs.layout import divisors
 from titanlab.costs.setting import Setting
 from titanlab.costs.shard_account import account_for
 from titanlab.data import source

@@ -7,8 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from titanlab.costs.account import ModelAccount, Operation
-from titanlab.costs.block_names import is_in_block
+from titanlab.costs.account import ModelAccount, Operation, is_in_block
 from titanlab.errors import ConfigError
 from titanlab.schedule.split import split as balanced
 

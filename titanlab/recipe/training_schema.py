@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from titanlab.costs.loss_chunk import AUTO
+from titanlab.costs.setting import AUTO
 from titanlab.errors import ConfigError
 from titanlab.options import option
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from titanlab.costs.traffic_table import Row
+from titanlab.costs.traffic_account import Row
 from titanlab.recipe.recipe import Recipe
 from titanlab.tracing.declared import RankAccount
 

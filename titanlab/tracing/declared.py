@@ -6,13 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from titanlab.costs.account import ModelAccount, Share, block_input, kept
-from titanlab.costs.block_names import is_in_block
+from titanlab.costs.account import ModelAccount, Share, block_input, is_in_block, kept
 from titanlab.costs.layout import AXES, FSDP_AXES, Layout
 from titanlab.costs.shard_account import account_for, cuts_of, sharded_dim, stored_part, tensor_part
-from titanlab.costs.step import Coordinate
-from titanlab.costs.traffic_account import step_traffic
-from titanlab.costs.traffic_table import Row
+from titanlab.costs.traffic_account import Coordinate, Row, step_traffic
 from titanlab.optimizer.contract import Stored
 from titanlab.recipe.communication import step_of
 from titanlab.recipe.recipe import Recipe, pieces_by_stage

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanlab.costs.block_names import BLOCKS
+from titanlab.costs.account import BLOCKS
 from titanlab.distributed.mesh import build_mesh
 from titanlab.distributed.traffic import axis_groups, traced
 from titanlab.dtensor import local_part

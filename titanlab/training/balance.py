@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from titanlab.costs.account import ModelAccount, RoutedExperts
-from titanlab.costs.block_names import BLOCKS, block_name
+from titanlab.costs.account import BLOCKS, ModelAccount, RoutedExperts, block_name
 from titanlab.errors import DamagedPosition
 from titanlab.model.mixture_of_experts import Auxiliary, Router
 

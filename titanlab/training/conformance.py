@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from titanlab.costs import flops
-from titanlab.costs.account import ModelAccount, Operation, style_of
-from titanlab.costs.block_names import block_name, is_in_block
+from titanlab.costs import meter as flops
+from titanlab.costs.account import ModelAccount, Operation, block_name, is_in_block, style_of
 from titanlab.model.contract import ModelConfig
 from titanlab.model.language_model import LanguageModel
 from titanlab.model.shapes import shapes_only

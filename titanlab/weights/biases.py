@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from titanlab.costs.block_names import block_name
+from titanlab.costs.account import block_name
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.plan.recipes import SMALL, made
 from titanlab.costs.layout import Layout
-from titanlab.costs.traffic_table import Row
+from titanlab.costs.traffic_account import Row
 from titanlab.plan.machine import Axis, machine_of
 from titanlab.plan.stage_time import (
     axis_in,

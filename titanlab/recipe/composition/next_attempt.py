@@ -14,8 +14,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from titanlab.costs.divisors import divisors
-from titanlab.costs.layout import Layout, resolve_layout
+from titanlab.costs.layout import Layout, divisors, resolve_layout
 from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.recipe.composition.frozen import check_changeable, overridden

@@ -10,7 +10,8 @@ from titanlab.checkpoint.folders import latest
 from titanlab.checkpoint.position import Position
 from titanlab.checkpoint.remote.address_schema import StorePath
 from titanlab.checkpoint.remote.run_place import checkpoints_of
-from titanlab.costs import flops, meter
+from titanlab.costs import meter
+from titanlab.costs import meter as flops
 from titanlab.costs.account import ModelAccount
 from titanlab.costs.meter import Work
 from titanlab.precision.dtypes import Dtypes

@@ -18,7 +18,7 @@ from titanlab.checkpoint.position import Position
 from titanlab.compile.watch import Watch
 from titanlab.costs import meter
 from titanlab.costs.meter import Meter
-from titanlab.costs.traffic_table import flat, lines
+from titanlab.costs.traffic_account import flat, lines
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.start_up import write_start_up
 from titanlab.distributed.traffic import axis_groups, traced
