@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from titanlab.distributed import hang_record
-from titanlab.distributed.hang_record import Topology, stack_of, stack_of_error
+from titanlab.distributed import hang as hang_record
+from titanlab.distributed.hang import Topology, stack_of, stack_of_error
 from titanlab.records.hang_file import Collective, Group, Messages, parse_hang
 
 
@@ -33,7 +33,7 @@ def test_a_record_names_the_innermost_line_that_is_not_torchs():
     ],
 )
 def test_what_a_rank_is_busy_with(file, function, activity, shown):
-    found = recorded([hang_record.Frame(hang_record._PACKAGE + file, 3, function)])
+    found = recorded([hang_record.Frame(hang_record._OWN_PACKAGE + file, 3, function)])
     assert (found.activity, found.source.file) == (activity, shown)
 
 

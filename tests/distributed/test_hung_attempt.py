@@ -5,7 +5,7 @@ import pytest
 from tests import tiny
 from tests.distributed.test_silence import silent, waits
 from tests.records.test_hang_file import values
-from titanlab.distributed.hung_attempt import has_hung, hung_attempt
+from titanlab.distributed.hang import has_hung, hung_attempt
 from titanlab.records.config_file import config_text
 from titanlab.records.hang_file import hang_folder, write_hang
 from titanlab.records.outcome import Outcome, OutcomeKind

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titanlab.distributed.free_port import free_port
-from titanlab.distributed.ranks import ALONE, joined
+from titanlab.distributed.ranks import ALONE, free_port, joined
 from titanlab.distributed.stop import StoppedEarly, stop_request
 from titanlab.distributed.world import AbsentRanks, _select_device, open_world
 from titanlab.errors import ConfigError

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import collections
+import json
 import os
 import statistics
 import sysconfig
+import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
+from typing import Any
 
+import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
+
+from titanlab.distributed.mesh import Mesh
+from titanlab.distributed.silence import diagnosis_of
+from titanlab.distributed.traffic import axis_groups
+from titanlab.distributed.world import BESIDE
+from titanlab.errors import ConfigError
+from titanlab.records.diagnosis import Diagnosis
+from titanlab.records.hang_file import HangRecord, read_hang
 from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records.run_records import RunRecords
 from titanlab.terminal.numerals import trimmed
 
 STEP_KEY = "training.step_timeout_seconds"
@@ -199,3 +214,237 @@ def _rounded_up(seconds: float) -> float:
     """Seconds rounded up to two significant digits."""
     unit = 10.0 ** (len(str(int(seconds))) - 2) if seconds >= 10 else 1.0
     return -(-seconds // unit) * unit
+
+
+_FRAMES = 60
+_OWN_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """A rank's place among the others, as far as it is known yet.
+
+    Attributes:
+        groups: by torch's name of a process group, its axis and the ranks in it.
+        coordinates: the rank's number on each axis whose degree is above 1.
+        messages: returns the state of the pipeline's sends and receives; None without a pipeline.
+        collectives: returns the last collectives of this process.
+    """
+
+    groups: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    coordinates: Mapping[str, int] = field(default_factory=dict)
+    messages: Callable[[], Mapping[str, Any] | None] = lambda: None
+    collectives: Callable[[], list[dict[str, Any]]] = list
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+
+def stack_of(frame: FrameType | None) -> list[Frame]:
+    """The stack of a thread, innermost frame first."""
+    frames = []
+    while frame is not None:
+        frames.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return frames
+
+
+def stack_of_error(trace: TracebackType | None) -> list[Frame]:
+    """The stack of an exception, innermost frame first."""
+    frames = []
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        frames.append(Frame(code.co_filename, trace.tb_lineno, code.co_name))
+        trace = trace.tb_next
+    return frames[::-1]
+
+
+def hang_record(
+    frames: list[Frame],
+    topology: Topology,
+    *,
+    rank: int,
+    state: str,
+    phase: str,
+    step: int,
+    seconds: float,
+    limit: float | None,
+) -> dict[str, Any]:
+    """The content of `attempts/N/hang/rank-R.json`.
+
+    Args:
+        frames: of the main thread, innermost first.
+        state: `waits` for other ranks or its device, `computes`, `stands` elsewhere, or `raised`.
+        phase: such as `step 3`.
+        step: last complete step.
+        seconds: since the phase began.
+        limit: of the phase; None: another rank reached its limit first, or there is none.
+    """
+    source = next(filter(_is_ours_or_users, frames), None)
+    return {
+        "rank": rank,
+        "time": time.time(),
+        "state": state,
+        "phase": phase,
+        "step": step,
+        "seconds": seconds,
+        "limit": limit,
+        "activity": _activity(frames),
+        "source": None if source is None else _values(source),
+        "stack": [_values(frame) for frame in frames[:_FRAMES]],
+        "coordinates": dict(topology.coordinates),
+        "groups": {name: {"axis": axis, "ranks": list(ranks)} for name, (axis, ranks) in topology.groups.items()},
+        "messages": topology.messages(),
+        "collectives": topology.collectives(),
+    }
+
+
+def _activity(frames: Iterable[Frame]) -> str:
+    """`data` or `checkpoint` if the main thread is inside the data or a checkpoint, else an empty text."""
+    for frame in frames:
+        if frame.function == "next_batch" or frame.file.startswith(_OWN_PACKAGE + "data" + os.sep):
+            return "data"
+        if frame.file.startswith(_OWN_PACKAGE + "checkpoint" + os.sep):
+            return "checkpoint"
+    return ""
+
+
+def _is_ours_or_users(frame: Frame) -> bool:
+    return not is_standard(frame.file) and f"{os.sep}torch{os.sep}" not in frame.file
+
+
+def _values(frame: Frame) -> dict[str, Any]:
+    file = frame.file
+    if file.startswith(_OWN_PACKAGE):
+        file = os.path.join("titanlab", file.removeprefix(_OWN_PACKAGE))
+    return {"file": file, "line": frame.line, "function": frame.function}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HungAttempt:
+    """The records of an attempt and their diagnosis.
+
+    Attributes:
+        others: what is known of ranks without a record.
+        damaged: by rank, the file that cannot be read and why.
+        world: number of ranks; 0: unknown.
+    """
+
+    diagnosis: Diagnosis
+    records: Mapping[int, HangRecord]
+    others: Mapping[int, str]
+    damaged: Mapping[int, str]
+    world: int
+
+
+def has_hung(run: RunRecords, attempt: int) -> bool:
+    """Whether ranks of an attempt have noted that they hang."""
+    return any(note.kind is OutcomeKind.HANG for note in run.failures(attempt))
+
+
+def hung_attempt(run: RunRecords, attempt: int) -> HungAttempt:
+    """Read and diagnose the records of an attempt that hung."""
+    records, damaged = read_hang(run, attempt)
+    notes = run.failures(attempt)
+    try:
+        world = run.config(attempt).get("world")
+    except ConfigError:
+        world = None
+    size = world if isinstance(world, int) and not isinstance(world, bool) and 0 < world <= _MOST_RANKS else 0
+    others = {
+        note.rank: (note.cause or "").rpartition(f"rank {note.rank} ")[2].partition(";")[0] or note.kind.meaning
+        for note in notes
+        if note.rank is not None and note.rank not in records
+    }
+    diagnosis = diagnosis_of(notes, size, records)
+    return HungAttempt(diagnosis=diagnosis, records=records, others=others, damaged=damaged, world=size)
+
+
+_MOST_RANKS = 1_000_000
+
+
+# How many of the last collectives a record of a hang holds. They must span more than one step of the training.
+KEPT = 1000
+_DUMP_SECONDS = 2.0
+# One dump for each backend's recorder; a build of torch without CUDA has the first only. Private, without a public way.
+_DUMPS: tuple[Callable[[], bytes] | None, ...] = (
+    getattr(c10d, "_dump_fr_trace_json", None),
+    getattr(c10d, "_dump_nccl_trace_json", None),
+)
+
+
+def topology(mesh: Mesh, messages: Callable[[], Mapping[str, Any] | None] = lambda: None) -> Topology:
+    """This rank's groups and coordinates in a mesh.
+
+    Args:
+        messages: returns the state of the pipeline's sends and receives.
+    """
+    groups = dict(mesh.groups())
+    if dist.group.WORLD is not None:
+        groups["world"] = dist.group.WORLD
+    axes = axis_groups(mesh)
+    return Topology(
+        groups={
+            group.group_name: (axes.get(group.group_name, "other"), tuple(dist.get_process_group_ranks(group)))
+            for group in groups.values()
+        },
+        coordinates={axis: mesh.coordinate(axis) for axis, degree in mesh.layout.degrees().items() if degree > 1},
+        messages=messages,
+        collectives=last_collectives,
+    )
+
+
+def last_collectives(kept: int = KEPT) -> list[dict[str, Any]]:
+    """The last collectives that this process has called, oldest first; empty if the recorder is off.
+
+    Those of `World.beside` are left out.
+
+    Each has `group` (torch's name of the process group), `sequence` (its number in that group), `operation`, `sizes`
+    (of its inputs), `dtypes`, `is_message` (a send or receive), `is_done`, and `created` in seconds since the epoch.
+    """
+    entries: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for dump in _DUMPS:
+        for entry in _entries(dump) if dump is not None else []:
+            # Another thread calls these, and the training does not wait for them.
+            if BESIDE in entry.get("process_group", [])[1:]:
+                continue
+            collective = _collective(entry)
+            # Both dumps may hold the same recorder's collectives.
+            entries[collective["group"], collective["is_message"], collective["sequence"], collective["created"]] = (
+                collective
+            )
+    return sorted(entries.values(), key=lambda collective: float(collective["created"]))[-kept:]
+
+
+def _entries(dump: Callable[[], bytes]) -> list[dict[str, Any]]:
+    """The entries of a dump; empty if it does not end: a recorder's lock may be held by the thread that hangs."""
+    entries: list[dict[str, Any]] = []
+
+    def read() -> None:
+        entries.extend(json.loads(dump()).get("entries", []))
+
+    thread = threading.Thread(target=read, name="flight-recorder", daemon=True)
+    thread.start()
+    thread.join(_DUMP_SECONDS)
+    return list(entries)
+
+
+def _collective(entry: dict[str, Any]) -> dict[str, Any]:
+    is_message = bool(entry.get("is_p2p"))
+    return {
+        "group": str((entry.get("process_group") or [""])[0]),
+        "sequence": entry.get("p2p_seq_id" if is_message else "collective_seq_id", 0),
+        "operation": str(entry.get("profiling_name", "")).rpartition(":")[2],
+        "sizes": entry.get("input_sizes", []),
+        "dtypes": entry.get("input_dtypes", []),
+        "is_message": is_message,
+        # gloo leaves the state at `scheduled`, and retires what is complete.
+        "is_done": bool(entry.get("retired")) or entry.get("state") == "completed",
+        "created": entry.get("time_created_ns", 0) / 1e9,
+    }

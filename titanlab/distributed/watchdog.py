@@ -16,8 +16,19 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
-from titanlab.distributed.hang import BUSY_SECONDS, FIRST_STEP_KEY, STEP_KEY, StepTimes, hang, main_thread_is_busy
-from titanlab.distributed.hang_record import Frame, Topology, hang_record, stack_of, stack_of_error
+from titanlab.distributed.hang import (
+    BUSY_SECONDS,
+    FIRST_STEP_KEY,
+    STEP_KEY,
+    Frame,
+    StepTimes,
+    Topology,
+    hang,
+    hang_record,
+    main_thread_is_busy,
+    stack_of,
+    stack_of_error,
+)
 from titanlab.records.outcome import Outcome, OutcomeKind
 
 # Longest time between two checks; with short limits the thread checks more often.

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from titanlab.distributed.loopback import loopback_interface
+from titanlab.distributed.world import loopback_interface
 from titanlab.system.command import ask
 from titanlab.terminal.finding import Finding, fail, ok, warn
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlab.distributed.free_port import free_port
-from titanlab.distributed.ranks import MEETING, Ranks
+from titanlab.distributed.ranks import MEETING, Ranks, free_port
 from titanlab.errors import TitanlabError
 from titanlab.launch.attempt import conclude
 from titanlab.launch.local.rank_processes import RankProcesses

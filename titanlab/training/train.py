@@ -21,7 +21,7 @@ from titanlab.checkpoint.position import Position
 from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.data import source
 from titanlab.data.streams.stream import Stream
-from titanlab.distributed.flight_recorder import topology
+from titanlab.distributed.hang import topology
 from titanlab.distributed.mesh import build_mesh
 from titanlab.distributed.ranks import Ranks
 from titanlab.distributed.start_up import StartUp

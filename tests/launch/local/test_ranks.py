@@ -16,7 +16,7 @@ import pytest
 
 from tests.launch.command import alive, children, finished
 from tests.until import until
-from titanlab.distributed.free_port import free_port
+from titanlab.distributed.ranks import free_port
 from titanlab.launch.contract import Failure
 from titanlab.launch.escalation import Escalation
 from titanlab.launch.local import ranks as local

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 
-from titanlab.distributed.free_port import free_port
+from titanlab.distributed.ranks import free_port
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import Launcher, Place
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from titanlab.distributed.free_port import free_port
-from titanlab.distributed.ranks import Ranks
+from titanlab.distributed.ranks import Ranks, free_port
 from titanlab.distributed.silence import ANSWER_SECONDS, end_if_silent, hangs_of_others, note_silent_ranks
 from titanlab.distributed.start_up import launched_at
 from titanlab.distributed.stop import STOP_SIGNALS, caught_signals, handlers_kept, stopped_before_start
