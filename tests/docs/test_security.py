@@ -22,7 +22,7 @@ OWN = {
     "titanlab/tracker/wandb.py": "lines of the writer that the tracker has started",
     "titanlab/tracker/wandb_writer.py": "lines of the tracker that has started it",
     "titanlab/report/wandb_workspace.py": "text of wandb-workspaces, made in the same call",
-    "titanlab/doctor/torch_checks.py": "one line of the script that this process has started",
+    "titanlab/doctor/software.py": "one line of the script that this process has started",
     "titanlab/launch/local/ranks.py": "process numbers from the process that forks the ranks",
     "titanlab/worker/rank.py": "the config that the launcher hands over",
 }

@@ -3,7 +3,7 @@
 import threading
 import time
 
-from titanlab.doctor.check import Check, run_checks
+from titanlab.doctor.checkup import Check, run_checks
 from titanlab.terminal.finding import ok
 
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from titanlab.doctor import checkup
-from titanlab.doctor.check import run_checks
-from titanlab.doctor.checkup import checks
+from titanlab.doctor.checkup import checks, run_checks
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import LaunchConfig, Launcher
 from titanlab.launch.local_schema import Local

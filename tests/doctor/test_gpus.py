@@ -3,8 +3,8 @@
 import pytest
 
 from tests.doctor.programs import program, states
-from titanlab.doctor import gpus
-from titanlab.doctor.gpus import check_gpus, links_of
+from titanlab.doctor import software as gpus
+from titanlab.doctor.software import check_gpus, links_of
 
 ROW = "{}, NVIDIA H100 80GB HBM3, 570.86.15, {}, 81559, {}"
 TOPOLOGY = """\

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from tests.doctor.programs import program, states
-from titanlab.doctor import torch_checks
-from titanlab.doctor.torch_checks import check_all_reduce, check_torch, torch_facts
+from titanlab.doctor import software as torch_checks
+from titanlab.doctor.software import check_all_reduce, check_torch, torch_facts
 
 CPU = {"version": "2.13.0+cpu", "cuda": None, "hip": None, "cuda_available": False, "distributed": True, "gloo": True}
 CPU |= {"nccl": False, "threads": 2, "devices": [], "architectures": []}

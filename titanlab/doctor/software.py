@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import json
 import os
 import platform
 import re
+import shutil
+import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import titanlab
+from titanlab.distributed.world import loopback_interface
 from titanlab.records.git_state import git_state
 from titanlab.records.provenance import PACKAGES, versions
+from titanlab.system.command import ask
 from titanlab.terminal.finding import Finding, fail, ok, warn
 from titanlab.tracker.wandb_mode import has_key
 
@@ -122,3 +132,205 @@ def _public(version: str) -> str:
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", re.split(r"[a-z+]", version)[0]))
+
+
+SCRIPT = Path(__file__).with_name("torch_script.py")
+# Importing torch from a slow shared file system takes long.
+FACTS_SECONDS = 90.0
+REDUCE_SECONDS = 120.0
+_KILL_SECONDS = 5.0
+
+
+def torch_facts(*, python: str = sys.executable, seconds: float = FACTS_SECONDS) -> tuple[dict[str, Any], str]:
+    """What torch knows, from a process of its own; or nothing, and why."""
+    answer = ask(python, "-P", str(SCRIPT), "facts", seconds=seconds)
+    if answer is None:
+        return {}, f"gave no answer within {seconds:g} s"
+    with contextlib.suppress(ValueError, IndexError):
+        facts = json.loads(answer.output.splitlines()[-1])
+        if isinstance(facts, dict):
+            return facts, ""
+    lines = answer.errors.strip().splitlines() or [f"exit code {answer.code}"]
+    return {}, " ".join(lines[-1].split())[:300]
+
+
+def check_torch(facts: Mapping[str, Any], problem: str) -> Iterator[Finding]:
+    """The lines about torch, from what `torch_facts` has returned."""
+    if not facts:
+        yield fail("torch", f"cannot be used: {problem}", "install it again: see docs/torch.md for builds that fit")
+        return
+    build = f"CUDA {facts['cuda']}" if facts.get("cuda") else "ROCm" if facts.get("hip") else "CPU only"
+    yield ok("torch", f"{facts['version']} ({build}), {facts['threads']} threads")
+    if not facts.get("distributed") or not facts.get("gloo"):
+        yield fail("gloo", "this build of torch has no gloo", "install a build with torch.distributed")
+    if not facts.get("cuda_available"):
+        if not facts.get("cpu_bf16", True):
+            yield warn(
+                "bf16", "this CPU has no units for it; tens of times slower than fp32", "use precision=fp32 here"
+            )
+        return
+    yield from _check_devices(facts)
+
+
+def _check_devices(facts: Mapping[str, Any]) -> Iterator[Finding]:
+    devices: Sequence[Mapping[str, Any]] = facts["devices"]
+    names = sorted({device["name"] for device in devices})
+    memory = sorted({device["memory_gib"] for device in devices})
+    text = f"{len(devices)} × {' / '.join(names)}, {' / '.join(f'{size:g}' for size in memory)} GiB"
+    if len(names) > 1:
+        yield warn("CUDA", text, "the devices differ: the slowest sets the pace; choose with CUDA_VISIBLE_DEVICES")
+    elif facts.get("product") != 64.0**3:
+        yield fail("CUDA", f"{text}; a matrix product is wrong", "a device or its driver is broken: leave it out")
+    else:
+        yield ok("CUDA", text)
+    built: Sequence[str] = facts.get("architectures", [])
+    for major, minor in sorted({tuple(device["capability"]) for device in devices}):
+        if built and not any(_runs_on(architecture, major, minor) for architecture in built):
+            text = f"torch was built for {', '.join(built)}, and a device has {major}.{minor}"
+            yield fail("CUDA build", text, "install a build of torch for this device")
+    if not facts.get("nccl"):
+        yield fail("NCCL", "this build of torch has none", "install a build with NCCL")
+    elif len(devices) > 1 and any(len(device["peers"]) < len(devices) - 1 for device in devices):
+        text = f"{facts.get('nccl_version')}; some GPUs cannot read each other's memory"
+        yield warn("NCCL", text, "exchange goes through the host: see `nvidia-smi topo -m`, and IOMMU and ACS settings")
+    else:
+        yield ok("NCCL", str(facts.get("nccl_version")))
+
+
+def _runs_on(architecture: str, major: int, minor: int) -> bool:
+    """Whether code for `sm_80` runs on a device: on 8.0 and 8.6; `compute_80` on all later ones."""
+    match = re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", architecture)
+    if match is None:
+        return False
+    built = (int(match[2]), int(match[3]))
+    return built <= (major, minor) and (match[1] == "compute" or built[0] == major)
+
+
+def check_all_reduce(
+    backend: str, world: int, *, python: str = sys.executable, seconds: float = REDUCE_SECONDS
+) -> Finding:
+    """Start processes that add up a tensor over all of them."""
+    name = f"{backend} all-reduce"
+    interface = loopback_interface()
+    own = {"GLOO_SOCKET_IFNAME": interface} if interface and "GLOO_SOCKET_IFNAME" not in os.environ else {}
+    with tempfile.TemporaryDirectory(prefix="titanlab-doctor-", ignore_cleanup_errors=True) as folder:
+        command = [python, "-P", str(SCRIPT), "all_reduce", backend]
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank), str(world), f"{folder}/store"],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **own, "OMP_NUM_THREADS": "1"},
+            )
+            for rank in range(world)
+        ]
+        end, outputs, hung = time.monotonic() + seconds, [], False
+        for process in ranks:
+            try:
+                outputs.append(process.communicate(timeout=max(0.1, end - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                hung = True
+                for rank_process in ranks:
+                    rank_process.kill()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.communicate(timeout=_KILL_SECONDS)
+    if hung:
+        hint = "a firewall, a proxy or a wrong network interface: see GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+        return fail(name, f"{world} processes did not meet within {seconds:g} s", hint)
+    failed = [process.returncode for process in ranks if process.returncode]
+    results = [_result(output) for output, _ in outputs]
+    if failed or any(result.get("total") != result.get("expected", 0) for result in results):
+        lines = [line for _, errors in outputs for line in errors.decode(errors="replace").strip().splitlines()]
+        text = " ".join(lines[-1].split())[:200] if lines else "the sum is wrong"
+        return fail(name, text, "ranks of a run could not exchange gradients here either")
+    return ok(name, f"{world} processes in {max(result['seconds'] for result in results):.2f} s")
+
+
+def _result(output: bytes) -> dict[str, Any]:
+    with contextlib.suppress(ValueError, IndexError):
+        value = json.loads(output.decode(errors="replace").splitlines()[-1])
+        if isinstance(value, dict):
+            return value
+    return {}
+
+
+_SECONDS = 20.0
+_FIELDS = ("index", "name", "driver_version", "memory.used", "memory.total", "ecc.errors.uncorrected.volatile.total")
+_USED_MIB = 1024
+# Words of `nvidia-smi topo -m`, from the fastest link to the slowest.
+_LINKS = {
+    "NV": "NVLink",
+    "PIX": "one PCIe switch",
+    "PXB": "PCIe switches",
+    "PHB": "a PCIe host bridge",
+    "NODE": "PCIe within a NUMA node",
+    "SYS": "the link between sockets",
+}
+
+
+def check_gpus() -> Iterator[Finding]:
+    """Driver, memory in use, memory errors, links."""
+    if shutil.which("nvidia-smi") is None:
+        yield ok("GPUs", "there is no nvidia-smi on PATH: processes compute on the CPU")
+        return
+    answer = ask("nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits", seconds=_SECONDS)
+    if answer is None:
+        text = f"nvidia-smi gave no answer within {_SECONDS:g} s"
+        yield fail("GPUs", text, "the driver hangs: see the kernel's log (dmesg) for Xid, and restart the node")
+        return
+    rows = [[cell.strip() for cell in line.split(",")] for line in answer.output.splitlines() if line.strip()]
+    rows = [row for row in rows if len(row) == len(_FIELDS) and row[0].isdecimal()]
+    if answer.code or not rows:
+        yield fail("GPUs", f"nvidia-smi says: {answer.complaint[:200]}", "see that driver and kernel module fit")
+        return
+    names = ", ".join(f"{count} × {name}" for name, count in Counter(row[1] for row in rows).items())
+    yield ok("GPUs", f"{names}, driver {rows[0][2]}")
+    used = [f"{row[0]} ({row[3]} MiB)" for row in rows if _number(row[3]) > _USED_MIB]
+    if used:
+        hint = "another process uses them: see `nvidia-smi`; a run there is slower, or runs out of memory"
+        yield warn("GPU memory", f"in use on {', '.join(used)}", hint)
+    errors = [f"{row[0]} ({row[5]})" for row in rows if _number(row[5]) > 0]
+    if errors:
+        hint = "have the GPU reset or replaced; leave it out with CUDA_VISIBLE_DEVICES"
+        yield fail("GPU memory errors", f"uncorrected on {', '.join(errors)}", hint)
+    if len(rows) > 1:
+        yield _links()
+
+
+def _links() -> Finding:
+    answer = ask("nvidia-smi", "topo", "-m", seconds=_SECONDS)
+    links = Counter(links_of(answer.output)) if answer is not None and answer.code == 0 else Counter[str]()
+    if not links:
+        return warn("links", "nvidia-smi topo -m says nothing", "the links between GPUs are not known")
+    kinds = ", ".join(f"{_word(link)} ({link}) for {count}" for link, count in links.most_common())
+    text = f"of {links.total()} pairs: {kinds}"
+    if all(link.startswith("NV") for link in links):
+        return ok("links", text)
+    return warn("links", text, "tensor and context parallelism are slow across pairs without NVLink")
+
+
+def links_of(text: str) -> list[str]:
+    """The link of each pair of GPUs in the matrix that `nvidia-smi topo -m` prints."""
+    # Terminals get underlined headings.
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in text.splitlines()]
+    rows = {
+        int(line[0][3:]): line[1:]
+        for line in lines
+        if len(line) > 1 and re.fullmatch(r"GPU\d+", line[0]) and "X" in line
+    }
+    links = []
+    for number, cells in rows.items():
+        later = cells[number + 1 : len(rows)]
+        links += [cell for cell in later if re.fullmatch(r"NV\d+|PIX|PXB|PHB|NODE|SYS", cell)]
+    return links
+
+
+def _word(link: str) -> str:
+    return _LINKS["NV" if link.startswith("NV") else link]
+
+
+def _number(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        return float(text)
+    return 0.0  # `[N/A]`

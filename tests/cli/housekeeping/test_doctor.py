@@ -8,7 +8,7 @@ import pytest
 
 from titanlab.cli.housekeeping import doctor
 from titanlab.cli.verbs import main
-from titanlab.doctor.check import Check
+from titanlab.doctor.checkup import Check
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.terminal.finding import fail, ok, warn
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from titanlab.cli.arguments import Arguments
 from titanlab.cli.compose import compose_one
-from titanlab.doctor.check import run_checks
-from titanlab.doctor.checkup import checks
+from titanlab.doctor.checkup import checks, run_checks
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import LaunchConfig, launch_of
 from titanlab.recipe.composition.flags import read_flags
