@@ -111,7 +111,7 @@ def _rank(given: argparse.Namespace, folder: Path) -> None:
     from titanlab.distributed.ranks import joined
     from titanlab.distributed.world import open_world
     from titanlab.recipe.recipe import resolve
-    from titanlab.training.assemble import assemble
+    from titanlab.train.assemble import assemble
 
     ranks = joined(os.environ)
     assert ranks is not None

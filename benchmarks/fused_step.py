@@ -77,7 +77,7 @@ def step_seconds(overrides: list[str]) -> list[float]:
     from titanlab.recipe.recipe import resolve, to_mapping
     from titanlab.records.identity import identify
     from titanlab.records.run_folder import create_run
-    from titanlab.training.train import Observer, train
+    from titanlab.train.train import Observer, train
 
     torch.set_num_threads(1)
     ends: list[float] = []

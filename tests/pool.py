@@ -47,7 +47,7 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
-    "titanlab.training.train",
+    "titanlab.train.train",
 )
 
 

@@ -16,8 +16,8 @@ from titanlab.profiler.memory import resident_bytes
 from titanlab.records import provenance
 from titanlab.system.process_start import born_at
 from titanlab.tracker import signal_filter
-from titanlab.training import memory
-from titanlab.training.faults import rank_times
+from titanlab.train import totals as memory
+from titanlab.train import totals as rank_times
 from titanlab.worker import fork
 
 

@@ -29,7 +29,7 @@ from titanlab.records.identity import identify
 from titanlab.records.run_folder import RunFolder, create_run
 from titanlab.schedule.one_f_one_b_schema import OneFOneB
 from titanlab.tracker.jsonl_schema import Jsonl
-from titanlab.training import train as story
+from titanlab.train import train as story
 
 VOCABULARY = 256
 EMPTY_METADATA = pickle.dumps(Metadata({}, storage_data={}))

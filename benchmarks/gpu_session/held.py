@@ -2,7 +2,7 @@
 
     python -m gpu_session.held RECIPE.json RESULT.json
 
-The steps are those of `titanlab.training.assemble`, on random tokens; the file of the result is written at the end.
+The steps are those of `titanlab.train.assemble`, on random tokens; the file of the result is written at the end.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from titanlab.distributed.ranks import ALONE
 from titanlab.distributed.world import World, open_world
 from titanlab.parallelism.gradients import Gradients
 from titanlab.recipe.recipe import Recipe
-from titanlab.training.assemble import Assembled, assemble
-from titanlab.training.batch import StepBatch
-from titanlab.training.totals import Reduction
+from titanlab.train.assemble import Assembled, StepBatch, assemble
+from titanlab.train.totals import Reduction
 
 _KERNELS = 40
 # The profiler's own time, by CUPTI's name for it.

@@ -13,7 +13,7 @@ from titanlab.model import llama_account
 from titanlab.optimizer.adamw_schema import AdamW
 from titanlab.optimizer.schedule_schema import Schedule
 from titanlab.parity import parity
-from titanlab.weights.initialise import initialise
+from titanlab.train.initialise import initialise
 
 STEPS = 4
 

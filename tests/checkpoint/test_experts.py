@@ -17,7 +17,7 @@ from titanlab.checkpoint.folders import latest
 from titanlab.checkpoint.reader import read_into, reader_of
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.parity import parity
-from titanlab.training import train
+from titanlab.train import train
 
 STEPS = 2
 AVERAGES = ("exp_avg", "exp_avg_sq")

@@ -15,8 +15,8 @@ from titanlab.cli import main
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.parity.parity import trace
 from titanlab.recipe.recipe import to_mapping
-from titanlab.weights.checkpoint_source import run_source
-from titanlab.weights.folder import open_weights
+from titanlab.train.weights_folder import open_weights
+from titanlab.train.weights_source import run_source
 
 
 def trained(made, run):

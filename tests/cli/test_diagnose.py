@@ -36,7 +36,7 @@ def say(capsys):
 def test_the_verdict_the_table_and_the_stacks(run, say):
     code, out, err = say(run.path)
     assert (code, err) == (0, "")
-    place = "forward_backward (titanlab/training/assemble.py:228)"
+    place = "forward_backward (titanlab/train/assemble.py:228)"
     assert out.splitlines() == [
         (
             f"{run.path.name}, attempt 1: rank 1 does not answer: its process is stopped (SIGSTOP); "

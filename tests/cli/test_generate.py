@@ -45,7 +45,7 @@ def sampled(monkeypatch):
         calls.append((folder, prompt, given))
         yield from pieces
 
-    monkeypatch.setattr("titanlab.training.generate.generate", sample)
+    monkeypatch.setattr("titanlab.train.generate.generate", sample)
     return calls, pieces
 
 

@@ -27,7 +27,7 @@ from titanlab.model.llama_schema import Llama
 from titanlab.options import schema_of
 from titanlab.parallelism.tensor import TensorParallel, parallelise
 from titanlab.precision import float8
-from titanlab.weights.initialise import initialise
+from titanlab.train.initialise import initialise
 
 GATHER, SCATTER = "symm_mem.fused_all_gather_matmul.default", "symm_mem.fused_matmul_reduce_scatter.default"
 SCALED_SCATTER = "symm_mem.fused_scaled_matmul_reduce_scatter.default"

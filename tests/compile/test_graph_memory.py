@@ -11,8 +11,8 @@ from titanlab.compile.schema import MODES, Compile
 from titanlab.distributed.mesh import build_mesh
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.distributed.world import open_world
-from titanlab.training import assemble as assembly
-from titanlab.training.assemble import assemble
+from titanlab.train import assemble as assembly
+from titanlab.train.assemble import assemble
 
 
 def stepped(made, *, records, marks=True):

@@ -13,7 +13,7 @@ from titanlab.compile import watch
 from titanlab.compile.watch import RECOMPILATIONS, SECONDS, Watch
 from titanlab.costs import meter
 from titanlab.distributed.ranks import ALONE, joined
-from titanlab.training import train as story
+from titanlab.train import train as story
 
 
 def compiled(function):

@@ -30,9 +30,9 @@ from titanlab.schedule.gpipe_schema import GPipe
 from titanlab.schedule.interleaved_schema import Interleaved1F1B
 from titanlab.schedule.looped_bfs_schema import LoopedBFS
 from titanlab.schedule.zbv_schema import ZBV
-from titanlab.training import assemble, stage
-from titanlab.training.batch import StepBatch
-from titanlab.training.totals import Reduction
+from titanlab.train import assemble, stage
+from titanlab.train.assemble import StepBatch
+from titanlab.train.totals import Reduction
 
 
 def traffic_of(made: Recipe, steps: int):

@@ -146,7 +146,7 @@ class Reader:
         patch(source, "fingerprint", fingerprinted)
         patch("titanlab.cli.generate.find", lambda folder, key: None)
         said = SimpleNamespace(generate=lambda *given, **more: iter(["…"]))
-        self._patch.setitem(sys.modules, "titanlab.training.generate", said)
+        self._patch.setitem(sys.modules, "titanlab.train.generate", said)
         made = SimpleNamespace(kind="wandb", rows=3, folder=self._folder / "wandb")
         patch("titanlab.cli.sync.rebuild", lambda run, *given: [made])
         patch("titanlab.cli.files.export.checkpoint_of", lambda text, runs, *, step: find_run(text, runs))

@@ -14,7 +14,7 @@ from tiny_gpt.gpt_schema import Gpt
 from tests.model.published import load
 from titanlab.data.synthetic_schema import Synthetic
 from titanlab.errors import ConfigError
-from titanlab.training.conformance import faults
+from titanlab.train.conformance import faults
 
 SIZES = {"width": 24, "depth": 3, "heads": 4, "places": 20, "vocab_size": 50}
 

@@ -10,7 +10,7 @@ from torch import nn
 from tests.model.published import load
 from titanlab.model import llama
 from titanlab.model.llama_account import initial_values
-from titanlab.weights.initialise import initialise
+from titanlab.train.initialise import initialise
 
 SEQ = 24
 

@@ -5,7 +5,7 @@ import pytest
 from tests.model.published import load
 from titanlab.costs.meter import per_token
 from titanlab.errors import ConfigError
-from titanlab.training.conformance import faults
+from titanlab.train.conformance import faults
 
 # Parameters that compute a token, as published: "A3B", "A22B", 12.9 B and 39 B.
 ACTIVE = {

@@ -18,7 +18,7 @@ from titanlab.optimizer.low_bit_schema import AdamW4bit, AdamW8bit, AdamWFp8
 from titanlab.optimizer.muon_schema import Muon
 from titanlab.optimizer.schedule_schema import Schedule
 from titanlab.system.quiet_import import import_quietly
-from titanlab.training.train import _set_rate
+from titanlab.train.train import _set_rate
 
 SCHEMAS = (AdamW8bit, AdamW4bit, AdamWFp8)
 # Gradients of another layout differ in their last bit, which now and then gives an average another code: a step of a

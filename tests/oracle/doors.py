@@ -11,7 +11,7 @@ from titanlab.data import source
 from titanlab.recipe.recipe import Recipe, resolve
 from titanlab.recipe.recipe_rules import check
 from titanlab.records.identity import identify
-from titanlab.weights.initialise import initialise
+from titanlab.train.initialise import initialise
 
 
 def recipe(overrides: Sequence[str]) -> Recipe:

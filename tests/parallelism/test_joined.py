@@ -29,7 +29,7 @@ from titanlab.parity.parity import compare
 from titanlab.precision.float8_schema import Float8Rowwise
 from titanlab.precision.mxfp8_schema import Mxfp8
 from titanlab.schedule.zbv_schema import ZBV
-from titanlab.training.conformance import faults
+from titanlab.train.conformance import faults
 
 BAR = 1e-5
 COMMON = {"steps": 3, "global_batch": 4, "eps": 1e-6}

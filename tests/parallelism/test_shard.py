@@ -12,8 +12,7 @@ from tests import tiny
 from titanlab.distributed.mesh import build_mesh
 from titanlab.distributed.ranks import joined
 from titanlab.distributed.world import open_world
-from titanlab.training.assemble import assemble
-from titanlab.training.batch import StepBatch
+from titanlab.train.assemble import StepBatch, assemble
 
 
 def collectives(made):

@@ -11,8 +11,8 @@ from titanlab.distributed.mesh import build_mesh
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.distributed.world import open_world
 from titanlab.parallelism.context import positions
-from titanlab.training import assemble
-from titanlab.weights.starting_weights import fill_start
+from titanlab.train import assemble
+from titanlab.train.starting_weights import fill_start
 
 SEQ = 32
 # Lengths of the documents of each sequence. Chunks of context parallelism have 8 tokens with two ranks, 4 with four.

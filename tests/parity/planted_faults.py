@@ -20,8 +20,8 @@ from titanlab.precision.bf16_schema import Bf16
 from titanlab.precision.float8 import Float8Layers
 from titanlab.precision.float8_schema import Float8Tensorwise
 from titanlab.precision.loss_scale import LossScale
-from titanlab.training import assemble, stage
-from titanlab.training.totals import Reduction
+from titanlab.train import assemble, stage
+from titanlab.train.totals import Reduction
 
 
 def traced(made, run, fault: str):

@@ -20,7 +20,7 @@ from titanlab.distributed.ranks import ALONE, joined
 from titanlab.model.mixture_of_experts import Router
 from titanlab.parallelism.context import positions
 from titanlab.parity import parity
-from titanlab.training.balance import Balance
+from titanlab.train.balance import Balance
 
 Record = dict[int, torch.Tensor]
 """By block, the experts of all tokens: [sequences of all steps, seq, active]."""

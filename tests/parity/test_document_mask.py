@@ -26,10 +26,10 @@ from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.options import schema_of
 from titanlab.parity import parity, tolerances
 from titanlab.parity.parity import compare
-from titanlab.training import batch
-from titanlab.training import generate as sampling
-from titanlab.weights.fill import fill
-from titanlab.weights.starting_weights import open_folder
+from titanlab.train import assemble as batch
+from titanlab.train import generate as sampling
+from titanlab.train.starting_weights import open_folder
+from titanlab.train.weights_source import fill
 
 pytestmark = pytest.mark.on_page
 BAR = tolerances.FP32

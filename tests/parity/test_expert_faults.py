@@ -11,7 +11,7 @@ from tests import tiny
 from tests.parity.test_experts import BAR, recipe, traced
 from titanlab.costs import shard_account as tensor_styles
 from titanlab.parity.parity import compare
-from titanlab.training.balance import Balance
+from titanlab.train.balance import Balance
 
 # Balance of the first step shows in the routing of the second.
 STEPS = {"steps": 2}

@@ -25,8 +25,8 @@ from titanlab.optimizer.schedule import rate_factor
 from titanlab.parity import parity, tolerances
 from titanlab.parity.parity import Difference, Trace, compare
 from titanlab.recipe.recipe import Recipe
-from titanlab.training import assemble, stage
-from titanlab.weights.initialise import initialise
+from titanlab.train import assemble, stage
+from titanlab.train.initialise import initialise
 
 BAR = tolerances.FP32
 COMMON = {"steps": 5, "eps": 1e-6, "at_end": False}

@@ -17,8 +17,7 @@ from titanlab.distributed.world import open_world
 from titanlab.parallelism.pipeline_stage import ScheduledStage
 from titanlab.tracing.fake_world import fake_world
 from titanlab.tracing.saved_bytes import _Made
-from titanlab.training.assemble import assemble
-from titanlab.training.batch import StepBatch
+from titanlab.train.assemble import StepBatch, assemble
 
 LOG_PROBABILITY_BYTES = 4
 

@@ -15,8 +15,7 @@ from titanlab.precision.bf16_schema import Bf16, Bf16Full
 from titanlab.precision.dtypes import Dtypes
 from titanlab.precision.fp16_schema import Fp16
 from titanlab.precision.fp32_schema import Fp32
-from titanlab.training.assemble import assemble
-from titanlab.training.batch import StepBatch
+from titanlab.train.assemble import StepBatch, assemble
 
 # Who is looked at: the embedding, a product in a block, a norm in a block, the last norm, the head.
 WATCHED = ("tok_embeddings", "layers.0.attention.wq", "layers.1.ffn_norm", "layers.1.feed_forward.w2", "norm", "output")

@@ -31,8 +31,8 @@ from titanlab.precision.bf16_schema import Bf16
 from titanlab.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise
 from titanlab.precision.mxfp8_schema import Mxfp8
 from titanlab.precision.product import PLAIN, departure, product_of
-from titanlab.training import assemble, generate
-from titanlab.training.recording.facts import work
+from titanlab.train import assemble, generate
+from titanlab.train.recording import work
 
 RECIPES = [Float8Tensorwise, Float8Rowwise, Float8RowwiseWithGwHp, Mxfp8]
 # Names of layers in a block, which are all that changes by default.

@@ -20,7 +20,7 @@ from titanlab.precision.fp16_schema import Fp16
 from titanlab.precision.fp32_schema import Fp32
 from titanlab.precision.loss_scale import DynamicLossScale
 from titanlab.records.outcome import OutcomeKind
-from titanlab.training import assemble
+from titanlab.train import assemble
 
 STEPS = 6
 BAD = 3

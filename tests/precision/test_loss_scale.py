@@ -9,7 +9,7 @@ from torch import nn
 from titanlab.distributed.world import World
 from titanlab.precision.fp16_schema import LARGEST, Fp16
 from titanlab.precision.loss_scale import LossScale
-from titanlab.training.totals import Reduction
+from titanlab.train.totals import Reduction
 
 CPU = torch.device("cpu")
 ALONE = World(rank=0, world=1, local_rank=0, device=CPU)

@@ -19,8 +19,8 @@ from titanlab.precision.bf16_schema import Bf16, Bf16Full
 from titanlab.precision.fp16_schema import Fp16
 from titanlab.precision.fp32_schema import Fp32
 from titanlab.records.outcome import OutcomeKind
-from titanlab.training import generate as sampling
-from titanlab.training.generate import generate
+from titanlab.train import generate as sampling
+from titanlab.train.generate import generate
 
 
 @pytest.fixture(scope="module")

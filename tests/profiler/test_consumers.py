@@ -102,7 +102,7 @@ def test_before_the_first_step_the_cause_names_what_the_memory_holds(tmp_path, m
     if when == "build":
         monkeypatch.setattr(type(made.optimizer.implementation()), "build", fails)
     else:
-        monkeypatch.setattr("titanlab.training.train.load_start", fails)
+        monkeypatch.setattr("titanlab.train.train.load_start", fails)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         tiny.as_rank(made, run)
     cause = from_exception(caught.value).cause

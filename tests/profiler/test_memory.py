@@ -10,7 +10,7 @@ from titanlab.profiler.contract import Links
 from titanlab.profiler.memory import RANK, MemoryProfiler, largest, metric, resident_bytes
 from titanlab.profiler.memory_schema import Memory
 from titanlab.profiler.step_parts import PHASES
-from titanlab.training.train import Observer
+from titanlab.train.train import Observer
 
 HOG = 256 * 2**20
 

@@ -14,7 +14,7 @@ STEP = (
     ("shard", "reduce_scatter", 88),
     ("world", "all_reduce", 7),
 )
-FORWARD = {"file": "titanlab/training/assemble.py", "line": 228, "function": "forward_backward"}
+FORWARD = {"file": "titanlab/train/assemble.py", "line": 228, "function": "forward_backward"}
 MINE = {"file": "/home/me/project/mine.py", "line": 7, "function": "loop"}
 
 
@@ -78,7 +78,7 @@ def test_a_rank_that_does_not_answer():
     found = verdict(record(0, WAITING), record(2, WAITING), silent={1: "its process is stopped (SIGSTOP)"})
     assert found.verdict == (
         "rank 1 does not answer: its process is stopped (SIGSTOP); ranks 0, 2 wait in "
-        "all_gather (shard, sequence number 11) at forward_backward (titanlab/training/assemble.py:228)"
+        "all_gather (shard, sequence number 11) at forward_backward (titanlab/train/assemble.py:228)"
     )
     assert (found.ranks, found.pending) == ((1,), "all_gather (shard, sequence number 11)")
     assert {rank: sorted(wait.on) for rank, wait in found.waits.items()} == {0: [1], 2: [1]}
@@ -98,7 +98,7 @@ def test_one_whose_record_cannot_be_read_is_not_accused_of_silence():
         (),
         (
             "ranks wait: ranks 0, 2 wait in all_gather (shard, sequence number 11) at forward_backward "
-            "(titanlab/training/assemble.py:228); the records do not show for whom"
+            "(titanlab/train/assemble.py:228); the records do not show for whom"
         ),
     )
 
@@ -108,7 +108,7 @@ def test_what_every_other_rank_does_is_said():
     found = verdict(record(0, WAITING), busy, silent={1: "its process is stopped (SIGSTOP)"})
     assert found.verdict.endswith(
         "; rank 0 waits in all_gather (shard, sequence number 11) at forward_backward "
-        "(titanlab/training/assemble.py:228), rank 2 waits for data in loop (project/mine.py:7)"
+        "(titanlab/train/assemble.py:228), rank 2 waits for data in loop (project/mine.py:7)"
     )
     assert (found.ranks, found.pending) == ((1,), "all_gather (shard, sequence number 11)")
 
@@ -218,7 +218,7 @@ def test_without_earlier_steps_a_deadlock_accuses_nobody():
         record(1, [("shard", "all_gather", 3)], groups=GROUPS),
         world=2,
     )
-    place = "at forward_backward (titanlab/training/assemble.py:228)"
+    place = "at forward_backward (titanlab/train/assemble.py:228)"
     assert found.verdict == (
         f"ranks wait for each other: rank 0 waits in all_reduce (tensor, sequence number 1) {place} for rank 1, "
         f"rank 1 waits in all_gather (shard, sequence number 1) {place} for rank 0; "
@@ -231,7 +231,7 @@ def test_where_all_are_in_the_same_collective_nobody_is_accused():
     found = verdict(*[record(rank, WAITING) for rank in range(3)])
     assert found.verdict == (
         "all 3 ranks wait, and no rank is behind: ranks 0, 1, 2 wait in all_gather (shard, sequence number 11) "
-        "at forward_backward (titanlab/training/assemble.py:228); the records do not show for whom"
+        "at forward_backward (titanlab/train/assemble.py:228); the records do not show for whom"
     )
     assert (found.ranks, found.pending) == ((), "all_gather (shard, sequence number 11)")
 
@@ -239,7 +239,7 @@ def test_where_all_are_in_the_same_collective_nobody_is_accused():
 def test_a_rank_without_a_pending_collective_is_behind():
     found = verdict(record(0, WAITING), record(1, calls(3, STEP[0]), is_done=True), record(2, WAITING))
     assert found.verdict.startswith(
-        "rank 1 is in forward_backward (titanlab/training/assemble.py:228) and in no collective; ranks 0, 2 wait"
+        "rank 1 is in forward_backward (titanlab/train/assemble.py:228) and in no collective; ranks 0, 2 wait"
     )
     assert found.ranks == (1,)
 
@@ -334,7 +334,7 @@ def test_a_stage_that_skipped_a_recv():
     )
     assert found.verdict.endswith(
         "; rank 0 waits in send of the hidden state of microbatch 2 to stage 1 (pipeline, stage 0) at "
-        "forward_backward (titanlab/training/assemble.py:228)"
+        "forward_backward (titanlab/train/assemble.py:228)"
     )
     assert found.ranks == (1,)
 

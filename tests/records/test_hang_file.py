@@ -51,7 +51,7 @@ def test_what_is_written_is_read(run):
     assert (records, damaged) == ({0: parse_hang(values())}, {})
     assert records[0].groups["0"].ranks == (0, 1)
     assert records[0].collectives[0].sizes == ((7,), (2, 3))
-    assert str(records[0].source) == "forward_backward (titanlab/training/assemble.py:228)"
+    assert str(records[0].source) == "forward_backward (titanlab/train/assemble.py:228)"
 
 
 def test_without_records_there_are_none(run):

@@ -52,7 +52,7 @@ def test_ranks_at_one_place_share_one_stack():
     assert lines[3:] == [
         "",
         "ranks 0, 1, innermost call first:",
-        "  forward_backward (titanlab/training/assemble.py:228)",
+        "  forward_backward (titanlab/train/assemble.py:228)",
     ]
 
 

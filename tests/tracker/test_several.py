@@ -20,8 +20,8 @@ from titanlab.tracker.tensorboard import TensorBoardTracker
 from titanlab.tracker.tensorboard_schema import TensorBoard
 from titanlab.tracker.tracked_run import TrackedRun, open_tracker
 from titanlab.tracker.wandb_schema import Wandb
-from titanlab.training.recording import rebuild
-from titanlab.training.recording.tracker_gaps import tracker_gap
+from titanlab.train import tracked_run as rebuild
+from titanlab.train.tracked_run import tracker_gap
 
 
 def several(**configs):

@@ -13,7 +13,7 @@ from titanlab.distributed.mesh import build_mesh
 from titanlab.distributed.ranks import joined
 from titanlab.distributed.world import open_world
 from titanlab.parallelism.loss import IGNORE
-from titanlab.training.assemble import assemble
+from titanlab.train.assemble import assemble
 
 
 def batch():

@@ -20,8 +20,8 @@ from titanlab.parallelism.gradients import Gradients
 from titanlab.precision.fp16_schema import Fp16
 from titanlab.precision.loss_scale import DynamicLossScale, LossScale
 from titanlab.records.outcome import OutcomeKind
-from titanlab.training.bad_steps import SkipBadSteps
-from titanlab.training.totals import Reduction
+from titanlab.train.faults import SkipBadSteps
+from titanlab.train.totals import Reduction
 
 STEPS = 6
 BAD = 3

@@ -18,10 +18,10 @@ from titanlab.data import source
 from titanlab.errors import ConfigError
 from titanlab.model.mixture_of_experts import Auxiliary, Router
 from titanlab.model.qwen3_moe_schema import Qwen3Moe
-from titanlab.training.balance import Balance, Load
-from titanlab.training.totals import Totals
-from titanlab.training.train import Observer
-from titanlab.weights.initialise import initialise
+from titanlab.train.balance import Balance, Load
+from titanlab.train.initialise import initialise
+from titanlab.train.totals import Totals
+from titanlab.train.train import Observer
 
 MODEL = Qwen3Moe(**{**SIZES, "layers": 2}, head_dim=32, ffn_dim=32, experts=8, active_experts=2, bias_rate=0.01)
 

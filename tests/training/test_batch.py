@@ -13,8 +13,8 @@ from tests.checkpoint.one_process import ALONE
 from titanlab.data.source import Batch
 from titanlab.model.documents.packed import Packed
 from titanlab.parallelism.loss import IGNORE
-from titanlab.training import batch as module
-from titanlab.training.batch import StepBatch, positions_of, to_device_of
+from titanlab.train import assemble as module
+from titanlab.train.assemble import StepBatch, positions_of, to_device_of
 
 
 def on(rank):

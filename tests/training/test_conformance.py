@@ -8,7 +8,7 @@ import pytest
 
 from titanlab.costs.account import Init
 from titanlab.model.llama_schema import Llama
-from titanlab.training.conformance import faults
+from titanlab.train.conformance import faults
 
 SIZES = {"dim": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_dim": 48, "vocab_size": 40}
 NORM, WQ = "norm.weight", "layers.0.attention.wq.weight"

@@ -18,7 +18,7 @@ from titanlab.records.outcome import OutcomeKind
 from titanlab.schedule.dualpipe_v_schema import DualPipeV
 from titanlab.schedule.interleaved_schema import Interleaved1F1B
 from titanlab.schedule.zbv_schema import ZBV
-from titanlab.training import train as story
+from titanlab.train import train as story
 
 BATCH = 16
 STEPS = 6

@@ -10,7 +10,7 @@ import pytest
 from tests import tiny
 from tests.training.test_balance import loads, recipe
 from titanlab.tracker.jsonl_schema import Jsonl
-from titanlab.training.balance import ExpertRows, Load
+from titanlab.train.balance import ExpertRows, Load
 
 
 def written(steps, done, counts=lambda step: [[float(step), 1.0]]):

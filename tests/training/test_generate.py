@@ -17,8 +17,8 @@ from titanlab.distributed.world import open_world
 from titanlab.errors import ConfigError
 from titanlab.parity.parity import trace
 from titanlab.recipe.recipe import from_mapping
-from titanlab.training import generate as sampling
-from titanlab.training.generate import generate
+from titanlab.train import generate as sampling
+from titanlab.train.generate import generate
 
 STEPS = 40
 

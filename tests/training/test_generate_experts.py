@@ -19,10 +19,10 @@ from titanlab.data import source
 from titanlab.distributed.ranks import ALONE
 from titanlab.distributed.world import open_world
 from titanlab.errors import ConfigError
-from titanlab.training import generate as sampling
-from titanlab.training.balance import set_biases
-from titanlab.weights.fill import fill
-from titanlab.weights.starting_weights import open_folder
+from titanlab.train import generate as sampling
+from titanlab.train.balance import set_biases
+from titanlab.train.starting_weights import open_folder
+from titanlab.train.weights_source import fill
 
 STEPS, SEQUENCES, RATE = 4, 8, 0.05
 WITH_BIASES = replace(MODEL, bias_rate=RATE)

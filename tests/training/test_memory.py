@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from titanlab.costs import meter
-from titanlab.training import memory as module
-from titanlab.training.memory import memory, peak_memory_gib
+from titanlab.train import totals as module
+from titanlab.train.totals import memory, peak_memory_gib
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

@@ -5,7 +5,7 @@ import time
 import torch
 
 from titanlab.cluster.schema import Cluster
-from titanlab.training.peak import peak_flops
+from titanlab.train.totals import peak_flops
 
 
 def test_waiting_for_a_core_does_not_lower_the_peak_of_a_cpu(monkeypatch):

@@ -9,8 +9,8 @@ import pytest
 
 from tests.checkpoint.one_process import ALONE
 from titanlab.distributed.world import World
-from titanlab.training import profiling
-from titanlab.training.profiling import profiled
+from titanlab.train import train as profiling
+from titanlab.train.train import profiled
 
 
 class Profiler:

@@ -28,11 +28,11 @@ from titanlab.records.failure_signs import kind_name
 from titanlab.records.outcome import OutcomeKind, from_exit
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.disk import FolderGone, disk_fault
-from titanlab.training import saves as module
-from titanlab.training.generate import _load
-from titanlab.training.train import Observer
-from titanlab.weights.checkpoint_source import run_source
-from titanlab.weights.starting_weights import check_beginning
+from titanlab.train import saves as module
+from titanlab.train.generate import _load
+from titanlab.train.starting_weights import check_beginning
+from titanlab.train.train import Observer
+from titanlab.train.weights_source import run_source
 
 STEPS = 6
 
@@ -227,7 +227,7 @@ def at_each_minute(made, run):
             super().__init__(*given, **named, clock=lambda: 20.0 * next(ticks) * (rank == 0))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("titanlab.training.train.Saves", Clocked)
+        patch.setattr("titanlab.train.train.Saves", Clocked)
         losses(made, run)
 
 

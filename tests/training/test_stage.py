@@ -17,7 +17,7 @@ from titanlab.precision.cast import Cast
 from titanlab.precision.fp32_schema import Fp32
 from titanlab.precision.product import PLAIN, Product
 from titanlab.tracing.fake_world import fake_world
-from titanlab.training.stage import build_stage, default_dtype, thin, together
+from titanlab.train.stage import build_stage, default_dtype, thin, together
 
 PIECES = ("table", "layers.0", "layers.1", "head")
 

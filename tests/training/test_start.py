@@ -14,7 +14,7 @@ from titanlab.checkpoint.damage import DamagedCheckpoint
 from titanlab.checkpoint.position import Position
 from titanlab.errors import ConfigError, DamagedPosition
 from titanlab.model.llama_schema import Llama
-from titanlab.training.start import load_start
+from titanlab.train.train import load_start
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 NOWHERE = 99

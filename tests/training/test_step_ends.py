@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from titanlab.training import step_ends
-from titanlab.training.step_ends import StepEnds
+from titanlab.train import train as step_ends
+from titanlab.train.train import StepEnds
 
 
 class Event:

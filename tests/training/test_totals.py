@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from titanlab.distributed.world import World
-from titanlab.training.totals import STOPS, Reduction, Totals
+from titanlab.train.totals import STOPS, Reduction, Totals
 
 CPU = torch.device("cpu")
 # The flags of a rank that nobody has asked to stop.

@@ -23,8 +23,8 @@ from titanlab.model.llama import Llama
 from titanlab.model.llama_schema import Llama as LlamaConfig
 from titanlab.parity import parity
 from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.training import train as story
-from titanlab.training.totals import Totals
+from titanlab.train import train as story
+from titanlab.train.totals import Totals
 
 
 class Poison(parity.Tracer):

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from tests.checkpoint.one_process import ALONE
-from titanlab.training import validation
-from titanlab.training.validation import validate
+from titanlab.train import train as validation
+from titanlab.train.train import validate
 
 # Of each sequence: the sum of the losses of its labels, and how many of them count.
 LOSSES = [(8.0, 4), (6.0, 2), (1.0, 1), (30.0, 3), (0.0, 0)]

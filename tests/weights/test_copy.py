@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 from tests.weights.conftest import FORMATS, Tensors
 from titanlab.errors import ConfigError
 from titanlab.system.foreign import Foreign
-from titanlab.weights import source as sources
-from titanlab.weights.copy import write_weights
-from titanlab.weights.source import in_halves
+from titanlab.train import weights_source as sources
+from titanlab.train.weights_source import in_halves, write_weights
 
 
 def written(folder, source, *, foreign=None, dtype=None, shard_bytes=10**9):

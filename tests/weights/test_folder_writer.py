@@ -8,7 +8,7 @@ import pytest
 
 from titanlab.errors import ConfigError
 from titanlab.system.disk import StoreFault
-from titanlab.weights.folder_writer import check_apart, check_target, whole_folder
+from titanlab.train.weights_folder import check_apart, check_target, whole_folder
 
 
 def names(folder):

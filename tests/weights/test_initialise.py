@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlab.costs.account import Init
-from titanlab.weights import initialise as module
-from titanlab.weights.initialise import initialise, key
+from titanlab.train import initialise as module
+from titanlab.train.initialise import initialise, key
 
 NORMAL = Init(kind="normal", std=0.02)
 

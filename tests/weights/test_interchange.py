@@ -12,10 +12,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tests.weights.huggingface import made as folders
 from titanlab.errors import ConfigError
-from titanlab.weights.folder import open_weights
-from titanlab.weights.huggingface.folder import open_hf
-from titanlab.weights.interchange import is_weights, write_hf, write_ours
-from titanlab.weights.origin import from_folder
+from titanlab.train.huggingface import open_hf
+from titanlab.train.interchange import from_folder, is_weights, write_hf, write_ours
+from titanlab.train.weights_folder import open_weights
 
 TIED = {**folders.SMALL, "tie_word_embeddings": True}
 MIXTRAL = {

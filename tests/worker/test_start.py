@@ -41,7 +41,7 @@ WORKER = """
         collections.extend(each["collections"] - old for each, old in zip(gc.get_stats(), before))
 
     def observe(recipe, run, ranks):
-        from titanlab.training.train import Observer
+        from titanlab.train.train import Observer
 
         class Noting(Observer):
             def after_step(self, step, totals):

@@ -43,7 +43,7 @@ class Position:
         tracker: the run's id in the tracker.
         layout: degrees of the layout that saved the checkpoint, for users.
         loss_scale: state of the loss scale, see `titanlab.precision.loss_scale`; empty without loss scaling.
-        routing: by block, state of the balance of its experts, see `titanlab.training.balance`; empty without experts.
+        routing: by block, state of the balance of its experts, see `titanlab.train.balance`; empty without experts.
     """
 
     step: int = 0

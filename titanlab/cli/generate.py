@@ -14,7 +14,7 @@ from titanlab.records.run_search import find_run
 from titanlab.system.user_path import user_path
 from titanlab.terminal.console import Console
 from titanlab.terminal.foreign_text import harmless_lines
-from titanlab.weights.interchange import is_weights
+from titanlab.train.interchange import is_weights
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         folder = find_run(args.run, args.runs).path
         find(str(folder), "run")
     # Imported here, so that a mistake in the arguments is reported without waiting for torch.
-    from titanlab.training.generate import generate
+    from titanlab.train.generate import generate
 
     pieces = generate(
         folder,

@@ -13,9 +13,7 @@ from titanlab.terminal.numerals import counted
 from titanlab.tracker import wandb_upload
 from titanlab.tracker.tensorboard_schema import TensorBoard
 from titanlab.tracker.wandb_schema import Wandb
-from titanlab.training.recording.rebuild import rebuild
-from titanlab.training.recording.tracked_run import has_tracker
-from titanlab.training.recording.tracker_gaps import has_repeated_steps, tracker_gap, waiting_files
+from titanlab.train.tracked_run import has_repeated_steps, has_tracker, rebuild, tracker_gap, waiting_files
 
 
 def main(arguments: Sequence[str]) -> int:

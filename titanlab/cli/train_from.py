@@ -30,7 +30,7 @@ from titanlab.records.run_folder import RunFolder, create_run
 from titanlab.sweep.resubmit import checked, resubmit
 from titanlab.terminal.console import Console
 from titanlab.terminal.paths import sweep_argument
-from titanlab.weights.starting_weights import check_beginning
+from titanlab.train.starting_weights import check_beginning
 
 FLAG = "--from"
 # What the new run has from its checkpoint.

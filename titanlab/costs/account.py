@@ -142,7 +142,7 @@ def kept(block: Iterable[Operation]) -> list[Activation]:
 
 @dataclass(frozen=True, kw_only=True)
 class Init:
-    """The distribution of a parameter's initial values; `titanlab.weights.initialise` computes the values.
+    """The distribution of a parameter's initial values; `titanlab.train.initialise` computes the values.
 
     Attributes:
         kind: `normal` (truncated at three standard deviations), `ones` or `zeros`.

@@ -23,7 +23,7 @@ from titanlab.costs.shard_account import (
     parameter_style,
 )
 
-# The step's totals: loss, norm, labels and a flag for each signal, in float64 (`titanlab.training.totals`).
+# The step's totals: loss, norm, labels and a flag for each signal, in float64 (`titanlab.train.totals`).
 TOTALS_BYTES = 7 * 8
 _LOSS_BYTES = 2 * 4  # two float32 numbers per token, see `titanlab.parallelism.loss`
 

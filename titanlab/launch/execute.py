@@ -44,7 +44,7 @@ from titanlab.system.disk import disk_fault, tells_of_disk
 from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import counted
 from titanlab.terminal.paths import shown_path
-from titanlab.weights.starting_weights import check_beginning, not_read, start_fingerprint
+from titanlab.train.starting_weights import check_beginning, not_read, start_fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ class LlamaBuilder(ModelBuilder):
     def build(self, *, seq_len: int) -> Llama:
         """A model for sequences of up to `seq_len` tokens; works under `torch.device("meta")`.
 
-        After `to_empty`, call `init_buffers` and fill the parameters with `titanlab.weights.initialise`.
+        After `to_empty`, call `init_buffers` and fill the parameters with `titanlab.train.initialise`.
         """
         return Llama(self.config, seq_len=seq_len)
 

@@ -31,7 +31,7 @@ from titanlab.worker.fork import fork_children
 from titanlab.worker.imports import import_techniques, import_trainer
 
 if TYPE_CHECKING:
-    from titanlab.training.train import Observer
+    from titanlab.train.train import Observer
 
 Observe = Callable[[Recipe, RunFolder, Ranks], "Observer"]
 

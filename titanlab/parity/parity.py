@@ -20,8 +20,8 @@ from titanlab.costs.layout import Layout
 from titanlab.distributed.ranks import Ranks
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.run_folder import RunFolder
-from titanlab.training.totals import Totals
-from titanlab.training.train import Observer, train
+from titanlab.train.totals import Totals
+from titanlab.train.train import Observer, train
 
 # Replaces a reference of zero, for which there is no relative difference.
 _TINY = 1e-30

@@ -17,10 +17,9 @@ from titanlab.recipe.recipe import Recipe
 from titanlab.tracing.declared import RankAccount
 from titanlab.tracing.fake_world import fake_world
 from titanlab.tracing.saved_bytes import SavedBytes
-from titanlab.training.assemble import assemble
-from titanlab.training.batch import StepBatch
-from titanlab.training.totals import Reduction
-from titanlab.weights.initialise import plain_name
+from titanlab.train.assemble import StepBatch, assemble
+from titanlab.train.initialise import plain_name
+from titanlab.train.totals import Reduction
 
 
 def trace_rank(recipe: Recipe, rank: int) -> RankAccount:

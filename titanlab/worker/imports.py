@@ -17,7 +17,7 @@ from titanlab.system.quiet_import import import_quietly
 def import_trainer() -> None:
     """Import the training loop, and what every recipe needs of torch before its first step."""
     with kept_imports(), _frames_know_their_module():
-        importlib.import_module("titanlab.training.train")
+        importlib.import_module("titanlab.train.train")
         # Optimizers, DDP, FSDP2 and DTensor import it when they are first used.
         importlib.import_module("torch._dynamo")
 

@@ -42,7 +42,7 @@ from titanlab.worker.fork import PIDS_FILE, end_with_parent, fork_ranks, hear_st
 from titanlab.worker.imports import import_techniques, import_trainer
 
 if TYPE_CHECKING:
-    from titanlab.training.train import Observer
+    from titanlab.train.train import Observer
 
 # A stop request before the first step takes effect after this time.
 EARLY_SECONDS = 1.0
@@ -95,7 +95,7 @@ def main(
             # Imported here: torch reads the variables that were set above when it is imported.
             start_up.begin("imports", "importing torch")
             import_trainer()
-            from titanlab.training.train import train
+            from titanlab.train.train import train
 
             outcome = train(
                 recipe,

@@ -16,7 +16,7 @@ from titanlab.checkpoint.folders import remove, step_folder
 from titanlab.checkpoint.index import reader
 from titanlab.checkpoint.shard_reader import ShardReader
 from titanlab.cli import main
-from titanlab.weights.interchange import is_weights
+from titanlab.train.interchange import is_weights
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from titanlab.__main__ import main
 from titanlab.cli.files.import_weights import option_name
 from titanlab.model.llama_schema import Llama
 from titanlab.recipe.composition.typed_overrides import as_typed
-from titanlab.weights.folder import open_weights
-from titanlab.weights.interchange import is_weights
+from titanlab.train.interchange import is_weights
+from titanlab.train.weights_folder import open_weights
 
 SIZES = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 48, "vocab_size": 96}
 MODEL = ["--model", "debug", *(f"model.{key}={value}" for key, value in SIZES.items())]

@@ -13,8 +13,8 @@ from tests import tiny
 from titanlab.costs import meter
 from titanlab.distributed.world import World
 from titanlab.model import llama
-from titanlab.training.faults import rank_times
-from titanlab.training.faults.rank_times import RankTimes, compared
+from titanlab.train import totals as rank_times
+from titanlab.train.totals import RankTimes, compared
 
 EVEN = [0.1, 1.0, 2.0, 5.0]
 

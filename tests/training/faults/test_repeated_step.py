@@ -14,8 +14,8 @@ from titanlab.model import llama
 from titanlab.parity import parity
 from titanlab.recipe import recipe_rules
 from titanlab.records.outcome import OutcomeKind, classify
-from titanlab.training.faults import repeated_step
-from titanlab.training.faults.repeated_step import RepeatedStep, SilentCorruption
+from titanlab.train import faults as repeated_step
+from titanlab.train.faults import RepeatedStep, SilentCorruption
 
 
 def random_feed_forward(self, hidden, whole=llama.FeedForward.forward):

@@ -8,7 +8,7 @@ from tests.checkpoint.one_process import ALONE
 from tests.weights.saved import run_of, save
 from titanlab.recipe.training_schema import Training
 from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.training.faults.rollback import Rollbacks
+from titanlab.train.faults import Rollbacks
 
 BAD = Outcome(kind=OutcomeKind.NAN, step=7, steps=20, cause="the loss of step 7 is nan")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")

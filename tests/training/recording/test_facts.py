@@ -6,7 +6,7 @@ import shlex
 
 from tests import tiny
 from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.training.recording.facts import next_steps
+from titanlab.train.recording import next_steps
 
 
 def test_text_is_only_suggested_where_there_is_a_checkpoint_to_write_it_with(tmp_path):

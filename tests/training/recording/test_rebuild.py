@@ -14,9 +14,8 @@ from titanlab.tracker.record import FILE, FINISHED, OPEN, Record, read_record, w
 from titanlab.tracker.tensorboard_schema import TensorBoard
 from titanlab.tracker.wandb_files import offline_files
 from titanlab.tracker.wandb_schema import Wandb
-from titanlab.training.recording import rebuild
-from titanlab.training.recording.rebuild import RebuildError
-from titanlab.training.recording.tracker_gaps import tracker_gap
+from titanlab.train import tracked_run as rebuild
+from titanlab.train.tracked_run import RebuildError, tracker_gap
 
 
 def tracked(made, config, name="fsdp", steps=6, **given):

@@ -12,7 +12,7 @@ from titanlab.recipe.recipe import to_mapping
 from titanlab.records.identity import identify
 from titanlab.records.run_folder import RunFolder, create_run
 from titanlab.tracker.record import FILE, Record, write_record
-from titanlab.training.recording.tracked_run import tracked_run
+from titanlab.train.tracked_run import tracked_run
 
 
 def made(runs, sweep="layouts", name="toy", repeat=0):

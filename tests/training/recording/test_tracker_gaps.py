@@ -9,7 +9,7 @@ import pytest
 from tests.sweep.made import Made, begin
 from titanlab.costs import meter
 from titanlab.tracker.record import FILE, FINISHED, OPEN, Record, write_record
-from titanlab.training.recording.tracker_gaps import has_repeated_steps, tracker_gap, waiting_files
+from titanlab.train.tracked_run import has_repeated_steps, tracker_gap, waiting_files
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import torch
 
 from tests.weights.huggingface import made
 from titanlab.cli import main
-from titanlab.training import generate as sampling
-from titanlab.weights.fill import fill
-from titanlab.weights.starting_weights import open_folder
+from titanlab.train import generate as sampling
+from titanlab.train.starting_weights import open_folder
+from titanlab.train.weights_source import fill
 
 BAR = 1e-5
 # Longer than the 64 tokens before which nothing is scaled.

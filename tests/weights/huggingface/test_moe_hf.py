@@ -9,8 +9,7 @@ from tests.model.published import load
 from tests.weights.huggingface import made
 from titanlab.cli import main
 from titanlab.errors import ConfigError
-from titanlab.weights.huggingface.families import family_for
-from titanlab.weights.huggingface.folder import open_hf
+from titanlab.train.huggingface import family_for, open_hf
 
 # As released, by what decides what is computed.
 PUBLISHED = {

@@ -11,10 +11,9 @@ from safetensors.torch import save_file
 
 from tests.weights.huggingface import made
 from titanlab.cli import main
-from titanlab.weights import copy
-from titanlab.weights.folder import open_weights
-from titanlab.weights.folder_writer import whole_folder
-from titanlab.weights.source import in_halves, in_pairs
+from titanlab.train import weights_source as copy
+from titanlab.train.weights_folder import open_weights, whole_folder
+from titanlab.train.weights_source import in_halves, in_pairs
 
 
 def run(*arguments):
@@ -58,7 +57,7 @@ def test_rows_of_queries_and_keys_are_turned_and_no_others(tmp_path):
 
 
 def test_any_box_of_a_turned_tensor_is_read_right(tmp_path):
-    from titanlab.weights.huggingface.folder import open_hf
+    from titanlab.train.huggingface import open_hf
 
     there = made.folder(tmp_path / "hub")
     run("import", there, "--into", tmp_path / "one")

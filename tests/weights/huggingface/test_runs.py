@@ -23,7 +23,7 @@ from titanlab.model.llama_schema import Llama
 from titanlab.options import schema_of
 from titanlab.parity import parity
 from titanlab.parity.parity import compare
-from titanlab.weights.starting_weights import check_start, open_folder, start_fingerprint
+from titanlab.train.starting_weights import check_start, open_folder, start_fingerprint
 
 llama_hf = Llama.hugging_face()
 # In fp32, relative, as for every layout: docs/parity.md.

@@ -12,11 +12,10 @@ from titanlab.cli.files.import_weights import option_name
 from titanlab.errors import ConfigError
 from titanlab.system.user_path import user_path
 from titanlab.terminal.console import Console
-from titanlab.weights.biases import left_out
-from titanlab.weights.folder_writer import check_apart, check_target, whole_folder
-from titanlab.weights.interchange import is_weights, write_hf, write_ours
-from titanlab.weights.origin import Origin, checkpoint_of, from_folder, from_run
-from titanlab.weights.source import DTYPES
+from titanlab.train.interchange import Origin, checkpoint_of, from_folder, from_run, is_weights, write_hf, write_ours
+from titanlab.train.starting_weights import left_out
+from titanlab.train.weights_folder import check_apart, check_target, whole_folder
+from titanlab.train.weights_source import DTYPES
 
 _FORMATS = ("hf", "titanlab", "dcp")
 _SHARD_SIZE = "5GB"

@@ -19,10 +19,9 @@ from titanlab.model.contract import ModelConfig
 from titanlab.recipe.composition.recipes import conf_folder
 from titanlab.system.user_path import user_path
 from titanlab.terminal.console import Console
-from titanlab.weights.folder_writer import check_apart, check_target
-from titanlab.weights.huggingface.download import fetch_model
-from titanlab.weights.interchange import is_weights, write_ours
-from titanlab.weights.origin import Origin, from_dcp, from_folder
+from titanlab.train.huggingface import fetch_model
+from titanlab.train.interchange import Origin, from_dcp, from_folder, is_weights, write_ours
+from titanlab.train.weights_folder import check_apart, check_target
 
 _KEY = "source"
 

@@ -16,7 +16,7 @@ from titanlab.terminal.console import Console
 from titanlab.tracker import wandb_upload
 from titanlab.tracker.wandb_mode import has_key
 from titanlab.tracker.wandb_schema import Wandb
-from titanlab.training.recording.tracked_run import has_tracker
+from titanlab.train.tracked_run import has_tracker
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -13,7 +13,7 @@ from titanlab.recipe.recipe_rules import check_data
 from titanlab.records.identity import Identity, identify
 from titanlab.sweep.study.prune import Unfit
 from titanlab.sweep.study.space import canonical_text
-from titanlab.weights.starting_weights import start_fingerprint
+from titanlab.train.starting_weights import start_fingerprint
 
 # Keys of files and folders: what is wrong with them here may be right where the runs are.
 _PLACES = ("data.files", "data.folder", "data.path", "data.tokenizer", "init_from", "checkpoint.load_from")

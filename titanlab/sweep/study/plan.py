@@ -29,7 +29,7 @@ from titanlab.sweep.study.prune import Unfit, prune
 from titanlab.sweep.study.request import Request, read_request
 from titanlab.sweep.study.sieve import Sieve
 from titanlab.sweep.study.space import Values, canonical_text
-from titanlab.weights.starting_weights import check_beginning
+from titanlab.train.starting_weights import check_beginning
 
 SINGLE = "single"
 COMMAND_LINE = "command line"

@@ -14,7 +14,7 @@ from titanlab.sweep.table.listing import aligned, dropped
 from titanlab.system.user_path import user_path
 from titanlab.terminal.numerals import counted, grouped, trimmed
 from titanlab.terminal.paths import sweep_argument
-from titanlab.training.recording.tracked_run import has_tracker
+from titanlab.train.tracked_run import has_tracker
 
 if TYPE_CHECKING:
     from titanlab.sweep.study.plan import Study

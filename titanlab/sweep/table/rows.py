@@ -23,7 +23,7 @@ from titanlab.sweep.table.estimates import LateEstimates, estimate_columns
 from titanlab.sweep.table.listing import ACTIVE
 from titanlab.sweep.table.run_columns import figure_columns, machine_columns, provenance_columns, recipe_columns
 from titanlab.tracker.jsonl_schema import Jsonl
-from titanlab.training.recording.tracker_gaps import tracker_gap
+from titanlab.train.tracked_run import tracker_gap
 
 # Points that were dropped on purpose: no rule was broken.
 _UNWANTED = ("where", "duplicate")

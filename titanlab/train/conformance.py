@@ -23,8 +23,8 @@ from titanlab.model.contract import ModelConfig
 from titanlab.model.language_model import LanguageModel
 from titanlab.model.shapes import shapes_only
 from titanlab.parallelism.tensor import STYLES
-from titanlab.training.stage import thin
-from titanlab.weights.initialise import initialise
+from titanlab.train.initialise import initialise
+from titanlab.train.stage import thin
 
 # Relative difference of logits between two ways to call one model: they compute the same sums in the same order.
 _ROUNDING = 1e-6

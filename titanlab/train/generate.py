@@ -24,14 +24,12 @@ from titanlab.model.shapes import shapes_only
 from titanlab.recipe.composition.frozen import frozen_recipe
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.run_folder import RunFolder
-from titanlab.training.balance import set_biases
-from titanlab.training.stage import default_dtype, dtypes_of
-from titanlab.weights.biases import biases_of
-from titanlab.weights.fill import fill
-from titanlab.weights.folder import CONTEXT, is_weights_folder
-from titanlab.weights.huggingface.folder import is_hf_folder
-from titanlab.weights.source import usual_dtype
-from titanlab.weights.starting_weights import open_folder
+from titanlab.train.balance import set_biases
+from titanlab.train.huggingface import is_hf_folder
+from titanlab.train.stage import default_dtype, dtypes_of
+from titanlab.train.starting_weights import biases_of, open_folder
+from titanlab.train.weights_folder import CONTEXT, is_weights_folder
+from titanlab.train.weights_source import fill, usual_dtype
 
 # Most tokens of context: a folder of weights may say 131,072, and all of them are computed again for each new token.
 _MOST_CONTEXT = 4096

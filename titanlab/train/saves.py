@@ -17,9 +17,9 @@ from titanlab.profiler.contract import Phase, nothing
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import OutcomeKind, first_line
 from titanlab.system.disk import disk_fault
-from titanlab.training.assemble import Assembled
-from titanlab.training.recording.recorder import Recorder
-from titanlab.training.totals import Totals
+from titanlab.train.assemble import Assembled
+from titanlab.train.recording import Recorder
+from titanlab.train.totals import Totals
 
 
 class Saves:

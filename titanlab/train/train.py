@@ -8,42 +8,51 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 
+from titanlab.checkpoint import store
+from titanlab.checkpoint.agreement import together
 from titanlab.checkpoint.contract import Target
-from titanlab.checkpoint.position import Position
+from titanlab.checkpoint.damage import DamagedCheckpoint, one_line
+from titanlab.checkpoint.folders import another, fall_back, find, latest
+from titanlab.checkpoint.position import POSITION, Position
+from titanlab.checkpoint.remote.address_schema import Place
 from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.data import source
 from titanlab.data.streams.stream import Stream
 from titanlab.distributed.hang import topology
-from titanlab.distributed.mesh import build_mesh
+from titanlab.distributed.mesh import Mesh, build_mesh
 from titanlab.distributed.ranks import Ranks
 from titanlab.distributed.start_up import StartUp
 from titanlab.distributed.stop import STOPS, StopRequest, stop_request
+from titanlab.distributed.traffic import axis_groups, marked
 from titanlab.distributed.watchdog import Watchdog
-from titanlab.distributed.world import open_world
+from titanlab.distributed.world import World, open_world
+from titanlab.errors import DamagedPosition
 from titanlab.optimizer.schedule import rate_factor
 from titanlab.parallelism.gradients import Gradients
+from titanlab.profiler.consumers import named_before_steps, named_consumers
+from titanlab.profiler.contract import Links, Profiler
 from titanlab.recipe.recipe import Recipe
-from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records.outcome import Outcome, OutcomeKind, first_line
 from titanlab.records.run_folder import RunFolder
-from titanlab.training.assemble import assemble
-from titanlab.training.faults.rank_times import RankTimes
-from titanlab.training.faults.repeated_step import RepeatedStep
-from titanlab.training.faults.rollback import Rollbacks
-from titanlab.training.profiling import named_before_steps, named_consumers, profiled, profiler_of
-from titanlab.training.recording.logging_recorder import open_recorder
-from titanlab.training.saves import Saves
-from titanlab.training.start import load_start
-from titanlab.training.step_ends import StepEnd, StepEnds
-from titanlab.training.totals import Reduction, Totals
-from titanlab.training.validation import validate
+from titanlab.system.disk import disk_fault
+from titanlab.train.assemble import Assembled, assemble
+from titanlab.train.faults import RepeatedStep, Rollbacks
+from titanlab.train.recording import Recorder, open_recorder
+from titanlab.train.saves import Saves
+from titanlab.train.starting_weights import fill_start
+from titanlab.train.totals import RankTimes, Reduction, Totals
 
 _STOPPED = {
     signal.SIGINT: "interrupted by SIGINT (Ctrl-C); the run can be resumed",
@@ -326,3 +335,177 @@ def _no_automatic_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+T = TypeVar("T")
+
+
+def load_start(
+    recipe: Recipe,
+    run: RunFolder,
+    attempt: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+    *,
+    restore: Callable[[Position], T],
+) -> tuple[Position, T, list[str]]:
+    """Load the run's latest checkpoint, else the checkpoint or the weights that the recipe names.
+
+    Args:
+        restore: sets up what goes on from the position; a `DamagedPosition` that it raises is damage of the checkpoint.
+
+    Returns:
+        the position, the result of `restore`, and a line for each damaged checkpoint that was passed over.
+    """
+
+    def loaded(folder: Place, key: str) -> tuple[Position, T]:
+        position = store.load(folder, key, model=model, optimizer=optimizer, world=world)
+        if key != "run":
+            # The checkpoint's tracker id belongs to the other run.
+            position = replace(position, tracker=None)
+        return position, together(world, lambda: _restored(restore, position, folder, key))
+
+    def chosen(choose: Callable[[], Place]) -> Place:
+        # Rank 0 chooses here too: another run may save and remove checkpoints meanwhile.
+        place = world.share(together(world, lambda: choose() if world.logs else None))
+        assert place is not None
+        return place
+
+    warnings: list[str] = []
+    # Rank 0 chooses, because hosts may see a new folder of a shared file system at different times.
+    while (own := world.share(latest(checkpoints_of(run)) if world.logs else None)) is not None:
+        try:
+            return *loaded(own, "run"), warnings
+        except DamagedCheckpoint as error:
+            if world.share(run.has_chosen(attempt)):
+                raise
+            # Loading the older one replaces every value that was read from this one.
+            damage = error
+        warnings.append(together(world, lambda: fall_back(damage) if world.logs else ""))  # noqa: B023
+    if recipe.checkpoint.load_from is not None:
+        source, key = recipe.checkpoint.load_from, "checkpoint.load_from"
+        return *loaded(chosen(lambda: find(source, key)), key), warnings
+    position = Position()
+    if recipe.init_from is not None:
+        biases = fill_start(recipe, model, chosen)
+        position = Position(routing={name: list(block) for name, block in biases.items()})
+    return position, restore(position), warnings
+
+
+def _restored(restore: Callable[[Position], T], position: Position, checkpoint: Place, key: str) -> T:
+    try:
+        return restore(position)
+    except DamagedPosition as error:
+        rule = f"its {POSITION} has {one_line(error.problem)}"
+        raise DamagedCheckpoint(key, checkpoint, rule, another(checkpoint)) from error
+
+
+__all__ = ["named_before_steps", "named_consumers", "profiled", "profiler_of"]
+
+
+def profiler_of(recipe: Recipe) -> Profiler:
+    """The recipe's profiler, which has not been started."""
+    return recipe.profiler.implementation()
+
+
+@contextlib.contextmanager
+def profiled(
+    profiler: Profiler, run: RunFolder, world: World, mesh: Mesh, recorder: Recorder, *, attempt: int
+) -> Iterator[None]:
+    """Start this rank's profiler, and close it at the end."""
+
+    def failed(what: str, reason: Exception | str) -> None:
+        if isinstance(reason, Exception):
+            reason = disk_fault(reason, ends_run=False) or first_line(reason)
+        text = f"{what} is not written: {reason}; training goes on"
+        recorder.warn(text)
+        if not world.logs:
+            # The recorder of this rank does nothing; its standard error is its log.
+            sys.stderr.write(f"warning: {text}\n")
+
+    axes = axis_groups(mesh)
+    profiler.connect(
+        Links(
+            axes=axes,
+            marks_collectives=lambda: marked(axes) if world.world > 1 else contextlib.nullcontext(),
+            gather=world.gather,
+            report=recorder.measured,
+            failed=failed,
+        )
+    )
+    profiler.start(run.traces, rank=world.rank, attempt=attempt, on_gpu=world.device.type == "cuda")
+    try:
+        yield
+    finally:
+        profiler.close()
+
+
+def validate(recipe: Recipe, assembled: Assembled, world: World, mesh: Mesh) -> float:
+    """Mean cross-entropy over the held-out sequences; every rank has the same number of batches."""
+    assembled.model.eval()
+    rows = iter(
+        source.open_validation(
+            recipe.data,
+            seq_len=recipe.training.seq_len,
+            sequences=recipe.training.validation_sequences,
+            rank=mesh.data_rank,
+            ranks=recipe.layout.data,
+        )
+    )
+    sums = torch.zeros(2, dtype=torch.float64)
+    while batch := list(itertools.islice(rows, assembled.evaluation_rows)):
+        tokens, labels = (np.stack(column) for column in zip(*batch, strict=True))
+        part = assembled.evaluate(assembled.to_device(source.Batch(tokens, labels)))
+        sums += torch.tensor([float(part.loss_sum), float(part.tokens)], dtype=torch.float64)
+    world.sum(sums)
+    assembled.model.train()
+    return float(sums[0] / sums[1])
+
+
+class StepEnd(NamedTuple):
+    """The end of a step.
+
+    at: by `time.perf_counter`; None: now
+    next_runs: whether the device already computes the next step
+    """
+
+    at: float | None = None
+    next_runs: bool = False
+
+
+NOW = StepEnd()
+
+
+class StepEnds:
+    """Tells when each step has ended on its device.
+
+    A GPU computes a step while the host sends the next one, and its totals are read after that. The times of reading
+    differ from those of computing wherever the host is slower than the GPU: before a validation or a checkpoint the
+    last two steps are read at once, so that one of them would take no time. So a GPU's steps are timed by its events.
+
+    Args:
+        device: of this rank; it is waited for.
+        clock: as of the meter.
+    """
+
+    def __init__(self, device: torch.device, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._last: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            self._last = torch.cuda.Event(enable_timing=True)
+            self._last.record()
+        self._at = clock()
+
+    def after(self, event: torch.cuda.Event | None) -> float | None:
+        """When the device reached the event at the end of a step; None: now.
+
+        Args:
+            event: it has been reached, and later than those of earlier calls; None: of a CPU.
+        """
+        if event is None or self._last is None:
+            return None
+        # From event to event: milliseconds in 32 bits are exact enough for a step, not for a day.
+        self._at += self._last.elapsed_time(event) / 1e3
+        self._last = event
+        return self._at

@@ -28,7 +28,7 @@ from titanlab.precision.dtypes import Dtypes
 from titanlab.precision.parts import keep_in_fp32
 from titanlab.precision.product import take_over
 from titanlab.recipe.recipe import Recipe
-from titanlab.weights.initialise import initialise
+from titanlab.train.initialise import initialise
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The recorder of the rank that logs: metrics.jsonl, status.json, tracker, console, result.json."""
+"""What train.py tells the recorder of a run. The recorder of ranks that do not log does nothing with it."""
 
 from __future__ import annotations
 
@@ -6,23 +6,33 @@ import contextlib
 import functools
 import math
 import os
+import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time as clock
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from titanlab.checkpoint.folders import latest
 from titanlab.checkpoint.position import Position
+from titanlab.checkpoint.remote.address_schema import StorePath
+from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.compile.watch import Watch
 from titanlab.costs import meter
-from titanlab.costs.meter import Meter
+from titanlab.costs import meter as flops
+from titanlab.costs.account import ModelAccount
+from titanlab.costs.meter import Meter, Work
 from titanlab.costs.traffic_account import flat, lines
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.start_up import write_start_up
 from titanlab.distributed.traffic import axis_groups, traced
 from titanlab.distributed.world import World
+from titanlab.precision.dtypes import Dtypes
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.failure_signs import is_secondary
 from titanlab.records.metrics_file import EXPERTS
@@ -31,17 +41,65 @@ from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_status import Status
 from titanlab.system.disk import disk_fault
 from titanlab.terminal.console import Console
+from titanlab.terminal.numerals import counted, duration, grouped, short, trimmed
+from titanlab.terminal.paths import shown_path
 from titanlab.terminal.progress import Progress
-from titanlab.tracker.contract import Tracker
-from titanlab.tracker.tracked_run import open_tracker
-from titanlab.training.balance import ExpertRows
-from titanlab.training.memory import memory, peak_memory_gib
-from titanlab.training.recording import facts
-from titanlab.training.recording.held_rows import HeldRows
-from titanlab.training.recording.recorder import Recorder
-from titanlab.training.recording.tracked_run import tracked_run
-from titanlab.training.step_ends import NOW, StepEnd
-from titanlab.training.totals import Totals
+from titanlab.tracker.contract import Tracker, Warn
+from titanlab.tracker.tracked_run import TrackedRun, open_tracker
+from titanlab.train.balance import ExpertRows
+from titanlab.train.totals import Totals, memory, peak_flops, peak_memory_gib
+from titanlab.train.tracked_run import tracked_run
+from titanlab.train.train import NOW, StepEnd
+
+
+class Recorder:
+    """The interface for train.py. This class does nothing: train.py needs no branch for ranks that do not log."""
+
+    tracker_id: str | None = None
+    # Waits for a checkpoint that is written in the background.
+    until_saved: Callable[[], None] | None = None
+
+    def start(self) -> None:
+        """Note that the first step begins."""
+
+    def started(self, seconds: Mapping[str, float]) -> None:
+        """Record how long each phase up to the end of the first step has taken."""
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Inside the block, the run waits for data."""
+        return contextlib.nullcontext()
+
+    def sending(self, mesh: Mesh) -> AbstractContextManager[None]:
+        """Inside the block, a step computes and communicates; the first step is traced."""
+        return contextlib.nullcontext()
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Inside the block, a checkpoint is written."""
+        return contextlib.nullcontext()
+
+    def warn(self, text: str) -> None:
+        """Report a problem that does not end the run."""
+
+    def go_back(self, step: int) -> None:
+        """Note that the run goes on from an earlier step."""
+
+    def compared(self, metrics: Mapping[str, float], warning: str) -> None:
+        """Take metrics that compare the ranks, and a warning if one is not empty."""
+
+    def measured(self, kind: str, step: int, metrics: Mapping[str, float], lines: Sequence[str]) -> None:
+        """Record a row of metrics of a kind of its own, and print lines."""
+
+    def validating(self, step: int) -> AbstractContextManager[Callable[[float], None]]:
+        """Inside the block, held-out sequences are evaluated; yields a function that takes their loss."""
+        return contextlib.nullcontext(lambda loss: None)
+
+    def record(self, step: int, totals: Totals, *, rate: float, tokens_seen: int, end: StepEnd = NOW) -> None:
+        """Record a step's totals; `end`: when it has ended."""
+
+    def finish(self, outcome: Outcome) -> Outcome:
+        """Record the end of the run; return the outcome with its metrics."""
+        return outcome
+
 
 _STATUS_SECONDS = 1.0
 # After a step that leaves no row of metrics. What a stop would lose, and what a killed run has done, is read there.
@@ -60,8 +118,8 @@ class LoggingRecorder(Recorder):
         self._attempt = attempt
         self._console = console
         self._steps = recipe.training.steps
-        work = facts.work(recipe, world.device)
-        self._meter = Meter(work, warmup_steps=recipe.training.unmeasured_steps, tokens_seen=position.tokens)
+        step_work = work(recipe, world.device)
+        self._meter = Meter(step_work, warmup_steps=recipe.training.unmeasured_steps, tokens_seen=position.tokens)
         self._metrics = run.open_metrics(attempt, resumed_step=position.step)
         described = tracked_run(recipe, run, attempt=attempt, resumed_step=position.step, id=position.tracker)
         tracker = open_tracker(recipe.tracker, described, warn=console.warn)
@@ -80,8 +138,8 @@ class LoggingRecorder(Recorder):
         self._scaling: dict[str, object] = {}
         self._experts = ExpertRows(self._steps, functools.partial(self._write, EXPERTS))
         self._watch = Watch(active=recipe.compile.compiles, note=console.note, warn=console.warn)
-        console.start(f"titanlab · {recipe.name}", facts.start_rows(recipe, run, world.device, work, position))
-        if slow := facts.slow_precision(recipe, world.device):
+        console.start(f"titanlab · {recipe.name}", start_rows(recipe, run, world.device, work, position))
+        if slow := slow_precision(recipe, world.device):
             console.warn(slow)
 
     def start(self) -> None:
@@ -223,9 +281,9 @@ class LoggingRecorder(Recorder):
         tone = "good" if outcome.kind is OutcomeKind.DONE else "halted" if outcome.kind.may_continue else "bad"
         self._console.end(
             f"{outcome.kind.value}: {outcome.kind.meaning}",
-            facts.end_rows(outcome, self._run),
+            end_rows(outcome, self._run),
             tone=tone,  # type: ignore[arg-type]
-            next_steps=facts.next_steps(outcome, self._run),
+            next_steps=next_steps(outcome, self._run),
         )
         return outcome
 
@@ -335,3 +393,181 @@ def _scaling(totals: Totals) -> dict[str, object]:
         return {}
     scale = {} if math.isnan(totals.scaled.scale) else {meter.LOSS_SCALE: totals.scaled.scale}
     return {**scale, meter.SKIPPED_STEPS: totals.scaled.skipped}
+
+
+class HeldRows(Tracker):
+    """A tracker whose rows after the newest checkpoint wait.
+
+    Args:
+        tracker: started; it gets the rows.
+        saved_step: the step of the newest checkpoint.
+    """
+
+    def __init__(self, tracker: Tracker, saved_step: Callable[[], int]) -> None:
+        self._tracker, self._saved_step = tracker, saved_step
+        self._rows: deque[tuple[int, Mapping[str, Any], float]] = deque()
+        self._logged = 0
+
+    def start(self, run: TrackedRun, *, warn: Warn) -> None:
+        """Nothing to do: the tracker is started."""
+
+    def log(self, step: int, metrics: Mapping[str, Any], *, time: float | None = None) -> None:
+        """Keep a row with its time, and log those whose step is saved."""
+        self._rows.append((step, dict(metrics), clock.time() if time is None else time))
+        self._release(self._saved_step())
+
+    def go_back(self, to: int) -> None:
+        """Drop the rows after a step, from which the run goes on."""
+        self._rows = deque(row for row in self._rows if row[0] <= to)
+
+    def finish(self, summary: Mapping[str, Any], *, exit_code: int = 0) -> None:
+        """Log all rows, and finish."""
+        self._release(None)
+        self._tracker.finish(summary, exit_code=exit_code)
+
+    def kept_files(self, run: Path) -> frozenset[Path]:
+        """The tracker's files."""
+        return self._tracker.kept_files(run)
+
+    def put_aside(self, run: Path, paths: Iterable[Path], *, keep: bool) -> None:
+        """Move or remove the tracker's files."""
+        self._tracker.put_aside(run, paths, keep=keep)
+
+    def _release(self, until: int | None) -> None:
+        while self._rows and (until is None or self._rows[0][0] <= until):
+            step, metrics, time = self._rows.popleft()
+            # Lower only if the run went back behind its newest checkpoint, which was damaged.
+            if step >= self._logged:
+                self._tracker.log(step, metrics, time=time)
+                self._logged = step
+
+
+CONVENTION = "6(N−N_emb)+12·L·H·Q·T"
+
+
+def model_account(recipe: Recipe) -> ModelAccount:
+    """The account of the recipe's model."""
+    return recipe.model.account()
+
+
+def work(recipe: Recipe, device: torch.device) -> Work:
+    """The constants for computing TFLOP/s and MFU from throughput."""
+    compute, note = Dtypes.of(recipe.precision.formats()).compute, recipe.precision.mfu_note
+    peak, source = peak_flops(recipe.cluster, device, compute)
+    return Work(
+        devices=recipe.layout.world,
+        flops_per_token=flops.per_token(model_account(recipe), seq_len=recipe.training.seq_len),
+        convention=CONVENTION,
+        peak_flops=peak,
+        peak_source=f"{source}; {note}" if note else source,
+        may_exceed_peak=bool(note),
+    )
+
+
+def start_rows(
+    recipe: Recipe, run: RunFolder, device: torch.device, constants: Work, position: Position
+) -> list[tuple[str, object]]:
+    """The rows of the table at the start."""
+    account = model_account(recipe)
+    training = recipe.training
+    vocabulary = grouped(account.vocab_size)
+    accumulation = recipe.local_batch // recipe.microbatch
+    batch = f"{counted(training.global_batch, 'sequence')} of {grouped(training.seq_len)}"
+    if accumulation > 1:
+        batch += f", in {accumulation} microbatches of {recipe.microbatch}"
+    processes = f"{recipe.layout.world} process" + ("es" if recipe.layout.world > 1 else "")
+    rows: list[tuple[str, object]] = [
+        ("model", f"{recipe.model.kind}, {account.layers} layers of {grouped(account.dim)}, vocabulary {vocabulary}"),
+        ("parameters", _parameters(account)),
+        ("layout", f"{recipe.layout.label}, {processes} on {device.type}"),
+        ("precision", _precision(recipe, account)),
+        *_techniques(recipe),
+        ("tokens per step", f"{grouped(recipe.tokens_per_step)} ({batch})"),
+        ("FLOPs per token", f"{short(constants.flops_per_token)} ({CONVENTION})"),
+        ("peak per device", _peak(constants)),
+        ("data", recipe.data.kind),
+        ("steps", grouped(training.steps)),
+        ("folder", shown_path(run.path)),
+    ]
+    if position.step:
+        rows.insert(0, ("resumes at step", grouped(position.step)))
+    return rows
+
+
+def _parameters(account: ModelAccount) -> str:
+    count = grouped(account.parameter_count)
+    return count if account.experts is None else f"{count}, of which {grouped(account.active_count)} compute a token"
+
+
+def _techniques(recipe: Recipe) -> list[tuple[str, object]]:
+    """Rows about activation checkpointing and compilation, if the recipe has them."""
+    compiled = " and ".join(name for name in ("blocks", "loss") if getattr(recipe.compile, name))
+    rows: list[tuple[str, object]] = []
+    if checkpointing := recipe.ac.describe():
+        rows.append(("checkpointing", checkpointing))
+    if compiled:
+        rows.append(("compiled", f"{compiled}, by {recipe.compile.backend}"))
+    return rows
+
+
+def end_rows(outcome: Outcome, run: RunFolder) -> list[tuple[str, object]]:
+    """The rows of the panel at the end."""
+    figures = outcome.metrics
+    rows: list[tuple[str, object]] = [("steps", f"{grouped(outcome.step)} of {grouped(outcome.steps or 0)}")]
+    if outcome.cause:
+        rows.append(("cause", outcome.cause))
+    if figures.get("first_loss") is not None and figures.get(meter.LOSS) is not None:
+        rows.append(("loss", f"{figures['first_loss']:.4f} → {figures[meter.LOSS]:.4f}"))
+    if figures.get(meter.VALIDATION_LOSS) is not None:
+        rows.append(("validation loss", f"{figures[meter.VALIDATION_LOSS]:.4f}"))
+    if figures.get(meter.SKIPPED_STEPS):
+        skipped = grouped(figures[meter.SKIPPED_STEPS])
+        rows.append(("skipped steps", f"{skipped}: their gradients were not finite, and they updated nothing"))
+    if figures.get(meter.TOKENS_PER_SECOND):
+        speed = f"{grouped(figures[meter.TOKENS_PER_SECOND])} tokens/s per device"
+        if figures.get(meter.MFU) is not None:
+            speed += f", MFU {figures[meter.MFU]:.1f}% ({figures['peak_source']})"
+        rows.append(("median speed", speed))
+    rows.append(("time in steps", duration(figures.get(meter.TRAIN_SECONDS) or 0.0)))
+    rows.append(("folder", shown_path(run.path)))
+    return rows
+
+
+def next_steps(outcome: Outcome, run: RunFolder) -> list[str]:
+    """Suggested commands after this outcome."""
+    folder = shlex.quote(shown_path(run.path))
+    if outcome.kind is OutcomeKind.DONE:
+        sample = [f'titanlab generate {folder} --prompt "def "'] if _can_generate(run) else []
+        return [*sample, f"less {folder}/metrics.jsonl"]
+    if outcome.kind.may_continue:
+        return [f"titanlab resume {folder}"]
+    return [f"less {folder}/logs/rank-0.log"]
+
+
+def _can_generate(run: RunFolder) -> bool:
+    """Whether the run has a tokenizer and a checkpoint. A remote store is not asked again."""
+    place = checkpoints_of(run)
+    return run.tokenizer.is_dir() and (isinstance(place, StorePath) or latest(place) is not None)
+
+
+def _peak(constants: Work) -> str:
+    if constants.peak_flops is None:
+        return "unknown: no MFU"
+    return f"{trimmed(constants.peak_flops / 1e12)} TFLOP/s ({constants.peak_source})"
+
+
+def slow_precision(recipe: Recipe, device: torch.device) -> str | None:
+    """A line about a CPU that has no units for the dtype of the products; None: it has them."""
+    compute = Dtypes.of(recipe.precision.formats()).compute
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(compute)
+    if device.type != "cpu" or name is None:
+        return None
+    # Private: whether oneDNN multiplies in that dtype, the same in torch 2.11 to 2.13.
+    supported = torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")()
+    rule = f"this CPU has no units for {name}, and multiplies tens of times more slowly than in fp32"
+    return None if supported else f"precision={recipe.precision.kind}: {rule}; try precision=fp32"
+
+
+def _precision(recipe: Recipe, account: ModelAccount) -> str:
+    cluster = recipe.cluster
+    return recipe.precision.describe(account, accelerator=cluster.accelerator, device=str(cluster.device))

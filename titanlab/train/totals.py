@@ -1,0 +1,348 @@
+"""A step's totals: one reduction over all ranks for loss, norm and flags."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from titanlab.cluster.schema import Cluster
+from titanlab.costs import hardware, meter
+from titanlab.costs.meter import MEMORY_MOST, MEMORY_MOST_RANK
+from titanlab.distributed.stop import STOP_SIGNALS
+from titanlab.distributed.world import World
+from titanlab.precision.loss_scale import LossScale, ScaledStep
+from titanlab.terminal.numerals import trimmed
+from titanlab.train.balance import Load, NoBalance
+
+STOPS = tuple(map(int, STOP_SIGNALS))
+
+
+class Totals(NamedTuple):
+    """The results of a step over all ranks, the same on every rank.
+
+    loss: mean cross-entropy over the valid labels, in nats
+    grad_norm: norm of the gradient of that loss, before clipping
+    tokens: number of valid labels of the step
+    stop: the largest signal that a rank has received, or 0
+    scaled: loss scale and skipped steps; None if the precision does not scale the loss
+    saves: whether rank 0 asks for a checkpoint
+    load: of experts; None: the model has none
+    """
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    stop: int
+    scaled: ScaledStep | None = None
+    saves: bool = False
+    load: Load | None = None
+
+    @property
+    def finite(self) -> bool:
+        """False if loss or norm is NaN or infinite."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    @property
+    def lost(self) -> bool:
+        """True if loss or norm is not finite and the run cannot recover."""
+        if self.scaled is not None and self.scaled.forgiven:
+            return False
+        tolerated = self.scaled is not None and self.scaled.tolerated
+        return not math.isfinite(self.loss) or not (math.isfinite(self.grad_norm) or tolerated)
+
+
+class Reduction:
+    """Totals on the device.
+
+    Reading them waits for the device; on a GPU the loop therefore reads them a step later, without waiting.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        squared_norm: torch.Tensor,
+        loss_sum: torch.Tensor,
+        tokens: int,
+        stop: int,
+        nominal_tokens: int,
+        loss_scale: LossScale | None = None,
+        saves: bool | None = None,
+        balance: NoBalance | None = None,
+    ) -> None:
+        """Sum over ranks.
+
+        Args:
+            squared_norm: this rank's share of the squared norm of the gradients of
+                loss_sum / nominal_tokens, times the scale of the loss.
+            loss_sum: this rank's loss, summed over its valid labels.
+            nominal_tokens: labels of a step in which all are valid.
+            loss_scale: gets the norm; None: the loss was not scaled.
+            saves: whether this rank asks for a checkpoint; None on all ranks: no rank asks.
+            balance: has this rank's counts of experts' tokens, and gets those of all ranks.
+        """
+        device = loss_sum.device
+        # One element per signal, so that a sum over ranks shows which signals were received.
+        flags = [float(stop == number) for number in STOPS]
+        self._asks = saves is not None
+        if saves is not None:
+            flags.append(float(saves))
+        host_values = torch.tensor([float(tokens), *flags], dtype=torch.float64)
+        if device.type == "cuda":
+            host_values = host_values.pin_memory().to(device, non_blocking=True)
+        # The norm of offloaded gradients is on the host.
+        device_values = torch.stack([squared_norm.to(device), loss_sum.double()])
+        self._balance = balance or NoBalance()
+        counts = self._balance.sums()
+        self._counts = 0 if counts is None else counts.numel()
+        parts = [device_values, host_values, *([] if counts is None else [counts.to(device)])]
+        sums = world.sum(torch.cat(parts))
+        if counts is not None:
+            sums, counts = sums[: -self._counts], sums[-self._counts :]
+            self._balance.learn(counts)
+        loss_scale = loss_scale or LossScale()
+        self._correction = loss_scale.unscaled(nominal_tokens / sums[2])
+        self._norm = sums[0].sqrt() * self._correction
+        loss_scale.learn_loss(sums[1])
+        # A loss that is not finite makes the step a bad one too.
+        scaled = loss_scale.judge(torch.where(sums[1].isfinite(), self._norm, math.nan))
+        values = [torch.stack([sums[1] / sums[2], self._norm]), sums[2:]]
+        values += [] if scaled is None else [scaled]
+        self._values = torch.cat(values if counts is None else [*values, counts])
+        if device.type == "cuda":
+            self._values = self._values.to("cpu", non_blocking=True)
+            self._arrived = torch.cuda.Event(enable_timing=True)
+            self._arrived.record()
+        self._exact = device.type == "cpu"
+
+    @property
+    def arrived(self) -> torch.cuda.Event | None:
+        """The event after which a GPU's totals are on the host; None on a CPU, which computes them there."""
+        return None if self._exact else self._arrived
+
+    def gradient_factor(self, max_norm: float | None) -> torch.Tensor | None:
+        """The factor for the gradients: correction for ignored labels and the loss scale, and clipping.
+
+        None if it is known to be 1 without waiting for the device.
+        """
+        factor = self._correction
+        if max_norm is not None:
+            # The small number keeps a zero norm finite, as in torch.nn.utils.clip_grad_norm_.
+            factor = factor * (max_norm / (self._norm + 1e-6)).clamp(max=1.0)
+        return None if self._exact and factor == 1.0 else factor
+
+    def read(self) -> Totals:
+        """The totals as numbers; waits until they have arrived."""
+        if not self._exact:
+            self._arrived.synchronize()
+        loss, norm, tokens, *rest = self._values.tolist()
+        load = self._balance.load(rest[len(rest) - self._counts :])
+        rest = rest[: len(rest) - self._counts]
+        flags, rest = rest[: len(STOPS)], rest[len(STOPS) :]
+        saves = self._asks and rest.pop(0) > 0
+        stop = max((number for number, count in zip(STOPS, flags, strict=True) if count), default=0)
+        if not rest:
+            return Totals(loss, norm, int(tokens), stop, saves=saves, load=load)
+        scale, skipped, *judged = rest
+        return Totals(loss, norm, int(tokens), stop, ScaledStep(scale, int(skipped), *map(bool, judged)), saves, load)
+
+
+SLOWEST, SLOWER, DATA, COMPUTE = "straggler/rank", "straggler/slower(%)", "straggler/data(s)", "straggler/compute(s)"
+# A rank is reported if it takes this much longer than the median rank, this share of the time of the steps, and so many
+# seconds: less than that, in a few short steps, is what else runs on the host.
+_RATIO, _SHARE, _SECONDS = 1.5, 0.1, 0.25
+_PHASES = ("data", "forward and backward")
+_COMPUTE = 1
+
+
+class RankTimes:
+    """Measures this rank, and compares the ranks every few steps.
+
+    Args:
+        every: steps between two comparisons; 0: only one, after the last step.
+        pipeline: degree of the pipeline, whose ranks lie farthest apart.
+        report: on rank 0, gets the metrics and a warning, which is empty if no rank is slow.
+    """
+
+    def __init__(
+        self, every: int, world: World, *, pipeline: int, report: Callable[[Mapping[str, float], str], None]
+    ) -> None:
+        self._every, self._world, self._report = every, world, report
+        # A rank that is alone with its layers is compared with those that have others.
+        self._alone = pipeline == world.world
+        self._peers = world.world if self._alone else world.world // pipeline
+        self._is_cpu = world.device.type == "cpu"
+        self._steps, self._begin = 0, time.monotonic()
+        self._data = self._compute = 0.0
+        self._warned: set[tuple[int, int]] = set()
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Inside the block, the rank waits for its batch."""
+        begin = time.monotonic()
+        yield
+        self._data += time.monotonic() - begin
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Inside the block, the rank runs forward and backward."""
+        if self._world.world == 1:
+            # There is nobody to compare with, and reading the clocks is 5 % of a step of a tiny model.
+            yield
+            return
+        begin = self._clock()
+        yield
+        self._compute += self._clock() - begin
+
+    def after_step(self, step: int, *, last: bool) -> None:
+        """Compare the ranks if it is time to; all ranks call it."""
+        self._steps += 1
+        if self._steps == 1:
+            # Compilation and the first collectives say nothing about later steps.
+            self._restart()
+        elif self._world.world > 1 and (last or (self._every and step % self._every == 0)):
+            self._compare(step)
+            self._restart()
+
+    def _compare(self, step: int) -> None:
+        own = [self._data, self._compute, peak_memory_gib(self._world.device), time.monotonic() - self._begin]
+        table = torch.zeros(self._world.world, len(own), dtype=torch.float64)
+        table[self._world.rank] = torch.tensor(own, dtype=torch.float64)
+        rows = self._world.sum(table).tolist()
+        if self._world.logs:
+            steps = max(1, self._steps - 1)
+            metrics, slow = compared(rows, steps, peers=self._peers)
+            # One warning for a rank and phase; the metric goes on telling.
+            is_new = slow is not None and slow not in self._warned
+            if slow is not None:
+                self._warned.add(slow)
+            self._report(metrics, self._warning(step, metrics, slow[1]) if slow is not None and is_new else "")
+
+    def _warning(self, step: int, metrics: Mapping[str, float], phase: int) -> str:
+        text = (
+            f"step {step}: rank {int(metrics[SLOWEST])} is slow in {_PHASES[phase]}: a step takes it "
+            f"{trimmed(metrics[DATA])} s for data and {trimmed(metrics[COMPUTE])} s of computing, "
+            f"{metrics[SLOWER]:.0f}% more than the others"
+        )
+        return f"{text}, which have other layers (parallelism.split)" if self._alone and phase == _COMPUTE else text
+
+    def _restart(self) -> None:
+        self._steps, self._begin, self._data, self._compute = 1, time.monotonic(), 0.0, 0.0
+
+    def _clock(self) -> float:
+        if not self._is_cpu:
+            return time.monotonic()
+        # Threads of the process compute; waiting in a collective takes no CPU time.
+        return time.process_time() + _queued_seconds()
+
+
+def compared(rows: list[list[float]], steps: int, *, peers: int) -> tuple[dict[str, float], tuple[int, int] | None]:
+    """Metrics, and the rank and phase that are slow; None: no rank is.
+
+    Args:
+        rows: by rank: seconds of data and of compute, GiB of memory, seconds in all.
+        peers: how many neighbouring ranks are compared with each other.
+    """
+    busy = [data + compute for data, compute, *_ in rows]
+    groups = [range(first, first + peers) for first in range(0, len(rows), peers)]
+    # By rank: the median of its peers.
+    usual = [
+        statistics.median([busy[peer] for peer in group if peer != rank] or [busy[rank]])
+        for group in groups
+        for rank in group
+    ]
+    slowest = max(range(len(rows)), key=lambda rank: busy[rank] - usual[rank])
+    median = max(usual[slowest], 1e-9)
+    memory = max(range(len(rows)), key=lambda rank: rows[rank][2])
+    metrics = {
+        SLOWEST: slowest,
+        SLOWER: 100 * (busy[slowest] / median - 1),
+        DATA: rows[slowest][0] / steps,
+        COMPUTE: rows[slowest][1] / steps,
+        MEMORY_MOST: rows[memory][2],
+        MEMORY_MOST_RANK: memory,
+    }
+    excess = busy[slowest] - median
+    if not (busy[slowest] > _RATIO * median and excess > max(_SHARE * rows[slowest][3], _SECONDS)):
+        return metrics, None
+    group = groups[slowest // peers]
+    by_phase = [
+        rows[slowest][phase] - statistics.median(rows[peer][phase] for peer in group) for phase in range(len(_PHASES))
+    ]
+    return metrics, (slowest, by_phase.index(max(by_phase)))
+
+
+def _queued_seconds() -> float:
+    """How long the main thread has waited for a core; 0 where the kernel does not tell."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
+
+
+def memory(device: torch.device) -> dict[str, object]:
+    """Peak memory so far: of the allocator on a GPU, resident memory of the process on CPU."""
+    if device.type != "cuda":
+        return {"memory/max_resident(GiB)": peak_memory_gib(device)}
+    stats = torch.cuda.memory_stats(device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    active, reserved = stats["active_bytes.all.peak"], stats["reserved_bytes.all.peak"]
+    return {
+        meter.MEMORY_ACTIVE: active / 2**30,
+        "memory/max_active(%)": 100 * active / total,
+        meter.MEMORY_RESERVED: reserved / 2**30,
+        "memory/max_reserved(%)": 100 * reserved / total,
+        "memory/num_alloc_retries": stats["num_alloc_retries"],
+        "memory/num_ooms": stats["num_ooms"],
+    }
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak memory of this rank: reserved by the allocator on a GPU, resident on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    # Linux counts kibibytes, macOS bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+_MATMUL_SIZE = 512
+_MATMUL_SECONDS = 0.05
+
+
+def peak_flops(cluster: Cluster, device: torch.device, compute: torch.dtype) -> tuple[float | None, str]:
+    """Peak FLOP/s of one device in the given dtype, and the source of the figure.
+
+    The recipe's figure comes first, then the datasheet's. On CPU a short matrix product is timed instead. None for
+    an accelerator that is not in the table.
+    """
+    if cluster.peak_tflops is not None:
+        return cluster.peak_tflops * 1e12, "cluster.peak_tflops"
+    if device.type == "cpu":
+        return _measured(compute), f"{_MATMUL_SIZE}³ matmul measured on this CPU"
+    return hardware.peak_flops(str(cluster.device), str(compute).removeprefix("torch.")), f"{cluster.device}, dense"
+
+
+def _measured(dtype: torch.dtype) -> float:
+    """FLOP/s of the fastest of several products of square matrices, with the run's number of threads.
+
+    It measures the CPU time of this thread, which takes part in each product: unlike wall time it does not grow when
+    other processes, such as the run's other ranks, share the cores.
+    """
+    a = torch.ones(_MATMUL_SIZE, _MATMUL_SIZE, dtype=dtype)
+    best = float("inf")
+    end = time.thread_time() + _MATMUL_SECONDS
+    while time.thread_time() < end or best == float("inf"):
+        start = time.thread_time()
+        torch.mm(a, a)
+        best = min(best, time.thread_time() - start)
+    flops: float = 2 * _MATMUL_SIZE**3 / best
+    return flops

@@ -1,0 +1,252 @@
+"""The description of a run for its tracker, during training or later from its folder; torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from titanlab.errors import ConfigError, TitanlabError
+from titanlab.recipe.composition.frozen import frozen_recipe
+from titanlab.recipe.recipe import Recipe, to_mapping
+from titanlab.records.metrics_file import EXPERTS, metrics_of
+from titanlab.records.outcome import Outcome
+from titanlab.records.points_file import point_of
+from titanlab.records.run_folder import RunFolder
+from titanlab.terminal.paths import shown_path
+from titanlab.tracker.contract import TrackerConfig
+from titanlab.tracker.record import FILE, FINISHED, Record, file_of, read_record, records_in, write_record
+from titanlab.tracker.tracked_run import TrackedRun, open_tracker
+from titanlab.tracker.wandb_files import is_uploaded, offline_files
+
+
+def tracked_run(
+    recipe: Recipe,
+    run: RunFolder,
+    *,
+    attempt: int,
+    resumed_step: int = 0,
+    id: str | None = None,  # noqa: A002
+    is_live: bool = True,
+    record_file: str = FILE,
+) -> TrackedRun:
+    """The description of a run for trackers.
+
+    Args:
+        recipe: of this attempt.
+        id: the tracker's id of the run in a checkpoint, for runs whose folder has none.
+        is_live: whether the run is training now.
+        record_file: name of the tracker's record.
+    """
+    account = recipe.model.account()
+    return TrackedRun(
+        id=run.tracker_id() or id or _known_id(run) or run.hash8 or run.path.name,
+        name=run.path.name,
+        sweep=recipe.sweep,
+        folder=run.path,
+        config=to_mapping(recipe),
+        layout=recipe.layout.degrees(),
+        facts={
+            "parameters": account.parameter_count,
+            "tokens_per_step": recipe.tokens_per_step,
+            "device": recipe.cluster.device,
+            "layout.label": recipe.layout.label,
+            **{f"point.{key}": value for key, value in point_of(run).items()},
+        },
+        tags=[recipe.model.kind, str(recipe.cluster.device), recipe.precision.kind],
+        attempt=attempt,
+        resumed_step=resumed_step,
+        is_live=is_live,
+        record_file=record_file,
+    )
+
+
+def records(run: RunFolder) -> dict[str, dict[int, Record]]:
+    """For each kind of tracker that the run has had, the record of each attempt that has one."""
+    by_kind: dict[str, dict[int, Record]] = {}
+    for attempt in run.attempts():
+        for kind, record in records_in(run.attempt_folder(attempt)).items():
+            by_kind.setdefault(kind, {})[attempt] = record
+    return by_kind
+
+
+def has_tracker(run: RunFolder, kind: str) -> bool:
+    """Whether a tracker of this kind has taken rows of the run, or its files were written afterwards."""
+    return kind in records(run) or kind in records_in(run.path)
+
+
+def _known_id(run: RunFolder) -> str | None:
+    """The id in the records of earlier attempts, for runs of earlier versions without a checkpoint."""
+    ids = {attempt: record.id for kind in records(run).values() for attempt, record in kind.items() if record.id}
+    return ids[max(ids)] if ids else None
+
+
+_WANDB = "wandb"
+
+
+def tracker_gap(run: RunFolder) -> str | None:
+    """A line on what the trackers of an ended run lack; None if they are complete, or if there are none.
+
+    It reads only records unless something is missing.
+    """
+    rebuilt = records_in(run.path)
+    gaps = [_gap(run, kind, attempts, rebuilt.get(kind)) for kind, attempts in records(run).items()]
+    return " · ".join(gap for gap in gaps if gap is not None) or None
+
+
+def _gap(run: RunFolder, kind: str, by_attempt: Mapping[int, Record], rebuilt: Record | None) -> str | None:
+    if rebuilt is not None and rebuilt.state != FINISHED:
+        rebuilt = None
+    if rebuilt is not None:
+        by_attempt = {attempt: record for attempt, record in by_attempt.items() if attempt > rebuilt.attempt}
+    unfinished = {attempt: record for attempt, record in by_attempt.items() if record.state != FINISHED}
+    all_records = [*by_attempt.values(), *([] if rebuilt is None else [rebuilt])]
+    if unfinished:
+        gap = _unfinished(run, unfinished)
+    elif left_out := sum(record.left_out for record in by_attempt.values()):
+        gap = f"lacks {left_out} rows, for it could not keep up"
+    elif any(record.wanted == "online" for record in all_records) and waiting_files(run):
+        return f"{kind}: written offline, not uploaded; titanlab sync {shown_path(run.path)}"
+    else:
+        return None
+    return f"{kind}: {gap}; titanlab sync --rebuild {shown_path(run.path)}"
+
+
+def waiting_files(run: RunFolder) -> list[Path]:
+    """Files of wandb that were not uploaded, or not completely, in the order of their steps."""
+    attempts = records(run).get(_WANDB, {})
+    # An online run that ended abruptly may have rows that were not uploaded.
+    unfinished = [
+        file
+        for record in attempts.values()
+        if record.mode == "online" and record.state != FINISHED and _is_inside(record.folder)
+        for file in (run.path / record.folder).glob("run-*.wandb")
+    ]
+    files = {*offline_files(run.path), *unfinished}
+    # The names of wandb's folders begin with a time, and hosts' clocks may differ.
+    places = {record.folder: attempt for attempt, record in attempts.items()}
+    return sorted(
+        (file for file in files if not is_uploaded(file)),
+        key=lambda file: (places.get(str(file.parent.relative_to(run.path)), 0), file.parent.name.partition("run-")[2]),
+    )
+
+
+def _is_inside(folder: str | None) -> TypeGuard[str]:
+    """Whether a recorded folder is one of the run: the record may be a stranger's, and its files are uploaded."""
+    return folder is not None and not Path(folder).is_absolute() and ".." not in Path(folder).parts
+
+
+def has_repeated_steps(run: RunFolder) -> bool:
+    """Whether files of wandb that wait have steps twice: an attempt went over steps again that an earlier one had.
+
+    wandb keeps the first row of a step that it gets; the run counts the last.
+    """
+    waiting = {str(file.parent.relative_to(run.path)) for file in waiting_files(run)}
+    attempts = {attempt: record for attempt, record in records(run).get(_WANDB, {}).items() if record.folder in waiting}
+    begins = {row["attempt"]: row["step"] for row in run.metrics("attempt")} if len(attempts) > 1 else {}
+    return any(
+        earlier.step is not None and earlier.step > begins.get(attempt, earlier.step)
+        for attempt in attempts
+        for before, earlier in attempts.items()
+        if before < attempt
+    )
+
+
+def _unfinished(run: RunFolder, unfinished: Mapping[int, Record]) -> str:
+    """The part that is missing from attempts whose tracker was not closed."""
+    last = max((row["step"] for row in run.metrics() if row["attempt"] in unfinished), default=None)
+    taken = max((record.step for record in unfinished.values() if record.step is not None), default=None)
+    if last is None or (taken is not None and taken >= last):
+        return "was not closed, and may lack the last rows"
+    return (
+        f"has at least the steps up to {taken} of {last}" if taken is not None else f"has perhaps none of {last} steps"
+    )
+
+
+class RebuildError(TitanlabError):
+    """The tracker could not write the rows."""
+
+
+def rebuild(run: RunFolder, tracker: TrackerConfig | None = None) -> list[Record]:
+    """Rewrite the files of a run's trackers with all valid rows and the summary, under the same id.
+
+    The run's own files are moved to `replaced/`; files of an earlier call are deleted, so that only one copy remains.
+
+    Args:
+        tracker: another tracker than those of the run, whose files are written too; None: those of the run.
+
+    Returns:
+        a record for each tracker.
+
+    Raises:
+        ConfigError: the run is in progress, has no rows, or has no tracker with files.
+        RebuildError: a tracker could not write them; its earlier files are unchanged.
+    """
+    with run.claim():
+        attempt = run.newest_attempt() or 1
+        has_own = (run.attempt_folder(attempt) / "config.yaml").is_file()
+        recipe = frozen_recipe(run, attempt=attempt if has_own else None)
+        rows = [row for row in run.metrics() if row["kind"] != EXPERTS]
+        parts = recipe.tracker.parts()
+        own = next((config for config in parts.values() if tracker is not None and config.kind == tracker.kind), None)
+        if own is not None:
+            # With the project, the group and the tags that the run asked for.
+            parts = {own.kind: own}
+        elif tracker is not None:
+            parts = {tracker.kind: tracker}
+        configs = [made for config in parts.values() if (made := config.for_rebuild(len(rows))) is not None]
+        if not configs:
+            rule = "keeps nothing beside metrics.jsonl, which is whole"
+            raise ConfigError("tracker", recipe.tracker.kind, rule, "nothing is to be done")
+        if not rows:
+            raise ConfigError("run", run.path, "has no rows in metrics.jsonl", "there is nothing to write")
+        several = len(recipe.tracker.parts()) > 1 or (tracker is not None and own is None)
+        return [_rewritten(run, recipe, config, rows, attempt, several=several) for config in configs]
+
+
+def _rewritten(
+    run: RunFolder,
+    recipe: Recipe,
+    config: TrackerConfig,
+    rows: list[dict[str, Any]],
+    attempt: int,
+    *,
+    several: bool,
+) -> Record:
+    """Rewrite the files of one tracker."""
+    file = file_of(config.kind) if several else FILE
+    described = tracked_run(recipe, run, attempt=attempt, is_live=False, record_file=file)
+    files = config.implementation()
+    before = files.kept_files(run.path)
+    earlier = read_record(described.record)
+    warnings: list[str] = []
+    tracker = open_tracker(config, described, warn=warnings.append)
+    for row in rows:
+        tracker.log(row["step"], metrics_of(row), time=row.get("time"))
+    outcome = run.result()
+    tracker.finish(_summary(outcome, rows), exit_code=outcome.kind.exit_code if outcome else 1)
+    made, new = read_record(described.record), files.kept_files(run.path) - before
+    if warnings or made is None or made.state != FINISHED or made.left_out or len(new) != 1:
+        files.put_aside(run.path, new, keep=False)
+        if earlier is not None:
+            write_record(described.record, earlier)
+        else:
+            described.record.unlink(missing_ok=True)
+        raise RebuildError(f"{run.path}: {'; '.join(warnings) or 'the tracker has not taken all rows'}")
+    old = {path for path in before if earlier is not None and str(path.relative_to(run.path)) == earlier.folder}
+    files.put_aside(run.path, old, keep=False)
+    files.put_aside(run.path, before - old, keep=True)
+    (place,) = (str(path.relative_to(run.path)) for path in new)
+    # The mode that the run's attempts asked for, not that of the rebuild.
+    modes = [record.wanted for record in records(run).get(config.kind, {}).values()] or [made.wanted]
+    made = replace(made, rebuilt=True, wanted=modes[-1], folder=place)
+    write_record(described.record, made)
+    return made
+
+
+def _summary(outcome: Outcome | None, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians and totals of the run's result; its latest row if no result was written."""
+    if outcome is not None:
+        return {**asdict(outcome)["metrics"], "outcome": outcome.kind.value}
+    return metrics_of(rows[-1])

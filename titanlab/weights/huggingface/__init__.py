@@ -1,1 +1,0 @@
-"""Models as Hugging Face keeps them: folders, tokenizers, the hub."""
