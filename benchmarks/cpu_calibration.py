@@ -25,8 +25,8 @@ from typing import Any
 from titanlab.plan.calibration import Calibration, Measured, calibrate, memory_errors, time_errors
 from titanlab.records.run_records import FOLDER_NAME
 from titanlab.sweep.measured_runs import MeasuredSweep, measured_sweep
+from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import open_sweep
-from titanlab.sweep.table.look import look_at
 
 RESULT = Path(__file__).parent / "results" / "cpu_calibration.json"
 # Largest median errors of the rows that are checked.

@@ -35,7 +35,7 @@ def measure() -> dict[str, float]:
     """Seconds of each stage of one plan, in this process."""
     begun = time.process_time()
     # Importing is a part of what a person waits for.
-    from titanlab.sweep.study import plan
+    from titanlab.sweep import plan
 
     imported = time.process_time()
     request = plan.read_request(SWEEP)

@@ -33,10 +33,10 @@ from titanlab.recipe.recipe import to_mapping
 from titanlab.records import provenance
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder, create_run
-from titanlab.sweep.study.plan import plan_study
+from titanlab.sweep.plan import plan_study
+from titanlab.sweep.rows import estimate_values
 from titanlab.sweep.submit import Decision, decide
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.sweep.table.estimates import estimate_values
 
 HERE = Path(__file__).parent
 NAME = "thousand"

@@ -369,7 +369,7 @@ def test_a_host_with_fewer_gpus_than_the_recipe_wants(command, monkeypatch):
 
 def test_a_host_with_too_little_memory(command, monkeypatch):
     small = Host(accelerator="cpu", device="cpu", count=2, memory_bytes=2**30)
-    for module in ("titanlab.launch.execute", "titanlab.sweep.study.plan"):
+    for module in ("titanlab.launch.execute", "titanlab.sweep.plan"):
         monkeypatch.setattr(f"{module}.this_host", lambda: small)
     for line in ("train model=llama3_8b", "train -m model=llama3_8b seed=0,1"):
         said = command(f"{line} data=synthetic data.vocab_size=2048")

@@ -18,8 +18,8 @@ from titanlab.launch.shape import Shape, shape_of
 from titanlab.recipe.composition.recipes import conf_folder
 from titanlab.records.identity import identify
 from titanlab.records.outcome import OutcomeKind
-from titanlab.sweep.study.plan import Dropped, plan_study
-from titanlab.sweep.study.plan_table import plan_lines
+from titanlab.sweep.plan import Dropped, plan_study
+from titanlab.sweep.plan_table import plan_lines
 from titanlab.sweep.submit import Decision, Submitted
 
 PAGE = Path(__file__).parents[2] / "docs" / "sweeps.md"

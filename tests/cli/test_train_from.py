@@ -9,9 +9,9 @@ from titanlab.cli import resume, train, train_from
 from titanlab.errors import ConfigError
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_search import list_runs
+from titanlab.sweep.listing import details
+from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.sweep.table.look import look_at
-from titanlab.sweep.table.one_run import details
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,8 @@ from titanlab.recipe.recipe import Recipe, to_mapping
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder, create_run
 from titanlab.records.run_search import find_run
-from titanlab.sweep.study import plan
-from titanlab.sweep.study.request import Request
+from titanlab.sweep import plan
+from titanlab.sweep.request import Request
 from titanlab.sweep.submit import check_study
 
 LAPTOP = Host(accelerator="cpu", device="cpu", count=2)
@@ -111,7 +111,7 @@ class Reader:
     def _stand_in(self) -> None:
         """In place of what trains, submits, reads checkpoints, or asks a network."""
         patch = self._patch.setattr
-        for module in ("titanlab.launch.execute", "titanlab.cli.generate", "titanlab.sweep.study.plan"):
+        for module in ("titanlab.launch.execute", "titanlab.cli.generate", "titanlab.sweep.plan"):
             patch(f"{module}.this_host", lambda: self._host)
         patch("titanlab.launch.execute.execute", began)
         patch("titanlab.cli.housekeeping.doctor.checks", lambda *given, **more: [])

@@ -14,7 +14,7 @@ from tests.model.published import SCHEMAS
 from titanlab.cli import main
 from titanlab.costs.meter import per_token
 from titanlab.recipe.composition.recipes import conf_folder
-from titanlab.sweep.study.plan import plan_study
+from titanlab.sweep.plan import plan_study
 
 
 @pytest.fixture(scope="module")

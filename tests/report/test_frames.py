@@ -9,9 +9,8 @@ from tests.sweep.made import Made, begin, end, train
 from titanlab.costs import meter
 from titanlab.errors import ConfigError
 from titanlab.report.frames import metrics_frame, sweep_frame
-from titanlab.sweep.table.collect import write_table
-from titanlab.sweep.table.columns import NAMES
-from titanlab.sweep.table.rows import Table
+from titanlab.sweep.columns import NAMES
+from titanlab.sweep.rows import Table, write_table
 
 
 @pytest.fixture

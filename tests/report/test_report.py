@@ -8,8 +8,8 @@ import pytest
 from tests.report.sweeps import many, mixed
 from titanlab.errors import ConfigError
 from titanlab.report.report import sweep_figures, write_report
+from titanlab.sweep.rows import Table
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.sweep.table.rows import Table
 
 
 def test_figures_for_papers(made, tmp_path):

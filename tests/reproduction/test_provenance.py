@@ -9,7 +9,7 @@ import pytest
 from titanlab.errors import ConfigError
 from titanlab.records.git_state import PATCH_LIMIT, RECORD
 from titanlab.records.run_folder import RunFolder
-from titanlab.reproduction.provenance import recorded_code, wrong_path
+from titanlab.sweep.repro import recorded_code, wrong_path
 
 SHA, PRINT = "a1" * 20, "b2" * 32
 PATCH = """diff --git a/titanlab/x.py b/titanlab/x.py

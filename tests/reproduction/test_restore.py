@@ -10,8 +10,7 @@ import pytest
 from tests.reproduction.repositories import git, make_repository
 from titanlab.errors import ConfigError
 from titanlab.records.provenance import code_fingerprint
-from titanlab.reproduction.provenance import RecordedCode
-from titanlab.reproduction.restore import repository_of, restore
+from titanlab.sweep.repro import RecordedCode, repository_of, restore
 
 NONE = RecordedCode(
     env={}, sha=None, branch=None, fingerprint=None, version="1.2", patch="", problem=None, snapshot=None

@@ -8,8 +8,8 @@ from titanlab.launch.local_schema import Local
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.identity import identify
-from titanlab.sweep.study.plan import Dropped, Planned, Study
-from titanlab.sweep.study.point import Point
+from titanlab.sweep.plan import Dropped, Planned, Study
+from titanlab.sweep.space import Point
 
 NODES = {"per_node": 4, "nodes": 4}
 

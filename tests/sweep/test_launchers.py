@@ -19,9 +19,8 @@ from titanlab.sweep.cancel import cancel
 from titanlab.sweep.enqueue import settle
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.retry import retry
+from titanlab.sweep.rows import look_at, write_table
 from titanlab.sweep.submit import decide, submit
-from titanlab.sweep.table.collect import write_table
-from titanlab.sweep.table.look import look_at
 
 
 # tests/launch/local has jobs of `local` that run, are cancelled, and come later.

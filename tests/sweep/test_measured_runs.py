@@ -8,7 +8,7 @@ from tests.sweep.made import SUMMARY, Made, begin, end, train
 from titanlab.costs import meter
 from titanlab.errors import ConfigError
 from titanlab.sweep.measured_runs import measured_sweep
-from titanlab.sweep.table.rows import Table
+from titanlab.sweep.rows import Table
 
 RESIDENT, OF_ALL = "memory/max_resident(GiB)", "memory/max_over_ranks(GiB)"
 

@@ -8,7 +8,7 @@ from tests.sweep.conftest import quiet
 from tests.sweep.studies import SLURM, study
 from titanlab.launch.local.supervisor import _in_order
 from titanlab.records.identity import identify
-from titanlab.sweep.study.control import control_points
+from titanlab.sweep.request import control_points
 from titanlab.sweep.submit import submit
 
 

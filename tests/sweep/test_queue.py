@@ -10,7 +10,7 @@ from titanlab.launch.contract import UNANSWERED, JobState
 from titanlab.launch.local.local_job import LocalJob, write_local_job
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_status import Status
-from titanlab.sweep.queue import job_states, silence
+from titanlab.sweep.reconcile import job_states, silence
 from titanlab.system.process_start import born_at
 
 

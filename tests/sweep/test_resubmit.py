@@ -16,8 +16,8 @@ from titanlab.launch.local_schema import Local
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.model import llama_account
 from titanlab.recipe.recipe import from_mapping, to_mapping
-from titanlab.sweep import resubmit as module
-from titanlab.sweep.resubmit import checked, item_of, resubmit, submitted_with
+from titanlab.sweep import retry as module
+from titanlab.sweep.retry import checked, item_of, resubmit, submitted_with
 
 REFUSED = "invalid account or account/partition combination specified"
 

@@ -7,8 +7,8 @@ import pytest
 
 from tests.sweep.made import Made, begin, end
 from titanlab.records.run_status import Status
-from titanlab.sweep import run_watch
-from titanlab.sweep.run_watch import RunWatch
+from titanlab.sweep import watch as run_watch
+from titanlab.sweep.watch import RunWatch
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from titanlab.launch.slurm_schema import Slurm
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.sweep.enqueue import check_folder
 from titanlab.sweep.reconcile import reconcile
+from titanlab.sweep.rows import Table
 from titanlab.sweep.submit import check_study, decide, folder_of, silence_of, submit
-from titanlab.sweep.table.rows import Table
 
 MIXED = [*seeds(2), *seeds(2, shard=2), {"shard": 6}, {"shard": 12}]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanlab.sweep.wait import exit_code
+from titanlab.sweep.watch import exit_code
 
 DONE = {"state": "ended", "outcome": "done"}
 CRASH = {"state": "ended", "outcome": "crash"}

@@ -10,7 +10,7 @@ import titanlab
 from titanlab.errors import ConfigError
 from titanlab.recipe.composition.flags import read_flags
 from titanlab.records.run_folder import check_runs
-from titanlab.sweep.cleaning.caches import cached
+from titanlab.sweep.clean import cached
 from titanlab.system.user_path import home, user_path
 from titanlab.tracker.wandb_mode import has_key
 

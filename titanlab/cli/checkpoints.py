@@ -11,7 +11,7 @@ from titanlab.checkpoint.listing import ListedCheckpoint, list_checkpoints
 from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.cli.arguments import Arguments
 from titanlab.records.run_search import find_run
-from titanlab.sweep.table.listing import aligned
+from titanlab.sweep.listing import aligned
 from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import data_size, duration
 from titanlab.terminal.paths import shown_path

@@ -26,8 +26,8 @@ def compose(arguments: Sequence[str]) -> list[Recipe]:
     if composition := compose_one(flags):
         return [composition[1]]
     # Imported here, because a single run needs no code for sweeps.
-    from titanlab.sweep.study.composer import Composer
-    from titanlab.sweep.study.request import read_request
+    from titanlab.sweep.composer import Composer
+    from titanlab.sweep.request import read_request
 
     request = read_request(arguments)
     composer = Composer(request.loader, request.points)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from titanlab.cli.arguments import Arguments
 from titanlab.errors import ConfigError
 from titanlab.launch.bad_hosts import bad_hosts, clear_bad_hosts, names
-from titanlab.sweep.table.listing import aligned
+from titanlab.sweep.listing import aligned
 from titanlab.system.user_path import user_path
 from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import duration

@@ -26,7 +26,7 @@ from titanlab.plan.search import MOST, Plan, for_planning, no_collection, plan
 from titanlab.recipe.composition.flags import read_flags
 from titanlab.recipe.recipe import Recipe
 from titanlab.schedule import grid
-from titanlab.sweep.table.listing import aligned
+from titanlab.sweep.listing import aligned
 from titanlab.system.atomic_file import finite
 from titanlab.system.user_path import user_path
 from titanlab.terminal.console import Console

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from titanlab.costs.traffic_account import lines
 from titanlab.errors import ConfigError
 from titanlab.recipe.recipe import Recipe
-from titanlab.sweep.table.listing import aligned
+from titanlab.sweep.listing import aligned
 from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import counted
 from titanlab.tracing.comparison import Comparison, comparison_rows, comparison_values

@@ -22,7 +22,7 @@ from titanlab.recipe.composition.next_attempt import LAYOUT, adapted, next_recip
 from titanlab.recipe.recipe import Recipe, from_mapping
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
-from titanlab.sweep.resubmit import resubmit, submitted_with
+from titanlab.sweep.retry import resubmit, submitted_with
 from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import counted
 from titanlab.terminal.paths import shown_path, sweep_argument

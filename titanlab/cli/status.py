@@ -9,11 +9,10 @@ from typing import Any
 from titanlab.cli.arguments import Arguments
 from titanlab.errors import ConfigError
 from titanlab.records.run_folder import RunFolder
+from titanlab.sweep.listing import details, failure_text, overview
+from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import open_sweep
-from titanlab.sweep.table.look import look_at
-from titanlab.sweep.table.one_run import details, failure_text
-from titanlab.sweep.table.overview import overview
-from titanlab.sweep.table.watch import Screen
+from titanlab.sweep.watch import Screen
 from titanlab.system.atomic_file import finite
 from titanlab.terminal.console import Console
 

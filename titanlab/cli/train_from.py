@@ -27,7 +27,7 @@ from titanlab.recipe.composition.next_attempt import adapted, new_recipe
 from titanlab.recipe.recipe import Recipe, from_mapping, to_mapping
 from titanlab.records.identity import identify
 from titanlab.records.run_folder import RunFolder, create_run
-from titanlab.sweep.resubmit import checked, resubmit
+from titanlab.sweep.retry import checked, resubmit
 from titanlab.terminal.console import Console
 from titanlab.terminal.paths import sweep_argument
 from titanlab.train.starting_weights import check_beginning

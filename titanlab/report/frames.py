@@ -10,11 +10,9 @@ from titanlab.costs import meter
 from titanlab.errors import ConfigError
 from titanlab.records.metrics_file import TRAIN
 from titanlab.records.run_folder import RunFolder
+from titanlab.sweep.columns import point_keys, recipe_columns
+from titanlab.sweep.rows import Table, arrow_table
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.sweep.table.collect import arrow_table
-from titanlab.sweep.table.columns import point_keys
-from titanlab.sweep.table.rows import Table
-from titanlab.sweep.table.run_columns import recipe_columns
 from titanlab.system.user_path import user_path
 
 if TYPE_CHECKING:
@@ -53,7 +51,7 @@ def frame_of_rows(rows: Sequence[Mapping[str, Any]], sweep: str) -> DataFrame:
     """The frame of a table's rows; its types are those of the files of `titanlab collect`.
 
     Args:
-        rows: with all columns, as of `titanlab.sweep.table.rows.Table`.
+        rows: with all columns, as of `titanlab.sweep.rows.Table`.
         sweep: the sweep's name.
     """
     return _frame(arrow_table(rows, sweep))

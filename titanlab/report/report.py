@@ -12,8 +12,8 @@ from titanlab.errors import ConfigError
 from titanlab.report.page.answer import answer_of
 from titanlab.report.page.facts import Facts, checked
 from titanlab.report.page.sections import panels_of
+from titanlab.sweep.rows import Table
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.sweep.table.rows import Table
 from titanlab.system.atomic_file import write_text
 from titanlab.system.user_path import user_path
 

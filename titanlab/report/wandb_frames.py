@@ -14,8 +14,7 @@ from titanlab.costs import meter
 from titanlab.errors import ConfigError
 from titanlab.records.metrics_file import TRAIN, VALIDATION
 from titanlab.report.frames import METRICS, frame_of_rows
-from titanlab.sweep.table.columns import NAMES, POINT, as_text
-from titanlab.sweep.table.run_columns import figure_columns, recipe_columns
+from titanlab.sweep.columns import NAMES, POINT, as_text, figure_columns, recipe_columns
 from titanlab.system.quiet_import import import_quietly
 
 if TYPE_CHECKING:

@@ -10,10 +10,8 @@ from titanlab.launch.launchers import launcher_named
 from titanlab.launch.submission import Submission
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
-from titanlab.sweep.enqueue import settle
-from titanlab.sweep.queue import silence
-from titanlab.sweep.reconcile import reconcile
-from titanlab.sweep.standing import standing
+from titanlab.sweep.enqueue import settle, standing
+from titanlab.sweep.reconcile import reconcile, silence
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of, readable
 
 _CAUSE = "cancelled before it started"

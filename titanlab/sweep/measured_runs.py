@@ -80,7 +80,7 @@ def measured_sweep(sweep: SweepFolder, table: Sequence[Mapping[str, Any]]) -> Me
     """The runs of a sweep.
 
     Args:
-        table: its rows, of `titanlab.sweep.table.look.look_at`.
+        table: its rows, of `titanlab.sweep.rows.look_at`.
 
     Raises:
         ConfigError: no run was measured, or as many runs are on one kind of machine as on another.

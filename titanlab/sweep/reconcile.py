@@ -1,21 +1,17 @@
-"""Writes a result for every run whose job has ended without one.
-
-The sources, best first: a rank's own record of why it ended; a scheduler's state that explains the end; the stop
-request that the job had received, or would have received; an exit code. The scheduler's state is stored beside every
-result of its jobs, also if it disagrees.
-"""
+"""The states of a sweep's jobs, according to their launchers."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from titanlab.distributed.silence import judged
 from titanlab.errors import ConfigError
 from titanlab.launch.attempt import close_dead, with_progress, world_of
-from titanlab.launch.contract import JobEnd, JobState, Launcher, MemoryWord, States
+from titanlab.launch.contract import UNANSWERED, JobEnd, JobKey, JobState, Launcher, MemoryWord, States
 from titanlab.launch.job.stop_file import read_stop
 from titanlab.launch.launchers import launcher_named
 from titanlab.launch.submission import Submission
@@ -23,9 +19,29 @@ from titanlab.records.claim import CannotWriteError
 from titanlab.records.hang_file import read_hang
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exit
 from titanlab.records.run_folder import RunFolder
-from titanlab.sweep.queue import job_states
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 from titanlab.terminal.numerals import counted
+
+
+def silence(states: States) -> str | None:
+    """Why the scheduler of some jobs does not answer; None if all answer."""
+    return next((state.reason for state in states.values() if state.raw == UNANSWERED), None)
+
+
+def job_states(submitted: Sequence[Submission], sweep: Path) -> States:
+    """The state of every job, by token and index; each launcher is asked once.
+
+    Args:
+        sweep: the folder of the submissions.
+    """
+    by_launcher: dict[str, list[Submission]] = {}
+    for submission in submitted:
+        by_launcher.setdefault(submission.launcher, []).append(submission)
+    states: dict[JobKey, JobState] = {}
+    for kind, own in by_launcher.items():
+        states.update(launcher_named(kind).states(sweep, own))
+    return states
+
 
 _OVER = ("ended", "gone")
 # Ends that a scheduler knows better than a process that has only an exit code.

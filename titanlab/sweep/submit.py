@@ -18,14 +18,21 @@ from titanlab.launch.shape import Shape, shape_of
 from titanlab.launch.submission import Submission
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.run_folder import RunFolder, check_runs, create_run
-from titanlab.sweep.enqueue import Item, check_folder, check_jobs, enqueue, settle, silent_launcher, wake
-from titanlab.sweep.queue import job_states
-from titanlab.sweep.reconcile import reconcile
-from titanlab.sweep.standing import standing, supersede
-from titanlab.sweep.study.order import starting_order
-from titanlab.sweep.study.plan import SINGLE, Dropped, Planned, Study
+from titanlab.sweep.enqueue import (
+    Item,
+    check_folder,
+    check_jobs,
+    enqueue,
+    settle,
+    silent_launcher,
+    standing,
+    supersede,
+    wake,
+)
+from titanlab.sweep.plan import SINGLE, Dropped, Planned, Study, starting_order
+from titanlab.sweep.reconcile import job_states, reconcile
+from titanlab.sweep.rows import estimate_values
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
-from titanlab.sweep.table.estimates import estimate_values
 from titanlab.system.user_path import user_path
 
 

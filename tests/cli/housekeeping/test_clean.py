@@ -16,8 +16,8 @@ from titanlab.launch.local.local_job import LocalJob, write_local_job
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_status import Status
-from titanlab.sweep.cleaning import caches
-from titanlab.sweep.cleaning import item as items
+from titanlab.sweep import clean as caches
+from titanlab.sweep import clean as items
 
 RECORDS = (
     "config.yaml",

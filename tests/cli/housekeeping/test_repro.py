@@ -15,9 +15,7 @@ from titanlab.recipe.recipe import from_mapping, to_mapping
 from titanlab.records.config_file import read_config
 from titanlab.records.git_state import git_state
 from titanlab.records.provenance import code_fingerprint, collect
-from titanlab.reproduction.config import composable, write_config
-from titanlab.reproduction.environment import differences, pip_line
-from titanlab.reproduction.provenance import wrong_path
+from titanlab.sweep.repro import composable, differences, pip_line, write_config, wrong_path
 
 PATCH = """\
 diff --git a/titanlab/code.py b/titanlab/code.py

@@ -7,7 +7,7 @@ from titanlab.launch.slurm import queue as slurm_queue
 from titanlab.launch.slurm import states as slurm_states
 from titanlab.launch.slurm.command import Reply
 from titanlab.launch.submission import Submission
-from titanlab.sweep.queue import job_states
+from titanlab.sweep.reconcile import job_states
 
 LONG_AGO = 1_700_000_000.0
 

@@ -10,7 +10,7 @@ from titanlab.launch.contract import JobState
 from titanlab.launch.slurm.command import Reply
 from titanlab.launch.slurm.states import slurm_states
 from titanlab.records.run_folder import RunFolder
-from titanlab.sweep.queue import silence
+from titanlab.sweep.reconcile import silence
 from titanlab.system.atomic_file import write_json
 
 

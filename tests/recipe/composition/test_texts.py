@@ -10,7 +10,7 @@ from titanlab.recipe.composition.loader import Loader
 from titanlab.recipe.composition.typed_overrides import as_typed
 from titanlab.recipe.recipe import Recipe, from_mapping, to_mapping
 from titanlab.records.config_file import config_text, read_config
-from titanlab.sweep.study.request import read_request
+from titanlab.sweep.request import read_request
 
 # YAML or Hydra, or both, read each of these as a number or a truth value.
 TYPED = ["8e99999", "5e2", "1_000", "017", "12:00:00", "1:30", "1e5", "0x1F", "0b11", ".5", "5.", "+5", "-0", "1.50"]

@@ -12,7 +12,7 @@ from titanlab.report.figures.loss import loss_by_tokens
 from titanlab.report.figures.pareto import pareto, points_of
 from titanlab.report.figures.records import recipe_colours
 from titanlab.report.frames import sweep_frame
-from titanlab.sweep.table.ranking import rank
+from titanlab.sweep.ranking import rank
 
 
 def test_throughput(mixed):

@@ -2,7 +2,7 @@
 
 from tests.report.sweeps import mixed
 from titanlab.report.figures.estimates import compared, estimate_against_measurement
-from titanlab.sweep.table.rows import Table
+from titanlab.sweep.rows import Table
 
 
 def test_a_point_for_each_run_that_has_both(made):

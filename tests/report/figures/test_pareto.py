@@ -6,7 +6,7 @@ from tests.report.sweeps import mixed, summary
 from tests.sweep.made import begin, end, train
 from titanlab.report.figures.pareto import front_of, pareto, points_of
 from titanlab.report.frames import sweep_frame
-from titanlab.sweep.table.rows import Table
+from titanlab.sweep.rows import Table
 
 
 def rows(made):

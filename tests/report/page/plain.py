@@ -7,8 +7,8 @@ from typing import Any
 
 from tests.sweep.table.plain import row
 from titanlab.report.page.facts import Facts
+from titanlab.sweep.rows import Table
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.sweep.table.rows import Table
 
 
 def facts_of(*rows: dict[str, Any], folder: Path | str = "/nowhere/layouts") -> Facts:

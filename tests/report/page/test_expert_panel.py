@@ -11,7 +11,7 @@ from titanlab.records.metrics_file import read_metrics
 from titanlab.report.page.expert_panel import expert_panel
 from titanlab.report.page.facts import Facts, checked
 from titanlab.report.report import sweep_figures, write_report
-from titanlab.sweep.table.rows import Table
+from titanlab.sweep.rows import Table
 
 EVEN = [[10, 10, 10, 10], [10, 10, 10, 10]]
 SKEWED = [[40, 0, 0, 0], [5, 15, 10, 10]]

@@ -6,9 +6,8 @@ import time
 
 import pytest
 
-from titanlab.sweep.cleaning import caches
-from titanlab.sweep.cleaning.caches import cached
-from titanlab.sweep.cleaning.item import YOUNG_SECONDS
+from titanlab.sweep import clean as caches
+from titanlab.sweep.clean import YOUNG_SECONDS, cached
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.sweep.made import Made
-from titanlab.sweep.cleaning.item import (
+from titanlab.sweep.clean import (
     TEMPORARY,
     YOUNG_SECONDS,
     Item,

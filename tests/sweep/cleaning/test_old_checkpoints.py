@@ -4,7 +4,7 @@ import pytest
 
 from tests.checkpoint.test_contents import made as saved
 from tests.sweep.made import Made, begin, end
-from titanlab.sweep.cleaning.old_checkpoints import removable
+from titanlab.sweep.clean import removable
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ from tests.sweep.conftest import quiet
 from tests.sweep.made import Made, begin, end
 from titanlab.records.git_state import RECORD
 from titanlab.records.run_status import Status
-from titanlab.sweep.cleaning.item import YOUNG_SECONDS
-from titanlab.sweep.cleaning.survey import Survey, starting_points
+from titanlab.sweep.clean import YOUNG_SECONDS, Survey, starting_points
 
 
 @pytest.fixture
@@ -273,7 +272,7 @@ def test_a_sweep_whose_plan_is_damaged_is_left_alone_and_the_others_are_not(made
     for each in (made, other):
         each.write()
     monkeypatch.setattr(type(made.folder), "submissions", lambda folder: ["a job"] if folder.name == "layouts" else [])
-    monkeypatch.setattr("titanlab.sweep.cleaning.survey.look_at", lambda sweep, report: sweep.points)
+    monkeypatch.setattr("titanlab.sweep.clean.look_at", lambda sweep, report: sweep.points)
     (made.folder.path / "points.jsonl").write_text("{")
     found = Survey(root=made.folder.path.parent)
     found.look([made.folder, other.folder], None, quiet)

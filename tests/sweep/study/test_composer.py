@@ -15,7 +15,7 @@ from titanlab.recipe.composition.flags import read_flags
 from titanlab.recipe.composition.loader import Loader, override_text
 from titanlab.recipe.composition.recipes import to_recipe
 from titanlab.recipe.recipe import Recipe
-from titanlab.sweep.study.composer import Composer
+from titanlab.sweep.composer import Composer
 
 # Values that a space may have, whole and nested, right and wrong.
 OPTIONS = {

@@ -3,7 +3,7 @@
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.sweep.study.control import control_points, read_control
+from titanlab.sweep.request import control_points, read_control
 
 
 @pytest.mark.parametrize(

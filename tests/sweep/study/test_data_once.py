@@ -7,9 +7,9 @@ import pytest
 from tests import tiny
 from titanlab.data.files_schema import Files
 from titanlab.errors import ConfigError
-from titanlab.sweep.study import data_once
-from titanlab.sweep.study.data_once import DataOnce
-from titanlab.sweep.study.prune import Unfit
+from titanlab.sweep import plan as data_once
+from titanlab.sweep.plan import DataOnce
+from titanlab.sweep.prune import Unfit
 
 
 @pytest.fixture

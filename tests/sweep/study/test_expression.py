@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanlab.errors import ConfigError
-from titanlab.sweep.study.expression import read_expression
+from titanlab.sweep.space import read_expression
 
 VALUES = {
     "world": 8,

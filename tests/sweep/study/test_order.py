@@ -2,9 +2,9 @@
 
 import pytest
 
-from titanlab.sweep.study.control import control_points, read_control
-from titanlab.sweep.study.order import starting_order
-from titanlab.sweep.study.point import Point
+from titanlab.sweep.plan import starting_order
+from titanlab.sweep.request import control_points, read_control
+from titanlab.sweep.space import Point
 
 
 def points(recipes, repeats, *, control=False):

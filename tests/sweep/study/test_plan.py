@@ -8,8 +8,8 @@ from tests.sweep.files import dropped, labels, plan, sweep_text, write_sweep
 from titanlab.data import source
 from titanlab.distributed.host import Host
 from titanlab.errors import ConfigError
-from titanlab.sweep.study import plan as studies
-from titanlab.sweep.study.point import Point
+from titanlab.sweep import plan as studies
+from titanlab.sweep.space import Point
 
 SMALL = ("data=synthetic", "optimizer.schedule.warmup_steps=0")
 

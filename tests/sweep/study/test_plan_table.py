@@ -9,8 +9,8 @@ import pytest
 
 from tests.sweep.studies import SLURM, seeds, study
 from titanlab.plan.explanation import Estimate
-from titanlab.sweep.study import plan_table
-from titanlab.sweep.study.plan_table import plan_lines, plan_values
+from titanlab.sweep import plan_table
+from titanlab.sweep.plan_table import plan_lines, plan_values
 from titanlab.sweep.submit import decide
 from titanlab.tracker.wandb_schema import Wandb
 

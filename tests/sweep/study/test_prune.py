@@ -7,9 +7,9 @@ import pytest
 from titanlab.errors import ConfigError
 from titanlab.recipe.composition.flags import read_flags
 from titanlab.recipe.composition.loader import Loader
-from titanlab.sweep.study.composer import Composer
-from titanlab.sweep.study.expression import read_expression
-from titanlab.sweep.study.prune import Unfit, prune
+from titanlab.sweep.composer import Composer
+from titanlab.sweep.prune import Unfit, prune
+from titanlab.sweep.space import read_expression
 
 
 def pruned(point, *conditions, overrides=()):

@@ -10,7 +10,7 @@ import pytest
 from titanlab.errors import ConfigError
 from titanlab.recipe.composition.flags import read_flags
 from titanlab.recipe.composition.loader import Loader
-from titanlab.sweep.study.composer import Composer
+from titanlab.sweep.composer import Composer
 
 
 def composer(points: list[dict[str, Any]], *overrides: str) -> Composer:

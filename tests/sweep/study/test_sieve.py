@@ -3,8 +3,7 @@
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.sweep.study.prune import Unfit
-from titanlab.sweep.study.sieve import Sieve
+from titanlab.sweep.prune import Sieve, Unfit
 
 
 def seeds(count):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanlab.errors import ConfigError
-from titanlab.sweep.study.space import LIMIT, canonical_text, expand, keys_of
+from titanlab.sweep.space import LIMIT, canonical_text, expand, keys_of
 
 
 @pytest.mark.parametrize(

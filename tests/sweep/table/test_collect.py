@@ -9,9 +9,8 @@ from pyarrow import parquet
 
 from tests.sweep.made import begin, end
 from titanlab.errors import ConfigError
-from titanlab.sweep.table.collect import SCHEMA_KEY, SWEEP_KEY, parquet_schema, write_table
-from titanlab.sweep.table.columns import COLUMNS, NAMES
-from titanlab.sweep.table.rows import Table
+from titanlab.sweep.columns import COLUMNS, NAMES
+from titanlab.sweep.rows import SCHEMA_KEY, SWEEP_KEY, Table, parquet_schema, write_table
 
 
 def full(made):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlab.sweep.table.columns import COLUMNS, as_text, fitting, point_keys
+from titanlab.sweep.columns import COLUMNS, as_text, fitting, point_keys
 
 PAGE = (Path(__file__).parents[3] / "docs" / "comparing.md").read_text()
 

@@ -4,8 +4,8 @@ import pytest
 
 from tests.sweep.made import begin, end, train
 from tests.sweep.table.plain import row
-from titanlab.sweep.table.comparison import Group, comparison, groups
-from titanlab.sweep.table.rows import Table
+from titanlab.sweep.comparison import Group, comparison, groups
+from titanlab.sweep.rows import Table
 
 
 def test_recipes_are_compared_by_layout_and_what_else_differs(made):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from titanlab.sweep.table.drift import Drift, drift_of
+from titanlab.sweep.comparison import Drift, drift_of
 
 
 def rows(*pairs):

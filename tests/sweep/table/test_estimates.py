@@ -10,8 +10,7 @@ from titanlab.cluster.schema import Cluster
 from titanlab.plan.machine import machine_of
 from titanlab.plan.step_time import step_time
 from titanlab.recipe.recipe import to_mapping
-from titanlab.sweep.table.estimates import LateEstimates, estimate_columns, estimate_values
-from titanlab.sweep.table.rows import Table
+from titanlab.sweep.rows import LateEstimates, Table, estimate_columns, estimate_values
 
 H100 = Cluster(accelerator="cuda", device="NVIDIA H100 80GB HBM3")
 
@@ -47,9 +46,7 @@ def test_an_estimate_of_another_layout_is_not_shown():
 
 def test_equal_recipes_are_estimated_once_and_a_damaged_one_says_so(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        "titanlab.sweep.table.estimates.estimate_values", lambda made: asked.append(made) or {"note": "made"}
-    )
+    monkeypatch.setattr("titanlab.sweep.rows.estimate_values", lambda made: asked.append(made) or {"note": "made"})
     late = LateEstimates()
     for seed in range(3):
         assert late.of(to_mapping(recipe(tmp_path, seed=seed))) == {"note": "made"}

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.sweep.made import begin, end, train, word
-from titanlab.sweep.table.listing import aligned, cells, counts, dropped, failures, text
-from titanlab.sweep.table.rows import Table
+from titanlab.sweep.listing import aligned, cells, counts, dropped, failures, text
+from titanlab.sweep.rows import Table
 
 
 @pytest.fixture

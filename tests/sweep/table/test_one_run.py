@@ -7,8 +7,8 @@ import pytest
 from tests.sweep.made import begin, end
 from tests.sweep.table.plain import row
 from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.sweep.table.one_run import details, failure_text
-from titanlab.sweep.table.rows import Table
+from titanlab.sweep.listing import details, failure_text
+from titanlab.sweep.rows import Table
 
 
 def facts(**given):

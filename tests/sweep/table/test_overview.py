@@ -3,7 +3,7 @@
 import pytest
 
 from tests.sweep.made import Made, begin, end, train
-from titanlab.sweep.table.overview import Overview, overview
+from titanlab.sweep.listing import Overview, overview
 
 
 def row_of(sweep, **given):

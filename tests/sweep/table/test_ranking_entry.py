@@ -6,8 +6,7 @@ import math
 import pytest
 
 from tests.sweep.table.plain import row
-from titanlab.sweep.table.comparison import Group
-from titanlab.sweep.table.ranking_entry import counted_runs, entry_of
+from titanlab.sweep.comparison import Group, counted_runs, entry_of
 
 
 def entry(*rows, by="tps", limit=None):

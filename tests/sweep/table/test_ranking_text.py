@@ -5,9 +5,8 @@ import math
 import pytest
 
 from tests.sweep.table.plain import row
-from titanlab.sweep.table.drift import Drift
-from titanlab.sweep.table.ranking import rank
-from titanlab.sweep.table.ranking_text import amount, drift_line, figure, notes_of, percent, ranking_lines, sentence_of
+from titanlab.sweep.comparison import Drift
+from titanlab.sweep.ranking import amount, drift_line, figure, notes_of, percent, rank, ranking_lines, sentence_of
 
 
 def repeated(recipe, *speeds, **given):

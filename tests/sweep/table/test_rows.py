@@ -8,10 +8,10 @@ import pytest
 from tests.sweep.made import SUMMARY, begin, end, train, word
 from titanlab.costs import meter
 from titanlab.costs.layout import AXES
-from titanlab.sweep.table.columns import NAMES, point_keys
-from titanlab.sweep.table.listing import cells
-from titanlab.sweep.table.rows import Table
-from titanlab.sweep.table.watch import settled
+from titanlab.sweep.columns import NAMES, point_keys
+from titanlab.sweep.listing import cells
+from titanlab.sweep.rows import Table
+from titanlab.sweep.watch import settled
 
 
 def row_of(made, run, states=None, **given):

@@ -5,7 +5,7 @@ import pytest
 from tests import tiny
 from titanlab.costs import meter
 from titanlab.recipe.recipe import to_mapping
-from titanlab.sweep.table.run_columns import figure_columns, machine_columns, provenance_columns, recipe_columns
+from titanlab.sweep.columns import figure_columns, machine_columns, provenance_columns, recipe_columns
 
 
 @pytest.mark.parametrize(

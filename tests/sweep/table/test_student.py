@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanlab.sweep.table.student import probability_within, t_quantile
+from titanlab.sweep.comparison import probability_within, t_quantile
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from tests.sweep.made import begin, end, train
-from titanlab.sweep.table.rows import Table
-from titanlab.sweep.table.watch import Screen, settled
+from titanlab.sweep.rows import Table
+from titanlab.sweep.watch import Screen, settled
 
 SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

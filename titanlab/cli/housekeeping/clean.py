@@ -12,11 +12,9 @@ from titanlab.cli.arguments import Arguments
 from titanlab.errors import ConfigError
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
-from titanlab.sweep.cleaning.caches import cached
-from titanlab.sweep.cleaning.item import CACHES, KINDS, Item, Refused, remove_item
-from titanlab.sweep.cleaning.survey import Survey
+from titanlab.sweep.clean import CACHES, KINDS, Item, Refused, Survey, cached, remove_item
+from titanlab.sweep.listing import aligned
 from titanlab.sweep.sweep_folder import SweepFolder, find_run_or_sweep
-from titanlab.sweep.table.listing import aligned
 from titanlab.system.user_path import user_path
 from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import counted, data_size

@@ -20,7 +20,7 @@ from titanlab.records.logs.lines import Growing, Span, backward, complete_end, f
 from titanlab.records.logs.order import Line, merged, timed, timed_from_end
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_search import find_run
-from titanlab.sweep.run_watch import RunWatch
+from titanlab.sweep.watch import RunWatch
 from titanlab.terminal.console import Console
 from titanlab.terminal.paths import shown_path
 

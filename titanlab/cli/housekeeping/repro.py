@@ -15,11 +15,21 @@ from titanlab.recipe.composition.frozen import check_unedited
 from titanlab.records.provenance import collect
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_search import find_run
-from titanlab.reproduction.config import NAME, composable, composed_now, config_differences, write_config
-from titanlab.reproduction.environment import differences, pip_line
-from titanlab.reproduction.provenance import RecordedCode, recorded_code
-from titanlab.reproduction.restore import Restored, repository_of, restore
-from titanlab.sweep.table.listing import aligned
+from titanlab.sweep.listing import aligned
+from titanlab.sweep.repro import (
+    NAME,
+    RecordedCode,
+    Restored,
+    composable,
+    composed_now,
+    config_differences,
+    differences,
+    pip_line,
+    recorded_code,
+    repository_of,
+    restore,
+    write_config,
+)
 from titanlab.system.user_path import user_path
 from titanlab.terminal.console import Console
 from titanlab.terminal.foreign_text import harmless

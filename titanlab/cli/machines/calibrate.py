@@ -9,8 +9,8 @@ from pathlib import Path
 from titanlab.cli.machines.cluster_out import CALIBRATED, check_out, write_cluster
 from titanlab.plan.calibration import calibrate, lines
 from titanlab.sweep.measured_runs import LeftOut, MeasuredSweep, measured_sweep
+from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import open_sweep
-from titanlab.sweep.table.look import look_at
 from titanlab.system.user_path import user_path
 from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import counted

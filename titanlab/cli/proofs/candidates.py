@@ -14,7 +14,7 @@ from titanlab.recipe.composition.flags import read_flags
 from titanlab.recipe.composition.frozen import check_unedited
 from titanlab.recipe.composition.recipes import conf_folder
 from titanlab.recipe.recipe import from_mapping, resolve
-from titanlab.sweep.study.plan import COMMAND_LINE, SINGLE, plan_study
+from titanlab.sweep.plan import COMMAND_LINE, SINGLE, plan_study
 from titanlab.sweep.sweep_folder import SweepFolder, open_sweep
 from titanlab.system.user_path import user_path
 

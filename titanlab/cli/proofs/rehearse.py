@@ -18,7 +18,7 @@ from titanlab.parity.folding import MOST_PROCESSES
 from titanlab.parity.forked import log_of, prepare, train_in_ranks
 from titanlab.parity.rehearsal import FAILED, STEPS, Rehearsal, Result, plan_rehearsals, rehearse
 from titanlab.records.outcome import OutcomeKind
-from titanlab.sweep.table.listing import aligned
+from titanlab.sweep.listing import aligned
 from titanlab.system.atomic_file import finite
 from titanlab.system.user_path import user_path
 from titanlab.terminal.console import Console

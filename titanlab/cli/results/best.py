@@ -8,12 +8,11 @@ from collections.abc import Sequence
 
 from titanlab.cli.arguments import Arguments
 from titanlab.errors import ConfigError
+from titanlab.sweep.comparison import COLUMN_OF
+from titanlab.sweep.listing import dropped
+from titanlab.sweep.ranking import rank, ranking_lines
+from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import open_sweep
-from titanlab.sweep.table.listing import dropped
-from titanlab.sweep.table.look import look_at
-from titanlab.sweep.table.ranking import rank
-from titanlab.sweep.table.ranking_entry import COLUMN_OF
-from titanlab.sweep.table.ranking_text import ranking_lines
 from titanlab.system.atomic_file import finite
 from titanlab.terminal.console import Console
 

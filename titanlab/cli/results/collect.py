@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlab.cli.arguments import Arguments
+from titanlab.sweep.comparison import comparison
+from titanlab.sweep.listing import dropped, failures, gaps, runs
+from titanlab.sweep.ranking import drift_lines
+from titanlab.sweep.rows import look_at, write_table
 from titanlab.sweep.sweep_folder import open_sweep
-from titanlab.sweep.table.collect import write_table
-from titanlab.sweep.table.comparison import comparison
-from titanlab.sweep.table.listing import dropped, failures, gaps, runs
-from titanlab.sweep.table.look import look_at
-from titanlab.sweep.table.ranking import drift_lines
 from titanlab.system.user_path import user_path
 from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import counted

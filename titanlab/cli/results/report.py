@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     sweep = open_sweep(args.sweep, args.runs)
     # Imported here: the planner and the table take time to import, and `--help` needs neither.
     from titanlab.report.report import check_matplotlib, write_report
-    from titanlab.sweep.table.look import look_at
+    from titanlab.sweep.rows import look_at
 
     check_matplotlib(sweep.name)
     into = _file(args.into, sweep)

@@ -10,8 +10,8 @@ from typing import Any
 from titanlab.cli.arguments import Arguments
 from titanlab.errors import ConfigError
 from titanlab.report import wandb_workspace
+from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import SweepFolder, open_sweep, readable
-from titanlab.sweep.table.look import look_at
 from titanlab.terminal.console import Console
 from titanlab.tracker import wandb_upload
 from titanlab.tracker.wandb_mode import has_key

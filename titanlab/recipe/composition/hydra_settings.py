@@ -1,7 +1,7 @@
 """Rejects settings of Hydra that titanlab does not read: they would have no effect.
 
 titanlab reads `hydra.searchpath`, `hydra.sweeper` of a sweep, `hydra.job.name` (as `${hydra:job.name}`) and the texts
-of the help pages. `titanlab.sweep.study.request` checks `hydra.launcher`, because it knows the points.
+of the help pages. `titanlab.sweep.request` checks `hydra.launcher`, because it knows the points.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class Space:
-    """A space of recipes; `titanlab.sweep.study.space` parses and checks it.
+    """A space of recipes; `titanlab.sweep.space` parses and checks it.
 
     Attributes:
         space: a mapping with one of `product`, `zip` and `list`; null: only the values swept on the command line.

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from titanlab.report.figures.records import records_of
-from titanlab.sweep.table.ranking import rank
-from titanlab.sweep.table.ranking_text import ranking_lines
+from titanlab.sweep.ranking import rank, ranking_lines
 
 if TYPE_CHECKING:
     from pandas import DataFrame

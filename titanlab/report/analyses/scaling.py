@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from titanlab.report.figures.records import records_of
-from titanlab.sweep.table.comparison import groups
+from titanlab.sweep.comparison import groups
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from titanlab.sweep.table.comparison import Group
+    from titanlab.sweep.comparison import Group
 
 # Recipes that agree in these differ in their layout only.
 _ALIKE = (

@@ -21,8 +21,8 @@ from titanlab.report.figures.style import (
     new_figure,
     set_title,
 )
-from titanlab.sweep.table.comparison import Group, groups
-from titanlab.sweep.table.listing import word
+from titanlab.sweep.comparison import Group, groups
+from titanlab.sweep.listing import word
 from titanlab.terminal.numerals import counted, grouped, significant
 
 if TYPE_CHECKING:

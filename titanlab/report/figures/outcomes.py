@@ -23,8 +23,8 @@ from titanlab.report.figures.style import (
     new_figure,
     set_title,
 )
-from titanlab.sweep.table.comparison import groups
-from titanlab.sweep.table.listing import tone, word
+from titanlab.sweep.comparison import groups
+from titanlab.sweep.listing import tone, word
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -22,9 +22,9 @@ from titanlab.report.figures.style import (
     set_title,
     show_text,
 )
-from titanlab.sweep.table.comparison import Group, groups
-from titanlab.sweep.table.listing import runs as without_dropped
-from titanlab.sweep.table.listing import tone, word
+from titanlab.sweep.comparison import Group, groups
+from titanlab.sweep.listing import runs as without_dropped
+from titanlab.sweep.listing import tone, word
 from titanlab.terminal.numerals import counted, grouped, significant
 
 if TYPE_CHECKING:

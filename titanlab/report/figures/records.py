@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from titanlab.report.figures.style import MOST_LINES, SERIES
-from titanlab.sweep.table.comparison import groups
+from titanlab.sweep.comparison import groups
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -16,7 +16,7 @@ def records_of(runs: DataFrame | Sequence[Mapping[str, Any]]) -> list[dict[Any, 
     """The rows of a table, with None for missing values.
 
     Args:
-        runs: the frame of `sweep_frame`, or rows of `titanlab.sweep.table.rows`.
+        runs: the frame of `sweep_frame`, or rows of `titanlab.sweep.rows`.
     """
     if isinstance(runs, Sequence):
         return [dict(row) for row in runs]

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from titanlab.report.page.facts import Facts
-from titanlab.sweep.table.comparison import Group
-from titanlab.sweep.table.ranking import Ranking, rank
-from titanlab.sweep.table.ranking_entry import Entry
+from titanlab.sweep.comparison import Entry, Group
+from titanlab.sweep.ranking import Ranking, rank
 from titanlab.terminal.numerals import counted, significant
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from titanlab.errors import TitanlabError
 from titanlab.records.run_folder import RunFolder
+from titanlab.sweep.columns import COLUMNS, NUMBER, TEXT, TRUTH, WHOLE
+from titanlab.sweep.comparison import Group, groups
+from titanlab.sweep.listing import runs
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.sweep.table.columns import COLUMNS, NUMBER, TEXT, TRUTH, WHOLE
-from titanlab.sweep.table.comparison import Group, groups
-from titanlab.sweep.table.listing import runs
 
 # A row that has no column of the name has no such value either, such as the rows of an earlier version.
 _TYPES = {column.name: column.type for column in COLUMNS}

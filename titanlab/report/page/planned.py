@@ -14,7 +14,7 @@ from titanlab.report.figures.split import Split
 from titanlab.report.figures.timelines import Pipeline
 from titanlab.report.page.facts import Facts
 from titanlab.schedule.timeline import simulate
-from titanlab.sweep.table.comparison import Group
+from titanlab.sweep.comparison import Group
 from titanlab.terminal.numerals import counted
 
 _BREAKDOWN = "breakdown/"

@@ -19,9 +19,8 @@ from titanlab.report.page.panels import Panel
 from titanlab.report.page.parity_file import Parity, read_parity
 from titanlab.report.page.provenance import command_line, sources
 from titanlab.report.page.tables import Cell, Table, number, run_cell, text
-from titanlab.sweep.table.listing import tone, word
-from titanlab.sweep.table.one_run import failure_text
-from titanlab.sweep.table.ranking_entry import Entry
+from titanlab.sweep.comparison import Entry
+from titanlab.sweep.listing import failure_text, tone, word
 from titanlab.terminal.numerals import counted, grouped, significant
 
 _MOST_CAUSE = 300

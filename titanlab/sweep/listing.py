@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from titanlab.ac.block_schema import NoCheckpointing
+from titanlab.errors import ConfigError
 from titanlab.launch.contract import UNANSWERED
 from titanlab.records.outcome import OutcomeKind
+from titanlab.records.run_folder import RunFolder
+from titanlab.records.run_search import list_runs
+from titanlab.records.run_status import STATES
+from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.terminal.numerals import counted, duration, grouped
 
 Row = Mapping[str, Any]
@@ -205,3 +214,154 @@ def _note(row: Row, now: float) -> str:
     if row["stale"]:
         notes.append("made by other code")
     return ", ".join(notes)
+
+
+@dataclass(frozen=True)
+class Overview:
+    """The sweeps under `runs`, latest first.
+
+    Attributes:
+        rows: `sweep`, `runs`, `states` (counts by outcome or state), `dropped`, `updated`, `folder`.
+    """
+
+    runs: str
+    rows: list[dict[str, Any]]
+
+    def lines(self, *, now: float | None = None) -> list[str]:
+        """The overview as plain lines."""
+        if not self.rows:
+            return [
+                f"no runs under {self.runs}: submit a sweep (titanlab sweep), or say where runs are (--runs FOLDER)"
+            ]
+        now = time.time() if now is None else now
+        lines = [
+            [
+                row["sweep"],
+                str(row["runs"]),
+                ", ".join(f"{count} {word}" for word, count in row["states"].items()),
+                str(row["dropped"] or ""),
+                "" if row["updated"] is None else f"{duration(now - row['updated'])} ago",
+            ]
+            for row in self.rows
+        ]
+        headings = ("sweep", "runs", "of which", "dropped", "last heard of")
+        return aligned(headings, lines, right=("runs", "dropped", "last heard of"))
+
+
+def overview(runs: Path | str) -> Overview:
+    """Read the status of every run under a folder."""
+    by_sweep: dict[Path, list[RunFolder]] = {}
+    for run in list_runs(runs):
+        by_sweep.setdefault(run.path.parent, []).append(run)
+    rows = [_row(SweepFolder(path), members) for path, members in by_sweep.items()]
+    return Overview(str(runs), sorted(rows, key=lambda row: row["updated"] or 0.0, reverse=True))
+
+
+def _row(sweep: SweepFolder, members: list[RunFolder]) -> dict[str, Any]:
+    statuses, words = [], Counter[str]()
+    for run in members:
+        try:
+            status = run.status()
+        except ConfigError:
+            words["unreadable"] += 1
+            continue
+        statuses.append(status)
+        words["prepared" if status is None else status.outcome or status.state] += 1
+    dropped = 0
+    try:
+        dropped = sum(bool(point.get("dropped")) for point in sweep.points())
+    except ConfigError:
+        # `titanlab status SWEEP` names the damaged file.
+        words["unreadable"] += 1
+    order = {word: place for place, word in enumerate((*(kind.value for kind in OutcomeKind), *STATES))}
+    return {
+        "sweep": sweep.name,
+        "runs": len(members),
+        "states": {word: words[word] for word in sorted(words, key=lambda word: order.get(word, len(order)))},
+        "dropped": dropped,
+        "updated": max((status.updated for status in statuses if status is not None), default=None),
+        "folder": str(sweep.path),
+    }
+
+
+# The part of a log that is shown if a failed rank left no traceback.
+_LOG_LINES = 30
+_LOG_BYTES = 50_000
+
+
+def details(row: Row) -> list[tuple[str, object]]:
+    """The row's known facts as (label, value)."""
+    speed, mfu = row["tokens_per_second"], row["mfu_percent"]
+    speed_text = "" if speed is None else f"{grouped(speed)} tokens/s per device"
+    speed_text += "" if mfu is None else f", MFU {mfu:.1f}%"
+    speed_text += " (oversubscribed: more processes than cores)" if speed_text and row["oversubscribed"] else ""
+    techniques = [
+        row[name] for name in ("precision", "ac", "schedule") if row[name] not in (None, NoCheckpointing.kind)
+    ]
+    techniques += [f"compiled {row['compile']}"] if row["compile"] not in (None, "off") else []
+    job = [str(row[name]) for name in ("launcher", "job_id", "scheduler_state") if row[name]]
+    facts: list[tuple[str, object]] = [
+        ("state", word(row)),
+        ("cause", row["cause"]),
+        ("rank", row["rank"]),
+        ("exit code", row["exit_code"]),
+        ("step", None if row["step"] is None else f"{row['step']} of {row['steps']}"),
+        ("attempt", _attempt(row)),
+        ("began from", f"step {row['parent_step']} of {row['parent_run']}" if row["parent_run"] else None),
+        ("time left", None if row["seconds_left"] is None else duration(row["seconds_left"])),
+        (
+            "layout",
+            f"{row['layout.label']}, {counted(row['world'], 'process', 'processes')} on {row['device']}"
+            if row["world"]
+            else None,
+        ),
+        ("techniques", ", ".join(techniques)),
+        ("loss", None if row["loss"] is None else f"{row['loss']:.4f}"),
+        ("validation loss", None if row["validation_loss"] is None else f"{row['validation_loss']:.4f}"),
+        ("speed", speed_text),
+        ("memory", None if row["memory_gib"] is None else f"{row['memory_gib']:.2f} GiB"),
+        ("job", " ".join(job)),
+        ("waits for", row["queue_reason"]),
+        ("started", _moment(row["started"])),
+        ("ended", _moment(row["ended"])),
+        ("tracker", row["tracker_gap"]),
+        ("code", "other than what is here now" if row["stale"] else None),
+        ("folder", row["folder"]),
+    ]
+    return [(label, value) for label, value in facts if value not in (None, "")]
+
+
+def failure_text(run: RunFolder, row: Row) -> tuple[str, str] | None:
+    """The source and text of the failed rank's traceback, or of the end of its log; None if the run did not fail."""
+    # A stopped run has saved, and has nothing to explain.
+    if row["state"] != "ended" or row["outcome"] in (None, "done", "cancelled", "preempted", "walltime"):
+        return None
+    outcome, rank = run.result(), row["rank"]
+    if outcome is not None and outcome.traceback:
+        return f"traceback of rank {rank or 0}", outcome.traceback.rstrip()
+    for note in run.failures(row["attempt"]):
+        if note.rank == rank and note.traceback:
+            return f"traceback of rank {rank or 0}", note.traceback.rstrip()
+    log = run.logs / f"rank-{rank or 0}.log"
+    end = _end_of(log)
+    return (f"end of {log}", end) if end else None
+
+
+def _attempt(row: Row) -> object:
+    if not row["attempt"]:
+        return None
+    return f"{row['attempt']}, after {row['previous_outcome']}" if row["previous_outcome"] else row["attempt"]
+
+
+def _moment(seconds: float | None) -> str | None:
+    return None if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _end_of(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _LOG_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-_LOG_LINES:])

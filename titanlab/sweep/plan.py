@@ -8,28 +8,26 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from titanlab.data import source
 from titanlab.distributed.host import Host, check_host, this_host
 from titanlab.errors import ConfigError
 from titanlab.launch.shape import check_cluster, shape_of
 from titanlab.recipe.composition.loader import Loader
 from titanlab.recipe.memory_rules import check_host_memory
 from titanlab.recipe.recipe import Recipe, resolve, shortened_warmup
-from titanlab.recipe.recipe_rules import check_all_but_data
-from titanlab.records.identity import Identity
+from titanlab.recipe.recipe_rules import check_all_but_data, check_data
+from titanlab.records.identity import Identity, identify
 from titanlab.records.run_folder import check_runs
-from titanlab.sweep.study.composer import Composer
-from titanlab.sweep.study.control import CONTROL, control_points
-from titanlab.sweep.study.data_once import DataOnce
-from titanlab.sweep.study.point import Point
-from titanlab.sweep.study.prune import Unfit, prune
-from titanlab.sweep.study.request import Request, read_request
-from titanlab.sweep.study.sieve import Sieve
-from titanlab.sweep.study.space import Values, canonical_text
-from titanlab.train.starting_weights import check_beginning
+from titanlab.sweep.composer import Composer
+from titanlab.sweep.prune import Sieve, Unfit, prune
+from titanlab.sweep.request import CONTROL, Request, control_points, read_request
+from titanlab.sweep.space import Point, Values, canonical_text
+from titanlab.train.starting_weights import check_beginning, start_fingerprint
 
 SINGLE = "single"
 COMMAND_LINE = "command line"
@@ -251,3 +249,117 @@ def _folder(request: Request, composer: Composer, recipe: Recipe) -> str:
         return SINGLE
     text = canonical_text([request.space, [expression.text for expression in request.where], request.repeats])
     return f"{composer.value({}, 'name')}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+
+
+# Keys of files and folders: what is wrong with them here may be right where the runs are.
+_PLACES = ("data.files", "data.folder", "data.path", "data.tokenizer", "init_from", "checkpoint.load_from")
+
+
+class DataOnce:
+    """Remembers results for the data of a sweep's recipes.
+
+    Args:
+        elsewhere: data and starting weights need not be on this host.
+    """
+
+    def __init__(self, *, elsewhere: bool = False) -> None:
+        self._elsewhere = elsewhere
+        self._results: dict[str, Any] = {}
+        # Once data is prepared, more rules can be checked: results of `check` from before are not used again.
+        self._prepared: set[str] = set()
+
+    def check(self, recipe: Recipe) -> None:
+        """Check the rules on a recipe's data that can be checked at this time.
+
+        Raises:
+            ConfigError: it breaks a rule.
+        """
+        training = recipe.training
+        inputs = [training.seq_len, training.global_batch, recipe.layout.data, recipe.model.vocab_size]
+        inputs += [training.validation_sequences, training.validate_every]
+        try:
+            is_prepared = canonical_text(_plain(recipe)) in self._prepared
+            self._once(["check", is_prepared, _plain(recipe), inputs], lambda: check_data(recipe))
+        except ConfigError as error:
+            if not (self._elsewhere and error.key in _PLACES):
+                raise
+
+    def prepare(self, recipe: Recipe, report: Callable[[str], None]) -> None:
+        """Prepare a recipe's data, and check the rules that need the prepared data.
+
+        Raises:
+            Unfit: the data cannot be used, or this recipe cannot use it.
+        """
+        try:
+            self._once(["prepare", _plain(recipe)], lambda: source.prepare(recipe.data, report=report))
+            self._prepared.add(canonical_text(_plain(recipe)))
+            self.check(recipe)
+        except ConfigError as error:
+            raise Unfit("rule", error) from error
+
+    def identify(self, recipe: Recipe) -> Identity:
+        """The identity of a checked recipe."""
+        data = self._here(["fingerprint", _plain(recipe)], lambda: source.fingerprint(recipe.data))
+        weights = self._here(["weights", recipe.init_from], lambda: start_fingerprint(recipe))
+        hardware = str(recipe.cluster.device)
+        return identify(recipe, data=data, hardware=hardware, repeat=recipe.repeat, weights=weights)
+
+    def _here(self, inputs: list[Any], act: Callable[[], Any]) -> Any:
+        """The result; `elsewhere` instead if the files are not here and need not be."""
+        try:
+            return self._once(inputs, act)
+        except ConfigError as error:
+            if not (self._elsewhere and error.key in _PLACES):
+                raise
+            return "elsewhere"
+
+    def _once(self, inputs: list[Any], act: Callable[[], Any]) -> Any:
+        key = canonical_text(inputs)
+        if key not in self._results:
+            try:
+                self._results[key] = act()
+            except ConfigError as error:
+                self._results[key] = error
+        result = self._results[key]
+        if isinstance(result, ConfigError):
+            raise result
+        return result
+
+
+def _plain(recipe: Recipe) -> Any:
+    return [type(recipe.data).__qualname__, dataclasses.asdict(recipe.data)]
+
+
+def starting_order(points: Sequence[Point]) -> list[int]:
+    """The numbers of the points in the order in which their runs should start.
+
+    Args:
+        points: with repeats, in the order of the plan.
+    """
+    rounds: list[list[int]] = []
+    seen = Counter[str]()
+    for number, point in enumerate(points):
+        if point.is_control:
+            continue
+        # `repeat` may be swept like any other key.
+        recipe = canonical_text({key: value for key, value in point.values.items() if key != "repeat"})
+        if seen[recipe] == len(rounds):
+            rounds.append([])
+        rounds[seen[recipe]].append(number)
+        seen[recipe] += 1
+    order = [number for index, round_ in enumerate(rounds) for number in (reversed(round_) if index % 2 else round_)]
+    return _with_controls(order, rounds, [number for number, point in enumerate(points) if point.is_control])
+
+
+def _with_controls(order: list[int], rounds: Sequence[Sequence[int]], controls: Sequence[int]) -> list[int]:
+    """The order with the control first, last, and at equal distances: between rounds, if that fits their number."""
+    if not controls:
+        return order
+    if len(controls) == len(rounds) + 1:
+        ends = [sum(map(len, rounds[:index])) for index in range(len(controls))]
+    else:
+        ends = [len(order) * index // max(1, len(controls) - 1) for index in range(len(controls))]
+    placed: list[int] = []
+    for control, start, end in zip(controls, ends, [*ends[1:], len(order)], strict=True):
+        placed += [control, *order[start:end]]
+    return placed

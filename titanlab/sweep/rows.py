@@ -5,25 +5,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from titanlab.errors import TitanlabError
+import titanlab
+from titanlab.errors import ConfigError, TitanlabError
 from titanlab.launch.contract import JobState, States
 from titanlab.launch.launchers import launcher_named
 from titanlab.launch.submission import Submission
 from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records.provenance import code_fingerprint
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_status import Status
+from titanlab.sweep.columns import (
+    COLUMNS,
+    NAMES,
+    NUMBER,
+    POINT,
+    SCHEMA,
+    TEXT,
+    TRUTH,
+    WHOLE,
+    as_text,
+    figure_columns,
+    fitting,
+    machine_columns,
+    point_keys,
+    provenance_columns,
+    recipe_columns,
+)
+from titanlab.sweep.listing import ACTIVE
+from titanlab.sweep.reconcile import close_dead_runs, reconcile
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
-from titanlab.sweep.table.columns import NAMES, POINT, as_text
-from titanlab.sweep.table.estimates import LateEstimates, estimate_columns
-from titanlab.sweep.table.listing import ACTIVE
-from titanlab.sweep.table.run_columns import figure_columns, machine_columns, provenance_columns, recipe_columns
 from titanlab.tracker.jsonl_schema import Jsonl
 from titanlab.train.tracked_run import tracker_gap
+
+if TYPE_CHECKING:
+    from titanlab.recipe.recipe import Recipe
+
 
 # Points that were dropped on purpose: no rule was broken.
 _UNWANTED = ("where", "duplicate")
@@ -235,3 +260,186 @@ def _values(point: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     values = {POINT + key: as_text(value) for key, value in point.get("point", {}).items()}
     return {"control": point.get("control") is True, **values}
+
+
+PREFIX = "estimate."
+FIGURES = ("step_seconds", "tokens_per_second", "memory_gib")
+# To read so many recipes back takes about three seconds.
+_MOST_RECIPES = 80
+_TOO_MANY = f"not kept when it was submitted; of older sweeps only {_MOST_RECIPES} recipes are estimated"
+_OTHER_LAYOUT = "is that of {layout}, the layout in which it was submitted"
+# Parts of a recipe that change no estimate.
+_IRRELEVANT = ("name", "sweep", "repeat", "seed", "runs", "tracker", "launch", "checkpoint", "profiler", "init_from")
+
+
+def estimate_values(recipe: Recipe) -> dict[str, Any]:
+    """The estimate of a resolved recipe as plain values: `layout`, the figures, and why there are none."""
+    from titanlab.plan.explanation import estimate_or_reason
+
+    values: dict[str, Any] = {"layout": recipe.layout.label, **dict.fromkeys(FIGURES), "note": None}
+    try:
+        answer = estimate_or_reason(recipe)
+    except TitanlabError as error:
+        answer = str(error)
+    if isinstance(answer, str):
+        return {**values, "note": answer}
+    seconds = answer.hours * 3600 / recipe.training.steps
+    return {
+        **values,
+        "step_seconds": seconds,
+        "tokens_per_second": recipe.tokens_per_step / seconds / recipe.layout.world if seconds > 0 else None,
+        "memory_gib": answer.reserved_bytes / 2**30,
+    }
+
+
+def estimate_columns(kept: Mapping[str, Any] | None, layout: str | None) -> dict[str, Any]:
+    """The columns of a row.
+
+    Args:
+        kept: the estimate that was made for the run; None: none was.
+        layout: of the latest attempt, which may have another layout than the estimated one.
+    """
+    if not isinstance(kept, Mapping):
+        return {}
+    if layout is not None and kept.get("layout") not in (None, layout):
+        return {f"{PREFIX}note": _OTHER_LAYOUT.format(layout=kept["layout"])}
+    return {f"{PREFIX}{name}": kept.get(name) for name in (*FIGURES, "note")}
+
+
+class LateEstimates:
+    """Estimates of runs for which none was kept: of sweeps of an earlier version, and of single runs."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, dict[str, Any]] = {}
+
+    def of(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The estimate of a frozen recipe; equal recipes are estimated once."""
+        key = json.dumps({name: value for name, value in config.items() if name not in _IRRELEVANT}, sort_keys=True)
+        if key not in self._known:
+            if len(self._known) >= _MOST_RECIPES:
+                return {"note": _TOO_MANY}
+            self._known[key] = _estimated(config)
+        return self._known[key]
+
+
+def _estimated(config: Mapping[str, Any]) -> dict[str, Any]:
+    from titanlab.recipe.recipe import from_mapping
+
+    try:
+        return estimate_values(from_mapping(config))
+    except (TitanlabError, LookupError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return {"note": f"its recipe cannot be read ({reason})"}
+
+
+SCHEMA_KEY, SWEEP_KEY = "titanlab.schema", "titanlab.sweep"
+
+
+def parquet_schema(points: Sequence[str], sweep: str) -> Any:
+    """The schema of the file: all columns, and a text column for each key of the points.
+
+    Args:
+        points: names of the points' columns.
+    """
+    import pyarrow as pa
+
+    types = {TEXT: pa.string(), WHOLE: pa.int64(), NUMBER: pa.float64(), TRUTH: pa.bool_()}
+    fields = [pa.field(column.name, types[column.type]) for column in COLUMNS]
+    fields += [pa.field(name, pa.string()) for name in points]
+    return pa.schema(fields, metadata={SCHEMA_KEY: str(SCHEMA), SWEEP_KEY: sweep})
+
+
+def arrow_table(rows: Sequence[Mapping[str, Any]], sweep: str) -> Any:
+    """The rows as a table of pyarrow; a value of another kind than its column is left out."""
+    import pyarrow as pa
+
+    sound = [{name: fitting(name, value) for name, value in row.items()} for row in rows]
+    return pa.Table.from_pylist(sound, schema=parquet_schema(point_keys(rows), sweep))
+
+
+def write_table(rows: Sequence[Mapping[str, Any]], sweep: str, into: Path) -> list[Path]:
+    """Write `<sweep>.parquet` and `<sweep>.csv`, each atomically. Returns their paths.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    from pyarrow import csv, parquet
+
+    table = arrow_table(rows, sweep)
+    # Spreadsheets compute a text that begins with these, and a cause may be text of anybody.
+    plain = arrow_table([{name: _inert(value) for name, value in row.items()} for row in rows], sweep)
+    try:
+        into.mkdir(parents=True, exist_ok=True)
+        return [
+            _whole(into / f"{sweep}.parquet", lambda path: parquet.write_table(table, path)),
+            _whole(into / f"{sweep}.csv", lambda path: csv.write_csv(plain, path)),
+        ]
+    except OSError as error:
+        rule = f"cannot be written ({error.strerror or error})"
+        raise ConfigError("--into", into, rule, "name a folder of yours") from error
+
+
+def _inert(value: Any) -> Any:
+    if not isinstance(value, str) or not value.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value
+
+
+def _whole(path: Path, write: Callable[[Path], None]) -> Path:
+    """Write a temporary file in the same folder, then rename it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        write(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+# A scheduler serves many users, so do not ask it at every call; without a scheduler only local files are read.
+_ASK_SECONDS = 10.0
+
+
+def look_at(
+    sweep: SweepFolder,
+    report: Callable[[str], None] = lambda line: None,
+    *,
+    estimates: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+) -> Callable[[], list[dict[str, Any]]]:
+    """A function that returns the sweep's current rows at every call.
+
+    Args:
+        estimates: whether runs for which no estimate was kept are estimated now, which takes some seconds.
+
+    Runs whose jobs have ended without a result get one; if that cannot be written, `report` is called, once for each
+    message.
+    """
+    reported: set[str] = set()
+
+    def once(line: str) -> None:
+        if line not in reported:
+            reported.add(line)
+            report(line)
+
+    code = code_fingerprint(Path(titanlab.__file__).parent)
+    table = Table(sweep, code=code, late=LateEstimates() if estimates else None)
+    states: States = {}
+    due = -float("inf")
+
+    def look() -> list[dict[str, Any]]:
+        nonlocal states, due
+        submitted = sweep.submissions()
+        if not submitted:
+            close_dead_runs(sweep)
+        elif clock() >= due:
+            states = reconcile(sweep, once)
+            if any(launcher_named(submission.launcher).has_scheduler for submission in submitted):
+                due = clock() + _ASK_SECONDS
+        return table.rows(states)
+
+    return look

@@ -1,0 +1,441 @@
+"""What `titanlab clean` may remove of a folder of runs, with sizes, and the removal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from titanlab.checkpoint.contents import read_contents
+from titanlab.checkpoint.folders import PART, remove
+from titanlab.checkpoint.listing import ListedCheckpoint, list_checkpoints
+from titanlab.checkpoint.remote.address_schema import Place, StorePath, is_address
+from titanlab.checkpoint.remote.run_place import checkpoints_of
+from titanlab.compile import cache as compile_cache
+from titanlab.data import cache as data_cache
+from titanlab.errors import ConfigError
+from titanlab.records.claim import is_locked
+from titanlab.records.git_state import RECORD
+from titanlab.records.json_file import read_optional
+from titanlab.records.outcome import OutcomeKind
+from titanlab.records.run_folder import RunFolder
+from titanlab.sweep.listing import ACTIVE
+from titanlab.sweep.rows import look_at
+from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.system.disk import StoreFault
+from titanlab.system.regular_file import read_bytes
+from titanlab.system.user_path import user_path
+
+KINDS = {
+    "checkpoints": "older than resume and the rules of checkpoint.keep need, put aside, or damaged",
+    "superseded": "checkpoints, traces and tokenizers of runs that were done anew; their records stay",
+    "temporary": "left by interrupted saves, submissions and removals",
+    "code": "copies of the code that no unfinished run uses",
+    "data-cache": "prepared tokens; the next run on the same data makes them again",
+    "compile-cache": "compiled code; the next run compiles again",
+}
+CACHES = ("data-cache", "compile-cache")
+# Temporary names of `create_run`, `write_text`, snapshots of code, and of removals here.
+TEMPORARY = re.compile(r"\..+\.(?:part|tmp|removing)")
+# A process may still be writing what is younger.
+YOUNG_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """A file or a folder that can be removed.
+
+    Attributes:
+        kind: one of KINDS.
+        path: it; of remote checkpoints an address.
+        root: the folder that it must be in, after all links are followed.
+        bytes: of its files.
+        run: the run that must not be in use while it is removed; None: no run uses it.
+    """
+
+    kind: str
+    path: Place
+    root: Path
+    bytes: int
+    run: RunFolder | None = None
+
+
+class Refused(Exception):
+    """Why an item was left alone, in one line."""
+
+
+def item(kind: str, path: Path, root: Path, run: RunFolder | None = None) -> Item | None:
+    """The item of a path; None if it is a link, has gone, or lies outside its root."""
+    if path.is_symlink() or not os.path.lexists(path) or not is_within(path, root):
+        return None
+    return Item(kind=kind, path=path, root=root, bytes=size_of_tree(path), run=run)
+
+
+def is_within(path: Path, root: Path) -> bool:
+    """Whether the folder of a path, after all links are followed, is in a root, and the path is not the root."""
+    try:
+        parent, real = path.parent.resolve(), root.resolve()
+    except (OSError, RuntimeError):
+        return False
+    return (parent == real or parent.is_relative_to(real)) and parent / path.name != real
+
+
+def size_of_tree(path: Path) -> int:
+    """Bytes of the files in a folder, or of a file; links are not followed, and what vanishes counts nothing."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return 0
+    if not stat.S_ISDIR(status.st_mode):
+        return status.st_size if stat.S_ISREG(status.st_mode) else 0
+    total, waiting = 0, [str(path)]
+    while waiting:
+        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    elif entry.is_file(follow_symlinks=False):
+                        total += entry.stat(follow_symlinks=False).st_size
+    return total
+
+
+def is_old(path: Path, now: float | None = None) -> bool:
+    """Whether nothing was written to a file, or directly into a folder, for an hour."""
+    try:
+        newest = max([path.lstat().st_mtime, *(inner.lstat().st_mtime for inner in _inner(path))])
+    except OSError:
+        return False
+    return (time.time() if now is None else now) - newest > YOUNG_SECONDS
+
+
+def _inner(path: Path) -> list[Path]:
+    return list(path.iterdir()) if path.is_dir() and not path.is_symlink() else []
+
+
+def remove_item(entry: Item) -> None:
+    """Remove an item. While it gets another name, no process can begin to work on its run.
+
+    Raises:
+        Refused: it is in use, has become another thing, or cannot be removed.
+    """
+    path = entry.path
+    try:
+        if isinstance(path, StorePath):
+            with contextlib.ExitStack() as stack:
+                if entry.run is not None:
+                    stack.enter_context(entry.run.claim())
+                failure = remove(path)
+            if failure is not None:
+                raise failure
+            return
+        if path.is_symlink() or not is_within(path, entry.root):
+            raise Refused("it is a link now, or lies elsewhere")
+        away = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.removing")
+        with contextlib.ExitStack() as stack:
+            if entry.run is not None:
+                stack.enter_context(entry.run.claim())
+            path.rename(away)
+        if away.is_dir() and not away.is_symlink():
+            shutil.rmtree(away)
+        else:
+            away.unlink()
+    except FileNotFoundError:
+        return  # Somebody else has removed it.
+    except ConfigError as error:
+        raise Refused(error.rule) from None
+    except OSError as error:
+        raise Refused(error.strerror or type(error).__name__) from None
+
+
+_DATA_FOLDERS = ("tokens", "fingerprints")
+_MAKING = ".making-"
+
+
+def cached() -> Iterator[Item]:
+    """What the caches hold, and what killed processes have left there."""
+    root = compile_cache.own_folder()
+    # A user without a home folder may have no cache of data.
+    with contextlib.suppress(ConfigError):
+        root = data_cache.location()
+    for folder in (root / name for name in _DATA_FOLDERS):
+        with contextlib.suppress(OSError):
+            for path in sorted(folder.iterdir()):
+                if path.name.endswith(".lock"):
+                    continue
+                is_left = _MAKING in path.name
+                # Who makes `NAME` holds `.NAME.lock`, and fills `.NAME.making-…`.
+                name = path.name.partition(_MAKING)[0].removeprefix(".") if is_left else path.name
+                if (is_left and not is_old(path)) or is_locked(path.with_name(f".{name}.lock")):
+                    continue
+                entry = item("temporary" if is_left else "data-cache", path, root)
+                if entry is not None:
+                    yield entry
+    for parent in dict.fromkeys((compile_cache.own_folder(), root)):
+        if _is_own(parent):
+            entry = item("compile-cache", parent / "inductor", parent)
+            if entry is not None and entry.bytes:
+                yield entry
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether a folder is this user's, and no link: others may make one of this name in a folder for all."""
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+
+
+def removable(
+    run: RunFolder, place: Place, *, keep: int | None, verifies: bool, named: Collection[str] = ()
+) -> list[ListedCheckpoint]:
+    """The checkpoints of a run that can go.
+
+    The newest whole one always stays, also if younger ones are damaged, and so does the newest with the optimizer.
+    Without a whole one nothing goes.
+
+    Args:
+        keep: how many of the newest stay; None: checkpoint.keep of the recipe, and 1 for a run that is done.
+        verifies: read every byte of those that stay, and not only index and sizes.
+        named: real paths of checkpoints from which other runs start.
+    """
+    rows = list_checkpoints(place, verifies=verifies)
+    whole = [row for row in rows if row.state == "complete" and row.problem is None]
+    if not whole:
+        return []
+    stay = _by_rule(run, whole, keep)
+    stay.add(whole[-1].name)
+    stay |= {row.name for row in [_newest_full(place, whole)] if row is not None}
+    return [
+        row for row in rows if row.name not in stay and row.state != "unfinished" and not _is_named(place, row, named)
+    ]
+
+
+def _by_rule(run: RunFolder, whole: Sequence[ListedCheckpoint], keep: int | None) -> set[str]:
+    rules = run.section("checkpoint")
+    every, count = _number(rules.get("keep_every")), keep
+    if count is None:
+        count = _number(rules.get("keep", 2))
+        if count == 0:
+            count = len(whole)  # The recipe keeps all of them.
+        elif (result := run.result()) is not None and result.kind is OutcomeKind.DONE:
+            count = 1
+    newest = {row.name for row in whole[len(whole) - min(count, len(whole)) :]}
+    return newest | {row.name for row in whole if every and row.step % every == 0}
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+
+
+def _newest_full(place: Place, whole: Sequence[ListedCheckpoint]) -> ListedCheckpoint | None:
+    """The newest checkpoint that has more than the model: a run can go on from it."""
+    for row in reversed(whole):
+        try:
+            if read_contents(place / row.name, "run").saved.contents is None:
+                return row
+        except ConfigError:
+            continue
+    return None
+
+
+def _is_named(place: Place, row: ListedCheckpoint, named: Collection[str]) -> bool:
+    path = place / row.name
+    text = str(path) if isinstance(path, StorePath) else str(Path(path).resolve())
+    # `load_from` may also name the run, or its folder of checkpoints; an address may end with a slash.
+    return any(f"{text}/".startswith(f"{name.rstrip('/')}/") for name in named)
+
+
+_BULKY = ("checkpoints", "traces", "tokenizer")
+# Read as YAML are only files in which one of them has a value: that takes a thousand times as long.
+_STARTS = re.compile(rb"^(?:init_from|\s+load_from): *(?!null\s)\S", re.MULTILINE)
+_CONFIG_BYTES = 1 << 20
+# A run that has written its status within this time may be at work on another host, whose locks are not seen here.
+_FRESH_SECONDS = 900.0
+# A shorter list is no list of all files of a run's folder, at its top.
+_RUN_FOLDERS = ("attempts", "checkpoints", "logs", "traces")
+
+
+@dataclass
+class Survey:
+    """What was found.
+
+    Attributes:
+        root: the folder of runs.
+        items: what can be removed.
+        busy: runs that work or wait, which are left alone.
+        notes: lines about what else was left alone.
+    """
+
+    root: Path
+    keep: int | None = None
+    verifies: bool = False
+    is_remote: bool = False
+    items: list[Item] = field(default_factory=list)
+    busy: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def look(self, sweeps: list[SweepFolder], only: RunFolder | None, report: Callable[[str], None]) -> None:
+        """Look through sweeps, or through one run.
+
+        Args:
+            only: the only run whose checkpoints and temporary files are wanted.
+            report: called with a line for each job whose end cannot be recorded.
+        """
+        named = starting_points(self.root)
+        for sweep in sweeps:
+            if sweep.path.is_symlink() or not is_within(sweep.path, self.root):
+                self.notes.append(f"{sweep.name} is a link, and is left alone")
+                continue
+            try:
+                busy = self._busy(sweep, report)
+            except ConfigError as error:
+                # Its plan or a submission is damaged: which of its runs have jobs is not known.
+                self.notes.append(f"{sweep.name} is left alone: {error}")
+                continue
+            for run in sweep.runs() if only is None else [RunFolder(sweep.path / only.path.name)]:
+                if run.path.name in busy:
+                    self.busy.append(f"{sweep.name}/{run.path.name}")
+                elif run.path.is_symlink():
+                    self.notes.append(f"{sweep.name}/{run.path.name} is a link, and is left alone")
+                else:
+                    self._look_at_run(run, named)
+            if only is None:
+                self._look_at_superseded(sweep, named)
+                self._look_at_code(sweep, busy)
+                self._add_temporary(sweep.path)
+                self._add_temporary(sweep.code)
+
+    def _add(self, kind: str, path: Path, run: RunFolder | None = None) -> None:
+        if (entry := item(kind, path, self.root, run)) is not None:
+            self.items.append(entry)
+
+    def _busy(self, sweep: SweepFolder, report: Callable[[str], None]) -> set[str]:
+        """The runs that work, wait, or may do so on another host."""
+        now = time.time()
+        busy = set()
+        for run in sweep.runs():
+            status = run.known_status()
+            is_fresh = status is not None and status.state in ACTIVE and now - status.updated < _FRESH_SECONDS
+            if run.is_claimed() or is_fresh:
+                busy.add(run.path.name)
+        if sweep.submissions():
+            rows = look_at(sweep, report)()
+            busy |= {str(row["run"]) for row in rows if row["state"] in (*ACTIVE, "queued")}
+        return busy
+
+    def _look_at_run(self, run: RunFolder, named: frozenset[str]) -> None:
+        name = f"{run.path.parent.name}/{run.path.name}"
+        try:
+            run.check_files()
+            place = checkpoints_of(run)
+            if isinstance(place, StorePath) and not self.is_remote:
+                self.notes.append(f"{name} has its checkpoints in {place}: left alone; --remote looks there too")
+            elif not isinstance(place, StorePath) and (place.is_symlink() or not is_within(place / "x", self.root)):
+                self.notes.append(f"{name}/checkpoints is a link, and is left alone")
+            else:
+                self._add_checkpoints(run, named)
+        except (ConfigError, StoreFault) as error:
+            self.notes.append(f"{name} is left alone: {error}")
+            return
+        for folder in (run.path, *(run.path / folder_name for folder_name in _RUN_FOLDERS)):
+            self._add_temporary(folder, run)
+        with contextlib.suppress(OSError):
+            for attempt in (run.path / "attempts").iterdir():
+                self._add_temporary(attempt, run)
+
+    def _add_checkpoints(self, run: RunFolder, named: frozenset[str]) -> None:
+        place = checkpoints_of(run)
+        for row in removable(run, place, keep=self.keep, verifies=self.verifies, named=named):
+            path = place / row.name
+            if isinstance(path, StorePath):
+                self.items.append(Item(kind="checkpoints", path=path, root=self.root, bytes=row.bytes, run=run))
+            else:
+                self._add("checkpoints", path, run)
+        if not isinstance(place, StorePath):
+            for part in sorted(place.glob(f"step-*{PART}")):
+                if is_old(part):
+                    self._add("temporary", part, run)
+
+    def _look_at_superseded(self, sweep: SweepFolder, named: frozenset[str]) -> None:
+        if sweep.superseded.is_symlink():
+            return
+        with contextlib.suppress(OSError):
+            for folder in sorted(sweep.superseded.iterdir()):
+                run = RunFolder(folder)
+                if folder.is_symlink() or not folder.is_dir() or run.is_claimed():
+                    continue
+                for name in _BULKY:
+                    path = folder / name
+                    is_needed = any(named_path.startswith(str(path.resolve())) for named_path in named)
+                    if not is_needed and path.is_dir() and any(path.iterdir()):
+                        self._add("superseded", path, run)
+
+    def _look_at_code(self, sweep: SweepFolder, busy: set[str]) -> None:
+        """Snapshots that no unfinished run uses, and without which no run's code would be lost."""
+        runs = {run.path.name: run for run in sweep.runs()}
+        used, only_copies = set(), set()
+        for submission in sweep.submissions():
+            if any(run in busy or (run in runs and not _has_ended(runs[run])) for run in submission.runs):
+                used.add(Path(submission.code).name)
+        for run in runs.values():
+            code = (run.env() or {}).get("code")
+            if isinstance(code, dict) and not _is_restorable(code):
+                # As text: a damaged record may have a list there.
+                only_copies.add(str(code.get("fingerprint")))
+        if sweep.code.is_symlink():
+            return
+        with contextlib.suppress(OSError):
+            for folder in sorted(sweep.code.iterdir()):
+                record = read_optional(folder / RECORD) or {}
+                if folder.name.startswith(".") or folder.name in used or str(record.get("fingerprint")) in only_copies:
+                    continue
+                if record and is_old(folder):
+                    self._add("code", folder)
+
+    def _add_temporary(self, folder: Path, run: RunFolder | None = None) -> None:
+        if folder.is_symlink():
+            return
+        with contextlib.suppress(OSError):
+            for path in sorted(folder.iterdir()):
+                if TEMPORARY.fullmatch(path.name) and is_old(path):
+                    self._add("temporary", path, run)
+
+
+def _has_ended(run: RunFolder) -> bool:
+    """Whether a run has ended, and does not go back into the queue by itself."""
+    try:
+        result = run.result()
+    except ConfigError:
+        return False
+    return result is not None and not result.kind.automatic
+
+
+def _is_restorable(code: dict[str, object]) -> bool:
+    """Whether git has the code of a run, with the difference that the run has kept."""
+    git = code.get("git")
+    return isinstance(git, dict) and bool(git.get("sha")) and git.get("patch_complete") is True
+
+
+def starting_points(root: Path) -> frozenset[str]:
+    """Checkpoints, or folders of them, from which runs start, as real paths and addresses."""
+    return frozenset(_starting_points(root))
+
+
+def _starting_points(root: Path) -> Iterator[str]:
+    for path in root.glob("*/*/config.yaml"):
+        # A file of a stranger may be a trap, and its text any text: a path with a zero byte, or a ring of links.
+        with contextlib.suppress(ConfigError, OSError, RuntimeError, ValueError):
+            if _STARTS.search(read_bytes(path, most_bytes=_CONFIG_BYTES)):
+                run = RunFolder(path.parent)
+                for text in (run.config().get("init_from"), run.section("checkpoint").get("load_from")):
+                    if isinstance(text, str) and text:
+                        yield text if is_address(text) else str(user_path(text).resolve())

@@ -1,1 +1,0 @@
-"""What can be removed from a folder of runs, and from titanlab's caches; results are never touched."""

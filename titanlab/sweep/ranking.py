@@ -1,0 +1,463 @@
+"""Ranks the recipes of a sweep by speed, MFU or memory, and says whether the first one is better by more than noise.
+
+The unit is the run: steps of one run share its processes, its memory and its minutes, so that they say little about
+another run of the same recipe. The noise of a run is the standard deviation of the logarithms of the figures of equal
+recipes, pooled over all recipes that have repeats.
+
+A recipe is named the winner if it is better than *each* other one at a family-wise error of at most 5 %: Student's t
+with the pooled degrees of freedom, two-sided, at `ERROR` / (recipes - 1). These are the multiple comparisons with the
+best of Edwards and Hsu (Journal of the American Statistical Association 78, 1983), with Bonferroni's inequality in
+place of the tables of Dunnett's distribution: recipes may then have different numbers of runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from titanlab.sweep.comparison import (
+    COLUMN_OF,
+    MEASURED_PEAK,
+    OWN_PEAK,
+    Drift,
+    Entry,
+    counted_runs,
+    drift_of,
+    entry_of,
+    groups,
+    t_quantile,
+)
+from titanlab.sweep.listing import ACTIVE, Row, aligned, runs
+from titanlab.terminal.numerals import counted, duration, grouped
+
+if TYPE_CHECKING:
+    from titanlab.sweep.comparison import Drift, Entry
+
+
+# The probability of a wrong statement, for all statements about one sweep together. Of the 5 % that are promised,
+# one hundredth is left for noise that is not quite normal.
+ERROR = 0.04
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """The recipes of a sweep, best first.
+
+    Attributes:
+        by: `tps`, `mfu` or `memory`; the least memory is the best.
+        max_memory_gib: recipes that need more are left out; None: no limit.
+        entries: the ranked recipes in their order, then those that are left out.
+        winner: the first, if it is better than every other by more than noise. None: nobody can be named.
+        runner_up: the second.
+        gap_percent: by how much the first is better than the second: how many percent more it does, or less it needs.
+        interval_percent: the interval of that gap, which holds for the comparisons with all others together; None if
+            the noise is unknown.
+        is_within_noise: whether nobody can be named because of noise; None: the noise is unknown, or nothing is there
+            to compare.
+        noise_percent: relative standard deviation of a run, pooled over the recipes with repeats; None without any.
+        degrees: degrees of freedom of the noise.
+        control: the runs of the sweep's control, which has no place; None: it has none, or none of them is done.
+        control_gap_percent, control_interval_percent: of the first against the control, as for the runner-up, but as
+            one comparison by itself.
+        drift: of the control during the sweep; None unless two of its runs are done.
+    """
+
+    by: str
+    max_memory_gib: float | None
+    entries: tuple[Entry, ...]
+    winner: Entry | None
+    runner_up: Entry | None
+    gap_percent: float | None
+    interval_percent: tuple[float, float] | None
+    is_within_noise: bool | None
+    noise_percent: float | None
+    degrees: int
+    control: Entry | None
+    control_gap_percent: float | None
+    control_interval_percent: tuple[float, float] | None
+    drift: Drift | None
+
+    @property
+    def ranked(self) -> tuple[Entry, ...]:
+        """The entries that have a place."""
+        return tuple(entry for entry in self.entries if entry.left_out is None)
+
+    @property
+    def left_out(self) -> tuple[Entry, ...]:
+        """The entries that have none."""
+        return tuple(entry for entry in self.entries if entry.left_out is not None)
+
+    @property
+    def first(self) -> Entry | None:
+        """The entry with the best figure, whether or not it can be named the winner."""
+        return next(iter(self.ranked), None)
+
+    @property
+    def sentence(self) -> str:
+        """The answer in one sentence."""
+        return sentence_of(self)
+
+    @property
+    def notes(self) -> list[str]:
+        """What else one has to know to believe the answer: one sentence each."""
+        return notes_of(self)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The ranking as plain values."""
+        return {
+            "by": self.by,
+            "max_memory_gib": self.max_memory_gib,
+            "sentence": self.sentence,
+            "notes": self.notes,
+            "winner": None if self.winner is None else self.winner.label,
+            "runner_up": None if self.runner_up is None else self.runner_up.label,
+            "gap_percent": self.gap_percent,
+            "interval_percent": _list(self.interval_percent),
+            "is_within_noise": self.is_within_noise,
+            "noise_percent": self.noise_percent,
+            "degrees_of_freedom": self.degrees,
+            "control": None if self.control is None else self.control.to_mapping(),
+            "control_gap_percent": self.control_gap_percent,
+            "control_interval_percent": _list(self.control_interval_percent),
+            "drift": None if self.drift is None else self.drift.to_mapping(),
+            "recipes": [entry.to_mapping() for entry in self.entries],
+        }
+
+
+def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None = None) -> Ranking:
+    """Rank the recipes of a sweep's rows.
+
+    Args:
+        rows: of `titanlab.sweep.rows`.
+        by: `tps` (tokens per second of one device), `mfu` or `memory`.
+        max_memory_gib: leave out recipes of which a run needed more, or of which that is unknown.
+
+    Raises:
+        KeyError: `by` is none of these.
+    """
+    everything = [entry_of(group, by, max_memory_gib) for group in groups(rows)]
+    entries = [entry for entry in everything if not entry.is_control]
+    noise, degrees = _pooled(everything)
+    sign = -1 if by == "memory" else 1
+    ranked = sorted(
+        (entry for entry in entries if entry.left_out is None),
+        key=lambda entry: (-sign * (entry.centre or 0.0), entry.label),
+    )
+    comparisons = max(1, len(ranked) - 1)
+    leads = [_lead(ranked[0], other, sign, noise, degrees, comparisons) for other in ranked[1:]]
+    named = bool(leads) and noise is not None and all(low > 0 for _, low, _ in leads)
+    placed = [
+        _with_interval(replace(entry, is_within_noise=None if noise is None else low <= 0), noise, degrees)
+        for entry, (_, low, _) in zip(ranked, [(0.0, 0.0, 0.0), *leads], strict=bool(ranked))
+    ]
+    controls = [entry for entry in everything if entry.is_control]
+    control = max((entry for entry in controls if entry.figures), key=lambda entry: entry.runs, default=None)
+    gap, interval = _gap(leads[0] if leads else None, sign)
+    beyond = _lead(ranked[0], control, sign, noise, degrees, 1) if ranked and control is not None else None
+    control_gap, control_interval = _gap(beyond, sign)
+    return Ranking(
+        by=by,
+        max_memory_gib=max_memory_gib,
+        entries=(*placed, *(entry for entry in entries if entry.left_out is not None)),
+        winner=placed[0] if named else None,
+        runner_up=placed[1] if leads else None,
+        gap_percent=gap,
+        interval_percent=interval,
+        is_within_noise=not named if leads and noise is not None else None,
+        noise_percent=None if noise is None else 100 * noise,
+        degrees=degrees,
+        control=None if control is None else _with_interval(control, noise, degrees),
+        control_gap_percent=control_gap,
+        control_interval_percent=control_interval,
+        drift=None if control is None else _drift(control, entries, by),
+    )
+
+
+def drift_lines(rows: Sequence[Row]) -> list[str]:
+    """The drift of the sweep's control in tokens/s, for the lines below a table; empty without a control."""
+    if not any(row["control"] for row in rows):
+        return []
+    drift = rank(rows).drift
+    return [] if drift is None else [drift_line(drift, "tps")]
+
+
+def _pooled(entries: Sequence[Entry]) -> tuple[float | None, int]:
+    """The standard deviation of a run's logarithm, pooled over all repeats, and its degrees of freedom.
+
+    A recipe that does not fit into a limit of memory says as much about the noise as one that fits.
+    """
+    samples = [[math.log(figure) for figure in entry.figures] for entry in entries]
+    degrees = sum(len(sample) - 1 for sample in samples if sample)
+    return (math.sqrt(math.fsum(map(_squares, samples)) / degrees) if degrees else None), degrees
+
+
+def _drift(control: Entry, entries: Sequence[Entry], by: str) -> Drift | None:
+    """The drift of the control, held against the noise of the other recipes."""
+    noise, degrees = _pooled(entries)
+    squares = 0.0 if noise is None else noise**2 * degrees
+    return drift_of(counted_runs(control.group, by), COLUMN_OF[by], squares=squares, degrees=degrees)
+
+
+def _squares(sample: Sequence[float]) -> float:
+    """The sum of the squared distances from the mean."""
+    if len(sample) < 2:
+        return 0.0
+    mean = math.fsum(sample) / len(sample)
+    return math.fsum((value - mean) ** 2 for value in sample)
+
+
+def _lead(
+    first: Entry, other: Entry, sign: int, noise: float | None, degrees: int, comparisons: int
+) -> tuple[float, float, float]:
+    """By how much the first is better than another, as a logarithm, and the ends of the interval of that."""
+    assert first.centre is not None
+    assert other.centre is not None
+    lead = sign * (math.log(first.centre) - math.log(other.centre))
+    if noise is None:
+        return lead, -math.inf, math.inf
+    half = t_quantile(degrees, ERROR / comparisons) * noise * math.sqrt(1 / first.runs + 1 / other.runs)
+    return lead, lead - half, lead + half
+
+
+def _with_interval(entry: Entry, noise: float | None, degrees: int) -> Entry:
+    """The entry with the interval of its own centre."""
+    if noise is None or entry.centre is None:
+        return entry
+    half = t_quantile(degrees, ERROR) * noise / math.sqrt(entry.runs)
+    return replace(entry, low=entry.centre * _exp(-half), high=entry.centre * _exp(half))
+
+
+def _gap(lead: tuple[float, float, float] | None, sign: int) -> tuple[float | None, tuple[float, float] | None]:
+    """A lead and its interval in percent; None for what is unknown."""
+    if lead is None:
+        return None, None
+    centre, low, high = lead
+    is_known = not math.isinf(low)
+    return _percent(centre, sign), (_percent(low, sign), _percent(high, sign)) if is_known else None
+
+
+def _list(interval: tuple[float, float] | None) -> list[float] | None:
+    return None if interval is None else list(interval)
+
+
+def _percent(lead: float, sign: int) -> float:
+    """A lead in percent: how much more than the other; of memory, how much less."""
+    return 100 * (_exp(lead) - 1) if sign > 0 else 100 * (1 - _exp(-lead))
+
+
+def _exp(value: float) -> float:
+    """The exponential; infinite where it exceeds a float, as for two runs of wild noise."""
+    return math.inf if value > 700 else math.exp(value)
+
+
+HEADINGS = ("", "recipe", "processes", "runs", "tokens/s", "MFU", "GiB", "95% interval", "spread", "against the first")
+_FIGURES = ("", "processes", "runs", "tokens/s", "MFU", "GiB", "spread")
+_NOUNS = {"tps": "tokens/s per device", "mfu": "MFU", "memory": "memory"}
+_BEST = {"tps": "is the fastest", "mfu": "has the highest MFU", "memory": "needs the least memory"}
+_WAS_BEST = {"tps": "was the fastest", "mfu": "had the highest MFU", "memory": "needed the least memory"}
+_PENDING = (*ACTIVE, "queued", "prepared")
+
+
+def amount(value: float | None, by: str) -> str:
+    """A figure with its unit: `1,234 tokens/s per device`, `41.5% MFU`, `0.75 GiB`."""
+    return {"tps": "{} tokens/s per device", "mfu": "{} MFU", "memory": "{} GiB"}[by].format(figure(value, by))
+
+
+def figure(value: float | None, by: str) -> str:
+    """A figure without its unit; only a percent sign stays."""
+    if value is None:
+        return ""
+    if by == "tps":
+        return grouped(value) if value >= 100 else f"{value:.3g}"
+    return f"{value:.1f}%" if by == "mfu" else f"{value:.2f}"
+
+
+def percent(value: float) -> str:
+    """A change in percent: `12.3%`, `0.05%`, `-3.0%`."""
+    if math.isinf(value) or value >= 1000:
+        return "over 1,000%"
+    # More digits for the small gaps of memory; none would be left of them otherwise.
+    return f"{value:.1f}%" if abs(value) >= 0.095 else f"{value:.1g}%"
+
+
+def sentence_of(ranking: Ranking) -> str:
+    """The answer in one sentence: who is the best and by how much, or why nobody can be named."""
+    by, first, second = ranking.by, ranking.first, ranking.runner_up
+    if first is None:
+        return _nothing(ranking)
+    if second is None:
+        return f"Only {first.label} ({amount(first.centre, by)}) can be ranked: there is nothing to compare it with."
+    lead = percent(ranking.gap_percent or 0.0)
+    best = f"{first.label} ({amount(first.centre, by)})"
+    gap = f"{lead} {'less' if by == 'memory' else 'more'} than {second.label}"
+    if ranking.interval_percent is None:
+        return (
+            f"No winner can be named: {first.label} {_WAS_BEST[by]} ({amount(first.centre, by)}, {gap}), but no recipe "
+            "was run twice, so that the noise is unknown."
+        )
+    interval = "(95% interval {} to {})".format(*map(percent, ranking.interval_percent))
+    if ranking.winner is not None:
+        return f"{first.label} {_BEST[by]}: {amount(first.centre, by)}, {gap} {interval}."
+    ranked = ranking.ranked
+    equal = sum(entry.centre == first.centre for entry in ranked)
+    if equal > 1:
+        others = second.label if equal == 2 else counted(equal - 1, "other recipe")
+        return f"No winner can be named: {first.label} and {others} are level at {amount(first.centre, by)}."
+    near = sum(entry.is_within_noise is True for entry in ranked)
+    if near == 2 and len(ranked) == 2:
+        other = f"{second.label} ({figure(second.centre, by)})"
+        return f"No winner can be named: {best} and {other} are within noise; the gap is {lead} {interval}."
+    which = f"all {near}" if near == len(ranked) else f"{near} of {len(ranked)}"
+    return (
+        f"No winner can be named: {which} recipes are within noise of the best figure, that of {best}; its lead over "
+        f"{second.label} is {lead} {interval}."
+    )
+
+
+def notes_of(ranking: Ranking) -> list[str]:
+    """What else one has to know to believe the answer: the noise, the drift, and what is missing."""
+    notes = [_noise(ranking)] if ranking.ranked else []
+    if ranking.control is not None:
+        notes.append(_control(ranking.control, ranking))
+    if ranking.drift is not None:
+        notes.append(drift_line(ranking.drift, ranking.by))
+    worlds = {entry.group.world for entry in ranking.ranked}
+    if ranking.by == "tps" and len(worlds) > 1:
+        whole = {entry.label: (entry.centre or 0.0) * entry.group.world for entry in ranking.ranked}
+        most = max(whole, key=lambda label: whole[label])
+        notes.append(
+            "The recipes have different numbers of processes: tokens/s are those of one device. Of all devices "
+            f"together {most} has the most: {figure(whole[most], 'tps')} tokens/s."
+        )
+    sizes = {tuple(entry.group.rows[0][name] for name in ("model", "layers", "dim")) for entry in ranking.ranked}
+    peaks = {row["mfu_convention"] or "" for entry in ranking.ranked for row in entry.group.rows}
+    if ranking.by == "tps" and len(sizes) > 1 and not any(MEASURED_PEAK in peak for peak in peaks):
+        notes.append("The recipes have different models: compare them by MFU (--by mfu).")
+    pending, failed = Counter[str](), Counter[str]()
+    for entry in ranking.entries:
+        pending.update({end: count for end, count in entry.ends.items() if end in _PENDING})
+    for entry in ranking.ranked:
+        failed.update({end: count for end, count in entry.ends.items() if end not in (*_PENDING, "done")})
+    if failed:
+        notes.append(f"Ranked recipes have runs that failed: {_counts(failed)}.")
+    if pending:
+        notes.append(f"The sweep has not ended ({_counts(pending)}): the answer may change.")
+    return notes
+
+
+def drift_line(drift: Drift, by: str) -> str:
+    """What the control says: how far its figure moved during the sweep, and whether that is more than noise."""
+    moved = f"{abs(drift.percent):.1f}% {'up' if drift.percent >= 0 else 'down'}"
+    line = f"Drift: the control's {_NOUNS[by]} went {moved} in {duration(drift.seconds)} ({counted(drift.runs, 'run')}"
+    if drift.interval_percent is None:
+        return f"{line}); whether that is noise is unknown."
+    low, high = map(percent, drift.interval_percent)
+    end = "within noise" if drift.is_within_noise else "more than noise: the machine changed while the sweep ran"
+    return f"{line}, 95% interval {low} to {high}): {end}."
+
+
+def ranking_lines(ranking: Ranking) -> list[str]:
+    """The whole answer: the sentence, the ranked table, the notes, and who is left out and why."""
+    lines = [ranking.sentence]
+    if ranking.ranked:
+        cells = [_cells(place, entry, ranking) for place, entry in enumerate(ranking.ranked, 1)]
+        lines += [f"  {line}" for line in aligned(HEADINGS, cells, right=_FIGURES)]
+    lines += ranking.notes
+    if ranking.left_out:
+        lines.append(f"left out: {counted(len(ranking.left_out), 'recipe')}")
+        lines += [f"  {entry.label}: {entry.left_out}" for entry in ranking.left_out]
+    return lines
+
+
+def _cells(place: int, entry: Entry, ranking: Ranking) -> tuple[str, ...]:
+    group, by = entry.group, ranking.by
+    shown = {name: _other(entry, name) for name in ("tps", "mfu", "memory")}
+    shown[by] = figure(entry.centre, by)
+    total = len(group.rows)
+    return (
+        str(place),
+        entry.label,
+        str(group.world),
+        str(entry.runs) if entry.runs == total else f"{entry.runs} of {total}",
+        *shown.values(),
+        "" if entry.low is None else f"{figure(entry.low, by)} to {figure(entry.high, by)}",
+        "" if entry.spread_percent is None else percent(entry.spread_percent),
+        _standing(place, entry, ranking),
+    )
+
+
+def _other(entry: Entry, by: str) -> str:
+    """A figure by which the recipes are not ranked; speeds of oversubscribed runs are marked."""
+    if by == "memory":
+        return figure(entry.memory_gib, by)
+    value = entry.group.typical({"tps": "tokens_per_second", "mfu": "mfu_percent"}[by])
+    return figure(value, by) + ("*" if value is not None and entry.group.is_oversubscribed else "")
+
+
+def _standing(place: int, entry: Entry, ranking: Ranking) -> str:
+    """How a recipe compares with the first one."""
+    first = ranking.first
+    if place == 1 or first is None or first.centre is None or entry.centre is None:
+        return ""
+    change = 100 * (entry.centre / first.centre - 1)
+    text = f"{change:+.1f}%"
+    return f"{text}, within noise" if entry.is_within_noise else text
+
+
+def _noise(ranking: Ranking) -> str:
+    if ranking.noise_percent is None:
+        return "Noise: unknown, as no recipe has two runs; hydra.sweeper.repeats=3 runs each three times."
+    return (
+        f"Noise: a run differs by {percent(ranking.noise_percent)} (standard deviation, pooled over the repeats of "
+        f"{counted(len(_repeated(ranking)), 'recipe')}; {counted(ranking.degrees, 'degree')} of freedom)."
+    )
+
+
+def _control(control: Entry, ranking: Ranking) -> str:
+    """What the control did, and how the first recipe compares with it."""
+    by, first = ranking.by, ranking.first
+    line = f"Control: {control.label}, {amount(control.centre, by)} ({counted(control.runs, 'run')})"
+    if first is None or ranking.control_gap_percent is None:
+        return f"{line}."
+    gap = f"{percent(ranking.control_gap_percent)} {'less' if by == 'memory' else 'more'}"
+    line = f"{line}; {first.label} {'needs' if by == 'memory' else 'does'} {gap}"
+    if ranking.control_interval_percent is None:
+        return f"{line}."
+    low, high = ranking.control_interval_percent
+    end = "within noise" if low <= 0 <= high else "more than noise"
+    return f"{line} (95% interval {percent(low)} to {percent(high)}), {end}."
+
+
+def _repeated(ranking: Ranking) -> list[Entry]:
+    control = [] if ranking.control is None else [ranking.control]
+    return [entry for entry in (*ranking.entries, *control) if entry.runs > 1]
+
+
+def _nothing(ranking: Ranking) -> str:
+    """Why no recipe has a place."""
+    entries = ranking.entries
+    if not entries:
+        return "There is nothing to rank: the sweep has no run."
+    rows = runs(row for entry in entries for row in entry.group.rows)
+    if not any(row["outcome"] == "done" for row in rows):
+        return f"There is nothing to rank: none of {counted(len(rows), 'run')} is done."
+    limit = ranking.max_memory_gib
+    needs = [entry.memory_gib for entry in entries if entry.memory_gib is not None]
+    if limit is not None and needs and min(needs) > limit:
+        return f"No recipe fits into {limit:g} GiB: the smallest needs {min(needs):.2f}."
+    oversubscribed = any(entry.group.is_oversubscribed for entry in entries)
+    if ranking.by == "mfu" and any(entry.left_out == OWN_PEAK for entry in entries):
+        return f"No recipe can be ranked by MFU: {OWN_PEAK}."
+    if ranking.by != "memory" and oversubscribed:
+        return (
+            f"No recipe can be ranked by {_NOUNS[ranking.by]}: the runs had more processes than cores, so that their "
+            "speed says nothing; rank them by memory (--by memory)."
+        )
+    return f"No recipe can be ranked by {_NOUNS[ranking.by]}: {entries[0].left_out}."
+
+
+def _counts(ends: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in ends.items())

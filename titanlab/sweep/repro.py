@@ -1,0 +1,404 @@
+"""Restores what a run was made with: its code in a git worktree, its config, and how its environment differs from now."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titanlab.errors import ConfigError
+from titanlab.options import discover
+from titanlab.recipe.composition.flags import read_flags
+from titanlab.recipe.composition.loader import Loader
+from titanlab.recipe.literal import literal
+from titanlab.recipe.recipe import Recipe, from_mapping, resolve, to_mapping
+from titanlab.records.config_file import config_text
+from titanlab.records.git_state import PATCH_LIMIT, RECORD
+from titanlab.records.json_file import read_optional
+from titanlab.records.provenance import code_fingerprint
+from titanlab.records.run_folder import RunFolder
+from titanlab.sweep.composer import Composer
+from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.system.command import Answer, ask
+from titanlab.system.regular_file import read_bytes
+
+_SHA = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_FINGERPRINT = re.compile(r"[0-9a-f]{64}")
+_HIDDEN = "[hidden]"
+# Lines of a patch that name files; a name with special characters is in quotation marks.
+_NAMES = re.compile(
+    r"^(?:--- |\+\+\+ |rename from |rename to |copy from |copy to |diff --git |Binary files )(.*)$", re.MULTILINE
+)
+_LINK = re.compile(r"^(?:new file mode|new mode|index \S+) 1(?:2|6)0000\r?$", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedCode:
+    """The code of an attempt.
+
+    Attributes:
+        env: the content of env.json.
+        sha: the commit; None: not recorded.
+        branch: for the user.
+        fingerprint: of the Python files of the package; None: not recorded.
+        version: of the package.
+        patch: the difference to the commit; empty: none.
+        problem: why the patch cannot be used, or is not all; None: it is whole.
+        snapshot: a copy of the same code in the sweep's folder; None: there is none.
+    """
+
+    env: Mapping[str, Any]
+    sha: str | None
+    branch: str | None
+    fingerprint: str | None
+    version: str
+    patch: str
+    problem: str | None
+    snapshot: Path | None
+
+
+def recorded_code(run: RunFolder, attempt: int) -> RecordedCode:
+    """What an attempt has recorded.
+
+    Raises:
+        ConfigError: it has recorded nothing.
+    """
+    env = run.env(attempt) if attempt else run.env()
+    code = (env or {}).get("code")
+    if env is None or not isinstance(code, dict):
+        rule = "has recorded no code: it has no env.json, or a damaged one"
+        raise ConfigError("run", run.path, rule, "name a run that has begun")
+    recorded = code.get("git")
+    git: Mapping[str, Any] = recorded if isinstance(recorded, dict) else {}
+    sha, fingerprint = git.get("sha"), code.get("fingerprint")
+    fingerprint = fingerprint if isinstance(fingerprint, str) and _FINGERPRINT.fullmatch(fingerprint) else None
+    patch, problem = _patch(run, attempt, git)
+    return RecordedCode(
+        env=env,
+        # A value such as `--upload-pack=…` would be an option of git.
+        sha=sha if isinstance(sha, str) and _SHA.fullmatch(sha) else None,
+        branch=git.get("branch") if isinstance(git.get("branch"), str) else None,
+        fingerprint=fingerprint,
+        version=str(code.get("version", "unknown"))[:40],
+        patch=patch,
+        problem=problem,
+        snapshot=_snapshot(run.path.parent / "code", fingerprint),
+    )
+
+
+def _patch(run: RunFolder, attempt: int, git: Mapping[str, Any]) -> tuple[str, str | None]:
+    if not git.get("dirty"):
+        return "", None
+    if not git.get("patch"):
+        return "", "the code was changed, and the difference was not kept"
+    try:
+        # Line ends as they are: git compares them with those of the commit.
+        text = read_bytes(run.attempt_folder(attempt) / "code.patch", most_bytes=4 * PATCH_LIMIT).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        return "", f"the code was changed, and code.patch cannot be read ({error})"
+    if (wrong := wrong_path(text)) is not None:
+        return "", f"code.patch is not applied: {wrong}"
+    if not git.get("patch_complete"):
+        return text, "the code was changed by more than code.patch holds"
+    if _HIDDEN in text:
+        return text, "what looked like a secret was taken out of code.patch"
+    return text, None
+
+
+def wrong_path(patch: str) -> str | None:
+    """What is wrong with the files that a patch changes; None: they are plain files below its root."""
+    if _LINK.search(patch):
+        return "it makes a link or a submodule"
+    for match in _NAMES.finditer(patch):
+        for name in re.split(r"[\s\"]+", match[1]):
+            parts = name.split("/")
+            # Git refuses such paths too.
+            if name.startswith("/") and name != "/dev/null":
+                return f"it names {name[:80]!r}, which is no path below the repository"
+            if ".." in parts or any(part.lower().startswith(".git") and part != ".gitignore" for part in parts):
+                return f"it names {name[:80]!r}"
+    return None
+
+
+def _snapshot(folder: Path, fingerprint: str | None) -> Path | None:
+    """The copy of the code with this fingerprint in the sweep's folder."""
+    if fingerprint is None or folder.is_symlink() or not folder.is_dir():
+        return None
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") or path.is_symlink():
+            continue
+        if (read_optional(path / RECORD) or {}).get("fingerprint") == fingerprint:
+            return path
+    return None
+
+
+_SECONDS = 300.0
+_SUFFIXES = (".py", ".yaml", ".yml", ".csv", ".json", ".txt", ".toml", ".typed")
+# Nothing of a repository is run: no hook, no monitor of files, no command of an attribute.
+_INERT = (
+    *("-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false"),
+    *("-c", "protocol.allow=never", "-c", "submodule.recurse=false"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """The restored code.
+
+    Attributes:
+        source: what it was made from, in words.
+        is_same: whether it has the fingerprint of the run's code; None: the run has recorded none.
+        notes: what could not be restored.
+    """
+
+    source: str
+    is_same: bool | None
+    notes: tuple[str, ...]
+
+
+def repository_of(folder: Path) -> Path | None:
+    """The root of the git repository that has a folder; None: there is none, or no git."""
+    answer = _git(folder, "rev-parse", "--show-toplevel")
+    return Path(answer.output.strip()) if answer is not None and answer.code == 0 and answer.output.strip() else None
+
+
+def restore(code: RecordedCode, repository: Path | None, into: Path, *, run: str) -> Restored:
+    """Make the folder.
+
+    Args:
+        run: the name of the run, for the error.
+
+    Raises:
+        ConfigError: neither the commit nor a snapshot is here, or git fails.
+    """
+    notes, has_commit = [], False
+    if code.sha is None:
+        notes.append("the code was installed without git, so there is no commit to go back to")
+    elif repository is None:
+        notes.append(f"commit {code.sha[:12]} cannot be looked up: there is no git repository here (--repo FOLDER)")
+    else:
+        answer = _git(repository, "cat-file", "-e", f"{code.sha}^{{commit}}")
+        has_commit = answer is not None and answer.code == 0
+        if not has_commit:
+            notes.append(f"commit {code.sha[:12]} is not in {repository}: fetch it, or give --repo FOLDER")
+    if has_commit and (code.problem is None or code.snapshot is None):
+        assert repository is not None
+        return _from_commit(code, repository, into, notes)
+    if code.snapshot is None:
+        reason = "; ".join([*notes, *([code.problem] if code.problem else [])])
+        cure = f"install titanlab {code.version} by hand, or find the repository that has the commit"
+        raise ConfigError("run", run, f"its code cannot be restored: {reason}; and no snapshot is kept", cure)
+    if code.problem is not None:
+        notes.append(code.problem)
+    return _from_snapshot(code, code.snapshot, into, notes)
+
+
+def _from_commit(code: RecordedCode, repository: Path, into: Path, notes: list[str]) -> Restored:
+    assert code.sha is not None
+    _checked(_git(repository, "worktree", "add", "--detach", "--", str(into), code.sha), "git worktree add", into)
+    source = f"commit {code.sha[:12]}"
+    if code.patch:
+        with tempfile.NamedTemporaryFile("w", suffix=".patch", encoding="utf-8", newline="\n") as file:
+            file.write(code.patch)
+            file.flush()
+            answer = _git(into, "apply", "--whitespace=nowarn", "--", file.name)
+        if answer is None or answer.code:
+            complaint = "git gave no answer" if answer is None else answer.complaint[:300]
+            notes.append(f"code.patch does not fit the commit ({complaint}); the folder has the commit alone")
+        else:
+            source += " with code.patch"
+    if code.problem is not None:
+        notes.append(code.problem)
+    return Restored(source=source, is_same=_is_same(code, into), notes=tuple(notes))
+
+
+def _from_snapshot(code: RecordedCode, snapshot: Path, into: Path, notes: list[str]) -> Restored:
+    into.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(snapshot, into, dirs_exist_ok=True, symlinks=True, ignore=_no_plain_files)
+    return Restored(source=f"the snapshot {snapshot}", is_same=_is_same(code, into), notes=tuple(notes))
+
+
+def _no_plain_files(folder: str, names: list[str]) -> set[str]:
+    """What is not copied: links, pipes, and files of other kinds than a snapshot has."""
+    left = set()
+    for name in names:
+        path = Path(folder, name)
+        is_plain = path.is_file() and path.suffix in _SUFFIXES
+        if path.is_symlink() or name.startswith(".") or not (path.is_dir() or is_plain):
+            left.add(name)
+    return left
+
+
+def _is_same(code: RecordedCode, folder: Path) -> bool | None:
+    return None if code.fingerprint is None else code_fingerprint(folder / "titanlab") == code.fingerprint
+
+
+def _checked(answer: Answer | None, what: str, into: Path) -> None:
+    if answer is None or answer.code:
+        rule = "git gave no answer" if answer is None else f"{what} says: {answer.complaint[:300]}"
+        raise ConfigError("--into", into, rule, "give another folder")
+
+
+def _git(folder: Path, *arguments: str) -> Answer | None:
+    # Git sets GIT_DIR and similar variables for hooks; they would select another repository.
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    environ |= {"LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0", "GIT_LFS_SKIP_SMUDGE": "1"}
+    return ask("git", "-C", str(folder), *_INERT, *arguments, seconds=_SECONDS, environ=environ)
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9.!+_-]{0,99}")
+# They differ between any two runs, or name the job.
+_OWN = ("SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
+_LONGEST = 60
+Difference = tuple[str, str, str]
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
+    """Name, value then, value now, of everything that differs."""
+    return list(_differences(then, now))
+
+
+def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
+    for section, keys in {
+        "python": ("version", "implementation"),
+        "devices": ("accelerator", "name", "count"),
+        "platform": ("system", "machine", "libc", "release", "nvidia_driver"),
+        "host": ("name", "cpu", "usable_cores", "memory_gib"),
+    }.items():
+        old, new = _mapping(then, section), _mapping(now, section)
+        for key in keys:
+            if key in old and old[key] != new.get(key):
+                yield f"{section}.{key}", _text(old[key]), _text(new.get(key))
+    for section in ("packages", "environment"):
+        old, new = _mapping(then, section), _mapping(now, section)
+        for name in sorted({*old, *new}, key=str):
+            if str(name).startswith(_OWN) or old.get(name) == new.get(name):
+                continue
+            yield str(name)[:_LONGEST], _text(old.get(name)), _text(new.get(name))
+
+
+def pip_line(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The command that installs the packages that differ; None: none differs, or they cannot be named safely."""
+    old, new = _mapping(then, "packages"), _mapping(now, "packages")
+    words = [
+        f"{name}=={version}"
+        for name, version in sorted(old.items(), key=str)
+        if isinstance(name, str)
+        and isinstance(version, str)
+        and _NAME.fullmatch(name)
+        and _VERSION.fullmatch(version)
+        and new.get(name) != version
+    ]
+    return f"pip install {' '.join(words)}" if words else None
+
+
+def _mapping(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = record.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _text(value: object) -> str:
+    text = "-" if value is None else " ".join(str(value).split())
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+
+
+NAME = "run"
+# They say where a run is, and not what it computes.
+_PLACES = ("runs", "sweep", "name")
+_ABSENT = "-"
+
+
+def composable(config: Mapping[str, Any]) -> str:
+    """The text of a YAML that composes to a run's recipe: a list of schemas, and all values.
+
+    Raises:
+        ConfigError: an option is not installed here, or a value breaks a rule.
+    """
+    recipe = to_mapping(from_mapping(config))
+    defaults: list[Any] = ["recipe_schema"]
+    for group, kinds in discover().items():
+        value = recipe.get(group)
+        if isinstance(value, dict):
+            kind = None if None in kinds else value.get("kind")
+            defaults.append({group: kinds[kind].schema_name})
+    values = {key: value for key, value in recipe.items() if key != "runs"}
+    text = config_text({"defaults": [*defaults, "_self_"], "runs": "runs", **literal(values)})
+    return f"# The resolved recipe of a run; `titanlab repro` wrote it.\n{text}"
+
+
+def composed_now(run: RunFolder, env: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
+    """The recipe that a run's sweep, or its command line, composes to now; or None, and why there is none."""
+    sweep = SweepFolder(run.path.parent)
+    overrides = sweep.manifest().get("overrides")
+    point = next((row.get("point") for row in sweep.points() if row.get("run") == run.path.name), None)
+    try:
+        if isinstance(overrides, list) and isinstance(point, dict):
+            recipe = _of_point([text for text in overrides if isinstance(text, str) and "=" in text], point)
+        else:
+            arguments, problem = _overrides(env)
+            if problem:
+                return None, problem
+            composed = Loader(read_flags(arguments), arguments).recipe()
+            if composed is None:
+                return None, "its command describes several runs"
+            recipe = composed
+        cluster = run.section("cluster")
+        accelerator, device = str(cluster.get("accelerator") or "cpu"), str(cluster.get("device") or "cpu")
+        return to_mapping(resolve(recipe, world=None, accelerator=accelerator, device=device)), ""
+    except ConfigError as error:
+        return None, f"what made it composes to no recipe any more ({error})"
+
+
+def _of_point(shared: Sequence[str], point: Mapping[str, Any]) -> Recipe:
+    loader = Loader(read_flags(shared), shared)
+    # It reads the options that all points share, which decides how a point's values are set.
+    loader.base()
+    return Composer(loader, [point]).recipe(point)
+
+
+def _overrides(env: Mapping[str, Any]) -> tuple[list[str], str]:
+    """The overrides of a command line, or why they are not known."""
+    command = env.get("command")
+    words = [str(word) for word in command] if isinstance(command, list) else []
+    if "train" not in words or "--from" in words:
+        return [], "its command line is not recorded in a form that can be composed again"
+    arguments = words[words.index("train") + 1 :]
+    overrides = [word for word in arguments if "=" in word and not word.startswith("-")]
+    if len(overrides) < len(arguments):
+        return [], f"its command line has flags: {' '.join(word for word in arguments if word not in overrides)}"
+    if any("[hidden]" in word for word in overrides):
+        return [], "its command line had a secret, which was not recorded"
+    return overrides, ""
+
+
+def config_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Key, value then, value now, of everything that differs but the place of the run."""
+    old, new = _flat(then), _flat(now)
+    return [
+        (key, old.get(key, _ABSENT), new.get(key, _ABSENT))
+        for key in {**old, **new}
+        if key.partition(".")[0] not in _PLACES and old.get(key) != new.get(key)
+    ]
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    flat: dict[str, str] = {}
+    for key, inner in value.items():
+        name = f"{prefix}{key}"
+        if isinstance(inner, Mapping) and inner:
+            flat |= _flat(inner, f"{name}.")
+        else:
+            flat[name] = "null" if inner is None else str(inner)
+    return flat
+
+
+def write_config(folder: Path, text: str) -> None:
+    """Write the composable config into a restored folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{NAME}.yaml").write_text(text, encoding="utf-8")

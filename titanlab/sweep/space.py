@@ -1,0 +1,412 @@
+"""The grammar of a space, and its points.
+
+A space is a mapping with one of three words:
+
+    product: {parallelism: [fsdp, tp], precision: [bf16, fp32]}      all combinations: 4 points
+    zip: {world: [8, 16], training.global_batch: [16, 32]}           first with first, second with second: 2 points
+    list: [{ac: full}, {ac: memory_budget, ac.budget: 0.3}]          points as written: 2 points
+
+Each word also takes a list of spaces: `product` combines their points, `zip` pairs them, `list` concatenates them. An
+item without a word has the word of its list.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import itertools
+import json
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from titanlab.costs.layout import SHORT
+from titanlab.errors import ConfigError
+from titanlab.records.run_name import safe_name
+
+Values = Mapping[str, Any]
+WORDS = ("product", "zip", "list")
+SPACE = "space"
+LIMIT = 100_000
+_EXAMPLE = "write product: {parallelism: [fsdp, tp], precision: [bf16, fp32]}"
+
+
+def expand(space: Any) -> list[Values]:
+    """All points of a space; the values of the first key change slowest.
+
+    Raises:
+        ConfigError: it is not a space, or has no point, more than `LIMIT` points, or a point twice.
+    """
+    size = _size(space, SPACE)
+    if size > LIMIT:
+        raise ConfigError(SPACE, size, f"are more points than {LIMIT}", "take some values out")
+    points = _points(space, SPACE)
+    if not points:
+        raise ConfigError(SPACE, space, "has no point", _EXAMPLE)
+    seen: set[str] = set()
+    for point in points:
+        text = canonical_text(point)
+        if text in seen:
+            shown = ", ".join(f"{key}={value}" for key, value in point.items())
+            raise ConfigError(SPACE, shown, "is there twice", "take one out; `repeats` runs every point several times")
+        seen.add(text)
+    return points
+
+
+def keys_of(points: Sequence[Values]) -> list[str]:
+    """All keys of the points, in order of first use."""
+    return list(dict.fromkeys(key for point in points for key in point))
+
+
+def canonical_text(value: Any) -> str:
+    """A text that is equal only for equal values of the same type: 1 differs from true and from 1.0."""
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _size(space: Any, place: str) -> int:
+    """The number of points, computed before any is created."""
+    word, inner = _read(space, place)
+    if isinstance(inner, Mapping):
+        sizes = [len(values) for values in inner.values()] if word != "list" else [1]
+    else:
+        sizes = [_size(item, at) for item, at in _items(word, inner, place)]
+    if word == "product":
+        return math.prod(sizes)
+    return max(sizes, default=0) if word == "zip" else sum(sizes)
+
+
+def _points(space: Any, place: str) -> list[Values]:
+    word, inner = _read(space, place)
+    at = f"{place}.{word}"
+    if isinstance(inner, Mapping):
+        if word == "list":
+            return [dict(inner)]
+        parts: list[list[Values]] = [[{key: value} for value in values] for key, values in inner.items()]
+        names = list(inner)
+    else:
+        items = _items(word, inner, place)
+        parts = [_points(item, where) for item, where in items]
+        names = [where.rpartition(".")[2] for _, where in items]
+    if word == "list":
+        return [point for part in parts for point in part]
+    if word == "zip":
+        _check_lengths(parts, names, at)
+        return [_joined(points, at) for points in zip(*parts, strict=True)]
+    return [_joined(points, at) for points in itertools.product(*parts)]
+
+
+def _read(space: Any, place: str) -> tuple[str, Any]:
+    """The word of a space, and its content."""
+    if not isinstance(space, Mapping):
+        raise ConfigError(place, space, f"is no space, which is a mapping with one of {', '.join(WORDS)}", _EXAMPLE)
+    words = [word for word in WORDS if word in space]
+    if len(space) != 1 or not words:
+        if len(words) > 1 or (words and len(space) > 1):
+            rule = f"has {' and '.join(map(str, space))} beside each other, and a space has one word"
+            raise ConfigError(place, ", ".join(map(str, space)), rule, f"write product: [{{{words[0]}: …}}, …]")
+        near = [close for key in space for close in difflib.get_close_matches(str(key), WORDS, n=1)]
+        cure = f"did you mean {near[0]}?" if near else _EXAMPLE
+        rule = f"has no word of a space: {', '.join(WORDS)}"
+        raise ConfigError(place, ", ".join(map(str, space)) or "{}", rule, cure)
+    word, inner = words[0], space[words[0]]
+    at = f"{place}.{word}"
+    if isinstance(inner, Mapping):
+        if word != "list":
+            _check_values(inner, at)
+        else:
+            _check_keys(inner, at)
+    elif not isinstance(inner, list):
+        raise ConfigError(at, inner, "takes a mapping, or a list of spaces", _EXAMPLE)
+    elif not inner:
+        raise ConfigError(at, "[]", "has no point", _EXAMPLE)
+    return word, inner
+
+
+def _items(word: str, inner: Sequence[Any], place: str) -> list[tuple[Any, str]]:
+    """The items of a list as spaces, and the place of each for messages."""
+    items = []
+    for number, item in enumerate(inner):
+        at = f"{place}.{word}[{number}]"
+        if not isinstance(item, Mapping):
+            cure = "write {key: value}" if word == "list" else "write {key: [values]}"
+            raise ConfigError(at, item, "is neither a space nor a mapping of keys", cure)
+        items.append((item if any(name in item for name in WORDS) else {word: item}, at))
+    return items
+
+
+def _check_values(inner: Mapping[Any, Any], at: str) -> None:
+    if not inner:
+        raise ConfigError(at, "{}", "has no key", _EXAMPLE)
+    _check_keys(inner, at)
+    for key, values in inner.items():
+        where = f"{at}.{key}"
+        if not isinstance(values, list):
+            raise ConfigError(where, values, "must be a list of values", f"write {key}: [{values}]")
+        if not values:
+            raise ConfigError(where, "[]", "has no value", "give some, or leave the key out")
+        if at.endswith(".zip"):
+            # In a zip, a value may occur twice with different partners.
+            continue
+        known: set[str] = set()
+        for value in values:
+            if canonical_text(value) in known:
+                raise ConfigError(where, value, "is there twice", "take one out; `repeats` runs a point several times")
+            known.add(canonical_text(value))
+
+
+def _check_keys(inner: Mapping[Any, Any], at: str) -> None:
+    for key in inner:
+        if not isinstance(key, str) or not key.strip():
+            raise ConfigError(at, key, "is no key of a recipe", "write keys as text, such as training.seq_len")
+
+
+def _check_lengths(parts: Sequence[Sequence[Values]], names: Sequence[str], at: str) -> None:
+    lengths = [len(part) for part in parts]
+    for name, length in zip(names, lengths, strict=True):
+        if length != lengths[0]:
+            rule = f"pairs {names[0]}, which has {lengths[0]} values, with {name}, which has {length}"
+            raise ConfigError(at, length, rule, "give as many to both, or use product")
+
+
+def _joined(points: Sequence[Values], at: str) -> Values:
+    """One point from several parts, which must set different keys."""
+    joined: dict[str, Any] = {}
+    for point in points:
+        for key, value in point.items():
+            if key in joined:
+                raise ConfigError(at, key, "is set by two parts of one point", "set it in one of them")
+            joined[key] = value
+    return joined
+
+
+WHERE = "where"
+"""The key of an error in a condition."""
+_LENGTH = 1000  # characters; no user writes a longer condition
+_CURE = "write a condition such as parallelism.tensor <= 8 and precision == 'bf16'"
+_COMPARISONS: Mapping[type, Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.In: lambda item, items: item in items,
+    ast.NotIn: lambda item, items: item not in items,
+}
+# No powers: a short expression could take forever.
+_ARITHMETIC: Mapping[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {"min": min, "max": max, "abs": abs, "len": len}
+# The names of constants in YAML.
+_WORDS: Mapping[str, Any] = {"true": True, "false": False, "null": None}
+_MEANT = {
+    ast.Call: "calls a function that is not min, max, abs or len",
+    ast.Attribute: "takes a part of something that is no key",
+    ast.Lambda: "makes a function",
+    ast.Subscript: "takes an item of something",
+    ast.Pow: "has a power",
+    ast.Is: "has `is`: write ==",
+    ast.IsNot: "has `is not`: write !=",
+}
+
+
+@dataclass(frozen=True)
+class Expression:
+    """A parsed condition.
+
+    Attributes:
+        text: as the user wrote it.
+        names: keys that it may use, in order.
+    """
+
+    text: str
+    names: tuple[str, ...]
+    _body: ast.expr
+
+    def holds(self, value: Callable[[str], Any], label: str) -> bool:
+        """Whether a point meets the condition.
+
+        Args:
+            value: the point's value by key.
+            label: of the point, for messages.
+
+        Raises:
+            ConfigError: it cannot be computed, or the result is neither true nor false.
+        """
+        try:
+            result = _compute(self._body, value)
+        except (TypeError, ValueError, ArithmeticError) as error:
+            rule = f"cannot be computed for {label} ({' '.join(str(error).split())})"
+            raise ConfigError(WHERE, self.text, rule, "compare numbers with numbers and texts with texts") from error
+        if not isinstance(result, bool):
+            rule = f"is {result!r} for {label}, neither true nor false"
+            raise ConfigError(WHERE, self.text, rule, "compare it with something")
+        return result
+
+
+def read_expression(text: Any) -> Expression:
+    """Parse a condition.
+
+    Raises:
+        ConfigError: it is not a text or not an expression, or contains something that conditions do not allow.
+    """
+    if not isinstance(text, str) or not text.strip():
+        raise ConfigError(WHERE, text, "is no condition", _CURE)
+    if len(text) > _LENGTH:
+        raise ConfigError(WHERE, text, f"has {len(text)} characters, and {_LENGTH} are enough", "write several")
+    try:
+        body = ast.parse(text.strip(), mode="eval").body
+        names = tuple(dict.fromkeys(_names(body, text)))
+    # The last two: some thousand nested brackets are too deep for the parser.
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        message = error.msg if isinstance(error, SyntaxError) else type(error).__name__
+        raise ConfigError(WHERE, text, f"cannot be read ({message})", _CURE) from error
+    return Expression(text, names, body)
+
+
+def _names(node: ast.expr, text: str) -> list[str]:
+    """The keys in a condition; raises ConfigError for everything that conditions do not allow."""
+    match node:
+        case ast.Name() | ast.Attribute():
+            name = _dotted(node)
+            if name is None:
+                raise _refused(node, text)
+            return [] if name in _WORDS else [name]
+        case ast.Constant(value=bool() | int() | float() | str() | None):
+            return []
+        case ast.BoolOp(values=parts) | ast.List(elts=parts) | ast.Tuple(elts=parts):
+            pass
+        case ast.UnaryOp(op=ast.Not() | ast.USub() | ast.UAdd(), operand=inner):
+            parts = [inner]
+        case ast.BinOp(left=left, op=op, right=right):
+            if type(op) not in _ARITHMETIC:
+                raise _refused(op, text)
+            parts = [left, right]
+        case ast.Compare(left=left, ops=ops, comparators=others):
+            for operation in ops:
+                if type(operation) not in _COMPARISONS:
+                    raise _refused(operation, text)
+            parts = [left, *others]
+        case ast.Call(func=ast.Name(id=name), args=parts, keywords=[]) if name in _FUNCTIONS:
+            pass
+        case _:
+            raise _refused(node, text)
+    return [name for part in parts for name in _names(part, text)]
+
+
+def _refused(node: ast.AST, text: str) -> ConfigError:
+    rule = _MEANT.get(type(node), f"has something in it that no condition has ({type(node).__name__})")
+    return ConfigError(WHERE, text, rule, _CURE)
+
+
+def _dotted(node: ast.expr) -> str | None:
+    """`parallelism.tensor` for nested attributes of a name; None for other expressions."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        before = _dotted(node.value)
+        return None if before is None else f"{before}.{node.attr}"
+    return None
+
+
+def _compute(node: ast.expr, value: Callable[[str], Any]) -> Any:
+    match node:
+        case ast.Constant(value=constant):
+            return constant
+        case ast.Name() | ast.Attribute():
+            name = str(_dotted(node))
+            return _WORDS[name] if name in _WORDS else value(name)
+        case ast.BoolOp(op=op, values=parts):
+            decisive = isinstance(op, ast.Or)
+            # Stop at the first decisive part: later parts may use keys that this point does not have.
+            return any(_truth(part, value) is decisive for part in parts) is decisive
+        case ast.UnaryOp(op=ast.Not(), operand=inner):
+            return not _truth(inner, value)
+        case ast.UnaryOp(op=op, operand=inner):
+            operand = _number(_compute(inner, value))
+            return -operand if isinstance(op, ast.USub) else operand
+        case ast.BinOp(left=left, op=op, right=right):
+            return _ARITHMETIC[type(op)](_number(_compute(left, value)), _number(_compute(right, value)))
+        case ast.Compare(left=left, ops=ops, comparators=others):
+            before = _compute(left, value)
+            for operation, other in zip(ops, others, strict=True):
+                after = _compute(other, value)
+                if not _COMPARISONS[type(operation)](before, after):
+                    return False
+                before = after
+            return True
+        case ast.Call(func=ast.Name(id=name), args=parts):
+            return _FUNCTIONS[name](*(_compute(part, value) for part in parts))
+        case ast.List(elts=parts) | ast.Tuple(elts=parts):
+            return [_compute(part, value) for part in parts]
+    raise AssertionError(ast.dump(node))
+
+
+def _truth(node: ast.expr, value: Callable[[str], Any]) -> bool:
+    result = _compute(node, value)
+    if not isinstance(result, bool):
+        raise TypeError(f"{ast.unparse(node)} is {result!r}, neither true nor false")
+    return result
+
+
+def _number(value: Any) -> Any:
+    # A text times a large number would fill the memory.
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is no number")
+    return value
+
+
+LENGTH = 60  # of a label, in characters
+BASE = "base"
+# Names of options that mean nothing without their group.
+_VAGUE = ("none", "off", "full", "block", "default", "local")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One value for each key of a sweep.
+
+    Attributes:
+        values: by key; an option by its group.
+        repeat: number of the repetition.
+        is_control: whether it is a run of the sweep's control.
+    """
+
+    values: Mapping[str, Any]
+    repeat: int = 0
+    is_control: bool = False
+
+    @property
+    def label(self) -> str:
+        """The values in short, for the name of a folder: `fsdp_tp-bf16`, `tp8-seq_len4096`."""
+        parts = [_part(key, value) for key, value in self.values.items() if key not in ("name", "repeat")]
+        text = safe_name("-".join(parts), otherwise=BASE)
+        return text[: LENGTH - len(self.suffix)].rstrip("-._") + self.suffix
+
+    @property
+    def suffix(self) -> str:
+        """The number of the repetition; empty for the first, whose name so does not depend on later repeats."""
+        return f"-r{self.repeat}" if self.repeat else ""
+
+
+def _part(key: str, value: Any) -> str:
+    group, _, rest = key.rpartition(".")
+    if not group and isinstance(value, str):
+        option = value.rpartition("/")[2]
+        return f"{rest}_{option}" if option in _VAGUE else option
+    if isinstance(value, bool):
+        return rest if value else f"no_{rest}"
+    short = SHORT.get(rest, rest)
+    if isinstance(value, int | float):
+        return f"{short}{value:g}" if isinstance(value, float) else f"{short}{value}"
+    if isinstance(value, list):
+        value = "x".join(map(str, value))
+    return f"{short}_{'none' if value is None else value}"

@@ -1,1 +1,0 @@
-"""From a sweep's file or a command line to named recipes."""

@@ -1,1 +1,0 @@
-"""A sweep's runs as rows: collected, listed and watched."""
