@@ -19,8 +19,7 @@ from titanlab.recipe.composition.recipes import conf_folder
 from titanlab.records.identity import identify
 from titanlab.records.outcome import OutcomeKind
 from titanlab.sweep.plan import Dropped, plan_study
-from titanlab.sweep.plan_table import plan_lines
-from titanlab.sweep.submit import Decision, Submitted
+from titanlab.sweep.submit import Decision, Submitted, plan_lines
 
 PAGE = Path(__file__).parents[2] / "docs" / "sweeps.md"
 GOOD = {"product": {"parallelism": ["fsdp", "fsdp_tp"], "world": [2, 3]}}

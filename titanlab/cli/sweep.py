@@ -14,8 +14,17 @@ from titanlab.recipe.composition.flags import read_flags
 from titanlab.recipe.composition.loader import Loader
 from titanlab.recipe.composition.recipes import conf_folder
 from titanlab.sweep.plan import Study, plan_study, with_data
-from titanlab.sweep.plan_table import fitting, plan_lines, plan_values
-from titanlab.sweep.submit import Submitted, check_study, decide, folder_of, silence_of, submit
+from titanlab.sweep.submit import (
+    Submitted,
+    check_study,
+    decide,
+    fitting,
+    folder_of,
+    plan_lines,
+    plan_values,
+    silence_of,
+    submit,
+)
 from titanlab.sweep.watch import exit_code, follow
 from titanlab.system.atomic_file import finite
 from titanlab.terminal.console import Console

@@ -8,8 +8,8 @@ import pytest
 from tests.sweep.studies import seeds, study
 from titanlab.errors import ConfigError
 from titanlab.plan.explanation import MEMORY_ERROR, Estimate
-from titanlab.sweep import plan_table as estimates
-from titanlab.sweep.plan_table import fitting
+from titanlab.sweep import submit as estimates
+from titanlab.sweep.submit import fitting
 
 
 @pytest.fixture

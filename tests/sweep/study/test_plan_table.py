@@ -9,9 +9,8 @@ import pytest
 
 from tests.sweep.studies import SLURM, seeds, study
 from titanlab.plan.explanation import Estimate
-from titanlab.sweep import plan_table
-from titanlab.sweep.plan_table import plan_lines, plan_values
-from titanlab.sweep.submit import decide
+from titanlab.sweep import submit as plan_table
+from titanlab.sweep.submit import decide, plan_lines, plan_values
 from titanlab.tracker.wandb_schema import Wandb
 
 
