@@ -31,7 +31,7 @@ LAYERS: list[list[str | tuple[str, ...]]] = [
     ["plan"],
     ["parity", "tracing", "doctor"],
     ["sweep"],
-    ["report", "reproduction"],
+    ["report"],
     [("cli", "__main__")],
 ]
 PLANNED: set[str] = set()

@@ -16,11 +16,11 @@ VARIABLES = ("SLURM_", "SUBMITIT_", "SBATCH_")
 # Names that decide nothing about a launcher, and why they are there.
 ALLOWED = {
     "checkpoint/remote/address_schema.py": {"local"},  # a scheme of addresses: `local:/folder`
-    "sweep/study/point.py": {"local"},  # in names of runs, an option of any group that needs its group's name
+    "sweep/space.py": {"local"},  # in names of runs, an option of any group that needs its group's name
     # Environment variables that are recorded, that configs may read, and that differ between any two runs.
     "records/provenance.py": {"SLURM_"},
     "recipe/composition/strangers.py": {"SLURM_JOB_ID", "SLURM_TMPDIR", "SLURM_CLUSTER_NAME"},
-    "reproduction/environment.py": {"SLURM_"},
+    "sweep/repro.py": {"SLURM_"},
     # The parts of `launch=local` that fork the ranks of this host: a proof forks its own.
     "parity/forked.py": {"titanlab.launch.local.rank_processes", "titanlab.launch.local.ranks"},
 }

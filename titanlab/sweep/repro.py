@@ -1,4 +1,4 @@
-"""Restores what a run was made with: its code in a git worktree, its config, and how its environment differs from now."""
+"""Restores what a run was made with: its code in a git worktree and its config; says what differs now."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class LoggingRecorder(Recorder):
         self._scaling: dict[str, object] = {}
         self._experts = ExpertRows(self._steps, functools.partial(self._write, EXPERTS))
         self._watch = Watch(active=recipe.compile.compiles, note=console.note, warn=console.warn)
-        console.start(f"titanlab · {recipe.name}", start_rows(recipe, run, world.device, work, position))
+        console.start(f"titanlab · {recipe.name}", start_rows(recipe, run, world.device, step_work, position))
         if slow := slow_precision(recipe, world.device):
             console.warn(slow)
 
