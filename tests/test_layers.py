@@ -227,7 +227,7 @@ def test_what_the_command_line_imports_first_is_light():
     ("module", "source", "complaint"),
     [
         ("titanlab.surprise", "", "titanlab.surprise: has no layer"),
-        ("titanlab.costs.layout", "from titanlab.train.train import train", "titanlab.costs.layout:1: imports titanlab.train.train, up from costs to training"),
+        ("titanlab.costs.layout", "from titanlab.train.train import train", "titanlab.costs.layout:1: imports titanlab.train.train, up from costs to train"),
         ("titanlab.costs.layout", "def f():\n    from titanlab.train import train", "titanlab.costs.layout:2: imports titanlab.train.train, up"),
         ("titanlab.costs.layout", "import importlib\nimportlib.import_module('titanlab.train.train')", "titanlab.costs.layout:2: imports titanlab.train.train"),
         ("titanlab.model.llama", "import titanlab.optimizer.adamw", "titanlab.optimizer.adamw, which stands beside model"),

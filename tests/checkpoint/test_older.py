@@ -16,7 +16,7 @@ from titanlab.distributed.ranks import ALONE, joined
 from titanlab.parity.parity import trace
 from titanlab.recipe.recipe import to_mapping
 from titanlab.train.weights_folder import open_weights
-from titanlab.train.weights_source import run_source
+from titanlab.train.weights_tensors import run_source
 
 
 def trained(made, run):

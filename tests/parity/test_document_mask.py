@@ -29,7 +29,7 @@ from titanlab.parity.parity import compare
 from titanlab.train import assemble as batch
 from titanlab.train import generate as sampling
 from titanlab.train.starting_weights import open_folder
-from titanlab.train.weights_source import fill
+from titanlab.train.weights_tensors import fill
 
 pytestmark = pytest.mark.on_page
 BAR = tolerances.FP32

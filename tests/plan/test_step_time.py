@@ -13,8 +13,8 @@ from titanlab.costs.account import EXCHANGE
 from titanlab.costs.config_key import key_of
 from titanlab.costs.traffic_account import Coordinate, step_traffic
 from titanlab.model.qwen3_moe_schema import Qwen3Moe
+from titanlab.plan.exchange import context_rows, sharding_of, tensor_rows
 from titanlab.plan.machine import Efficiencies, machine_of
-from titanlab.plan.stage_time import context_rows, sharding_of, tensor_rows
 from titanlab.plan.stages import model_facts
 from titanlab.plan.step_time import freed_and_kept, step_time
 from titanlab.precision.float8_schema import Float8Rowwise, Float8Tensorwise

@@ -20,7 +20,7 @@ from titanlab.parallelism.gradients import Gradients
 from titanlab.precision.fp16_schema import Fp16
 from titanlab.precision.loss_scale import DynamicLossScale, LossScale
 from titanlab.records.outcome import OutcomeKind
-from titanlab.train.faults import SkipBadSteps
+from titanlab.train.assemble import SkipBadSteps
 from titanlab.train.totals import Reduction
 
 STEPS = 6

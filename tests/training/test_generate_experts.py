@@ -22,7 +22,7 @@ from titanlab.errors import ConfigError
 from titanlab.train import generate as sampling
 from titanlab.train.balance import set_biases
 from titanlab.train.starting_weights import open_folder
-from titanlab.train.weights_source import fill
+from titanlab.train.weights_tensors import fill
 
 STEPS, SEQUENCES, RATE = 4, 8, 0.05
 WITH_BIASES = replace(MODEL, bias_rate=RATE)

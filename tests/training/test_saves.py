@@ -32,7 +32,7 @@ from titanlab.train import saves as module
 from titanlab.train.generate import _load
 from titanlab.train.starting_weights import check_beginning
 from titanlab.train.train import Observer
-from titanlab.train.weights_source import run_source
+from titanlab.train.weights_tensors import run_source
 
 STEPS = 6
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from titanlab.train import train as step_ends
-from titanlab.train.train import StepEnds
+from titanlab.train.recording import StepEnds
 
 
 class Event:

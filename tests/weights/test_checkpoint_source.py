@@ -10,7 +10,8 @@ from tests.checkpoint.storage import write
 from titanlab.errors import ConfigError
 from titanlab.model.llama_schema import Llama
 from titanlab.train import weights_source as checkpoint_source
-from titanlab.train.weights_source import Entry, dcp_source, run_source
+from titanlab.train.weights_source import Entry
+from titanlab.train.weights_tensors import dcp_source, run_source
 
 MODEL = Llama(dim=16, layers=1, heads=2, kv_heads=1, ffn_dim=24, vocab_size=32)
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")

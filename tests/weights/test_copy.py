@@ -13,7 +13,8 @@ from tests.weights.conftest import FORMATS, Tensors
 from titanlab.errors import ConfigError
 from titanlab.system.foreign import Foreign
 from titanlab.train import weights_source as sources
-from titanlab.train.weights_source import in_halves, write_weights
+from titanlab.train.weights_source import in_halves
+from titanlab.train.weights_tensors import write_weights
 
 
 def written(folder, source, *, foreign=None, dtype=None, shard_bytes=10**9):

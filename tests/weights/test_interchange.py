@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tests.weights.huggingface import made as folders
 from titanlab.errors import ConfigError
-from titanlab.train.huggingface import open_hf
+from titanlab.train.hub_folders import open_hf
 from titanlab.train.interchange import from_folder, is_weights, write_hf, write_ours
 from titanlab.train.weights_folder import open_weights
 

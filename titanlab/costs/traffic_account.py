@@ -10,18 +10,10 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from titanlab.costs.account import ModelAccount, is_in_block
+from titanlab.costs.account import STYLES, ModelAccount, cut_dim, has_partial_gradient, is_in_block, parameter_style
 from titanlab.costs.layout import AXES, FOLD, Layout, hidden_shape
 from titanlab.costs.setting import chunks_of
-from titanlab.costs.shard_account import (
-    STACK,
-    STYLES,
-    cut_dim,
-    cuts_of,
-    gathered_part,
-    has_partial_gradient,
-    parameter_style,
-)
+from titanlab.costs.shard_account import STACK, cuts_of, gathered_part
 
 # The step's totals: loss, norm, labels and a flag for each signal, in float64 (`titanlab.train.totals`).
 TOTALS_BYTES = 7 * 8

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import collections
-import json
 import os
 import statistics
 import sysconfig
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,13 +14,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-import torch._C._distributed_c10d as c10d
-import torch.distributed as dist
-
-from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.silence import diagnosis_of
-from titanlab.distributed.traffic import axis_groups
-from titanlab.distributed.world import BESIDE
 from titanlab.errors import ConfigError
 from titanlab.records.diagnosis import Diagnosis
 from titanlab.records.hang_file import HangRecord, read_hang
@@ -367,84 +359,3 @@ def hung_attempt(run: RunRecords, attempt: int) -> HungAttempt:
 
 
 _MOST_RANKS = 1_000_000
-
-
-# How many of the last collectives a record of a hang holds. They must span more than one step of the training.
-KEPT = 1000
-_DUMP_SECONDS = 2.0
-# One dump for each backend's recorder; a build of torch without CUDA has the first only. Private, without a public way.
-_DUMPS: tuple[Callable[[], bytes] | None, ...] = (
-    getattr(c10d, "_dump_fr_trace_json", None),
-    getattr(c10d, "_dump_nccl_trace_json", None),
-)
-
-
-def topology(mesh: Mesh, messages: Callable[[], Mapping[str, Any] | None] = lambda: None) -> Topology:
-    """This rank's groups and coordinates in a mesh.
-
-    Args:
-        messages: returns the state of the pipeline's sends and receives.
-    """
-    groups = dict(mesh.groups())
-    if dist.group.WORLD is not None:
-        groups["world"] = dist.group.WORLD
-    axes = axis_groups(mesh)
-    return Topology(
-        groups={
-            group.group_name: (axes.get(group.group_name, "other"), tuple(dist.get_process_group_ranks(group)))
-            for group in groups.values()
-        },
-        coordinates={axis: mesh.coordinate(axis) for axis, degree in mesh.layout.degrees().items() if degree > 1},
-        messages=messages,
-        collectives=last_collectives,
-    )
-
-
-def last_collectives(kept: int = KEPT) -> list[dict[str, Any]]:
-    """The last collectives that this process has called, oldest first; empty if the recorder is off.
-
-    Those of `World.beside` are left out.
-
-    Each has `group` (torch's name of the process group), `sequence` (its number in that group), `operation`, `sizes`
-    (of its inputs), `dtypes`, `is_message` (a send or receive), `is_done`, and `created` in seconds since the epoch.
-    """
-    entries: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for dump in _DUMPS:
-        for entry in _entries(dump) if dump is not None else []:
-            # Another thread calls these, and the training does not wait for them.
-            if BESIDE in entry.get("process_group", [])[1:]:
-                continue
-            collective = _collective(entry)
-            # Both dumps may hold the same recorder's collectives.
-            entries[collective["group"], collective["is_message"], collective["sequence"], collective["created"]] = (
-                collective
-            )
-    return sorted(entries.values(), key=lambda collective: float(collective["created"]))[-kept:]
-
-
-def _entries(dump: Callable[[], bytes]) -> list[dict[str, Any]]:
-    """The entries of a dump; empty if it does not end: a recorder's lock may be held by the thread that hangs."""
-    entries: list[dict[str, Any]] = []
-
-    def read() -> None:
-        entries.extend(json.loads(dump()).get("entries", []))
-
-    thread = threading.Thread(target=read, name="flight-recorder", daemon=True)
-    thread.start()
-    thread.join(_DUMP_SECONDS)
-    return list(entries)
-
-
-def _collective(entry: dict[str, Any]) -> dict[str, Any]:
-    is_message = bool(entry.get("is_p2p"))
-    return {
-        "group": str((entry.get("process_group") or [""])[0]),
-        "sequence": entry.get("p2p_seq_id" if is_message else "collective_seq_id", 0),
-        "operation": str(entry.get("profiling_name", "")).rpartition(":")[2],
-        "sizes": entry.get("input_sizes", []),
-        "dtypes": entry.get("input_dtypes", []),
-        "is_message": is_message,
-        # gloo leaves the state at `scheduled`, and retires what is complete.
-        "is_done": bool(entry.get("retired")) or entry.get("state") == "completed",
-        "created": entry.get("time_created_ns", 0) / 1e9,
-    }

@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from titanlab.costs.account import style_of
-from titanlab.costs.shard_account import cut_dim, has_partial_gradient
+from titanlab.costs.account import cut_dim, has_partial_gradient, style_of
 from titanlab.dtensor import local_part
 from titanlab.model.mixture_of_experts import Router
 from titanlab.parallelism.collectives import gather_first, sum_all, sum_and_scatter_first

@@ -9,21 +9,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from titanlab.ac.contract import ACConfig
-from titanlab.costs.account import EXCHANGE, Operation, is_in_block
+from titanlab.costs.account import EXCHANGE, STYLES, Operation, is_in_block
 from titanlab.costs.config_key import Key
 from titanlab.costs.layout import Layout
-from titanlab.costs.shard_account import STYLES
 from titanlab.costs.traffic_account import Row
 from titanlab.plan.block_work import Kernel, Part, kernel_seconds, work_of
+from titanlab.plan.exchange import axis_in, context_rows, exchange_rows, expert_axis, seconds_of, tensor_rows
 from titanlab.plan.machine import Axis, Machine
-from titanlab.plan.stage_time import (
-    axis_in,
-    context_rows,
-    exchange_rows,
-    expert_axis,
-    seconds_of,
-    tensor_rows,
-)
 from titanlab.plan.stages import (
     ModelFacts,
     Unkeyed,

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from titanlab.costs.account import Operation, TensorPlan
-from titanlab.costs.shard_account import STYLES
+from titanlab.costs.account import STYLES, Operation, TensorPlan
 from titanlab.plan.machine import Machine
 from titanlab.precision.account import Product
 

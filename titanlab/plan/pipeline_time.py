@@ -9,7 +9,6 @@ from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 from titanlab.costs.config_key import Key
-from titanlab.plan.stage_time import StageTime
 from titanlab.plan.stages import actions_of, placement_of
 from titanlab.schedule.action import Kind
 from titanlab.schedule.order import executed
@@ -240,3 +239,11 @@ def splits_backward(schedule: Key, ranks: int, microbatches: int) -> bool:
     """See `PipelineSchedule`."""
     splits: bool = ranks > 1 and schedule.value.splits_backward(ranks=ranks, microbatches=microbatches)
     return splits
+
+
+class StageTime(NamedTuple):
+    """Seconds of one stage for one microbatch: forward, gradients of inputs, gradients of weights."""
+
+    forward: float
+    inputs: float
+    weights: float

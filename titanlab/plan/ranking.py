@@ -17,11 +17,11 @@ from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
 from titanlab.plan.activations import Batch, deferred_bytes, saved_bytes
 from titanlab.plan.block_time import ModelTime, model_time, shape_of
+from titanlab.plan.exchange import axis_in
 from titanlab.plan.machine import Machine
 from titanlab.plan.memory import PieceBytes, RankMemory, Sharding, added, message_bytes, most_memory, stored_pieces
 from titanlab.plan.pipeline_time import least_time, splits_backward
 from titanlab.plan.space import Choice, Point, Space
-from titanlab.plan.stage_time import axis_in
 from titanlab.plan.stages import model_facts, placement_of
 from titanlab.plan.step_time import StepTime, least_seconds, step_time
 from titanlab.recipe.recipe import Recipe

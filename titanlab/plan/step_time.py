@@ -11,11 +11,12 @@ from titanlab.costs.config_key import Key, key_of
 from titanlab.costs.layout import Layout, hidden_shape
 from titanlab.costs.traffic_account import TOTALS_BYTES
 from titanlab.plan.block_time import exposed, model_time, shape_of
+from titanlab.plan.exchange import Sharding, axis_in, sharding_of
 from titanlab.plan.machine import Axis, Machine
 from titanlab.plan.memory import Sharding as Stored
 from titanlab.plan.memory import stored_pieces
 from titanlab.plan.pipeline_time import PipelineEstimate, Stages, least_time, pipeline_time
-from titanlab.plan.stage_time import RankTime, Sharding, axis_in, rank_stages, sharding_of
+from titanlab.plan.stage_time import RankTime, rank_stages
 from titanlab.plan.stages import Unkeyed, flops_per_token, model_facts
 from titanlab.recipe.communication import step_of
 from titanlab.recipe.recipe import Recipe

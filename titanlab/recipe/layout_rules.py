@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from titanlab.costs.account import ModelAccount
+from titanlab.costs.account import STYLES, ModelAccount, cut_dim, parameter_style
 from titanlab.costs.layout import FSDP_AXES, Layout, divisors
-from titanlab.costs.shard_account import STACK, STYLES, cut_dim, parameter_style
+from titanlab.costs.shard_account import STACK
 from titanlab.errors import ConfigError
 from titanlab.parallelism.schema import Parallelism
 from titanlab.recipe.stage_pieces import as_typed

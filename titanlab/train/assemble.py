@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from titanlab.checkpoint.position import Position
 from titanlab.compile.graph_memory import GraphMemory
@@ -23,11 +24,11 @@ from titanlab.model.documents.packed import HostStarts, Packed
 from titanlab.parallelism.chunked_loss import ChunkedLoss, Columns
 from titanlab.parallelism.context import positions
 from titanlab.parallelism.loss import IGNORE, Loss, SplitLoss, loss_sum, of_logits
-from titanlab.precision.loss_scale import LossScale
+from titanlab.precision.loss_scale import LossScale, step_if
 from titanlab.profiler.contract import Phase, nothing
 from titanlab.recipe.recipe import Recipe, pieces_by_stage
+from titanlab.recipe.training_schema import Training
 from titanlab.train.balance import Balance, NoBalance
-from titanlab.train.faults import with_policy
 from titanlab.train.stage import Stage, build_stage, dtypes_of, tensor_cut, together
 
 
@@ -365,3 +366,64 @@ def _document_finder(recipe: Recipe, chosen: torch.Tensor | None, world: World) 
 
 def _on_device(tensor: torch.Tensor, world: World) -> torch.Tensor:
     return tensor if world.device.type == "cpu" else tensor.pin_memory().to(world.device, non_blocking=True)
+
+
+_ROW, _SKIPPED = "bad_row", "bad_skipped"
+
+
+def with_policy(loss_scale: LossScale, training: Training, device: torch.device) -> LossScale:
+    """The loss scale, which also skips bad steps if the recipe says so."""
+    if training.on_nan != "skip":
+        return loss_scale
+    return SkipBadSteps(loss_scale, limit=training.nan_limit, device=device)
+
+
+class SkipBadSteps(LossScale):
+    """A loss scale that takes no step if the gradient is not finite, up to `limit` times in a row.
+
+    An overflow that the precision's own loss scale tolerates is no bad step, if the loss is finite: it is skipped as
+    before, and not counted.
+    """
+
+    def __init__(self, inner: LossScale, *, limit: int, device: torch.device) -> None:
+        self._inner, self._limit = inner, limit
+        self._row, self._skipped = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
+        self._bad = torch.zeros((), dtype=torch.bool, device=device)
+        self._is_lost = torch.zeros((), dtype=torch.bool, device=device)
+        self._inner_skips = False
+
+    def multiplier(self, constant: float) -> float | Tensor:
+        return self._inner.multiplier(constant)
+
+    def unscaled(self, tensor: Tensor) -> Tensor:
+        return self._inner.unscaled(tensor)
+
+    def learn_loss(self, loss: Tensor) -> None:
+        self._inner.learn_loss(loss)
+        self._is_lost = ~loss.isfinite()
+
+    def judge(self, norm: Tensor) -> Tensor:
+        fields, finite = self._inner.judge(norm), norm.isfinite()
+        self._inner_skips = fields is not None
+        if fields is None:
+            fields = torch.tensor([math.nan, 0.0, 0.0], dtype=torch.float64, device=norm.device)
+        # A smaller scale mends an overflow of gradients, and no loss.
+        self._bad = ~finite & ((fields[2] == 0) | self._is_lost)
+        self._row = torch.where(self._bad, self._row + 1, torch.where(finite, 0, self._row))
+        self._skipped = self._skipped + self._bad
+        skipped = fields[1] if self._inner_skips else self._skipped.double()
+        return torch.stack([fields[0], skipped, fields[2], (self._row <= self._limit).double()])
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._inner_skips:
+            self._inner.step(optimizer)
+        else:
+            step_if(optimizer, ~self._bad)
+
+    def state(self) -> dict[str, float]:
+        return {**self._inner.state(), _ROW: self._row.item(), _SKIPPED: self._skipped.item()}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        self._inner.restore({name: value for name, value in state.items() if name not in (_ROW, _SKIPPED)})
+        self._row = torch.full_like(self._row, int(state.get(_ROW, 0)))
+        self._skipped = torch.full_like(self._skipped, int(state.get(_SKIPPED, 0)))

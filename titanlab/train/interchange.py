@@ -26,12 +26,12 @@ from titanlab.recipe.literal import literal, path_override
 from titanlab.records.config_file import config_text
 from titanlab.system.atomic_file import write_json
 from titanlab.system.foreign import Foreign
-from titanlab.train import huggingface as hf
+from titanlab.train import hub_folders as hf
 from titanlab.train import weights_folder as ours
-from titanlab.train.huggingface import copy_tokenizer, write_tokenizer_config
-from titanlab.train.starting_weights import left_out, open_folder
+from titanlab.train.hub_folders import copy_tokenizer, write_tokenizer_config
+from titanlab.train.starting_weights import open_folder
 from titanlab.train.weights_folder import whole_folder
-from titanlab.train.weights_source import SafetensorsSource, Source, chunks, usual_dtype
+from titanlab.train.weights_source import SafetensorsSource, Source, chunks, left_out, usual_dtype
 
 Report = Callable[[str], None]
 
@@ -47,7 +47,7 @@ def write_ours(origin: Origin, into: Path, *, name: str, dtype: str | None, shar
     Raises:
         ConfigError: the folder cannot be written, or a number is too large for the dtype.
     """
-    from titanlab.train.weights_source import write_weights
+    from titanlab.train.weights_tensors import write_weights
 
     model = origin.source.model
     biases = {name: list(block) for name, block in origin.source.biases.items()}
@@ -97,7 +97,7 @@ def write_hf(origin: Origin, into: Path, *, dtype: str | None, shard_bytes: int,
     if family is None:
         rule = f"{source.model.kind} has no form in transformers"
         raise ConfigError("--format", "hf", rule, "try --format titanlab")
-    from titanlab.train.weights_source import write_weights
+    from titanlab.train.weights_tensors import write_weights
 
     with whole_folder(into) as part:
         _check_copies(origin)
@@ -266,7 +266,7 @@ def from_run(text: str, runs: str, *, step: int | None, checkpoint: Place | None
         generation = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
         about |= generation
     # Imported here: it imports torch.
-    from titanlab.train.weights_source import run_source
+    from titanlab.train.weights_tensors import run_source
 
     return Origin(
         source=run_source(checkpoint, model, "run"),
@@ -284,7 +284,7 @@ def from_dcp(folder: Path, model: ModelConfig, key: str) -> Origin:
         ConfigError: the folder is damaged or would run code, or has another model.
     """
     # Imported here: it imports torch.
-    from titanlab.train.weights_source import dcp_source
+    from titanlab.train.weights_tensors import dcp_source
 
     return Origin(
         source=dcp_source(folder, model, key),

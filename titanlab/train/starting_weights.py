@@ -8,21 +8,20 @@ imports torch only when it fills a model.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlab.checkpoint.contents import check_checkpoint, check_step, check_whole, indexed, read_contents
 from titanlab.checkpoint.folders import find, has_pickle
 from titanlab.checkpoint.remote.address_schema import Place, is_address
-from titanlab.costs.account import block_name
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 from titanlab.records.config_file import read_config
 from titanlab.system.user_path import user_path
-from titanlab.train.huggingface import CONFIG, is_hf_folder, open_hf
+from titanlab.train.hub_folders import CONFIG, is_hf_folder, open_hf
 from titanlab.train.weights_folder import is_weights_folder, model_of, open_weights
-from titanlab.train.weights_source import SafetensorsSource
+from titanlab.train.weights_source import Biases, SafetensorsSource, biases_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -131,7 +130,7 @@ def fill_start(
     assert recipe.init_from is not None
     source = _folder(recipe.init_from)
     if source is not None:
-        from titanlab.train.weights_source import fill
+        from titanlab.train.weights_tensors import fill
 
         fill(model, source)
         return biases_of(recipe.model, source.biases, KEY, recipe.init_from)
@@ -205,42 +204,3 @@ def _sampled(files: Sequence[Path]) -> str:
                 file.seek(max(size - _SAMPLE_BYTES, 0) * place // (_SAMPLES - 1))
                 digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
-
-
-Biases = Mapping[str, Sequence[float]]
-"""By block (`layers.0`, …), the number that is added to each expert's probability for the choice."""
-
-
-def biases_of(model: ModelConfig, routing: Biases, key: str, value: object) -> Biases:
-    """The biases in the state of a balance; empty: the model's routers have none.
-
-    Args:
-        model: that the state was saved with. Of other balances than `bias` the state has no biases.
-        key, value: where the state is from, for the error.
-
-    Raises:
-        ConfigError: it has other numbers of blocks or experts than the model.
-    """
-    account = model.account()
-    if account.experts is None or account.experts.balance != "bias" or not routing:
-        return {}
-    names = [block_name(layer) for layer in range(account.layers)]
-    if {*routing} != {*names} or any(len(routing[name]) != account.experts.count for name in names):
-        rule = f"its biases are not those of {account.layers} blocks of {account.experts.count} experts"
-        raise ConfigError(key, value, rule, "choose the model that it was trained as")
-    return routing
-
-
-def widest(biases: Biases) -> float:
-    """The largest difference of two experts' biases in a block."""
-    return max((max(block) - min(block) for block in biases.values()), default=0.0)
-
-
-def left_out(biases: Biases) -> str:
-    """One line for people whose copy of the weights has no place for the biases; empty: there are none."""
-    if not widest(biases):
-        return ""
-    return (
-        f"left out: the biases of {len(biases)} routers, for which the format has no place. Without them a token whose "
-        f"experts' probabilities differ by less than {widest(biases):.2g} (the widest of a block) may get other experts"
-    )

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from titanlab.checkpoint.remote.address_schema import Place
 from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.data import source
 from titanlab.data.streams.stream import Stream
-from titanlab.distributed.hang import topology
+from titanlab.distributed.flight_recorder import topology
 from titanlab.distributed.mesh import Mesh, build_mesh
 from titanlab.distributed.ranks import Ranks
 from titanlab.distributed.start_up import StartUp
@@ -49,7 +49,7 @@ from titanlab.records.run_folder import RunFolder
 from titanlab.system.disk import disk_fault
 from titanlab.train.assemble import Assembled, assemble
 from titanlab.train.faults import RepeatedStep, Rollbacks
-from titanlab.train.recording import Recorder, open_recorder
+from titanlab.train.recording import Recorder, StepEnd, StepEnds, open_recorder
 from titanlab.train.saves import Saves
 from titanlab.train.starting_weights import fill_start
 from titanlab.train.totals import RankTimes, Reduction, Totals
@@ -461,51 +461,3 @@ def validate(recipe: Recipe, assembled: Assembled, world: World, mesh: Mesh) -> 
     world.sum(sums)
     assembled.model.train()
     return float(sums[0] / sums[1])
-
-
-class StepEnd(NamedTuple):
-    """The end of a step.
-
-    at: by `time.perf_counter`; None: now
-    next_runs: whether the device already computes the next step
-    """
-
-    at: float | None = None
-    next_runs: bool = False
-
-
-NOW = StepEnd()
-
-
-class StepEnds:
-    """Tells when each step has ended on its device.
-
-    A GPU computes a step while the host sends the next one, and its totals are read after that. The times of reading
-    differ from those of computing wherever the host is slower than the GPU: before a validation or a checkpoint the
-    last two steps are read at once, so that one of them would take no time. So a GPU's steps are timed by its events.
-
-    Args:
-        device: of this rank; it is waited for.
-        clock: as of the meter.
-    """
-
-    def __init__(self, device: torch.device, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._last: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            self._last = torch.cuda.Event(enable_timing=True)
-            self._last.record()
-        self._at = clock()
-
-    def after(self, event: torch.cuda.Event | None) -> float | None:
-        """When the device reached the event at the end of a step; None: now.
-
-        Args:
-            event: it has been reached, and later than those of earlier calls; None: of a CPU.
-        """
-        if event is None or self._last is None:
-            return None
-        # From event to event: milliseconds in 32 bits are exact enough for a step, not for a day.
-        self._at += self._last.elapsed_time(event) / 1e3
-        self._last = event
-        return self._at

@@ -16,21 +16,16 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 from titanlab.options import schema_of
 from titanlab.system.disk import StoreFault
 from titanlab.system.foreign import Foreign
-from titanlab.train.starting_weights import biases_of
-from titanlab.train.weights_source import DTYPES, Entry, SafetensorsSource, check_entries, read_entries
+from titanlab.train.weights_source import SafetensorsSource, biases_of, check_entries, read_entries
 
 MANIFEST = "weights.json"
 INDEX = "weights.index.json"
@@ -254,82 +249,3 @@ def _put_in_place(part: Path, folder: Path) -> None:
 def _unwritable(folder: Path, error: OSError) -> ConfigError:
     reason = error.strerror or type(error).__name__
     return ConfigError("--into", folder, f"cannot be written ({reason})", "name a folder of yours with room for it")
-
-
-_ALIGNMENT = 8
-
-
-class SafetensorsWriter:
-    """Writes one file; use it in a `with` block, and write every tensor in the order of `entries`, in pieces.
-
-    Args:
-        path: must not exist.
-        entries: tensors by name.
-    """
-
-    def __init__(self, path: Path, entries: Mapping[str, Entry]) -> None:
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for name, entry in entries.items():
-            header[name] = {
-                "dtype": entry.dtype,
-                "shape": list(entry.shape),
-                "data_offsets": [offset, offset + entry.nbytes],
-            }
-            offset += entry.nbytes
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % _ALIGNMENT)
-        self._left = offset
-        self._file = path.open("xb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
-
-    def write(self, piece: Tensor) -> memoryview:
-        """Add the next elements. Returns their bytes."""
-        content = piece.contiguous().flatten().view(torch.uint8).numpy().data
-        self._file.write(content)
-        self._left -= len(content)
-        return content
-
-    def __enter__(self) -> SafetensorsWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._file.close()
-        if kind is None and self._left:
-            raise RuntimeError(f"{self._left} bytes of {self._file.name} were not written")
-
-
-def split_in_files(entries: Mapping[str, Entry], *, most: int, stem: str) -> dict[str, list[str]]:
-    """Names of the tensors of each file, in order: `<stem>-00001-of-00003.safetensors`, or one file without numbers.
-
-    Args:
-        entries: tensors by name.
-        most: largest size of a file in bytes; a larger tensor gets a file of its own.
-        stem: beginning of the file names.
-    """
-    groups: list[list[str]] = []
-    size = 0
-    for name, entry in entries.items():
-        if not groups or size + entry.nbytes > most:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += entry.nbytes
-    count = len(groups)
-    if count == 1:
-        return {f"{stem}.safetensors": groups[0]}
-    return {f"{stem}-{number:05d}-of-{count:05d}.safetensors": names for number, names in enumerate(groups, start=1)}
-
-
-def index_of(entries: Mapping[str, Entry], files: Mapping[str, Sequence[str]]) -> dict[str, object]:
-    """The index of the tensors of several files, in Hugging Face's format."""
-    return {
-        "metadata": {"total_size": sum(entry.nbytes for entry in entries.values())},
-        "weight_map": {name: file for file, names in files.items() for name in names},
-    }
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a number format that is named as in safetensors."""
-    dtype: torch.dtype = getattr(torch, DTYPES[name])
-    return dtype

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from titanlab.checkpoint.contents import read_contents
-from titanlab.checkpoint.older.metadata import read_saved
-from titanlab.checkpoint.older.reader import PickledReader
-from titanlab.checkpoint.reader import Reader, read_into, reader_of
-from titanlab.checkpoint.remote.address_schema import Place
+from titanlab.costs.account import block_name
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 from titanlab.system.foreign import LFS_POINTER, Foreign
-from titanlab.train.initialise import local_part, plain_name
-from titanlab.train.starting_weights import Biases, biases_of
-from titanlab.train.weights_folder import SafetensorsWriter, index_of, split_in_files, torch_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,9 +107,9 @@ class SafetensorsSource:
 
     def _read_stack(self, names: Sequence[str], offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """A box of a stack of tensors."""
+        inside = tuple(slice(start, start + size) for start, size in zip(offsets[1:], sizes[1:], strict=True))
         import torch
 
-        inside = tuple(slice(start, start + size) for start, size in zip(offsets[1:], sizes[1:], strict=True))
         parts = []
         for name in names[offsets[0] : offsets[0] + sizes[0]]:
             with safe_open(self.files[name], framework="pt") as file:
@@ -216,179 +204,42 @@ def _shape(shape: tuple[int, ...] | None) -> str:
     return "absent" if shape is None else "×".join(map(str, shape)) or "a single number"
 
 
-# Before the names of parameters: in titanlab's checkpoints, and in those of torchtitan.
-PREFIXES = ("model.", "")
+Biases = Mapping[str, Sequence[float]]
 
 
-def run_source(checkpoint: Place, model: ModelConfig, key: str) -> CheckpointSource:
-    """The weights in a checkpoint of titanlab.
+"""By block (`layers.0`, …), the number that is added to each expert's probability for the choice."""
+
+
+def biases_of(model: ModelConfig, routing: Biases, key: str, value: object) -> Biases:
+    """The biases in the state of a balance; empty: the model's routers have none.
 
     Args:
-        checkpoint: folder of one step.
-        model: config of the run's model.
-        key: for errors.
+        model: that the state was saved with. Of other balances than `bias` the state has no biases.
+        key, value: where the state is from, for the error.
 
     Raises:
-        ConfigError: the checkpoint lacks a parameter, or a parameter is not a tensor of a floating-point format.
+        ConfigError: it has other numbers of blocks or experts than the model.
     """
-    contents = read_contents(checkpoint, key)
-    reader = reader_of(checkpoint, contents, key)
-    biases = biases_of(model, contents.saved.position.routing, key, checkpoint)
-    return CheckpointSource(reader, reader.read_metadata(), PREFIXES[0], model, biases)
+    account = model.account()
+    if account.experts is None or account.experts.balance != "bias" or not routing:
+        return {}
+    names = [block_name(layer) for layer in range(account.layers)]
+    if {*routing} != {*names} or any(len(routing[name]) != account.experts.count for name in names):
+        rule = f"its biases are not those of {account.layers} blocks of {account.experts.count} experts"
+        raise ConfigError(key, value, rule, "choose the model that it was trained as")
+    return routing
 
 
-def dcp_source(folder: Path, model: ModelConfig, key: str) -> CheckpointSource:
-    """The weights in a folder of torch.distributed.checkpoint; its pickle is read as data.
-
-    Args:
-        model: config of the model that was saved; the folder has none.
-
-    Raises:
-        ConfigError: as `run_source`, or a parameter has another shape.
-    """
-    reader = PickledReader(folder, read_saved(folder, key), key)
-    metadata = reader.read_metadata()
-    shapes = model.account().parameters
-    saved = metadata.state_dict_metadata
-    prefix = next((prefix for prefix in PREFIXES if any(f"{prefix}{name}" in saved for name in shapes)), None)
-    if prefix is None:
-        first, there = next(iter(shapes)), sorted(saved)[:3]
-        rule = f"has no parameter of the model, as {first} or model.{first}; it has {', '.join(there) or 'nothing'}"
-        raise ConfigError(key, folder, rule, "give the --model that was saved")
-    source = CheckpointSource(reader, metadata, prefix, model)
-    for name, shape in shapes.items():
-        if source.entries[name].shape != tuple(shape):
-            rule = f"{name} is {list(source.entries[name].shape)} there and {list(shape)} in the model"
-            raise ConfigError(key, folder, rule, "give the --model that was saved")
-    return source
+def widest(biases: Biases) -> float:
+    """The largest difference of two experts' biases in a block."""
+    return max((max(block) - min(block) for block in biases.values()), default=0.0)
 
 
-class CheckpointSource:
-    """A Source that needs no process group.
-
-    Args:
-        metadata: of the reader. It is read once: that of a run on hundreds of ranks has 100,000 entries.
-        prefix: before the names of parameters.
-        model: config of the model.
-        biases: of its routers.
-
-    Raises:
-        ConfigError: the checkpoint lacks a parameter, or a parameter is not a tensor of a floating-point format.
-    """
-
-    def __init__(
-        self, reader: Reader, metadata: Metadata, prefix: str, model: ModelConfig, biases: Biases | None = None
-    ) -> None:
-        self.model = model
-        self.biases: Biases = biases or {}
-        self.entries: dict[str, Entry] = {}
-        self._name, self._whole = "", torch.empty(0)
-        self._reader, self._metadata, self._prefix = reader, metadata, prefix
-        names = {getattr(torch, torch_name): name for name, torch_name in DTYPES.items()}
-        for name in model.account().parameters:
-            tensor = metadata.state_dict_metadata.get(f"{prefix}{name}")
-            if not isinstance(tensor, TensorStorageMetadata) or tensor.properties.dtype not in names:
-                rule = f"has no plain tensor {name}"
-                raise ConfigError(reader.named_by, reader.checkpoint, rule, "give a checkpoint of the same model")
-            self.entries[name] = Entry(dtype=names[tensor.properties.dtype], shape=tuple(tensor.size))
-
-    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """As in Source."""
-        if name != self._name:
-            # Free the previous tensor before the next is allocated.
-            self._name, self._whole = "", torch.empty(0)
-            entry = self.entries[name]
-            whole = torch.empty(entry.shape, dtype=getattr(torch, DTYPES[entry.dtype]))
-            read_into({f"{self._prefix}{name}": whole}, self._reader, self._metadata)
-            self._name, self._whole = name, whole
-        box: Tensor = self._whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
-        return box
-
-
-def write_weights(
-    source: Source,
-    folder: Path,
-    *,
-    stem: str,
-    index: str,
-    foreign: Mapping[str, Foreign],
-    dtype: str | None,
-    shard_bytes: int,
-) -> str:
-    """Write all tensors of a source into files of a bounded size, with an index if there are several.
-
-    Args:
-        source: read piece by piece, in the order of its entries.
-        folder: the folder to write into.
-        stem: beginning of the file names.
-        index: name of the index.
-        foreign: name and order of rows of each parameter in the files.
-        dtype: number format, such as `bfloat16`; None keeps the format of each tensor.
-        shard_bytes: largest size of a file.
-
-    Returns:
-        SHA-256 over names, shapes, formats and contents of all tensors; the same for any `shard_bytes`.
-
-    Raises:
-        ConfigError: a number is too large for the format.
-    """
-    format_name = next((name for name, torch_name in DTYPES.items() if torch_name == dtype), None)
-    entries = {
-        theirs: Entry(dtype=format_name or entry.dtype, shape=foreign[name].shape_there(entry.shape))
-        for name, entry in source.entries.items()
-        for theirs in foreign[name].names
-    }
-    # The parameter of each tensor, and the tensor's number in a stack.
-    ours = {theirs: (name, n) for name in source.entries for n, theirs in enumerate(foreign[name].names)}
-    files = split_in_files(entries, most=shard_bytes, stem=stem)
-    hashes = []
-    for file, names in files.items():
-        with SafetensorsWriter(folder / file, {name: entries[name] for name in names}) as writer:
-            for name in names:
-                parameter, number = ours[name]
-                head, is_stack = foreign[parameter].head, bool(foreign[parameter].stack)
-                digest = hashlib.sha256()
-                here = Entry(dtype=source.entries[parameter].dtype, shape=entries[name].shape)
-                for offsets, sizes in chunks(here, rows=max(head, 1)):
-                    if is_stack:
-                        piece = source.read(parameter, [number, *offsets], [1, *sizes])[0]
-                    else:
-                        piece = source.read(parameter, offsets, sizes)
-                    piece = _cast(piece, torch_dtype(entries[name].dtype), parameter)
-                    digest.update(writer.write(in_halves(piece, head) if head else piece))
-                hashes.append([name, entries[name].dtype, list(entries[name].shape), digest.hexdigest()])
-    if len(files) > 1:
-        (folder / index).write_text(json.dumps(index_of(entries, files), indent=2) + "\n", encoding="utf-8")
-    return hashlib.sha256(json.dumps(sorted(hashes)).encode()).hexdigest()
-
-
-def _cast(piece: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    if piece.dtype == dtype:
-        return piece
-    cast = piece.to(dtype)
-    if dtype is torch.float16 and bool((cast.isinf() & piece.isfinite()).any()):
-        raise ConfigError("--dtype", "float16", f"{name} has numbers beyond its 65,504", "try bfloat16")
-    return cast
-
-
-@torch.no_grad()
-def fill(model: nn.Module, source: Source) -> None:
-    """Copy every parameter of `model` from a source, in place, cast to the parameter's dtype.
-
-    Args:
-        model: materialised; parameters are plain tensors or DTensors of any placement. It may be a pipeline stage:
-            parameters of other stages are not read.
-        source: has the same names and full shapes; a rank reads only its part.
-    """
-    for name, parameter in model.named_parameters():
-        local, offsets = local_part(parameter)
-        if local.numel():
-            _fill_box(local, offsets, plain_name(name), source)
-
-
-def _fill_box(local: Tensor, offsets: Sequence[int], name: str, source: Source) -> None:
-    width = local.numel() // local.shape[0] * local.element_size()
-    step = max(CHUNK_BYTES // max(width, 1), 1)
-    for start in range(0, local.shape[0], step):
-        part = local[start : start + step]
-        part.copy_(source.read(name, [offsets[0] + start, *offsets[1:]], list(part.shape)))
+def left_out(biases: Biases) -> str:
+    """One line for people whose copy of the weights has no place for the biases; empty: there are none."""
+    if not widest(biases):
+        return ""
+    return (
+        f"left out: the biases of {len(biases)} routers, for which the format has no place. Without them a token whose "
+        f"experts' probabilities differ by less than {widest(biases):.2g} (the widest of a block) may get other experts"
+    )

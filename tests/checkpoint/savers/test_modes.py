@@ -14,7 +14,7 @@ from titanlab.checkpoint.contract import Target
 from titanlab.checkpoint.position import Position
 from titanlab.checkpoint.savers.background import AsyncSaver
 from titanlab.checkpoint.savers.blocking import SyncSaver
-from titanlab.distributed.hang import last_collectives
+from titanlab.distributed.flight_recorder import last_collectives
 from titanlab.distributed.world import World
 
 

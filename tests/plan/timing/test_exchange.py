@@ -7,8 +7,7 @@ import pytest
 from tests.plan.recipes import SMALL, made
 from titanlab.costs.layout import Layout
 from titanlab.costs.traffic_account import Row
-from titanlab.plan.machine import Axis, machine_of
-from titanlab.plan.stage_time import (
+from titanlab.plan.exchange import (
     axis_in,
     context_rows,
     exchange_rows,
@@ -17,6 +16,7 @@ from titanlab.plan.stage_time import (
     sharding_of,
     tensor_rows,
 )
+from titanlab.plan.machine import Axis, machine_of
 from titanlab.recipe.communication import step_of
 
 

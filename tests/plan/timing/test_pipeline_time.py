@@ -7,8 +7,7 @@ from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing
 from titanlab.costs.config_key import key_of
 from titanlab.model.llama_schema import Llama
 from titanlab.plan.machine import machine_of
-from titanlab.plan.pipeline_time import pipeline_time, shorter, simulated_time, stages_of
-from titanlab.plan.stage_time import StageTime
+from titanlab.plan.pipeline_time import StageTime, pipeline_time, shorter, simulated_time, stages_of
 from titanlab.plan.step_time import step_time
 from titanlab.schedule.gpipe_schema import GPipe
 from titanlab.schedule.interleaved_schema import Interleaved1F1B, InterleavedZeroBubble

@@ -14,9 +14,8 @@ from titanlab.precision.fp16_schema import Fp16
 from titanlab.precision.loss_scale import ScaledStep
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.terminal import phase
-from titanlab.train.recording import LoggingRecorder, Recorder, open_recorder
+from titanlab.train.recording import LoggingRecorder, Recorder, StepEnd, open_recorder
 from titanlab.train.totals import Totals
-from titanlab.train.train import StepEnd
 
 CPU = torch.device("cpu")
 ALONE = World(rank=0, world=1, local_rank=0, device=CPU)

@@ -10,8 +10,8 @@ from titanlab.model.mixtral_schema import Mixtral
 from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.model.qwen3_schema import Qwen3
 from titanlab.options import Option, discover
-from titanlab.train import huggingface as families
-from titanlab.train.huggingface import family_for
+from titanlab.train import hub_folders as families
+from titanlab.train.hub_folders import family_for
 
 SUPPORTED = "LlamaForCausalLM, MixtralForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM"
 

@@ -9,7 +9,7 @@ import yaml
 from tests.weights.huggingface import made
 from titanlab.errors import ConfigError
 from titanlab.model.llama_schema import Llama
-from titanlab.train.huggingface import family_for
+from titanlab.train.hub_folders import family_for
 
 llama_hf = Llama.hugging_face()
 CONF = Path(__file__).parents[3] / "conf" / "model"

@@ -11,7 +11,7 @@ from tests.weights.huggingface import made
 from titanlab.cli import main
 from titanlab.train import generate as sampling
 from titanlab.train.starting_weights import open_folder
-from titanlab.train.weights_source import fill
+from titanlab.train.weights_tensors import fill
 
 BAR = 1e-5
 # Longer than the 64 tokens before which nothing is scaled.

@@ -9,7 +9,7 @@ from tests.model.published import load
 from tests.weights.huggingface import made
 from titanlab.cli import main
 from titanlab.errors import ConfigError
-from titanlab.train.huggingface import family_for, open_hf
+from titanlab.train.hub_folders import family_for, open_hf
 
 # As released, by what decides what is computed.
 PUBLISHED = {

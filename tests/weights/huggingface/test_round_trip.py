@@ -57,7 +57,7 @@ def test_rows_of_queries_and_keys_are_turned_and_no_others(tmp_path):
 
 
 def test_any_box_of_a_turned_tensor_is_read_right(tmp_path):
-    from titanlab.train.huggingface import open_hf
+    from titanlab.train.hub_folders import open_hf
 
     there = made.folder(tmp_path / "hub")
     run("import", there, "--into", tmp_path / "one")

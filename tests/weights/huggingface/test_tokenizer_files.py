@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from titanlab.train.huggingface import write_tokenizer_config
+from titanlab.train.hub_folders import write_tokenizer_config
 
 
 @pytest.fixture

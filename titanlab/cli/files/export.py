@@ -13,9 +13,8 @@ from titanlab.errors import ConfigError
 from titanlab.system.user_path import user_path
 from titanlab.terminal.console import Console
 from titanlab.train.interchange import Origin, checkpoint_of, from_folder, from_run, is_weights, write_hf, write_ours
-from titanlab.train.starting_weights import left_out
 from titanlab.train.weights_folder import check_apart, check_target, whole_folder
-from titanlab.train.weights_source import DTYPES
+from titanlab.train.weights_source import DTYPES, left_out
 
 _FORMATS = ("hf", "titanlab", "dcp")
 _SHARD_SIZE = "5GB"

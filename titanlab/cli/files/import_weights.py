@@ -19,7 +19,7 @@ from titanlab.model.contract import ModelConfig
 from titanlab.recipe.composition.recipes import conf_folder
 from titanlab.system.user_path import user_path
 from titanlab.terminal.console import Console
-from titanlab.train.huggingface import fetch_model
+from titanlab.train.hub_folders import fetch_model
 from titanlab.train.interchange import Origin, from_dcp, from_folder, is_weights, write_ours
 from titanlab.train.weights_folder import check_apart, check_target
 
