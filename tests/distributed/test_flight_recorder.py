@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from titanlab.costs.layout import Layout
-from titanlab.distributed import hang as flight_recorder
+from titanlab.distributed import flight_recorder
 from titanlab.distributed.flight_recorder import last_collectives, topology
 from titanlab.distributed.mesh import build_mesh
 

@@ -28,8 +28,8 @@ def test_a_record_names_the_innermost_line_that_is_not_torchs():
     [
         ("data/stream.py", "read", "data", "titanlab/data/stream.py"),
         ("checkpoint/store.py", "save", "checkpoint", "titanlab/checkpoint/store.py"),
-        ("training/train.py", "train", "", "titanlab/train/train.py"),
-        ("training/train.py", "next_batch", "data", "titanlab/train/train.py"),
+        ("train/train.py", "train", "", "titanlab/train/train.py"),
+        ("train/train.py", "next_batch", "data", "titanlab/train/train.py"),
     ],
 )
 def test_what_a_rank_is_busy_with(file, function, activity, shown):

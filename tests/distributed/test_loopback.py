@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from titanlab.distributed import world as loopback
+from titanlab.distributed.loopback import is_loopback, is_one_host, listen, loopback_address, loopback_interface
 from titanlab.distributed.ranks import ALONE
-from titanlab.distributed.world import is_loopback, is_one_host, listen, loopback_address, loopback_interface
 
 
 def test_names_and_addresses_of_the_loopback_are_known():

@@ -16,7 +16,7 @@ PARSING = re.compile(
 OWN = {
     "titanlab/checkpoint/agreement.py": "an error on its way between ranks",
     "titanlab/checkpoint/writer.py": "values on their way between ranks",
-    "titanlab/distributed/hang.py": "what torch's recorder gives as JSON in this process",
+    "titanlab/distributed/flight_recorder.py": "what torch's recorder gives as JSON in this process",
     "titanlab/distributed/stop.py": "lines of the watcher that has started the rank",
     "titanlab/profiler/breakdown.py": "the trace that torch's profiler has just written in this process",
     "titanlab/tracker/wandb.py": "lines of the writer that the tracker has started",

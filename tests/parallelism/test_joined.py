@@ -103,7 +103,7 @@ def test_autograd_functions_of_any_number_of_tensors_are_known():
     assert len(forwards) > 10
     # The last two never run in compiled code.
     takes_any = {name for name, forward in forwards.items() if forward.args.vararg}
-    assert takes_any == {"_JoinedProduct", "_Taps", "_GatherProduct"}
+    assert takes_any == {"_JoinedProduct", "_Taps"}
 
 
 def test_frozen_layers_get_no_gradient():

@@ -9,7 +9,7 @@ import pytest
 
 from tests import tiny
 from tests.parity.test_experts import BAR, recipe, traced
-from titanlab.costs import shard_account as tensor_styles
+from titanlab.costs import account as tensor_styles
 from titanlab.parity.parity import compare
 from titanlab.train.balance import Balance
 

@@ -53,7 +53,7 @@ def git(folder, *words):
 def test_the_copy_has_the_code_and_the_yamls(tmp_path):
     package = copy_of_the_clone(tmp_path / "clone")
     taken = snapshot.take(tmp_path / "code", package=package)
-    assert (taken / "titanlab" / "training" / "train.py").is_file()
+    assert (taken / "titanlab" / "train" / "train.py").is_file()
     assert (taken / "conf" / "config.yaml").is_file()
     assert (taken / "conf" / "launch" / "local.yaml").is_file()
     assert (taken / "launch" / "slurm.yaml").is_file()

@@ -1,7 +1,6 @@
 """Building a stage: which pieces it keeps, under which names, and what is on when it is built."""
 
 import os
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,12 +10,7 @@ from tests import tiny
 from titanlab.distributed.mesh import build_mesh
 from titanlab.distributed.ranks import joined
 from titanlab.distributed.world import open_world
-from titanlab.errors import ConfigError
 from titanlab.model.language_model import LanguageModel
-from titanlab.precision.cast import Cast
-from titanlab.precision.fp32_schema import Fp32
-from titanlab.precision.product import PLAIN, Product
-from titanlab.tracing.fake_world import fake_world
 from titanlab.train.stage import build_stage, default_dtype, thin, together
 
 PIECES = ("table", "layers.0", "layers.1", "head")
@@ -49,32 +43,6 @@ def test_the_default_dtype_returns_also_after_an_error():
         assert torch.get_default_dtype() is torch.bfloat16
         raise ValueError("inside")
     assert torch.get_default_dtype() is torch.float32
-
-
-class Halving(Cast):
-    """Layers that multiply by half of their weight, and say so."""
-
-    def convert(self, model, device):
-        product = Product(lambda inputs, weight, bias: PLAIN.forward(inputs, 0.5 * weight, bias))
-        for layer in (module for module in model.modules() if type(module) is nn.Linear):
-            layer.product = product
-
-
-class Halved(Fp32):
-    def implementation(self):
-        return Halving()
-
-
-def test_async_tp_refuses_layers_whose_product_the_precision_does_not_declare(tmp_path):
-    made = tiny.recipe(tmp_path, tensor=2)
-    made = replace(made, precision=Halved(), parallelism=replace(made.parallelism, async_tensor=True))
-    with fake_world(0, 2, nccl=True) as (world, _):
-        mesh = build_mesh(made.layout, "cpu")
-        with pytest.raises(ConfigError) as refused:
-            build_stage(made, world, mesh)
-    layer = "layers.0.attention.wq"
-    rule = f"parallelism.async_tensor=true: multiplies {layer} in the compute precision, and precision=fp32 does not"
-    assert str(refused.value) == f"{rule}; try false, or compile=block"
 
 
 def built(made, pieces):

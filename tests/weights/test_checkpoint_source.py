@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from tests.checkpoint.storage import write
 from titanlab.errors import ConfigError
 from titanlab.model.llama_schema import Llama
-from titanlab.train import weights_source as checkpoint_source
+from titanlab.train import weights_tensors as checkpoint_source
 from titanlab.train.weights_source import Entry
 from titanlab.train.weights_tensors import dcp_source, run_source
 

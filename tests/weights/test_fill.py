@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.weights.conftest import Tensors
-from titanlab.train import weights_source as module
+from titanlab.train import weights_tensors as module
 from titanlab.train.weights_tensors import fill
 
 WEIGHT, BIAS = torch.arange(12.0).view(4, 3), torch.tensor([0.5, 1.5, 2.5, 3.5])

@@ -13,7 +13,8 @@ from titanlab.terminal.numerals import counted
 from titanlab.tracker import wandb_upload
 from titanlab.tracker.tensorboard_schema import TensorBoard
 from titanlab.tracker.wandb_schema import Wandb
-from titanlab.train.tracked_run import has_repeated_steps, has_tracker, rebuild, tracker_gap, waiting_files
+from titanlab.train.rebuild import rebuild
+from titanlab.train.tracked_run import has_repeated_steps, has_tracker, tracker_gap, waiting_files
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import titanlab
-from titanlab.distributed.world import loopback_interface
+from titanlab.distributed.loopback import loopback_interface
 from titanlab.records.git_state import git_state
 from titanlab.records.provenance import PACKAGES, versions
 from titanlab.system.command import ask

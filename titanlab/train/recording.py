@@ -8,13 +8,11 @@ import math
 import os
 import shlex
 import time
-import time as clock
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -44,11 +42,11 @@ from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import counted, duration, grouped, short, trimmed
 from titanlab.terminal.paths import shown_path
 from titanlab.terminal.progress import Progress
-from titanlab.tracker.contract import Tracker, Warn
-from titanlab.tracker.tracked_run import TrackedRun, open_tracker
+from titanlab.tracker.contract import Tracker
+from titanlab.tracker.tracked_run import open_tracker
 from titanlab.train.balance import ExpertRows
 from titanlab.train.totals import Totals, memory, peak_flops, peak_memory_gib
-from titanlab.train.tracked_run import tracked_run
+from titanlab.train.tracked_run import HeldRows, tracked_run
 
 
 class StepEnd(NamedTuple):
@@ -440,53 +438,6 @@ def _scaling(totals: Totals) -> dict[str, object]:
         return {}
     scale = {} if math.isnan(totals.scaled.scale) else {meter.LOSS_SCALE: totals.scaled.scale}
     return {**scale, meter.SKIPPED_STEPS: totals.scaled.skipped}
-
-
-class HeldRows(Tracker):
-    """A tracker whose rows after the newest checkpoint wait.
-
-    Args:
-        tracker: started; it gets the rows.
-        saved_step: the step of the newest checkpoint.
-    """
-
-    def __init__(self, tracker: Tracker, saved_step: Callable[[], int]) -> None:
-        self._tracker, self._saved_step = tracker, saved_step
-        self._rows: deque[tuple[int, Mapping[str, Any], float]] = deque()
-        self._logged = 0
-
-    def start(self, run: TrackedRun, *, warn: Warn) -> None:
-        """Nothing to do: the tracker is started."""
-
-    def log(self, step: int, metrics: Mapping[str, Any], *, time: float | None = None) -> None:
-        """Keep a row with its time, and log those whose step is saved."""
-        self._rows.append((step, dict(metrics), clock.time() if time is None else time))
-        self._release(self._saved_step())
-
-    def go_back(self, to: int) -> None:
-        """Drop the rows after a step, from which the run goes on."""
-        self._rows = deque(row for row in self._rows if row[0] <= to)
-
-    def finish(self, summary: Mapping[str, Any], *, exit_code: int = 0) -> None:
-        """Log all rows, and finish."""
-        self._release(None)
-        self._tracker.finish(summary, exit_code=exit_code)
-
-    def kept_files(self, run: Path) -> frozenset[Path]:
-        """The tracker's files."""
-        return self._tracker.kept_files(run)
-
-    def put_aside(self, run: Path, paths: Iterable[Path], *, keep: bool) -> None:
-        """Move or remove the tracker's files."""
-        self._tracker.put_aside(run, paths, keep=keep)
-
-    def _release(self, until: int | None) -> None:
-        while self._rows and (until is None or self._rows[0][0] <= until):
-            step, metrics, time = self._rows.popleft()
-            # Lower only if the run went back behind its newest checkpoint, which was damaged.
-            if step >= self._logged:
-                self._tracker.log(step, metrics, time=time)
-                self._logged = step
 
 
 CONVENTION = "6(N−N_emb)+12·L·H·Q·T"

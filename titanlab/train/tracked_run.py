@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+import time as clock
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from titanlab.errors import ConfigError, TitanlabError
-from titanlab.recipe.composition.frozen import frozen_recipe
 from titanlab.recipe.recipe import Recipe, to_mapping
-from titanlab.records.metrics_file import EXPERTS, metrics_of
-from titanlab.records.outcome import Outcome
 from titanlab.records.points_file import point_of
 from titanlab.records.run_folder import RunFolder
 from titanlab.terminal.paths import shown_path
-from titanlab.tracker.contract import TrackerConfig
-from titanlab.tracker.record import FILE, FINISHED, Record, file_of, read_record, records_in, write_record
-from titanlab.tracker.tracked_run import TrackedRun, open_tracker
+from titanlab.tracker.contract import Tracker, Warn
+from titanlab.tracker.record import FILE, FINISHED, Record, records_in
+from titanlab.tracker.tracked_run import TrackedRun
 from titanlab.tracker.wandb_files import is_uploaded, offline_files
 
 
@@ -164,89 +161,48 @@ def _unfinished(run: RunFolder, unfinished: Mapping[int, Record]) -> str:
     )
 
 
-class RebuildError(TitanlabError):
-    """The tracker could not write the rows."""
-
-
-def rebuild(run: RunFolder, tracker: TrackerConfig | None = None) -> list[Record]:
-    """Rewrite the files of a run's trackers with all valid rows and the summary, under the same id.
-
-    The run's own files are moved to `replaced/`; files of an earlier call are deleted, so that only one copy remains.
+class HeldRows(Tracker):
+    """A tracker whose rows after the newest checkpoint wait.
 
     Args:
-        tracker: another tracker than those of the run, whose files are written too; None: those of the run.
-
-    Returns:
-        a record for each tracker.
-
-    Raises:
-        ConfigError: the run is in progress, has no rows, or has no tracker with files.
-        RebuildError: a tracker could not write them; its earlier files are unchanged.
+        tracker: started; it gets the rows.
+        saved_step: the step of the newest checkpoint.
     """
-    with run.claim():
-        attempt = run.newest_attempt() or 1
-        has_own = (run.attempt_folder(attempt) / "config.yaml").is_file()
-        recipe = frozen_recipe(run, attempt=attempt if has_own else None)
-        rows = [row for row in run.metrics() if row["kind"] != EXPERTS]
-        parts = recipe.tracker.parts()
-        own = next((config for config in parts.values() if tracker is not None and config.kind == tracker.kind), None)
-        if own is not None:
-            # With the project, the group and the tags that the run asked for.
-            parts = {own.kind: own}
-        elif tracker is not None:
-            parts = {tracker.kind: tracker}
-        configs = [made for config in parts.values() if (made := config.for_rebuild(len(rows))) is not None]
-        if not configs:
-            rule = "keeps nothing beside metrics.jsonl, which is whole"
-            raise ConfigError("tracker", recipe.tracker.kind, rule, "nothing is to be done")
-        if not rows:
-            raise ConfigError("run", run.path, "has no rows in metrics.jsonl", "there is nothing to write")
-        several = len(recipe.tracker.parts()) > 1 or (tracker is not None and own is None)
-        return [_rewritten(run, recipe, config, rows, attempt, several=several) for config in configs]
 
+    def __init__(self, tracker: Tracker, saved_step: Callable[[], int]) -> None:
+        self._tracker, self._saved_step = tracker, saved_step
+        self._rows: deque[tuple[int, Mapping[str, Any], float]] = deque()
+        self._logged = 0
 
-def _rewritten(
-    run: RunFolder,
-    recipe: Recipe,
-    config: TrackerConfig,
-    rows: list[dict[str, Any]],
-    attempt: int,
-    *,
-    several: bool,
-) -> Record:
-    """Rewrite the files of one tracker."""
-    file = file_of(config.kind) if several else FILE
-    described = tracked_run(recipe, run, attempt=attempt, is_live=False, record_file=file)
-    files = config.implementation()
-    before = files.kept_files(run.path)
-    earlier = read_record(described.record)
-    warnings: list[str] = []
-    tracker = open_tracker(config, described, warn=warnings.append)
-    for row in rows:
-        tracker.log(row["step"], metrics_of(row), time=row.get("time"))
-    outcome = run.result()
-    tracker.finish(_summary(outcome, rows), exit_code=outcome.kind.exit_code if outcome else 1)
-    made, new = read_record(described.record), files.kept_files(run.path) - before
-    if warnings or made is None or made.state != FINISHED or made.left_out or len(new) != 1:
-        files.put_aside(run.path, new, keep=False)
-        if earlier is not None:
-            write_record(described.record, earlier)
-        else:
-            described.record.unlink(missing_ok=True)
-        raise RebuildError(f"{run.path}: {'; '.join(warnings) or 'the tracker has not taken all rows'}")
-    old = {path for path in before if earlier is not None and str(path.relative_to(run.path)) == earlier.folder}
-    files.put_aside(run.path, old, keep=False)
-    files.put_aside(run.path, before - old, keep=True)
-    (place,) = (str(path.relative_to(run.path)) for path in new)
-    # The mode that the run's attempts asked for, not that of the rebuild.
-    modes = [record.wanted for record in records(run).get(config.kind, {}).values()] or [made.wanted]
-    made = replace(made, rebuilt=True, wanted=modes[-1], folder=place)
-    write_record(described.record, made)
-    return made
+    def start(self, run: TrackedRun, *, warn: Warn) -> None:
+        """Nothing to do: the tracker is started."""
 
+    def log(self, step: int, metrics: Mapping[str, Any], *, time: float | None = None) -> None:
+        """Keep a row with its time, and log those whose step is saved."""
+        self._rows.append((step, dict(metrics), clock.time() if time is None else time))
+        self._release(self._saved_step())
 
-def _summary(outcome: Outcome | None, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians and totals of the run's result; its latest row if no result was written."""
-    if outcome is not None:
-        return {**asdict(outcome)["metrics"], "outcome": outcome.kind.value}
-    return metrics_of(rows[-1])
+    def go_back(self, to: int) -> None:
+        """Drop the rows after a step, from which the run goes on."""
+        self._rows = deque(row for row in self._rows if row[0] <= to)
+
+    def finish(self, summary: Mapping[str, Any], *, exit_code: int = 0) -> None:
+        """Log all rows, and finish."""
+        self._release(None)
+        self._tracker.finish(summary, exit_code=exit_code)
+
+    def kept_files(self, run: Path) -> frozenset[Path]:
+        """The tracker's files."""
+        return self._tracker.kept_files(run)
+
+    def put_aside(self, run: Path, paths: Iterable[Path], *, keep: bool) -> None:
+        """Move or remove the tracker's files."""
+        self._tracker.put_aside(run, paths, keep=keep)
+
+    def _release(self, until: int | None) -> None:
+        while self._rows and (until is None or self._rows[0][0] <= until):
+            step, metrics, time = self._rows.popleft()
+            # Lower only if the run went back behind its newest checkpoint, which was damaged.
+            if step >= self._logged:
+                self._tracker.log(step, metrics, time=time)
+                self._logged = step

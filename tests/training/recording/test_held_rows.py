@@ -10,7 +10,7 @@ from tests.training.test_bad_steps import BAD, STEPS, attempt
 from titanlab.costs import meter
 from titanlab.tracker.contract import Tracker
 from titanlab.tracker.wandb_schema import Wandb
-from titanlab.train.recording import HeldRows
+from titanlab.train.tracked_run import HeldRows
 
 
 class Taken(Tracker):

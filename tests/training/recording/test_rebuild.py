@@ -15,7 +15,8 @@ from titanlab.tracker.tensorboard_schema import TensorBoard
 from titanlab.tracker.wandb_files import offline_files
 from titanlab.tracker.wandb_schema import Wandb
 from titanlab.train import tracked_run as rebuild
-from titanlab.train.tracked_run import RebuildError, tracker_gap
+from titanlab.train.rebuild import RebuildError
+from titanlab.train.tracked_run import tracker_gap
 
 
 def tracked(made, config, name="fsdp", steps=6, **given):

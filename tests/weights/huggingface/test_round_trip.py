@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from tests.weights.huggingface import made
 from titanlab.cli import main
-from titanlab.train import weights_source as copy
+from titanlab.train import weights_tensors as copy
 from titanlab.train.weights_folder import open_weights, whole_folder
 from titanlab.train.weights_source import in_halves, in_pairs
 
