@@ -20,7 +20,7 @@ from titanlab.tracker.tensorboard import TensorBoardTracker
 from titanlab.tracker.tensorboard_schema import TensorBoard
 from titanlab.tracker.tracked_run import TrackedRun, open_tracker
 from titanlab.tracker.wandb_schema import Wandb
-from titanlab.train import tracked_run as rebuild
+from titanlab.train import rebuild
 from titanlab.train.tracked_run import tracker_gap
 
 

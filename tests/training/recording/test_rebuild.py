@@ -14,7 +14,7 @@ from titanlab.tracker.record import FILE, FINISHED, OPEN, Record, read_record, w
 from titanlab.tracker.tensorboard_schema import TensorBoard
 from titanlab.tracker.wandb_files import offline_files
 from titanlab.tracker.wandb_schema import Wandb
-from titanlab.train import tracked_run as rebuild
+from titanlab.train import rebuild
 from titanlab.train.rebuild import RebuildError
 from titanlab.train.tracked_run import tracker_gap
 
