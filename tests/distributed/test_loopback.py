@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from titanlab.distributed import world as loopback
+from titanlab.distributed import loopback
 from titanlab.distributed.loopback import is_loopback, is_one_host, listen, loopback_address, loopback_interface
 from titanlab.distributed.ranks import ALONE
 
