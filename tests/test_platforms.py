@@ -16,8 +16,7 @@ from titanlab.profiler.memory import resident_bytes
 from titanlab.records import provenance
 from titanlab.system.process_start import born_at
 from titanlab.tracker import signal_filter
-from titanlab.train import totals as memory
-from titanlab.train import totals as rank_times
+from titanlab.train import totals
 from titanlab.worker import fork
 
 
@@ -42,7 +41,7 @@ def no_proc(monkeypatch):
 def darwin(monkeypatch):
     """What the modules see of `sys` and `platform` on a Mac."""
     seen = SimpleNamespace(platform="darwin", byteorder="little")
-    for module in (fork, signal_filter, memory):
+    for module in (fork, signal_filter, totals):
         monkeypatch.setattr(module, "sys", seen)
 
 
@@ -50,7 +49,7 @@ def test_what_linux_alone_tells_is_not_known(no_proc):
     assert host.memory_bytes() is None
     assert silence.process_state(os.getpid()) is None
     assert hang._main_thread_seconds() is None
-    assert rank_times._queued_seconds() == 0.0
+    assert totals._queued_seconds() == 0.0
     assert provenance._cpu_model() in (platform.processor(), platform.machine())
     assert resident_bytes() == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -76,8 +75,8 @@ def test_nobody_adopts_and_no_filter_is_set(darwin):
 
 
 def test_memory_is_counted_in_bytes(darwin, monkeypatch):
-    monkeypatch.setattr(memory, "resource", SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda who: PEAK))
-    assert memory.peak_memory_gib(SimpleNamespace(type="cpu")) == 1.5
+    monkeypatch.setattr(totals, "resource", SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda who: PEAK))
+    assert totals.peak_memory_gib(SimpleNamespace(type="cpu")) == 1.5
 
 
 PEAK = SimpleNamespace(ru_maxrss=3 * 2**29)

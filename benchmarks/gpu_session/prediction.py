@@ -10,8 +10,7 @@ from typing import Any
 
 from titanlab.cli.compose import compose
 from titanlab.costs import hardware
-from titanlab.costs import meter as flops
-from titanlab.costs.account import Share
+from titanlab.costs.account import Share, training_flops_per_token
 from titanlab.costs.config_key import key_of
 from titanlab.errors import ConfigError
 from titanlab.plan.activations import Batch, saved_bytes
@@ -99,7 +98,7 @@ def checkpoint_bytes(recipe: Recipe) -> int:
 
 def flops_per_token(recipe: Recipe, *, layers: int | None = None) -> int:
     """By the usual convention, of the model or of one like it with other layers."""
-    return flops.per_token(of_layers(recipe, layers).account(), seq_len=recipe.training.seq_len)
+    return training_flops_per_token(of_layers(recipe, layers).account(), seq_len=recipe.training.seq_len)
 
 
 def peak_of(recipe: Recipe, facts: Facts) -> float | None:

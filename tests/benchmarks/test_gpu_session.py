@@ -16,7 +16,7 @@ from tests.benchmarks.scripts import BENCHMARKS, part
 from tests.launch.command import alive
 from tests.torch_names import lacking, read, reviewed, stale, unknown
 from tests.until import until
-from titanlab.costs import meter as flops
+from titanlab.costs.account import training_flops_per_token
 
 SESSION = BENCHMARKS / "gpu_session"
 NAMES = "bound children facts held measure prediction products rates record rows sizes table watch __main__".split()
@@ -153,7 +153,7 @@ def test_a_bound_is_the_time_of_the_products_and_of_attention():
     total = sum(product.flops * count for product, count in found.items())
     assert bounded.products == pytest.approx(total / 500e12)
     assert bounded.attention == pytest.approx(4e-3 * 4 * recipe.model.layers)
-    per_token = flops.per_token(recipe.model.account(), seq_len=8192)
+    per_token = training_flops_per_token(recipe.model.account(), seq_len=8192)
     assert bounded.mfu_percent == pytest.approx(100 * per_token * 4 * 8192 / bounded.seconds / 989e12)
     whole = bound.bound_of(recipe, measured, peak=peak, layers=32)
     assert whole.attention == pytest.approx(4 * bounded.attention)

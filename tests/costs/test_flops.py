@@ -1,7 +1,6 @@
 """FLOPs from accounts; published numbers are in tests/model/test_llama_account.py."""
 
-from titanlab.costs import meter as flops
-from titanlab.costs.account import ModelAccount, Operation
+from titanlab.costs.account import ModelAccount, Operation, forward_flops, training_flops_per_token
 
 
 def account(*, tied):
@@ -23,11 +22,13 @@ def account(*, tied):
 
 def test_the_table_is_left_out():
     # Layer 16, norm 4, head 40: six times 60. Attention: 12 · 1 layer · 2 heads · 2 wide · 5 positions.
-    assert flops.per_token(account(tied=False), seq_len=5) == 6 * 60 + 12 * 1 * 2 * 2 * 5
+    assert training_flops_per_token(account(tied=False), seq_len=5) == 6 * 60 + 12 * 1 * 2 * 2 * 5
 
 
 def test_a_tied_table_is_a_head():
-    assert flops.per_token(account(tied=True), seq_len=5) == flops.per_token(account(tied=False), seq_len=5)
+    assert training_flops_per_token(account(tied=True), seq_len=5) == training_flops_per_token(
+        account(tied=False), seq_len=5
+    )
 
 
 def test_forward_sums_operations():
@@ -36,5 +37,5 @@ def test_forward_sums_operations():
         Operation(name="b", kind="pointwise", flops=0, output=(2, 3)),
         Operation(name="c", kind="attention", flops=7, output=(2, 3)),
     ]
-    assert flops.forward(operations) == 12
-    assert flops.forward([]) == 0
+    assert forward_flops(operations) == 12
+    assert forward_flops([]) == 0

@@ -4,19 +4,19 @@ import sys
 
 import pytest
 
-from titanlab.distributed import hang as hang_record
+from titanlab.distributed import hang
 from titanlab.distributed.hang import Topology, stack_of, stack_of_error
 from titanlab.records.hang_file import Collective, Group, Messages, parse_hang
 
 
 def recorded(frames, **changes):
     how = {"rank": 1, "state": "stands", "phase": "step 2", "step": 1, "seconds": 1.0, "limit": None, **changes}
-    return parse_hang({"schema": 1, **hang_record.hang_record(frames, Topology(), **how)})
+    return parse_hang({"schema": 1, **hang.hang_record(frames, Topology(), **how)})
 
 
 def test_a_record_names_the_innermost_line_that_is_not_torchs():
     frames = stack_of(sys._getframe())
-    torchs = hang_record.Frame("/venv/torch/distributed/distributed_c10d.py", 9, "wait")
+    torchs = hang.Frame("/venv/torch/distributed/distributed_c10d.py", 9, "wait")
     found = recorded([torchs, *frames])
     assert (found.source.function, found.stack[0].function) == (frames[0].function, "wait")
     assert found.activity == ""
@@ -33,7 +33,7 @@ def test_a_record_names_the_innermost_line_that_is_not_torchs():
     ],
 )
 def test_what_a_rank_is_busy_with(file, function, activity, shown):
-    found = recorded([hang_record.Frame(hang_record._OWN_PACKAGE + file, 3, function)])
+    found = recorded([hang.Frame(hang._OWN_PACKAGE + file, 3, function)])
     assert (found.activity, found.source.file) == (activity, shown)
 
 
@@ -60,7 +60,7 @@ def test_a_record_has_the_place_of_the_rank_among_the_others():
         collectives=lambda: [call],
     )
     how = {"rank": 2, "state": "waits", "phase": "step 3", "step": 2, "seconds": 1.5, "limit": 9.0}
-    written = hang_record.hang_record([], known, **how)
+    written = hang.hang_record([], known, **how)
     assert (written["coordinates"], written["source"]) == ({"shard": 1}, None)
     found = parse_hang({"schema": 1, **written})
     assert (found.rank, found.state, found.phase, found.step, found.seconds, found.limit) == tuple(how.values())

@@ -12,7 +12,7 @@ from tests.docs.pages import CONFIGS, PAGES, commands, read
 from tests.docs.test_names import options, tables
 from tests.model.published import SCHEMAS
 from titanlab.cli import main
-from titanlab.costs.meter import per_token
+from titanlab.costs.account import training_flops_per_token
 from titanlab.recipe.composition.recipes import conf_folder
 from titanlab.sweep.plan import plan_study
 
@@ -68,7 +68,7 @@ def test_a_model_has_as_many_parameters_as_its_comments_say(models, config):
 
 def test_flops_of_a_token_are_as_told(models):
     (said,) = re.findall(r"([\d,]+) for Llama 3 8B at 8,192 tokens", read("docs/models.md").replace("\n", " "))
-    assert number(said) == per_token(models["llama3_8b"].account(), seq_len=8192)
+    assert number(said) == training_flops_per_token(models["llama3_8b"].account(), seq_len=8192)
 
 
 def test_the_readme_shows_the_quickstart_as_it_is(models):
@@ -80,7 +80,7 @@ def test_the_readme_shows_the_quickstart_as_it_is(models):
     assert f"{parameters(model):,}\n" in shown
     tokens = training.global_batch * training.seq_len
     assert f"{tokens:,} ({training.global_batch} sequences of {training.seq_len})" in shown
-    flops = per_token(model.account(), seq_len=training.seq_len)
+    flops = training_flops_per_token(model.account(), seq_len=training.seq_len)
     assert f"FLOPs per token  {flops / 1e6:.1f}M" in shown
     assert f"step {training.steps}/{training.steps} " in shown
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.doctor.programs import program, states
-from titanlab.doctor import software as gpus
+from titanlab.doctor import software
 from titanlab.doctor.software import check_gpus, links_of
 
 ROW = "{}, NVIDIA H100 80GB HBM3, 570.86.15, {}, 81559, {}"
@@ -47,7 +47,7 @@ def test_what_nvidia_smi_says(tmp_path, monkeypatch, rows, topology, expected):
 def test_a_driver_that_hangs(tmp_path, monkeypatch):
     program(tmp_path, "nvidia-smi", "exec sleep 30")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(gpus, "_SECONDS", 0.2)
+    monkeypatch.setattr(software, "_SECONDS", 0.2)
     (finding,) = check_gpus()
     assert (finding.state, finding.text) == ("fail", "nvidia-smi gave no answer within 0.2 s")
 

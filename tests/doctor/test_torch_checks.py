@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.doctor.programs import program, states
-from titanlab.doctor import software as torch_checks
+from titanlab.doctor import software
 from titanlab.doctor.software import check_all_reduce, check_torch, torch_facts
 
 CPU = {"version": "2.13.0+cpu", "cuda": None, "hip": None, "cuda_available": False, "distributed": True, "gloo": True}
@@ -86,4 +86,4 @@ def test_real_processes_meet_and_torch_says_what_it_is():
 
 
 def test_the_script_needs_nothing_of_titanlab():
-    assert "titanlab." not in torch_checks.SCRIPT.read_text().partition('"""\n\nfrom')[2]
+    assert "titanlab." not in software.SCRIPT.read_text().partition('"""\n\nfrom')[2]

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.model.published import FLOPS_PER_TOKEN, NAMES, PARAMETERS, load
-from titanlab.costs import meter as flops
+from titanlab.costs.account import forward_flops, training_flops_per_token
 from titanlab.model import llama_account
 from titanlab.model.llama import Llama
 from titanlab.model.llama_block_account import block_operations
@@ -53,7 +53,9 @@ def test_published_parameter_counts(name):
 
 @pytest.mark.parametrize(("name", "seq_len"), FLOPS_PER_TOKEN)
 def test_published_flops(name, seq_len):
-    assert flops.per_token(llama_account.account(load(name)), seq_len=seq_len) == FLOPS_PER_TOKEN[name, seq_len]
+    assert (
+        training_flops_per_token(llama_account.account(load(name)), seq_len=seq_len) == FLOPS_PER_TOKEN[name, seq_len]
+    )
 
 
 class Trace(TorchFunctionMode):
@@ -133,7 +135,7 @@ def test_flops_are_those_that_torch_counts(change):
             assert counts.get(f"Llama.layers.{layer}.{operation.name}", 0) == operation.flops, operation.name
     for operation in edges:
         assert counts.get(f"Llama.{operation.name}", 0) == operation.flops, operation.name
-    assert counter.get_total_flops() == config.layers * flops.forward(block) + flops.forward(edges)
+    assert counter.get_total_flops() == config.layers * forward_flops(block) + forward_flops(edges)
 
 
 @pytest.mark.parametrize("name", ["debug", "llama3_8b", "llama3_2_1b"])
@@ -142,11 +144,11 @@ def test_flops_per_token_are_three_forward_passes(name):
     config = load(name)
     account = llama_account.account(config)
     block = block_operations(config, batch=3, seq_len=32)
-    forward = config.layers * flops.forward(block) + flops.forward(
+    forward = config.layers * forward_flops(block) + forward_flops(
         llama_account.edge_operations(config, batch=3, seq_len=32)
     )
     norms = sum(math.prod(shape) for name, shape in account.parameters.items() if "norm" in name)
-    assert flops.per_token(account, seq_len=32) == 3 * forward // (3 * 32) + 6 * norms
+    assert training_flops_per_token(account, seq_len=32) == 3 * forward // (3 * 32) + 6 * norms
 
 
 def test_initial_values_cover_the_parameters():

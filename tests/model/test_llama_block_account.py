@@ -11,8 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.activation_memory import build, inputs
 from titanlab.ac.block_schema import NoCheckpointing
 from titanlab.ac.selective_op_schema import SelectiveOp
-from titanlab.costs import meter as flops
-from titanlab.costs.account import Share, kept
+from titanlab.costs.account import Share, forward_flops, kept
 from titanlab.model.llama_schema import Llama
 from titanlab.model.qwen3_schema import Qwen3
 from titanlab.parallelism.joined import join_products
@@ -110,6 +109,6 @@ def test_fused_projections_multiply_as_much_as_torch_counts(model):
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         stack(*inputs(config, batch=3, seq=7, dtype=torch.float32))
     block = config.block_operations(batch=3, seq_len=7)
-    assert counter.get_total_flops() == flops.forward(block)
+    assert counter.get_total_flops() == forward_flops(block)
     apart = dataclasses.replace(config, fused=False).block_operations(batch=3, seq_len=7)
-    assert flops.forward(block) == flops.forward(apart)
+    assert forward_flops(block) == forward_flops(apart)

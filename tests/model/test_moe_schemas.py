@@ -3,7 +3,7 @@
 import pytest
 
 from tests.model.published import load
-from titanlab.costs.meter import per_token
+from titanlab.costs.account import training_flops_per_token
 from titanlab.errors import ConfigError
 from titanlab.train.conformance import faults
 
@@ -47,4 +47,4 @@ def test_active_parameters_are_those_of_the_chosen_experts(name):
     account = load(name).account()
     assert account.active_count == ACTIVE[name]
     attention = 12 * account.layers * account.heads * account.head_dim * 4096
-    assert per_token(account, seq_len=4096) == 6 * (ACTIVE[name] - account.embedding_count) + attention
+    assert training_flops_per_token(account, seq_len=4096) == 6 * (ACTIVE[name] - account.embedding_count) + attention

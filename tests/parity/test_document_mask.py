@@ -26,7 +26,7 @@ from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.options import schema_of
 from titanlab.parity import parity, tolerances
 from titanlab.parity.parity import compare
-from titanlab.train import assemble as batch
+from titanlab.train import assemble
 from titanlab.train import generate as sampling
 from titanlab.train.starting_weights import open_folder
 from titanlab.train.weights_tensors import fill
@@ -149,8 +149,8 @@ def off_by_one(hub):
 
 def of_the_first_microbatch(hub):
     """Every microbatch gets the documents of the first."""
-    right = batch.StepBatch.places
-    return patch.object(batch.StepBatch, "places", lambda self, rows, positions: right(self, slice(0, 1), positions))
+    right = assemble.StepBatch.places
+    return patch.object(assemble.StepBatch, "places", lambda self, rows, positions: right(self, slice(0, 1), positions))
 
 
 def unmasked(hub):

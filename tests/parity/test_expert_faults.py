@@ -9,7 +9,7 @@ import pytest
 
 from tests import tiny
 from tests.parity.test_experts import BAR, recipe, traced
-from titanlab.costs import account as tensor_styles
+from titanlab.costs import account
 from titanlab.parity.parity import compare
 from titanlab.train.balance import Balance
 
@@ -19,8 +19,8 @@ STEPS = {"steps": 2}
 
 def without_sums_of_routers(made, run):
     """torchtitan #4054: tensor ranks keep their own part of the router's gradient."""
-    styles = {**tensor_styles.STYLES, "router": replace(tensor_styles.STYLES["router"], treats_part=False)}
-    with patch.object(tensor_styles, "STYLES", styles):
+    styles = {**account.STYLES, "router": replace(account.STYLES["router"], treats_part=False)}
+    with patch.object(account, "STYLES", styles):
         return traced(made, run)
 
 

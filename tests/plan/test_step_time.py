@@ -8,8 +8,7 @@ import pytest
 from tests.plan.recipes import LLAMA_8B, SMALL, made
 from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer
 from titanlab.ac.selective_op_schema import SelectiveOp
-from titanlab.costs import meter as flops
-from titanlab.costs.account import EXCHANGE
+from titanlab.costs.account import EXCHANGE, training_flops_per_token
 from titanlab.costs.config_key import key_of
 from titanlab.costs.traffic_account import Coordinate, step_traffic
 from titanlab.model.qwen3_moe_schema import Qwen3Moe
@@ -56,7 +55,7 @@ def test_parts_add_up_and_give_the_rate():
     assert found.seconds == pytest.approx(sum(found.parts.values()), rel=1e-12)
     assert all(part >= 0 for part in found.parts.values())
     assert found.tokens_per_second == pytest.approx(64 * 8192 / found.seconds / 16, rel=1e-12)
-    per_token = flops.per_token(LLAMA_8B.account(), seq_len=8192)
+    per_token = training_flops_per_token(LLAMA_8B.account(), seq_len=8192)
     assert found.mfu == pytest.approx(found.tokens_per_second * per_token / 989e12, rel=1e-12)
 
 

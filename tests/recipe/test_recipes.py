@@ -22,8 +22,8 @@ from omegaconf import OmegaConf
 from tests import tiny
 from tests.cover import marks
 from tests.parity.replayed_routing import Record, recorded, replayed
+from titanlab.costs.account import training_flops_per_token
 from titanlab.costs.layout import SHORT
-from titanlab.costs.meter import per_token
 from titanlab.data import source
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.options import discover
@@ -227,7 +227,7 @@ def test_saves_of_a_recipe_for_gpus_cost_less_than_a_hundredth_of_its_time(compo
     assert recipe.checkpoint.kind == "async"
     states = state_bytes(recipe)
     # The least that a step can take: 60 % of the peak of an H100 in bf16, which is 989 TFLOP/s.
-    flops = per_token(account, seq_len=recipe.training.seq_len) * recipe.tokens_per_step
+    flops = training_flops_per_token(account, seq_len=recipe.training.seq_len) * recipe.tokens_per_step
     between = recipe.checkpoint.every * flops / (world * 989e12 * 0.6)
     # Steps wait for the copy from the GPU to pageable memory, at 2 GB/s.
     share = states / world / 2e9 / between

@@ -1,8 +1,9 @@
 """Jobs of a sweep are cancelled: running ones save and end, waiting ones leave the queue."""
 
 from tests.sweep.conftest import names, quiet
+from titanlab.sweep.cancel import cancel
 from titanlab.sweep.reconcile import reconcile
-from titanlab.sweep.retry import cancel, retry
+from titanlab.sweep.retry import retry
 
 
 def test_cancel_ends_elements_of_arrays_and_tells_those_that_run(slurm, sweep):

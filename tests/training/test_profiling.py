@@ -9,7 +9,7 @@ import pytest
 
 from tests.checkpoint.one_process import ALONE
 from titanlab.distributed.world import World
-from titanlab.train import train as profiling
+from titanlab.train import train
 from titanlab.train.train import profiled
 
 
@@ -33,7 +33,7 @@ class Profiler:
 @pytest.fixture
 def made(monkeypatch, tmp_path):
     """`made(world)`: the profiler, the recorder's warnings, and the context."""
-    monkeypatch.setattr(profiling, "axis_groups", lambda mesh: {"0": "shard"})
+    monkeypatch.setattr(train, "axis_groups", lambda mesh: {"0": "shard"})
 
     def context(world=ALONE):
         profiler, warnings = Profiler(), []
@@ -89,7 +89,7 @@ def test_the_log_of_another_rank_has_the_line(made, capsys):
 
 
 def test_one_process_has_no_collectives_to_mark(made, monkeypatch):
-    monkeypatch.setattr(profiling, "marked", None)
+    monkeypatch.setattr(train, "marked", None)
     profiler, _, context = made()
     with context, profiler.links.marks_collectives():
         pass

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titanlab.train import train as step_ends
+from titanlab.train import train
 from titanlab.train.recording import StepEnds
 
 
@@ -24,8 +24,8 @@ class Event:
 def gpu(monkeypatch):
     """A device that is at 5,000 ms when the host begins."""
     waited = []
-    monkeypatch.setattr(step_ends.torch.cuda, "synchronize", waited.append)
-    monkeypatch.setattr(step_ends.torch.cuda, "Event", lambda enable_timing: Event(5000.0))
+    monkeypatch.setattr(train.torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(train.torch.cuda, "Event", lambda enable_timing: Event(5000.0))
     yield torch.device("cuda", 0)
     assert waited == [torch.device("cuda", 0)]
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.checkpoint.one_process import ALONE
-from titanlab.train import train as validation
+from titanlab.train import train
 from titanlab.train.train import validate
 
 # Of each sequence: the sum of the losses of its labels, and how many of them count.
@@ -48,7 +48,7 @@ def asked(monkeypatch):
         calls.append((data, given))
         return [(np.full(4, loss, np.int64), np.full(4, count, np.int64)) for loss, count in LOSSES]
 
-    monkeypatch.setattr(validation.source, "open_validation", open_validation)
+    monkeypatch.setattr(train.source, "open_validation", open_validation)
     return calls
 
 

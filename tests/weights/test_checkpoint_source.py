@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from tests.checkpoint.storage import write
 from titanlab.errors import ConfigError
 from titanlab.model.llama_schema import Llama
-from titanlab.train import weights_tensors as checkpoint_source
+from titanlab.train import weights_tensors
 from titanlab.train.weights_source import Entry
 from titanlab.train.weights_tensors import dcp_source, run_source
 
@@ -51,13 +51,13 @@ def test_any_box_of_each_parameter_is_read(tmp_path, make):
 
 def test_a_parameter_is_read_once_for_all_its_boxes(tmp_path, monkeypatch):
     source = checkpoint(tmp_path / "c", weights())
-    names, real = [], checkpoint_source.read_into
+    names, real = [], weights_tensors.read_into
 
     def counted(state, *given):
         names.extend(state)
         real(state, *given)
 
-    monkeypatch.setattr(checkpoint_source, "read_into", counted)
+    monkeypatch.setattr(weights_tensors, "read_into", counted)
     first, second = list(source.entries)[:2]
     for name in (first, first, second, first):
         source.read(name, [0] * len(source.entries[name].shape), [1] * len(source.entries[name].shape))

@@ -13,7 +13,7 @@ from typing import Any
 from titanlab.cli.arguments import Flags
 from titanlab.cli.compose import compose_one
 from titanlab.errors import ConfigError
-from titanlab.plan import search as plan_table
+from titanlab.plan import search
 from titanlab.plan.explanation import (
     Explanation,
     explain,
@@ -102,7 +102,7 @@ def _answered(args: Any, rest: list[str]) -> int:
             return run_trace(for_planning(recipe, stands=True), args.rank, console, as_json=args.json)
         result = plan(for_planning(recipe), vary=args.vary, top=_TOP if args.top is None else args.top)
         if args.json:
-            console.note(json.dumps(finite(plan_table.plan_values(result)), indent=2, ensure_ascii=False))
+            console.note(json.dumps(finite(search.plan_values(result)), indent=2, ensure_ascii=False))
         else:
             console.note("\n".join(_lines(result, why=args.why)))
         return 0 if result.best else ConfigError.exit_code
@@ -177,13 +177,13 @@ def _recipe(arguments: Sequence[str]) -> Recipe:
 
 
 def _lines(result: Plan, *, why: bool) -> list[str]:
-    lines = [plan_table.title(result), *result.machine.notes]
+    lines = [search.title(result), *result.machine.notes]
     if not result.best:
-        return [*lines, "no layout works", *result.advice, *plan_table.left_out(result)]
-    lines += aligned(plan_table.HEADINGS, plan_table.table_rows(result), right=plan_table.FIGURES)
-    lines.append(f"the first: {' '.join(plan_table.overrides(result.best[0], result.base))}")
+        return [*lines, "no layout works", *result.advice, *search.left_out(result)]
+    lines += aligned(search.HEADINGS, search.table_rows(result), right=search.FIGURES)
+    lines.append(f"the first: {' '.join(search.overrides(result.best[0], result.base))}")
     if why:
-        lines += ["", *plan_table.reasons(result.best), "", *plan_table.left_out(result)]
+        lines += ["", *search.reasons(result.best), "", *search.left_out(result)]
     return lines
 
 

@@ -1,6 +1,8 @@
 """Accounts: torch-free data that a model declares about its parameters, operations and activations.
 
-The planner, the trainer and the tests read the same account; tests compare it with the real modules.
+The planner, the trainer and the tests read the same account; tests compare it with the real modules. FLOPs follow the
+usual convention for model FLOPs utilisation. A tensor plan names a style for each module; `STYLES` says what a style
+does with the parameters.
 """
 
 from __future__ import annotations
@@ -426,3 +428,22 @@ def has_partial_gradient(plan: Mapping[str, str], parameter: str, *, sequence_pa
 def parameter_style(account: ModelAccount, parameter: str) -> str:
     """The style of the module that has a parameter; empty if the plan does not name the module."""
     return account.plan.style_of(parameter.rpartition(".")[0])
+
+
+def training_flops_per_token(account: ModelAccount, *, seq_len: int) -> int:
+    """FLOPs of forward and backward for one token: 6·(N − N_emb) + 12·L·H·Q·T; of experts N counts the active ones.
+
+    Every weight that multiplies costs 2 FLOPs forward and 4 backward; attention costs 12·H·Q·T per
+    layer for H heads of width Q over T positions, without a discount for causality and without
+    recomputation (PaLM, arXiv 2204.02311, appendix B). N_emb counts the tables of tokens and learned
+    positions, which are looked up, not multiplied; a table that is tied to the head multiplies, so it
+    is not subtracted. Norm weights and biases count in N, as usual, although they need no matmul.
+    """
+    weights = 6 * (account.active_count - account.embedding_count)
+    attention = 12 * account.layers * account.heads * account.head_dim * seq_len
+    return weights + attention
+
+
+def forward_flops(operations: Iterable[Operation]) -> int:
+    """FLOPs of a forward pass through the given operations, for their batch and sequence."""
+    return sum(operation.flops for operation in operations)

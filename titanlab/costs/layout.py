@@ -1,4 +1,4 @@
-"""A layout: the number of processes on each axis of parallelism."""
+"""A layout: the number of processes on each axis of parallelism, and the divisors that degrees may be."""
 
 from __future__ import annotations
 

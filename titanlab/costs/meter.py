@@ -12,11 +12,9 @@ import statistics
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-
-from titanlab.costs.account import ModelAccount, Operation
 
 # Names of metrics in rows, results and trackers; torchtitan's name if it has the metric.
 LOSS = "loss_metrics/global_avg_loss"
@@ -314,22 +312,3 @@ class Meter:
             mfu_percent=None if share is None or (share > 100 and not self._work.may_exceed_peak) else share,
             warming_up=warming_up,
         )
-
-
-def per_token(account: ModelAccount, *, seq_len: int) -> int:
-    """FLOPs of forward and backward for one token: 6·(N − N_emb) + 12·L·H·Q·T; of experts N counts the active ones.
-
-    Every weight that multiplies costs 2 FLOPs forward and 4 backward; attention costs 12·H·Q·T per
-    layer for H heads of width Q over T positions, without a discount for causality and without
-    recomputation (PaLM, arXiv 2204.02311, appendix B). N_emb counts the tables of tokens and learned
-    positions, which are looked up, not multiplied; a table that is tied to the head multiplies, so it
-    is not subtracted. Norm weights and biases count in N, as usual, although they need no matmul.
-    """
-    weights = 6 * (account.active_count - account.embedding_count)
-    attention = 12 * account.layers * account.heads * account.head_dim * seq_len
-    return weights + attention
-
-
-def forward(operations: Iterable[Operation]) -> int:
-    """FLOPs of a forward pass through the given operations, for their batch and sequence."""
-    return sum(operation.flops for operation in operations)

@@ -1,6 +1,15 @@
-"""Formulas for the communication of a step, from the model's account, the layout and a few options.
+"""Formulas for the communication of a step, from the model's account, the layout and a few options; and their table.
 
-They count every operation; tests compare them with traced steps. Symbols: M microbatches, L blocks.
+The formulas count every operation; tests compare them with traced steps. Symbols: M microbatches, L blocks.
+
+The bytes of an operation are those of its whole tensor:
+
+- `all_reduce`, `broadcast`, `reduce`: the tensor;
+- `all_gather`, `gather`: the output, with the parts of all ranks;
+- `reduce_scatter`, `scatter`, `all_to_all`: the input;
+- `send`, `recv`: the message.
+
+Padding counts, since it is sent. The table also estimates the bytes that the rank itself sends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The report on a rank whose step does not end: place in the code, whether it waits for others, usual step times."""
+"""A rank whose step does not end: where it is in the code, whether it waits for others, and what it writes.
+
+`hung_attempt` reads the records of all ranks of an attempt.
+"""
 
 from __future__ import annotations
 

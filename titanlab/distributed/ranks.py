@@ -1,4 +1,4 @@
-"""The rank of a process, from the environment variables that torchrun or titanlab's launcher sets."""
+"""The rank of a process, from the environment variables that torchrun or titanlab's launcher sets; and a free port."""
 
 from __future__ import annotations
 

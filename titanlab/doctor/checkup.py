@@ -1,4 +1,4 @@
-"""All checks of a machine, in the order of the report."""
+"""All checks of a machine, in the order of the report. They run at the same time, each with a time limit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pathlib import Path
 from titanlab.compile import cache as compile_cache
 from titanlab.data import cache as data_cache
 from titanlab.doctor import limits, software, storage
-from titanlab.doctor import software as gpus
-from titanlab.doctor import software as torch_checks
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import LaunchConfig
 from titanlab.launch.launchers import default_config
@@ -28,13 +26,13 @@ def checks(runs: Path, launch: LaunchConfig | None) -> list[Check]:
         launch: the launcher that the user has named; None: none, and all are checked with their defaults.
     """
     needs_shared = launch is not None and not launch.runs_here
-    torch_seconds = torch_checks.FACTS_SECONDS + 2 * torch_checks.REDUCE_SECONDS + 10
+    torch_seconds = software.FACTS_SECONDS + 2 * software.REDUCE_SECONDS + 10
     return [
         _check("software", "Python", software.check_python),
         _check("software", "code", software.check_code, is_needed=False),
         _check("software", "wandb", software.check_wandb, is_needed=False),
         _check("devices", "torch", _check_torch, seconds=torch_seconds),
-        _check("devices", "GPUs", gpus.check_gpus, seconds=50.0),
+        _check("devices", "GPUs", software.check_gpus, seconds=50.0),
         _check("host", "cores", limits.check_cores),
         _check("host", "shared memory", limits.check_shared_memory),
         _check("host", "limits", limits.check_ulimits),
@@ -70,12 +68,12 @@ def _check(
 
 
 def _check_torch() -> Iterator[Finding]:
-    facts, problem = torch_checks.torch_facts()
-    yield from torch_checks.check_torch(facts, problem)
+    facts, problem = software.torch_facts()
+    yield from software.check_torch(facts, problem)
     if facts.get("gloo"):
-        yield torch_checks.check_all_reduce("gloo", 2)
+        yield software.check_all_reduce("gloo", 2)
     if facts.get("nccl") and facts.get("devices"):
-        yield torch_checks.check_all_reduce("nccl", len(facts["devices"]))
+        yield software.check_all_reduce("nccl", len(facts["devices"]))
 
 
 def _check_compile_cache() -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Python, packages against those that titanlab was tested with, git, and trackers."""
+"""Checks of software and devices: Python, packages against the tested ones, git, trackers, torch, nvidia-smi."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibration: the efficiencies of a cluster, fitted to runs that were measured on it."""
+"""Calibration: the efficiencies of a cluster, fitted to measured runs by robust least squares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What one run of a recipe would take: hours, memory of a device, bytes of a checkpoint."""
+"""The account of one recipe: memory by rank, time by part, bytes of collectives, the pipeline's timeline.
+
+`estimate_of` is the short form: hours, memory of a device, bytes of a checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The memory that each rank of a pipeline needs, item by item.
+"""The memory that each rank of a pipeline needs, item by item, and what it takes from its device.
 
 The bytes of parameters, gradients and optimizer state are exact, those of saved activations are what the policies of
-checkpointing declare. The rest follows from how FSDP2, autograd and the loss work, and is estimated.
+checkpointing declare. The rest follows from how FSDP2, autograd, the loss and the allocator work, and is estimated.
 """
 
 from __future__ import annotations

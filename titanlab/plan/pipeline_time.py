@@ -1,4 +1,4 @@
-"""The time of a pipeline's step: the simulation of its schedule, or an estimate from a shorter one."""
+"""The time of a pipeline's step: by simulating its schedule, by an estimate from a shorter one, or by a bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Recipes of a space whose blocks take the same time."""
+"""The fastest recipes of a space among those that fit into memory, without estimating all of them.
+
+A search from the best bound on (best-first): every group of recipes has a bound below which the time of none of them
+can be. The group with the smallest bound is refined, from a bound of its computation to one with its communication
+inside blocks, then to recipes without the idle time that only a simulation of their pipeline knows, then to estimates.
+The first estimate that comes out is that of the fastest recipe. `MemoryBound` leaves recipes out before their account.
+"""
 
 from __future__ import annotations
 

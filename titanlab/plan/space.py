@@ -1,4 +1,7 @@
-"""What a space varies beside degrees: the options of its groups, as they are discovered."""
+"""Every layout of a world for a recipe, with microbatch, schedule and checkpointing; the rules of recipes decide.
+
+The options of the varied groups are discovered, so that options of other packages take part.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time of one stage of a pipeline."""
+"""The stages of a pipeline's ranks, as sums over the times of their pieces."""
 
 from __future__ import annotations
 

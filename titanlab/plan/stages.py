@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from titanlab.costs.account import ModelAccount, Operation, block_name, is_in_block
+from titanlab.costs.account import ModelAccount, Operation, block_name, is_in_block, training_flops_per_token
 from titanlab.costs.config_key import Key, key_of
-from titanlab.costs.meter import per_token
 from titanlab.recipe.stage_pieces import stage_pieces
 from titanlab.schedule.action import Action
 
@@ -89,8 +88,8 @@ def model_facts(model: Key) -> ModelFacts:
 
 @functools.lru_cache(maxsize=1024)
 def flops_per_token(model: Key, seq_len: int) -> int:
-    """See `titanlab.costs.meter.per_token`."""
-    return per_token(model_facts(model).account, seq_len=seq_len)
+    """See `titanlab.costs.account.training_flops_per_token`."""
+    return training_flops_per_token(model_facts(model).account, seq_len=seq_len)
 
 
 @functools.lru_cache(maxsize=1024)

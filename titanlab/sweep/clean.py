@@ -1,4 +1,8 @@
-"""What `titanlab clean` may remove of a folder of runs, with sizes, and the removal."""
+"""What `titanlab clean` may remove of a folder of runs and of titanlab's caches, with sizes, and the removal.
+
+Results are never touched. A checkpoint stays if `resume` or the rules of its recipe need it. A removal never leaves its
+root and never follows a link.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Groups a sweep's runs by recipe and compares the groups: noise, drift over time, and the entries of a ranking."""
+"""Groups a sweep's runs by recipe and compares the groups: noise, drift over time, and the entries of a ranking.
+
+`drift_of` says how much a sweep's control, an unchanged recipe, became faster or slower while the sweep ran.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,9 @@ One composition by Hydra takes about 0.05 s, too long for each of a thousand poi
 values, and in options that fill a group of their own; such an option is composed once. An option that may change other
 groups (a recipe, a `@package`, an option with defaults of its own) is composed by Hydra in every combination that
 occurs. The result equals Hydra's own composition; a test compares the two.
+
+Points with the same option of a group and the same values in it share one object (`SharedFields`), because creating one
+takes milliseconds: configs are never changed after their creation.
 """
 
 from __future__ import annotations

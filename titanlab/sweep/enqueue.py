@@ -1,4 +1,4 @@
-"""Puts runs into queues: one array for each shape, with a token that identifies its jobs."""
+"""Puts runs into queues: one array for each shape, with a token that identifies its jobs; and the standing of a run."""
 
 from __future__ import annotations
 

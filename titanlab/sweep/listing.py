@@ -1,4 +1,8 @@
-"""A sweep's rows as text: cells, counts and causes; the same for terminals, pipes and logs."""
+"""A sweep's rows as text: cells, counts and causes; the same for terminals, pipes and logs.
+
+Also all sweeps of a folder, one line each, and one run with the traceback or log of the rank that failed. `overview`
+reads the runs' own files only: it asks no scheduler.
+"""
 
 from __future__ import annotations
 

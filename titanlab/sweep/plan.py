@@ -1,7 +1,11 @@
-"""Plans a sweep: composes, checks and names every point, or drops it with a reason.
+"""Plans a sweep: composes, checks and names every point, or drops it with a reason; then orders the runs.
 
 Cheap checks come first: conditions and degrees need only values that exist without a composition, so that only points
-that may run are composed.
+that may run are composed. Data that many points share is checked, fingerprinted and prepared once.
+
+Repeats start in turns, A B B A A B, with the control before, between and after. A machine that becomes slower or faster
+meanwhile then does so for all recipes alike. Every second round is backwards: over two rounds, a steady drift is the
+same for each recipe.
 """
 
 from __future__ import annotations

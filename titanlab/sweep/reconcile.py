@@ -1,4 +1,9 @@
-"""The states of a sweep's jobs, according to their launchers."""
+"""Writes a result for every run whose job has ended without one.
+
+The sources, best first: a rank's own record of why it ended; a scheduler's state that explains the end; the stop
+request that the job had received, or would have received; an exit code. The scheduler's state is stored beside every
+result of its jobs, also if it disagrees.
+"""
 
 from __future__ import annotations
 

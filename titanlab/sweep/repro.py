@@ -1,4 +1,8 @@
-"""Restores what a run was made with: its code in a git worktree and its config; says what differs now."""
+"""Restores what a run was made with: its code in a git worktree and its config; says what differs now.
+
+Nothing of the run's folder is executed: git runs without hooks, files are parsed as data, and paths are checked. Every
+recorded value is checked, because the folder may be a stranger's.
+"""
 
 from __future__ import annotations
 

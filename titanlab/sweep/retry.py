@@ -1,9 +1,12 @@
-"""Ends jobs, and submits runs again: those that ended badly, and one that a person continues."""
+"""Submits ended runs again: they resume from their checkpoints, or start again if other code had run them.
+
+`resubmit` submits the next attempt of one run, under the layout that its recipe gives it now.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from titanlab.checkpoint.folders import put_back
@@ -13,7 +16,6 @@ from titanlab.distributed.host import check_host, this_host
 from titanlab.errors import ConfigError
 from titanlab.launch.attempt import go_back, missed_checkpoint, pass_over_damaged
 from titanlab.launch.contract import launch_of
-from titanlab.launch.launchers import launcher_named
 from titanlab.launch.shape import check_cluster, shape_of
 from titanlab.launch.submission import Submission
 from titanlab.recipe.composition.frozen import check_changeable, check_unedited
@@ -21,7 +23,7 @@ from titanlab.recipe.composition.next_attempt import LAYOUT, adapted, changes, n
 from titanlab.recipe.memory_rules import check_host_memory
 from titanlab.recipe.recipe import Recipe, from_mapping, resolve, to_mapping
 from titanlab.recipe.recipe_rules import check_all_but_data
-from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder, create_run
 from titanlab.sweep import snapshot
 from titanlab.sweep.enqueue import Item, check_jobs, enqueue, settle, standing, supersede, wake
@@ -273,76 +275,3 @@ def resubmit(
             raise
     wake(folder)
     return submission
-
-
-_CAUSE = "cancelled before it started"
-
-
-@dataclass
-class Cancelled:
-    """The cancelled runs of a sweep, by name.
-
-    Attributes:
-        stopping: they run, and were asked to save and end.
-        withdrawn: they waited, and were removed from the queue.
-        ended: they had ended before.
-    """
-
-    stopping: list[str] = field(default_factory=list)
-    withdrawn: list[str] = field(default_factory=list)
-    ended: list[str] = field(default_factory=list)
-
-
-def cancel(folder: SweepFolder, report: Callable[[str], None], *, names: Sequence[str] = ()) -> Cancelled:
-    """Cancel runs of a sweep, or all of it.
-
-    Args:
-        report: called with a line for each problem.
-        names: of runs; none: all.
-
-    Raises:
-        ConfigError: such a run does not exist, or the launcher does not answer.
-    """
-    cancelled = Cancelled()
-    with folder.claim():
-        settle(folder, report)
-        jobs, states = jobs_of(folder, folder.submissions()), reconcile(folder)
-        if (problem := silence(states)) is not None:
-            report(problem)
-        # Jobs by launcher, and by whether they get time to save.
-        jobs_to_end: dict[tuple[str, bool], list[tuple[Submission, int]]] = {}
-        for run in readable(folder.find(names), report, named=bool(names)):
-            name, job = run.path.name, jobs.get(run.path.name)
-            word, _ = standing(run, job, states)
-            if word in ("done", "ended"):
-                cancelled.ended.append(name)
-                continue
-            (cancelled.stopping if word == "running" else cancelled.withdrawn).append(name)
-            # A user who asks a second time does not want to wait.
-            is_gentle = word == "running" and run.asked_to_cancel() is None
-            # Write the request before the signal: the process that gets the signal reads the request.
-            run.ask_to_cancel()
-            if job is not None:
-                jobs_to_end.setdefault((job[0].launcher, is_gentle), []).append(job)
-        for (kind, is_gentle), to_end in jobs_to_end.items():
-            launcher_named(kind).cancel(folder.path, to_end, report, is_gentle=is_gentle)
-        for name in list(cancelled.withdrawn):
-            if not _record_end(folder.run(name)):
-                # It has just started, and records its own end.
-                cancelled.withdrawn.remove(name)
-                cancelled.stopping.append(name)
-    return cancelled
-
-
-def _record_end(run: RunFolder) -> bool:
-    """Write the result of a waiting run. Returns False if it has started meanwhile."""
-    try:
-        with run.claim():
-            status = run.known_status()
-            outcome = Outcome(kind=OutcomeKind.CANCELLED, attempt=0, cause=_CAUSE)
-            if status is not None:
-                outcome = replace(outcome, step=status.step, steps=status.steps)
-            run.write_result(outcome)
-            return True
-    except ConfigError:
-        return False

@@ -1,4 +1,4 @@
-"""The grammar of a space, and its points.
+"""The grammar of a space, its points, and conditions on a point's values.
 
 A space is a mapping with one of three words:
 
@@ -8,6 +8,10 @@ A space is a mapping with one of three words:
 
 Each word also takes a list of spaces: `product` combines their points, `zip` pairs them, `list` concatenates them. An
 item without a word has the word of its list.
+
+A condition, such as `world <= 64 and precision != "fp32"`, is parsed with Python's grammar and evaluated here, node by
+node: names are keys of the recipe; comparisons, `and`, `or`, `not`, `in`, arithmetic of numbers and a few functions are
+allowed, and nothing else. No code is run.
 """
 
 from __future__ import annotations

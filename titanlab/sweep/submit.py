@@ -1,7 +1,7 @@
 """Submits the missing runs of a study, and none twice, even if this process is killed at any moment.
 
 The order is: run folders, the snapshot of the code, an intent for each array, the array itself. The next submission
-uses what it finds of these.
+uses what it finds of these. The plan of a submission is text or plain values, with the planner's estimates.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Assembly: from a recipe to one function that trains a step; only this module and `stage` combine techniques."""
+"""Assembly: from a recipe to one function that trains a step; only this module and `stage` combine techniques.
+
+`SkipBadSteps` skips the update of a step whose loss or gradient is not finite, on all ranks: the flag is computed on
+the device from totals that are reduced over all ranks. Fused Adam and AdamW read the flag there; for another optimizer
+the host waits for the flag once a step.
+"""
 
 from __future__ import annotations
 

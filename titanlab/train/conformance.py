@@ -17,8 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from titanlab.costs import meter as flops
-from titanlab.costs.account import ModelAccount, Operation, block_name, is_in_block, style_of
+from titanlab.costs.account import (
+    ModelAccount,
+    Operation,
+    block_name,
+    forward_flops,
+    is_in_block,
+    style_of,
+    training_flops_per_token,
+)
 from titanlab.model.contract import ModelConfig
 from titanlab.model.language_model import LanguageModel
 from titanlab.model.shapes import shapes_only
@@ -152,7 +159,7 @@ def _operations(
     for edge in edges:
         if account.pieces and edge.name not in account.pieces:
             yield f"operations: {edge.name} is outside of the blocks, and no piece"
-    total, expected = counter.get_total_flops(), account.layers * flops.forward(block) + flops.forward(edges)
+    total, expected = counter.get_total_flops(), account.layers * forward_flops(block) + forward_flops(edges)
     if total != expected:
         yield f"operations: a forward pass takes {total} FLOPs, not {expected}"
 
@@ -166,10 +173,10 @@ def _per_token(
     account: ModelAccount, block: list[Operation], edges: list[Operation], *, batch: int, seq_len: int
 ) -> Iterator[str]:
     """The convention's FLOPs must be three forward passes, plus six per scalar of vectors, which need no matmul."""
-    forward = account.layers * flops.forward(block) + flops.forward(edges)
+    forward = account.layers * forward_flops(block) + forward_flops(edges)
     vectors = sum(math.prod(shape) for shape in account.parameters.values() if len(shape) < 2)
     from_operations = 3 * forward // (batch * seq_len) + 6 * vectors
-    from_sizes = flops.per_token(account, seq_len=seq_len)
+    from_sizes = training_flops_per_token(account, seq_len=seq_len)
     if from_sizes != from_operations:
         cause = "is a table missing in lookups?"
         yield f"FLOPs: the sizes in the account make {from_sizes} a token, its operations {from_operations}; {cause}"

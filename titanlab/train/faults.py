@@ -1,7 +1,7 @@
-"""Bad steps: the update of a step whose loss or gradient is not finite is skipped, on all ranks.
+"""What a run does about devices that compute wrongly and losses that are not finite.
 
-The flag is computed on the device from totals that are reduced over all ranks. Fused Adam and AdamW read it there; for
-another optimizer the host waits for it once a step.
+`RepeatedStep` runs forward and backward of a step twice, which must give the same bits. `Rollbacks` takes the run back
+to its newest checkpoint, and leaves the bad data out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""A Hugging Face folder, read as weights under titanlab's names. Torch-free until tensors are read."""
+"""A Hugging Face folder, read as weights under titanlab's names, and the tokenizer files that transformers reads.
+
+Torch-free until tensors are read. A folder of the hub is fetched into the hub's own cache, in which an interrupted
+download continues.
+"""
 
 from __future__ import annotations
 

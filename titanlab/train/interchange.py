@@ -1,4 +1,4 @@
-"""The folders that `titanlab import` and `titanlab export` write."""
+"""The folders that `titanlab import` and `titanlab export` write, and the origin of the weights in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What train.py tells the recorder of a run. The recorder of ranks that do not log does nothing with it."""
+"""What a run leaves behind while it trains: metrics.jsonl, status.json, the tracker's rows, the console, result.json.
+
+`Recorder` does nothing, for ranks that do not log; `LoggingRecorder` is that of the rank that logs.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,7 @@ from titanlab.checkpoint.remote.address_schema import StorePath
 from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.compile.watch import Watch
 from titanlab.costs import meter
-from titanlab.costs import meter as flops
-from titanlab.costs.account import ModelAccount
+from titanlab.costs.account import ModelAccount, training_flops_per_token
 from titanlab.costs.meter import Meter, Work
 from titanlab.costs.traffic_account import flat, lines
 from titanlab.distributed.mesh import Mesh
@@ -454,7 +456,7 @@ def work(recipe: Recipe, device: torch.device) -> Work:
     peak, source = peak_flops(recipe.cluster, device, compute)
     return Work(
         devices=recipe.layout.world,
-        flops_per_token=flops.per_token(model_account(recipe), seq_len=recipe.training.seq_len),
+        flops_per_token=training_flops_per_token(model_account(recipe), seq_len=recipe.training.seq_len),
         convention=CONVENTION,
         peak_flops=peak,
         peak_source=f"{source}; {note}" if note else source,

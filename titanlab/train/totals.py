@@ -1,4 +1,10 @@
-"""A step's totals: one reduction over all ranks for loss, norm and flags."""
+"""A step's totals in one reduction over all ranks: loss, norm, flags; and what each rank's time and memory went to.
+
+Every rank measures two phases of its steps. `data` is the time in which it waits for its batch. `compute` is the time
+in which its threads compute in forward and backward, or wait for a core; on a GPU, which computes
+itself, the time that the host takes. Waiting for other ranks is in neither, so a rank that others wait for stands out.
+Ranks of one pipeline stage are compared with each other: those of another stage have other layers.
+"""
 
 from __future__ import annotations
 

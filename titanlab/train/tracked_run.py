@@ -1,4 +1,8 @@
-"""The description of a run for its tracker, during training or later from its folder; torch-free."""
+"""The description of a run for its tracker, the rows that wait for a checkpoint, and what a tracker lacks; torch-free.
+
+`HeldRows` keeps rows until a checkpoint has their step, so that a rollback takes none back: wandb takes the steps of a
+run in ascending order and drops a second row of a step; TensorBoard shows both.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
 """A weights folder: a model's parameters under titanlab's names, with the files that a recipe needs. Torch-free.
 
-weights.json                     the model, its context, the biases of routers, a digest of the content
-weights-00001-of-00003.safetensors …, weights.index.json
-conf/model/NAME.yaml             the model as an option: --config-dir FOLDER/conf model=NAME
-tokenizer/                       if the source has one
-generation_config.json           if the source has one
+    weights.json                     the model, its context, the biases of routers, a digest of the content
+    weights-00001-of-00003.safetensors …, weights.index.json
+    conf/model/NAME.yaml             the model as an option: --config-dir FOLDER/conf model=NAME
+    tokenizer/                       if the source has one
+    generation_config.json           if the source has one
+
+A folder appears complete or not at all: it is filled as `….part` and then renamed.
 """
 
 from __future__ import annotations

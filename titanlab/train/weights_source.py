@@ -1,4 +1,7 @@
-"""Sources of a model's tensors, which read one box of a tensor at a time and no more."""
+"""Sources of a model's tensors, which read one box of a tensor at a time and no more.
+
+Biases of routers are no parameters: a checkpoint has them beside its tensors. Torch-free until a tensor is read.
+"""
 
 from __future__ import annotations
 

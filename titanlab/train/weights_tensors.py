@@ -1,8 +1,8 @@
-"""Writing of safetensors files piece by piece, so that memory has one piece of a file of any size.
+"""Tensors of weights, a piece at a time: out of a checkpoint, into a model, into safetensors files.
 
 The format (safetensors' own description): eight bytes with the header's length, little-endian; the header, JSON with
 dtype, shape and offsets of each tensor, padded with spaces to a multiple of eight; then the tensors, one after another.
-The library's `save_file` needs all tensors of a file at once.
+The library's `save_file` needs all tensors of a file at once; `SafetensorsWriter` has one piece in memory.
 """
 
 from __future__ import annotations

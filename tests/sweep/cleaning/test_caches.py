@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from titanlab.sweep import clean as caches
+from titanlab.sweep import clean
 from titanlab.sweep.clean import YOUNG_SECONDS, cached
 
 
@@ -15,7 +15,7 @@ def root(tmp_path, monkeypatch):
     """The cache folder, with one prepared corpus."""
     root = tmp_path / "cache"
     monkeypatch.setenv("TITANLAB_CACHE", str(root))
-    monkeypatch.setattr(caches.compile_cache, "own_folder", lambda: tmp_path / "own")
+    monkeypatch.setattr(clean.compile_cache, "own_folder", lambda: tmp_path / "own")
     put(root / "tokens" / "files-abc" / "0.bin", 1000)
     (root / "tokens" / ".files-abc.lock").touch()
     return root
@@ -40,7 +40,7 @@ def found():
 
 def test_without_caches_there_is_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("TITANLAB_CACHE", str(tmp_path / "nowhere"))
-    monkeypatch.setattr(caches.compile_cache, "own_folder", lambda: tmp_path / "own")
+    monkeypatch.setattr(clean.compile_cache, "own_folder", lambda: tmp_path / "own")
     assert found() == []
 
 
@@ -98,5 +98,5 @@ def test_links_are_left_alone(root, tmp_path):
 
 def test_a_compile_cache_of_another_user_is_left_alone(root, tmp_path, monkeypatch):
     put(tmp_path / "own" / "inductor" / "x.so", 5)
-    monkeypatch.setattr(caches.os, "getuid", lambda: (tmp_path / "own").stat().st_uid + 1)
+    monkeypatch.setattr(clean.os, "getuid", lambda: (tmp_path / "own").stat().st_uid + 1)
     assert [kind for kind, _, _ in found()] == ["data-cache"]

@@ -7,7 +7,7 @@ import pytest
 from tests import tiny
 from titanlab.data.files_schema import Files
 from titanlab.errors import ConfigError
-from titanlab.sweep import plan as data_once
+from titanlab.sweep import plan
 from titanlab.sweep.plan import DataOnce
 from titanlab.sweep.prune import Unfit
 
@@ -30,9 +30,9 @@ def asked(monkeypatch):
         calls.append(("prepare", data.files))
         report(f"preparing {data.files}")
 
-    monkeypatch.setattr(data_once, "check_data", check)
-    monkeypatch.setattr(data_once.source, "prepare", prepare)
-    monkeypatch.setattr(data_once.source, "fingerprint", lambda data: calls.append(("fingerprint", data.files)) or "f")
+    monkeypatch.setattr(plan, "check_data", check)
+    monkeypatch.setattr(plan.source, "prepare", prepare)
+    monkeypatch.setattr(plan.source, "fingerprint", lambda data: calls.append(("fingerprint", data.files)) or "f")
     return calls
 
 
@@ -86,7 +86,7 @@ def test_what_is_not_here_may_be_where_the_runs_are(tmp_path, asked, monkeypatch
     def fails(data):
         raise error
 
-    monkeypatch.setattr(data_once.source, "fingerprint", fails)
+    monkeypatch.setattr(plan.source, "fingerprint", fails)
     made = recipe(tmp_path, "/a")
     for act in (DataOnce(elsewhere=True).check, DataOnce(elsewhere=True).identify):
         if passes:

@@ -8,7 +8,7 @@ import pytest
 from tests.sweep.studies import seeds, study
 from titanlab.errors import ConfigError
 from titanlab.plan.explanation import MEMORY_ERROR, Estimate
-from titanlab.sweep import submit as estimates
+from titanlab.sweep import submit
 from titanlab.sweep.submit import fitting
 
 
@@ -22,7 +22,7 @@ def reserved(monkeypatch):
             return None
         return Estimate(hours=1.0, reserved_bytes=known[recipe.seed], limit_bytes=80e9, checkpoint_bytes=1)
 
-    monkeypatch.setattr(estimates, "estimate_of", estimate_of)
+    monkeypatch.setattr(submit, "estimate_of", estimate_of)
     return known
 
 

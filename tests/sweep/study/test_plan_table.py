@@ -9,7 +9,7 @@ import pytest
 
 from tests.sweep.studies import SLURM, seeds, study
 from titanlab.plan.explanation import Estimate
-from titanlab.sweep import submit as plan_table
+from titanlab.sweep import submit
 from titanlab.sweep.submit import decide, plan_lines, plan_values
 from titanlab.tracker.wandb_schema import Wandb
 
@@ -71,9 +71,9 @@ def test_without_a_run_only_what_was_dropped_is_left(planned):
     ],
 )
 def test_estimates_are_numbers_that_people_write(given, cells):
-    shown = plan_table._estimated(estimate(**given))
+    shown = submit._estimated(estimate(**given))
     assert shown == tuple("5.00e-09" if cell == "5e-09" else cell for cell in cells)
-    assert plan_table._estimated(None) == ("", "", "")
+    assert submit._estimated(None) == ("", "", "")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tests import tiny
 from titanlab.costs import meter
 from titanlab.distributed.world import World
 from titanlab.model import llama
-from titanlab.train import totals as rank_times
+from titanlab.train import totals
 from titanlab.train.totals import RankTimes, compared
 
 EVEN = [0.1, 1.0, 2.0, 5.0]
@@ -36,13 +36,13 @@ EVEN = [0.1, 1.0, 2.0, 5.0]
 def test_a_rank_is_slow_if_others_wait_for_it(rows, slow):
     metrics, found = compared(rows, 10, peers=len(rows))
     assert found == slow
-    assert metrics[rank_times.SLOWEST] == (slow[0] if slow else metrics[rank_times.SLOWEST])
+    assert metrics[totals.SLOWEST] == (slow[0] if slow else metrics[totals.SLOWEST])
     assert metrics[meter.MEMORY_MOST] == 2.0
 
 
 def test_the_seconds_of_the_slowest_rank_are_those_of_one_step():
     metrics, _ = compared([EVEN, [3.0, 1.0, 2.0, 5.0]], 10, peers=2)
-    assert (metrics[rank_times.DATA], metrics[rank_times.COMPUTE]) == (pytest.approx(0.3), pytest.approx(0.1))
+    assert (metrics[totals.DATA], metrics[totals.COMPUTE]) == (pytest.approx(0.3), pytest.approx(0.1))
 
 
 LAST = [0.1, 3.0, 2.0, 5.0]
@@ -113,13 +113,13 @@ def test_a_slow_rank_is_told_once_and_stays_in_the_metrics(pool, tmp_path):
     made = tiny.recipe(tmp_path, steps=6, shard=2, compare_ranks_every=2)
     run = tiny.begin(made)
     summary = pool.run(2, slowed, made, run, 1, "compute")[0]
-    assert summary[rank_times.SLOWEST] == 1
-    assert summary[rank_times.SLOWER] > 50
+    assert summary[totals.SLOWEST] == 1
+    assert summary[totals.SLOWER] > 50
     log = (run.logs / "rank-0.log").read_text()
     assert log.count("rank 1 is slow in forward and backward") == 1
     rows = run.metrics("train")
-    assert rank_times.SLOWEST not in rows[0]
-    assert all(row[rank_times.SLOWEST] == 1 for row in rows[2:])
+    assert totals.SLOWEST not in rows[0]
+    assert all(row[totals.SLOWEST] == 1 for row in rows[2:])
     assert rows[-1][meter.MEMORY_MOST] > 0
 
 
@@ -129,7 +129,7 @@ def test_a_rank_that_waits_for_data_is_told(pool, tmp_path):
     made = tiny.recipe(tmp_path, steps=4, shard=2, compare_ranks_every=4, data=Planted())
     run = tiny.begin(made)
     summary = pool.run(2, late, made, run)[0]
-    assert summary[rank_times.SLOWEST] == 1
+    assert summary[totals.SLOWEST] == 1
     assert "step 4: rank 1 is slow in data: " in (run.logs / "rank-0.log").read_text()
 
 

@@ -14,7 +14,7 @@ from titanlab.model import llama
 from titanlab.parity import parity
 from titanlab.recipe import recipe_rules
 from titanlab.records.outcome import OutcomeKind, classify
-from titanlab.train import faults as repeated_step
+from titanlab.train import faults
 from titanlab.train.faults import RepeatedStep, SilentCorruption
 
 
@@ -25,7 +25,7 @@ def random_feed_forward(self, hidden, whole=llama.FeedForward.forward):
 def trace_of(made, run):
     """Losses and parameters of a model that draws random numbers."""
     calls = 0
-    whole = repeated_step.generator_states
+    whole = faults.generator_states
 
     def counted(world):
         nonlocal calls
@@ -35,7 +35,7 @@ def trace_of(made, run):
     tracer = parity.Tracer(made.layout)
     with (
         patch.object(llama.FeedForward, "forward", random_feed_forward),
-        patch.object(repeated_step, "generator_states", counted),
+        patch.object(faults, "generator_states", counted),
     ):
         tiny.as_rank(made, run, tracer)
     return calls, tracer.trace.losses, tracer.trace.parameters

@@ -10,7 +10,7 @@ from titanlab.model.mixtral_schema import Mixtral
 from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.model.qwen3_schema import Qwen3
 from titanlab.options import Option, discover
-from titanlab.train import hub_folders as families
+from titanlab.train import hub_folders
 from titanlab.train.hub_folders import family_for
 
 SUPPORTED = "LlamaForCausalLM, MixtralForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM"
@@ -69,7 +69,7 @@ def test_models_of_other_packages_are_found_and_those_without_a_form_in_transfor
     }
     more = {kind: Option(group="model", kind=kind, schema=schema) for kind, schema in schemas.items()}
     known = discover()
-    monkeypatch.setattr(families, "discover", lambda: {**known, "model": {**known["model"], **more}})
+    monkeypatch.setattr(hub_folders, "discover", lambda: {**known, "model": {**known["model"], **more}})
     assert family_for({"architectures": ["MineForever"]}) is family
     with pytest.raises(ConfigError, match="supported: LlamaForCausalLM, MineForCausalLM, MineForever, Mixtral"):
         family_for({"architectures": ["BareForCausalLM"]})

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from tests.weights.huggingface import made
 from titanlab.cli import main
-from titanlab.train import weights_tensors as copy
+from titanlab.train import weights_tensors
 from titanlab.train.weights_folder import open_weights, whole_folder
 from titanlab.train.weights_source import in_halves, in_pairs
 
@@ -124,7 +124,7 @@ def test_an_interrupted_import_leaves_nothing(tmp_path, monkeypatch, how):
             raise how("enough")
         return piece
 
-    monkeypatch.setattr(copy, "_cast", stop)
+    monkeypatch.setattr(weights_tensors, "_cast", stop)
     if how is KeyboardInterrupt:
         assert main(["import", str(there), "--into", str(tmp_path / "one")]) != 0
     else:
