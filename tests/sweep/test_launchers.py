@@ -15,8 +15,7 @@ from titanlab.launch.launchers import joined, launcher_named
 from titanlab.launch.local_schema import Local
 from titanlab.records.outcome import OutcomeKind
 from titanlab.sweep import snapshot
-from titanlab.sweep.cancel import cancel
-from titanlab.sweep.enqueue import settle
+from titanlab.sweep.enqueue import cancel, settle
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.retry import retry
 from titanlab.sweep.rows import look_at, write_table

@@ -11,7 +11,7 @@ from titanlab.launch.local.launcher import LocalLauncher
 from titanlab.launch.local.local_job import LocalJob, write_local_job
 from titanlab.launch.slurm.launcher import SlurmLauncher
 from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.sweep.cancel import cancel
+from titanlab.sweep.enqueue import cancel
 from titanlab.sweep.retry import FAILED, retry
 from titanlab.sweep.submit import decide, submit
 from titanlab.sweep.sweep_folder import jobs_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from titanlab.cli.arguments import Arguments
-from titanlab.sweep.cancel import cancel
+from titanlab.sweep.enqueue import cancel
 from titanlab.sweep.sweep_folder import open_sweep
 from titanlab.terminal.console import Console
 

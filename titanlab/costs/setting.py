@@ -1,4 +1,4 @@
-"""The part of a resolved recipe that the rules of options may read, and when the loss is computed in chunks of tokens."""
+"""The part of a resolved recipe that rules of options may read, and when the loss is computed in chunks of tokens."""
 
 from __future__ import annotations
 

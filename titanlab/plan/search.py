@@ -1,4 +1,4 @@
-"""The plan of a world, as text and as values: the fastest recipes that fit, or why there is none and what would work."""
+"""The plan of a world, as text and as values: the fastest recipes that fit, or why none does and what would work."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from titanlab.records.claim import is_claimed
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep import snapshot
-from titanlab.sweep.cancel import cancel
+from titanlab.sweep.enqueue import cancel
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.submit import submit
 from titanlab.sweep.sweep_folder import SweepFolder
