@@ -1,6 +1,6 @@
 """Puts runs into queues, one array for each shape, with a token that identifies its jobs; and cancels jobs.
 
-`standing` is the standing of a run in its sweep. Running jobs that are cancelled save and end; waiting jobs do not start.
+`standing` is the standing of a run in its sweep. Cancelled jobs that run save and end; those that wait do not start.
 """
 
 from __future__ import annotations
