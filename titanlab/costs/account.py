@@ -249,8 +249,6 @@ class ModelAccount:
             every block. Empty: no tensor parallelism.
         experts: of the blocks; None: every parameter computes every token.
         joined: linear layers that are computed as one product.
-        projections: linear layers that a `Projections` calls with the same input, joined or not; empty:
-            those of `joined`.
         head: path of the last module, a linear layer whose output the model returns unchanged as logits. It is called
             with the hidden state, and with tied embeddings the table. Empty: unknown, and logits always exist whole.
     """
@@ -270,7 +268,6 @@ class ModelAccount:
     tensor_plan: Mapping[str, str] = field(default_factory=dict)
     experts: RoutedExperts | None = None
     joined: tuple[Joined, ...] = ()
-    projections: tuple[Joined, ...] = ()
     head: str = ""
 
     @functools.cached_property

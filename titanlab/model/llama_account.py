@@ -56,13 +56,12 @@ def account(config: Llama) -> ModelAccount:
         attention="attention.inner",
         tensor_plan=_tensor_plan(config),
         experts=config.routed,
-        joined=_projections(config) if config.fused else (),
-        projections=_projections(config),
+        joined=_fused_projections(config) if config.fused else (),
         head="output",
     )
 
 
-def _projections(config: Llama) -> tuple[Joined, ...]:
+def _fused_projections(config: Llama) -> tuple[Joined, ...]:
     # Without norms of heads, attention keeps only the values of this product: queries and keys are rotated first.
     copied = () if config.has_head_norms else ("wv",)
     attention = Joined(caller="layers.*.attention.projections", layers=("wq", "wk", "wv"), copied=copied)
