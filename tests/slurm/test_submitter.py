@@ -103,7 +103,7 @@ def test_code_that_is_edited_after_submission_reaches_no_job(slurm_conf, tmp_pat
     command = site.sweep_command("edited", [{"name": "before", "seed": 11}], "launch.extra={hold: true}")
     said = site.titanlab(*command)
     assert said.code == 0, said.err
-    (clone / "titanlab" / "training" / "train.py").write_text("raise RuntimeError('edited')\n")
+    (clone / "titanlab" / "train" / "train.py").write_text("raise RuntimeError('edited')\n")
     (clone / "titanlab" / "worker" / "rank.py").write_text("raise RuntimeError('edited')\n")
     (job,) = [each.job_id for each in site.sweep("edited").submissions()]
     site.slurm("scontrol", "release", job)
