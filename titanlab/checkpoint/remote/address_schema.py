@@ -19,7 +19,7 @@ _UNUSABLE = ("http", "https", "data", "git", "github", "reference", "zip", "tar"
 _WRAPPERS = ("cached", "blockcache", "filecache", "simplecache")
 _PRIVATE = ("memory",)
 # What the tests use; docs/checkpoints.md says it too.
-TESTED = "tested is an emulated object store through fsspec, and no real one"
+TESTED = "the tests use an emulated object store through fsspec, and no real one"
 _SECRET = "***"
 # The name before @ is a user's, or that of a container; elsewhere it may be a token.
 _WITH_USER = ("sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "abfs", "abfss", "wasb", "wasbs", "az", "adl", "oci")
