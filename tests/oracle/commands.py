@@ -99,7 +99,7 @@ ERRORS = [
     "train name=",
     "train name=a/b",
     "train sweep=..",
-    "train runs=/proc/none",
+    "train runs=/proc/none data=synthetic",
     "train --config-dir nothing",
     "train --config-name nothing",
     "train --cfg everything",
