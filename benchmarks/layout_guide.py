@@ -32,7 +32,7 @@ from titanlab.plan.ranking import Ranked, Ranking
 from titanlab.plan.search import for_planning
 from titanlab.plan.space import Space, choices_of
 from titanlab.plan.step_time import step_time
-from titanlab.terminal.numerals import significant
+from titanlab.system.text import significant
 
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "layout_guide.json"

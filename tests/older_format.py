@@ -13,7 +13,7 @@ from titanlab.checkpoint.folders import step_folder
 from titanlab.checkpoint.generators import generator_states
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.parity.parity import trace
-from titanlab.system.atomic_file import write_json
+from titanlab.system.files import write_json
 
 
 def trained(made, run):

@@ -239,14 +239,14 @@ def test_what_the_command_line_imports_first_is_light():
         ("titanlab.data.files", "def f():\n    import torch", "and data is torch-free"),
         ("titanlab.data.files", "import datasets", "must do so inside a function"),
         ("titanlab.cli.verbs", "import torch", "must do so inside a function"),
-        ("titanlab.terminal.console", "import titanlab.terminal.progress", "a circle: titanlab.terminal.console → titanlab.terminal.progress → titanlab.terminal.console"),
+        ("titanlab.system.terminal", "import titanlab.system.progress", "a circle: titanlab.system.terminal → titanlab.system.progress → titanlab.system.terminal"),
     ],
 )  # fmt: skip
 def test_a_planted_violation_is_found(module, source, complaint):
     package = {
         "titanlab": "",
-        "titanlab.terminal.progress": "import titanlab.terminal.console",
-        "titanlab.terminal.console": "",
+        "titanlab.system.progress": "import titanlab.system.terminal",
+        "titanlab.system.terminal": "",
         "titanlab.train.train": "import torch",
         "titanlab.model.llama": "",
         "titanlab.optimizer.adamw": "",

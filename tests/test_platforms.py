@@ -14,7 +14,7 @@ import pytest
 from titanlab.distributed import hang, host, silence
 from titanlab.profiler.memory import resident_bytes
 from titanlab.records import provenance
-from titanlab.system.process_start import born_at
+from titanlab.system.processes import born_at
 from titanlab.tracker import signal_filter
 from titanlab.train import totals
 from titanlab.worker import fork

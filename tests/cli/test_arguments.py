@@ -6,7 +6,7 @@ import pytest
 
 from titanlab.cli.arguments import Arguments, Flags, bytes_of, parser_of
 from titanlab.errors import ConfigError
-from titanlab.system.user_path import user_path
+from titanlab.system.files import user_path
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from titanlab.records.identity import identify
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder, create_run
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.terminal.paths import sweep_argument
+from titanlab.system.text import sweep_argument
 
 NODES = Cluster(accelerator="cpu", device="cpu", peak_tflops=1.0, per_node=4, nodes=4)
 

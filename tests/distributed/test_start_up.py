@@ -10,7 +10,7 @@ import time
 import pytest
 
 from titanlab.distributed.start_up import FILE, LAUNCHED, StartUp, launched_at, start_of_worker, write_start_up
-from titanlab.system.process_start import process_start
+from titanlab.system.processes import process_start
 
 
 def counted(*begun):

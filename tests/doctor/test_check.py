@@ -4,7 +4,7 @@ import threading
 import time
 
 from titanlab.doctor.checkup import Check, run_checks
-from titanlab.terminal.finding import ok
+from titanlab.system.text import ok
 
 
 def test_a_check_that_hangs_or_raises_is_a_finding_and_delays_nobody():

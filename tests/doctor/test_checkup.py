@@ -10,7 +10,7 @@ from titanlab.errors import ConfigError
 from titanlab.launch.contract import LaunchConfig, Launcher
 from titanlab.launch.local_schema import Local
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.terminal.finding import ok
+from titanlab.system.text import ok
 
 # Before those of the launchers.
 SECTIONS = ("software", "devices", "host", "storage")

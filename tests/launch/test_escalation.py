@@ -14,7 +14,7 @@ from titanlab.launch.escalation import HURRY_SECONDS, START_SECONDS, STOP_SECOND
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_status import Status
-from titanlab.system.process_start import process_state
+from titanlab.system.processes import process_state
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells the state of a process")
 

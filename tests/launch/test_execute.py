@@ -27,7 +27,7 @@ from titanlab.records.outcome import Outcome, OutcomeKind, from_exception
 from titanlab.records.run_folder import open_run
 from titanlab.records.run_search import list_runs
 from titanlab.records.run_status import Status
-from titanlab.terminal.console import Console
+from titanlab.system.terminal import Console
 
 HOST = Host(accelerator="cpu", device="cpu", count=2)
 

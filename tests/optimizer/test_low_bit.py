@@ -17,7 +17,7 @@ from titanlab.optimizer.adamw_schema import AdamW
 from titanlab.optimizer.low_bit_schema import AdamW4bit, AdamW8bit, AdamWFp8
 from titanlab.optimizer.muon_schema import Muon
 from titanlab.optimizer.schedule_schema import Schedule
-from titanlab.system.quiet_import import import_quietly
+from titanlab.system.imports import import_quietly
 from titanlab.train.train import _set_rate
 
 SCHEMAS = (AdamW8bit, AdamW4bit, AdamWFp8)

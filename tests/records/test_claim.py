@@ -12,7 +12,7 @@ import pytest
 from tests.until import until
 from titanlab.errors import ConfigError
 from titanlab.records.claim import CannotWriteError, claimed, is_claimed
-from titanlab.system.process_start import process_state
+from titanlab.system.processes import process_state
 
 HOLD = """
 import sys, time

@@ -12,7 +12,7 @@ from titanlab.errors import ConfigError
 from titanlab.records import end_file
 from titanlab.records.end_file import make_room, read_end, reserve_room, write_elsewhere, write_end
 from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.system.disk import FolderGone
+from titanlab.system.files import FolderGone
 
 OUTCOME = Outcome(
     kind=OutcomeKind.OOM, step=3, steps=9, attempt=2, rank=1, cause="é", exit_code=70, ended=5.0, metrics={"loss": 1.5}

@@ -11,7 +11,7 @@ from titanlab.launch.local.local_job import LocalJob, write_local_job
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_status import Status
 from titanlab.sweep.reconcile import job_states, silence
-from titanlab.system.process_start import born_at
+from titanlab.system.processes import born_at
 
 
 @pytest.fixture

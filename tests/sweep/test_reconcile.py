@@ -14,7 +14,7 @@ from titanlab.records.run_status import Status
 from titanlab.sweep import reconcile as reconciling
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.system.atomic_file import write_json
+from titanlab.system.files import write_json
 
 FAILED = JobState(state="ended", raw="FAILED", exit_code=1, job_id="12_0")
 

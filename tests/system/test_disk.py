@@ -16,9 +16,8 @@ from titanlab.records import end_file, run_folder, run_status
 from titanlab.records.end_file import read_end
 from titanlab.records.outcome import OutcomeKind, classify, from_exception
 from titanlab.records.run_folder import RunFolder
-from titanlab.system.atomic_file import write_json, write_text
-from titanlab.system.disk import disk_fault, refusal, tells_of_disk
-from titanlab.terminal.console import Console
+from titanlab.system.files import disk_fault, refusal, tells_of_disk, write_json, write_text
+from titanlab.system.terminal import Console
 
 
 def full(path=None):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from titanlab.system.kept_imports import kept_imports
+from titanlab.system.imports import kept_imports
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_an_import_that_fails_leaves_the_collector_on(collector):
 AT_EXIT = """
 import atexit, gc, sys
 atexit.register(lambda: print(gc.get_freeze_count() > 0))
-from titanlab.system.kept_imports import kept_imports
+from titanlab.system.imports import kept_imports
 with kept_imports():
     sys.modules[sys.argv[1]] = sys
 """

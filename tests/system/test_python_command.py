@@ -8,7 +8,7 @@ import pytest
 
 import titanlab
 from titanlab.launch.local.ranks import worker_command
-from titanlab.system.python_command import module_command
+from titanlab.system.processes import module_command
 
 ROOT = Path(titanlab.__file__).parents[1]
 

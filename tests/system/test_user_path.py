@@ -11,7 +11,7 @@ from titanlab.errors import ConfigError
 from titanlab.recipe.composition.flags import read_flags
 from titanlab.records.run_folder import check_runs
 from titanlab.sweep.clean import cached
-from titanlab.system.user_path import home, user_path
+from titanlab.system.files import home, user_path
 from titanlab.tracker.wandb_mode import has_key
 
 

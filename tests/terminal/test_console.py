@@ -12,8 +12,8 @@ import time
 import pytest
 
 from tests.until import until
-from titanlab.terminal.console import Console, error_line
-from titanlab.terminal.progress import Progress, plain_line
+from titanlab.system.progress import Progress, plain_line
+from titanlab.system.terminal import Console, error_line
 
 TERMINAL = {"TERM": "xterm-256color"}
 ROWS = [("model", "llama [debug]"), ("parameters", "5,769,472"), ("folder", "runs/single/toy-abcd1111")]
@@ -170,7 +170,7 @@ def test_in_a_pipe_too_a_line_of_progress_ends_the_phase():
 
 def test_a_terminal_that_gets_narrower_has_no_line_that_wraps(monkeypatch):
     out, width = Terminal(), [80]
-    monkeypatch.setattr("titanlab.terminal.console.columns_of", lambda stream: width[0])
+    monkeypatch.setattr("titanlab.system.terminal.columns_of", lambda stream: width[0])
     # xterm does not wrap again what it has shown.
     console = Console(out, environ={**TERMINAL, "XTERM_VERSION": "XTerm(379)"}, clock=Clock())
     console.phase("x" * 200)
@@ -183,7 +183,7 @@ def test_a_terminal_that_gets_narrower_has_no_line_that_wraps(monkeypatch):
 
 def test_a_line_that_a_narrower_terminal_has_wrapped_is_removed_whole(monkeypatch):
     out, width = Terminal(), [80]
-    monkeypatch.setattr("titanlab.terminal.console.columns_of", lambda stream: width[0])
+    monkeypatch.setattr("titanlab.system.terminal.columns_of", lambda stream: width[0])
     console = Console(out, environ={**TERMINAL, "NO_COLOR": "1"}, clock=Clock())
     console.phase("x" * 70)
     for columns, removed in ((75, "\r\x1b[2K"), (35, "\r\x1b[2A\x1b[J"), (35, "\r\x1b[2K")):
@@ -361,8 +361,8 @@ def test_output_that_nobody_takes_does_not_end_a_run(error, environ):
 
 
 PRINTER = """
-from titanlab.terminal.console import Console
-from titanlab.terminal.progress import Progress
+from titanlab.system.terminal import Console
+from titanlab.system.progress import Progress
 console = Console()
 for step in range(2000):
     console.log(Progress(step=step, steps=2000, loss=1.0))
@@ -384,7 +384,7 @@ def test_on_a_real_terminal():
     environ = {**os.environ, "TERM": "xterm", "COLUMNS": "60"}
     environ.pop("NO_COLOR", None)
     code = (
-        "from titanlab.terminal.console import Console\nfrom titanlab.terminal.progress import Progress\nc = Console()\n"
+        "from titanlab.system.terminal import Console\nfrom titanlab.system.progress import Progress\nc = Console()\n"
         + ("assert c.is_live\nc.step(Progress(step=5, steps=9, loss=2.0))\nc.note('saved')\nc.close()")
     )
     done = subprocess.run(
@@ -427,6 +427,6 @@ def test_a_step_costs_nothing_worth_mentioning():
 
 
 def test_importing_it_is_light():
-    code = "import sys, titanlab.terminal.console; print('rich' in sys.modules, 'torch' in sys.modules)"
+    code = "import sys, titanlab.system.terminal; print('rich' in sys.modules, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False False\n"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanlab.terminal.foreign_text import harmless
+from titanlab.system.text import harmless
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from titanlab.terminal.numerals import counted, duration, grouped, rate, short, short_span, significant, trimmed
+from titanlab.system.text import counted, duration, grouped, rate, short, short_span, significant, trimmed
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ import shlex
 from pathlib import Path
 
 from titanlab.checkpoint.remote.address_schema import StorePath
-from titanlab.terminal.paths import shown_path, sweep_argument
+from titanlab.system.text import shown_path, sweep_argument
 
 
 def test_a_path_is_shown_from_the_current_folder(tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
 import threading
 
-from titanlab.terminal.phase import Phase
+from titanlab.system.terminal import Phase
 
 
 def test_no_thread_of_an_earlier_phase_is_left():

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from titanlab.terminal.stream import (
+from titanlab.system.terminal import (
     can_show,
     columns_of,
     is_capable,
@@ -23,7 +23,7 @@ from titanlab.terminal.stream import (
 
 REPORT = """
 import os, sys
-from titanlab.terminal.stream import open_closed_streams
+from titanlab.system.terminal import open_closed_streams
 
 open_closed_streams()
 with open(sys.argv[1], "w") as file:

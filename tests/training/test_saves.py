@@ -27,7 +27,7 @@ from titanlab.parity.parity import trace
 from titanlab.records.failure_signs import kind_name
 from titanlab.records.outcome import OutcomeKind, from_exit
 from titanlab.records.run_folder import RunFolder
-from titanlab.system.disk import FolderGone, disk_fault
+from titanlab.system.files import FolderGone, disk_fault
 from titanlab.train import saves as module
 from titanlab.train.generate import _load
 from titanlab.train.starting_weights import check_beginning

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.system.disk import StoreFault
+from titanlab.system.files import StoreFault
 from titanlab.train.weights_folder import check_apart, check_target, whole_folder
 
 

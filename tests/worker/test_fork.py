@@ -21,7 +21,7 @@ from titanlab.launch.contract import Failure
 from titanlab.launch.local import ranks as local
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
-from titanlab.system.process_start import process_state
+from titanlab.system.processes import process_state
 from titanlab.worker.fork import adopting
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process cannot adopt another's children")

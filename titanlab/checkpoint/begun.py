@@ -22,7 +22,7 @@ from titanlab.checkpoint.remote.address_schema import Place
 from titanlab.checkpoint.savers.saving import Planned
 from titanlab.checkpoint.writer import sync_folder
 from titanlab.distributed.world import World
-from titanlab.system.disk import disk_fault
+from titanlab.system.files import disk_fault
 
 
 @dataclass(frozen=True, kw_only=True)

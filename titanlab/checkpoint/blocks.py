@@ -16,7 +16,7 @@ from titanlab.checkpoint.damage import DamagedFile
 from titanlab.checkpoint.remote import objects
 from titanlab.checkpoint.remote.address_schema import Place, StorePath
 from titanlab.checkpoint.remote.files import StoreSink, StoreSource
-from titanlab.system.regular_file import read_at_most
+from titanlab.system.files import read_at_most
 
 BLOCK = 1 << 20
 """Bytes of a block; the last block of a file may be shorter."""

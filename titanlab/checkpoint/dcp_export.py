@@ -17,8 +17,7 @@ from titanlab.checkpoint.index.format import Index
 from titanlab.checkpoint.position import POSITION, position_bytes
 from titanlab.checkpoint.reader import Reader, read_into, reader_of
 from titanlab.checkpoint.remote.address_schema import Place
-from titanlab.system.atomic_file import write_bytes
-from titanlab.system.disk import refusal
+from titanlab.system.files import refusal, write_bytes
 
 # Before the names of parameters in titanlab's checkpoints.
 _OWN_PREFIX = "model."

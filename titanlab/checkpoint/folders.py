@@ -22,8 +22,7 @@ from titanlab.checkpoint.remote.address_schema import (
 )
 from titanlab.checkpoint.remote.run_place import checkpoints_of_folder
 from titanlab.errors import ConfigError
-from titanlab.system.disk import StoreFault
-from titanlab.system.user_path import user_path
+from titanlab.system.files import StoreFault, user_path
 
 # The file that lists what a checkpoint contains; `titanlab.checkpoint.index.format` writes it.
 INDEX = "index.json"

@@ -16,8 +16,8 @@ from titanlab.checkpoint.index.format import strict_json
 from titanlab.checkpoint.remote.address_schema import Place, StorePath
 from titanlab.checkpoint.remote.objects import objects_below
 from titanlab.errors import ConfigError
-from titanlab.system.atomic_file import finite
-from titanlab.terminal.numerals import counted
+from titanlab.system.files import finite
+from titanlab.system.text import counted
 
 POSITION = "position.json"
 MODEL = "model"

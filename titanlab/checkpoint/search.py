@@ -14,7 +14,7 @@ from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.errors import ConfigError
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_search import find_run
-from titanlab.system.user_path import user_path
+from titanlab.system.files import user_path
 
 _STEP = re.compile(r"step-([0-9]+)")
 T = TypeVar("T")

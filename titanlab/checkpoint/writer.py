@@ -28,8 +28,7 @@ from titanlab.checkpoint.remote.address_schema import Place, StorePath
 from titanlab.checkpoint.savers.host_buffer import HostBuffer
 from titanlab.checkpoint.shards import Chunk, Shard, bytes_of, dtype_named, shard_of
 from titanlab.dtensor import local_part
-from titanlab.system.atomic_file import write_bytes
-from titanlab.system.disk import StoreFault
+from titanlab.system.files import StoreFault, write_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

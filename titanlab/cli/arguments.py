@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from titanlab.errors import ConfigError
 from titanlab.ranges import MOST_64_BITS, check_whole
-from titanlab.system.user_path import user_path
+from titanlab.system.files import user_path
 
 _SHOW_PARSER = "--show-parser"
 _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}}

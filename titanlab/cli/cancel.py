@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from titanlab.cli.arguments import Arguments
 from titanlab.sweep.enqueue import cancel
 from titanlab.sweep.sweep_folder import open_sweep
-from titanlab.terminal.console import Console
+from titanlab.system.terminal import Console
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -12,9 +12,8 @@ from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.cli.arguments import Arguments
 from titanlab.records.run_search import find_run
 from titanlab.sweep.listing import aligned
-from titanlab.terminal.console import Console
-from titanlab.terminal.numerals import data_size, duration
-from titanlab.terminal.paths import shown_path
+from titanlab.system.terminal import Console
+from titanlab.system.text import data_size, duration, shown_path
 
 _HEADINGS = ("step", "size", "saved", "format", "state", "")
 

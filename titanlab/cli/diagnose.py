@@ -10,8 +10,8 @@ from titanlab.distributed.hang import has_hung, hung_attempt
 from titanlab.records.hang_table import rank_rows, table_lines
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_search import find_run
-from titanlab.system.atomic_file import finite
-from titanlab.terminal.console import Console
+from titanlab.system.files import finite
+from titanlab.system.terminal import Console
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -11,9 +11,9 @@ from titanlab.cli.arguments import Arguments
 from titanlab.distributed.host import this_host
 from titanlab.errors import ConfigError
 from titanlab.records.run_search import find_run
-from titanlab.system.user_path import user_path
-from titanlab.terminal.console import Console
-from titanlab.terminal.foreign_text import harmless_lines
+from titanlab.system.files import user_path
+from titanlab.system.terminal import Console
+from titanlab.system.text import harmless_lines
 from titanlab.train.interchange import is_weights
 
 

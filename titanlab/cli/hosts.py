@@ -9,9 +9,9 @@ from titanlab.cli.arguments import Arguments
 from titanlab.errors import ConfigError
 from titanlab.launch.bad_hosts import bad_hosts, clear_bad_hosts, names
 from titanlab.sweep.listing import aligned
-from titanlab.system.user_path import user_path
-from titanlab.terminal.console import Console
-from titanlab.terminal.numerals import duration
+from titanlab.system.files import user_path
+from titanlab.system.terminal import Console
+from titanlab.system.text import duration
 
 _HEADINGS = ("host", "when", "outcome", "run", "cause")
 

@@ -27,10 +27,9 @@ from titanlab.recipe.composition.flags import read_flags
 from titanlab.recipe.recipe import Recipe
 from titanlab.schedule import grid
 from titanlab.sweep.listing import aligned
-from titanlab.system.atomic_file import finite
-from titanlab.system.user_path import user_path
-from titanlab.terminal.console import Console
-from titanlab.terminal.numerals import counted, grouped
+from titanlab.system.files import finite, user_path
+from titanlab.system.terminal import Console
+from titanlab.system.text import counted, grouped
 
 # How many recipes a table shows.
 _TOP = 20

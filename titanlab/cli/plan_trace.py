@@ -9,8 +9,8 @@ from titanlab.costs.traffic_account import lines
 from titanlab.errors import ConfigError
 from titanlab.recipe.recipe import Recipe
 from titanlab.sweep.listing import aligned
-from titanlab.terminal.console import Console
-from titanlab.terminal.numerals import counted
+from titanlab.system.terminal import Console
+from titanlab.system.text import counted
 from titanlab.tracing.comparison import Comparison, comparison_rows, comparison_values
 from titanlab.tracing.request import trace
 

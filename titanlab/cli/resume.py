@@ -23,9 +23,8 @@ from titanlab.recipe.recipe import Recipe, from_mapping
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.retry import resubmit, submitted_with
-from titanlab.terminal.console import Console
-from titanlab.terminal.numerals import counted
-from titanlab.terminal.paths import shown_path, sweep_argument
+from titanlab.system.terminal import Console
+from titanlab.system.text import counted, shown_path, sweep_argument
 
 # Where the data is: what is there must be the same.
 _PLACES = ("data.files", "data.folder", "data.path", "data.data_files", "data.tokenizer")

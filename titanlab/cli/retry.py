@@ -8,8 +8,8 @@ from titanlab.cli.arguments import Arguments
 from titanlab.errors import ConfigError
 from titanlab.sweep.retry import FAILED, Retried, retry
 from titanlab.sweep.sweep_folder import SweepFolder, open_sweep
-from titanlab.terminal.console import Console
-from titanlab.terminal.paths import sweep_argument
+from titanlab.system.terminal import Console
+from titanlab.system.text import sweep_argument
 
 
 def main(arguments: Sequence[str]) -> int:

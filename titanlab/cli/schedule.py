@@ -22,9 +22,9 @@ from titanlab.schedule.contract import PipelineSchedule
 from titanlab.schedule.grid import rows
 from titanlab.schedule.plot import draw
 from titanlab.schedule.timeline import Timeline, simulate
-from titanlab.system.user_path import user_path
-from titanlab.terminal.console import Console
-from titanlab.terminal.foreign_text import harmless
+from titanlab.system.files import user_path
+from titanlab.system.terminal import Console
+from titanlab.system.text import harmless
 
 ALL = "all"
 # Most stages times microbatches; a larger timeline takes minutes.

@@ -26,9 +26,9 @@ from titanlab.sweep.submit import (
     submit,
 )
 from titanlab.sweep.watch import exit_code, follow
-from titanlab.system.atomic_file import finite
-from titanlab.terminal.console import Console
-from titanlab.terminal.paths import sweep_argument
+from titanlab.system.files import finite
+from titanlab.system.terminal import Console
+from titanlab.system.text import sweep_argument
 
 _HELP = """\
 titanlab sweep: plan many runs, submit what is missing of them, and return

@@ -8,8 +8,8 @@ from titanlab.cli.arguments import Arguments
 from titanlab.errors import TitanlabError
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.sweep_folder import find_run_or_sweep
-from titanlab.terminal.console import Console
-from titanlab.terminal.numerals import counted
+from titanlab.system.terminal import Console
+from titanlab.system.text import counted
 from titanlab.tracker import wandb_upload
 from titanlab.tracker.tensorboard_schema import TensorBoard
 from titanlab.tracker.wandb_schema import Wandb

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from titanlab.system.kept_imports import kept_imports
-from titanlab.terminal.console import Console
+from titanlab.system.imports import kept_imports
+from titanlab.system.terminal import Console
 
 
 def main(arguments: Sequence[str]) -> int:

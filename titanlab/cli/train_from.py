@@ -28,8 +28,8 @@ from titanlab.recipe.recipe import Recipe, from_mapping, to_mapping
 from titanlab.records.identity import identify
 from titanlab.records.run_folder import RunFolder, create_run
 from titanlab.sweep.retry import checked, resubmit
-from titanlab.terminal.console import Console
-from titanlab.terminal.paths import sweep_argument
+from titanlab.system.terminal import Console
+from titanlab.system.text import sweep_argument
 from titanlab.train.starting_weights import check_beginning
 
 FLAG = "--from"

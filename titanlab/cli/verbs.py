@@ -13,10 +13,16 @@ from types import FrameType
 from titanlab import __version__
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.records.outcome import OutcomeKind
-from titanlab.system.disk import disk_fault
-from titanlab.system.kept_imports import kept_imports
-from titanlab.terminal.console import error_line
-from titanlab.terminal.stream import discard, has_no_reader, lost_output, open_closed_streams, replace_unwritable
+from titanlab.system.files import disk_fault
+from titanlab.system.imports import kept_imports
+from titanlab.system.terminal import (
+    discard,
+    error_line,
+    has_no_reader,
+    lost_output,
+    open_closed_streams,
+    replace_unwritable,
+)
 
 # verb → (module, help text). A module is imported when its verb is called: some need torch, most do not.
 VERBS = {

@@ -15,7 +15,7 @@ from pathlib import Path
 from titanlab.data.streams.stream import Report
 from titanlab.errors import ConfigError
 from titanlab.records.claim import holder, name_holder
-from titanlab.system.user_path import home, user_path
+from titanlab.system.files import home, user_path
 
 VARIABLE = "TITANLAB_CACHE"
 # Between two attempts to get a lock.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlab.data import cache
-from titanlab.system.atomic_file import write_text
+from titanlab.system.files import write_text
 
 WHOLE_BYTES = 256 << 20
 """Files of up to this many bytes together are hashed completely; of larger ones, samples of each file."""

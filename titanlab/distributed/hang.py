@@ -23,7 +23,7 @@ from titanlab.records.diagnosis import Diagnosis
 from titanlab.records.hang_file import HangRecord, read_hang
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_records import RunRecords
-from titanlab.terminal.numerals import trimmed
+from titanlab.system.text import trimmed
 
 STEP_KEY = "training.step_timeout_seconds"
 FIRST_STEP_KEY = "training.first_step_timeout_seconds"

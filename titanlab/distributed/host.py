@@ -12,7 +12,7 @@ from pathlib import Path
 
 from titanlab.costs.hardware import find
 from titanlab.errors import ConfigError
-from titanlab.system.command import output_of
+from titanlab.system.processes import output_of
 
 # Environment variable: the cores that a launcher gives to each process. A process that is bound to some cores does not
 # know whether others share them.

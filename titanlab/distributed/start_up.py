@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from titanlab.system.atomic_file import write_json
-from titanlab.system.process_start import process_start
+from titanlab.system.files import write_json
+from titanlab.system.processes import process_start
 
 FILE = "start_up.json"
 SCHEMA = 1

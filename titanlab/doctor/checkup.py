@@ -15,7 +15,7 @@ from titanlab.errors import ConfigError
 from titanlab.launch.contract import LaunchConfig
 from titanlab.launch.launchers import default_config
 from titanlab.options import discover
-from titanlab.terminal.finding import FAIL, WARN, Finding, warn
+from titanlab.system.text import FAIL, WARN, Finding, warn
 
 
 def checks(runs: Path, launch: LaunchConfig | None) -> list[Check]:

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titanlab.distributed.host import cores, memory_bytes
-from titanlab.system.command import output_of
-from titanlab.terminal.finding import Finding, fail, ok, warn
+from titanlab.system.processes import output_of
+from titanlab.system.text import Finding, fail, ok, warn
 
 _GIB = 1 << 30
 _FEW_FILES, _ENOUGH_FILES = 1024, 4096

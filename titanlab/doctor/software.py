@@ -22,8 +22,8 @@ import titanlab
 from titanlab.distributed.loopback import loopback_interface
 from titanlab.records.git_state import git_state
 from titanlab.records.provenance import PACKAGES, versions
-from titanlab.system.command import ask
-from titanlab.terminal.finding import Finding, fail, ok, warn
+from titanlab.system.processes import ask
+from titanlab.system.text import Finding, fail, ok, warn
 from titanlab.tracker.wandb_mode import has_key
 
 _LEAST = (3, 11)

@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from titanlab.system.user_path import user_path
-from titanlab.terminal.finding import Finding, fail, ok, warn
+from titanlab.system.files import user_path
+from titanlab.system.text import Finding, fail, ok, warn
 
 _GIB = 1 << 30
 _LOW_BYTES, _NO_BYTES = 20 * _GIB, 1 * _GIB

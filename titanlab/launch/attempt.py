@@ -30,8 +30,8 @@ from titanlab.records.outcome import KillEvidence, Outcome, OutcomeKind, from_ex
 from titanlab.records.provenance import collect
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_status import Status
-from titanlab.system.disk import StoreFault, disk_fault
-from titanlab.system.process_start import born_at, process_start
+from titanlab.system.files import StoreFault, disk_fault
+from titanlab.system.processes import born_at, process_start
 
 # Processes of an attempt whose launcher was killed may still write, see `close_dead`. Those of another host cannot be
 # seen, and its file system may have no locks: there, longer than a first step may take.

@@ -18,9 +18,7 @@ from typing import Any
 from titanlab.records.json_file import loaded
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
-from titanlab.system.atomic_file import write_text
-from titanlab.system.regular_file import open_to_write, read_text
-from titanlab.system.user_path import user_path
+from titanlab.system.files import open_to_write, read_text, user_path, write_text
 
 FILE = "hosts.jsonl"
 # Names become an argument of a scheduler's command.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from titanlab.launch.shape import Shape
     from titanlab.launch.submission import Submission
     from titanlab.recipe.recipe import Recipe
-    from titanlab.terminal.finding import Finding
+    from titanlab.system.text import Finding
 
 # `JobState.raw` of a job whose scheduler does not answer.
 UNANSWERED = "UNKNOWN"

@@ -18,7 +18,7 @@ from titanlab.distributed.stop import ONE_REQUEST_SECONDS, STOPS
 from titanlab.errors import ConfigError
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
-from titanlab.system.process_start import STOPPED, process_state
+from titanlab.system.processes import STOPPED, process_state
 
 # A rank that is stopped for this time is said, and is killed if the run was asked to stop.
 STOPPED_SECONDS = 5.0

@@ -40,10 +40,9 @@ from titanlab.records.end_file import write_elsewhere
 from titanlab.records.identity import Identity, identify
 from titanlab.records.outcome import KillEvidence, Outcome, OutcomeKind, from_exit
 from titanlab.records.run_folder import RunFolder, check_runs, create_run
-from titanlab.system.disk import disk_fault, tells_of_disk
-from titanlab.terminal.console import Console
-from titanlab.terminal.numerals import counted
-from titanlab.terminal.paths import shown_path
+from titanlab.system.files import disk_fault, tells_of_disk
+from titanlab.system.terminal import Console
+from titanlab.system.text import counted, shown_path
 from titanlab.train.starting_weights import check_beginning, not_read, start_fingerprint
 
 

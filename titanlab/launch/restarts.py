@@ -23,8 +23,7 @@ from titanlab.recipe.recipe_rules import check_all_but_data
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_records import RESTART
-from titanlab.system.atomic_file import write_json
-from titanlab.system.disk import tells_of_disk
+from titanlab.system.files import tells_of_disk, write_json
 
 # Ends of single processes or machines: another attempt may not have them.
 _RESTARTED = (OutcomeKind.CRASH, OutcomeKind.HANG, OutcomeKind.OOM, OutcomeKind.NODE_FAIL)

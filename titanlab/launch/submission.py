@@ -22,7 +22,7 @@ from titanlab.errors import ConfigError
 from titanlab.launch.shape import Shape, shape_from
 from titanlab.records.claim import claimed
 from titanlab.records.json_file import read_optional
-from titanlab.system.atomic_file import write_json
+from titanlab.system.files import write_json
 
 SCHEMA = 1
 STATES = ("intent", "submitted")

@@ -23,7 +23,7 @@ from titanlab.dtensor import local_part
 from titanlab.optimizer.adamw_schema import Rounded
 from titanlab.optimizer.groups import groups_by_decay
 from titanlab.optimizer.low_bit_schema import CODES, SCALE, packs
-from titanlab.system.quiet_import import import_quietly
+from titanlab.system.imports import import_quietly
 
 AVERAGES = {"exp_avg": True, "exp_avg_sq": False}  # name → has a sign
 

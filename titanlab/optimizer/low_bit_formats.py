@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from titanlab.optimizer.low_bit import Format, LowBitAdamW
 from titanlab.optimizer.low_bit_schema import LowBit
-from titanlab.system.quiet_import import import_quietly
+from titanlab.system.imports import import_quietly
 
 
 class LowBitFactory:

@@ -21,7 +21,7 @@ from titanlab.plan.step_time import StepTime
 from titanlab.recipe.memory_rules import check_addressable
 from titanlab.recipe.recipe import Recipe, resolve
 from titanlab.recipe.recipe_rules import check_processes
-from titanlab.terminal.numerals import counted, grouped, significant
+from titanlab.system.text import counted, grouped, significant
 
 # Share of a device's memory that recipes leave free, for CUDA, NCCL and the errors of the estimate. Datasheets count
 # memory in units of 1e9 bytes, which is 7 % less than what a driver reports, so that the real margin is larger.

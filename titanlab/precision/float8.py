@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from titanlab.precision.cast import Cast
 from titanlab.precision.float8_base_schema import Float8
 from titanlab.precision.product import ATTRIBUTE, JOINED, Product, rows
-from titanlab.system.quiet_import import import_quietly
+from titanlab.system.imports import import_quietly
 
 # torchao's lower bound of the largest element; it makes the scale of a zero weight finite.
 _SMALLEST = 1e-12

@@ -13,7 +13,7 @@ from titanlab.precision.cast import Cast
 from titanlab.precision.float8 import emulates, layer_filter
 from titanlab.precision.mxfp8_schema import Mxfp8
 from titanlab.precision.product import Product
-from titanlab.system.quiet_import import import_quietly
+from titanlab.system.imports import import_quietly
 
 _BLOCK = 32
 _PROTOTYPE = "torchao.prototype.moe_training.mxfp8_linear"

@@ -12,7 +12,7 @@ from torch import nn
 
 from titanlab.dtensor import local_part
 from titanlab.profiler.memory import resident_bytes
-from titanlab.terminal.numerals import trimmed
+from titanlab.system.text import trimmed
 
 _CUDA_ALLOCATED = re.compile(r"([\d.]+) ([KMG])iB is allocated by PyTorch")
 _HOLDS = "this rank holds: "

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch.profiler import profile
 
-from titanlab.system.disk import refusal
+from titanlab.system.files import refusal
 
 # torch raises RuntimeError for some faults of a disk, and a trace that is cut off is no JSON.
 FAULTS = (OSError, RuntimeError, ValueError)

@@ -14,7 +14,7 @@ from titanlab.recipe import layout_rules
 from titanlab.recipe.memory_rules import check_addressable
 from titanlab.recipe.recipe import Recipe, needs_whole_logits, pieces_by_stage
 from titanlab.records.run_name import check_name
-from titanlab.terminal.numerals import counted
+from titanlab.system.text import counted
 
 SEEDS = 2**63
 # Kernels of a GPU that cannot keep attention within documents, without and with context parallelism. FlexAttention can,

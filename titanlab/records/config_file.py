@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from titanlab.errors import ConfigError
-from titanlab.system.regular_file import read_text
+from titanlab.system.files import read_text
 
 # libyaml reads eight times as fast, which matters in a table of a thousand runs; not every PyYAML has it.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -11,9 +11,7 @@ from pathlib import Path
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.records.json_file import RESTORE, check_object, read_object
 from titanlab.records.outcome import KINDS, SCHEMA, Outcome, from_mapping
-from titanlab.system.atomic_file import write_bytes, write_json
-from titanlab.system.disk import FolderGone, disk_fault
-from titanlab.system.user_path import home
+from titanlab.system.files import FolderGone, disk_fault, home, write_bytes, write_json
 
 # A file that is deleted to free space on a full disk: enough for two results with a traceback and some ranks' notes.
 _RESERVE = ".reserve"

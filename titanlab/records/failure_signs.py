@@ -11,7 +11,7 @@ import resource
 from types import TracebackType
 
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.system.disk import disk_fault
+from titanlab.system.files import disk_fault
 
 _OOM = re.compile(
     r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|std::bad_alloc"

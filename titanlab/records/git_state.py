@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from titanlab.system.command import output_of
-from titanlab.system.regular_file import read_text
+from titanlab.system.files import read_text
+from titanlab.system.processes import output_of
 
 # In a snapshot of the code, this file has the git state of the repository that was copied.
 RECORD = "code.json"

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from titanlab.errors import ConfigError
 from titanlab.records.json_file import read_object
 from titanlab.records.run_records import RunRecords
-from titanlab.system.atomic_file import finite, write_text
+from titanlab.system.files import finite, write_text
 
 SCHEMA = 1
 _TEXT = 500

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.errors import ConfigError
-from titanlab.system.regular_file import read_text
+from titanlab.system.files import read_text
 
 RESTORE = "restore that file, or the run's folder"
 # What a float cannot hold has more digits than these. Whoever compares or writes it as one would get an error.

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.errors import ConfigError
-from titanlab.system.atomic_file import finite
-from titanlab.system.regular_file import open_to_write, read_bytes
+from titanlab.system.files import finite, open_to_write, read_bytes
 
 ATTEMPT = "attempt"
 TRAIN = "train"

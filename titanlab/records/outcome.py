@@ -16,8 +16,7 @@ from typing import Any
 
 from titanlab.errors import TitanlabError
 from titanlab.records.failure_signs import is_secondary, kind_name
-from titanlab.system.atomic_file import finite
-from titanlab.system.disk import disk_fault
+from titanlab.system.files import disk_fault, finite
 
 SCHEMA = 1
 # Types of the keys in JSON; a pair with None may be null.

@@ -9,7 +9,7 @@ from typing import Any
 from titanlab.errors import ConfigError
 from titanlab.records.json_file import loaded
 from titanlab.records.run_folder import RunFolder
-from titanlab.system.regular_file import read_text
+from titanlab.system.files import read_text
 
 _CURE = "restore that file, or submit the sweep again: it is written anew"
 

@@ -30,9 +30,7 @@ from titanlab.records.outcome import Outcome
 from titanlab.records.run_name import check_name
 from titanlab.records.run_records import CHOSEN, SAVED, SCHEMA, STOPPED, RunRecords
 from titanlab.records.run_status import Status, write_status
-from titanlab.system.atomic_file import write_json, write_text
-from titanlab.system.disk import FolderGone
-from titanlab.system.user_path import user_path
+from titanlab.system.files import FolderGone, user_path, write_json, write_text
 
 _GIVE_WRITABLE = "give a folder of yours: try runs=~/runs"
 _SUBFOLDERS = ("attempts", "checkpoints", "logs", "traces")

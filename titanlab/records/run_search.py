@@ -9,7 +9,7 @@ from pathlib import Path
 
 from titanlab.errors import ConfigError
 from titanlab.records.run_folder import RunFolder
-from titanlab.system.user_path import user_path
+from titanlab.system.files import user_path
 
 _HASH = re.compile(r"[0-9a-f]{4,64}")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from titanlab.errors import ConfigError
 from titanlab.records.json_file import check_object, read_object
-from titanlab.system.atomic_file import write_json
+from titanlab.system.files import write_json
 
 SCHEMA = 1
 STATES = ("prepared", "starting", "running", "saving", "ended")

@@ -13,7 +13,7 @@ from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.columns import point_keys, recipe_columns
 from titanlab.sweep.rows import Table, arrow_table
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.system.user_path import user_path
+from titanlab.system.files import user_path
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -14,8 +14,7 @@ from titanlab.report.page.facts import Facts, checked
 from titanlab.report.page.sections import panels_of
 from titanlab.sweep.rows import Table
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.system.atomic_file import write_text
-from titanlab.system.user_path import user_path
+from titanlab.system.files import user_path, write_text
 
 if TYPE_CHECKING:
     from titanlab.report.figures.traced import TracedFigure

@@ -15,7 +15,7 @@ from titanlab.errors import ConfigError
 from titanlab.records.metrics_file import TRAIN, VALIDATION
 from titanlab.report.frames import METRICS, frame_of_rows
 from titanlab.sweep.columns import NAMES, POINT, as_text, figure_columns, recipe_columns
-from titanlab.system.quiet_import import import_quietly
+from titanlab.system.imports import import_quietly
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -12,7 +12,7 @@ from typing import Any
 from titanlab.costs import meter
 from titanlab.costs.layout import AXES
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.system.quiet_import import import_quietly
+from titanlab.system.imports import import_quietly
 
 _PACKAGE = "wandb_workspaces"
 # Keys of the config and of the rows that runs send: tests/report/test_wandb_workspace.py compares them.

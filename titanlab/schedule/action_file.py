@@ -13,8 +13,7 @@ from pathlib import Path
 from titanlab.errors import ConfigError
 from titanlab.schedule.action import Action, Kind
 from titanlab.schedule.order import OrderError, placement_of, validate
-from titanlab.system.atomic_file import write_text
-from titanlab.system.regular_file import read_text
+from titanlab.system.files import read_text, write_text
 
 KEY = "schedule.file"
 

@@ -10,8 +10,8 @@ from titanlab.schedule.action import Action
 from titanlab.schedule.action_file import KEY, read_actions
 from titanlab.schedule.contract import PipelineSchedule
 from titanlab.schedule.order import placement_of
-from titanlab.system.user_path import user_path
-from titanlab.terminal.numerals import counted
+from titanlab.system.files import user_path
+from titanlab.system.text import counted
 
 
 @option("schedule", "csv")

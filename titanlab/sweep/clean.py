@@ -33,9 +33,7 @@ from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.listing import ACTIVE
 from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.system.disk import StoreFault
-from titanlab.system.regular_file import read_bytes
-from titanlab.system.user_path import user_path
+from titanlab.system.files import StoreFault, read_bytes, user_path
 
 KINDS = {
     "checkpoints": "older than resume and the rules of checkpoint.keep need, put aside, or damaged",

@@ -25,7 +25,7 @@ from titanlab.records.run_folder import RunFolder
 from titanlab.sweep import snapshot
 from titanlab.sweep.reconcile import reconcile, silence
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of, readable
-from titanlab.terminal.numerals import counted
+from titanlab.system.text import counted
 
 _PATIENCE_SECONDS = 300.0
 

@@ -21,7 +21,7 @@ from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_search import list_runs
 from titanlab.records.run_status import STATES
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.terminal.numerals import counted, duration, grouped
+from titanlab.system.text import counted, duration, grouped
 
 Row = Mapping[str, Any]
 

@@ -20,7 +20,7 @@ from titanlab.records.identity import canonical, canonical_json
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.terminal.paths import sweep_argument
+from titanlab.system.text import sweep_argument
 
 KEY = "--calibrate"
 _RESIDENT = "memory/max_resident(GiB)"

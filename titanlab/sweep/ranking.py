@@ -31,7 +31,7 @@ from titanlab.sweep.comparison import (
     t_quantile,
 )
 from titanlab.sweep.listing import ACTIVE, Row, aligned, runs
-from titanlab.terminal.numerals import counted, duration, grouped
+from titanlab.system.text import counted, duration, grouped
 
 if TYPE_CHECKING:
     from titanlab.sweep.comparison import Drift, Entry

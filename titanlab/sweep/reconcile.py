@@ -25,7 +25,7 @@ from titanlab.records.hang_file import read_hang
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exit
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
-from titanlab.terminal.numerals import counted
+from titanlab.system.text import counted
 
 
 def silence(states: States) -> str | None:

@@ -28,8 +28,8 @@ from titanlab.records.provenance import code_fingerprint
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.composer import Composer
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.system.command import Answer, ask
-from titanlab.system.regular_file import read_bytes
+from titanlab.system.files import read_bytes
+from titanlab.system.processes import Answer, ask
 
 _SHA = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")

@@ -29,7 +29,7 @@ from titanlab.sweep import snapshot
 from titanlab.sweep.enqueue import Item, check_jobs, enqueue, settle, standing, supersede, wake
 from titanlab.sweep.reconcile import reconcile, silence
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of, readable
-from titanlab.terminal.paths import sweep_argument
+from titanlab.system.text import sweep_argument
 
 # Overrides may change how a job is submitted, not what a run computes.
 CHANGEABLE = ("launch.", "cluster.per_node", "cluster.nodes", *LAYOUT)

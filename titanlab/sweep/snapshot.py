@@ -16,7 +16,7 @@ from pathlib import Path
 import titanlab
 from titanlab.records.git_state import RECORD, git_state
 from titanlab.records.provenance import code_fingerprint, redact
-from titanlab.system.atomic_file import write_json
+from titanlab.system.files import write_json
 
 SCHEMA = 1
 _FOLDERS = ("conf", "launch", "sweeps")

@@ -38,9 +38,8 @@ from titanlab.sweep.plan import SINGLE, Dropped, Planned, Study, starting_order
 from titanlab.sweep.reconcile import job_states, reconcile
 from titanlab.sweep.rows import estimate_values
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
-from titanlab.system.user_path import user_path
-from titanlab.terminal.numerals import counted, grouped, trimmed
-from titanlab.terminal.paths import sweep_argument
+from titanlab.system.files import user_path
+from titanlab.system.text import counted, grouped, sweep_argument, trimmed
 from titanlab.train.tracked_run import has_tracker
 
 if TYPE_CHECKING:

@@ -21,8 +21,7 @@ from titanlab.records.json_file import read_optional
 from titanlab.records.points_file import read_points
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_search import NoSuchRun, find_run
-from titanlab.system.atomic_file import finite, write_json, write_text
-from titanlab.system.user_path import user_path
+from titanlab.system.files import finite, user_path, write_json, write_text
 
 SCHEMA = 1
 _HASH = re.compile(r"[0-9a-f]{4,8}")

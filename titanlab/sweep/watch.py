@@ -24,10 +24,9 @@ from titanlab.sweep.listing import ACTIVE, Row
 from titanlab.sweep.ranking import drift_lines
 from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
-from titanlab.system.process_start import born_at
-from titanlab.terminal.foreign_text import harmless
-from titanlab.terminal.numerals import counted
-from titanlab.terminal.stream import discard
+from titanlab.system.processes import born_at
+from titanlab.system.terminal import discard
+from titanlab.system.text import counted, harmless
 
 Look = Callable[[], list[dict[str, Any]]]
 

@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from titanlab.system.atomic_file import write_json
-from titanlab.system.regular_file import read_text
+from titanlab.system.files import read_text, write_json
 
 SCHEMA = 1
 FILE = "tracker.json"

@@ -23,8 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from titanlab.system.atomic_file import finite
-from titanlab.system.regular_file import open_to_write
+from titanlab.system.files import finite, open_to_write
 from titanlab.tracker.contract import Tracker, Warn
 from titanlab.tracker.record import Record, write_record
 from titanlab.tracker.tracked_run import TrackedRun

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from titanlab.system.user_path import home
+from titanlab.system.files import home
 from titanlab.tracker.wandb_schema import Wandb
 
 _ENV_MODES = {"online": "online", "offline": "offline", "dryrun": "offline", "disabled": "off"}

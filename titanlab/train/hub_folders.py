@@ -18,7 +18,7 @@ from titanlab.data.tokenizers.tokenizer import declared_in
 from titanlab.errors import ConfigError
 from titanlab.model.contract import HuggingFaceFamily, ModelConfig
 from titanlab.options import discover
-from titanlab.system.atomic_file import write_json
+from titanlab.system.files import write_json
 from titanlab.system.hub import explained, is_absent, unreachable
 from titanlab.train.weights_folder import CONTEXT, checked_about, indexed_files, read_object
 from titanlab.train.weights_source import Entry, SafetensorsSource, check_entries, read_entries

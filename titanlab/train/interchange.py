@@ -24,7 +24,7 @@ from titanlab.options import discover
 from titanlab.recipe.composition.frozen import check_unedited
 from titanlab.recipe.literal import literal, path_override
 from titanlab.records.config_file import config_text
-from titanlab.system.atomic_file import write_json
+from titanlab.system.files import write_json
 from titanlab.system.foreign import Foreign
 from titanlab.train import hub_folders as hf
 from titanlab.train import weights_folder as ours

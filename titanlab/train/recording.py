@@ -39,11 +39,10 @@ from titanlab.records.metrics_file import EXPERTS
 from titanlab.records.outcome import Outcome, OutcomeKind, classify, exit_code
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_status import Status
-from titanlab.system.disk import disk_fault
-from titanlab.terminal.console import Console
-from titanlab.terminal.numerals import counted, duration, grouped, short, trimmed
-from titanlab.terminal.paths import shown_path
-from titanlab.terminal.progress import Progress
+from titanlab.system.files import disk_fault
+from titanlab.system.progress import Progress
+from titanlab.system.terminal import Console
+from titanlab.system.text import counted, duration, grouped, short, shown_path, trimmed
 from titanlab.tracker.contract import Tracker
 from titanlab.tracker.tracked_run import open_tracker
 from titanlab.train.balance import ExpertRows

@@ -16,7 +16,7 @@ from titanlab.distributed.watchdog import Watchdog
 from titanlab.profiler.contract import Phase, nothing
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import OutcomeKind, first_line
-from titanlab.system.disk import disk_fault
+from titanlab.system.files import disk_fault
 from titanlab.train.assemble import Assembled
 from titanlab.train.recording import Recorder
 from titanlab.train.totals import Totals

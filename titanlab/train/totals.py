@@ -26,7 +26,7 @@ from titanlab.costs.meter import MEMORY_MOST, MEMORY_MOST_RANK
 from titanlab.distributed.stop import STOP_SIGNALS
 from titanlab.distributed.world import World
 from titanlab.precision.loss_scale import LossScale, ScaledStep
-from titanlab.terminal.numerals import trimmed
+from titanlab.system.text import trimmed
 from titanlab.train.balance import Load, NoBalance
 
 STOPS = tuple(map(int, STOP_SIGNALS))

@@ -46,7 +46,7 @@ from titanlab.profiler.contract import Links, Profiler
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import Outcome, OutcomeKind, first_line
 from titanlab.records.run_folder import RunFolder
-from titanlab.system.disk import disk_fault
+from titanlab.system.files import disk_fault
 from titanlab.train.assemble import Assembled, assemble
 from titanlab.train.faults import RepeatedStep, Rollbacks
 from titanlab.train.recording import Recorder, StepEnd, StepEnds, open_recorder

@@ -25,7 +25,7 @@ from typing import Any
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 from titanlab.options import schema_of
-from titanlab.system.disk import StoreFault
+from titanlab.system.files import StoreFault
 from titanlab.system.foreign import Foreign
 from titanlab.train.weights_source import SafetensorsSource, biases_of, check_entries, read_entries
 

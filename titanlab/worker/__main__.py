@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 
-from titanlab.system.kept_imports import kept_imports
+from titanlab.system.imports import kept_imports
 
 with kept_imports():
     from titanlab.worker.rank import main, show_stacks

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from types import FrameType, ModuleType
 
 from titanlab.recipe.recipe import Recipe
-from titanlab.system.kept_imports import kept_imports
-from titanlab.system.quiet_import import import_quietly
+from titanlab.system.imports import import_quietly, kept_imports
 
 
 def import_trainer() -> None:

@@ -33,11 +33,10 @@ from titanlab.records.failure_signs import is_secondary
 from titanlab.records.hang_file import write_hang
 from titanlab.records.outcome import Outcome, exit_code, from_exception
 from titanlab.records.run_folder import RunFolder, open_run
-from titanlab.system.disk import FolderGone, disk_fault
-from titanlab.system.kept_imports import kept_imports
-from titanlab.system.regular_file import open_to_write
-from titanlab.terminal.console import Console
-from titanlab.terminal.numerals import counted
+from titanlab.system.files import FolderGone, disk_fault, open_to_write
+from titanlab.system.imports import kept_imports
+from titanlab.system.terminal import Console
+from titanlab.system.text import counted
 from titanlab.worker.fork import PIDS_FILE, end_with_parent, fork_ranks, hear_stop_signals
 from titanlab.worker.imports import import_techniques, import_trainer
 

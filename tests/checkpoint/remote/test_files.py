@@ -9,7 +9,7 @@ from titanlab.checkpoint.damage import DamagedFile
 from titanlab.checkpoint.remote import files, objects
 from titanlab.checkpoint.remote.address_schema import StorePath
 from titanlab.checkpoint.remote.files import StoreSink, StoreSource
-from titanlab.system.disk import StoreFault
+from titanlab.system.files import StoreFault
 
 CONTENT = bytes(range(256)) * 4
 

@@ -8,7 +8,7 @@ from titanlab.checkpoint.blocks import BLOCK, BlockReader, BlockWriter
 from titanlab.checkpoint.damage import DamagedFile
 from titanlab.checkpoint.remote import objects
 from titanlab.checkpoint.remote.address_schema import StorePath
-from titanlab.system.disk import StoreFault, disk_fault, tells_of_disk
+from titanlab.system.files import StoreFault, disk_fault, tells_of_disk
 
 PLACE = StorePath(FOLDER)
 CONTENT = bytes(range(256)) * (3 * BLOCK // 256) + b"end"

@@ -35,7 +35,7 @@ from titanlab.errors import ConfigError
 from titanlab.launch.attempt import begin, conclude, pass_over_damaged
 from titanlab.records.outcome import OutcomeKind, from_exception
 from titanlab.records.run_folder import RunFolder
-from titanlab.system.disk import StoreFault
+from titanlab.system.files import StoreFault
 
 MEMORY = "memory://titanlab-tests"
 

@@ -18,7 +18,7 @@ from titanlab.launch.local.supervisor_start import LOG, note_start
 from titanlab.launch.local.wake import LOCK
 from titanlab.records.claim import claimed
 from titanlab.records.run_folder import RunFolder
-from titanlab.system.process_start import born_at, process_state
+from titanlab.system.processes import born_at, process_state
 
 LAUNCHER = LocalLauncher()
 HERE = socket.gethostname()

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from titanlab.launch.local.local_job import LocalJob, local_job, write_local_job
-from titanlab.system.process_start import born_at
+from titanlab.system.processes import born_at
 
 
 def run_with(*, state=None, updated=0.0, claimed=False):

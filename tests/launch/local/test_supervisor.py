@@ -29,7 +29,7 @@ from titanlab.sweep.enqueue import cancel
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.submit import submit
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.system.process_start import born_at
+from titanlab.system.processes import born_at
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from titanlab.launch.slurm.command import Reply
 from titanlab.launch.slurm.states import slurm_states
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.reconcile import silence
-from titanlab.system.atomic_file import write_json
+from titanlab.system.files import write_json
 
 
 def test_an_array_in_the_queue(slurm, tmp_path):

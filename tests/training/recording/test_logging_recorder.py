@@ -13,7 +13,7 @@ from titanlab.distributed.world import World
 from titanlab.precision.fp16_schema import Fp16
 from titanlab.precision.loss_scale import ScaledStep
 from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.terminal import phase
+from titanlab.system import terminal as phase
 from titanlab.train.recording import LoggingRecorder, Recorder, StepEnd, open_recorder
 from titanlab.train.totals import Totals
 

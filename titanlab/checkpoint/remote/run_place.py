@@ -9,7 +9,7 @@ from titanlab.checkpoint.remote import objects
 from titanlab.checkpoint.remote.address_schema import Place, StorePath, check_address
 from titanlab.errors import ConfigError
 from titanlab.records.run_records import RunRecords
-from titanlab.system.regular_file import read_bytes
+from titanlab.system.files import read_bytes
 
 OWNER = "run.json"
 """The object that says which run's checkpoints a folder of a store holds."""

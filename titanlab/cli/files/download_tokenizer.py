@@ -9,8 +9,8 @@ from pathlib import Path
 from titanlab.cli.arguments import Arguments
 from titanlab.data.tokenizers.download import download_tokenizer
 from titanlab.recipe.literal import path_override
-from titanlab.system.user_path import user_path
-from titanlab.terminal.console import Console
+from titanlab.system.files import user_path
+from titanlab.system.terminal import Console
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -10,8 +10,8 @@ from titanlab.checkpoint.search import read_while_kept
 from titanlab.cli.arguments import Arguments, bytes_of
 from titanlab.cli.files.import_weights import option_name
 from titanlab.errors import ConfigError
-from titanlab.system.user_path import user_path
-from titanlab.terminal.console import Console
+from titanlab.system.files import user_path
+from titanlab.system.terminal import Console
 from titanlab.train.interchange import Origin, checkpoint_of, from_folder, from_run, is_weights, write_hf, write_ours
 from titanlab.train.weights_folder import check_apart, check_target, whole_folder
 from titanlab.train.weights_source import DTYPES, left_out

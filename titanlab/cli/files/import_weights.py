@@ -17,8 +17,8 @@ from titanlab.cli.compose import compose
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 from titanlab.recipe.composition.recipes import conf_folder
-from titanlab.system.user_path import user_path
-from titanlab.terminal.console import Console
+from titanlab.system.files import user_path
+from titanlab.system.terminal import Console
 from titanlab.train.hub_folders import fetch_model
 from titanlab.train.interchange import Origin, from_dcp, from_folder, is_weights, write_ours
 from titanlab.train.weights_folder import check_apart, check_target

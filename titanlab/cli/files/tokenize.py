@@ -10,8 +10,8 @@ from titanlab.cli.arguments import Arguments
 from titanlab.data.tokenise import write_token_shards
 from titanlab.errors import ConfigError
 from titanlab.recipe.literal import path_override
-from titanlab.system.user_path import user_path
-from titanlab.terminal.console import Console
+from titanlab.system.files import user_path
+from titanlab.system.terminal import Console
 
 # Of a tokenizer that is trained.
 _PIECES = 32768

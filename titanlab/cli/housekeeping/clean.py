@@ -15,10 +15,9 @@ from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.clean import CACHES, KINDS, Item, Refused, Survey, cached, remove_item
 from titanlab.sweep.listing import aligned
 from titanlab.sweep.sweep_folder import SweepFolder, find_run_or_sweep
-from titanlab.system.user_path import user_path
-from titanlab.terminal.console import Console
-from titanlab.terminal.numerals import counted, data_size
-from titanlab.terminal.paths import shown_path
+from titanlab.system.files import user_path
+from titanlab.system.terminal import Console
+from titanlab.system.text import counted, data_size, shown_path
 
 _HEADINGS = ("what", "count", "size", "")
 _LARGEST = 10

@@ -18,9 +18,8 @@ from titanlab.doctor.checkup import checks, run_checks
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import LaunchConfig, launch_of
 from titanlab.recipe.composition.flags import read_flags
-from titanlab.terminal.console import Console
-from titanlab.terminal.finding import FAIL, OK, WARN, Finding
-from titanlab.terminal.foreign_text import harmless
+from titanlab.system.terminal import Console
+from titanlab.system.text import FAIL, OK, WARN, Finding, harmless
 
 _COLOURS = {OK: "\x1b[32m", WARN: "\x1b[33m", FAIL: "\x1b[31m"}
 _OFF = "\x1b[0m"

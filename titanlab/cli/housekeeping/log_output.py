@@ -7,9 +7,8 @@ from types import TracebackType
 from typing import TextIO
 
 from titanlab.records.logs.order import Line
-from titanlab.terminal.console import Console
-from titanlab.terminal.foreign_text import harmless
-from titanlab.terminal.stream import discard
+from titanlab.system.terminal import Console, discard
+from titanlab.system.text import harmless
 
 _FLUSH_BYTES = 1 << 16
 

@@ -21,8 +21,8 @@ from titanlab.records.logs.order import Line, merged, timed, timed_from_end
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_search import find_run
 from titanlab.sweep.watch import RunWatch
-from titanlab.terminal.console import Console
-from titanlab.terminal.paths import shown_path
+from titanlab.system.terminal import Console
+from titanlab.system.text import shown_path
 
 _POLL_SECONDS = 0.5
 _MOST_NAMED = 6

@@ -30,10 +30,9 @@ from titanlab.sweep.repro import (
     restore,
     write_config,
 )
-from titanlab.system.user_path import user_path
-from titanlab.terminal.console import Console
-from titanlab.terminal.foreign_text import harmless
-from titanlab.terminal.paths import shown_path
+from titanlab.system.files import user_path
+from titanlab.system.terminal import Console
+from titanlab.system.text import harmless, shown_path
 
 _FOLDER = "repro"
 

@@ -19,7 +19,7 @@ from titanlab.recipe.composition.flags import Flags
 from titanlab.recipe.composition.hydra_texts import ARGUMENTS
 from titanlab.recipe.composition.recipes import conf_folder, register
 from titanlab.recipe.composition.typed_overrides import as_typed
-from titanlab.terminal.foreign_text import harmless_lines
+from titanlab.system.text import harmless_lines
 
 # Flags in Hydra's help that titanlab refuses, with their explanations.
 _REFUSED = re.compile(r"^--(?:shell-completion,.*?\n(?=--)|experimental-rerun.*?\n)", re.MULTILINE | re.DOTALL)

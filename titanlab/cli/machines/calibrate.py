@@ -11,9 +11,9 @@ from titanlab.plan.calibration import calibrate, lines
 from titanlab.sweep.measured_runs import LeftOut, MeasuredSweep, measured_sweep
 from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import open_sweep
-from titanlab.system.user_path import user_path
-from titanlab.terminal.console import Console
-from titanlab.terminal.numerals import counted
+from titanlab.system.files import user_path
+from titanlab.system.terminal import Console
+from titanlab.system.text import counted
 
 # Runs that are named for each reason.
 _NAMED = 3

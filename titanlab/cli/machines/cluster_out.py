@@ -12,7 +12,7 @@ from titanlab.cluster.schema import Cluster
 from titanlab.errors import ConfigError
 from titanlab.plan.calibration import cluster_file
 from titanlab.recipe.composition.recipes import conf_folder
-from titanlab.system.atomic_file import write_text
+from titanlab.system.files import write_text
 
 KEY = "--out"
 # How the first comment of a file begins that may be replaced.

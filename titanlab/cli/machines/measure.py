@@ -18,9 +18,9 @@ from titanlab.recipe.recipe import Recipe
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.measured_runs import with_host
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.system.user_path import user_path
-from titanlab.terminal.console import Console
-from titanlab.terminal.numerals import counted
+from titanlab.system.files import user_path
+from titanlab.system.terminal import Console
+from titanlab.system.text import counted
 
 SWEEP = "measure"
 # The job trains the smallest model for one step, before which its profiler measures.

@@ -16,7 +16,7 @@ from titanlab.recipe.composition.recipes import conf_folder
 from titanlab.recipe.recipe import from_mapping, resolve
 from titanlab.sweep.plan import COMMAND_LINE, SINGLE, plan_study
 from titanlab.sweep.sweep_folder import SweepFolder, open_sweep
-from titanlab.system.user_path import user_path
+from titanlab.system.files import user_path
 
 # Stages of a plan at which a recipe breaks a rule; at the others the sweep leaves it out on purpose.
 BROKEN = ("layout", "composition", "rule")

@@ -10,7 +10,7 @@ from typing import Any
 from titanlab.cli.proofs.candidates import Chosen
 from titanlab.parity.proof import Row
 from titanlab.sweep.listing import aligned
-from titanlab.terminal.numerals import counted
+from titanlab.system.text import counted
 
 _HEADINGS = ("", "run", "layout", "precision", "loss", "grad norm", "gradient", "parameter", "tolerance")
 

@@ -23,10 +23,9 @@ from titanlab.parity.reduction import comparable
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_search import NoSuchRun, find_run
-from titanlab.system.atomic_file import finite
-from titanlab.terminal.console import Console
-from titanlab.terminal.numerals import counted
-from titanlab.terminal.paths import shown_path
+from titanlab.system.files import finite
+from titanlab.system.terminal import Console
+from titanlab.system.text import counted, shown_path
 
 if TYPE_CHECKING:
     from titanlab.parity.parity import Trace

@@ -19,11 +19,9 @@ from titanlab.parity.forked import log_of, prepare, train_in_ranks
 from titanlab.parity.rehearsal import FAILED, STEPS, Rehearsal, Result, plan_rehearsals, rehearse
 from titanlab.records.outcome import OutcomeKind
 from titanlab.sweep.listing import aligned
-from titanlab.system.atomic_file import finite
-from titanlab.system.user_path import user_path
-from titanlab.terminal.console import Console
-from titanlab.terminal.numerals import counted
-from titanlab.terminal.paths import shown_path
+from titanlab.system.files import finite, user_path
+from titanlab.system.terminal import Console
+from titanlab.system.text import counted, shown_path
 
 _MOST_STEPS = 100
 _HEADINGS = ("", "run", "layout", "outcome", "cause")

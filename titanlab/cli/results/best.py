@@ -13,8 +13,8 @@ from titanlab.sweep.listing import dropped
 from titanlab.sweep.ranking import rank, ranking_lines
 from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import open_sweep
-from titanlab.system.atomic_file import finite
-from titanlab.terminal.console import Console
+from titanlab.system.files import finite
+from titanlab.system.terminal import Console
 
 
 def main(arguments: Sequence[str]) -> int:

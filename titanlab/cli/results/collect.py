@@ -12,9 +12,9 @@ from titanlab.sweep.listing import dropped, failures, gaps, runs
 from titanlab.sweep.ranking import drift_lines
 from titanlab.sweep.rows import look_at, write_table
 from titanlab.sweep.sweep_folder import open_sweep
-from titanlab.system.user_path import user_path
-from titanlab.terminal.console import Console
-from titanlab.terminal.numerals import counted
+from titanlab.system.files import user_path
+from titanlab.system.terminal import Console
+from titanlab.system.text import counted
 
 
 def main(arguments: Sequence[str]) -> int:

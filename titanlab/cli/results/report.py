@@ -9,8 +9,8 @@ from pathlib import Path
 from titanlab.cli.arguments import Arguments
 from titanlab.errors import ConfigError
 from titanlab.sweep.sweep_folder import SweepFolder, open_sweep
-from titanlab.system.user_path import user_path
-from titanlab.terminal.console import Console
+from titanlab.system.files import user_path
+from titanlab.system.terminal import Console
 
 _ENDINGS = (".html", ".htm")
 

@@ -12,7 +12,7 @@ from titanlab.errors import ConfigError
 from titanlab.report import wandb_workspace
 from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import SweepFolder, open_sweep, readable
-from titanlab.terminal.console import Console
+from titanlab.system.terminal import Console
 from titanlab.tracker import wandb_upload
 from titanlab.tracker.wandb_mode import has_key
 from titanlab.tracker.wandb_schema import Wandb

@@ -15,7 +15,7 @@ from typing import Any
 
 from titanlab.data.tokenizers.tiktoken_file import PATTERN
 from titanlab.errors import ConfigError
-from titanlab.system.python_command import module_command
+from titanlab.system.processes import module_command
 
 # Time limit of the process: SECONDS, and one second more for every BYTES_PER_SECOND bytes of the tokenizer's file.
 SECONDS = 30.0

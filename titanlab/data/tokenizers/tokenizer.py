@@ -16,7 +16,7 @@ from titanlab.data.tokenizers.rules import check_size, check_vocabulary
 from titanlab.data.tokenizers.tiktoken_file import OtherModelError, is_tiktoken, read_tiktoken
 from titanlab.distributed.host import cores
 from titanlab.errors import ConfigError
-from titanlab.system.atomic_file import write_bytes
+from titanlab.system.files import write_bytes
 from titanlab.system.foreign import LFS_POINTER
 
 _MODEL, _JSON, _CONFIG = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"

@@ -18,7 +18,7 @@ from titanlab.launch.launchers import launcher_named
 from titanlab.launch.submission import Submission, submissions
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
-from titanlab.terminal.numerals import counted
+from titanlab.system.text import counted
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from titanlab.launch.memory_kills import memory_kills
 from titanlab.records.failure_signs import says_oom
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exit
 from titanlab.records.run_folder import RunFolder
-from titanlab.system.process_start import STOPPED, process_state
+from titanlab.system.processes import STOPPED, process_state
 
 # When another rank has failed, a worker has this time to record its own state; after a hang it first writes its stacks.
 GRACE_SECONDS = 5.0

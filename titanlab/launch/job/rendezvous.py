@@ -14,7 +14,7 @@ from titanlab.distributed.ranks import ALONE, Ranks, look_seconds
 from titanlab.errors import TitanlabError
 from titanlab.records.json_file import read_optional
 from titanlab.records.run_folder import RunFolder
-from titanlab.system.atomic_file import write_json
+from titanlab.system.files import write_json
 
 FILE = "rendezvous.json"
 # From the first task's start to rank 0's file: the nodes of a job start together, except after a slow prologue.

@@ -17,7 +17,7 @@ from pathlib import Path
 from titanlab.launch.contract import Launcher, Place, StopReason
 from titanlab.launch.job.job import Job, say
 from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.system.regular_file import read_text
+from titanlab.system.files import read_text
 
 FILE = "stop.json"
 # Rank 0 has this time to write the meaning of a signal, before another rank does.

@@ -38,9 +38,8 @@ from titanlab.launch.launchers import default_config, given_cores, launcher_name
 from titanlab.recipe.recipe import Recipe, from_mapping
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exception
 from titanlab.records.run_folder import open_run
-from titanlab.system.atomic_file import write_json
-from titanlab.system.disk import disk_fault
-from titanlab.terminal.numerals import counted
+from titanlab.system.files import disk_fault, write_json
+from titanlab.system.text import counted
 
 CLAIM_SECONDS = 3.0
 # After a requeue: the processes of the last start may need a moment to end.

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from titanlab.launch.submission import SCHEMA, read_mapping
 from titanlab.records.run_folder import RunFolder
-from titanlab.system.atomic_file import write_json
-from titanlab.system.process_start import born_at
+from titanlab.system.files import write_json
+from titanlab.system.processes import born_at
 
 STATES = ("starting", "running", "ended", "cancelled")
 # A job of another host counts as alive for this time after its last sign of life.

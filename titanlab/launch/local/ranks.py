@@ -24,8 +24,8 @@ from titanlab.launch.launchers import given_cores
 from titanlab.launch.local.rank_processes import KILL_SECONDS, RankProcesses, ask_to_stop
 from titanlab.launch.local.wake import KIND
 from titanlab.records.run_folder import RunFolder
-from titanlab.system.python_command import module_command
-from titanlab.terminal.console import Console
+from titanlab.system.processes import module_command
+from titanlab.system.terminal import Console
 from titanlab.worker.fork import LOGS, PIDS_FILE, adopting
 
 # The other ranks have this time to end after one has failed.

@@ -29,9 +29,9 @@ from titanlab.launch.submission import Submission, claim_sweep
 from titanlab.records.claim import claimed
 from titanlab.records.outcome import OutcomeKind, first_line
 from titanlab.records.run_folder import RunFolder
-from titanlab.system.disk import disk_fault
-from titanlab.system.process_start import born_at
-from titanlab.terminal.numerals import counted
+from titanlab.system.files import disk_fault
+from titanlab.system.processes import born_at
+from titanlab.system.text import counted
 
 _POLL_SECONDS = 0.2
 _PATIENCE_SECONDS = 1.0

@@ -21,8 +21,8 @@ from titanlab.launch.early_end import printed_lines
 from titanlab.launch.local.local_job import LocalJob, local_job, write_local_job
 from titanlab.launch.submission import Submission, claim_sweep, jobs_folder, read_mapping
 from titanlab.records.run_folder import RunFolder
-from titanlab.system.atomic_file import write_json
-from titanlab.system.process_start import born_at, stopped_note
+from titanlab.system.files import write_json
+from titanlab.system.processes import born_at, stopped_note
 
 LOG = "supervisor.log"
 # So many supervisors in a row may end before one of them has started a job.

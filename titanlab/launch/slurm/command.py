@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from titanlab.system.command import ask
+from titanlab.system.processes import ask
 
 # Slurm's commands give up after about 10 s (MessageTimeout) and say why; a command that does not is killed.
 ANSWER_SECONDS = 15.0

@@ -18,7 +18,7 @@ from titanlab.launch.slurm.site_checks import check_slurm
 from titanlab.launch.slurm.states import slurm_states
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.launch.submission import Submission, check_submitit, has_submitit, jobs_folder
-from titanlab.terminal.finding import Finding
+from titanlab.system.text import Finding
 
 
 class SlurmLauncher(Launcher):

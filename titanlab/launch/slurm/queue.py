@@ -16,7 +16,7 @@ from titanlab.launch.slurm.command import accounted_since, ask_slurm, seconds_of
 from titanlab.launch.slurm.ends import REFUSED
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.launch.submission import token_of
-from titanlab.terminal.numerals import counted
+from titanlab.system.text import counted
 
 # The largest array, whatever a site allows; more jobs are split into several arrays.
 MAX_ARRAY = 1000

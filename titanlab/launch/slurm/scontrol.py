@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from titanlab.system.command import Answer, ask
+from titanlab.system.processes import Answer, ask
 
 # Environment variable: the folder in which the batch file looks for questions.
 QUESTIONS = "TITANLAB_SCONTROL"

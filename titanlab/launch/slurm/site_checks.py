@@ -11,7 +11,7 @@ from titanlab.launch.shape import Shape
 from titanlab.launch.slurm import queue
 from titanlab.launch.slurm.command import ask_slurm, seconds_of
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.terminal.finding import Finding, fail, ok, warn
+from titanlab.system.text import Finding, fail, ok, warn
 
 _COMMANDS = ("sbatch", "srun", "squeue", "sinfo", "scontrol", "scancel", "sacct")
 _SECONDS = 15.0

@@ -11,7 +11,7 @@ from titanlab.errors import ConfigError
 from titanlab.recipe.composition import hydra_settings, strangers
 from titanlab.recipe.composition.hydra_internal import flag_parser
 from titanlab.recipe.composition.hydra_texts import ARGUMENTS, HELP
-from titanlab.system.user_path import home
+from titanlab.system.files import home
 
 # Flags that make Hydra print something instead of running; it obeys only one of them at a time.
 _ANSWERS = ("help", "hydra_help", "cfg", "info", "shell_completion")

@@ -20,7 +20,7 @@ from titanlab.options import discover
 from titanlab.recipe.composition.frozen import check_changeable, overridden
 from titanlab.recipe.layout_rules import check_pipeline
 from titanlab.recipe.recipe import Recipe
-from titanlab.terminal.numerals import counted
+from titanlab.system.text import counted
 
 # Groups of which another preset may be chosen. None of them changes what a run computes, except by rounding.
 PRESETS = ("parallelism", "schedule", "ac", "cluster", "tracker", "launch")

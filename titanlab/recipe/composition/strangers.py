@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from titanlab.errors import ConfigError
 from titanlab.options import conf_packages, discover
 from titanlab.records.config_file import excess
-from titanlab.system.regular_file import read_text
+from titanlab.system.files import read_text
 
 VARIABLES = (
     *("HOME", "USER", "LOGNAME", "HOSTNAME", "PWD", "TMPDIR", "SCRATCH", "WORK", "PROJECT", "XDG_CACHE_HOME"),

@@ -11,7 +11,7 @@ from titanlab.errors import ConfigError
 from titanlab.records.json_file import read_optional
 from titanlab.records.logs.lines import Span, size_of
 from titanlab.records.run_records import RunRecords
-from titanlab.system.atomic_file import write_json
+from titanlab.system.files import write_json
 
 MARKS = "logs.json"
 """In an attempt's folder: the sizes that the logs had when the attempt began."""

@@ -11,7 +11,7 @@ from titanlab.plan.memory import ITEMS, most_memory, reserved_bytes
 from titanlab.recipe.recipe import from_mapping
 from titanlab.report.frames import sweep_frame
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.system.user_path import user_path
+from titanlab.system.files import user_path
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -14,7 +14,7 @@ from titanlab.schedule.action import Kind
 from titanlab.schedule.contract import PipelineSchedule
 from titanlab.schedule.timeline import Timeline, simulate
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.system.user_path import user_path
+from titanlab.system.files import user_path
 
 if TYPE_CHECKING:
     from pandas import DataFrame

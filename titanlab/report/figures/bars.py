@@ -23,7 +23,7 @@ from titanlab.report.figures.style import (
 )
 from titanlab.sweep.comparison import Group, groups
 from titanlab.sweep.listing import word
-from titanlab.terminal.numerals import counted, grouped, significant
+from titanlab.system.text import counted, grouped, significant
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -19,7 +19,7 @@ from titanlab.report.figures.style import (
     set_title,
     show_text,
 )
-from titanlab.terminal.numerals import significant
+from titanlab.system.text import significant
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

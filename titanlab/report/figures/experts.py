@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from titanlab.report.figures.style import INK, WIDTH, empty_figure, label_text, set_axis
-from titanlab.terminal.numerals import counted
+from titanlab.system.text import counted
 
 if TYPE_CHECKING:
     from titanlab.report.figures.traced import TracedFigure

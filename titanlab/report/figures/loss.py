@@ -20,7 +20,7 @@ from titanlab.report.figures.style import (
     set_title,
     show_text,
 )
-from titanlab.terminal.numerals import short, significant
+from titanlab.system.text import short, significant
 
 if TYPE_CHECKING:
     from pandas import DataFrame

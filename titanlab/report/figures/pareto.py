@@ -25,7 +25,7 @@ from titanlab.report.figures.style import (
 from titanlab.sweep.comparison import Group, groups
 from titanlab.sweep.listing import runs as without_dropped
 from titanlab.sweep.listing import tone, word
-from titanlab.terminal.numerals import counted, grouped, significant
+from titanlab.system.text import counted, grouped, significant
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,7 +23,7 @@ from titanlab.report.figures.style import (
     new_figure,
     set_title,
 )
-from titanlab.terminal.numerals import short_span
+from titanlab.system.text import short_span
 
 if TYPE_CHECKING:
     from titanlab.report.figures.traced import TracedFigure

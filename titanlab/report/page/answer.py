@@ -10,7 +10,7 @@ from functools import cached_property
 from titanlab.report.page.facts import Facts
 from titanlab.sweep.comparison import Entry, Group
 from titanlab.sweep.ranking import Ranking, rank
-from titanlab.terminal.numerals import counted, significant
+from titanlab.system.text import counted, significant
 
 
 @dataclass(frozen=True)

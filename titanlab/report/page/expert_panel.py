@@ -11,7 +11,7 @@ from titanlab.report.figures.experts import COLUMNS, MOST_MAPS, ExpertLoad, expe
 from titanlab.report.page.facts import Facts
 from titanlab.report.page.panels import Panel
 from titanlab.report.page.tables import Cell, Table, number, run_cell
-from titanlab.terminal.numerals import counted
+from titanlab.system.text import counted
 
 # A row of a stranger's run may have any number of either.
 _MOST_BLOCKS, _MOST_EXPERTS, _MOST_TOKENS = 1024, 4096, 2**53

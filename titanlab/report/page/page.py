@@ -21,7 +21,7 @@ from titanlab.report.page.panels import Panel
 from titanlab.report.page.provenance import moment
 from titanlab.report.page.sections import sections_of
 from titanlab.sweep.listing import counts
-from titanlab.terminal.numerals import counted, grouped
+from titanlab.system.text import counted, grouped
 
 _FOLDER = Path(__file__).parent
 

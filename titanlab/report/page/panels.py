@@ -21,7 +21,7 @@ from titanlab.report.page.facts import Facts
 from titanlab.report.page.planned import estimated_splits, measured_splits, pipelines
 from titanlab.report.page.tables import Table, number, run_cell, text, values_table
 from titanlab.sweep.listing import tone
-from titanlab.terminal.numerals import counted, grouped, significant
+from titanlab.system.text import counted, grouped, significant
 
 if TYPE_CHECKING:
     from titanlab.report.figures.traced import TracedFigure

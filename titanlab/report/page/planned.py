@@ -15,7 +15,7 @@ from titanlab.report.figures.timelines import Pipeline
 from titanlab.report.page.facts import Facts
 from titanlab.schedule.timeline import simulate
 from titanlab.sweep.comparison import Group
-from titanlab.terminal.numerals import counted
+from titanlab.system.text import counted
 
 _BREAKDOWN = "breakdown/"
 # Cells of all timelines of a report; a larger one would have megabytes.

@@ -21,7 +21,7 @@ from titanlab.report.page.provenance import command_line, sources
 from titanlab.report.page.tables import Cell, Table, number, run_cell, text
 from titanlab.sweep.comparison import Entry
 from titanlab.sweep.listing import failure_text, tone, word
-from titanlab.terminal.numerals import counted, grouped, significant
+from titanlab.system.text import counted, grouped, significant
 
 _MOST_CAUSE = 300
 _MOST_TRACEBACKS, _MOST_TRACEBACK = 12, 4_000

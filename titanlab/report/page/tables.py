@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from titanlab.terminal.numerals import grouped, significant
+from titanlab.system.text import grouped, significant
 
 _LONG = 40
 

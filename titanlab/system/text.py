@@ -1,8 +1,13 @@
-"""Formats numbers for people, in the same way on the terminal, in logs and in reports."""
+"""Formats numbers, paths, findings and the text of others for people."""
 
 from __future__ import annotations
 
 import math
+import os
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
 
 _DATA_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _THOUSANDS = ("", "K", "M", "B", "T", "P", "E")
@@ -85,3 +90,77 @@ def short_span(seconds: float) -> str:
 def rate(value: float) -> str:
     """A learning rate or another small factor: 3.00e-04, 0."""
     return "0" if value == 0 else f"{value:.2e}"
+
+
+def shown_path(path: object) -> str:
+    """The path relative to the current folder if it is inside it (links resolved), else whole; or a store's address."""
+    if isinstance(path, Path) and path.resolve().is_relative_to(Path.cwd()):
+        return os.path.relpath(path)
+    return str(path)
+
+
+def sweep_argument(folder: Path) -> str:
+    """How a command that a person copies names a sweep: by its name if it is in `runs` here, else by its folder."""
+    if folder.absolute().parent == Path("runs").absolute():
+        return shlex.quote(folder.name)
+    shown = shown_path(folder)
+    return shlex.quote(shown if os.sep in shown else os.path.join(os.curdir, shown))
+
+
+# Colours, and other settings of characters, are left out. Other sequences stay visible.
+_COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
+# Control characters but the tab; those of Latin-1; characters that turn the direction of text, or are invisible.
+_CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+
+
+def harmless(line: str) -> str:
+    """One line, in which each such character stands as text: `^[` for an escape."""
+    if line.isascii() and line.isprintable():
+        return line
+    return _CONTROL.sub(_shown, _COLOURS.sub("", line.rstrip("\r")))
+
+
+def harmless_lines(text: str) -> str:
+    """Several lines, each of them harmless. JSON keeps its values: its strings have none of the first 32 characters."""
+    return "\n".join(map(harmless, text.split("\n")))
+
+
+def _shown(match: re.Match[str]) -> str:
+    number = ord(match[0])
+    # From 0x7f on as JSON escapes it.
+    return "^" + chr(number ^ 0x40) if number < 0x20 else f"\\u{number:04x}"
+
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        name: what was checked.
+        state: `ok`, `warn` (training works, or works worse), `fail` (it does not work).
+        text: what was found.
+        hint: what to do about it; empty if nothing.
+    """
+
+    name: str
+    state: str
+    text: str
+    hint: str = ""
+
+
+def ok(name: str, text: str) -> Finding:
+    """A line without fault."""
+    return Finding(name=name, state=OK, text=text)
+
+
+def warn(name: str, text: str, hint: str) -> Finding:
+    """A line about something that works, or would work better."""
+    return Finding(name=name, state=WARN, text=text, hint=hint)
+
+
+def fail(name: str, text: str, hint: str) -> Finding:
+    """A line about something that does not work."""
+    return Finding(name=name, state=FAIL, text=text, hint=hint)

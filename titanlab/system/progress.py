@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from titanlab.terminal.numerals import duration, grouped, rate, short, short_span, significant
+from titanlab.system.text import duration, grouped, rate, short, short_span, significant
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 12

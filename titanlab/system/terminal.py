@@ -1,10 +1,4 @@
-"""Output of a run for people: a table at the start, a line of progress, a panel at the end.
-
-On a terminal the last line is redrawn in place: before the first step it names the phase that lasts, then it shows the
-progress. Every group of steps leaves a line, on a terminal as in a pipe or a log.
-`NO_COLOR` and dumb terminals are respected. Text of others cannot control the terminal. Failed output cannot end a run:
-text that cannot be written is dropped.
-"""
+"""Output of a run for people: a table at the start, a line of progress, a panel at the end."""
 
 from __future__ import annotations
 
@@ -12,25 +6,175 @@ import collections
 import contextlib
 import io
 import os
+import re
+import select
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
-from titanlab.terminal.foreign_text import harmless, harmless_lines
-from titanlab.terminal.phase import Phase
-from titanlab.terminal.progress import COLOURS, PLAIN, Progress, kept_line, live_line, loss_text, plain_line
-from titanlab.terminal.stream import (
-    can_show,
-    columns_of,
-    discard,
-    is_capable,
-    note_lost_output,
-    shown_width,
-    simplified,
-)
+from titanlab.system.progress import COLOURS, PLAIN, Progress, kept_line, live_line, loss_text, plain_line
+from titanlab.system.text import harmless, harmless_lines
+
+_SEQUENCE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_lost: list[OSError] = []
+
+
+def open_closed_streams() -> None:
+    """Give stdin, stdout and stderr the null device if the shell has closed them (`2>&-`).
+
+    Otherwise the next file that is opened gets the number of the closed stream: what is meant for stderr would be
+    written into it, and a rank could not start. Call it before any file is opened.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest free number is given, and all below are open by now: it is this one.
+            os.open(os.devnull, os.O_RDONLY if mode == "r" else os.O_WRONLY)
+            os.set_inheritable(number, True)
+            # For this process, Python has set the stream to None.
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
+
+
+def replace_unwritable(stream: TextIO) -> None:
+    """Write `?` for characters that the stream's encoding does not have, such as a file's name that is not UTF-8."""
+    if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        stream.reconfigure(errors="replace")
+
+
+def has_no_reader(stream: TextIO) -> bool:
+    """Whether a stream is a pipe whose reader has ended (`| head`)."""
+    try:
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    except (OSError, ValueError):
+        return False
+
+
+def note_lost_output(stream: TextIO, error: OSError) -> None:
+    """Remember that text for standard output could not be written, if the stream is that."""
+    if stream is sys.stdout and not _lost:
+        _lost.append(error)
+
+
+def lost_output() -> OSError | None:
+    """The first error since the last call for which text for standard output was lost; None: there was none."""
+    return _lost.pop() if _lost else None
+
+
+def discard(stream: TextIO) -> None:
+    """Send what a stream has not yet written, and all that follows, to the null device.
+
+    The interpreter flushes standard output again when it exits; that would fail and change the exit code.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+
+
+def is_capable(stream: Any, environ: Mapping[str, str]) -> bool:
+    """Whether a stream is a terminal that can move its cursor."""
+    try:
+        return bool(stream.isatty()) and environ.get("TERM", "") not in ("", "dumb", "unknown")
+    except (AttributeError, ValueError):
+        return False
+
+
+def columns_of(stream: TextIO) -> int:
+    """Width of a terminal, as it is now; 80 if it is not known."""
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError, AttributeError):
+        columns = 0
+    return columns or 80
+
+
+def shown_width(line: str) -> int:
+    """Columns of a line without its escape sequences."""
+    return len(_SEQUENCE.sub("", line))
+
+
+def can_show(stream: TextIO, text: str) -> bool:
+    """Whether the stream's encoding has all characters of a text."""
+    try:
+        text.encode(stream.encoding or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def simplified(text: str, stream: TextIO) -> str:
+    """The text with replacements for characters that the stream's encoding does not have."""
+    encoding = stream.encoding or "ascii"
+    # One character for one, so that the columns of tables stay aligned.
+    text = text.translate(str.maketrans("·×µ…−–→", "-xu.-->"))
+    return text.encode(encoding, errors="replace").decode(encoding)
+
+
+_TICK_SECONDS = 0.5
+# Where nothing is redrawn, a phase that lasts so long gets a line of its own.
+_SLOW_SECONDS = 30.0
+
+
+class Phase:
+    """The phase that lasts now, if there is one.
+
+    Args:
+        tick: called by a thread, about twice a second while a phase lasts.
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(self, tick: Callable[[], None], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tick = tick
+        self._clock = clock
+        self._text: str | None = None
+        self._begin = 0.0
+        self._is_reported = False
+        self._ended = threading.Event()
+        # The one of the phase that lasts, and earlier ones that are about to end.
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, text: str | None) -> None:
+        """Begin a phase, which ends the one before; None: only end that."""
+        self._text, self._begin, self._is_reported = text, self._clock(), False
+        if text is None:
+            self._ended.set()
+        elif not self._threads or self._ended.is_set():
+            self._ended = threading.Event()
+            thread = threading.Thread(target=self._run, args=(self._ended,), name="terminal", daemon=True)
+            thread.start()
+            self._threads = [*(earlier for earlier in self._threads if earlier.is_alive()), thread]
+
+    @property
+    def line(self) -> str | None:
+        """The phase with its seconds; None if there is none."""
+        text, seconds = self._text, self._clock() - self._begin
+        return None if text is None else f"{text} … {seconds:.0f} s" if seconds >= 1 else f"{text} …"
+
+    def take_slow(self) -> str | None:
+        """A line on a phase that lasts long, once for each; None: there is nothing to say."""
+        if self._text is None or self._is_reported or self._clock() - self._begin < _SLOW_SECONDS:
+            return None
+        self._is_reported = True
+        return self.line
+
+    def close(self) -> None:
+        """End the phase, and wait for its thread and for those of earlier phases."""
+        self.begin(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        self._threads = []
+
+    def _run(self, ended: threading.Event) -> None:
+        while not ended.wait(_TICK_SECONDS):
+            self._tick()
+
 
 Rows = Sequence[tuple[str, object]]
 Tone = Literal["good", "halted", "bad"]

@@ -1,0 +1,254 @@
+"""Reads and writes files, and explains the errors of disks."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+def write_text(path: Path, text: str, *, durable: bool = False) -> None:
+    """Replace a file atomically.
+
+    Args:
+        path: the file; its folder must exist.
+        text: its whole new content, written as UTF-8.
+        durable: also wait until the data is on the disk, so that it survives a power failure.
+    """
+    write_bytes(path, text.encode(), durable=durable)
+
+
+def write_bytes(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """Replace a file atomically, as `write_text` does; if this fails, the file is unchanged."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = False) -> None:
+    """Replace a JSON file atomically; numbers that are not finite are written as null."""
+    write_text(path, json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n", durable=durable)
+
+
+def finite(value: Any) -> Any:
+    """The value with None for NaN and infinity, which JSON does not have, and lists for tuples."""
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return value
+
+
+MOST_BYTES = 1 << 30
+"""A larger file of text or JSON is refused: it is none of ours, and would fill the memory."""
+_PIECE_BYTES = 1 << 20
+
+
+def read_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
+    """The content of a file.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or is larger than that.
+    """
+    # Without O_NONBLOCK the open of a named pipe would wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        # Before `open`, which raises for a folder and leaves the descriptor open.
+        os.close(descriptor)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, "is a folder", str(path))
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+    with open(descriptor, "rb") as file:
+        content = read_at_most(file, most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"has more than {most_bytes} bytes", str(path))
+    return content
+
+
+def open_to_write(path: Path, flags: int) -> int:
+    """A descriptor of a file in the folder of a run, with `os.open`'s flags. Close it.
+
+    A symbolic link is not followed: in a stranger's folder it may lead to any file that the user may write.
+
+    Raises:
+        OSError: it cannot be opened, is a symbolic link, or is no regular file.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "is a symbolic link, which is not followed", str(path)) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+    return descriptor
+
+
+def read_at_most(file: BinaryIO, most_bytes: int) -> bytes:
+    """Up to this many bytes from an open file. `file.read` would first allocate memory for all of them."""
+    content = bytearray()
+    while piece := file.read(min(_PIECE_BYTES, most_bytes - len(content))):
+        content += piece
+    return bytes(content)
+
+
+def read_text(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
+    """The content of a UTF-8 file, with a line feed at the end of each line.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or is larger than that.
+        UnicodeDecodeError: it is no UTF-8.
+    """
+    text = read_bytes(path, most_bytes=most_bytes).decode()
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def user_path(text: str | os.PathLike[str]) -> Path:
+    """The path, with `~` as the user's home; `~NAME` of nobody stays as it is, as in a shell.
+
+    Its method of pathlib raises a RuntimeError for it, which would be shown as a traceback.
+    """
+    return Path(os.path.expanduser(text))
+
+
+def home() -> Path | None:
+    """The user's home folder; None for a user who has none, as in many containers: no HOME and no passwd entry."""
+    folder = os.path.expanduser("~")
+    return Path(folder) if os.path.isabs(folder) else None
+
+
+_WORDS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EROFS: "the file system is read-only",
+    errno.EFBIG: "a file would be larger than the limit of this process or file system",
+    errno.ENOTDIR: "a file stands where a folder was",
+}
+_CURES = {
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "make room, or ask for a larger quota",
+    errno.EROFS: "have it made writable again",
+    errno.EFBIG: "raise the limit (ulimit -f)",
+    errno.ENOTDIR: "move it away",
+}
+_STORE = "the store cannot be used"
+_GONE = "the folder of the run is gone"
+_PROBE_BYTES = 1 << 16
+# A library may keep only the text of an error, without its number.
+_MESSAGES = (
+    (re.compile(r"No space left on device"), errno.ENOSPC),
+    (re.compile(r"Disk quota exceeded"), errno.EDQUOT),
+    (re.compile(r"Read-only file system"), errno.EROFS),
+    (re.compile(r"File too large"), errno.EFBIG),
+)
+
+
+class StoreFault(OSError):
+    """A remote store does not answer, refuses, or is gone.
+
+    Args:
+        address: of the folder or the object.
+        reason: one line.
+    """
+
+    def __init__(self, address: str, reason: str) -> None:
+        super().__init__(f"{address}: {reason}")
+        self.address, self.reason = address, reason
+
+    def __reduce__(self) -> tuple[type[StoreFault], tuple[str, str]]:
+        return (type(self), (self.address, self.reason))
+
+
+class FolderGone(OSError):
+    """A run's folder was moved or removed while the run went on.
+
+    Args:
+        folder: where it was.
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(f"{_GONE} ({folder})")
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[type[FolderGone], tuple[str]]:
+        return (type(self), (self.folder,))
+
+
+def disk_fault(error: BaseException, *, ends_run: bool = True) -> str | None:
+    """The fault of the disk, the store or the run's folder, and its cure, in one line; None if there is none.
+
+    It also looks at the causes of the error, and at the other ranks' errors in torch's CheckpointException.
+
+    Args:
+        ends_run: whether the run has to be resumed when the cause is mended.
+    """
+    then = ", then go on with titanlab resume or retry" if ends_run else ""
+    for cause in _causes(error):
+        if isinstance(cause, StoreFault):
+            return f"{_STORE} ({cause.address}: {cause.reason}): check its address, your access and the network{then}"
+        if isinstance(cause, FolderGone):
+            return f"{_GONE} ({cause.folder}): it was moved or removed while the run went on; resume it where it is now"
+        number = cause.errno if isinstance(cause, OSError) else None
+        if number not in _WORDS:
+            number = next((number for text, number in _MESSAGES if text.search(str(cause))), None)
+        if number is not None:
+            file = cause.filename if isinstance(cause, OSError) else None
+            where = f" ({file})" if isinstance(file, str) else ""
+            return f"{_WORDS[number]}{where}: {_CURES[number]}{then}"
+    return None
+
+
+def tells_of_disk(cause: str | None) -> bool:
+    """Whether the cause of an outcome is a text that `disk_fault` has returned."""
+    return cause is not None and cause.startswith((_STORE, _GONE, *_WORDS.values()))
+
+
+def refusal(folder: Path) -> OSError | None:
+    """The error when bytes are appended to the files of a discarded folder; None if they can be appended.
+
+    It finds the cause that writers in native code hide (torch 2.11 to 2.13: "unexpected pos 704 vs 598").
+    """
+    try:
+        for path in sorted(folder.iterdir()):
+            with path.open("ab", buffering=0) as file:
+                file.write(bytes(_PROBE_BYTES))
+    except OSError as error:
+        # The error of a write has no file name.
+        error.filename = str(folder.parent)
+        return error
+    return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error and all its causes, without duplicates."""
+    waiting, seen = [error], set[int]()
+    while waiting:
+        current = waiting.pop(0)
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        yield current
+        # CheckpointException: (error, traceback) of each rank that failed.
+        failures: Any = getattr(current, "failures", None)
+        if isinstance(failures, dict):
+            waiting += [pair[0] for pair in failures.values() if isinstance(pair, tuple) and pair]
+        waiting += [cause for cause in (current.__cause__, current.__context__) if cause is not None]

@@ -1,0 +1,125 @@
+"""Runs other programs, and tells when a process started and whether it lives."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The result of a program.
+
+    Attributes:
+        code: its exit code; -N if signal N ended it.
+        output, errors: its standard output and standard error, with unchanged line ends; invalid UTF-8 becomes �.
+    """
+
+    code: int
+    output: str
+    errors: str
+
+    @property
+    def complaint(self) -> str:
+        """The program's error message, in one line."""
+        return " ".join((self.errors or self.output).split())
+
+
+def ask(*words: str, seconds: float = 60.0, environ: Mapping[str, str] | None = None) -> Answer | None:
+    """Run a program and wait for its end.
+
+    Args:
+        words: its name and arguments.
+        seconds: timeout; then the program is killed.
+        environ: all its environment variables; None: those of this process.
+
+    Returns:
+        None if the program is missing, cannot run, or takes too long.
+    """
+    try:
+        ended = subprocess.run(words, capture_output=True, timeout=seconds, check=False, env=environ)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return Answer(
+        code=ended.returncode,
+        output=ended.stdout.decode(errors="replace"),
+        errors=ended.stderr.decode(errors="replace"),
+    )
+
+
+def output_of(*words: str, seconds: float = 60.0, environ: Mapping[str, str] | None = None) -> str | None:
+    """The standard output of a program, as for `ask`; None also if it fails."""
+    answer = ask(*words, seconds=seconds, environ=environ)
+    return answer.output if answer is not None and answer.code == 0 else None
+
+
+# States of a process that is stopped, by a signal or by a debugger.
+STOPPED = ("T", "t")
+
+
+def process_start(pid: int) -> float | None:
+    """When a process of this host has started, in seconds since the epoch, to a hundredth; None: it is not known.
+
+    Only Linux tells it (proc(5), `starttime`).
+    """
+    ticks = born_at(pid)
+    if not ticks:
+        return None
+    try:
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return time.time() - age
+
+
+def born_at(pid: int) -> int | None:
+    """Start time of a process of this host in kernel ticks; 0 if the system has no /proc; None if it is dead."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        if Path("/proc/self/stat").exists():
+            return None
+        with contextlib.suppress(OSError):
+            os.kill(pid, 0)
+            return 0
+        return None
+    except OSError:
+        return None
+    # The name is in brackets and may contain any character, also brackets and spaces.
+    state, *rest = text.rpartition(")")[2].split()
+    return None if state in "ZX" else int(rest[18])
+
+
+def process_state(pid: int) -> str | None:
+    """The state of a process's main thread as a letter, see proc(5); None if it cannot be read."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return None
+
+
+def stopped_note(pid: int) -> str:
+    """A clause about a process of this host that is stopped, and how it goes on; empty if it is not."""
+    state = process_state(pid)
+    resume = f": `kill -CONT {pid}` lets it go on" if state == "T" else " by a debugger"
+    return f"is stopped{resume}" if state in STOPPED else ""
+
+
+_ROOT = Path(__file__).parents[2]
+
+
+def module_command(name: str) -> list[str]:
+    """The command that runs a module of titanlab.
+
+    With -P the current folder is not searched: a clone of titanlab there, or a file named `random.py`, would be
+    imported instead of what this process has. Without it if this process has titanlab from there itself: `python -m
+    titanlab`, an interpreter or a notebook in a clone that is not installed. The last two have "" on their path.
+    """
+    options = [] if sys.path and Path(sys.path[0]).absolute() == _ROOT else ["-P"]
+    return [sys.executable, *options, "-m", name]

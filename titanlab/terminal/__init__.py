@@ -1,1 +1,0 @@
-"""Output on a terminal: text, tables, numbers, progress."""
