@@ -25,8 +25,8 @@ from titanlab.model import llama_account
 from titanlab.model.llama_schema import Llama
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exception
 from titanlab.records.run_folder import open_run
+from titanlab.records.run_records import Status
 from titanlab.records.run_search import list_runs
-from titanlab.records.run_status import Status
 from titanlab.system.terminal import Console
 
 HOST = Host(accelerator="cpu", device="cpu", count=2)

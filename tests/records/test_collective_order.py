@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from titanlab.records.collective_order import Mismatch, deviation, first_mismatch, group_key, signature
+from titanlab.records.diagnosis import Mismatch, deviation, first_mismatch, group_key, signature
 from titanlab.records.hang_file import Collective, Group, HangRecord
 
 

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from titanlab.records.collective_order import deviation
-from titanlab.records.diagnosis import diagnose, named, odd_calls
+from titanlab.records.diagnosis import deviation, diagnose, named, odd_calls
 from titanlab.records.hang_file import parse_hang
 
 STEP = (

@@ -9,9 +9,8 @@ import tempfile
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.records import end_file
-from titanlab.records.end_file import make_room, read_end, reserve_room, write_elsewhere, write_end
-from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records import outcome as end_file
+from titanlab.records.outcome import Outcome, OutcomeKind, make_room, read_end, reserve_room, write_elsewhere, write_end
 from titanlab.system.files import FolderGone
 
 OUTCOME = Outcome(

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from titanlab.errors import ConfigError
-from titanlab.records.failure_signs import says_oom
-from titanlab.records.outcome import OutcomeKind, classify, from_exception
+from titanlab.records.outcome import OutcomeKind, classify, from_exception, says_oom
 
 
 def from_data(error):

@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from titanlab.records import git_state as module
-from titanlab.records.git_state import git_state
+from titanlab.records import provenance as module
+from titanlab.records.provenance import git_state
 
 
 def git(folder, *arguments):

@@ -15,7 +15,7 @@ from titanlab.profiler.step_parts import metrics as breakdown
 from titanlab.records.metrics_file import MetricsWriter, read_metrics
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.provenance import collect
-from titanlab.records.run_status import STATES, Status
+from titanlab.records.run_records import STATES, Status
 from titanlab.tracker.record import FINISHED, OPEN, STARTING, Record
 
 PAGE = (Path(__file__).parents[2] / "docs" / "run-folder.md").read_text()

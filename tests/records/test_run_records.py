@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.records.end_file import write_end
 from titanlab.records.identity import Identity
-from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records.outcome import Outcome, OutcomeKind, write_end
 from titanlab.records.run_records import RunRecords
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.records.git_state import PATCH_LIMIT, RECORD
+from titanlab.records.provenance import PATCH_LIMIT, RECORD
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.repro import recorded_code, wrong_path
 

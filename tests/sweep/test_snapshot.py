@@ -10,8 +10,7 @@ from pathlib import Path
 import titanlab
 from tests.sweep.conftest import quiet
 from tests.sweep.studies import SLURM, seeds, study
-from titanlab.records.git_state import git_state
-from titanlab.records.provenance import code_fingerprint, collect
+from titanlab.records.provenance import code_fingerprint, collect, git_state
 from titanlab.sweep import snapshot
 from titanlab.sweep.submit import submit
 

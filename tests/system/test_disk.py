@@ -12,9 +12,10 @@ from titanlab.checkpoint.folders import step_folder
 from titanlab.cli import main
 from titanlab.launch import attempt
 from titanlab.launch.execute import _recorded
-from titanlab.records import end_file, run_folder, run_status
-from titanlab.records.end_file import read_end
-from titanlab.records.outcome import OutcomeKind, classify, from_exception
+from titanlab.records import outcome as end_file
+from titanlab.records import run_folder
+from titanlab.records import run_records as run_status
+from titanlab.records.outcome import OutcomeKind, classify, from_exception, read_end
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.files import disk_fault, refusal, tells_of_disk, write_json, write_text
 from titanlab.system.terminal import Console

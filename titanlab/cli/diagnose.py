@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from titanlab.cli.arguments import Arguments
 from titanlab.distributed.hang import has_hung, hung_attempt
-from titanlab.records.hang_table import rank_rows, table_lines
+from titanlab.records.diagnosis import rank_rows, table_lines
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_search import find_run
 from titanlab.system.files import finite

@@ -20,8 +20,7 @@ from typing import Any
 
 import titanlab
 from titanlab.distributed.loopback import loopback_interface
-from titanlab.records.git_state import git_state
-from titanlab.records.provenance import PACKAGES, versions
+from titanlab.records.provenance import PACKAGES, git_state, versions
 from titanlab.system.processes import ask
 from titanlab.system.text import Finding, fail, ok, warn
 from titanlab.tracker.wandb_mode import has_key

@@ -23,13 +23,12 @@ from titanlab.distributed.silence import judged
 from titanlab.errors import ConfigError
 from titanlab.recipe.recipe import Recipe, to_mapping
 from titanlab.records.hang_file import read_hang
-from titanlab.records.logs.files import part_of, rank_log
-from titanlab.records.logs.lines import text_at_end
+from titanlab.records.logs import part_of, rank_log, text_at_end
 from titanlab.records.metrics_file import metrics_of
 from titanlab.records.outcome import KillEvidence, Outcome, OutcomeKind, from_exit
 from titanlab.records.provenance import collect
 from titanlab.records.run_folder import RunFolder
-from titanlab.records.run_status import Status
+from titanlab.records.run_records import Status
 from titanlab.system.files import StoreFault, disk_fault
 from titanlab.system.processes import born_at, process_start
 

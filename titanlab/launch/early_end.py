@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from titanlab.records.logs.lines import text_at_end
+from titanlab.records.logs import text_at_end
 
 _LIMIT = 400
 # submitit's names of logs: JOB_RANK_log.err, where JOB may contain underscores too.

@@ -36,9 +36,8 @@ from titanlab.launch.restarts import Restart, Restarts, hide_device, note
 from titanlab.recipe.memory_rules import check_host_memory
 from titanlab.recipe.recipe import Recipe, resolve, shortened_warmup, to_mapping
 from titanlab.recipe.recipe_rules import check
-from titanlab.records.end_file import write_elsewhere
 from titanlab.records.identity import Identity, identify
-from titanlab.records.outcome import KillEvidence, Outcome, OutcomeKind, from_exit
+from titanlab.records.outcome import KillEvidence, Outcome, OutcomeKind, from_exit, write_elsewhere
 from titanlab.records.run_folder import RunFolder, check_runs, create_run
 from titanlab.system.files import disk_fault, tells_of_disk
 from titanlab.system.terminal import Console

@@ -28,7 +28,7 @@ from titanlab.precision.fp32_schema import Fp32
 from titanlab.profiler.off_schema import Off as NoProfiler
 from titanlab.recipe.recipe import Recipe, resolve
 from titanlab.recipe.recipe_rules import check
-from titanlab.records.run_name import safe_name
+from titanlab.records.run_folder import safe_name
 from titanlab.schedule.one_f_one_b_schema import OneFOneB
 from titanlab.tracker.jsonl_schema import Jsonl
 

@@ -13,7 +13,7 @@ from titanlab.errors import ConfigError
 from titanlab.recipe import layout_rules
 from titanlab.recipe.memory_rules import check_addressable
 from titanlab.recipe.recipe import Recipe, needs_whole_logits, pieces_by_stage
-from titanlab.records.run_name import check_name
+from titanlab.records.run_folder import check_name
 from titanlab.system.text import counted
 
 SEEDS = 2**63

@@ -1,18 +1,144 @@
-"""Who made a run hang: pure functions over the records of its ranks.
-
-The evidence, strongest first: a rank that does not answer; a rank that ended early; ranks that call different
-collectives; a rank that is outside of every collective. Ranks that wait are compared with their own earlier steps; then
-a rank counts that others wait for and that waits for nobody. Where this does not decide, no rank is named.
-"""
+"""Who made a run hang: pure functions over the records of its ranks."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from titanlab.records.collective_order import Deviation, Mismatch, deviation, first_mismatch, group_key
 from titanlab.records.hang_file import Collective, HangRecord, Messages
+
+# Collectives whose inputs have the same size on all ranks.
+_EQUAL_SIZES = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "broadcast")
+# So many collectives before a place must be the same as before an earlier place, for the two to be compared.
+_FEWEST_EQUAL = 3
+# A training repeats its collectives in each step, also where ranks are many: so many ranks are enough to compare.
+_MOST_RANKS = 64
+
+GroupKey = tuple[str, tuple[int, ...]]
+Signature = tuple[str, str, tuple[tuple[int, ...], ...]]
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """A collective that differs from what the rank called at the same place of earlier steps.
+
+    Attributes:
+        called, expected: the collective, and the earlier one.
+        is_skip: whether the rank has called what follows the expected one.
+    """
+
+    called: Collective
+    expected: Collective
+    is_skip: bool
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The first collective of a group that ranks call differently.
+
+    Attributes:
+        collectives: by rank, what it called under this sequence number.
+        wrong: the ranks whose call is wrong; empty if the records do not show which.
+        deviation: of the first wrong rank from its own earlier steps; None: the others are more.
+    """
+
+    group: GroupKey
+    sequence: int
+    collectives: Mapping[int, Collective]
+    wrong: tuple[int, ...]
+    deviation: Deviation | None
+
+
+def group_key(record: HangRecord, name: str) -> GroupKey:
+    """A group's name and ranks; without ranks if the record does not have the group."""
+    group = record.groups.get(name)
+    return name, group.ranks if group is not None else ()
+
+
+def first_mismatch(records: Mapping[int, HangRecord]) -> Mismatch | None:
+    """The first difference between the ranks of a group; None if what they called is the same."""
+    calls: dict[GroupKey, dict[int, dict[int, Collective]]] = defaultdict(lambda: defaultdict(dict))
+    for rank, record in records.items():
+        # Looked up once a record: a key may have thousands of ranks.
+        own = {name: calls[group_key(record, name)] for name, group in record.groups.items() if group.ranks}
+        for call in record.collectives:
+            if not call.is_message and call.group in own:
+                own[call.group][call.sequence][rank] = call
+    mismatches = []
+    for key, by_sequence in calls.items():
+        for sequence in sorted(by_sequence):
+            by_rank = by_sequence[sequence]
+            if len({_in_group(call) for call in by_rank.values()}) > 1:
+                mismatches.append(_judged(records, key, sequence, by_rank))
+                break
+    # A difference that shows who is wrong explains the others.
+    return min(mismatches, key=lambda mismatch: (not mismatch.wrong, mismatch.group, mismatch.sequence), default=None)
+
+
+def deviation(record: HangRecord, call: Collective) -> Deviation | None:
+    """How a call differs from what the rank called at the same place of earlier steps; None if it does not.
+
+    The same place is the one before which the most collectives are the same.
+    """
+    calls = [collective for collective in record.collectives if not collective.is_message]
+    signatures = [signature(record, collective) for collective in calls]
+    index = next((number for number, collective in enumerate(calls) if collective is call), 0)
+    earlier, equal = _same_place(signatures, index)
+    if earlier is None or equal < _FEWEST_EQUAL or signatures[earlier] == signatures[index]:
+        return None
+    is_skip = earlier + 1 < index and signatures[earlier + 1] == signatures[index]
+    return Deviation(call, calls[earlier], is_skip)
+
+
+def signature(record: HangRecord, call: Collective) -> Signature:
+    """What a call has in common with the same call of other steps: axis, operation and sizes."""
+    group = record.groups.get(call.group)
+    return group.axis if group is not None else call.group, call.operation, _sizes(call)
+
+
+def _same_place(signatures: Sequence[Signature], index: int) -> tuple[int | None, int]:
+    """The earlier place before which the most signatures are those before `index`, and how many those are."""
+    best, most = None, 0
+    for place in range(index - 1, 0, -1):
+        if most >= place:
+            break
+        equal = 0
+        while equal < place and signatures[place - 1 - equal] == signatures[index - 1 - equal]:
+            equal += 1
+        if equal > most:
+            best, most = place, equal
+    return best, most
+
+
+def _judged(
+    records: Mapping[int, HangRecord], key: GroupKey, sequence: int, by_rank: Mapping[int, Collective]
+) -> Mismatch:
+    deviations = {
+        rank: difference
+        for rank in list(by_rank)[:_MOST_RANKS]
+        if (difference := deviation(records[rank], by_rank[rank]))
+    }
+    wrong: Collection[int] = ()
+    if deviations and len(deviations) < len(by_rank):
+        wrong = deviations
+    elif not deviations:
+        ((usual, count), *_) = Counter(map(_in_group, by_rank.values())).most_common()
+        if 2 * count > len(by_rank):
+            wrong = [rank for rank, call in by_rank.items() if _in_group(call) != usual]
+    ranks = tuple(sorted(wrong))
+    return Mismatch(key, sequence, by_rank, ranks, deviations.get(ranks[0]) if ranks else None)
+
+
+def _in_group(call: Collective) -> tuple[str, tuple[tuple[int, ...], ...]]:
+    return call.operation, _sizes(call)
+
+
+def _sizes(call: Collective) -> tuple[tuple[int, ...], ...]:
+    """The sizes if they must be the same on all ranks, else nothing."""
+    return call.sizes if any(name in call.operation for name in _EQUAL_SIZES) else ()
+
 
 _MOST_NAMED = 8
 _RING = "titanlab/parallelism/ring.py"
@@ -369,3 +495,75 @@ def _listed(waits: Mapping[int, Wait], *, with_peers: bool = False) -> str:
     ]
     more = f", and {len(listed) - _MOST_NAMED} more places" if len(listed) > _MOST_NAMED else ""
     return ", ".join(listed[:_MOST_NAMED]) + more
+
+
+_HEADINGS = {"rank": "rank", "state": "state", "phase": "phase", "last": "last collective", "waits_for": "waits for"}
+_STACK_LINES = 8
+
+
+def rank_rows(
+    diagnosis: Diagnosis, records: Mapping[int, HangRecord], others: Mapping[int, str], *, world: int
+) -> list[dict[str, Any]]:
+    """One row for each rank: `rank`, `state`, `phase`, `last`, `is_done`, `sequence`, `waits_for`, `place`, `stack`.
+
+    Args:
+        others: what is known of ranks without a record.
+        world: number of ranks; 0: unknown.
+    """
+    return [
+        _row(diagnosis, records, rank, others) for rank in sorted({*range(world), *records, *others, *diagnosis.ranks})
+    ]
+
+
+def _row(
+    diagnosis: Diagnosis, records: Mapping[int, HangRecord], rank: int, others: Mapping[int, str]
+) -> dict[str, Any]:
+    record = records.get(rank)
+    row: dict[str, Any] = {"rank": rank, "is_named": rank in diagnosis.ranks}
+    if record is None:
+        state = others.get(rank, "no record")
+        unknown = dict.fromkeys(("phase", "step", "last", "is_done", "sequence", "place"))
+        return {**row, "state": state, **unknown, "waits_for": [], "stack": []}
+    wait = diagnosis.waits.get(rank)
+    last = record.collectives[-1] if record.collectives else None
+    text, is_done = (None, None) if last is None else (described(record, last), last.is_done)
+    if record.messages is not None and record.messages.waiting is not None and wait is not None:
+        text, is_done = wait.text, False
+    return {
+        **row,
+        "state": f"{record.state} ({record.activity})" if record.activity else record.state,
+        "phase": record.phase,
+        "step": record.step,
+        "last": text,
+        "is_done": is_done,
+        "sequence": None if last is None else last.sequence,
+        "waits_for": [] if wait is None else sorted(wait.on),
+        "place": None if record.source is None else str(record.source),
+        "stack": [str(place) for place in record.stack],
+    }
+
+
+def table_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The table, and below it the place of every rank; ranks that are at the same place have one line."""
+    texts = [[_cell(row, key) for key in _HEADINGS] for row in rows]
+    widths = [max(map(len, column)) for column in zip(_HEADINGS.values(), *texts, strict=True)]
+    lines = [
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+        for line in (list(_HEADINGS.values()), *texts)
+    ]
+    places: dict[tuple[str, ...], list[int]] = {}
+    for row in rows:
+        if row["stack"]:
+            places.setdefault(tuple(row["stack"][:_STACK_LINES]), []).append(row["rank"])
+    for stack, ranks in places.items():
+        lines += ["", f"{named(ranks)}, innermost call first:", *(f"  {place}" for place in stack)]
+    return lines
+
+
+def _cell(row: Mapping[str, Any], key: str) -> str:
+    value = row[key]
+    if key == "last" and value is not None and row["is_done"] is not None:
+        return f"{value}: {'done' if row['is_done'] else 'pending'}"
+    if key == "waits_for":
+        return ", ".join(map(str, value))
+    return "" if value is None else str(value)

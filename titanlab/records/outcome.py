@@ -1,22 +1,143 @@
-"""How runs end: the kinds of outcome, and the schema of result.json.
-
-Every run gets an outcome: `classify` finds the kind from an exception, `from_exit` from the exit code of a process
-that wrote no result, and `first_cause` selects the rank whose failure made the others fail.
-"""
+"""How runs end: the kinds of outcome, and the schema of result.json."""
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import errno
+import os
+import re
+import resource
+import secrets
 import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from titanlab.errors import TitanlabError
-from titanlab.records.failure_signs import is_secondary, kind_name
-from titanlab.system.files import disk_fault, finite
+from titanlab.errors import ConfigError, TitanlabError
+from titanlab.records.json_file import RESTORE, check_object, read_object
+from titanlab.system.files import FolderGone, disk_fault, finite, home, write_bytes, write_json
+
+_OOM = re.compile(
+    r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|std::bad_alloc"
+    r"|Memory allocation still failed|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation"
+    r"|unable to allocate .* for an array",
+    re.IGNORECASE,
+)
+# The loader's message when the address space is used up. With another cause, that cause follows these words.
+_NO_ADDRESS_SPACE = re.compile(r"failed to map segment from shared object(?!: Operation not permitted)")
+_THREAD_NOT_STARTED = re.compile(r"can't start new thread|(?:pthread_create|[Tt]hread creation) failed")
+_NODE = re.compile(
+    r"silent data corruption|uncorrectable (?:ECC|NVLink)|ECC error"
+    r"|GPU is lost|fallen off the bus|cudaErrorDevicesUnavailable"
+    r"|CUDA-capable device\(s\) is/are busy or unavailable|stale file handle|Input/output error|NVLink error",
+    re.IGNORECASE,
+)
+_HANG = re.compile(
+    r"watchdog caught collective operation timeout|collective operation timeout|timed out waiting"
+    r"|wait timeout after|Socket Timeout|timed out after \d+|client socket has timed out",
+    re.IGNORECASE,
+)
+# A peer has gone: another rank has the cause.
+_PEER_GONE = re.compile(
+    r"connection (?:was )?(?:closed|reset|refused|aborted)|broken pipe|remote process exited|ncclRemoteError"
+    r"|connection closed by (?:remote )?peer|failed to recv, got 0 bytes|NCCL communicator was aborted"
+    r"|recvValue failed",
+    re.IGNORECASE,
+)
+_NAN = re.compile(r"returned nan values|is not finite|non-?finite|(?:nan|inf) (?:loss|gradient)", re.IGNORECASE)
+
+# Libraries that a rank uses for nothing but data and its tokenizer.
+_DATA_PACKAGES = frozenset(
+    {"datasets", "huggingface_hub", "pyarrow", "sentencepiece", "tokenizers", "fsspec", "zlib", "lzma"}
+    | {"requests", "httpx", "aiohttp"}
+)
+# Types that bad content raises; other types point to a mistake in titanlab's code.
+_CONTENT_ERRORS = (OSError, ValueError, EOFError)
+_DATA_MODULE = "titanlab.data"
+
+
+def kind_name(error: BaseException) -> str:
+    """The kind of outcome (a value of `OutcomeKind`) for an exception."""
+    if isinstance(error, ConfigError):
+        return "data" if error.key.split(".")[0] == "data" else "infeasible"
+    if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "SignalException":
+        return "cancelled"
+    message = str(error)
+    if disk_fault(error) is not None:
+        return "crash"
+    if _is_oom(error, message):
+        return "oom"
+    if isinstance(error, FloatingPointError) or _NAN.search(message):
+        return "nan"
+    if _NODE.search(message) or getattr(error, "errno", None) in (errno.EIO, errno.ESTALE):
+        return "node_fail"
+    if _is_data(error):
+        return "data"
+    if isinstance(error, TimeoutError) or _HANG.search(message):
+        return "hang"
+    return "crash"
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Whether the exception is a secondary failure: another rank has the cause."""
+    if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "SignalException":
+        return True
+    if isinstance(error, TitanlabError) or kind_name(error) == "data":
+        return False
+    # A collective times out because another rank does not take part.
+    return isinstance(error, ConnectionError) or bool(_PEER_GONE.search(str(error)) or _HANG.search(str(error)))
+
+
+def _is_oom(error: BaseException, message: str) -> bool:
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if getattr(error, "errno", None) == errno.ENOMEM:
+        return True
+    if isinstance(error, ImportError) and _NO_ADDRESS_SPACE.search(message):
+        return True
+    return (isinstance(error, (RuntimeError, OSError)) and bool(_OOM.search(message))) or _lacks_thread_memory(message)
+
+
+def says_oom(text: str) -> bool:
+    """Whether the end of a process's log says that memory ran out."""
+    return bool(_OOM.search(text) or _NO_ADDRESS_SPACE.search(text)) or _lacks_thread_memory(text)
+
+
+def _lacks_thread_memory(message: str) -> bool:
+    """Whether a thread could not start because its stack did not fit into the limit of address space (RLIMIT_AS).
+
+    Without such a limit the cause is a limit on the number of processes, which is not a lack of memory.
+    """
+    limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    return limited and bool(_THREAD_NOT_STARTED.search(message))
+
+
+def _is_data(error: BaseException) -> bool:
+    if any(_package(base) in _DATA_PACKAGES or base.__name__ == "DataError" for base in type(error).__mro__):
+        return True
+    return isinstance(error, _CONTENT_ERRORS) and _in_data_module(error.__traceback__)
+
+
+def _package(error_type: type) -> str:
+    return error_type.__module__.partition(".")[0]
+
+
+def _in_data_module(trace: TracebackType | None) -> bool:
+    """Whether the innermost titanlab frame of the traceback is in `titanlab.data`."""
+    innermost = ""
+    while trace is not None:
+        module = str(trace.tb_frame.f_globals.get("__name__", ""))
+        if module.partition(".")[0] == "titanlab":
+            innermost = module
+        trace = trace.tb_next
+    return innermost == _DATA_MODULE or innermost.startswith(_DATA_MODULE + ".")
+
 
 SCHEMA = 1
 # Types of the keys in JSON; a pair with None may be null.
@@ -294,3 +415,73 @@ def _from_signal(number: int) -> tuple[OutcomeKind, str, bool]:
         return _SIGNALS[number]
     names = {int(known): known.name for known in signal.Signals}
     return OutcomeKind.CRASH, f"ended by {names.get(number, f'signal {number}')}", False
+
+
+# A file that is deleted to free space on a full disk: enough for two results with a traceback and some ranks' notes.
+_RESERVE = ".reserve"
+_RESERVE_BYTES = 1 << 17
+
+
+def read_end(path: Path) -> Outcome | None:
+    """The outcome in a file; None if there is no file.
+
+    Raises:
+        ConfigError: the file is damaged, or another version of titanlab wrote it.
+    """
+    value = read_object(path)
+    if value is None:
+        return None
+    check_object(path, value, schema=SCHEMA, kinds=KINDS)
+    try:
+        return from_mapping(value)
+    except (TitanlabError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError("kind", value.get("kind"), f"is no end of a run in {path}", RESTORE) from error
+
+
+def write_end(run: Path, path: Path, outcome: Outcome) -> None:
+    """Write an outcome; on a full disk, free the reserved space first.
+
+    Args:
+        run: folder of the run, which has the reserved space.
+
+    Raises:
+        FolderGone: the run's folder was moved or removed. One made anew would have the end, and not the run.
+    """
+    if not run.is_dir():
+        raise FolderGone(str(run))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, outcome.to_mapping(), durable=True)
+    except OSError as error:
+        if disk_fault(error) is None:
+            raise
+        make_room(run)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, outcome.to_mapping(), durable=True)
+
+
+def write_elsewhere(run: Path, outcome: Outcome) -> Path | None:
+    """Write an outcome outside of the run's folder, which takes none. Returns the file; None if no folder takes it."""
+    for folder in filter(None, (Path(tempfile.gettempdir()), home())):
+        path = folder / f"titanlab-{run.name}-attempt-{outcome.attempt}-{secrets.token_hex(3)}-result.json"
+        with contextlib.suppress(OSError):
+            write_json(path, outcome.to_mapping(), durable=True)
+            return path
+    return None
+
+
+def reserve_room(run: Path) -> None:
+    """Reserve the disk space that writing an outcome needs.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    if not (run / _RESERVE).exists():
+        # Random bytes: a file system that compresses could store zeros in no space.
+        write_bytes(run / _RESERVE, os.urandom(_RESERVE_BYTES), durable=True)
+
+
+def make_room(run: Path) -> None:
+    """Free the space that `reserve_room` has taken."""
+    with contextlib.suppress(OSError):
+        (run / _RESERVE).unlink(missing_ok=True)

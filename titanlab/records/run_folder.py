@@ -1,14 +1,11 @@
-"""Makes and writes the folder of a run, `runs/<sweep>/<name>-<hash8>/`.
-
-The submitter makes it, or the process that launches the ranks. One rank writes metrics, status and
-result; every rank may write a note of its own failure. docs/run-folder.md has the schema of every file.
-"""
+"""Makes and writes the folder of a run, `runs/<sweep>/<name>-<hash8>/`."""
 
 from __future__ import annotations
 
 import getpass
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -22,15 +19,37 @@ from typing import Any
 from titanlab.errors import ConfigError
 from titanlab.records import claim
 from titanlab.records.config_file import config_text
-from titanlab.records.end_file import make_room, reserve_room, write_end
 from titanlab.records.identity import Identity
-from titanlab.records.logs.files import write_marks
+from titanlab.records.logs import write_marks
 from titanlab.records.metrics_file import MetricsWriter
-from titanlab.records.outcome import Outcome
-from titanlab.records.run_name import check_name
-from titanlab.records.run_records import CHOSEN, SAVED, SCHEMA, STOPPED, RunRecords
-from titanlab.records.run_status import Status, write_status
+from titanlab.records.outcome import Outcome, make_room, reserve_room, write_end
+from titanlab.records.run_records import CHOSEN, SAVED, SCHEMA, STOPPED, RunRecords, Status, write_status
 from titanlab.system.files import FolderGone, user_path, write_json, write_text
+
+_LONGEST = 100
+_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{_LONGEST - 1}}}")
+
+
+def check_name(key: str, value: str) -> None:
+    """Check that a name can be the name of a folder.
+
+    Raises:
+        ConfigError: it has other characters, or too many.
+    """
+    if not _NAME.fullmatch(value):
+        rule = f"becomes a folder's name: up to {_LONGEST} letters, digits, '.', '_' and '-'"
+        raise ConfigError(key, value, rule, f"try {safe_name(value)}")
+
+
+def safe_name(text: str, *, longest: int = _LONGEST, otherwise: str = "run") -> str:
+    """A name like a text that fits the rule.
+
+    Args:
+        longest: how many characters it may have.
+        otherwise: the name if no character of the text can stay.
+    """
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:longest] or otherwise
+
 
 _GIVE_WRITABLE = "give a folder of yours: try runs=~/runs"
 _SUBFOLDERS = ("attempts", "checkpoints", "logs", "traces")

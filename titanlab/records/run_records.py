@@ -3,21 +3,91 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from titanlab.errors import ConfigError
 from titanlab.records import claim
 from titanlab.records.config_file import read_config
-from titanlab.records.end_file import read_end
 from titanlab.records.identity import Identity
 from titanlab.records.json_file import RESTORE, check_object, read_object, read_optional
 from titanlab.records.metrics_file import read_metrics
-from titanlab.records.outcome import Outcome
-from titanlab.records.run_status import Status, read_status
+from titanlab.records.outcome import Outcome, read_end
+from titanlab.system.files import write_json
+
+STATUS_SCHEMA = 1
+STATES = ("prepared", "starting", "running", "saving", "ended")
+# Types of the keys in JSON; a pair with None may be null.
+STATUS_KINDS: Mapping[str, Any] = {
+    "state": str,
+    "step": int,
+    "steps": (int, None),
+    "attempt": int,
+    "pid": int,
+    "host": str,
+    "updated": float,
+    "seconds_left": (float, None),
+    "outcome": (str, None),
+    "metrics": dict,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """The content of status.json.
+
+    Attributes:
+        state: one of STATES.
+        step, steps: optimizer steps done, and in all.
+        attempt: number of the attempt, from 1; 0 before the first.
+        pid, host: the process that wrote the file.
+        updated: when it was written, in seconds since the epoch.
+        seconds_left: an estimate; None if there is none.
+        outcome: the kind of outcome; None before the run has ended.
+        metrics: the latest row of metrics.jsonl, so that a table of many runs need not read that file.
+    """
+
+    state: str
+    step: int = 0
+    steps: int | None = None
+    attempt: int = 0
+    pid: int = field(default_factory=os.getpid)
+    host: str = field(default_factory=socket.gethostname)
+    updated: float = field(default_factory=time.time)
+    seconds_left: float | None = None
+    outcome: str | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_status(path: Path) -> Status | None:
+    """The status in a file; None if there is no file.
+
+    Raises:
+        ConfigError: the file is damaged, or another version of titanlab wrote it.
+    """
+    cure = "remove that file: it is written anew when the run goes on"
+    value = read_object(path, cure=cure)
+    if value is None:
+        return None
+    check_object(path, value, schema=STATUS_SCHEMA, kinds=STATUS_KINDS, cure=cure)
+    if value.get("state") not in STATES:
+        raise ConfigError("state", value.get("state"), f"is none of {', '.join(STATES)} in {path}", cure)
+    known = {field.name for field in fields(Status)}
+    return Status(**{key: inner for key, inner in value.items() if key in known})
+
+
+def write_status(path: Path, status: Status) -> None:
+    """Replace the status in a file."""
+    if status.state not in STATES:
+        raise ValueError(f"{status.state!r} is none of {STATES}")
+    write_json(path, {"schema": STATUS_SCHEMA, **asdict(status)})
+
 
 SCHEMA = 1
 FOLDER_NAME = re.compile(r"(?P<name>.+)-(?P<hash8>[0-9a-f]{8})")

@@ -26,9 +26,9 @@ from titanlab.compile import cache as compile_cache
 from titanlab.data import cache as data_cache
 from titanlab.errors import ConfigError
 from titanlab.records.claim import is_locked
-from titanlab.records.git_state import RECORD
 from titanlab.records.json_file import read_optional
 from titanlab.records.outcome import OutcomeKind
+from titanlab.records.provenance import RECORD
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.listing import ACTIVE
 from titanlab.sweep.rows import look_at

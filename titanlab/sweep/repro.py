@@ -22,9 +22,8 @@ from titanlab.recipe.composition.loader import Loader
 from titanlab.recipe.literal import literal
 from titanlab.recipe.recipe import Recipe, from_mapping, resolve, to_mapping
 from titanlab.records.config_file import config_text
-from titanlab.records.git_state import PATCH_LIMIT, RECORD
 from titanlab.records.json_file import read_optional
-from titanlab.records.provenance import code_fingerprint
+from titanlab.records.provenance import PATCH_LIMIT, RECORD, code_fingerprint
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.composer import Composer
 from titanlab.sweep.sweep_folder import SweepFolder

@@ -14,8 +14,7 @@ import time
 from pathlib import Path
 
 import titanlab
-from titanlab.records.git_state import RECORD, git_state
-from titanlab.records.provenance import code_fingerprint, redact
+from titanlab.records.provenance import RECORD, code_fingerprint, git_state, redact
 from titanlab.system.files import write_json
 
 SCHEMA = 1

@@ -28,7 +28,7 @@ from typing import Any
 
 from titanlab.costs.layout import SHORT
 from titanlab.errors import ConfigError
-from titanlab.records.run_name import safe_name
+from titanlab.records.run_folder import safe_name
 
 Values = Mapping[str, Any]
 WORDS = ("product", "zip", "list")

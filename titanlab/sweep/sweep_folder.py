@@ -18,9 +18,8 @@ from titanlab.errors import ConfigError
 from titanlab.launch import submission
 from titanlab.launch.submission import Submission
 from titanlab.records.json_file import read_optional
-from titanlab.records.points_file import read_points
 from titanlab.records.run_folder import RunFolder
-from titanlab.records.run_search import NoSuchRun, find_run
+from titanlab.records.run_search import NoSuchRun, find_run, read_points
 from titanlab.system.files import finite, user_path, write_json, write_text
 
 SCHEMA = 1

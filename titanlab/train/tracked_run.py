@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from titanlab.recipe.recipe import Recipe, to_mapping
-from titanlab.records.points_file import point_of
 from titanlab.records.run_folder import RunFolder
+from titanlab.records.run_search import point_of
 from titanlab.system.text import shown_path
 from titanlab.tracker.contract import Tracker, Warn
 from titanlab.tracker.record import FILE, FINISHED, Record, records_in

@@ -29,9 +29,8 @@ from titanlab.distributed.stop import StoppedEarly, request_from_lines, stop_req
 from titanlab.distributed.watchdog import Watchdog
 from titanlab.errors import TitanlabError
 from titanlab.recipe.recipe import Recipe, from_mapping
-from titanlab.records.failure_signs import is_secondary
 from titanlab.records.hang_file import write_hang
-from titanlab.records.outcome import Outcome, exit_code, from_exception
+from titanlab.records.outcome import Outcome, exit_code, from_exception, is_secondary
 from titanlab.records.run_folder import RunFolder, open_run
 from titanlab.system.files import FolderGone, disk_fault, open_to_write
 from titanlab.system.imports import kept_imports

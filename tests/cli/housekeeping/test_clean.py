@@ -15,7 +15,7 @@ from titanlab.cli.housekeeping import clean
 from titanlab.launch.local.local_job import LocalJob, write_local_job
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
-from titanlab.records.run_status import Status
+from titanlab.records.run_records import Status
 from titanlab.sweep import clean as caches
 from titanlab.sweep import clean as items
 

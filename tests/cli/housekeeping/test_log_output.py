@@ -6,7 +6,7 @@ import os
 import pytest
 
 from titanlab.cli.housekeeping.log_output import LogOutput
-from titanlab.records.logs.order import Line
+from titanlab.records.logs import Line
 
 
 class Terminal(io.StringIO):

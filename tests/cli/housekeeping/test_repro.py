@@ -13,8 +13,7 @@ from titanlab.recipe.composition.flags import read_flags
 from titanlab.recipe.composition.loader import Loader
 from titanlab.recipe.recipe import from_mapping, to_mapping
 from titanlab.records.config_file import read_config
-from titanlab.records.git_state import git_state
-from titanlab.records.provenance import code_fingerprint, collect
+from titanlab.records.provenance import code_fingerprint, collect, git_state
 from titanlab.sweep.repro import composable, differences, pip_line, write_config, wrong_path
 
 PATCH = """\

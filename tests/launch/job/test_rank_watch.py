@@ -20,7 +20,7 @@ from titanlab.launch.memory_kills import MemoryKills
 from titanlab.launch.slurm.launcher import SlurmLauncher
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exception
 from titanlab.records.run_folder import RunFolder
-from titanlab.records.run_status import Status
+from titanlab.records.run_records import Status
 
 
 class Worker:

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.records.logs.files import part_of, parts, rank_log, rank_logs, write_marks
+from titanlab.records.logs import part_of, parts, rank_log, rank_logs, write_marks
 from titanlab.records.run_records import RunRecords
 
 

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from titanlab.records.logs import lines
-from titanlab.records.logs.lines import Growing, Span, backward, complete_end, forward, open_log
+from titanlab.records import logs as lines
+from titanlab.records.logs import Growing, Span, backward, complete_end, forward, open_log
 
 
 def span(path, start=0, end=None):

@@ -9,8 +9,8 @@ import pytest
 from tests.checkpoint.test_contents import made as saved
 from tests.sweep.conftest import quiet
 from tests.sweep.made import Made, begin, end
-from titanlab.records.git_state import RECORD
-from titanlab.records.run_status import Status
+from titanlab.records.provenance import RECORD
+from titanlab.records.run_records import Status
 from titanlab.sweep.clean import YOUNG_SECONDS, Survey, starting_points
 
 

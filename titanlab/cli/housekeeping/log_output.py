@@ -6,7 +6,7 @@ import sys
 from types import TracebackType
 from typing import TextIO
 
-from titanlab.records.logs.order import Line
+from titanlab.records.logs import Line
 from titanlab.system.terminal import Console, discard
 from titanlab.system.text import harmless
 

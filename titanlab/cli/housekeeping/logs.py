@@ -15,9 +15,23 @@ from titanlab.cli.arguments import Arguments
 from titanlab.cli.housekeeping.log_output import LogOutput
 from titanlab.errors import ConfigError
 from titanlab.launch.submission import jobs_folder, submissions
-from titanlab.records.logs.files import Part, part_of, parts, rank_log, rank_logs
-from titanlab.records.logs.lines import Growing, Span, backward, complete_end, forward, size_of
-from titanlab.records.logs.order import Line, merged, timed, timed_from_end
+from titanlab.records.logs import (
+    Growing,
+    Line,
+    Part,
+    Span,
+    backward,
+    complete_end,
+    forward,
+    merged,
+    part_of,
+    parts,
+    rank_log,
+    rank_logs,
+    size_of,
+    timed,
+    timed_from_end,
+)
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_search import find_run
 from titanlab.sweep.watch import RunWatch

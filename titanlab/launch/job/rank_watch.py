@@ -18,8 +18,7 @@ from titanlab.launch.escalation import Escalation
 from titanlab.launch.job.job import say
 from titanlab.launch.job.stop_file import FILE, read_stop
 from titanlab.launch.memory_kills import memory_kills
-from titanlab.records.failure_signs import says_oom
-from titanlab.records.outcome import Outcome, OutcomeKind, from_exit
+from titanlab.records.outcome import Outcome, OutcomeKind, from_exit, says_oom
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.processes import STOPPED, process_state
 

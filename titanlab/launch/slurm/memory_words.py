@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from titanlab.launch.contract import MemoryWord
-from titanlab.records.logs.lines import text_at_end
+from titanlab.records.logs import text_at_end
 
 # From slurmstepd, which watches a step: by its own count of memory (OverMemoryKill), or by that of the control group.
 # "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of the step tasks have been OOM Killed."

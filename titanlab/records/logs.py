@@ -1,0 +1,373 @@
+"""What the ranks of a run print: files of lines, read from either end, and merged by time."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import heapq
+import itertools
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import BinaryIO
+
+from titanlab.errors import ConfigError
+from titanlab.records.json_file import read_optional
+from titanlab.records.run_records import RunRecords
+from titanlab.system.files import write_json
+
+MOST_LINE_BYTES = 1 << 20
+"""A longer line is cut into pieces, so that a file without line ends does not fill the memory."""
+_BLOCK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A part of a file.
+
+    Attributes:
+        start, end: in bytes; an end after the file's end stands for the file's end.
+    """
+
+    path: Path
+    start: int
+    end: int
+
+
+def open_log(path: Path) -> BinaryIO:
+    """Open a file for reading.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    # Without O_NONBLOCK the open of a named pipe would wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+    return open(descriptor, "rb")
+
+
+def text_at_end(path: Path, *, begin: int = 0) -> str:
+    """The last 64 KiB of a file; empty if it cannot be read, or is no regular file.
+
+    Args:
+        begin: bytes before this one are left out.
+    """
+    try:
+        with open_log(path) as file:
+            file.seek(max(begin, file.seek(0, os.SEEK_END) - _BLOCK_BYTES, 0))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def size_of(path: Path) -> int:
+    """The size of a file; 0 if it is missing or is no regular file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return 0
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
+
+
+def complete_end(path: Path, end: int) -> int:
+    """The position after the last line end before a position; the position itself if a line is longer than a block."""
+    with open_log(path) as file:
+        begin = max(0, end - _BLOCK_BYTES)
+        file.seek(begin)
+        block = file.read(end - begin)
+    index = block.rfind(b"\n")
+    if index >= 0:
+        return begin + index + 1
+    return 0 if begin == 0 else end
+
+
+def forward(span: Span) -> Iterator[bytes]:
+    """The lines of a part of a file, without their ends; nothing where the file has gone."""
+    try:
+        file = open_log(span.path)
+    except OSError:
+        return
+    with file:
+        file.seek(span.start)
+        left = span.end - span.start
+        while left > 0 and (line := file.readline(min(left, MOST_LINE_BYTES))):
+            left -= len(line)
+            yield line.removesuffix(b"\n")
+
+
+def backward(span: Span) -> Iterator[bytes]:
+    """The lines of a part of a file, the last one first; only what is asked for is read."""
+    try:
+        file = open_log(span.path)
+    except OSError:
+        return
+    with file:
+        position = min(span.end, size_of(span.path))
+        rest, at_end = b"", True
+        while position > span.start:
+            begin = max(span.start, position - _BLOCK_BYTES)
+            file.seek(begin)
+            block = file.read(position - begin)
+            if at_end:
+                # The end of the last line begins no further line.
+                block, at_end = block.removesuffix(b"\n"), False
+            position = begin
+            first, *others = block.split(b"\n")
+            if others:
+                others[-1] += rest
+                yield from reversed(others)
+                rest = first
+            else:
+                rest = first + rest
+            if len(rest) > MOST_LINE_BYTES:
+                yield rest
+                rest = b""
+        if not at_end:
+            yield rest
+
+
+@dataclass
+class Growing:
+    """The lines that are added to a file.
+
+    Attributes:
+        path: of the file, which may be missing, may vanish, and may come back.
+        position: bytes that have been read.
+        changed: whether the file was replaced or cut short since the latest call of `read`, and so was read anew.
+    """
+
+    path: Path
+    position: int = 0
+    changed: bool = False
+    _number: int | None = None
+    _rest: bytes = field(default=b"", repr=False)
+
+    def read(self, *, last: bool = False) -> list[bytes]:
+        """The lines that are new and complete; with `last` also a line without an end."""
+        self.changed = False
+        lines: list[bytes] = []
+        try:
+            with open_log(self.path) as file:
+                status = os.fstat(file.fileno())
+                if status.st_size < self.position or self._number not in (None, status.st_ino):
+                    self.position, self._rest, self.changed = 0, b"", True
+                self._number = status.st_ino
+                file.seek(self.position)
+                while block := file.read(_BLOCK_BYTES):
+                    self.position += len(block)
+                    *whole, self._rest = (self._rest + block).split(b"\n")
+                    lines += whole
+                    if len(self._rest) > MOST_LINE_BYTES:
+                        lines.append(self._rest)
+                        self._rest = b""
+        except OSError:
+            pass  # It is missing, or has vanished: it may come back.
+        if last and self._rest:
+            lines.append(self._rest)
+            self._rest = b""
+        return lines
+
+
+MARKS = "logs.json"
+"""In an attempt's folder: the sizes that the logs had when the attempt began."""
+SCHEMA = 1
+_MOST_SECONDS = 4e9
+_NAME = re.compile(r"rank-(\d{1,6})\.log")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The part of a rank's log that one attempt has written.
+
+    Attributes:
+        begin, end: when the attempt began, and when it wrote last, as well as it is known; seconds since the epoch.
+    """
+
+    rank: int
+    span: Span
+    begin: float
+    end: float
+
+
+def rank_logs(run: RunRecords) -> dict[int, Path]:
+    """The logs of a run by rank, in the order of ranks."""
+    logs = {}
+    with contextlib.suppress(OSError):
+        for path in run.logs.iterdir():
+            if match := _NAME.fullmatch(path.name):
+                logs[int(match[1])] = path
+    return dict(sorted(logs.items()))
+
+
+def rank_log(run: RunRecords, rank: int) -> Path:
+    """The file of a rank, which need not exist."""
+    return run.logs / f"rank-{rank}.log"
+
+
+def write_marks(run: RunRecords, attempt: int) -> None:
+    """Note the sizes of all logs, before an attempt adds to them."""
+    sizes = {str(rank): size for rank, path in rank_logs(run).items() if (size := size_of(path))}
+    write_json(run.attempt_folder(attempt) / MARKS, {"schema": SCHEMA, "bytes": sizes})
+
+
+def parts(run: RunRecords, rank: int, path: Path) -> list[Part]:
+    """The parts of a rank's log, one for each attempt that may have written to it, oldest first.
+
+    Attempts that earlier versions of titanlab have begun have no marks; what they wrote belongs to the attempt before.
+    """
+    size = size_of(path)
+    known = [(attempt, start) for attempt in run.attempts() if (start := _mark(run, attempt, rank)) is not None]
+    starts: list[tuple[int, int]] = []
+    for attempt, start in known or [(0, 0)]:
+        if not starts or starts[-1][1] <= start <= size:
+            starts.append((attempt, min(start, size) if starts else 0))
+    log_parts = []
+    for place, (attempt, start) in enumerate(starts):
+        end = starts[place + 1][1] if place + 1 < len(starts) else size
+        begin = _begin(run, attempt)
+        log_parts.append(
+            Part(
+                rank=rank,
+                span=Span(path=path, start=start, end=end),
+                begin=begin,
+                end=_written(path) if place + 1 == len(starts) else _begin(run, starts[place + 1][0]),
+            )
+        )
+    return log_parts
+
+
+def part_of(run: RunRecords, rank: int, path: Path, attempt: int) -> Part:
+    """The part of a rank's log that an attempt has written.
+
+    Raises:
+        ConfigError: where the attempt begins was not recorded.
+    """
+    size, numbers = size_of(path), run.attempts()
+    start = _mark(run, attempt, rank)
+    if start is None and attempt != numbers[0]:
+        raise ConfigError("--attempt", attempt, "was begun before logs were marked", "leave --attempt out")
+    later = [mark for number in numbers if number > attempt and (mark := _mark(run, number, rank)) is not None]
+    if start is None and len(numbers) > 1 and not later:
+        raise ConfigError("--attempt", attempt, "was begun before logs were marked", "leave --attempt out")
+    start = start or 0
+    if start > size:
+        # The log was cut short, or removed, since.
+        start = 0
+    end = next((mark for mark in later if mark >= start), size)
+    span = Span(path=path, start=start, end=min(end, size))
+    return Part(rank=rank, span=span, begin=_begin(run, attempt), end=_written(path))
+
+
+def _mark(run: RunRecords, attempt: int, rank: int) -> int | None:
+    """The size of a rank's log when an attempt began; None if that was not recorded."""
+    value = (read_optional(run.attempt_folder(attempt) / MARKS) or {}).get("bytes")
+    if not isinstance(value, dict):
+        return None
+    size = value.get(str(rank), 0)
+    return size if isinstance(size, int) and size >= 0 else None
+
+
+def _begin(run: RunRecords, attempt: int) -> float:
+    """When an attempt began; 0 if that is not known."""
+    time = (run.env(attempt) or {}).get("time") if attempt else None
+    if not isinstance(time, int | float):
+        with contextlib.suppress(ConfigError):
+            time = run.created()
+    # The file may be a stranger's: no date has a year of a thousand digits.
+    return float(time) if isinstance(time, int | float) and 0 <= time < _MOST_SECONDS else 0.0
+
+
+def _written(path: Path) -> float:
+    """When a file was written last; 0 if it is missing."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+# `12:30:00  text` of titanlab, `W1124 12:30:00.123` of torch, `2026-11-24 12:30:00,123` of Python's logging.
+_TIME = re.compile(
+    rb"(?:\[rank\d+\]:)?\s*(?:\[?[DIWEFC]\d{4} |\[?\d{4}-\d\d-\d\d[ T])?([01]\d|2[0-3]):([0-5]\d):([0-5]\d)(?!\d)"
+)
+_HALF_DAY = 43_200.0
+# How many lines are looked at to find the first one with a time.
+_LOOK_AHEAD = 500
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Line:
+    """A line of a rank.
+
+    Attributes:
+        time: seconds since the epoch, as well as it is known.
+        rank: of the file.
+        text: without its end; any bytes.
+    """
+
+    time: float
+    rank: int
+    text: bytes
+
+
+def moment(text: bytes, near: float) -> float | None:
+    """The time of a line, on the day on which it is nearest to a time that is known; None if it has none."""
+    match = _TIME.match(text)
+    if match is None:
+        return None
+    known = datetime.fromtimestamp(near)
+    same_day = known.replace(hour=int(match[1]), minute=int(match[2]), second=int(match[3]), microsecond=0)
+    days = {-1: same_day - timedelta(days=1), 0: same_day, 1: same_day + timedelta(days=1)}
+    return min((day.timestamp() for day in days.values()), key=lambda seconds: abs(seconds - near))
+
+
+def timed(texts: Iterable[bytes], rank: int, *, begin: float, end: float) -> Iterator[Line]:
+    """The lines of one attempt's part of a log, with times that never fall.
+
+    Args:
+        begin: when the attempt began.
+        end: when the part was written last.
+    """
+    rest = iter(texts)
+    ahead = list(itertools.islice(rest, _LOOK_AHEAD))
+    now = next((time for text in ahead if (time := moment(text, begin)) is not None), max(begin, end))
+    for text in itertools.chain(ahead, rest):
+        time = moment(text, now)
+        # Clocks are set back, and libraries print times of another zone.
+        now = now if time is None or time < now else time
+        yield Line(time=now, rank=rank, text=text)
+
+
+def timed_from_end(texts: Sequence[bytes], rank: int, *, end: float) -> list[Line]:
+    """The last lines of a log, with times that never fall.
+
+    Args:
+        texts: the oldest first.
+        end: when the log was written last.
+    """
+    times: list[float | None] = []
+    now = end
+    for text in reversed(texts):
+        time = moment(text, now)
+        # A time of day that is later than the next line's is the day before's.
+        if time is not None and time > now:
+            time = time - 2 * _HALF_DAY if time - now > _HALF_DAY else now
+        now = now if time is None else time
+        times.append(time)
+    times.reverse()
+    first = next((time for time in times if time is not None), end)
+    lines = []
+    for text, time in zip(texts, times, strict=True):
+        first = first if time is None else max(first, time)
+        lines.append(Line(time=first, rank=rank, text=text))
+    return lines
+
+
+def merged(logs: Iterable[Iterable[Line]]) -> Iterator[Line]:
+    """All lines by time, and by rank where times are equal; lines of one log keep their order."""
+    return heapq.merge(*logs, key=lambda line: (line.time, line.rank))
