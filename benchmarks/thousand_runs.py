@@ -27,7 +27,7 @@ from typing import Any
 
 from titanlab.cli.verbs import VERBS
 from titanlab.costs import meter
-from titanlab.launch.local.local_job import LocalJob, write_local_job
+from titanlab.launch.local.queue import LocalJob, write_local_job
 from titanlab.launch.submission import Submission, write_submission
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records import provenance

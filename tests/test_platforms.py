@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import pytest
 
 from titanlab.distributed import hang, host, silence
+from titanlab.launch.rank import fork
 from titanlab.profiler.memory import resident_bytes
 from titanlab.records import provenance
 from titanlab.system.processes import born_at
 from titanlab.tracker import signal_filter
 from titanlab.train import totals
-from titanlab.worker import fork
 
 
 @pytest.fixture

@@ -227,7 +227,7 @@ def test_ending_a_session_ends_its_rows(tmp_path):
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 is_ours = mark in (path / "environ").read_bytes().split(b"\0")
-                if is_ours and b"titanlab.worker" in (path / "cmdline").read_bytes():
+                if is_ours and b"titanlab.launch.rank" in (path / "cmdline").read_bytes():
                     found.append(path)
         return found
 

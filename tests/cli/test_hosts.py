@@ -6,7 +6,7 @@ import pytest
 
 from tests.sweep.made import Made
 from titanlab.cli import main
-from titanlab.launch.bad_hosts import bad_hosts, names, note_bad_host
+from titanlab.launch.evidence import bad_hosts, host_names, note_bad_host
 from titanlab.records.outcome import Outcome, OutcomeKind
 
 
@@ -19,7 +19,7 @@ def says(here, capsys):
 
     def call(*arguments):
         code = main(["hosts", *arguments])
-        return code, *capsys.readouterr(), names(bad_hosts(here / "runs"))
+        return code, *capsys.readouterr(), host_names(bad_hosts(here / "runs"))
 
     return call
 

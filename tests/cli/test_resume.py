@@ -16,7 +16,7 @@ from titanlab.data import source
 from titanlab.data.files_schema import Files
 from titanlab.data.tokenizers.training import train
 from titanlab.errors import ConfigError
-from titanlab.launch.job.job import Job
+from titanlab.launch.job import Job
 from titanlab.launch.local_schema import Local
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.recipe.recipe import to_mapping

@@ -23,8 +23,8 @@ OWN = {
     "titanlab/tracker/wandb_writer.py": "lines of the tracker that has started it",
     "titanlab/report/wandb_workspace.py": "text of wandb-workspaces, made in the same call",
     "titanlab/doctor/software.py": "one line of the script that this process has started",
-    "titanlab/launch/local/ranks.py": "process numbers from the process that forks the ranks",
-    "titanlab/worker/rank.py": "the config that the launcher hands over",
+    "titanlab/launch/processes.py": "process numbers from the process that forks the ranks",
+    "titanlab/launch/rank/rank.py": "the config that the launcher hands over",
 }
 # Words for which the page is the place: they read or run objects.
 EXECUTES = re.compile(

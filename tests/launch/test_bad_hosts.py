@@ -6,7 +6,7 @@ import pytest
 
 from tests import tiny
 from titanlab.cli import main
-from titanlab.launch.bad_hosts import bad_hosts, clear_bad_hosts, names, note_bad_host, suspect
+from titanlab.launch.evidence import bad_hosts, clear_bad_hosts, host_names, note_bad_host, suspect
 from titanlab.launch.slurm import batch
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.records.outcome import Outcome, OutcomeKind
@@ -46,10 +46,10 @@ def run(tmp_path):
 
 def test_hosts_are_remembered_and_cleared(run):
     runs = run.path.parent.parent
-    assert names(bad_hosts(runs)) == ["n3", "n1"]
+    assert host_names(bad_hosts(runs)) == ["n3", "n1"]
     assert [(bad.host, bad.kind, bad.attempt) for bad in bad_hosts(runs)][1] == ("n1", "hang", 2)
     assert clear_bad_hosts(runs, "n3") == 2
-    assert names(bad_hosts(runs)) == ["n1"]
+    assert host_names(bad_hosts(runs)) == ["n1"]
     assert clear_bad_hosts(runs) == 1
     assert bad_hosts(runs) == bad_hosts(runs / "none") == []
 
@@ -70,7 +70,7 @@ def test_names_that_are_flags_and_damaged_lines_are_skipped(run):
     with (runs / "hosts.jsonl").open("ab") as file:
         file.write(b'{"host": "n9,--x", "run": "r", "attempt": 1, "kind": "hang", "cause": "c", "time": 1}\n')
         file.write(b"[]\n\xc3\xa4\n" + b"[" * 200_000 + b'\n{"host": "n9"}\n')
-    assert names(bad_hosts(runs)) == ["n3", "n1"]
+    assert host_names(bad_hosts(runs)) == ["n3", "n1"]
 
 
 def test_the_verb_lists_and_clears(run, capsys):

@@ -8,8 +8,8 @@ import pytest
 
 from tests.until import until
 from titanlab.distributed.ranks import ALONE
-from titanlab.launch import child as module
-from titanlab.launch.child import Child
+from titanlab.launch import watch as module
+from titanlab.launch.watch import Child
 from titanlab.records.outcome import OutcomeKind
 
 

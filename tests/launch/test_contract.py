@@ -22,7 +22,7 @@ ALLOWED = {
     "recipe/composition/strangers.py": {"SLURM_JOB_ID", "SLURM_TMPDIR", "SLURM_CLUSTER_NAME"},
     "sweep/repro.py": {"SLURM_"},
     # The parts of `launch=local` that fork the ranks of this host: a proof forks its own.
-    "parity/forked.py": {"titanlab.launch.local.rank_processes", "titanlab.launch.local.ranks"},
+    "parity/forked.py": {"titanlab.launch.processes"},
 }
 
 
@@ -72,7 +72,7 @@ def test_only_the_folder_of_launchers_names_one():
         ("Ranks(rank=0, started_by='local')", "local"),
         ("place.launcher == 'slurm'", "slurm"),
         ("from titanlab.launch.slurm_schema import Slurm", "titanlab.launch.slurm_schema"),
-        ("from titanlab.launch.local.local_job import born_at", "titanlab.launch.local.local_job"),
+        ("from titanlab.launch.local.queue import born_at", "titanlab.launch.local.queue"),
         ("from titanlab.launch import local_schema", "titanlab.launch.local_schema"),
         ("def f():\n    import titanlab.launch.slurm.command", "titanlab.launch.slurm.command"),
         ("NAMES = 'PATH SLURM_JOB_ID'.split()", "SLURM_"),

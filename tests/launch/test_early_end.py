@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from titanlab.launch.early_end import early_end, printed_lines
+from titanlab.launch.evidence import early_end, printed_lines
 
 SRUN = "srun: error: n1: task 0: Exited with exit code 2"
 EXECVE = "slurmstepd: error: execve(): /gone/bin/python: No such file or directory"

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.until import until
-from titanlab.launch.escalation import HURRY_SECONDS, START_SECONDS, STOP_SECONDS, STOPPED_SECONDS, Escalation
+from titanlab.launch.processes import HURRY_SECONDS, START_SECONDS, STOP_SECONDS, STOPPED_SECONDS, Escalation
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_records import Status

@@ -51,8 +51,8 @@ def starts(monkeypatch):
         found.append({"folder": folder, "rank": ranks.rank, "config": config})
         return found.ranks(folder)
 
-    monkeypatch.setattr("titanlab.launch.local.ranks.start", start)
-    monkeypatch.setattr("titanlab.launch.local.ranks.start_one", start_one)
+    monkeypatch.setattr("titanlab.launch.processes.start", start)
+    monkeypatch.setattr("titanlab.launch.processes.start_one", start_one)
     monkeypatch.setattr("titanlab.launch.execute.this_host", lambda: HOST)
     return found
 

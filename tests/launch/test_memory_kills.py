@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanlab.launch.memory_kills import MemoryKills, memory_kills
+from titanlab.launch.evidence import MemoryKills, memory_kills
 from titanlab.records.outcome import KillEvidence
 
 NOBODY = KillEvidence(

@@ -7,8 +7,8 @@ from tests import tiny
 from titanlab.cluster.schema import Cluster
 from titanlab.errors import ConfigError
 from titanlab.launch.local_schema import Local
-from titanlab.launch.shape import Shape, shape_from, shape_of
 from titanlab.launch.slurm_schema import Slurm
+from titanlab.launch.submission import Shape, shape_from, shape_of
 
 GPUS = {"accelerator": "cuda", "device": "NVIDIA H200"}
 

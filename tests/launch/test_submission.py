@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.launch.shape import Shape
 from titanlab.launch.submission import (
+    Shape,
     Submission,
     claim_sweep,
     drop_submission,
@@ -172,7 +172,7 @@ def test_a_single_run_names_its_job_and_several_do_after_they_start():
 
 
 def test_a_task_is_told_its_sweep_and_token_and_perhaps_its_index():
-    words = ["-P", "-m", "titanlab.launch.job.task", "/runs/layouts", "aa"]
+    words = ["-P", "-m", "titanlab.launch.task", "/runs/layouts", "aa"]
     assert submission().command(Path("/runs/layouts")) == words
     assert submission().command(Path("/runs/layouts"), 0) == [*words, "0"]
 

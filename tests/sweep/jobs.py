@@ -9,8 +9,7 @@ from pathlib import Path
 from tests import tiny
 from tests.planted_package import install_planted
 from tests.planted_schema import Planted
-from titanlab.launch.shape import Shape
-from titanlab.launch.submission import Submission, write_submission
+from titanlab.launch.submission import Shape, Submission, write_submission
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.identity import identify
 from titanlab.records.run_folder import RunFolder, create_run
@@ -71,7 +70,7 @@ class Jobs:
         """The ranks of the run's latest job."""
         submission, _ = self.job_of(run)
         self.started += 1
-        command = [sys.executable, "-m", "titanlab.launch.job.task", str(self.sweep.path), submission.token, "0"]
+        command = [sys.executable, "-m", "titanlab.launch.task", str(self.sweep.path), submission.token, "0"]
         if preamble:
             command = ["sh", "-c", f'{preamble}; exec "$@"', "sh", *command]
         ranks = [

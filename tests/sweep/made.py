@@ -10,8 +10,7 @@ from typing import Any
 from tests import tiny
 from titanlab.costs import meter
 from titanlab.launch.contract import JobState
-from titanlab.launch.shape import Shape
-from titanlab.launch.submission import Submission, write_submission
+from titanlab.launch.submission import Shape, Submission, write_submission
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.identity import identify
 from titanlab.records.outcome import Outcome, OutcomeKind

@@ -5,7 +5,7 @@ import json
 from tests.records.test_run_folder_page import keys
 from tests.sweep.conftest import quiet
 from tests.sweep.studies import SLURM, seeds, study
-from titanlab.launch.local.local_job import LocalJob, write_local_job
+from titanlab.launch.local.queue import LocalJob, write_local_job
 from titanlab.records.provenance import RECORD
 from titanlab.sweep.submit import submit
 

@@ -8,7 +8,7 @@ import pytest
 from tests import tiny
 from tests.sweep.jobs import Jobs
 from titanlab.launch.contract import JobState, StopReason
-from titanlab.launch.job.stop_file import write_stop
+from titanlab.launch.watch import write_stop
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exception, from_exit
 from titanlab.records.run_records import Status
 from titanlab.sweep import reconcile as reconciling

@@ -8,7 +8,7 @@ from titanlab.cli import retry as retry_verb
 from titanlab.cli import status as status_verb
 from titanlab.errors import ConfigError
 from titanlab.launch.local.launcher import LocalLauncher
-from titanlab.launch.local.local_job import LocalJob, write_local_job
+from titanlab.launch.local.queue import LocalJob, write_local_job
 from titanlab.launch.slurm.launcher import SlurmLauncher
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.sweep.enqueue import cancel

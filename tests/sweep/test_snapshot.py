@@ -30,7 +30,7 @@ def small_clone(folder):
         "titanlab/__init__.py": "",
         "titanlab/launch/__init__.py": "",
         "titanlab/launch/job/__init__.py": "",
-        "titanlab/launch/job/task.py": "",
+        "titanlab/launch/task.py": "",
         "titanlab/distributed/__init__.py": "",
         "titanlab/distributed/stop.py": "",
         "titanlab/distributed/world.py": "# The world\n",

@@ -80,7 +80,7 @@ def test_a_job_runs_the_snapshot_and_finds_its_run_by_token_and_index(slurm, tmp
     assert f"export PYTHONPATH={snapshot}${{PYTHONPATH:+:$PYTHONPATH}}" in lines
     (command,) = [line for line in lines if line.startswith("srun ")]
     assert "--export=ALL --kill-on-bad-exit=0" in command
-    assert "--cpus-per-task=4 --mpi=none apptainer exec image.sif python3 -P -m titanlab.launch.job.task" in command
+    assert "--cpus-per-task=4 --mpi=none apptainer exec image.sif python3 -P -m titanlab.launch.task" in command
     assert shlex.split(command)[-2:] == [str(submitted.folder.path), submission.token]
     assert list(submission.runs) == [each.run_name for each in submitted.decisions]
     assert not list((submitted.folder.path / "jobs").glob("*.pkl"))

@@ -5,8 +5,7 @@ import pytest
 
 from tests.sweep.studies import seeds, study
 from titanlab.errors import ConfigError
-from titanlab.launch.shape import Shape
-from titanlab.launch.submission import Submission, claim_sweep, drop_submission, write_submission
+from titanlab.launch.submission import Shape, Submission, claim_sweep, drop_submission, write_submission
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.run_folder import create_run
 from titanlab.sweep.sweep_folder import SweepFolder, find_run_or_sweep, jobs_of, open_sweep

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import titanlab
-from titanlab.launch.local.ranks import worker_command
+from titanlab.launch.processes import worker_command
 from titanlab.system.processes import module_command
 
 ROOT = Path(titanlab.__file__).parents[1]
@@ -39,10 +39,10 @@ def test_a_rank_does_not_import_from_the_current_folder(strange_folder):
 def test_a_clone_that_is_not_installed_is_found_by_children_too(monkeypatch, first):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", [first, *sys.path])
-    assert "-P" not in module_command("titanlab.worker")
+    assert "-P" not in module_command("titanlab.launch.rank")
 
 
 def test_an_interpreter_elsewhere_does_not_import_from_its_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
-    assert "-P" in module_command("titanlab.worker")
+    assert "-P" in module_command("titanlab.launch.rank")

@@ -16,13 +16,13 @@ import pytest
 
 from tests.launch.command import alive
 from tests.until import until
-from titanlab.launch import escalation
+from titanlab.launch import processes as escalation
+from titanlab.launch import processes as local
 from titanlab.launch.contract import Failure
-from titanlab.launch.local import ranks as local
+from titanlab.launch.rank.fork import adopting
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.processes import process_state
-from titanlab.worker.fork import adopting
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process cannot adopt another's children")
 
@@ -32,7 +32,7 @@ def worker(folder, script, prepare="pass", *, handles_stops=True):
     lines = [
         "import json, os, signal, sys, time",
         "from pathlib import Path",
-        "from titanlab.worker.fork import end_with_parent, fork_ranks, hear_stop_signals",
+        "from titanlab.launch.rank.fork import end_with_parent, fork_ranks, hear_stop_signals",
         f"folder = Path({str(folder)!r})",
         "def prepare():",
         textwrap.indent(textwrap.dedent(prepare), "    "),

@@ -6,7 +6,7 @@ import sys
 
 from torch._library.utils import get_source
 
-from titanlab.worker.imports import _frames_know_their_module
+from titanlab.launch.rank.rank import _frames_know_their_module
 
 
 def test_torch_finds_the_caller_of_an_operator_without_a_look_at_every_module(monkeypatch):

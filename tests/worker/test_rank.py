@@ -17,9 +17,9 @@ from titanlab.distributed.host import cores
 from titanlab.distributed.ranks import ALONE, Ranks
 from titanlab.distributed.start_up import StartUp
 from titanlab.launch.local_schema import Local
+from titanlab.launch.rank import rank as worker
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.worker import rank as worker
 
 ROOT = Path(__file__).parent.parent.parent
 TWO = Ranks(rank=1, world=2, local_rank=1, local_world=2, address="127.0.0.1", port=1234, started_by="local")
@@ -36,7 +36,7 @@ UP_TO_TORCH = """
                 os._exit(0)
 
     sys.meta_path.insert(0, Watch())
-    from titanlab.worker import rank
+    from titanlab.launch.rank import rank
     rank.main(sys.argv[1:])
 """
 
@@ -225,7 +225,7 @@ def test_what_is_printed_is_in_the_log_at_once(tmp_path):
     log = tmp_path / "rank-1.log"
     script = """
         import os, signal
-        from titanlab.worker import rank
+        from titanlab.launch.rank import rank
         rank._write_to_own_log()
         print("a loss")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -236,7 +236,7 @@ def test_what_is_printed_is_in_the_log_at_once(tmp_path):
 
 
 def test_a_log_of_its_own_is_added_to(tmp_path):
-    script = "import os; from titanlab.worker import rank; rank._write_to_own_log(); print('out', flush=True); os.system('echo err >&2')"
+    script = "import os; from titanlab.launch.rank import rank; rank._write_to_own_log(); print('out', flush=True); os.system('echo err >&2')"
     log = tmp_path / "rank-1.log"
     for _ in range(2):
         done = python(script, TITANLAB_LOG=str(log))
@@ -246,10 +246,10 @@ def test_a_log_of_its_own_is_added_to(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells a process that its parent is gone")
 def test_a_rank_whose_launcher_is_gone_already_does_not_begin():
-    done = python("from titanlab.worker.fork import end_with_parent; end_with_parent()", TITANLAB_PARENT="1")
+    done = python("from titanlab.launch.rank.fork import end_with_parent; end_with_parent()", TITANLAB_PARENT="1")
     assert done.returncode == 1
     done = python(
-        "from titanlab.worker.fork import end_with_parent; end_with_parent()", TITANLAB_PARENT=str(os.getpid())
+        "from titanlab.launch.rank.fork import end_with_parent; end_with_parent()", TITANLAB_PARENT=str(os.getpid())
     )
     assert done.returncode == 0
 

@@ -11,8 +11,8 @@ import torch
 from tests import tiny
 from tests.test_layers import HEAVY
 from titanlab.distributed.start_up import FILE, PHASES
-from titanlab.launch.local import ranks as local
-from titanlab.worker.imports import import_techniques
+from titanlab.launch import processes as local
+from titanlab.launch.rank.rank import import_techniques
 
 # What a plain run does not need: each takes a tenth of a second or more to import.
 UNNEEDED = {
@@ -29,7 +29,7 @@ if torch.version.cuda is None:
 WORKER = """
     import gc, json, os, sys
     from pathlib import Path
-    from titanlab.worker import rank
+    from titanlab.launch.rank import rank
 
     shared, collections = set(), []
     os.register_at_fork(after_in_child=lambda: shared.update(sys.modules))

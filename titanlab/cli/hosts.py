@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from titanlab.cli.arguments import Arguments
 from titanlab.errors import ConfigError
-from titanlab.launch.bad_hosts import bad_hosts, clear_bad_hosts, names
+from titanlab.launch.evidence import bad_hosts, clear_bad_hosts, host_names
 from titanlab.sweep.listing import aligned
 from titanlab.system.files import user_path
 from titanlab.system.terminal import Console
@@ -28,11 +28,11 @@ def main(arguments: Sequence[str]) -> int:
     runs = user_path(args.runs)
     known = bad_hosts(runs)
     with Console() as console:
-        if args.clear is not None and args.clear not in names(known):
-            shown = ", ".join(names(known)) or "none"
+        if args.clear is not None and args.clear not in host_names(known):
+            shown = ", ".join(host_names(known)) or "none"
             raise ConfigError("--clear", args.clear, f"is not on the list; it has: {shown}", "see `titanlab hosts`")
         if args.clear is not None or args.all:
-            cleared = names([bad for bad in known if args.clear in (None, bad.host)])
+            cleared = host_names([bad for bad in known if args.clear in (None, bad.host)])
             clear_bad_hosts(runs, args.clear)
             console.note(f"cleared: {', '.join(cleared) or 'nothing'}")
         elif not known:

@@ -17,8 +17,7 @@ from titanlab.records.outcome import OutcomeKind
 
 if TYPE_CHECKING:
     from titanlab.distributed.ranks import Ranks
-    from titanlab.launch.shape import Shape
-    from titanlab.launch.submission import Submission
+    from titanlab.launch.submission import Shape, Submission
     from titanlab.recipe.recipe import Recipe
     from titanlab.system.text import Finding
 
@@ -337,7 +336,7 @@ class Launcher(Protocol):
     # Without a queue
 
     def start(self, folder: Path, *, attempt: int, world: int, logs: Path) -> list[Failure]:
-        """Run `titanlab.worker FOLDER` as `world` ranks and wait until they end (`LaunchConfig.starts_directly`).
+        """Run `titanlab.launch.rank FOLDER` as `world` ranks and wait until they end (`LaunchConfig.starts_directly`).
 
         Stop signals to this process are held until it returns, so that the end of the ranks is recorded. To let
         the ranks save and end, it installs handlers of its own, which forward the signals.

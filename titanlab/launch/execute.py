@@ -18,6 +18,7 @@ from titanlab.distributed.host import Host, check_host, this_host
 from titanlab.distributed.ranks import Ranks
 from titanlab.distributed.silence import await_answers
 from titanlab.distributed.stop import held_signals, stopped_before_start
+from titanlab.launch import processes as rank_processes
 from titanlab.launch.attempt import (
     begin,
     close_earlier,
@@ -29,9 +30,8 @@ from titanlab.launch.attempt import (
     with_progress,
 )
 from titanlab.launch.contract import Failure, launch_of
+from titanlab.launch.evidence import memory_kills
 from titanlab.launch.launchers import given_cores, joined
-from titanlab.launch.local import ranks as rank_processes
-from titanlab.launch.memory_kills import memory_kills
 from titanlab.launch.restarts import Restart, Restarts, hide_device, note
 from titanlab.recipe.memory_rules import check_host_memory
 from titanlab.recipe.recipe import Recipe, resolve, shortened_warmup, to_mapping

@@ -20,15 +20,14 @@ from typing import TYPE_CHECKING
 from titanlab.distributed.ranks import MEETING, Ranks, free_port
 from titanlab.errors import TitanlabError
 from titanlab.launch.attempt import conclude
-from titanlab.launch.local.rank_processes import RankProcesses
-from titanlab.launch.local.ranks import wait_for
-from titanlab.launch.memory_kills import memory_kills
+from titanlab.launch.evidence import memory_kills
+from titanlab.launch.processes import RankProcesses, wait_for
+from titanlab.launch.rank.fork import fork_children
+from titanlab.launch.rank.rank import import_techniques, import_trainer
 from titanlab.recipe.recipe import Recipe, to_mapping
 from titanlab.records.identity import identify
 from titanlab.records.outcome import Outcome
 from titanlab.records.run_folder import RunFolder, create_run
-from titanlab.worker.fork import fork_children
-from titanlab.worker.imports import import_techniques, import_trainer
 
 if TYPE_CHECKING:
     from titanlab.train.train import Observer
@@ -108,7 +107,7 @@ def train_in_ranks(recipe: Recipe, observe: Observe | None = None) -> Ended:
 
     def act() -> int:
         os.environ["TITANLAB_ATTEMPT"] = str(attempt)
-        from titanlab.worker.rank import main, show_stacks
+        from titanlab.launch.rank.rank import main, show_stacks
 
         show_stacks()
         return main([str(run.path)], observe=observe)

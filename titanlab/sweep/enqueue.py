@@ -17,8 +17,7 @@ from typing import Any
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import LaunchConfig, States
 from titanlab.launch.launchers import launcher_named
-from titanlab.launch.shape import Shape
-from titanlab.launch.submission import HANDING_OVER, Submission, drop_submission, write_submission
+from titanlab.launch.submission import HANDING_OVER, Shape, Submission, drop_submission, write_submission
 from titanlab.records.claim import claimed
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder

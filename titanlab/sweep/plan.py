@@ -20,7 +20,7 @@ from typing import Any
 from titanlab.data import source
 from titanlab.distributed.host import Host, check_host, this_host
 from titanlab.errors import ConfigError
-from titanlab.launch.shape import check_cluster, shape_of
+from titanlab.launch.submission import check_cluster, shape_of
 from titanlab.recipe.composition.loader import Loader
 from titanlab.recipe.memory_rules import check_host_memory
 from titanlab.recipe.recipe import Recipe, resolve, shortened_warmup

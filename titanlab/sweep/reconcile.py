@@ -17,9 +17,9 @@ from titanlab.distributed.silence import judged
 from titanlab.errors import ConfigError
 from titanlab.launch.attempt import close_dead, with_progress, world_of
 from titanlab.launch.contract import UNANSWERED, JobEnd, JobKey, JobState, Launcher, MemoryWord, States
-from titanlab.launch.job.stop_file import read_stop
 from titanlab.launch.launchers import launcher_named
 from titanlab.launch.submission import Submission
+from titanlab.launch.watch import read_stop
 from titanlab.records.claim import CannotWriteError
 from titanlab.records.hang_file import read_hang
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exit

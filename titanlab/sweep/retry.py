@@ -16,8 +16,7 @@ from titanlab.distributed.host import check_host, this_host
 from titanlab.errors import ConfigError
 from titanlab.launch.attempt import go_back, missed_checkpoint, pass_over_damaged
 from titanlab.launch.contract import launch_of
-from titanlab.launch.shape import check_cluster, shape_of
-from titanlab.launch.submission import Submission
+from titanlab.launch.submission import Submission, check_cluster, shape_of
 from titanlab.recipe.composition.frozen import check_changeable, check_unedited
 from titanlab.recipe.composition.next_attempt import LAYOUT, adapted, changes, next_recipe
 from titanlab.recipe.memory_rules import check_host_memory

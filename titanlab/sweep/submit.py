@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from titanlab.checkpoint.parent import parent_of
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import States, launch_of
-from titanlab.launch.shape import Shape, shape_of
-from titanlab.launch.submission import Submission
+from titanlab.launch.submission import Shape, Submission, shape_of
 from titanlab.plan.explanation import MEMORY_ERROR, Estimate, estimate_of
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.run_folder import RunFolder, check_runs, create_run

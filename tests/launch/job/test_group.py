@@ -10,9 +10,8 @@ from tests import tiny
 from tests.sweep.jobs import Jobs, ended
 from titanlab.distributed.ranks import ALONE
 from titanlab.errors import ConfigError
-from titanlab.launch.job import rendezvous
-from titanlab.launch.job.group import Group, ranks_in
-from titanlab.launch.job.rendezvous import Rendezvous
+from titanlab.launch import group as rendezvous
+from titanlab.launch.group import Group, Rendezvous, ranks_in
 from titanlab.launch.local_schema import Local
 from titanlab.launch.submission import write_submission
 from titanlab.records.outcome import Outcome, OutcomeKind
@@ -72,10 +71,10 @@ def test_rank_0_decides_and_tells_the_others(tmp_path):
     # Numbers of the job's ranks; three processes are left, and three divide the 12 sequences of a step.
     assert (group.round, group.members, group.config()["world"]) == (2, (0, 1, 3), 3)
     assert "rank 2 has failed twice and is left out: dp_s4 becomes dp_s3" in said[-1]
-    assert rendezvous.find(run, "job #3") is None
+    assert rendezvous.find_meeting(run, "job #3") is None
     job.signals.append((15, 0.0))
     assert not dies(1)
-    assert rendezvous.find(run, "job #3").reason == "has ended"
+    assert rendezvous.find_meeting(run, "job #3").reason == "has ended"
 
 
 def test_a_job_does_not_train_another_recipe_under_the_name_of_its_run(tmp_path):

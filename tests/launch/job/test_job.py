@@ -11,9 +11,8 @@ from tests import tiny
 from titanlab.distributed.ranks import ALONE
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import Place
-from titanlab.launch.job.job import Job, received_signals, say, submitted
-from titanlab.launch.shape import Shape
-from titanlab.launch.submission import Submission, write_submission
+from titanlab.launch.job import Job, received_signals, say, submitted
+from titanlab.launch.submission import Shape, Submission, write_submission
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.outcome import Outcome, OutcomeKind
 

@@ -5,12 +5,12 @@ import socket
 import pytest
 
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.launch.job import rendezvous
-from titanlab.launch.job.place import address_of, port_of
-from titanlab.launch.job.rendezvous import Rendezvous, find, publish, wait
+from titanlab.launch import group as rendezvous
+from titanlab.launch.group import Rendezvous, await_meeting, find_meeting, publish_meeting
+from titanlab.launch.job import address_of, port_of
 from titanlab.launch.launchers import launcher_named
 from titanlab.launch.slurm import job as slurm_job
-from titanlab.launch.slurm.ranks import hosts
+from titanlab.launch.slurm.job import hosts
 from titanlab.records.run_folder import RunFolder
 
 SLURM, HERE = launcher_named("slurm"), launcher_named("local")
@@ -100,12 +100,12 @@ def test_the_others_find_the_attempt_of_their_own_start(tmp_path, monkeypatch):
     run = RunFolder(tmp_path)
     for attempt, start in ((1, "first"), (2, "second")):
         run.attempt_folder(attempt).mkdir(parents=True)
-        publish(run, Rendezvous(start=start, attempt=attempt, address="n1", port=1000 + attempt))
-    assert wait(run, "second").port == 1002
-    assert find(run, "first").attempt == 1
-    assert find(run, "third") is None
+        publish_meeting(run, Rendezvous(start=start, attempt=attempt, address="n1", port=1000 + attempt))
+    assert await_meeting(run, "second").port == 1002
+    assert find_meeting(run, "first").attempt == 1
+    assert find_meeting(run, "third") is None
     monkeypatch.setattr(rendezvous, "look_seconds", lambda world, is_first: 0.01)
     with pytest.raises(TitanlabError, match="has begun no attempt"):
-        wait(run, "third", seconds=0.05)
-    publish(run, Rendezvous(start="third", reason="is in other hands"))
-    assert wait(run, "third").reason == "is in other hands"
+        await_meeting(run, "third", seconds=0.05)
+    publish_meeting(run, Rendezvous(start="third", reason="is in other hands"))
+    assert await_meeting(run, "third").reason == "is in other hands"

@@ -9,7 +9,7 @@ import pytest
 import titanlab
 from tests import tiny
 from titanlab.errors import ConfigError
-from titanlab.launch.job.precheck import check_code, claim_run
+from titanlab.launch.job import check_code, claim_run
 
 HERE = Path(titanlab.__file__).parent
 
@@ -43,7 +43,7 @@ def test_a_run_is_claimed_until_the_stack_closes(run):
 
 @pytest.mark.parametrize(("seconds", "ending"), [(0.0, False), (100.0, True)])
 def test_who_has_the_run_is_told_when_waiting_is_over(run, monkeypatch, seconds, ending):
-    monkeypatch.setattr("titanlab.launch.job.precheck._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("titanlab.launch.job._LOOK_SECONDS", 0.0)
     with run.claim(), contextlib.ExitStack() as stack:
         told = claim_run(run, stack, seconds=seconds, is_ending=lambda: ending)
         assert re.fullmatch(r"is in the hands of process \d+ on .+", told)
@@ -51,7 +51,7 @@ def test_who_has_the_run_is_told_when_waiting_is_over(run, monkeypatch, seconds,
 
 
 def test_a_run_that_becomes_free_is_claimed(run, monkeypatch):
-    monkeypatch.setattr("titanlab.launch.job.precheck._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("titanlab.launch.job._LOOK_SECONDS", 0.0)
     with contextlib.ExitStack() as other, contextlib.ExitStack() as stack:
         other.enter_context(run.claim())
         looks = []

@@ -9,15 +9,14 @@ import pytest
 
 from tests.sweep.jobs import Jobs
 from titanlab.distributed.ranks import ALONE
-from titanlab.launch import memory_kills
+from titanlab.launch import evidence as memory_kills
+from titanlab.launch import watch as rank_watch
 from titanlab.launch.contract import Place, StopReason
-from titanlab.launch.job import rank_watch
-from titanlab.launch.job.job import Job
-from titanlab.launch.job.rank_watch import RankWatch, settle
-from titanlab.launch.job.requeue import requeue_after
-from titanlab.launch.job.stop_file import write_stop
-from titanlab.launch.memory_kills import MemoryKills
+from titanlab.launch.evidence import MemoryKills
+from titanlab.launch.group import requeue_after
+from titanlab.launch.job import Job
 from titanlab.launch.slurm.launcher import SlurmLauncher
+from titanlab.launch.watch import RankWatch, settle, write_stop
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exception
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_records import Status

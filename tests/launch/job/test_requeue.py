@@ -7,9 +7,9 @@ import pytest
 
 from tests import tiny
 from titanlab.distributed.ranks import ALONE
+from titanlab.launch import group as module
 from titanlab.launch.contract import Place
-from titanlab.launch.job import requeue as module
-from titanlab.launch.job.requeue import fewest_nodes, requeue_after, requeue_without_rank_0
+from titanlab.launch.group import fewest_nodes, requeue_after, requeue_without_rank_0
 from titanlab.launch.local_schema import Local
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.outcome import Outcome, OutcomeKind
@@ -54,7 +54,7 @@ def job_of(recipe, *, rank=0, taken=(), **launch):
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr(module, "_ASK_SECONDS", 0.01)
+    monkeypatch.setattr(module, "_LOST_ASK_SECONDS", 0.01)
     monkeypatch.setattr(module, "_NEXT_SECONDS", 0.0)
     monkeypatch.setattr(module, "LOST_SECONDS", 0.1)
 

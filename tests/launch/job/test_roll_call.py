@@ -9,10 +9,9 @@ import pytest
 
 from tests import tiny
 from titanlab.distributed.ranks import ALONE
+from titanlab.launch import group as roll_call
 from titanlab.launch.contract import Place
-from titanlab.launch.job import roll_call
-from titanlab.launch.job.group import Group
-from titanlab.launch.job.roll_call import Loss, answer, lost_ranks, node_of
+from titanlab.launch.group import Group, Loss, answer_call, lost_ranks, node_of
 from titanlab.launch.local_schema import Local
 from titanlab.records.outcome import Outcome, OutcomeKind
 
@@ -48,7 +47,7 @@ def run(recipe):
 
 def all_but(run, *absent):
     for rank in set(range(1, 6)) - set(absent):
-        answer(run, 1, rank)
+        answer_call(run, 1, rank)
 
 
 def test_ranks_fill_the_nodes_in_order():
@@ -58,7 +57,7 @@ def test_ranks_fill_the_nodes_in_order():
 def test_nobody_waits_when_all_answer_or_the_scheduler_knows(run):
     all_but(run)
     assert lost_ranks(Job(run), 1, seconds=600) == Loss()
-    (run.attempt_folder(1) / roll_call.FOLDER / "4").unlink()
+    (run.attempt_folder(1) / roll_call.ANSWERS / "4").unlink()
     # The other rank of a node that was taken away is about to be ended.
     found = lost_ranks(Job(run, taken=["n3"]), 1, seconds=600)
     words = "ranks 4, 5 on n3 are lost: slurm has taken node n3 from the job"
@@ -71,7 +70,7 @@ def test_ranks_without_an_answer_are_lost_after_a_time(run):
     found = lost_ranks(Job(run), 1, seconds=0.1)
     assert found == Loss(ranks=(3,), nodes=(), words="rank 3 on n2 does not answer within 0.1 s")
     # A late answer counts.
-    late = threading.Timer(0.3, answer, (run, 1, 3))
+    late = threading.Timer(0.3, answer_call, (run, 1, 3))
     late.start()
     assert lost_ranks(Job(run), 1, seconds=60) == Loss()
     late.join()
@@ -102,7 +101,7 @@ def test_the_group_goes_on_without_a_lost_node(run, recipe):
     assert "on n2 are lost: slurm has taken node n2 from the job, and left out: dp_s6 becomes dp_s4" in said[-1]
     # In the next attempt n3 is lost too: its ranks are 2 and 3 there, and the ranks of n2 are expected no more.
     run.attempt_folder(2).mkdir()
-    answer(run, 2, 1)
+    answer_call(run, 2, 1)
     group._job.launcher.lost_nodes = lambda place: frozenset(["n2", "n3"])
     outcome = group.called(replace(outcome, kind=OutcomeKind.HANG, attempt=2, step=6), group.recipe())
     assert (outcome.kind, outcome.rank) == (OutcomeKind.NODE_FAIL, 2)

@@ -10,12 +10,12 @@ import pytest
 
 from tests.sweep.jobs import Jobs
 from titanlab.distributed.ranks import ALONE
+from titanlab.launch import watch as stop_file
 from titanlab.launch.contract import Place, StopReason
-from titanlab.launch.job import stop_file
-from titanlab.launch.job.job import Job
-from titanlab.launch.job.stop_file import StopCheck, meaning, read_stop, write_stop
+from titanlab.launch.job import Job
 from titanlab.launch.launchers import launcher_named
 from titanlab.launch.slurm import job as slurm_job
+from titanlab.launch.watch import StopCheck, meaning, read_stop, write_stop
 from titanlab.records.outcome import Outcome, OutcomeKind
 
 NOW = calendar.timegm(time.strptime("2026-11-22T01:01:12", "%Y-%m-%dT%H:%M:%S"))

@@ -11,9 +11,10 @@ from tests import tiny
 from tests.sweep.jobs import Jobs, ended, send
 from tests.until import until
 from titanlab.distributed.ranks import ALONE
+from titanlab.launch import group as rendezvous
+from titanlab.launch import task
 from titanlab.launch.contract import LaunchConfig, Launcher, Place
-from titanlab.launch.job import rendezvous, task
-from titanlab.launch.job.job import Job
+from titanlab.launch.job import Job
 from titanlab.launch.local_schema import Local
 from titanlab.launch.slurm.launcher import SlurmLauncher
 from titanlab.records.outcome import Outcome, OutcomeKind
@@ -223,7 +224,7 @@ def test_one_that_was_put_back_and_whose_dead_start_holds_the_run_goes_back_agai
     with run.claim():
         assert task._lead(job) == code
         assert put_back == ([1] if asked else [])
-        assert rendezvous.find(run, job.start).reason
+        assert rendezvous.find_meeting(run, job.start).reason
         # Not without end, and not against a wish.
         assert task._lead(replace(job, launch={**launch, "max_requeues": 1})) == code
         assert task._lead(replace(job, signals=[(2, 0.0)])) == code
@@ -236,7 +237,7 @@ def test_the_others_are_told_that_a_run_is_done(jobs, capsys):
     run.write_result(Outcome(kind=OutcomeKind.DONE, attempt=1, steps=3))
     assert (task._lead(first), task._follow(second)) == (0, 0)
     # For one that is told before it finds the result.
-    assert rendezvous.find(run, second.start).reason == "is done"
+    assert rendezvous.find_meeting(run, second.start).reason == "is done"
     assert run.attempts() == [1]
     assert capsys.readouterr().out.count("is done: 3 steps") == 2
 

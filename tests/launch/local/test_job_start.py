@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from tests.launch.slurm.printed import submission
-from titanlab.launch.local import job_start
-from titanlab.launch.local.job_start import controller_of, start
+from titanlab.launch.local import supervisor as job_start
+from titanlab.launch.local.supervisor import controller_of, start
 
 
 @pytest.fixture

@@ -13,9 +13,7 @@ from tests.until import until
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import JobState
 from titanlab.launch.local.launcher import LocalLauncher
-from titanlab.launch.local.local_job import LocalJob, local_job, write_local_job
-from titanlab.launch.local.supervisor_start import LOG, note_start
-from titanlab.launch.local.wake import LOCK
+from titanlab.launch.local.queue import LOCK, LOG, LocalJob, local_job, note_start, write_local_job
 from titanlab.records.claim import claimed
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.processes import born_at, process_state

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from titanlab.launch.local.local_job import LocalJob, local_job, write_local_job
+from titanlab.launch.local.queue import LocalJob, local_job, write_local_job
 from titanlab.system.processes import born_at
 
 

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from tests.until import until
-from titanlab.launch.local.rank_processes import RankProcesses
+from titanlab.launch.processes import RankProcesses
 
 
 def never():
@@ -54,7 +54,7 @@ def test_ranks_that_all_end_well_are_waited_for(start):
 
 
 def test_a_hang_ends_the_wait(start, monkeypatch):
-    monkeypatch.setattr("titanlab.launch.local.rank_processes._HANG_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("titanlab.launch.processes._HANG_LOOK_SECONDS", 0.0)
     _, ranks = start("exec sleep 60")
     looks = iter([False, True])
     assert ranks.wait_for_failure(lambda: next(looks), never) == (set(), set())

@@ -17,9 +17,9 @@ import pytest
 from tests.launch.command import alive, children, finished
 from tests.until import until
 from titanlab.distributed.ranks import free_port
+from titanlab.launch import processes as local
 from titanlab.launch.contract import Failure
-from titanlab.launch.escalation import Escalation
-from titanlab.launch.local import ranks as local
+from titanlab.launch.processes import Escalation
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
 
@@ -359,7 +359,7 @@ def workers(parent):
     for pid in children(parent):
         found |= workers(pid)
         with contextlib.suppress(OSError):
-            if b"titanlab.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"titanlab.launch.rank" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 (rank,) = [entry.removeprefix(b"RANK=") for entry in entries if entry.startswith(b"RANK=")]
                 name = Path(f"/proc/{pid}/comm").read_text().split()

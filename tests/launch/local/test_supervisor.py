@@ -14,13 +14,10 @@ from tests.sweep.stub_package import stub_package
 from tests.sweep.studies import seeds, study
 from tests.until import until
 from titanlab.distributed.host import Host, cores
-from titanlab.launch.local.local_job import LocalJob, local_job, write_local_job
+from titanlab.launch.local.queue import LOCK, LOG, LocalJob, has_work, local_job, wake, write_local_job
 from titanlab.launch.local.supervisor import Supervisor, _Job, _Running, visible_devices
-from titanlab.launch.local.supervisor_start import LOG
-from titanlab.launch.local.wake import LOCK, has_work, wake
 from titanlab.launch.local_schema import Local
-from titanlab.launch.shape import Shape
-from titanlab.launch.submission import Submission, jobs_folder, write_submission
+from titanlab.launch.submission import Shape, Submission, jobs_folder, write_submission
 from titanlab.records.claim import is_claimed
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder

@@ -8,16 +8,18 @@ from dataclasses import replace
 import pytest
 
 from tests.launch.slurm.printed import submission
-from titanlab.launch.local import supervisor_start
-from titanlab.launch.local.local_job import LocalJob, local_job, write_local_job
-from titanlab.launch.local.supervisor_start import (
+from titanlab.launch.local import queue as supervisor_start
+from titanlab.launch.local.queue import (
     LOG,
+    LocalJob,
     give_up,
     last_error,
     latest_start,
+    local_job,
     note_start,
     starts_in_vain,
     why_none,
+    write_local_job,
 )
 from titanlab.launch.submission import write_submission
 from titanlab.records.run_folder import RunFolder

@@ -8,9 +8,18 @@ import pytest
 
 from tests.launch.slurm.printed import submission
 from tests.until import until
-from titanlab.launch.local.local_job import LocalJob, local_job, write_local_job
-from titanlab.launch.local.supervisor_start import LOG, latest_start
-from titanlab.launch.local.wake import LOCK, has_work, local_submissions, python_environment, wake
+from titanlab.launch.local.queue import (
+    LOCK,
+    LOG,
+    LocalJob,
+    has_work,
+    latest_start,
+    local_job,
+    local_submissions,
+    python_environment,
+    wake,
+    write_local_job,
+)
 from titanlab.launch.submission import write_submission
 from titanlab.records.claim import claimed
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanlab.launch.slurm.array import elements_of, expression_of
+from titanlab.launch.slurm.command import elements_of, expression_of
 
 
 @pytest.mark.parametrize(

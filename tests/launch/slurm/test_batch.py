@@ -10,10 +10,9 @@ import pytest
 
 from tests.launch.slurm.printed import LONG_AGO
 from titanlab.errors import ConfigError
-from titanlab.launch.shape import Shape
 from titanlab.launch.slurm import batch
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.launch.submission import Submission, write_submission
+from titanlab.launch.submission import Shape, Submission, write_submission
 from titanlab.recipe.composition.flags import read_flags
 from titanlab.recipe.composition.loader import Loader
 
@@ -161,7 +160,7 @@ def test_only_a_job_of_several_nodes_survives_the_loss_of_one(sweep, shape, surv
 def test_the_command_is_quoted_and_runs_in_the_container(sweep):
     config = Slurm(container=["apptainer", "exec", "my image.sif"], python="/opt/a b/python")
     assert shlex.split(batch._command(config, sweep, submission())) == [
-        *["apptainer", "exec", "my image.sif", "/opt/a b/python", "-P", "-m", "titanlab.launch.job.task"],
+        *["apptainer", "exec", "my image.sif", "/opt/a b/python", "-P", "-m", "titanlab.launch.task"],
         *[str(sweep), "aa"],
     ]
 

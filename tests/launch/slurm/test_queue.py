@@ -6,10 +6,10 @@ import pytest
 
 from tests.launch.slurm.printed import LONG_AGO
 from titanlab.errors import ConfigError
-from titanlab.launch.shape import Shape
 from titanlab.launch.slurm import queue
 from titanlab.launch.slurm.command import Reply
 from titanlab.launch.slurm_schema import Slurm
+from titanlab.launch.submission import Shape
 
 COMMANDS = ("sbatch", "srun", "squeue", "sinfo")
 

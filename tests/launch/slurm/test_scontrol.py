@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.until import until
-from titanlab.launch.slurm.scontrol import QUESTIONS, answering_lines, scontrol
+from titanlab.launch.slurm.command import QUESTIONS, answering_lines, scontrol
 
 BASH = shutil.which("bash")
 

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.doctor.programs import program, states
-from titanlab.launch.slurm import site_checks
-from titanlab.launch.slurm.site_checks import check_settings, check_slurm
+from titanlab.launch.slurm import queue as site_checks
+from titanlab.launch.slurm.queue import check_settings, check_slurm
 from titanlab.launch.slurm_schema import Slurm
 
 PARTITIONS = "gpu*|up|2-00:00:00|4|gpu:h100:8\ngpu*|up|2-00:00:00|1|gpu:h100:8\nlow|down|infinite|16|(null)\n"
@@ -46,7 +46,7 @@ def site(tmp_path, monkeypatch):
             "sbatch": f'echo "$@" > {tmp_path}/sbatch.words\n'
             "echo 'sbatch: Job 7 to start at 2026-11-24T12:30:00 using 1 processors on nodes n1' >&2",
         }
-        for name in site_checks._COMMANDS:
+        for name in site_checks._SITE_COMMANDS:
             program(folder, name, scripts.get(name, usual.get(name, "true")))
         monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
         monkeypatch.delenv("SLURM_CONF", raising=False)
@@ -115,7 +115,7 @@ def test_a_site_that_lacks_something(site, scripts, config, expected):
 
 
 def test_commands_that_hang(site, monkeypatch):
-    monkeypatch.setattr(site_checks, "_SECONDS", 0.2)
+    monkeypatch.setattr(site_checks, "_SITE_SECONDS", 0.2)
     site(sinfo="exec sleep 30")
     (finding,) = check_slurm(Slurm())
     assert (finding.state, finding.text) == ("fail", "sinfo gave no answer within 0.2 s")

@@ -12,14 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from titanlab.distributed.ranks import Ranks, number
+from titanlab.launch import processes as ranks
 from titanlab.launch.contract import Failure, JobKey, JobState, LaunchConfig, Launcher, Place
-from titanlab.launch.early_end import early_end
-from titanlab.launch.local import ranks
-from titanlab.launch.local.local_job import LocalJob, local_job, write_local_job
-from titanlab.launch.local.supervisor_start import why_none, why_stopped
-from titanlab.launch.local.wake import KIND, LOCK, wake
-from titanlab.launch.shape import Shape
-from titanlab.launch.submission import Submission, check_submitit, has_submitit, jobs_folder
+from titanlab.launch.evidence import early_end
+from titanlab.launch.local.queue import KIND, LOCK, LocalJob, local_job, wake, why_none, why_stopped, write_local_job
+from titanlab.launch.submission import Shape, Submission, check_submitit, has_submitit, jobs_folder
 from titanlab.records.claim import is_claimed
 from titanlab.records.run_folder import RunFolder
 

@@ -1,13 +1,11 @@
-"""`python -m titanlab.launch.local.supervisor FOLDER`: runs a sweep's jobs on this host, in order, a few at once.
-
-A submission starts it; it ends after the last job. If it is killed, its jobs run on; the next supervisor finds them by
-their records beside the submissions, and continues.
-"""
+"""`python -m titanlab.launch.local.supervisor FOLDER`: runs a sweep's jobs on this host, in order, a few at once."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,20 +16,71 @@ from pathlib import Path
 from types import FrameType
 
 from titanlab.distributed.host import CORES, cores, this_host
+from titanlab.distributed.ranks import MEETING
 from titanlab.distributed.stop import handled
 from titanlab.errors import ConfigError
-from titanlab.launch.local.job_start import controller_of, start
-from titanlab.launch.local.local_job import LocalJob, local_job, write_local_job
-from titanlab.launch.local.supervisor_start import LOG, last_error
-from titanlab.launch.local.wake import LOCK, local_submissions
-from titanlab.launch.shape import local_processes
-from titanlab.launch.submission import Submission, claim_sweep
+from titanlab.launch.local.queue import (
+    LOCK,
+    LOG,
+    LocalJob,
+    last_error,
+    local_job,
+    local_submissions,
+    python_environment,
+    write_local_job,
+)
+from titanlab.launch.submission import Submission, claim_sweep, jobs_folder, local_processes
 from titanlab.records.claim import claimed
 from titanlab.records.outcome import OutcomeKind, first_line
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.files import disk_fault
 from titanlab.system.processes import born_at
 from titanlab.system.text import counted
+
+_LOG = re.compile(r"[0-9]+_0_log\.out")
+# submitit's controller needs a time limit; this one is never reached. Ranks have their own watchdogs.
+_MINUTES = 10 * 365 * 24 * 60
+
+
+def start(
+    sweep: Path, submission: Submission, index: int, devices: Sequence[str], *, variables: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start the processes of a run. Returns the controller, which ends when they all have ended.
+
+    Args:
+        devices: accelerators for this job alone.
+        variables: further environment variables of the job.
+    """
+    from submitit.local.local import start_controller
+
+    environment = {**python_environment(sweep, submission), **variables}
+    words = [word for name in MEETING for word in ("-u", name)]
+    words += [f"{name}={value}" for name, value in environment.items()]
+    command = [sys.executable, *submission.command(sweep, index)]
+    # Relative paths in a recipe are relative to the folder in which it was submitted.
+    shell = ["sh", "-c", 'cd "$0" 2> /dev/null; exec env "$@"', submission.folder, *words, *command]
+    folder = _folder(sweep, submission.token, index)
+    folder.mkdir(parents=True, exist_ok=True)
+    # submitit's LocalExecutor would pickle a function, and does not give its process to the caller.
+    return start_controller(
+        folder,
+        shlex.join(shell),
+        tasks_per_node=submission.shape.processes,
+        cuda_devices=",".join(devices),
+        timeout_min=_MINUTES,
+    )
+
+
+def controller_of(sweep: Path, token: str, index: int) -> int | None:
+    """The process number of a job's controller, from the names of its logs; None if there are no logs."""
+    logs = {path: _LOG.fullmatch(path.name) for path in _folder(sweep, token, index).glob("*_0_log.out")}
+    newest = max((path for path, match in logs.items() if match), key=lambda path: path.stat().st_mtime, default=None)
+    return None if newest is None else int(newest.name.partition("_")[0])
+
+
+def _folder(sweep: Path, token: str, index: int) -> Path:
+    return jobs_folder(sweep) / f"{token}_{index}"
+
 
 _POLL_SECONDS = 0.2
 _PATIENCE_SECONDS = 1.0

@@ -17,11 +17,10 @@ from typing import Any
 
 from titanlab.distributed.ranks import MEETING
 from titanlab.errors import ConfigError
-from titanlab.launch.bad_hosts import bad_hosts, names
-from titanlab.launch.shape import Shape
-from titanlab.launch.slurm.scontrol import QUESTIONS, answering_lines
+from titanlab.launch.evidence import bad_hosts, host_names
+from titanlab.launch.slurm.command import QUESTIONS, answering_lines
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.launch.submission import HANDING_OVER, Submission, jobs_folder, submission_file
+from titanlab.launch.submission import HANDING_OVER, Shape, Submission, jobs_folder, submission_file
 
 # A longer call of sbatch is ended; then `find` looks whether its jobs are in the queue.
 _SBATCH_SECONDS = 120
@@ -126,7 +125,9 @@ def _excluded(config: Slurm) -> list[str]:
 def _bad(config: Slurm, sweep: Path, runs: Sequence[str]) -> list[str]:
     """The hosts on which one of these runs has failed before."""
     # A node that the user asks for by name is meant.
-    return [] if config.nodelist is not None else names([bad for bad in bad_hosts(sweep.parent) if bad.run in runs])
+    return (
+        [] if config.nodelist is not None else host_names([bad for bad in bad_hosts(sweep.parent) if bad.run in runs])
+    )
 
 
 def _memory(gib: float | None) -> str | None:

@@ -1,15 +1,19 @@
-"""Runs a command of Slurm with a time limit; if there is no answer, gives the reason in one line."""
+"""Runs commands of Slurm with a time limit, and reads the forms of its answers."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import secrets
+import shlex
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from titanlab.system.processes import ask
+from titanlab.system.processes import Answer, ask
 
 # Slurm's commands give up after about 10 s (MessageTimeout) and say why; a command that does not is killed.
 ANSWER_SECONDS = 15.0
@@ -82,3 +86,115 @@ def seconds_of(text: str) -> float | None:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+# Environment variable: the folder in which the batch file looks for questions.
+QUESTIONS = "TITANLAB_SCONTROL"
+_POLL_SECONDS = 0.2
+_NODE_SECONDS = 30.0
+# The time zone of a container may differ from the node's.
+_FORMAT = {"TZ": "UTC", "SLURM_TIME_FORMAT": "standard"}
+# It and the batch file ignore signals, which Slurm sends to every process of a job that ends: the ranks save meanwhile.
+_LOOP = """\
+trap : TERM
+(
+  trap '' TERM INT USR1 USR2 XCPU
+  cd "$TITANLAB_SCONTROL" || exit
+  while kill -0 $$; do
+    for question in *.ask; do
+      [ -e "$question" ] || continue
+      mapfile -t words <"$question"
+      rm "$question"
+      name=${question%.ask}
+      {
+        FORMAT scontrol "${words[@]}" >"$name.out" 2>"$name.err"
+        echo $? >"$name.part"
+        mv "$name.part" "$name.code"
+      } &
+    done
+    sleep 1
+  done
+) </dev/null >/dev/null 2>&1 &"""
+
+
+def answering_lines(jobs: Path) -> list[str]:
+    """Lines of a batch file that answer the questions of the job's processes.
+
+    Args:
+        jobs: folder in which the job may write.
+    """
+    # Questions of an earlier start of the job must not be answered.
+    folder = f'{shlex.quote(str(jobs))}/."$SLURM_JOB_ID"'
+    start = ['rm -rf -- "$TITANLAB_SCONTROL"', 'mkdir -p -- "$TITANLAB_SCONTROL"']
+    setting = " ".join(f"{name}={value}" for name, value in _FORMAT.items())
+    return [f"export {QUESTIONS}={folder}", *start, _LOOP.replace("FORMAT", setting)]
+
+
+def scontrol(*words: str, seconds: float, environ: Mapping[str, str] | None = None) -> Answer | None:
+    """Run scontrol, which prints times in UTC, and wait for its end; None if it is missing or takes too long."""
+    environ = os.environ if environ is None else environ
+    folder = environ.get(QUESTIONS)
+    if folder is not None and (answer := _asked_outside(Path(folder), words, seconds)) is not None:
+        return answer
+    # Also where the batch file is gone, with its node: the image may contain scontrol.
+    return ask("scontrol", *words, seconds=seconds, environ={**environ, **_FORMAT})
+
+
+def node_address(node: str) -> str | None:
+    """The address by which Slurm reaches a node, for networks that do not resolve node names."""
+    answer = scontrol("show", "node", "--oneliner", node, seconds=_NODE_SECONDS)
+    match = re.search(r"\bNodeAddr=(\S+)", answer.output if answer is not None and answer.code == 0 else "")
+    return match[1] if match else None
+
+
+def _asked_outside(folder: Path, words: tuple[str, ...], seconds: float) -> Answer | None:
+    name, end = folder / secrets.token_hex(8), time.monotonic() + seconds
+    files = {suffix: name.with_suffix(suffix) for suffix in (".ask", ".code", ".out", ".err")}
+    try:
+        written = name.with_suffix(".new")
+        written.write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
+        written.rename(files[".ask"])
+        while not files[".code"].exists():
+            if time.monotonic() > end:
+                return None
+            time.sleep(_POLL_SECONDS)
+        output, errors = (files[suffix].read_text(encoding="utf-8", errors="replace") for suffix in (".out", ".err"))
+        return Answer(code=int(files[".code"].read_text()), output=output, errors=errors)
+    except (OSError, ValueError):
+        return None
+    finally:
+        with contextlib.suppress(OSError):
+            for file in files.values():
+                file.unlink(missing_ok=True)
+
+
+_PART = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")
+# MaxArraySize is at most 4,000,001.
+_LARGEST = 4_000_000
+
+
+def elements_of(text: str) -> list[int]:
+    """The elements of an expression, without the brackets and the limit of concurrent jobs (`%4`).
+
+    Other text, such as the `...` of a shortened listing, is skipped.
+    """
+    elements: list[int] = []
+    for part in text.strip("[]").partition("%")[0].split(","):
+        match = _PART.fullmatch(part)
+        if match is None:
+            continue
+        first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
+        if last <= _LARGEST and step:
+            elements += range(first, last + 1, step)
+    return elements
+
+
+def expression_of(elements: Iterable[int]) -> str:
+    """The shortest list of ranges for these elements: `0-3,7`."""
+    ranges: list[tuple[int, int]] = []
+    for element in sorted(set(elements)):
+        if ranges and element == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], element)
+        else:
+            ranges.append((element, element))
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

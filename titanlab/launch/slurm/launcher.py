@@ -8,16 +8,15 @@ from pathlib import Path
 
 from titanlab.distributed.ranks import Ranks
 from titanlab.launch.contract import JobEnd, JobKey, JobState, LaunchConfig, Launcher, MemoryWord, Place, StopReason
-from titanlab.launch.early_end import early_end
-from titanlab.launch.shape import Shape
-from titanlab.launch.slurm import batch, ends, job, queue
+from titanlab.launch.evidence import early_end
+from titanlab.launch.slurm import batch, job, queue
+from titanlab.launch.slurm import states as ends
 from titanlab.launch.slurm.command import ask_slurm
-from titanlab.launch.slurm.memory_words import memory_word
-from titanlab.launch.slurm.ranks import joined_step
-from titanlab.launch.slurm.site_checks import check_slurm
-from titanlab.launch.slurm.states import slurm_states
+from titanlab.launch.slurm.job import joined_step
+from titanlab.launch.slurm.queue import check_slurm
+from titanlab.launch.slurm.states import memory_word, slurm_states
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.launch.submission import Submission, check_submitit, has_submitit, jobs_folder
+from titanlab.launch.submission import Shape, Submission, check_submitit, has_submitit, jobs_folder
 from titanlab.system.text import Finding
 
 

@@ -1,22 +1,20 @@
-"""Requests to Slurm's queue: partitions, sizes of arrays, the jobs of a token, and cancellation."""
+"""Requests to Slurm's queue, and what `titanlab doctor` reports of a site."""
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import LaunchConfig
-from titanlab.launch.shape import Shape
-from titanlab.launch.slurm.array import expression_of
-from titanlab.launch.slurm.command import accounted_since, ask_slurm, seconds_of
-from titanlab.launch.slurm.ends import REFUSED
+from titanlab.launch.slurm.command import accounted_since, ask_slurm, expression_of, seconds_of
+from titanlab.launch.slurm.states import REFUSED
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.launch.submission import token_of
-from titanlab.system.text import counted
+from titanlab.launch.submission import Shape, token_of
+from titanlab.system.text import Finding, counted, fail, ok, warn
 
 # The largest array, whatever a site allows; more jobs are split into several arrays.
 MAX_ARRAY = 1000
@@ -180,3 +178,154 @@ def _partitions() -> dict[str, _Partition]:
                 cores=max(known.cores, float(cores) if cores.isdecimal() else inf),
             )
     return partitions
+
+
+_SITE_COMMANDS = ("sbatch", "srun", "squeue", "sinfo", "scontrol", "scancel", "sacct")
+_SITE_SECONDS = 15.0
+
+
+def check_slurm(config: Slurm) -> Iterator[Finding]:
+    """Commands, controller, partitions, a submission that submits nothing, settings.
+
+    Args:
+        config: the settings of `launch=slurm` that jobs would be submitted with.
+    """
+    missing = [command for command in _SITE_COMMANDS if shutil.which(command) is None]
+    if len(missing) == len(_SITE_COMMANDS):
+        yield ok("Slurm", "is not on this host; launch=local needs none")
+        return
+    if missing:
+        yield fail("Slurm", f"lacks {', '.join(missing)} on PATH", "add Slurm's folder of programs to PATH")
+        return
+    listed = ask_slurm("sinfo", "--noheader", "--all", "--format=%P|%a|%l|%D|%G", seconds=_SITE_SECONDS)
+    if listed.output is None:
+        yield fail("Slurm", str(listed.problem), "submit from a login node; ask the site if the controller is down")
+        return
+    partitions = _partition_rows(listed.output)
+    if not partitions:
+        yield fail("partitions", "sinfo lists none that can be read", "see `sinfo`")
+        return
+    yield from _check_partitions(partitions, config)
+    yield _check_submission(config)
+    settings = _settings()
+    if not settings:
+        hint = "see `scontrol show config`: requeue and preemption are not known"
+        yield warn("settings", "scontrol show config says nothing", hint)
+        return
+    yield from check_settings(settings, config)
+
+
+def _partition_rows(text: str) -> dict[str, list[list[str]]]:
+    rows: dict[str, list[list[str]]] = {}
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) == 5 and cells[0] and cells[3].isdecimal():
+            rows.setdefault(cells[0], []).append(cells[1:])
+    return rows
+
+
+def _check_partitions(partitions: Mapping[str, list[list[str]]], config: Slurm) -> Iterator[Finding]:
+    names = [name.rstrip("*") for name in partitions]
+    default = next((name.rstrip("*") for name in partitions if name.endswith("*")), None)
+    nodes = {name.rstrip("*"): sum(int(row[2]) for row in rows) for name, rows in partitions.items()}
+    down = [name.rstrip("*") for name, rows in partitions.items() if all(row[0] != "up" for row in rows)]
+    shown = ", ".join(f"{name} ({nodes[name]})" for name in names[:8]) + (" …" if len(names) > 8 else "")
+    targets = (config.partition or default or "").split(",")
+    unknown = [name for name in targets if name and name not in names]
+    if unknown:
+        yield fail("partitions", f"{shown}; launch.partition={config.partition} is none", f"try {names[0]}")
+    elif not any(targets):
+        yield warn("partitions", f"{shown}; none is the default", "give launch.partition")
+    elif any(name in down for name in targets):
+        yield fail("partitions", f"{shown}; {', '.join(targets)} is down", "choose another launch.partition, or wait")
+    else:
+        yield ok("partitions", f"{shown}; jobs go to {', '.join(targets)}")
+    devices = sorted({row[3] for rows in partitions.values() for row in rows} - {"(null)", ""})
+    if devices:
+        yield ok("devices of nodes", ", ".join(devices[:6]))
+    elif config.ask_for_gpus:
+        yield ok("devices of nodes", "none that Slurm manages; on nodes with GPUs: launch.ask_for_gpus=false")
+
+
+def _check_submission(config: Slurm) -> Finding:
+    """A submission that Slurm only judges: it puts nothing into the queue."""
+    shape = Shape(processes=1, tasks_per_node=1, cpus_per_task=config.cpus_per_task, minutes=config.minutes)
+    try:
+        check([(config, shape)])
+    except ConfigError as error:
+        return fail("submission", error.problem, error.cure)
+    flags = {
+        name: getattr(config, name)
+        for name in ("partition", "account", "qos", "constraint", "nodelist", "exclude")
+        if getattr(config, name) is not None
+    }
+    if config.minutes is not None:
+        flags["time"] = config.minutes
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    answer = ask_slurm("sbatch", "--test-only", "--nodes=1", "--ntasks=1", *words, "--wrap=true", seconds=_SITE_SECONDS)
+    if answer.output is None:
+        return fail("submission", str(answer.problem), "set the keys of launch: account, partition, qos, minutes")
+    # Slurm prints it on standard error: `sbatch: Job 12 to start at … using 1 processors on nodes n1 in partition gpu`.
+    when = re.search(r"to start at (\S+)", answer.errors + answer.output)
+    return ok("submission", f"a job of one task could start at {when[1]}" if when else "Slurm would take a job")
+
+
+def _settings() -> dict[str, str]:
+    text = ask_slurm("scontrol", "show", "config", seconds=_SITE_SECONDS).output or ""
+    return {match[1]: match[2].strip() for match in re.finditer(r"^(\w+)[ \t]*=[ \t]*(.*)$", text, re.MULTILINE)}
+
+
+def check_settings(settings: Mapping[str, str], config: Slurm) -> Iterator[Finding]:
+    """The lines about Slurm's configuration."""
+    if (version := settings.get("SLURM_VERSION")) is not None:
+        yield ok("version", version)
+    requeue = settings.get("JobRequeue")
+    if requeue == "0" and config.requeue:
+        text = "JobRequeue=0: jobs stay in the queue only if they ask for it; titanlab does (launch.requeue)"
+        yield ok("requeue", text)
+    elif not config.requeue:
+        yield warn("requeue", "launch.requeue=false", "a job that is preempted, or whose time is over, ends for good")
+    else:
+        yield ok("requeue", f"JobRequeue={requeue}" if requeue else "launch.requeue=true")
+    yield _preemption(settings)
+    accounting = settings.get("AccountingStorageType", "")
+    if accounting in ("", "(null)", "accounting_storage/none"):
+        text = "off: some minutes after its end, Slurm forgets how a job ended"
+        yield warn(
+            "accounting", text, "titanlab then judges by its own records; `titanlab status` soon after an end helps"
+        )
+    else:
+        answer = ask_slurm(
+            "sacct", "--noheader", "--parsable2", "--allocations", "--format=JobID", seconds=_SITE_SECONDS
+        )
+        if answer.output is None:
+            hint = "how jobs ended is not known until it answers"
+            yield warn("accounting", f"{accounting}; {answer.problem}", hint)
+        else:
+            yield ok("accounting", accounting)
+    limit = settings.get("MaxArraySize", "")
+    if limit == "0":
+        yield fail("arrays", "MaxArraySize=0: sbatch refuses arrays", "ask the site to allow arrays of jobs")
+    elif limit.isdecimal():
+        yield ok("arrays", f"of up to {int(limit) - 1} jobs; larger sweeps are split")
+    kill = settings.get("KillWait", "").split()
+    if kill and kill[0].isdecimal() and config.signal_seconds < int(kill[0]):
+        text = f"launch.signal_seconds={config.signal_seconds} is less than KillWait ({kill[0]} s)"
+        yield warn("time to save", text, "give a step and a checkpoint enough time: launch.signal_seconds=120")
+
+
+def _preemption(settings: Mapping[str, str]) -> Finding:
+    kind, mode = settings.get("PreemptType", "preempt/none"), settings.get("PreemptMode", "OFF")
+    if kind in ("preempt/none", "(null)") or mode.upper() == "OFF":
+        return ok("preemption", "off: no job has to give way")
+    exempt = settings.get("PreemptExemptTime", "")
+    text = f"{kind.removeprefix('preempt/')}, mode {mode}"
+    if "CANCEL" in mode.upper() or "REQUEUE" in mode.upper():
+        note = f", not in its first {exempt}" if seconds_of(exempt) else ""
+        return ok(
+            "preemption", f"{text}{note}: a run saves, and goes back into the queue; GraceTime of the partition counts"
+        )
+    if "SUSPEND" in mode.upper() or "GANG" in mode.upper():
+        hint = "a suspended run looks like one that hangs: raise training.step_timeout_seconds"
+        return warn("preemption", f"{text}: jobs are stopped and go on later", hint)
+    return ok("preemption", text)

@@ -1,24 +1,95 @@
-"""The states of jobs, according to squeue and sacct.
-
-Slurm is asked by job numbers, but only lines whose job name ends with the submission's token are used: after a reset
-Slurm counts from the beginning, and another job may have the same number.
-"""
+"""The states of jobs and why they ended, according to squeue, sacct and the logs of Slurm."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from titanlab.launch.contract import UNANSWERED, JobKey, JobState
-from titanlab.launch.slurm.array import elements_of
-from titanlab.launch.slurm.command import ACCOUNTING_SECONDS, Reply, accounted_since, ask_slurm, seconds_of
-from titanlab.launch.slurm.ends import end_of
-from titanlab.launch.slurm.ranks import hosts
+from titanlab.launch.contract import UNANSWERED, JobEnd, JobKey, JobState, MemoryWord
+from titanlab.launch.slurm.command import ACCOUNTING_SECONDS, Reply, accounted_since, ask_slurm, elements_of, seconds_of
+from titanlab.launch.slurm.job import hosts
 from titanlab.launch.submission import Submission, token_of
+from titanlab.records.logs import text_at_end
+from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
+
+# Slurm's sign that a node cannot open the files for a job's output; no process has got this signal.
+_NO_LOGS = 53
+# The reason that Slurm gives if no node can ever fulfil the request.
+REFUSED = "BadConstraints"
+_WORDS: Mapping[str, tuple[OutcomeKind, str]] = {
+    "TIMEOUT": (OutcomeKind.WALLTIME, "the job's time limit was reached before it could save"),
+    "DEADLINE": (OutcomeKind.WALLTIME, "the job's deadline was reached before it could save"),
+    "NODE_FAIL": (OutcomeKind.NODE_FAIL, "a node of the job failed"),
+    "BOOT_FAIL": (OutcomeKind.NODE_FAIL, "a node of the job could not be started"),
+    "OUT_OF_MEMORY": (OutcomeKind.OOM, "the job had more memory than it was given"),
+    "CANCELLED": (OutcomeKind.CANCELLED, "the job was cancelled"),
+    "PREEMPTED": (OutcomeKind.PREEMPTED, "the job was preempted before it could save"),
+    "REVOKED": (OutcomeKind.CANCELLED, "the job was revoked"),
+}
+
+
+def end_of(state: JobState) -> JobEnd | None:
+    """Why a job ended, if the name of its state alone explains it."""
+    if state.exit_code == -_NO_LOGS:
+        cause = "Slurm could not write the job's logs on its node (signal 53): do the nodes share the folder of runs?"
+        return JobEnd(kind=OutcomeKind.CRASH, cause=cause)
+    known = _WORDS.get(state.raw or "")
+    return JobEnd(kind=known[0], cause=known[1]) if known is not None else None
+
+
+def end_in_queue(state: JobState) -> JobEnd | None:
+    """Why a job ended that never started, if Slurm's state and reason explain it."""
+    if state.raw in ("CANCELLED", "REVOKED"):
+        return JobEnd(kind=OutcomeKind.CANCELLED, cause="the job was cancelled before it started")
+    if state.raw == "DEADLINE":
+        return JobEnd(kind=OutcomeKind.WALLTIME, cause="the job's deadline passed before it started")
+    if state.raw == "FAILED":
+        kind = OutcomeKind.INFEASIBLE if state.reason == REFUSED else OutcomeKind.CRASH
+        cause = f"Slurm failed the job before it started: {state.reason or 'it gives no reason'}"
+        return JobEnd(kind=kind, cause=cause)
+    return None
+
+
+# From slurmstepd, which watches a step: by its own count of memory (OverMemoryKill), or by that of the control group.
+# "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of the step tasks have been OOM Killed."
+# "slurmstepd-n1: error: StepId=12.0 exceeded memory limit (1176580096 > 1073741824), being killed"
+_SENTENCE = re.compile(
+    r"slurmstepd[^:]*: error: (?P<said>.*(?:oom[-_ ]?kill|exceeded (?:\w+ )?memory limit).*)$", re.IGNORECASE
+)
+# From srun, for one task or several: "srun: error: n1: task 1: Out Of Memory", "srun: error: n1: tasks 0-1: Killed".
+_TASK = re.compile(r"srun: error: \S+ task (?P<rank>\d+): (?P<how>Out Of Memory|Killed)\s*$")
+_TASKS = re.compile(r"srun: error: \S+ tasks \S+: (?:Out Of Memory|Killed)\s*$")
+
+
+def memory_word(jobs: Path, job_id: str) -> MemoryWord | None:
+    """Slurm's message about memory in the logs of a job; None if there is none.
+
+    Args:
+        jobs: the folder of the logs.
+        job_id: with its index in the array: 12_3.
+    """
+    sentences: list[str] = []
+    ranks: dict[str, set[int]] = {"Out Of Memory": set(), "Killed": set()}
+    several = False
+    for path in sorted(jobs.glob(f"{job_id}_*_log.err")):
+        for line in text_at_end(path).splitlines():
+            if (match := _SENTENCE.search(line)) is not None:
+                sentences.append(match["said"].strip())
+            elif (match := _TASK.search(line)) is not None:
+                ranks[match["how"]].add(int(match["rank"]))
+            elif _TASKS.search(line) is not None:
+                several = True
+    if not sentences:
+        return None
+    # "Killed" also names tasks that were ended because another task had exceeded its memory.
+    named = ranks["Out Of Memory"] or (ranks["Killed"] if not several else set())
+    message = next((sentence for sentence in sentences if "StepId=" in sentence), sentences[0])
+    return MemoryWord(message[:300], named.pop() if len(named) == 1 else None)
+
 
 # For this time after its submission, a job that Slurm does not know may still be on its way into the queue.
 _FRESH_SECONDS = 60.0

@@ -1,4 +1,4 @@
-"""The process of one rank: `python -m titanlab.worker FOLDER [-]`.
+"""The process of one rank: `python -m titanlab.launch.rank FOLDER [-]`.
 
 It reads the config.yaml of the run's latest attempt (with `-`: the same config as one line of JSON from its input).
 """
@@ -10,7 +10,7 @@ import sys
 from titanlab.system.imports import kept_imports
 
 with kept_imports():
-    from titanlab.worker.rank import main, show_stacks
+    from titanlab.launch.rank.rank import main, show_stacks
 
 if __name__ == "__main__":
     show_stacks()

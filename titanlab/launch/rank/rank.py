@@ -6,6 +6,8 @@ import contextlib
 import ctypes
 import faulthandler
 import hashlib
+import importlib
+import inspect
 import io
 import json
 import os
@@ -13,9 +15,10 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from titanlab.compile import cache as compiler_cache
@@ -28,19 +31,62 @@ from titanlab.distributed.start_up import StartUp, start_of_worker
 from titanlab.distributed.stop import StoppedEarly, request_from_lines, stop_request, stopped_early
 from titanlab.distributed.watchdog import Watchdog
 from titanlab.errors import TitanlabError
+from titanlab.launch.rank.fork import PIDS_FILE, end_with_parent, fork_ranks, hear_stop_signals
 from titanlab.recipe.recipe import Recipe, from_mapping
 from titanlab.records.hang_file import write_hang
 from titanlab.records.outcome import Outcome, exit_code, from_exception, is_secondary
 from titanlab.records.run_folder import RunFolder, open_run
 from titanlab.system.files import FolderGone, disk_fault, open_to_write
-from titanlab.system.imports import kept_imports
+from titanlab.system.imports import import_quietly, kept_imports
 from titanlab.system.terminal import Console
 from titanlab.system.text import counted
-from titanlab.worker.fork import PIDS_FILE, end_with_parent, fork_ranks, hear_stop_signals
-from titanlab.worker.imports import import_techniques, import_trainer
 
 if TYPE_CHECKING:
     from titanlab.train.train import Observer
+
+
+def import_trainer() -> None:
+    """Import the training loop, and what every recipe needs of torch before its first step."""
+    with kept_imports(), _frames_know_their_module():
+        importlib.import_module("titanlab.train.train")
+        # Optimizers, DDP, FSDP2 and DTensor import it when they are first used.
+        importlib.import_module("torch._dynamo")
+
+
+def import_techniques(recipe: Recipe) -> None:
+    """Import what a recipe's techniques need, before the fork and not in every rank."""
+    # A failure here is a failure of every rank too, which records it.
+    with kept_imports(), _frames_know_their_module(), contextlib.suppress(Exception):
+        for config in (recipe.model, recipe.precision, recipe.ac, recipe.optimizer):
+            config.implementation()
+        if recipe.layout.pipeline > 1:
+            importlib.import_module("titanlab.parallelism.pipeline")
+        if recipe.precision.layer_class:
+            # torchao alone takes seconds.
+            import_quietly(recipe.precision.layer_class.rpartition(".")[0])
+
+
+@contextlib.contextmanager
+def _frames_know_their_module() -> Iterator[None]:
+    """Find the module of a frame by its name inside the block.
+
+    torch asks `inspect` for it and for the source line of every operator that it registers (`torch/library.py`), and
+    `inspect` looks up the real path of each module that is imported: two fifths of the 43,000 file calls of a rank's
+    imports. This can go when torch asks for neither.
+    """
+    searched = inspect.getmodule
+
+    def module_of(object: object, _filename: str | None = None) -> ModuleType | None:  # noqa: A002
+        if isinstance(object, FrameType):
+            return sys.modules.get(object.f_globals.get("__name__", ""))
+        return searched(object, _filename)
+
+    inspect.getmodule = module_of
+    try:
+        yield
+    finally:
+        inspect.getmodule = searched
+
 
 # A stop request before the first step takes effect after this time.
 EARLY_SECONDS = 1.0

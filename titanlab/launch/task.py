@@ -1,4 +1,4 @@
-"""The program of each task of a job: `python -m titanlab.launch.job.task SWEEP TOKEN [INDEX]`, one task per rank.
+"""The program of each task of a job: `python -m titanlab.launch.task SWEEP TOKEN [INDEX]`, one task per rank.
 
 It starts the rank's worker as a child process and imports no torch itself. Every task watches its own worker. Rank 0
 also claims the run, begins the attempt, publishes its address, and makes sure that there is a result. Without INDEX,
@@ -21,20 +21,24 @@ from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.data import source
 from titanlab.distributed.host import check_host, this_host
 from titanlab.errors import TitanlabError
+from titanlab.launch import group as rendezvous
+from titanlab.launch import group as roll_call
 from titanlab.launch.attempt import begin, conclude, keep_tokenizer, missed_checkpoint
-from titanlab.launch.bad_hosts import note_bad_host, suspect
-from titanlab.launch.child import Child
 from titanlab.launch.contract import launch_of
-from titanlab.launch.job import rendezvous, roll_call
-from titanlab.launch.job.group import Group, await_end, ranks_in
-from titanlab.launch.job.job import Job, received_signals, say, submitted
-from titanlab.launch.job.place import address_of, port_of
-from titanlab.launch.job.precheck import check_code, claim_run
-from titanlab.launch.job.rank_watch import RESULT_SECONDS, RankWatch, await_result, settle
-from titanlab.launch.job.rendezvous import Rendezvous
-from titanlab.launch.job.requeue import requeue, requeue_after, requeue_without_rank_0, survives
-from titanlab.launch.job.stop_file import StopCheck
+from titanlab.launch.evidence import note_bad_host, suspect
+from titanlab.launch.group import (
+    Group,
+    Rendezvous,
+    await_end,
+    ranks_in,
+    requeue,
+    requeue_after,
+    requeue_without_rank_0,
+    survives,
+)
+from titanlab.launch.job import Job, address_of, check_code, claim_run, port_of, received_signals, say, submitted
 from titanlab.launch.launchers import default_config, given_cores, launcher_named
+from titanlab.launch.watch import RESULT_SECONDS, Child, RankWatch, StopCheck, await_result, settle
 from titanlab.recipe.recipe import Recipe, from_mapping
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exception
 from titanlab.records.run_folder import open_run
@@ -122,7 +126,7 @@ def _remember_host(job: Job, outcome: Outcome) -> None:
 
 def _nothing_to_do(job: Job, reason: str, *, code: int = 0) -> int:
     """Tell the other ranks that there will be no attempt. Returns the exit code."""
-    rendezvous.publish(job.run, Rendezvous(start=job.start, reason=reason))
+    rendezvous.publish_meeting(job.run, Rendezvous(start=job.start, reason=reason))
     return code
 
 
@@ -172,7 +176,7 @@ def _attempted(job: Job, group: Group) -> tuple[Outcome, Recipe | None]:
         write_json(run.attempt_folder(attempt) / "job.json", job.facts())
         outcome = from_exception(error, rank=0, attempt=attempt)
         run.write_result(outcome)
-        rendezvous.publish(run, Rendezvous(start=job.round(group.round), attempt=attempt))
+        rendezvous.publish_meeting(run, Rendezvous(start=job.round(group.round), attempt=attempt))
         return outcome, None
     write_json(run.attempt_folder(attempt) / "job.json", job.facts())
     group.note(attempt)
@@ -180,7 +184,7 @@ def _attempted(job: Job, group: Group) -> tuple[Outcome, Recipe | None]:
     meeting = Rendezvous(
         start=job.round(group.round), attempt=attempt, address=address, port=port_of(os.environ), members=members
     )
-    rendezvous.publish(run, meeting)
+    rendezvous.publish_meeting(run, meeting)
     where = ", ".join(place.nodes)
     world = len(members) or place.ranks.world
     say(f"{run.path.name}, attempt {attempt}: {counted(world, 'process', 'processes')} on {where}, job {place.job_id}")
@@ -202,7 +206,7 @@ def _follow(job: Job) -> int:
     code, recipe = 0, None
     for number in itertools.count():
         try:
-            meeting = rendezvous.wait(job.run, job.round(number), ranks=job.place.ranks)
+            meeting = rendezvous.await_meeting(job.run, job.round(number), ranks=job.place.ranks)
         except TitanlabError:
             if recipe is None or not requeue_without_rank_0(job, recipe, job.run.newest_attempt() + 1):
                 raise
@@ -232,7 +236,7 @@ def _follow(job: Job) -> int:
         if outcome is None or not recipe.launch.restarts:
             return code
         if recipe.launch.min_world is not None:
-            roll_call.answer(job.run, meeting.attempt, job.place.ranks.rank)
+            roll_call.answer_call(job.run, meeting.attempt, job.place.ranks.rank)
     raise AssertionError("rank 0 ends the attempts")
 
 

@@ -1,16 +1,19 @@
-"""One process of one start of a job: its run, its place, and the signals that it has received."""
+"""One process of one start of a job: its run, its place, the signals it has received, and checks before it trains."""
 
 from __future__ import annotations
 
 import contextlib
+import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import titanlab
+from titanlab.distributed.ranks import free_port
 from titanlab.distributed.stop import ONE_REQUEST_SECONDS, STOP_SIGNALS, handled
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import Launcher, Place
@@ -135,3 +138,84 @@ def say(text: str) -> None:
     with contextlib.suppress(OSError):
         sys.stdout.write(f"{time.strftime('%H:%M:%S')}  {text}\n")
         sys.stdout.flush()
+
+
+_LOOPBACK = "127.0.0.1"
+
+
+def address_of(launcher: Launcher, place: Place, environ: Mapping[str, str]) -> str:
+    """The address under which all ranks reach rank 0, which is this process: MASTER_ADDR, or the launcher's.
+
+    Raises:
+        ConfigError: no address can be resolved.
+    """
+    address = environ.get("MASTER_ADDR")
+    if address:
+        return address
+    if len(place.nodes) <= 1:
+        return _LOOPBACK
+    for name in launcher.addresses(place, environ):
+        try:
+            socket.getaddrinfo(name, None)
+        except OSError:
+            continue
+        return name
+    rule = f"the first node, {place.nodes[0]}, has no address that this host can resolve"
+    raise ConfigError("MASTER_ADDR", None, rule, "set MASTER_ADDR in launch.environment")
+
+
+def port_of(environ: Mapping[str, str]) -> int:
+    """The port of rank 0: MASTER_PORT, or one that is free.
+
+    Raises:
+        ConfigError: MASTER_PORT is not a port number.
+    """
+    port = environ.get("MASTER_PORT")
+    if port:
+        if not port.isdecimal() or not 0 < int(port) < 65_536:
+            raise ConfigError("MASTER_PORT", port, "is no port", "try MASTER_PORT=29500, or unset it")
+        return int(port)
+    return free_port()
+
+
+_LOOK_SECONDS = 1.0
+
+
+def check_code(code: Path) -> None:
+    """Check that this process runs the code in a folder, and not sources that were edited after the submission.
+
+    Raises:
+        ConfigError: it runs other code.
+    """
+    here = Path(titanlab.__file__).parent
+    # Compare the folders themselves: one folder may have several paths.
+    with contextlib.suppress(OSError):
+        if here.samefile(code / "titanlab"):
+            return
+    rule = f"is not the code of this job, {code}: PYTHONPATH was lost or changed on the way to its processes"
+    cure = "have launch.container and launch.srun_arguments pass PYTHONPATH on, and launch.environment leave it alone"
+    raise ConfigError("titanlab", here, rule, cure)
+
+
+def claim_run(
+    run: RunFolder, stack: contextlib.ExitStack, *, seconds: float, is_ending: Callable[[], bool]
+) -> str | None:
+    """Claim the run until the stack closes.
+
+    Args:
+        seconds: how long to wait for another process that has claimed the run.
+        is_ending: whether this process must end and so waits no longer.
+
+    Returns:
+        a message that names the other process; None if this process has the claim.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            patience = max(0.0, min(_LOOK_SECONDS, end - time.monotonic()))
+            stack.enter_context(run.claim(patience_seconds=patience))
+        except ConfigError as error:
+            if is_ending() or time.monotonic() >= end:
+                return error.rule
+        else:
+            return None

@@ -1,0 +1,244 @@
+"""Evidence of why a job ended: kills by the kernel, the last lines printed, and hosts that have failed before."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from titanlab.records.json_file import loaded
+from titanlab.records.logs import text_at_end
+from titanlab.records.outcome import KillEvidence, Outcome, OutcomeKind
+from titanlab.records.run_folder import RunFolder
+from titanlab.system.files import open_to_write, read_text, user_path, write_text
+
+_ROOT = Path("/")
+_COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class MemoryKills:
+    """How many processes the kernel has killed because memory ran out.
+
+    Attributes:
+        place: what was counted: `its control group` or `this machine`; empty if the kernel has no counter.
+        count: number of processes.
+        machine: number on the whole machine; None if the kernel has no counter of it.
+    """
+
+    place: str
+    count: int
+    machine: int | None = None
+
+    def evidence(self, root: Path = _ROOT) -> KillEvidence | None:
+        """Whether the kernel has sent a SIGKILL since then; None if that is not known.
+
+        It is ruled out only if the kernel has killed nothing on the whole machine: the process may have been in another
+        control group.
+        """
+        now = memory_kills(root)
+        if self.place and now.place == self.place and now.count > self.count:
+            words = f"the kernel has killed a process of {self.place} for want of memory"
+            return KillEvidence(by_kernel=True, words=words)
+        if self.machine is not None and now.machine == self.machine and now.place == self.place:
+            words = "the kernel has killed nothing for want of memory, so a person or another program has sent it"
+            return KillEvidence(by_kernel=False, words=words)
+        return None
+
+
+def memory_kills(root: Path = _ROOT) -> MemoryKills:
+    """The counter of this process's control group; without one, that of the machine.
+
+    Args:
+        root: of the file system; tests give another one.
+    """
+    machine = _count(root / "proc/vmstat")
+    count = _count_of_group(root)
+    if count is not None:
+        return MemoryKills("its control group", count, machine)
+    return MemoryKills("", 0) if machine is None else MemoryKills("this machine", machine, machine)
+
+
+def _count_of_group(root: Path) -> int | None:
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        number, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if number == "0":
+            mount, file = root / "sys/fs/cgroup", "memory.events"
+        elif "memory" in controllers.split(","):
+            mount, file = root / "sys/fs/cgroup/memory", "memory.oom_control"
+        else:
+            continue
+        # In a container, the mount may begin at the control group itself.
+        for folder in (mount / path.lstrip("/"), mount):
+            count = _count(folder / file)
+            if count is not None:
+                return count
+    return None
+
+
+def _count(path: Path) -> int | None:
+    try:
+        match = _COUNT.search(path.read_text())
+    except OSError:
+        return None
+    return int(match[1]) if match else None
+
+
+_LIMIT = 400
+# submitit's names of logs: JOB_RANK_log.err, where JOB may contain underscores too.
+_RANK = re.compile(r"_(\d+)_log\.(?:err|out)")
+# A task that refuses to begin says so on standard output, after the time.
+_REFUSAL = re.compile(r"(?:\d\d:\d\d:\d\d +)?error: (.+)")
+# After a wrong option, a program's last line.
+_HINT = re.compile(r"Try ['\"].* --help['\"] for more information\.?")
+
+
+def early_end(logs: Iterable[Path], *, besides: str | None = None) -> str | None:
+    """Why a job failed before its run began, in one line; None if its processes have printed no reason.
+
+    Args:
+        logs: what the job's processes have printed; standard error has priority, then the lowest rank.
+        besides: a pattern of lines, such as those of a scheduler, that are used only if there are no others.
+    """
+    for path in sorted(logs, key=lambda path: (path.suffix != ".err", _rank(path), path.name)):
+        lines = [line for line in printed_lines(path) if _HINT.fullmatch(line) is None]
+        if path.suffix != ".err":
+            lines = [refusal[1] for line in lines if (refusal := _REFUSAL.fullmatch(line)) is not None]
+        own = [line for line in lines if besides is None or re.match(besides, line) is None]
+        if lines:
+            return f"ended before the run began: {(own or lines)[-1]}"
+    return None
+
+
+def printed_lines(path: Path, *, begin: int = 0) -> list[str]:
+    """The lines at the end of a file that are not empty, each of bounded length; none if it cannot be read.
+
+    Args:
+        begin: lines before this byte are not meant.
+    """
+    text = text_at_end(path, begin=begin)
+    lines = [" ".join("".join(c if c.isprintable() else " " for c in line).split()) for line in text.splitlines()]
+    return [line if len(line) <= _LIMIT else f"{line[: _LIMIT - 3]}..." for line in lines if line]
+
+
+def _rank(path: Path) -> int:
+    match = _RANK.search(path.name)
+    return int(match[1]) if match is not None else 0
+
+
+FILE = "hosts.jsonl"
+# Names become an argument of a scheduler's command.
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
+
+
+@dataclass(frozen=True)
+class BadHost:
+    """One failure on a host.
+
+    Attributes:
+        run: name of the run's folder.
+        kind: of the outcome.
+        cause: in one line.
+        time: seconds since the epoch.
+    """
+
+    host: str
+    run: str
+    attempt: int
+    kind: str
+    cause: str
+    time: float
+
+
+def suspect(outcome: Outcome, nodes: Sequence[str], *, ranks_per_node: int) -> str | None:
+    """The host that may have caused an end; None: no host did, or it is not known which.
+
+    A hang and a failed node count, and a rank that a signal ended; an error of Python's, memory that ran out and
+    numbers that are not finite come from the recipe or the code.
+    """
+    killed = outcome.kind is OutcomeKind.CRASH and outcome.traceback is None and (outcome.exit_code or 0) < 0
+    if not killed and outcome.kind not in (OutcomeKind.HANG, OutcomeKind.NODE_FAIL):
+        return None
+    if len(nodes) == 1:
+        return nodes[0]
+    if outcome.rank is None or not nodes:
+        return None
+    node = outcome.rank // max(1, ranks_per_node)
+    return nodes[node] if node < len(nodes) else None
+
+
+def note_bad_host(run: RunFolder, outcome: Outcome, host: str) -> None:
+    """Remember a host; if the folder takes no line, nothing is remembered."""
+    if not _HOST.fullmatch(host):
+        return
+    cause = outcome.cause or outcome.kind.meaning
+    bad = BadHost(host, run.path.name, outcome.attempt, outcome.kind.value, cause, round(time.time(), 3))
+    line = json.dumps(asdict(bad), ensure_ascii=False) + "\n"
+    with contextlib.suppress(OSError):
+        descriptor = open_to_write(_file(_runs(run)), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        try:
+            # In one write, because several jobs may write at the same time.
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
+
+
+def bad_hosts(runs: Path) -> list[BadHost]:
+    """The failures, oldest first; lines that are damaged or foreign are skipped."""
+    try:
+        lines = read_text(_file(runs)).split("\n")
+    except (OSError, UnicodeDecodeError):
+        return []
+    return [bad for line in lines if (bad := _parsed(line)) is not None]
+
+
+def clear_bad_hosts(runs: Path, host: str | None = None) -> int:
+    """Forget the failures on a host, or on all hosts. Returns how many there were."""
+    before = bad_hosts(runs)
+    after = [] if host is None else [bad for bad in before if bad.host != host]
+    if len(after) < len(before):
+        write_text(_file(runs), "".join(json.dumps(asdict(bad), ensure_ascii=False) + "\n" for bad in after))
+    return len(before) - len(after)
+
+
+def host_names(bad: Sequence[BadHost]) -> list[str]:
+    """Hosts, each once, in the order of their first failure."""
+    return list(dict.fromkeys(failure.host for failure in bad))
+
+
+def _runs(run: RunFolder) -> Path:
+    return run.path.parent.parent
+
+
+def _file(runs: Path) -> Path:
+    return user_path(runs) / FILE
+
+
+def _parsed(line: str) -> BadHost | None:
+    try:
+        value: Any = loaded(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, Mapping) or not _HOST.fullmatch(str(value.get("host"))):
+        return None
+    kinds: Mapping[str, Any] = {
+        "host": str,
+        "run": str,
+        "attempt": int,
+        "kind": str,
+        "cause": str,
+        "time": (int, float),
+    }
+    if not all(isinstance(value.get(name), kind) for name, kind in kinds.items()):
+        return None
+    return BadHost(**{field.name: value[field.name] for field in fields(BadHost)})

@@ -1,0 +1,545 @@
+"""Ranks as processes of this host: started, watched, and ended together. This process does not import torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from titanlab.distributed.hang import LEAST_LIMIT_SECONDS
+from titanlab.distributed.ranks import Ranks, free_port
+from titanlab.distributed.silence import ANSWER_SECONDS, STATES, end_if_silent, hangs_of_others, note_silent_ranks
+from titanlab.distributed.start_up import launched_at
+from titanlab.distributed.stop import (
+    ONE_REQUEST_SECONDS,
+    STOP_SIGNALS,
+    STOPS,
+    caught_signals,
+    handlers_kept,
+    stopped_before_start,
+)
+from titanlab.errors import ConfigError
+from titanlab.launch.contract import Failure
+from titanlab.launch.launchers import given_cores
+from titanlab.launch.local.queue import KIND
+from titanlab.launch.rank.fork import LOGS, PIDS_FILE, adopting
+from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records.run_folder import RunFolder
+from titanlab.system.processes import STOPPED, module_command, process_state
+from titanlab.system.terminal import Console
+
+# A rank that is stopped for this time is said, and is killed if the run was asked to stop.
+STOPPED_SECONDS = 5.0
+# After a second request; it is the time to write notes.
+HURRY_SECONDS = 5.0
+# After a request that arrives before the first step: nothing is to be saved.
+START_SECONDS = 10.0
+# After a request, without a further step or another state in status.json: a step and a save take less.
+STOP_SECONDS = 600.0
+_ESCALATION_SECONDS = 0.5
+
+
+class Escalation:
+    """Watches ranks of this host during one attempt.
+
+    Args:
+        world: number of ranks of the run; those on other hosts count too.
+        say: called with a line for the user.
+
+    Attributes:
+        is_over: whether the ranks must be killed: `is_due` has returned true.
+        hangs: whether a rank keeps others waiting because it is stopped.
+    """
+
+    def __init__(
+        self,
+        run: RunFolder,
+        *,
+        attempt: int | None,
+        world: int,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run, self._attempt, self._world, self._say, self._clock = run, attempt, world, say, clock
+        self._asked: tuple[OutcomeKind, str] | None = None
+        self._asked_at = self._effect_at = self._hurried_at = 0.0
+        self._progress: tuple[str, int] | None = None
+        self._answer_due = False
+        self._stopped_since: dict[int, float] = {}
+        self._said: set[int] = set()
+        self.hangs = self.is_over = False
+        self._looked_at = -float("inf")
+
+    def asked(self, kind: OutcomeKind, cause: str) -> None:
+        """Note a stop request; a second one, over a second later, is that of somebody who does not want to wait."""
+        now = self._clock()
+        if self._asked is None:
+            self._asked, self._asked_at, self._effect_at = (kind, cause), now, now
+        elif not self._hurried_at and now - self._asked_at > ONE_REQUEST_SECONDS:
+            self._hurried_at = now
+
+    def signalled(self, number: int) -> None:
+        """Note a stop request that is a signal to this process."""
+        # A closed terminal ends a run as Ctrl-C does.
+        kind = STOPS[signal.SIGINT if number == signal.SIGHUP else number]
+        self._answer_due = self._asked is None and number in (signal.SIGINT, signal.SIGTERM)
+        self.asked(kind, f"asked to end by {signal.Signals(number).name}")
+
+    def is_due(self, pids: Mapping[int, int]) -> bool:
+        """Whether all ranks must be killed now, because a stop request has no effect; then a note says why.
+
+        If a rank keeps the others waiting because it is stopped, a note says that it hangs.
+
+        Args:
+            pids: process by rank, for the ranks of this host that have not ended.
+        """
+        if self._answer_due:
+            self._answer()
+        if self._clock() - self._looked_at < _ESCALATION_SECONDS:
+            return False
+        self._looked_at = self._clock()
+        stopped = self._look_for_stopped(pids)
+        if self._asked is None:
+            self._note_hang(stopped)
+            return False
+        why = self._why(stopped)
+        if why is None:
+            return False
+        self.is_over = True
+        kind, cause = self._asked
+        rank = min(stopped or pids, default=0)
+        self._note(kind, rank, f"{cause}; {why}, so all ranks were killed{self._lost()}")
+        return True
+
+    def _answer(self) -> None:
+        """Tell the person at the terminal what becomes of the request; not in the signal's handler."""
+        self._answer_due = False
+        state = self._state()[0]
+        if state in ("running", "saving"):
+            what = "stopping after this step, then saving" if state == "running" else "stopping when this is saved"
+            self._say(f"{what}. A second Ctrl-C ends the run now{self._lost()}")
+
+    def _look_for_stopped(self, pids: Mapping[int, int]) -> dict[int, str]:
+        """Ranks that have been stopped for a while, with the states of their processes."""
+        states = {rank: state for rank, pid in pids.items() if (state := process_state(pid)) in STOPPED}
+        now = self._clock()
+        self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in states}
+        long = {rank: states[rank] for rank, since in self._stopped_since.items() if now - since >= STOPPED_SECONDS}
+        for rank in long.keys() - self._said:
+            since = time.strftime("%H:%M:%S", time.localtime(time.time() - now + self._stopped_since[rank]))
+            waits = ", and the others wait for it" if self._world > 1 else ""
+            command = f"`kill -CONT {pids[rank]}` on {socket.gethostname()}"
+            resume = f": {command} lets it go on" if states[rank] == "T" else ""
+            words = f"rank {rank}: {STATES[states[rank]]} since {since}{waits}{resume}"
+            self._say(words)
+            self._keep_stopped(rank, words)
+        for rank in self._said - long.keys():
+            self._keep_stopped(rank, None)
+        self._said = set(long)
+        return long
+
+    def _keep_stopped(self, rank: int, words: str | None) -> None:
+        # `status` and `diagnose` show it, perhaps on another host. A full disk must not end the watch.
+        with contextlib.suppress(OSError):
+            self._run.keep_stopped(self._number(), rank, words)
+
+    def _note_hang(self, stopped: Mapping[int, str]) -> None:
+        """Note that a rank hangs if it keeps others waiting for as long as a step may take."""
+        limit = self._limit()
+        if self.hangs or self._world == 1 or limit is None:
+            return
+        for rank, state in stopped.items():
+            # With a debugger, somebody looks at the rank at present. In a step, ranks that wait note it before.
+            if state == "T" and self._clock() - self._stopped_since[rank] >= limit + STOPPED_SECONDS:
+                self.hangs = True
+                what = f"a rank was stopped for {limit:g} s"
+                self._note(OutcomeKind.HANG, rank, f"{what}: rank {rank} does not answer: {STATES[state]}")
+
+    def _limit(self) -> float | None:
+        """Seconds that a rank may be stopped; None: any."""
+        with contextlib.suppress(ConfigError, AttributeError):
+            limit = self._run.config(self._number()).get("training", {}).get("step_timeout_seconds")
+            return LEAST_LIMIT_SECONDS if limit is None else float(limit) or None
+        return LEAST_LIMIT_SECONDS
+
+    def _why(self, stopped: Mapping[int, str]) -> str | None:
+        """Why the ranks must be killed after a stop request, as a clause; None: they need not yet."""
+        now, (state, step) = self._clock(), self._state()
+        if (state, step) != self._progress:
+            self._progress, self._effect_at = (state, step), now
+        if stopped:
+            rank = min(stopped)
+            return f"rank {rank} did not end ({STATES[stopped[rank]]})"
+        if self._hurried_at:
+            return "asked again" if now - self._hurried_at >= HURRY_SECONDS else None
+        limit = START_SECONDS if state in ("starting", "ended") else STOP_SECONDS
+        return f"its ranks did not end within {limit:g} s" if now - self._effect_at >= limit else None
+
+    def _state(self) -> tuple[str, int]:
+        """State and step of this attempt, as status.json has them."""
+        status = self._run.known_status()
+        return ("starting", 0) if status is None or status.attempt != self._number() else (status.state, status.step)
+
+    def _lost(self) -> str:
+        lost = self._run.lost_steps()
+        return f"; {lost}" if lost else ""
+
+    def _number(self) -> int:
+        return self._attempt or self._run.newest_attempt()
+
+    def _note(self, kind: OutcomeKind, rank: int, cause: str) -> None:
+        # The ranks are killed also where the disk takes no note.
+        with contextlib.suppress(OSError):
+            step = self._state()[1]
+            self._run.write_failure(Outcome(kind=kind, rank=rank, step=step, attempt=self._number(), cause=cause))
+
+
+_POLL_SECONDS = 0.05
+# Between two looks for notes of ranks that hang.
+_HANG_LOOK_SECONDS = 0.5
+# A process in state D (it waits for a device) does not end at SIGKILL.
+KILL_SECONDS = 30.0
+
+
+class RankProcesses:
+    """Child processes of this process, each the leader of a session, by rank.
+
+    Args:
+        pids: process number by rank.
+        started: those that this process has started itself; the others were adopted.
+    """
+
+    def __init__(self, pids: Mapping[int, int], started: Mapping[int, subprocess.Popen[bytes]] | None = None) -> None:
+        self.pids = dict(pids)
+        self._started = dict(started or {})
+        self._codes: dict[int, int] = {}
+
+    def running(self) -> dict[int, int]:
+        """The processes that have not ended; reaps the others."""
+        for rank in self.pids.keys() - self._codes.keys():
+            try:
+                pid, status = os.waitpid(self.pids[rank], os.WNOHANG)
+            except ChildProcessError:
+                # SIGCHLD is ignored, as some programs that start this one leave it: then no exit codes are kept.
+                pid, status = self.pids[rank], 0
+            if pid:
+                self._codes[rank] = os.waitstatus_to_exitcode(status)
+                if self._codes[rank]:
+                    # What it has started ends with it. As long as one of them lives, no other process gets this number.
+                    with contextlib.suppress(OSError):
+                        os.killpg(pid, signal.SIGKILL)
+                if rank in self._started:
+                    self._started[rank].returncode = self._codes[rank]
+        return {rank: pid for rank, pid in self.pids.items() if rank not in self._codes}
+
+    @property
+    def codes(self) -> dict[int, int]:
+        """Exit code of each rank that has ended, by rank; -N for signal N."""
+        self.running()
+        return dict(sorted(self._codes.items()))
+
+    def ask_to_stop(self, number: int) -> None:
+        """Send a stop signal to every rank that has not ended."""
+        for pid in self.running().values():
+            ask_to_stop(pid, number)
+
+    def wait_for_failure(self, hangs: Callable[[], bool], is_due: Callable[[], bool]) -> tuple[set[int], set[int]]:
+        """Wait until a rank fails, ranks hang or must be killed, or all ranks have ended well.
+
+        Args:
+            hangs: whether ranks have noted that they hang.
+            is_due: whether the ranks must be killed for another reason; it is asked at every poll.
+
+        Returns:
+            the ranks that failed, and those that ended with exit code 0.
+        """
+        look = time.monotonic() + _HANG_LOOK_SECONDS
+        while self.running() and not any(self._codes.values()) and not is_due():
+            if time.monotonic() > look:
+                if hangs():
+                    break
+                look = time.monotonic() + _HANG_LOOK_SECONDS
+            time.sleep(_POLL_SECONDS)
+        failed = {rank for rank, code in self._codes.items() if code}
+        return failed, self._codes.keys() - failed
+
+    def end(self, number: int, *, seconds: float) -> None:
+        """End all ranks, with the processes that they have started: by a signal, then by SIGKILL.
+
+        Args:
+            seconds: the time between the two.
+        """
+        for send, limit in ((number, seconds), (signal.SIGKILL, KILL_SECONDS)):
+            for pid in self.running().values():
+                with contextlib.suppress(ProcessLookupError):
+                    # A rank that has just been forked may not yet lead a group.
+                    (os.killpg if _leads_group(pid) else os.kill)(pid, send)
+            end = time.monotonic() + limit
+            while self.running() and time.monotonic() < end:
+                time.sleep(_POLL_SECONDS)
+
+
+def ask_to_stop(pid: int, number: int) -> None:
+    """Send a stop signal to a process, and wake it if it is stopped (SIGSTOP): otherwise it would not hear of it."""
+    for each in (number, signal.SIGCONT):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, each)
+
+
+def _leads_group(pid: int) -> bool:
+    return os.getpgid(pid) == pid
+
+
+# The other ranks have this time to end after one has failed.
+GRACE_SECONDS = 5
+# Between two looks at the process that forks the ranks.
+_LOOK_SECONDS = 0.2
+_PIPE_BYTES = 65_536
+
+
+def start(folder: Path, *, attempt: int, world: int, logs: Path) -> list[Failure]:
+    """Run `titanlab.launch.rank FOLDER` as `world` ranks and wait until they end.
+
+    Rank 0 writes to this terminal; the others write to `logs/rank-N.log`. SIGINT, SIGTERM and a scheduler's warnings
+    are forwarded: the ranks agree on a step, save, and end.
+
+    Returns:
+        the ranks that failed, by rank. Their own records of the failure are in the run's folder.
+    """
+    port = free_port()
+    places = [
+        Ranks(
+            rank=rank,
+            world=world,
+            local_rank=rank,
+            local_world=world,
+            address="127.0.0.1",
+            port=port,
+            started_by=KIND,
+        )
+        for rank in range(world)
+    ]
+    return start_one(folder, places[0], attempt=attempt) if world == 1 else _start_many(folder, places, attempt, logs)
+
+
+def start_one(
+    folder: Path, ranks: Ranks, *, attempt: int | None = None, config: Mapping[str, Any] | None = None
+) -> list[Failure]:
+    """Run the worker as one given rank; its peers, if it has any, are started elsewhere.
+
+    Args:
+        attempt: the number of the attempt, if every rank gets it; None: the ranks agree on it.
+        config: the recipe as plain values, for a rank that may start before rank 0 has written the attempt's
+            config.yaml.
+    """
+    begin, run = time.time(), RunFolder(folder)
+    escalation = _escalation(run, attempt=attempt, ranks=ranks)
+    with _forwarded_signals(escalation) as signals:
+        child = subprocess.Popen(
+            [*worker_command(folder), *(["-"] if config else [])],
+            env={**os.environ, **worker_environment(ranks, attempt), **given_cores(ranks.started_by, os.environ)},
+            stdin=subprocess.PIPE if config else None,
+            start_new_session=True,
+        )
+        signals.forward_to(lambda number: ask_to_stop(child.pid, number) if child.poll() is None else None)
+        if config:
+            _write_line(child, f"{json.dumps(config)}\n")
+        end_if_silent(
+            run,
+            ranks.rank,
+            child,
+            since=begin,
+            must_end=lambda: escalation.is_due({ranks.rank: child.pid}),
+            alone=ranks.world == 1,
+        )
+        code: int = -signal.SIGKILL
+        # A process in state D (it waits for a device) does not end at SIGKILL.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = child.wait(KILL_SECONDS)
+    return [Failure(rank=ranks.rank, exit_code=code)] if code else []
+
+
+def _escalation(run: RunFolder, *, attempt: int | None, ranks: Ranks) -> Escalation:
+    # Rank 0 has the terminal.
+    console = Console(quiet=ranks.rank > 0)
+    return Escalation(run, attempt=attempt, world=ranks.world, say=console.note)
+
+
+def _write_line(child: subprocess.Popen[bytes], line: str) -> None:
+    """Write a line to a child's standard input, and close it."""
+    assert child.stdin is not None
+    # The child has ended already: its exit code will show that.
+    with contextlib.suppress(BrokenPipeError):
+        child.stdin.write(line.encode())
+        child.stdin.close()
+
+
+def _start_many(folder: Path, places: list[Ranks], attempt: int, logs: Path) -> list[Failure]:
+    begin, run = time.time(), RunFolder(folder)
+    escalation = _escalation(run, attempt=attempt, ranks=places[0])
+    with _forwarded_signals(escalation) as signals:
+        with adopting() as can_fork:
+            if can_fork:
+                started = _forked(run, places, attempt, logs, signals, escalation)
+            else:
+                started = _one_by_one(folder, places, attempt, logs)
+        if isinstance(started, Failure):
+            return [started]
+        signals.forward_to(started.ask_to_stop)
+        return wait_for(started, run, since=begin, escalation=escalation)
+
+
+def wait_for(
+    started: RankProcesses, run: RunFolder, *, since: float, escalation: Escalation | None = None
+) -> list[Failure]:
+    """Wait until all ranks of a run have ended; after the failure of one, end the others.
+
+    Args:
+        since: when the attempt began, in seconds since the epoch.
+        escalation: has heard of stop requests; None: there are none.
+
+    Returns:
+        the ranks that failed, by rank.
+    """
+    watch = escalation or Escalation(run, attempt=None, world=len(started.pids), say=Console().note)
+    failed, left = started.wait_for_failure(
+        lambda: bool(hangs_of_others(run, None, since=since)), lambda: watch.is_due(started.running())
+    )
+    hangs = bool(hangs_of_others(run, None, since=since))
+    if watch.is_over:
+        started.end(signal.SIGKILL, seconds=GRACE_SECONDS)
+    elif failed or hangs:
+        others = {rank: pid for rank, pid in started.pids.items() if rank not in failed | left}
+        note_silent_ranks(run, others, since=since, seconds=ANSWER_SECONDS)
+        # Ranks that hang save nothing: they get no time to end.
+        started.end(signal.SIGKILL if hangs else signal.SIGTERM, seconds=GRACE_SECONDS)
+    codes = started.codes
+    # Ranks that ended because of the first failure do not count.
+    counted = failed or {rank for rank, code in codes.items() if code}
+    if failed or hangs:
+        counted |= left
+    return [Failure(rank=rank, exit_code=code) for rank, code in codes.items() if rank in counted]
+
+
+def _forked(
+    run: RunFolder, places: list[Ranks], attempt: int, logs: Path, signals: _Signals, escalation: Escalation
+) -> RankProcesses | Failure:
+    """Start one process that forks the ranks and exits; this process becomes their parent (`titanlab.launch.rank.fork`)."""
+    reading, writing = os.pipe()
+    forking = subprocess.Popen(
+        worker_command(run.path),
+        env={
+            **os.environ,
+            **worker_environment(places[0], attempt),
+            PIDS_FILE: str(writing),
+            LOGS: str(logs),
+        },
+        pass_fds=(writing,),
+        start_new_session=True,
+    )
+    os.close(writing)
+    text = b""
+    with os.fdopen(reading, "rb", buffering=0) as file:
+        while True:
+            # A signal ends the wait early.
+            if select.select([file], [], [], _LOOK_SECONDS)[0]:
+                part = file.read(_PIPE_BYTES)
+                if not part:
+                    break
+                text += part
+            if signals.waiting:
+                # It ends now if it has not begun to fork; otherwise its ranks get the signal.
+                ask_to_stop(forking.pid, signal.SIGTERM)
+            if escalation.is_due({0: forking.pid}) or escalation.hangs:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(forking.pid, signal.SIGKILL)
+                break
+    code = -signal.SIGKILL
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        code = forking.wait(KILL_SECONDS)
+    if code or not text:
+        if code == -signal.SIGTERM and signals.waiting:
+            run.write_failure(stopped_before_start(signals.waiting[0], attempt=attempt))
+        return Failure(rank=0, exit_code=code)
+    return RankProcesses({int(rank): pid for rank, pid in json.loads(text).items()})
+
+
+def _one_by_one(folder: Path, places: list[Ranks], attempt: int, logs: Path) -> RankProcesses:
+    processes = {
+        place.rank: subprocess.Popen(
+            worker_command(folder),
+            env={
+                **os.environ,
+                **worker_environment(place, attempt),
+                **({"TITANLAB_LOG": str(logs / f"rank-{place.rank}.log")} if place.rank else {}),
+            },
+            start_new_session=True,
+        )
+        for place in places
+    }
+    return RankProcesses({rank: process.pid for rank, process in processes.items()}, processes)
+
+
+def worker_command(folder: Path) -> list[str]:
+    """The command that starts one rank."""
+    return [*module_command("titanlab.launch.rank"), str(folder)]
+
+
+def worker_environment(ranks: Ranks, attempt: int | None = None) -> dict[str, str]:
+    """Environment variables of a rank that this process starts.
+
+    Args:
+        attempt: the number of the run's attempt, if all ranks get it.
+    """
+    own = {"TITANLAB_PARENT": str(os.getpid()), **launched_at()}
+    return ranks.environment() | own | ({} if attempt is None else {"TITANLAB_ATTEMPT": str(attempt)})
+
+
+class _Signals:
+    """Forwards stop signals to the ranks; keeps signals that arrive before the ranks exist.
+
+    Attributes:
+        waiting: those that were not forwarded.
+    """
+
+    def __init__(self, escalation: Escalation) -> None:
+        self._escalation = escalation
+        self.waiting: list[int] = []
+        self._send: Callable[[int], None] | None = None
+        self._numbers = caught_signals()
+        self.catch()
+
+    def catch(self) -> None:
+        for number in (*STOP_SIGNALS, signal.SIGHUP):
+            # torch's agent handles SIGHUP even under `nohup`.
+            signal.signal(number, self._handler if number in self._numbers else signal.SIG_IGN)
+
+    def forward_to(self, send: Callable[[int], None]) -> None:
+        """Set the receiver, and send it the signals that wait."""
+        self._send = send
+        self.catch()
+        while self.waiting:
+            send(self.waiting.pop(0))
+
+    def _handler(self, number: int, frame: FrameType | None) -> None:
+        self._escalation.signalled(number)
+        if self._send is None:
+            self.waiting.append(number)
+        else:
+            self._send(number)
+
+
+@contextlib.contextmanager
+def _forwarded_signals(escalation: Escalation) -> Iterator[_Signals]:
+    """Forward stop signals instead of dying of them; afterwards restore all handlers."""
+    with handlers_kept((*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)):
+        yield _Signals(escalation)

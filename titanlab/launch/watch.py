@@ -1,0 +1,400 @@
+"""Watches one rank of a job: asks its worker to stop, ends it after failures of other ranks, records why it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from titanlab.distributed.ranks import Ranks, look_seconds
+from titanlab.distributed.silence import ANSWER_SECONDS, note_silence
+from titanlab.distributed.stop import STOP_SIGNALS, stop_line
+from titanlab.distributed.watchdog import NATIVE_SIGN
+from titanlab.launch.contract import Launcher, Place, StopReason
+from titanlab.launch.evidence import memory_kills
+from titanlab.launch.job import Job, say
+from titanlab.launch.processes import KILL_SECONDS, Escalation, worker_command, worker_environment
+from titanlab.records.outcome import Outcome, OutcomeKind, from_exit, says_oom
+from titanlab.records.run_folder import RunFolder
+from titanlab.system.files import read_text
+from titanlab.system.processes import STOPPED, process_state
+
+
+class Child:
+    """A running worker.
+
+    Args:
+        folder: of the run.
+        attempt: the number of the attempt that has begun.
+        config: the recipe as plain values.
+        log: file to which the output of the worker and its libraries is appended.
+        environment: variables for the worker, in addition to this process's.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        ranks: Ranks,
+        *,
+        attempt: int,
+        config: Mapping[str, Any],
+        log: Path,
+        environment: Mapping[str, str],
+    ) -> None:
+        self._log = log
+        self._log_begin = log.stat().st_size if log.exists() else 0
+        self._process = subprocess.Popen(
+            [*worker_command(folder), "-"],
+            env={
+                **os.environ,
+                **environment,
+                **worker_environment(ranks, attempt),
+                "TITANLAB_TOLD": "1",
+                "TITANLAB_LOG": str(log),
+            },
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=_ignore_stop_signals,
+        )
+        self._write(json.dumps(config) + "\n")
+
+    @property
+    def pid(self) -> int:
+        """The process number of the worker."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code of the worker, -N if signal N ended it; None while it runs."""
+        return self._process.poll()
+
+    def ask_to_stop(self, kind: OutcomeKind, cause: str) -> None:
+        """Ask the worker to agree with the other ranks on a step, to save, and to end."""
+        self._write(stop_line(kind, cause))
+        # If it is stopped (SIGSTOP), it must wake to read the line.
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGCONT)
+
+    def show_stacks(self) -> None:
+        """Make the worker write the Python stacks of all its threads to its log."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGUSR1)
+
+    def kill(self) -> int:
+        """Kill the worker and the processes that it has started. Returns its exit code."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        # A process in state D (it waits for a device) does not end at SIGKILL.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(KILL_SECONDS)
+        return -signal.SIGKILL
+
+    def output(self, limit: int = 50_000) -> str:
+        """The end of the worker's log, at most `limit` bytes."""
+        try:
+            with self._log.open("rb") as file:
+                file.seek(max(self._log_begin, file.seek(0, os.SEEK_END) - limit))
+                return file.read().decode(errors="replace")
+        except OSError:
+            return ""
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        # The worker has ended already: its exit code will show that.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(line.encode())
+            self._process.stdin.flush()
+
+
+def _ignore_stop_signals() -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+STOP_FILE = "stop.json"
+# Rank 0 has this time to write the meaning of a signal, before another rank does.
+MEANING_SECONDS = 5.0
+# After this time without the scheduler's answer, the ranks are told to save.
+ASK_SECONDS = 2.0
+# When the ranks have saved and ended, its answer is awaited for so long.
+LATE_SECONDS = 30.0
+
+
+class StopCheck:
+    """Looks whether a job must stop, and finds out why.
+
+    Args:
+        job: of this process.
+        signal_seconds: how long before its time limit the job asked for a warning.
+    """
+
+    def __init__(self, job: Job, *, signal_seconds: float) -> None:
+        self._job, self._signal_seconds = job, signal_seconds
+        self._asks: threading.Thread | None = None
+        self._meaning: StopReason | None = None
+        self._assumed: StopReason | None = None
+
+    def look(self, attempt: Path) -> None:
+        """Write the reason to stop for all ranks of an attempt, unless there is none, or another rank has."""
+        job = self._job
+        cancelled_by = job.run.asked_to_cancel() if job.leads or job.signals else None
+        if not job.signals and cancelled_by is None:
+            return
+        number, when = job.signals[0] if job.signals else (int(signal.SIGTERM), time.monotonic())
+        is_late = time.monotonic() - when > MEANING_SECONDS
+        if read_stop(attempt) is not None or not (job.leads or is_late):
+            return
+        if self._asks is None:
+            self._asks = threading.Thread(target=self._ask, args=(number, cancelled_by), name="why", daemon=True)
+            self._asks.start()
+        self._asks.join(ASK_SECONDS)
+        reason = self._meaning
+        if reason is None:
+            cause = f"job {job.place.job_id} was sent {signal.Signals(number).name}, and the scheduler does not say why"
+            reason = self._assumed = StopReason(kind=OutcomeKind.PREEMPTED, cause=cause)
+        stop = write_stop(attempt, reason)
+        say(f"{stop.kind.value}: {stop.cause}; the ranks are told to save and end")
+
+    def corrected(self, outcome: Outcome) -> Outcome:
+        """The outcome of an attempt, with the scheduler's reason if that came after the ranks were told to save."""
+        assumed, cause = self._assumed, outcome.cause or ""
+        if assumed is None or self._asks is None or not cause.startswith(assumed.cause):
+            return outcome
+        self._asks.join(LATE_SECONDS)
+        if self._meaning is None:
+            return outcome
+        kind, cause = self._meaning.kind, self._meaning.cause + cause.removeprefix(assumed.cause)
+        code = outcome.exit_code if outcome.exit_code != assumed.kind.exit_code else kind.exit_code
+        return replace(outcome, kind=kind, cause=cause, exit_code=code)
+
+    def _ask(self, number: int, cancelled_by: str | None) -> None:
+        job = self._job
+        self._meaning = meaning(
+            number, job.launcher, job.place, signal_seconds=self._signal_seconds, cancelled_by=cancelled_by
+        )
+
+
+def meaning(
+    number: int, launcher: Launcher, place: Place, *, signal_seconds: float, cancelled_by: str | None
+) -> StopReason:
+    """The meaning of a signal to a job: preemption, the end of its time, or a user who cancels it.
+
+    Args:
+        signal_seconds: how long before its time limit the job asked for a warning.
+        cancelled_by: who has asked titanlab itself to cancel the run.
+    """
+    name = signal.Signals(number).name
+    if cancelled_by is not None:
+        return StopReason(kind=OutcomeKind.CANCELLED, cause=f"{cancelled_by}; the run can be resumed")
+    if number == signal.SIGINT:
+        return StopReason(kind=OutcomeKind.CANCELLED, cause="interrupted by SIGINT; the run can be resumed")
+    if number == signal.SIGXCPU:
+        return StopReason(kind=OutcomeKind.WALLTIME, cause="its limit of CPU time is used up (SIGXCPU)")
+    return launcher.stop_reason(name, place, signal_seconds=signal_seconds)
+
+
+def write_stop(attempt: Path, reason: StopReason) -> StopReason:
+    """Write a reason to an attempt's folder, unless it has one. Returns the reason that counts."""
+    text = json.dumps({"schema": 1, "kind": reason.kind.value, "cause": reason.cause, "time": time.time()})
+    # A reader that sees an incomplete file ignores it and reads it again later.
+    with contextlib.suppress(FileExistsError), (attempt / STOP_FILE).open("x", encoding="utf-8") as file:
+        file.write(text)
+    return read_stop(attempt) or reason
+
+
+def read_stop(attempt: Path) -> StopReason | None:
+    """The reason in an attempt's folder; None if there is none."""
+    try:
+        value = json.loads(read_text(attempt / STOP_FILE))
+        return StopReason(kind=OutcomeKind(value["kind"]), cause=str(value["cause"]))
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return None
+
+
+# When another rank has failed, a worker has this time to record its own state; after a hang it first writes its stacks.
+GRACE_SECONDS = 5.0
+HANG_GRACE_SECONDS = ANSWER_SECONDS
+# From the result on disk to the end of the worker.
+TEARDOWN_SECONDS = 30.0
+# On a shared file system, files of other nodes may appear this much later.
+SETTLE_SECONDS = 10.0
+RESULT_SECONDS = 120.0
+VISIBLE_SECONDS = 2.0
+# Between two looks at the worker itself.
+_POLL_SECONDS = 0.2
+
+
+class RankWatch:
+    """Watches one rank's worker in one attempt.
+
+    Args:
+        child: the worker.
+        rank, world: of the worker.
+        check_signals: called at every look; it may write the reason to stop.
+        is_hurried: whether the worker must end without saving.
+        is_first: whether the rank is the first one on its host.
+    """
+
+    def __init__(
+        self,
+        run: RunFolder,
+        attempt: int,
+        child: Child,
+        *,
+        rank: int,
+        world: int,
+        check_signals: Callable[[], None],
+        is_hurried: Callable[[], bool] = lambda: False,
+        is_first: bool = True,
+    ) -> None:
+        self._run, self._attempt, self._child = run, attempt, child
+        self._rank, self._world, self._check_signals, self._is_hurried = rank, world, check_signals, is_hurried
+        self._folder = run.attempt_folder(attempt)
+        self._reason: StopReason | None = None
+        self._look_seconds = look_seconds(world, is_first=is_first)
+        self._look_at = 0.0
+        self._kills = memory_kills()
+        self._escalation = Escalation(run, attempt=attempt, world=world, say=say)
+        self._ended_here = self._others_hang = False
+        self._begin = time.time()
+
+    def to_end(self) -> int:
+        """Wait until the worker ends, and make sure that its reason is recorded. Returns its exit code."""
+        end: float | None = None
+        while (code := self._child.poll()) is None:
+            if time.monotonic() + _POLL_SECONDS / 2 >= self._look_at:
+                self._check_signals()
+                names = self._names()
+                if STOP_FILE in names:
+                    self._pass_on()
+                if end is None:
+                    end = self._time_to_end(names)
+                self._look_at = time.monotonic() + self._look_seconds
+            is_due = self._escalation.is_due({self._rank: self._child.pid})
+            is_stopped = self._others_hang and process_state(self._child.pid) in STOPPED
+            if is_due or is_stopped or (end is not None and time.monotonic() > end):
+                self._ended_here = True
+                self._note_silence()
+                code = self._child.kill()
+                break
+            time.sleep(_POLL_SECONDS)
+        self._check_signals()
+        self._pass_on()
+        self._note(code)
+        return code
+
+    def _pass_on(self) -> None:
+        if self._reason is None and (reason := read_stop(self._folder)) is not None:
+            self._reason = reason
+            self._escalation.asked(reason.kind, reason.cause)
+            self._child.ask_to_stop(reason.kind, reason.cause)
+
+    def _names(self) -> set[str]:
+        """The names in the attempt's folder: one call of the file system instead of one for each file."""
+        with contextlib.suppress(OSError):
+            return set(os.listdir(self._folder))
+        return set()
+
+    def _time_to_end(self, names: set[str]) -> float | None:
+        """The time until which the worker may end by itself; None while nothing is wrong.
+
+        Args:
+            names: in the attempt's folder.
+        """
+        if "result.json" in names and self._run.result(self._attempt) is not None:
+            return time.monotonic() + TEARDOWN_SECONDS
+        if self._is_hurried() or self._nothing_to_save():
+            return time.monotonic()
+        noted = self._run.failures(self._attempt) if "failures" in names else []
+        notes = [note for note in noted if note.rank != self._rank]
+        if not notes:
+            return None
+        if any(note.kind is OutcomeKind.HANG for note in notes):
+            self._others_hang = True
+            self._child.show_stacks()
+            return time.monotonic() + HANG_GRACE_SECONDS
+        return time.monotonic() + GRACE_SECONDS
+
+    def _nothing_to_save(self) -> bool:
+        """Whether the job must stop and this attempt has not taken a step, so that there is nothing to save."""
+        if self._reason is None:
+            return False
+        status = self._run.known_status()
+        return status is not None and status.attempt == self._attempt and status.state == "starting"
+
+    def _note_silence(self) -> None:
+        """While other ranks hang: record that this worker does not answer, with what is known about it."""
+        if self._run.result(self._attempt) is None:
+            note_silence(self._run, self._rank, self._child.pid, since=self._begin)
+
+    def _note(self, code: int) -> None:
+        """Record why the worker ended, if it has not recorded that itself."""
+        if self._ended_here and not self._reason:
+            return
+        if code == 0 and await_result(self._run, self._attempt, self._world, seconds=VISIBLE_SECONDS) is not None:
+            return
+        is_recorded = any(note.rank == self._rank for note in self._run.failures(self._attempt))
+        if is_recorded or self._run.result(self._attempt) is not None:
+            return
+        self._run.write_failure(self._judged(code))
+
+    def _judged(self, code: int) -> Outcome:
+        outcome = from_exit(code, rank=self._rank, attempt=self._attempt, memory=self._kills.evidence())
+        if self._reason is not None and code < 0:
+            return replace(
+                outcome,
+                kind=self._reason.kind,
+                cause=f"{self._reason.cause}; it ended before it could save",
+                echo=False,
+            )
+        output = self._child.output()
+        if NATIVE_SIGN in output and code == 1:
+            cause = "a step did not end in time, in native code that lets no other thread run; its log has the stacks"
+            return replace(
+                outcome,
+                kind=OutcomeKind.HANG,
+                cause=cause,
+                traceback=output[output.rindex(NATIVE_SIGN) :],
+                exit_code=OutcomeKind.HANG.exit_code,
+            )
+        # A killed worker cannot log a reason: do not take the end of its log for one.
+        if outcome.kind is OutcomeKind.CRASH and code not in (0, -signal.SIGKILL):
+            line = next((line.strip() for line in reversed(output.splitlines()) if says_oom(line)), None)
+            if line is not None:
+                outcome = replace(outcome, kind=OutcomeKind.OOM, cause=f"{line[:300]} ({outcome.cause})")
+            return replace(outcome, traceback=_last(output) or None)
+        return outcome
+
+
+def await_result(run: RunFolder, attempt: int, world: int, *, seconds: float = RESULT_SECONDS) -> Outcome | None:
+    """The attempt's result, which another process writes; None if it does not appear in time."""
+    end = time.monotonic() + seconds
+    while (result := run.result(attempt)) is None and time.monotonic() < end:
+        time.sleep(look_seconds(world))
+    return result
+
+
+def settle(run: RunFolder, attempt: int, world: int) -> None:
+    """Wait until the other ranks have recorded why they ended, at most SETTLE_SECONDS."""
+    end = time.monotonic() + SETTLE_SECONDS
+    while time.monotonic() < end:
+        notes = run.failures(attempt)
+        primary = [note.ended for note in notes if not note.echo]
+        if any(note.kind is OutcomeKind.HANG for note in notes):
+            # To find the rank that blocks the others, wait for the records of all ranks.
+            primary = []
+        if len(notes) == world or (primary and time.time() > max(primary) + 1.0):
+            return
+        time.sleep(look_seconds(world))
+
+
+def _last(text: str, lines: int = 40) -> str:
+    """The end of a log, for a process that recorded nothing else."""
+    return "\n".join(text.rstrip().splitlines()[-lines:])
