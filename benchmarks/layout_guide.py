@@ -251,7 +251,7 @@ def example() -> str:
     """What the page's command prints."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        plan_verb.main(EXAMPLE.split()[2:])
+        plan_verb.plan_verb(EXAMPLE.split()[2:])
     return "\n".join(line.rstrip() for line in printed.getvalue().splitlines())
 
 

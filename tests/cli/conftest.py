@@ -106,7 +106,7 @@ def command(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.setattr("titanlab.cli.sweep.follow", follow)
     monkeypatch.setattr("titanlab.launch.execute.execute", execute)
     monkeypatch.setattr("titanlab.cli.resume.continue_run", continue_run)
-    for module in ("titanlab.launch.execute", "titanlab.cli.generate", "titanlab.sweep.plan"):
+    for module in ("titanlab.launch.execute", "titanlab.cli.weights", "titanlab.sweep.plan"):
         monkeypatch.setattr(f"{module}.this_host", lambda: Host(accelerator="cpu", device="cpu", count=2))
 
     def call(line: str | list[str], **environ: str) -> Said:

@@ -23,7 +23,7 @@ from titanlab.records.outcome import Outcome, OutcomeKind
 def test_what_is_more_than_one_run_here_is_submitted(monkeypatch, arguments, waits):
     given = []
     monkeypatch.setattr(sweep, "run_study", lambda each, *loader: given.append(each) or 7)
-    assert train.main(["data=synthetic", *arguments.split()]) == 7
+    assert train.train_verb(["data=synthetic", *arguments.split()]) == 7
     (asked,) = given
     assert asked.rest == ("data=synthetic", *arguments.split())
     assert (asked.wait, asked.whole, asked.dry_run, asked.force) == (waits, waits, False, False)
@@ -38,7 +38,7 @@ def test_one_run_is_executed_here(monkeypatch, environ):
     monkeypatch.setattr(sweep, "run_study", lambda *given: pytest.fail("submitted"))
     # A rank that somebody else started has been launched already.
     launch = ["launch=slurm", "cluster=cpu"] if environ else []
-    assert train.main(["data=synthetic", *launch]) == OutcomeKind.NAN.exit_code
+    assert train.train_verb(["data=synthetic", *launch]) == OutcomeKind.NAN.exit_code
 
 
 @pytest.mark.parametrize("launch", ["local", "slurm cluster=cpu"])

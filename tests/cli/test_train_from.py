@@ -5,7 +5,8 @@ import re
 import pytest
 
 from tests import tiny
-from titanlab.cli import resume, train, train_from
+from titanlab.cli import resume, train
+from titanlab.cli import resume as train_from
 from titanlab.errors import ConfigError
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_search import list_runs
@@ -30,10 +31,10 @@ def losses(run):
 
 def test_the_refusal_to_train_longer_names_the_command_that_does(parent, capsys):
     with pytest.raises(ConfigError) as refused:
-        resume.main([str(parent.path), "training.steps=8"])
+        resume.resume_verb([str(parent.path), "training.steps=8"])
     command = re.search(r"titanlab train --from (\S+) (\S+);", str(refused.value))
     assert command[2] == "training.steps=8"
-    assert train.main(["--from", command[1], command[2]]) == 0
+    assert train.train_verb(["--from", command[1], command[2]]) == 0
     said = capsys.readouterr().out
     assert f"new run from step 6 of single/{parent.path.name}" in said
     # The rate is ten per cent of the peak at its last step; a longer cosine has more there.
@@ -44,7 +45,7 @@ def test_the_refusal_to_train_longer_names_the_command_that_does(parent, capsys)
     assert [step for step, _ in losses(child)] == [7, 8]
     assert parent.parent() is None
     # The same command again is the same run, and there is nothing left to do.
-    assert train.main(["--from", command[1], command[2]]) == 0
+    assert train.train_verb(["--from", command[1], command[2]]) == 0
     assert child.attempts() == [1]
     rows = {row["run"]: row for row in look_at(SweepFolder(parent.path.parent))()}
     assert (rows[child.path.name]["parent_run"], rows[child.path.name]["parent_step"]) == child.parent()

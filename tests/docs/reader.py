@@ -111,10 +111,10 @@ class Reader:
     def _stand_in(self) -> None:
         """In place of what trains, submits, reads checkpoints, or asks a network."""
         patch = self._patch.setattr
-        for module in ("titanlab.launch.execute", "titanlab.cli.generate", "titanlab.sweep.plan"):
+        for module in ("titanlab.launch.execute", "titanlab.cli.weights", "titanlab.sweep.plan"):
             patch(f"{module}.this_host", lambda: self._host)
         patch("titanlab.launch.execute.execute", began)
-        patch("titanlab.cli.housekeeping.doctor.checks", lambda *given, **more: [])
+        patch("titanlab.cli.environment.checks", lambda *given, **more: [])
         patch(
             "titanlab.cli.resume.find_run_or_checkpoint",
             lambda text, runs: (find_run(text.partition("/checkpoints/")[0], runs), None),
@@ -122,12 +122,12 @@ class Reader:
         patch("titanlab.cli.resume.continue_run", lambda *given, **more: Outcome(kind=OutcomeKind.DONE))
         patch("titanlab.cli.resume.resubmit", lambda *given, **more: None)
         patch(
-            "titanlab.cli.train_from.find_run_or_checkpoint",
+            "titanlab.cli.resume.find_run_or_checkpoint",
             lambda text, runs, key: (find_run(text.partition("/checkpoints/")[0], runs), Path("step-00000008")),
         )
-        patch("titanlab.cli.train_from.prepare", lambda recipes, report: [None])
-        patch("titanlab.cli.train_from.execute", lambda ready, console: Outcome(kind=OutcomeKind.DONE))
-        patch("titanlab.cli.train_from._submitted", lambda recipe, console: 0)
+        patch("titanlab.cli.resume.prepare", lambda recipes, report: [None])
+        patch("titanlab.cli.resume.execute", lambda ready, console: Outcome(kind=OutcomeKind.DONE))
+        patch("titanlab.cli.resume._submitted", lambda recipe, console: 0)
         # Whether Slurm is here is no matter of what is written.
         patch("titanlab.cli.sweep.check_study", lambda study: check_study(study, submits=False, answered=False))
         patch("titanlab.cli.sweep.submit", lambda study, report, *, force: SimpleNamespace(folder=None, decisions=()))
@@ -138,22 +138,22 @@ class Reader:
         # tests/cli/proofs trains.
         for verb in ("parity", "rehearse"):
             patch(f"titanlab.cli.proofs.{verb}.prepare", lambda: None)
-        patch("titanlab.cli.proofs.parity.Prover", lambda trainer: SimpleNamespace(rows=self._proved))
-        patch("titanlab.cli.proofs.rehearse.train_in_ranks", self._rehearsed)
+        patch("titanlab.cli.parity.Prover", lambda trainer: SimpleNamespace(rows=self._proved))
+        patch("titanlab.cli.rehearse.train_in_ranks", self._rehearsed)
         read_request = plan.read_request
         patch(plan, "read_request", lambda *given: shortened(read_request(*given)))
         patch(source, "prepare", prepared)
         patch(source, "fingerprint", fingerprinted)
-        patch("titanlab.cli.generate.find", lambda folder, key: None)
+        patch("titanlab.cli.weights.find", lambda folder, key: None)
         said = SimpleNamespace(generate=lambda *given, **more: iter(["…"]))
         self._patch.setitem(sys.modules, "titanlab.train.generate", said)
         made = SimpleNamespace(kind="wandb", rows=3, folder=self._folder / "wandb")
-        patch("titanlab.cli.sync.rebuild", lambda run, *given: [made])
-        patch("titanlab.cli.files.export.checkpoint_of", lambda text, runs, *, step: find_run(text, runs))
-        patch("titanlab.cli.files.export.from_run", lambda text, runs, **given: find_run(text, runs))
-        patch("titanlab.cli.files.export.write_hf", lambda origin, into, **given: self._exported(into))
-        patch("titanlab.cli.files.import_weights.fetch_model", lambda name, **given: Path("given/small-hf"))
-        patch("titanlab.cli.files.download_tokenizer.download_tokenizer", downloaded)
+        patch("titanlab.cli.trackers.rebuild", lambda run, *given: [made])
+        patch("titanlab.cli.weights.checkpoint_of", lambda text, runs, *, step: find_run(text, runs))
+        patch("titanlab.cli.weights.from_run", lambda text, runs, **given: find_run(text, runs))
+        patch("titanlab.cli.weights.write_hf", lambda origin, into, **given: self._exported(into))
+        patch("titanlab.cli.weights.fetch_model", lambda name, **given: Path("given/small-hf"))
+        patch("titanlab.cli.tokens.download_tokenizer", downloaded)
 
     def _proved(self, proof: Proof) -> list[Row]:
         self.stood_in = True

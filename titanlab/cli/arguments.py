@@ -119,3 +119,13 @@ class _ShowParser(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         assert isinstance(parser, Arguments)
         raise _ParserShown(parser)
+
+
+def check_number(key: str, value: int, most: int, usual: int) -> None:
+    """Check that a flag's number lies in 1 to `most`.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if not 1 <= value <= most:
+        raise ConfigError(key, value, f"must lie in 1 to {most}", f"try {usual}")

@@ -19,7 +19,7 @@ def compose(arguments: Sequence[str]) -> list[Recipe]:
     """
     flags = read_flags(arguments)
     if not flags.starts:
-        from titanlab.cli.hydra_flags.answers import answer
+        from titanlab.cli.answers import answer
 
         answer(flags)
         return []

@@ -62,7 +62,7 @@ Degrees, microbatch, schedule, stages of a rank and activation checkpointing var
 What the figures rest on: docs/planner.md."""
 
 
-def main(arguments: Sequence[str]) -> int:
+def plan_verb(arguments: Sequence[str]) -> int:
     """Returns 0; 2 if no layout fits; 1 if a trace differs."""
     if any(argument in ("-h", "--help") for argument in arguments):
         print(_HELP.format(most=MOST))
@@ -81,11 +81,11 @@ def _answered(args: Any, rest: list[str]) -> int:
     """Do what a command line asks for; returns the exit code."""
     if args.measure:
         # Imported here, as below: a plan needs neither sweeps nor jobs.
-        from titanlab.cli.machines.measure import measure
+        from titanlab.cli.plan_measure import measure
 
         return measure(rest, out=args.out)
     if args.calibrate is not None:
-        from titanlab.cli.machines.calibrate import calibrate_sweep
+        from titanlab.cli.plan_runs import calibrate_sweep
 
         with Console() as console:
             calibrate_sweep(args.calibrate, runs=args.runs or "runs", out=args.out, console=console)

@@ -1,30 +1,36 @@
-"""`titanlab resume RUN`: continue a run that was stopped, in its folder, under the same or another layout.
-
-A run that a launcher submitted goes on through that launcher; any other goes on here.
-"""
+"""Verbs that go on from a run: `titanlab resume RUN`, `titanlab train --from RUN`, `titanlab retry SWEEP`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from titanlab.checkpoint.folders import latest, of_step
+from titanlab.checkpoint.folders import latest, of_step, step_of
+from titanlab.checkpoint.parent import parent_of
+from titanlab.checkpoint.remote.address_schema import Place
 from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.checkpoint.search import find_run_or_checkpoint
 from titanlab.cli.arguments import Arguments
+from titanlab.data import source
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import launch_of
-from titanlab.launch.execute import continue_run, prepare
+from titanlab.launch.execute import continue_run, execute, prepare
 from titanlab.launch.launchers import directly, joined
+from titanlab.optimizer.schedule import rate_factor
 from titanlab.recipe.composition.frozen import check_unedited
-from titanlab.recipe.composition.next_attempt import LAYOUT, adapted, next_recipe
-from titanlab.recipe.recipe import Recipe, from_mapping
+from titanlab.recipe.composition.next_attempt import LAYOUT, adapted, new_recipe, next_recipe
+from titanlab.recipe.recipe import Recipe, from_mapping, to_mapping
+from titanlab.records.identity import identify
 from titanlab.records.outcome import OutcomeKind
-from titanlab.records.run_folder import RunFolder
-from titanlab.sweep.retry import resubmit, submitted_with
+from titanlab.records.run_folder import RunFolder, create_run
+from titanlab.sweep.retry import FAILED, Retried, checked, resubmit, retry, submitted_with
+from titanlab.sweep.sweep_folder import SweepFolder, open_sweep
 from titanlab.system.terminal import Console
 from titanlab.system.text import counted, shown_path, sweep_argument
+from titanlab.train.starting_weights import check_beginning
 
 # Where the data is: what is there must be the same.
 _PLACES = ("data.files", "data.folder", "data.path", "data.data_files", "data.tokenizer")
@@ -58,7 +64,7 @@ CHANGEABLE = (
 )
 
 
-def main(arguments: Sequence[str]) -> int:
+def resume_verb(arguments: Sequence[str]) -> int:
     """Run the next attempt. Returns the exit code of its outcome."""
     parser = Arguments("resume", "Continue a run that was stopped.")
     parser.add_argument(
@@ -117,3 +123,136 @@ def _changed(run: RunFolder, overrides: Sequence[str], console: Console) -> Reci
         console.note(line)
     # The run's folder may have moved.
     return replace(recipe, runs=str(run.path.parent.parent))
+
+
+FLAG = "--from"
+# What the new run has from its checkpoint.
+_FIXED = ("checkpoint.load_from", "init_from", "runs")
+
+
+def train_from(arguments: Sequence[str]) -> int:
+    """Train the new run, here or with its launcher. Returns the exit code of its outcome, 0 after a submission."""
+    parser = Arguments("train", "Begin a new run from another run's checkpoint.")
+    parser.add_argument("overrides", nargs="*", default=[], help="key=value or group=preset: training.steps=2000")
+    parser.add_argument(FLAG, dest="run", required=True, help="the other run, or one of its checkpoints")
+    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
+    args = parser.parse_args(arguments)
+    parent, checkpoint = find_run_or_checkpoint(args.run, args.runs, FLAG)
+    checkpoint = checkpoint or latest(checkpoints_of(parent))
+    if checkpoint is None:
+        raise ConfigError(FLAG, args.run, "has no checkpoint", "train it until it has saved one, or begin without it")
+    with Console() as console:
+        console.phase("composing the recipe")
+        recipe, lines = _branched(parent, checkpoint, args.overrides)
+        for line in lines:
+            console.note(line)
+        if recipe.launch.starts_directly or joined(os.environ) is not None:
+            (ready,) = prepare([recipe], console.note)
+            return execute(ready, console).kind.exit_code
+        return _submitted(recipe, console)
+
+
+def _branched(parent: RunFolder, checkpoint: Place, overrides: Sequence[str]) -> tuple[Recipe, list[str]]:
+    """The recipe of the new run, and lines for the user."""
+    check_unedited(parent)
+    config = parent.config()
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key in _FIXED:
+            raise ConfigError(key, value, f"follows from {FLAG}", "leave it out")
+    # Not under another path the next time: the path is part of the new run's identity.
+    start = {"load_from": str(checkpoint.resolve() if isinstance(checkpoint, Path) else checkpoint)}
+    begun = {**config, "init_from": None, "checkpoint": {**config["checkpoint"], **start}}
+    recipe = new_recipe(begun, overrides, file=parent.path / "config.yaml")
+    recipe, line = adapted(recipe, from_mapping(config), overrides)
+    step = step_of(checkpoint)
+    lines = [
+        f"new run from step {step} of {parent.sweep}/{parent.path.name}",
+        _schedule_line(config, recipe, step),
+        line,
+    ]
+    return replace(recipe, runs=str(parent.path.parent.parent)), [line for line in lines if line]
+
+
+def _schedule_line(config: Mapping[str, Any], recipe: Recipe, step: int) -> str:
+    """What becomes of the learning rate: the schedule spans all steps of the new run, also those of its parent."""
+    before = from_mapping(config)
+    steps = recipe.training.steps
+    had = before.optimizer.lr * rate_factor(before.optimizer.schedule, step=step, steps=before.training.steps)
+    gets = recipe.optimizer.lr * rate_factor(recipe.optimizer.schedule, step=min(step + 1, steps), steps=steps)
+    return (
+        f"learning rate: the schedule spans steps 1 to {steps} (before: 1 to {before.training.steps}); "
+        f"step {step} had {had:.3g}, step {step + 1} gets {gets:.3g}"
+    )
+
+
+def _submitted(recipe: Recipe, console: Console) -> int:
+    recipe = checked(recipe)
+    check_beginning(recipe)
+    source.prepare(recipe.data, report=console.note)
+    identity = identify(
+        recipe, data=source.fingerprint(recipe.data), hardware=str(recipe.cluster.device), repeat=recipe.repeat
+    )
+    run = create_run(
+        recipe.runs,
+        sweep=recipe.sweep,
+        name=recipe.name,
+        identity=identity,
+        config=to_mapping(recipe),
+        parent=parent_of(recipe.checkpoint.load_from),
+    )
+    if resubmit(run, recipe, console.note) is not None:
+        console.note(f"next: titanlab status {sweep_argument(run.path.parent)} --watch")
+    return 0
+
+
+def retry_verb(arguments: Sequence[str]) -> int:
+    """Submit runs again, and print which. Returns 0, also if there is nothing to submit."""
+    parser = Arguments("retry", "Put ended runs of a sweep back into the queue; they go on from their checkpoints.")
+    parser.add_argument("sweep", help="the sweep's name, or its folder")
+    parser.add_argument(
+        "runs_and_keys",
+        nargs="*",
+        metavar="RUN | launch.KEY=VALUE",
+        default=[],
+        help="runs by folder, label or first digits of the hash (default: all); keys of launch, and cluster.nodes and "
+        "cluster.per_node, for the new jobs",
+    )
+    parser.add_argument("--outcome", default="", help="those that have ended so: hang,node_fail")
+    parser.add_argument("--all-failed", action="store_true", help="those that have ended otherwise than done")
+    parser.add_argument("--stale", action="store_true", help="those that other code has made, which start anew")
+    parser.add_argument("--dry-run", action="store_true", help="say which they are, and submit nothing")
+    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
+    args = parser.parse_args(arguments)
+    if args.outcome and args.all_failed:
+        raise ConfigError("--outcome", args.outcome, "is one of those of --all-failed", "leave one of the two out")
+    outcomes = [word.strip() for word in args.outcome.split(",") if word.strip()]
+    folder = open_sweep(args.sweep, args.runs)
+    with Console() as console:
+        done = retry(
+            folder,
+            console.note,
+            outcomes=FAILED if args.all_failed else outcomes,
+            stale=args.stale,
+            names=[text for text in args.runs_and_keys if "=" not in text],
+            overrides=[text for text in args.runs_and_keys if "=" in text],
+            dry_run=args.dry_run,
+        )
+        _report(console, folder, done, dry_run=args.dry_run)
+    return 0
+
+
+def _report(console: Console, folder: SweepFolder, done: Retried, *, dry_run: bool) -> None:
+    if dry_run:
+        for chosen in done.chosen:
+            outcome = chosen.outcome or "never started"
+            console.note(f"{chosen.run.path.name}: {outcome}{', anew' if chosen.anew else ''}")
+    count = len(done.chosen)
+    named = sweep_argument(folder.path)
+    runs = "1 run" if count == 1 else f"{count} runs"
+    if not count:
+        console.note(f"nothing of {folder.name} is to be done again; titanlab status {named} shows its runs")
+    elif dry_run:
+        console.note(f"{runs} would be submitted")
+    else:
+        console.note(f"{runs} submitted; titanlab status {named} --watch follows them")

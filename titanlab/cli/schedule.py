@@ -65,7 +65,7 @@ class Made:
         )
 
 
-def main(arguments: Sequence[str]) -> int:
+def schedule_verb(arguments: Sequence[str]) -> int:
     """Show one schedule, or compare all schedules."""
     parser = _parser()
     args = parser.parse_args(arguments)

@@ -1,23 +1,31 @@
-"""`titanlab status [SWEEP [RUN]]`: show the state of a sweep's runs, and the causes of failures."""
+"""A sweep as a whole: `titanlab status` shows it, `titanlab cancel` ends it, `titanlab clean` removes what is left."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from titanlab.cli.arguments import Arguments
 from titanlab.errors import ConfigError
+from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
-from titanlab.sweep.listing import details, failure_text, overview
+from titanlab.sweep.clean import CACHES, KINDS, Item, Refused, Survey, cached, remove_item
+from titanlab.sweep.enqueue import cancel
+from titanlab.sweep.listing import aligned, details, failure_text, overview
 from titanlab.sweep.rows import look_at
-from titanlab.sweep.sweep_folder import open_sweep
+from titanlab.sweep.sweep_folder import SweepFolder, find_run_or_sweep, open_sweep
 from titanlab.sweep.watch import Screen
-from titanlab.system.files import finite
+from titanlab.system.files import finite, user_path
 from titanlab.system.terminal import Console
+from titanlab.system.text import counted, data_size, shown_path
 
 
-def main(arguments: Sequence[str]) -> int:
+def status_verb(arguments: Sequence[str]) -> int:
     """Show all sweeps, one sweep, or one run of a sweep."""
     parser = Arguments("status", "Show where the runs of a sweep stand; without a sweep, which there are.")
     parser.add_argument("sweep", nargs="?", help="the sweep's name, or its folder")
@@ -74,3 +82,153 @@ def _show_runs(named: Sequence[RunFolder], rows: Sequence[dict[str, Any]], *, as
 def _print_json(rows: Sequence[dict[str, Any]]) -> None:
     with Console() as console:
         console.note(json.dumps(finite(rows), indent=2, ensure_ascii=False))
+
+
+def cancel_verb(arguments: Sequence[str]) -> int:
+    """Cancel runs: active runs save and end, waiting runs do not start. Returns 0, also if all have ended."""
+    parser = Arguments("cancel", "Cancel runs of a sweep: those that run save and end, those that wait do not start.")
+    parser.add_argument("sweep", help="the sweep's name, or its folder")
+    parser.add_argument("run", nargs="*", help="runs by folder, label or first digits of the hash (default: all)")
+    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
+    args = parser.parse_args(arguments)
+    folder = open_sweep(args.sweep, args.runs)
+    with Console() as console:
+        done = cancel(folder, console.note, names=args.run)
+        parts = [
+            f"{len(names)} {text}"
+            for names, text in (
+                (done.stopping, "running, which save and end"),
+                (done.withdrawn, "waiting, which will not start"),
+                (done.ended, "ended before"),
+            )
+            if names
+        ]
+        console.note(f"{folder.name}: {', '.join(parts) or 'no runs'}")
+    return 0
+
+
+_HEADINGS = ("what", "count", "size", "")
+_LARGEST = 10
+
+
+def clean_verb(arguments: Sequence[str]) -> int:
+    """Remove what the user agrees to. Returns 1 if something could not be removed, 130 after Ctrl-C."""
+    parser = Arguments("clean", "Remove what no run needs any more; results, logs and records always stay.")
+    parser.add_argument("name", nargs="?", metavar="RUN | SWEEP", help="one run or one sweep (default: all of them)")
+    parser.add_argument(
+        "--what",
+        default=",".join(kind for kind in KINDS if kind not in CACHES),
+        help=f"some of {', '.join(KINDS)}; or all (default: all but the caches)",
+    )
+    parser.add_argument("--keep", type=int, metavar="N", help="keep N checkpoints of each run (default: as its recipe)")
+    parser.add_argument("--verify", action="store_true", help="read every byte of checkpoints that stay, to be sure")
+    parser.add_argument("--remote", action="store_true", help="also checkpoints in remote stores")
+    parser.add_argument("--dry-run", action="store_true", help="only show it, with every path")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
+    args = parser.parse_args(arguments)
+    kinds = _kinds(args.what)
+    if args.name is not None and args.what.strip() != "all" and (shared := [kind for kind in kinds if kind in CACHES]):
+        rule = f"{shared[0]} is of all runs, and {args.name} is named"
+        raise ConfigError("--what", args.what, rule, "leave the run or the sweep out")
+    if args.keep is not None and args.keep < 1:
+        raise ConfigError("--keep", args.keep, "must be at least 1", "resume needs the newest checkpoint")
+    sweeps, only, root = _chosen(args.name, user_path(args.runs).absolute())
+    with Console() as console:
+        survey = Survey(root=root, keep=args.keep, verifies=args.verify, is_remote=args.remote)
+        survey.look(sweeps, only, console.warn)
+        if args.name is None:
+            # A run at work may be reading prepared tokens, or compiling.
+            survey.items += [item for item in cached() if not survey.busy or item.kind not in CACHES]
+        items = [item for item in survey.items if item.kind in kinds]
+        _show(console, survey, items, kinds, lists_all=args.dry_run)
+        if not items or args.dry_run:
+            return 0
+        if not args.yes and not _agrees(items):
+            console.note("nothing was removed")
+            return 0
+        return _remove(console, items)
+
+
+def _kinds(text: str) -> list[str]:
+    if text.strip() == "all":
+        return list(KINDS)
+    kinds = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown or not kinds:
+        rule = f"{unknown[0]} is no kind" if unknown else "names no kind"
+        raise ConfigError("--what", text, rule, f"choose from {', '.join(KINDS)}, all")
+    return kinds
+
+
+def _chosen(name: str | None, root: Path) -> tuple[list[SweepFolder], RunFolder | None, Path]:
+    """The sweeps, the only run that is wanted, and the folder of runs that they are in."""
+    if name is None:
+        if os.path.lexists(root) and not root.is_dir():
+            raise ConfigError("--runs", root, "is no folder", "name the folder of runs")
+        folders = [SweepFolder(path) for path in sorted(root.glob("*")) if path.is_dir()]
+        return [folder for folder in folders if folder.manifest() or folder.runs()], None, root
+    run_or_sweep = find_run_or_sweep(name, root, key="name")
+    if isinstance(run_or_sweep, SweepFolder):
+        return [run_or_sweep], None, run_or_sweep.path.parent
+    return [SweepFolder(run_or_sweep.path.parent)], run_or_sweep, run_or_sweep.path.parent.parent
+
+
+def _show(console: Console, survey: Survey, items: Sequence[Item], kinds: Sequence[str], *, lists_all: bool) -> None:
+    counts, sizes = Counter(item.kind for item in survey.items), Counter[str]()
+    for item in survey.items:
+        sizes[item.kind] += item.bytes
+    rows = [[kind, str(counts[kind]), data_size(sizes[kind]), KINDS[kind]] for kind in kinds if counts[kind]]
+    if rows:
+        total = data_size(sum(item.bytes for item in items))
+        console.note("\n".join(aligned(_HEADINGS, [*rows, ["", str(len(items)), total, ""]], right=_HEADINGS[1:3])))
+    else:
+        is_missing = not os.path.lexists(survey.root)
+        console.note("nothing is to be removed" + (f": there is no folder {survey.root}" if is_missing else ""))
+    largest = sorted(items, key=lambda item: -item.bytes)
+    for item in largest if lists_all else largest[:_LARGEST]:
+        console.note(f"  {data_size(item.bytes):>9}  {shown_path(item.path)}")
+    if not lists_all and len(items) > _LARGEST:
+        console.note(f"  … and {len(items) - _LARGEST} more, which --dry-run lists")
+    others = [kind for kind in KINDS if kind not in kinds and counts[kind]]
+    if others:
+        sizes_of_others = ", ".join(f"{kind} {data_size(sizes[kind])}" for kind in others)
+        console.note(f"not asked for: {sizes_of_others}; --what {','.join(others)}")
+    for line in survey.notes:
+        console.note(line)
+    if survey.busy:
+        names = ", ".join(survey.busy[:5]) + (" …" if len(survey.busy) > 5 else "")
+        console.note(f"{counted(len(survey.busy), 'run')} at work or in a queue left alone: {names}")
+
+
+def _agrees(items: Sequence[Item]) -> bool:
+    """Ask the user.
+
+    Raises:
+        ConfigError: nobody can be asked.
+    """
+    if not sys.stdin.isatty():
+        rule = "nobody can be asked, for standard input is no terminal; nothing was removed"
+        raise ConfigError("--yes", False, rule, "give --yes, or --dry-run to look only")
+    size = data_size(sum(item.bytes for item in items))
+    sys.stdout.write(f"remove {counted(len(items), 'item')}, {size}? [y/N] ")
+    sys.stdout.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _remove(console: Console, items: Sequence[Item]) -> int:
+    freed, removed, code = 0, 0, 0
+    for item in items:
+        try:
+            remove_item(item)
+        except Refused as refused:
+            console.warn(f"{item.path} is left alone: {refused}")
+            code = 1
+        except KeyboardInterrupt:
+            console.error("interrupted; what is left can be removed by the same command")
+            code = OutcomeKind.CANCELLED.exit_code
+            break
+        else:
+            freed, removed = freed + item.bytes, removed + 1
+    console.note(f"removed {counted(removed, 'item')}, {data_size(freed)}")
+    return code

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from titanlab.cli.hydra_flags.answers import answer
+from titanlab.cli.answers import answer
 from titanlab.errors import ConfigError
 from titanlab.launch.launchers import joined
 from titanlab.recipe.composition.flags import read_flags
@@ -77,7 +77,7 @@ class SweepArguments:
     whole: bool = False
 
 
-def main(arguments: Sequence[str]) -> int:
+def sweep_verb(arguments: Sequence[str]) -> int:
     """Returns 0 after submission; with --wait the exit code of the first run that failed."""
     if any(argument in ("-h", "--help") for argument in arguments):
         print(_HELP.format(sweeps=", ".join(_sweeps())))

@@ -9,13 +9,13 @@ from titanlab.system.imports import kept_imports
 from titanlab.system.terminal import Console
 
 
-def main(arguments: Sequence[str]) -> int:
+def train_verb(arguments: Sequence[str]) -> int:
     """Returns the exit code of the first run that failed, or 0."""
     if any(argument == "--from" or argument.startswith("--from=") for argument in arguments):
         # Imported here, because a recipe of its own needs none of it.
-        from titanlab.cli import train_from
+        from titanlab.cli import resume as train_from
 
-        return train_from.main(arguments)
+        return train_from.train_from(arguments)
     with Console() as console:
         # Of processes that torchrun has started, rank 0's worker alone has the terminal; launchers are asked below.
         shown = "RANK" not in os.environ
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
 
         flags = read_flags(arguments)
         if not flags.starts:
-            from titanlab.cli.hydra_flags.answers import answer
+            from titanlab.cli.answers import answer
 
             console.phase(None)
             answer(flags)

@@ -8,7 +8,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from titanlab.cli import main
-from titanlab.cli.files import download_tokenizer as verb
+from titanlab.cli import tokens as verb
 
 
 @pytest.mark.parametrize(

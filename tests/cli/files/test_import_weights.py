@@ -9,7 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tests.weights.huggingface import made as folders
 from titanlab.__main__ import main
-from titanlab.cli.files.import_weights import option_name
+from titanlab.cli.weights import option_name
 from titanlab.model.llama_schema import Llama
 from titanlab.recipe.composition.typed_overrides import as_typed
 from titanlab.train.interchange import is_weights

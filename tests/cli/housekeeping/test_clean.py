@@ -11,7 +11,7 @@ import pytest
 from tests import tiny
 from tests.sweep.made import Made, begin, end
 from titanlab.cli import main
-from titanlab.cli.housekeeping import clean
+from titanlab.cli import status as clean
 from titanlab.launch.local.queue import LocalJob, write_local_job
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from titanlab.cli.housekeeping import doctor
+from titanlab.cli import environment as doctor
 from titanlab.cli.verbs import main
 from titanlab.doctor.checkup import Check
 from titanlab.launch.slurm_schema import Slurm
@@ -80,6 +80,6 @@ def test_other_keys_are_refused(given, capsys, words, begins):
 
 
 def test_it_imports_no_torch():
-    code = "import sys, titanlab.cli.housekeeping.doctor; print('torch' in sys.modules)"
+    code = "import sys, titanlab.cli.environment; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

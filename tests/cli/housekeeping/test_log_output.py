@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from titanlab.cli.housekeeping.log_output import LogOutput
+from titanlab.cli.inspect_runs import LogOutput
 from titanlab.records.logs import Line
 
 

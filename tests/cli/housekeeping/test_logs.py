@@ -11,7 +11,7 @@ import pytest
 
 from tests import tiny
 from tests.sweep.made import Made, begin, end
-from titanlab.cli.housekeeping import logs
+from titanlab.cli import inspect_runs as logs
 from titanlab.cli.verbs import main
 from titanlab.records.run_records import Status
 

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from titanlab.cli import main
-from titanlab.cli.hydra_flags import answers
+from titanlab.cli import answers, main
 from titanlab.errors import ConfigError
 from titanlab.recipe.composition.flags import read_flags
 

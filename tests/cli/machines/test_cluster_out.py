@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from titanlab.cli.machines import cluster_out
+from titanlab.cli import plan_runs as cluster_out
 from titanlab.cluster.schema import Cluster
 from titanlab.errors import ConfigError
 

@@ -45,8 +45,8 @@ def ranks(monkeypatch):
             tensors = {"a": torch.ones(2)}
             return [Trace(losses=[1.0], grad_norms=[1.0], gradients=tensors, parameters=tensors)]
 
-    monkeypatch.setattr("titanlab.cli.proofs.parity._Trainer", Trainer)
-    monkeypatch.setattr("titanlab.cli.proofs.rehearse.train_in_ranks", ended)
+    monkeypatch.setattr("titanlab.cli.parity._Trainer", Trainer)
+    monkeypatch.setattr("titanlab.cli.rehearse.train_in_ranks", ended)
     for verb in ("parity", "rehearse"):
         monkeypatch.setattr(f"titanlab.cli.proofs.{verb}.prepare", lambda: None)
     return trained, failing

@@ -4,7 +4,7 @@ import pytest
 
 from tests import tiny
 from tests.sweep.made import Made
-from titanlab.cli.proofs.candidates import Chosen, choose, is_name, is_recipe, one_recipe, override_of
+from titanlab.cli.candidates import Chosen, choose, is_name, is_recipe, one_recipe, override_of
 from titanlab.errors import ConfigError
 from titanlab.parity.proof import Candidate
 

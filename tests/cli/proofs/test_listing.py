@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests import tiny
-from titanlab.cli.proofs.candidates import Chosen
-from titanlab.cli.proofs.listing import left_out_lines, sizes_and_notes, table
+from titanlab.cli.candidates import Chosen, left_out_lines, sizes_and_notes, table
 from titanlab.parity.proof import Row
 
 

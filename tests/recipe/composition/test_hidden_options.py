@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import titanlab
-from titanlab.cli.hydra_flags.answers import answer
+from titanlab.cli.answers import answer
 from titanlab.errors import ConfigError
 from titanlab.recipe.composition.flags import read_flags
 from titanlab.recipe.composition.loader import Loader

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.sweep.files import labels, plan, write_sweep
-from titanlab.cli.hydra_flags.answers import answer
+from titanlab.cli.answers import answer
 from titanlab.recipe.composition.flags import read_flags
 from titanlab.recipe.composition.frozen import overridden
 from titanlab.recipe.composition.loader import Loader

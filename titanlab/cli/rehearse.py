@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titanlab.cli.arguments import Flags
-from titanlab.cli.proofs.candidates import Chosen, choose
-from titanlab.cli.proofs.flags import check_number
-from titanlab.cli.proofs.listing import left_out_lines, sizes_and_notes
+from titanlab.cli.arguments import Flags, check_number
+from titanlab.cli.candidates import Chosen, choose, left_out_lines, sizes_and_notes
 from titanlab.errors import ConfigError
 from titanlab.parity.folding import MOST_PROCESSES
 from titanlab.parity.forked import log_of, prepare, train_in_ranks
@@ -52,7 +50,7 @@ options:
 Exit codes: 0 all are ok, 1 one failed, 2 bad input. What a rehearsal cannot find: docs/proofs.md."""
 
 
-def main(arguments: Sequence[str]) -> int:
+def rehearse_verb(arguments: Sequence[str]) -> int:
     """Returns 0 if all recipes are ok, 1 if one failed, 2 after bad input."""
     if any(argument in ("-h", "--help") for argument in arguments):
         print(_HELP)

@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from titanlab.cli.answers import answer
 from titanlab.cli.arguments import Arguments, parser_of
-from titanlab.cli.hydra_flags.answers import answer
-from titanlab.cli.train_from import FLAG
-from titanlab.cli.train_from import main as train_from
+from titanlab.cli.resume import FLAG
+from titanlab.cli.resume import train_from as train_from
 from titanlab.cli.verbs import VERBS, main_of
 from titanlab.errors import ConfigError
 from titanlab.recipe.composition.flags import read_flags
@@ -61,7 +61,7 @@ _OTHER_VALUES = ("--cfg", "-c", "--info", "-i", "--package", "-p", "--top", "--v
                  "--steps", "--processes", "--only", "--keep", "--runs", "--rank")  # fmt: skip
 
 
-def main(arguments: Sequence[str]) -> int:
+def completion_verb(arguments: Sequence[str]) -> int:
     """Print the script (`bash`), or the completions of COMP_LINE that the script asks for (`query`)."""
     parser = Arguments("completion", 'Print a shell\'s completion script: eval "$(titanlab completion bash)"')
     parser.add_argument("shell", nargs="*", default=[], help="bash (default); zsh too, after bashcompinit")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlab.cli.compose import compose_one
-from titanlab.cli.machines.cluster_out import MEASURED, check_out, write_cluster
+from titanlab.cli.plan_runs import MEASURED, check_out, write_cluster
 from titanlab.cli.sweep import SweepArguments, run_study
 from titanlab.distributed.host import this_host
 from titanlab.errors import ConfigError

@@ -9,10 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlab.cli.arguments import Flags
-from titanlab.cli.proofs.candidates import Chosen, choose, is_name, is_recipe, one_recipe
-from titanlab.cli.proofs.flags import check_number
-from titanlab.cli.proofs.listing import left_out_lines, sizes_and_notes, table
+from titanlab.cli.arguments import Flags, check_number
+from titanlab.cli.candidates import (
+    Chosen,
+    choose,
+    is_name,
+    is_recipe,
+    left_out_lines,
+    one_recipe,
+    sizes_and_notes,
+    table,
+)
 from titanlab.errors import ConfigError
 from titanlab.parity.finished_runs import NOT_COMPARED, compare_runs
 from titanlab.parity.folding import MOST_PROCESSES
@@ -61,7 +68,7 @@ options:
 Exit codes: 0 all pass, 1 a recipe fails, 2 bad input. Tolerances and what the proof shows: docs/proofs.md."""
 
 
-def main(arguments: Sequence[str]) -> int:
+def parity_verb(arguments: Sequence[str]) -> int:
     """Returns 0 if all pass, 1 if one fails, 2 after bad input."""
     if any(argument in ("-h", "--help") for argument in arguments):
         print(_HELP)

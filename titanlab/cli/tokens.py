@@ -1,13 +1,15 @@
-"""`titanlab tokenize FILES FOLDER`: write memory-mapped token shards, for data=tokens."""
+"""`titanlab tokenize FILES FOLDER` writes token shards; `titanlab download-tokenizer REPO` fetches a tokenizer."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from titanlab.cli.arguments import Arguments
 from titanlab.data.tokenise import write_token_shards
+from titanlab.data.tokenizers.download import download_tokenizer
 from titanlab.errors import ConfigError
 from titanlab.recipe.literal import path_override
 from titanlab.system.files import user_path
@@ -17,7 +19,7 @@ from titanlab.system.terminal import Console
 _PIECES = 32768
 
 
-def main(arguments: Sequence[str]) -> int:
+def tokenize_verb(arguments: Sequence[str]) -> int:
     """Tokenise, and print how to train on the result."""
     parser = Arguments("tokenize", "Make memory-mapped token shards of text, JSONL or parquet files.")
     parser.add_argument("files", help="a glob, quoted: 'corpus/**/*.jsonl'")
@@ -55,4 +57,19 @@ def _tokenise(args: argparse.Namespace, console: Console) -> int:
         f"model.vocab_size={index.vocab_size}",
     ]
     console.note(shlex.join(command))
+    return 0
+
+
+def download_tokenizer_verb(arguments: Sequence[str]) -> int:
+    """Fetch the tokenizer and print where it is."""
+    parser = Arguments("download-tokenizer", "Fetch a model's tokenizer from the Hugging Face hub.")
+    parser.add_argument("repo", help="the model, such as meta-llama/Llama-3.1-8B")
+    parser.add_argument("--folder", type=user_path, default=Path("tokenizers"), help="where to (default tokenizers/)")
+    parser.add_argument(
+        "--token", help="of the hub, for gated models (default: HF_TOKEN, or what `hf auth login` kept)"
+    )
+    args = parser.parse_args(arguments)
+    with Console() as console:
+        path = download_tokenizer(args.repo, args.folder / Path(args.repo).name, args.token, report=console.note)
+        console.note(shlex.quote(path_override("data.tokenizer", path)))
     return 0

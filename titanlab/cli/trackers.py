@@ -1,23 +1,29 @@
-"""`titanlab sync RUN …`: upload wandb's offline files; before that, write what a tracker lacks of a run."""
+"""A run in wandb or TensorBoard: `titanlab sync` uploads and rebuilds, `titanlab workspace` makes wandb's pages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from titanlab.cli.arguments import Arguments
-from titanlab.errors import TitanlabError
+from titanlab.errors import ConfigError, TitanlabError
 from titanlab.records.run_folder import RunFolder
-from titanlab.sweep.sweep_folder import find_run_or_sweep
+from titanlab.report import wandb_workspace
+from titanlab.sweep.rows import look_at
+from titanlab.sweep.sweep_folder import SweepFolder, find_run_or_sweep, open_sweep, readable
 from titanlab.system.terminal import Console
 from titanlab.system.text import counted
 from titanlab.tracker import wandb_upload
 from titanlab.tracker.tensorboard_schema import TensorBoard
+from titanlab.tracker.wandb_mode import has_key
 from titanlab.tracker.wandb_schema import Wandb
 from titanlab.train.rebuild import rebuild
 from titanlab.train.tracked_run import has_repeated_steps, has_tracker, tracker_gap, waiting_files
 
 
-def main(arguments: Sequence[str]) -> int:
+def sync_verb(arguments: Sequence[str]) -> int:
     """Rebuild, upload, and print what was done. Returns 0 if nothing remains to upload."""
     parser = Arguments("sync", "Upload what wandb has written offline: to the project, and under the id, of the run.")
     parser.add_argument(
@@ -112,3 +118,54 @@ def _write(kind: str, runs: Sequence[RunFolder], console: Console) -> None:
 
 def _is_lacking(run: RunFolder) -> bool:
     return "--rebuild" in (tracker_gap(run) or "")
+
+
+def workspace_verb(arguments: Sequence[str]) -> int:
+    """Save both and print their addresses; without a key, or with --json, print them."""
+    parser = Arguments("workspace", "Make a wandb workspace and a wandb report of a sweep's runs.")
+    parser.add_argument("sweep", help="the sweep's name, or its folder")
+    parser.add_argument("--project", help="wandb's project (default: that of the runs)")
+    parser.add_argument("--entity", help="user or team (default: that of the runs, or of the account)")
+    parser.add_argument(
+        "--json", action="store_true", help="print them, as wandb's server takes them, and save nothing"
+    )
+    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
+    args = parser.parse_args(arguments)
+    sweep = open_sweep(args.sweep, args.runs)
+    wandb_workspace.check_installed()
+    with Console() as console:
+        rows = look_at(sweep, console.warn)()
+        tracker = _wandb_config(sweep, console)
+        if not tracker and not any(has_tracker(run, Wandb.kind) for run in sweep.runs()):
+            console.warn(
+                f"wandb has no run of {sweep.name}; titanlab sync --tracker wandb {sweep.name} writes its files from "
+                "metrics.jsonl"
+            )
+        view = wandb_workspace.view_of(sweep.name, rows, tracker=tracker, project=args.project, entity=args.entity)
+        if args.json or not has_key(os.environ):
+            if not args.json:
+                console.warn(
+                    "no API key of wandb was found, so nothing is saved; WANDB_API_KEY or `wandb login` has one"
+                )
+            sys.stdout.write(wandb_workspace.json_text(view) + "\n")
+            return 0
+        if (lack := wandb_upload.lack()) is not None:
+            raise lack
+        for address in wandb_workspace.save(view):
+            console.note(address)
+    return 0
+
+
+def _wandb_config(sweep: SweepFolder, console: Console) -> Mapping[str, Any]:
+    """The config of wandb in one of the sweep's runs; empty if none has it."""
+    for run in readable(sweep.runs(), console.warn, named=False):
+        try:
+            tracker = run.section("tracker")
+        except ConfigError as error:
+            console.warn(f"{run.path.name} is left alone: {error}")
+            continue
+        # Of several trackers, each has a key of its own.
+        for config in (tracker, *(value for value in tracker.values() if isinstance(value, Mapping))):
+            if config.get("kind") == Wandb.kind:
+                return config
+    return {}

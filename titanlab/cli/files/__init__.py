@@ -1,1 +1,0 @@
-"""Verbs that read and write files for other programs: weights, tokenizers, tokens."""

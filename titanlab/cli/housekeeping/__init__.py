@@ -1,1 +1,0 @@
-"""Verbs that look after runs and machines: logs, clean, repro, doctor."""

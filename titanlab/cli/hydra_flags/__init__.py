@@ -1,1 +1,0 @@
-"""What Hydra's flags print (`--cfg`, `--info`, `--help`), and completion for shells."""

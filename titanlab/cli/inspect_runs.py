@@ -1,0 +1,450 @@
+"""What single runs have left: `titanlab logs`, `titanlab diagnose`, `titanlab checkpoints`, `titanlab hosts`."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from titanlab.checkpoint.listing import ListedCheckpoint, list_checkpoints
+from titanlab.checkpoint.remote.run_place import checkpoints_of
+from titanlab.cli.arguments import Arguments
+from titanlab.distributed.hang import has_hung, hung_attempt
+from titanlab.errors import ConfigError
+from titanlab.launch.evidence import bad_hosts, clear_bad_hosts, host_names
+from titanlab.launch.submission import jobs_folder, submissions
+from titanlab.records.diagnosis import rank_rows, table_lines
+from titanlab.records.logs import (
+    Growing,
+    Line,
+    Part,
+    Span,
+    backward,
+    complete_end,
+    forward,
+    merged,
+    part_of,
+    parts,
+    rank_log,
+    rank_logs,
+    size_of,
+    timed,
+    timed_from_end,
+)
+from titanlab.records.run_folder import RunFolder
+from titanlab.records.run_search import find_run
+from titanlab.sweep.listing import aligned
+from titanlab.sweep.watch import RunWatch
+from titanlab.system.files import finite, user_path
+from titanlab.system.terminal import Console, discard
+from titanlab.system.text import data_size, duration, harmless, shown_path
+
+_POLL_SECONDS = 0.5
+_MOST_NAMED = 6
+
+
+def logs_verb(arguments: Sequence[str]) -> int:
+    """Print the logs. Returns 0, also when Ctrl-C ends the following."""
+    parser = Arguments("logs", "Print what the ranks of a run have printed: of all ranks, ordered by time.")
+    parser.add_argument("run", help="the run's folder, name, or the first digits of its hash")
+    parser.add_argument("--rank", type=int, help="only this rank, as its file has it")
+    parser.add_argument("--attempt", type=int, help="only what this attempt has printed (default: all of them)")
+    parser.add_argument("--follow", "-f", action="store_true", help="go on until the run ends; Ctrl-C ends the looking")
+    parser.add_argument("--tail", type=int, metavar="K", help="only the last K lines")
+    parser.add_argument("--grep", metavar="PATTERN", help="only lines in which this regular expression is found")
+    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
+    args = parser.parse_args(arguments)
+    if args.tail is not None and args.tail < 0:
+        raise ConfigError("--tail", args.tail, "must not be negative", "try 100")
+    if args.follow and args.attempt is not None:
+        rule = "an attempt that has ended prints no more"
+        raise ConfigError("--attempt", args.attempt, rule, "leave out --attempt or --follow")
+    pattern = _pattern(args.grep)
+    run = RunFolder(find_run(args.run, args.runs).path.absolute())
+    run.chosen_attempt(args.attempt)
+    logs = _chosen(run, args.rank, is_followed=args.follow)
+    with LogOutput(width=len(str(max(logs, default=0))) if args.rank is None else None) as output:
+        ends = {rank: _end(path, is_followed=args.follow) for rank, path in logs.items()}
+        if not args.follow and not any(ends.values()):
+            Console().note(_without_logs(run))
+            return 0
+        with contextlib.suppress(KeyboardInterrupt):
+            for line in _lines(run, logs, ends, args.attempt, args.tail, pattern):
+                if not output.line(line):
+                    return 0
+            if args.follow:
+                _follow(run, args.rank, ends, pattern, output)
+    return 0
+
+
+def _pattern(text: str | None) -> re.Pattern[bytes] | None:
+    if text is None:
+        return None
+    try:
+        return re.compile(text.encode())
+    except re.error as error:
+        raise ConfigError("--grep", text, f"is no regular expression ({error})", "put \\ before ( [ { * + ?") from None
+
+
+def _chosen(run: RunFolder, rank: int | None, *, is_followed: bool) -> dict[int, Path]:
+    """The logs by rank."""
+    logs = rank_logs(run)
+    if rank is None:
+        return logs
+    if rank in logs or (is_followed and 0 <= rank < _world(run)):
+        return {rank: rank_log(run, rank)}
+    if not logs:
+        return {}
+    rule = f"the run has no log of this rank; it has those of {_numbers(list(logs))}"
+    raise ConfigError("--rank", rank, rule, f"try --rank {min(logs, key=lambda known: abs(known - rank))}")
+
+
+def _world(run: RunFolder) -> int:
+    world: Any = run.config().get("world")
+    return world if isinstance(world, int) else 0
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]} to {ranks[-1]}"
+    return ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
+
+
+def _end(path: Path, *, is_followed: bool) -> int:
+    """How much of a log is read now; the rest of an incomplete line comes while it is followed."""
+    size = size_of(path)
+    with contextlib.suppress(OSError):
+        return complete_end(path, size) if is_followed and size else size
+    return 0
+
+
+def _lines(
+    run: RunFolder,
+    logs: Mapping[int, Path],
+    ends: Mapping[int, int],
+    attempt: int | None,
+    tail: int | None,
+    pattern: re.Pattern[bytes] | None,
+) -> Iterable[Line]:
+    """The lines that are there now."""
+    by_rank = {
+        rank: parts(run, rank, path) if attempt is None else [part_of(run, rank, path, attempt)]
+        for rank, path in logs.items()
+    }
+    cut = {rank: [_cut(part, ends[rank]) for part in of_rank] for rank, of_rank in by_rank.items()}
+    if tail is None:
+        return merged(_timed(of_rank, pattern) for of_rank in cut.values())
+    lasts = [_last(of_rank, tail, pattern) for of_rank in cut.values()]
+    lines = list(merged(lasts))
+    return lines[len(lines) - min(tail, len(lines)) :]
+
+
+def _cut(part: Part, end: int) -> Part:
+    return replace(part, span=replace(part.span, end=min(part.span.end, end)))
+
+
+def _timed(of_rank: Sequence[Part], pattern: re.Pattern[bytes] | None) -> Iterator[Line]:
+    for part in of_rank:
+        for line in timed(forward(part.span), part.rank, begin=part.begin, end=part.end):
+            if pattern is None or pattern.search(line.text):
+                yield line
+
+
+def _last(of_rank: Sequence[Part], tail: int, pattern: re.Pattern[bytes] | None) -> list[Line]:
+    if not of_rank:
+        return []
+    first, last = of_rank[0], of_rank[-1]
+    whole = Span(path=last.span.path, start=first.span.start, end=last.span.end)
+    texts = (text for text in backward(whole) if pattern is None or pattern.search(text))
+    return timed_from_end(list(itertools.islice(texts, tail))[::-1], last.rank, end=last.end)
+
+
+def _follow(
+    run: RunFolder, rank: int | None, ends: Mapping[int, int], pattern: re.Pattern[bytes] | None, output: LogOutput
+) -> None:
+    """Print what is added, until the run ends."""
+    growing = {number: Growing(rank_log(run, number), position) for number, position in ends.items()}
+    watch, attempt, last_reason = RunWatch(run), run.newest_attempt(), ""
+    while True:
+        # Asked first: what the run prints until its end is read after it.
+        goes_on, why = watch.goes_on()
+        if rank is None:
+            for number, path in rank_logs(run).items():
+                growing.setdefault(number, Growing(path))
+        output.widen(len(str(max(growing, default=0))))
+        newest = run.newest_attempt()
+        if newest != attempt:
+            attempt = newest
+            if newest > 1:
+                output.note(f"attempt {newest} begins")
+        if not _show_new(growing, pattern, output, last=not goes_on):
+            return
+        if not goes_on:
+            output.note(f"{run.path.name} {why}")
+            return
+        if why and why != last_reason:
+            output.note(f"{run.path.name} {why}")
+        last_reason = why
+        time.sleep(_POLL_SECONDS)
+
+
+def _show_new(
+    growing: Mapping[int, Growing], pattern: re.Pattern[bytes] | None, output: LogOutput, *, last: bool
+) -> bool:
+    """Print what was added. Returns False if nobody reads it any more."""
+    new_lines: list[list[Line]] = []
+    for number, log in growing.items():
+        texts = log.read(last=last)
+        if log.changed:
+            output.note(f"{log.path.name} was replaced or cut short; it is read from its beginning")
+        kept = [text for text in texts if pattern is None or pattern.search(text)]
+        if kept:
+            new_lines.append(timed_from_end(kept, number, end=time.time()))
+    return all(output.line(line) for line in merged(new_lines)) and output.flush()
+
+
+def _without_logs(run: RunFolder) -> str:
+    """One line that says what there is instead of logs."""
+    name = run.path.name
+    printed = [path for path in _job_files(run) if size_of(path)]
+    if printed:
+        shown = [shown_path(path) for path in printed[:_MOST_NAMED]]
+        more = f" and {len(printed) - _MOST_NAMED} more" if len(printed) > _MOST_NAMED else ""
+        return f"{name}: no rank has printed anything; its job has: {' '.join(shown)}{more}"
+    status, result = run.known_status(), run.result()
+    if result is not None:
+        end = f"{result.kind.value}: {result.cause or result.kind.meaning}"
+        return f"{name}: no rank has printed anything; it ended as {end}"
+    goes_on, why = RunWatch(run).goes_on()
+    state = "unknown" if status is None else status.state
+    return f"{name}: no rank has printed anything yet ({why or (state if goes_on else 'nobody has started it')})"
+
+
+def _job_files(run: RunFolder) -> list[Path]:
+    """What the tasks of the run's jobs have printed, those of the latest job first."""
+    sweep = run.path.parent
+    folder, files = jobs_folder(sweep), list[Path]()
+    for submission in reversed(submissions(sweep)):
+        for index, name in enumerate(submission.runs):
+            if name != run.path.name:
+                continue
+            # launch=local: one folder a job. Slurm: names with the number of the array and the index.
+            for pattern in (f"{submission.token}_{index}/*_log.*", f"{submission.job_id}_{index}_*_log.*"):
+                files += sorted(folder.glob(pattern), key=lambda path: (path.suffix != ".err", path.name))
+    return files
+
+
+_FLUSH_BYTES = 1 << 16
+
+
+class LogOutput:
+    """Standard output of `titanlab logs`.
+
+    Args:
+        width: of the number of a rank before each line; None: lines have no number.
+        stream: None: standard output.
+    """
+
+    def __init__(self, *, width: int | None, stream: TextIO | None = None) -> None:
+        self._stream = sys.stdout if stream is None else stream
+        self._width = width
+        self._is_terminal = self._stream.isatty()
+        self._waiting: list[bytes] = []
+        self._bytes = 0
+        self._is_open = True
+
+    def widen(self, width: int) -> None:
+        """Make room for the number of a higher rank, where lines have one."""
+        if self._width is not None:
+            self._width = max(self._width, width)
+
+    def line(self, line: Line) -> bool:
+        """Write a line. Returns False if nobody reads the output any more."""
+        head = b"" if self._width is None else f"[rank {line.rank:>{self._width}}] ".encode()
+        text = harmless(line.text.decode(errors="replace")).encode(errors="replace") if self._is_terminal else line.text
+        self._waiting.append(head + text + b"\n")
+        self._bytes += len(text)
+        return self.flush() if self._bytes > _FLUSH_BYTES else self._is_open
+
+    def note(self, text: str) -> None:
+        """Say something about the logs, on standard error, so that the output has only lines of the logs."""
+        self.flush()
+        Console(sys.stderr).note(text)
+
+    def flush(self) -> bool:
+        """Write what waits. Returns False if nobody reads the output any more."""
+        content = b"".join(self._waiting)
+        self._waiting, self._bytes = [], 0
+        if not content or not self._is_open:
+            return self._is_open
+        try:
+            buffer = getattr(self._stream, "buffer", None)
+            if buffer is None:
+                self._stream.write(content.decode(errors="replace"))
+            else:
+                self._stream.flush()
+                buffer.write(content)
+                buffer.flush()
+            self._stream.flush()
+        except BrokenPipeError:
+            self._is_open = False
+            discard(self._stream)
+        except OSError:
+            self._is_open = False  # A full disk, or a closed terminal.
+        return self._is_open
+
+    def __enter__(self) -> LogOutput:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.flush()
+
+
+def diagnose_verb(arguments: Sequence[str]) -> int:
+    """Print the diagnosis of a run's newest attempt, or of the given attempt."""
+    parser = Arguments("diagnose", "Say again why a run hung, and where each of its ranks was.")
+    parser.add_argument("run", help="the run's folder, name, or the first digits of its hash")
+    parser.add_argument("--attempt", type=int, help="number of the attempt (default the newest)")
+    parser.add_argument("--json", action="store_true", help="the same as JSON, with whole stacks")
+    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
+    args = parser.parse_args(arguments)
+    run = find_run(args.run, args.runs)
+    attempt = run.chosen_attempt(args.attempt)
+    with Console() as console:
+        if attempt and has_hung(run, attempt):
+            _show(run, attempt, console, as_json=args.json)
+        elif args.json:
+            result = run.result(attempt) if attempt else run.result()
+            outcome = None if result is None else result.kind.value
+            console.note(json.dumps({"run": run.path.name, "attempt": attempt, "hung": False, "outcome": outcome}))
+        else:
+            console.note(_without_hang(run, attempt))
+    return 0
+
+
+def _without_hang(run: RunFolder, attempt: int) -> str:
+    """One line that says how the attempt ended."""
+    result = run.result(attempt) if attempt else run.result()
+    if result is None:
+        state = run.status()
+        stopped = run.stopped(attempt) if attempt else None
+        text = f"did not hang; it has not ended{'' if state is None else f' ({state.state})'}"
+        text = f"has not ended; {stopped}" if stopped else text
+    else:
+        text = f"did not hang; it ended as {result.kind.value}: {result.cause or result.kind.meaning}"
+    earlier = [number for number in run.attempts() if number != attempt and has_hung(run, number)]
+    more = f"; attempt {earlier[-1]} hung, see --attempt {earlier[-1]}" if earlier else ""
+    return f"{run.path.name}, attempt {attempt}, {text}{more}"
+
+
+def _show(run: RunFolder, attempt: int, console: Console, *, as_json: bool) -> None:
+    hung = hung_attempt(run, attempt)
+    diagnosis = hung.diagnosis
+    rows = rank_rows(
+        diagnosis, hung.records, {**hung.others, **dict.fromkeys(hung.damaged, "damaged")}, world=hung.world
+    )
+    result = run.result(attempt)
+    if as_json:
+        values = {
+            "run": run.path.name,
+            "attempt": attempt,
+            "hung": True,
+            "outcome": None if result is None else result.kind.value,
+            "cause": None if result is None else result.cause,
+            "verdict": diagnosis.verdict,
+            "ranks": diagnosis.ranks,
+            "pending": diagnosis.pending,
+            "damaged": list(hung.damaged.values()),
+            "rows": rows,
+        }
+        console.note(json.dumps(finite(values), indent=2, ensure_ascii=False))
+        return
+    for line in hung.damaged.values():
+        console.warn(line)
+    console.note("\n".join([f"{run.path.name}, attempt {attempt}: {diagnosis.verdict}", "", *table_lines(rows)]))
+
+
+_CHECKPOINT_HEADINGS = ("step", "size", "saved", "format", "state", "")
+
+
+def checkpoints_verb(arguments: Sequence[str]) -> int:
+    """Print a line for each checkpoint. Returns 1 if one that counts was found damaged."""
+    parser = Arguments("checkpoints", "List a run's checkpoints, by step.")
+    parser.add_argument("run", help="the run's folder, name, or the first digits of its hash")
+    parser.add_argument("--verify", action="store_true", help="read every byte, and exit with 1 if one is damaged")
+    parser.add_argument("--json", action="store_true", help="rows as JSON")
+    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
+    args = parser.parse_args(arguments)
+    run = find_run(args.run, args.runs)
+    rows = list_checkpoints(checkpoints_of(run), verifies=args.verify)
+    with Console() as console:
+        if args.json:
+            console.note(json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False))
+        elif not rows:
+            console.note(f"{shown_path(run.path)} has no checkpoints")
+        else:
+            now = time.time()
+            console.note(
+                "\n".join(
+                    aligned(_CHECKPOINT_HEADINGS, [_cells(row, now) for row in rows], right=_CHECKPOINT_HEADINGS[:3])
+                )
+            )
+    return 1 if any(row.problem is not None for row in rows) else 0
+
+
+def _cells(row: ListedCheckpoint, now: float) -> list[str]:
+    state = f"{row.state}, verified" if row.verified else row.state
+    if row.state == "complete" and row.format == "dcp":
+        state = "complete, without checksums"
+    age = f"{duration(max(now - row.saved, 0.0))} ago"
+    return [
+        str(row.step),
+        data_size(row.bytes),
+        age,
+        row.format,
+        state,
+        (row.problem or "").removeprefix("is damaged: "),
+    ]
+
+
+_HOST_HEADINGS = ("host", "when", "outcome", "run", "cause")
+
+
+def hosts_verb(arguments: Sequence[str]) -> int:
+    """Print a line for each failure, or forget some."""
+    parser = Arguments("hosts", "List hosts on which a run failed; later jobs of that run leave them out.")
+    parser.add_argument("--clear", metavar="HOST", help="forget the failures on this host")
+    parser.add_argument("--all", action="store_true", help="forget the failures on all hosts")
+    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
+    args = parser.parse_args(arguments)
+    if args.clear is not None and args.all:
+        raise ConfigError("--clear", args.clear, "is one host, and --all is given", "leave one of the two out")
+    runs = user_path(args.runs)
+    known = bad_hosts(runs)
+    with Console() as console:
+        if args.clear is not None and args.clear not in host_names(known):
+            shown = ", ".join(host_names(known)) or "none"
+            raise ConfigError("--clear", args.clear, f"is not on the list; it has: {shown}", "see `titanlab hosts`")
+        if args.clear is not None or args.all:
+            cleared = host_names([bad for bad in known if args.clear in (None, bad.host)])
+            clear_bad_hosts(runs, args.clear)
+            console.note(f"cleared: {', '.join(cleared) or 'nothing'}")
+        elif not known:
+            console.note(f"no run under {args.runs} has failed because of its host")
+        else:
+            now = time.time()
+            cells = [
+                [bad.host, f"{duration(max(now - bad.time, 0.0))} ago", bad.kind, bad.run, bad.cause] for bad in known
+            ]
+            console.note("\n".join(aligned(_HOST_HEADINGS, cells, right=())))
+    return 0

@@ -1,1 +1,0 @@
-"""What `titanlab plan` learns of a machine: from runs, or by measuring it."""

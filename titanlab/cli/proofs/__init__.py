@@ -1,1 +1,0 @@
-"""The verbs that train reduced recipes on this host."""

@@ -1,0 +1,119 @@
+"""A sweep's results: `titanlab collect` writes the table, `titanlab best` ranks, `titanlab report` writes a page."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from titanlab.cli.arguments import Arguments
+from titanlab.errors import ConfigError
+from titanlab.sweep.comparison import COLUMN_OF, comparison
+from titanlab.sweep.listing import dropped, failures, gaps, runs
+from titanlab.sweep.ranking import drift_lines, rank, ranking_lines
+from titanlab.sweep.rows import look_at, write_table
+from titanlab.sweep.sweep_folder import SweepFolder, open_sweep
+from titanlab.system.files import finite, user_path
+from titanlab.system.terminal import Console
+from titanlab.system.text import counted
+
+
+def collect_verb(arguments: Sequence[str]) -> int:
+    """Write the table, print where it is, and compare the recipes."""
+    parser = Arguments("collect", "Write a sweep's table as parquet and CSV: a row for each run and dropped point.")
+    parser.add_argument("sweep", help="the sweep's name, or its folder")
+    parser.add_argument("--into", type=Path, help="the folder for the files (default: the sweep's own)")
+    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
+    args = parser.parse_args(arguments)
+    sweep = open_sweep(args.sweep, args.runs)
+    rows = look_at(sweep, Console().warn, estimates=True)()
+    files = write_table(rows, sweep.name, user_path(args.into or sweep.path))
+    lines = [f"{sweep.name}: {counted(len(runs(rows)), 'run')}"]
+    lines += [f"  {line}" for line in comparison(rows)]
+    lines += [f"  {line}" for line in drift_lines(rows)]
+    lines += [f"  {line}" for line in failures(rows)]
+    lines += [f"  {line}" for line in gaps(rows)]
+    lines += [f"  {line}" for line in dropped(rows)]
+    lines += [f"table: {os.path.relpath(path)}" for path in files]
+    with Console() as console:
+        console.note("\n".join(lines))
+    return 0
+
+
+def best_verb(arguments: Sequence[str]) -> int:
+    """Print the answer in one sentence, the ranked recipes, and those that are left out."""
+    parser = Arguments("best", "Rank the recipes of a sweep; nobody is named the winner of a gap that may be noise.")
+    parser.add_argument("sweep", help="the sweep's name, or its folder")
+    parser.add_argument(
+        "--by",
+        default="tps",
+        help="tps: tokens per second of one device (default); mfu; memory: the least peak of a rank",
+    )
+    parser.add_argument("--max-memory", type=float, metavar="GIB", help="leave out recipes that need more, such as 76")
+    parser.add_argument("--json", action="store_true", help="the ranking as JSON; docs/comparing.md has the keys")
+    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
+    args = parser.parse_args(arguments)
+    if args.by not in COLUMN_OF:
+        raise ConfigError("--by", args.by, "is no figure to rank by", f"known: {', '.join(COLUMN_OF)}")
+    limit = args.max_memory
+    if limit is not None and not (math.isfinite(limit) and limit > 0):
+        raise ConfigError("--max-memory", limit, "must be a number of GiB above 0", "try --max-memory 76")
+    sweep = open_sweep(args.sweep, args.runs)
+    rows = look_at(sweep, Console().warn)()
+    ranking = rank(rows, by=args.by, max_memory_gib=limit)
+    with Console() as console:
+        if args.json:
+            console.note(
+                json.dumps(finite({"sweep": sweep.name, **ranking.to_mapping()}), indent=2, ensure_ascii=False)
+            )
+        else:
+            console.note("\n".join([f"{sweep.name}: {ranking.sentence}", *ranking_lines(ranking)[1:], *dropped(rows)]))
+    return 0
+
+
+_ENDINGS = (".html", ".htm")
+
+
+def report_verb(arguments: Sequence[str]) -> int:
+    """Write the report, and print its answer and where it is."""
+    parser = Arguments("report", "Write a sweep's report: one HTML file, which opens without a network.")
+    parser.add_argument("sweep", help="the sweep's name, or its folder")
+    parser.add_argument("--by", choices=("tps", "mfu", "memory"), default="tps", help="rank by it (default tps)")
+    parser.add_argument(
+        "--into", type=Path, help="an HTML file, or a folder (default: SWEEP.html in the sweep's folder)"
+    )
+    parser.add_argument("--figures", type=Path, help="a folder: also write each figure there, for papers")
+    parser.add_argument("--format", choices=("png", "svg", "pdf"), help="of these figures (default png)")
+    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
+    args = parser.parse_args(arguments)
+    if args.format is not None and args.figures is None:
+        raise ConfigError("--format", args.format, "is that of figures", "add --figures FOLDER")
+    sweep = open_sweep(args.sweep, args.runs)
+    # Imported here: the planner and the table take time to import, and `--help` needs neither.
+    from titanlab.report.report import check_matplotlib, write_report
+    from titanlab.sweep.rows import look_at
+
+    check_matplotlib(sweep.name)
+    into = _file(args.into, sweep)
+    with Console() as console:
+        figures = None if args.figures is None else user_path(args.figures)
+        rows = look_at(sweep, console.warn)()
+        written = write_report(sweep, rows, into=into, figures=figures, format=args.format or "png", by=args.by)
+        lines = [written.sentence, *(f"figure: {os.path.relpath(path)}" for path in written.figures)]
+        console.note("\n".join([*lines, f"report: {os.path.relpath(written.file)}"]))
+    return 0
+
+
+def _file(into: Path | None, sweep: SweepFolder) -> Path:
+    """The HTML file that `--into` names: a name with the ending of a page is a file, any other one a folder."""
+    name = f"{sweep.name}.html"
+    if into is None:
+        return sweep.path / name
+    into = user_path(into)
+    if into.suffix.lower() in _ENDINGS and not into.is_dir():
+        return into
+    if into.exists() and not into.is_dir():
+        raise ConfigError("--into", into, "is a file, and its name has not the ending .html", f"try {into}.html")
+    return into / name

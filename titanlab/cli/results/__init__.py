@@ -1,1 +1,0 @@
-"""Verbs that compare the runs of a sweep and show its results."""
