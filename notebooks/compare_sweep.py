@@ -26,10 +26,10 @@ from pathlib import Path
 import pandas as pd
 
 from titanlab.report import figures, frames
-from titanlab.report.analyses import drawings
-from titanlab.report.analyses.ranking import ranking_text
-from titanlab.report.analyses.scaling import scaling_frame
-from titanlab.report.figures.pareto import pareto
+from titanlab.report import drawings
+from titanlab.report.analyses import ranking_text
+from titanlab.report.analyses import scaling_frame
+from titanlab.report.figures.scatter import pareto
 
 # %matplotlib inline
 

@@ -26,8 +26,8 @@ import os
 import pandas as pd
 
 from titanlab.report import figures, wandb_frames
-from titanlab.report.analyses import drawings
-from titanlab.report.analyses.scaling import scaling_frame
+from titanlab.report import drawings
+from titanlab.report.analyses import scaling_frame
 
 # %matplotlib inline
 

@@ -28,8 +28,8 @@ import pandas as pd
 from titanlab.parity.tolerances import of_runs
 from titanlab.recipe.recipe import from_mapping
 from titanlab.report import figures, frames
-from titanlab.report.analyses import drawings
-from titanlab.report.analyses.losses import differences_frame, largest_differences
+from titanlab.report import drawings
+from titanlab.report.analyses import differences_frame, largest_differences
 from titanlab.sweep.sweep_folder import SweepFolder
 
 # %matplotlib inline

@@ -25,9 +25,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from titanlab.report.analyses import drawings
-from titanlab.report.analyses.memory_items import memory_frame
-from titanlab.report.figures.estimates import estimate_against_measurement
+from titanlab.report import drawings
+from titanlab.report.analyses import memory_frame
+from titanlab.report.figures.scatter import estimate_against_measurement
 from titanlab.report.frames import sweep_frame
 
 # %matplotlib inline

@@ -26,8 +26,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from titanlab.report.analyses import drawings
-from titanlab.report.analyses.pipelines import pipelines_frame, schedules_frame, timeline_of
+from titanlab.report import drawings
+from titanlab.report.analyses import pipelines_frame, schedules_frame, timeline_of
 from titanlab.schedule.grid import rows
 
 # %matplotlib inline

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titanlab.errors import ConfigError
-from titanlab.report.page.answer import answer_of
-from titanlab.report.page.facts import Facts, checked
-from titanlab.report.page.sections import panels_of
+from titanlab.report.facts import Facts, answer_of, checked
+from titanlab.report.sections import panels_of
 from titanlab.sweep.rows import Table
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.system.files import user_path, write_text
@@ -57,7 +56,7 @@ def write_report(
     """
     check_matplotlib(sweep.name)
     from titanlab.report.figures import svg
-    from titanlab.report.page.page import html
+    from titanlab.report.page import html
 
     facts = Facts(sweep, checked(rows), time.time())
     answer = answer_of(facts, by=by)

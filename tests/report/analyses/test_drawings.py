@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 
 from titanlab.plan.memory import ITEMS
-from titanlab.report.analyses.drawings import draw_bubbles, draw_differences, draw_memory, draw_scaling
-from titanlab.report.analyses.memory_items import ITEM
+from titanlab.report.analyses import ITEM
+from titanlab.report.drawings import draw_bubbles, draw_differences, draw_memory, draw_scaling
 
 SCALING = ["efficiency_percent", "oversubscribed", "speedup", "reference", "recipe", "world"]
 MEMORY = ["name", "estimated_gib", "measured_gib", *(f"{ITEM}{name}" for name in ITEMS)]

@@ -6,9 +6,8 @@ import pytest
 
 from tests.sweep.made import begin, train
 from titanlab.errors import ConfigError
-from titanlab.report import frames
-from titanlab.report.analyses import drawings
-from titanlab.report.analyses.losses import COLUMNS, differences_frame, largest_differences
+from titanlab.report import drawings, frames
+from titanlab.report.analyses import DIFFERENCE_COLUMNS, differences_frame, largest_differences
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ def steps(made):
 def test_differences_are_relative_and_by_step(steps):
     reference = steps.run[0]
     frame = differences_frame(steps, reference)
-    assert list(frame.columns) == list(COLUMNS)
+    assert list(frame.columns) == list(DIFFERENCE_COLUMNS)
     assert reference not in set(frame["run"])
     of = {name: list(frame[frame["name"] == name]["loss_difference"]) for name in ("fsdp", "short", "nan")}
     assert of["fsdp"] == [0.0, 0.25, 0.0, 0.0]

@@ -6,8 +6,8 @@ from tests.sweep.made import begin, end, train
 from titanlab.errors import ConfigError
 from titanlab.plan.memory import ITEMS, most_memory
 from titanlab.recipe.recipe import from_mapping
-from titanlab.report.analyses import drawings
-from titanlab.report.analyses.memory_items import COLUMNS, memory_frame
+from titanlab.report import drawings
+from titanlab.report.analyses import MEMORY_COLUMNS, memory_frame
 
 
 def test_a_run_has_the_planners_account_and_its_measurement(made):
@@ -18,7 +18,7 @@ def test_a_run_has_the_planners_account_and_its_measurement(made):
         end(run)
     made.drop("rule", "breaks a rule", parallelism="tp")
     memory = memory_frame(made.folder.path)
-    assert list(memory.columns) == list(COLUMNS)
+    assert list(memory.columns) == list(MEMORY_COLUMNS)
     assert list(memory["name"]) == ["single", "fsdp"]
     assert list(memory["measured_gib"]) == [0.75, 0.75]
     most = most_memory(from_mapping(run.config(1)))

@@ -5,8 +5,8 @@ import pytest
 from tests.sweep.made import begin, end, train
 from titanlab.errors import ConfigError
 from titanlab.options import discover
-from titanlab.report.analyses import drawings
-from titanlab.report.analyses.pipelines import pipelines_frame, schedules, schedules_frame, timeline_of
+from titanlab.report import drawings
+from titanlab.report.analyses import pipelines_frame, schedules, schedules_frame, timeline_of
 from titanlab.schedule.action import Kind
 
 

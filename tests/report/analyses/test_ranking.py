@@ -3,7 +3,7 @@
 from tests.sweep.made import SUMMARY, begin, end, train
 from titanlab.costs import meter
 from titanlab.report import frames
-from titanlab.report.analyses.ranking import ranking_text
+from titanlab.report.analyses import ranking_text
 
 
 def test_the_first_is_named_if_the_gap_is_more_than_noise(made):

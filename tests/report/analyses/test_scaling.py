@@ -4,9 +4,8 @@ import pytest
 
 from tests.sweep.made import SUMMARY, begin, end, train
 from titanlab.costs import meter
-from titanlab.report import frames
-from titanlab.report.analyses import drawings
-from titanlab.report.analyses.scaling import COLUMNS, scaling_frame
+from titanlab.report import drawings, frames
+from titanlab.report.analyses import SCALING_COLUMNS, scaling_frame
 
 
 def done(made, name, speed, *, cores=8, repeat=0, **keys):
@@ -30,7 +29,7 @@ def swept(made):
 
 def test_efficiency_is_that_of_one_device(swept):
     scaling = scaling_frame(swept)
-    assert list(scaling.columns) == list(COLUMNS)
+    assert list(scaling.columns) == list(SCALING_COLUMNS)
     assert list(scaling["world"]) == [1, 2, 4]
     assert list(scaling["efficiency_percent"]) == pytest.approx([100.0, 80.0, 50.0])
     assert list(scaling["speedup"]) == pytest.approx([1.0, 1.6, 2.0])

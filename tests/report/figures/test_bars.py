@@ -8,9 +8,9 @@ from tests.sweep.table.plain import row
 from titanlab.costs.meter import LOSS, TOKENS_SEEN
 from titanlab.report import figures
 from titanlab.report.figures.bars import memory_by_layout, throughput_by_layout
-from titanlab.report.figures.loss import loss_by_tokens
-from titanlab.report.figures.pareto import pareto, points_of
-from titanlab.report.figures.records import recipe_colours
+from titanlab.report.figures.over_time import loss_by_tokens
+from titanlab.report.figures.scatter import pareto, points_of
+from titanlab.report.figures.style import recipe_colours
 from titanlab.report.frames import sweep_frame
 from titanlab.sweep.ranking import rank
 

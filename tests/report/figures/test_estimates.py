@@ -1,7 +1,7 @@
 """Estimates against measurements."""
 
 from tests.report.sweeps import mixed
-from titanlab.report.figures.estimates import compared, estimate_against_measurement
+from titanlab.report.figures.scatter import compared, estimate_against_measurement
 from titanlab.sweep.rows import Table
 
 

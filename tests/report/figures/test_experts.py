@@ -3,7 +3,7 @@
 from xml.etree import ElementTree
 
 from titanlab.report.figures import svg
-from titanlab.report.figures.experts import ExpertLoad, expert_load
+from titanlab.report.figures.over_time import ExpertLoad, expert_load
 
 
 def test_a_large_model_is_a_small_figure(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from titanlab.costs import meter
 from titanlab.report import figures
-from titanlab.report.figures.loss import loss_by_tokens, thinned
+from titanlab.report.figures.over_time import loss_by_tokens, thinned
 from titanlab.report.figures.style import MOST_LINES
 from titanlab.report.frames import metrics_frame
 

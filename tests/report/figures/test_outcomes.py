@@ -5,7 +5,7 @@ import pytest
 from tests.report.figures.drawn import bars, texts
 from tests.sweep.table.plain import row
 from titanlab.report import figures
-from titanlab.report.figures.outcomes import outcomes
+from titanlab.report.figures.bars import outcomes
 from titanlab.report.frames import sweep_frame
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.report.sweeps import mixed, summary
 from tests.sweep.made import begin, end, train
-from titanlab.report.figures.pareto import front_of, pareto, points_of
+from titanlab.report.figures.scatter import front_of, pareto, points_of
 from titanlab.report.frames import sweep_frame
 from titanlab.sweep.rows import Table
 

@@ -1,6 +1,6 @@
 """Parts of a step."""
 
-from titanlab.report.figures.split import Split, step_time_split
+from titanlab.report.figures.bars import Split, step_time_split
 
 
 def test_parts_are_stacked_and_estimates_say_so():

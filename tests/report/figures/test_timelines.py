@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from titanlab.report.figures.timelines import COLUMNS, Pipeline, pipeline_timelines
+from titanlab.report.figures.over_time import TIMELINE_COLUMNS, Pipeline, pipeline_timelines
 from titanlab.schedule.one_f_one_b_schema import OneFOneB
 from titanlab.schedule.timeline import simulate
 
@@ -42,7 +42,7 @@ def test_each_row_of_a_panel_tells_its_run_and_what_its_rank_keeps():
         (("b",), "pp3: rank 1 keeps 2 microbatches at most"),
         (("b",), "pp3: rank 2 keeps 1 microbatch at most"),
     ]
-    assert {mark.columns for mark in marks} == {COLUMNS}
+    assert {mark.columns for mark in marks} == {TIMELINE_COLUMNS}
 
 
 def test_a_long_label_is_shortened_and_is_no_formula():

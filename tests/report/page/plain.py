@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.sweep.table.plain import row
-from titanlab.report.page.facts import Facts
+from titanlab.report.facts import Facts
 from titanlab.sweep.rows import Table
 from titanlab.sweep.sweep_folder import SweepFolder
 

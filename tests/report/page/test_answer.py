@@ -6,7 +6,7 @@ import pytest
 
 from tests.report.page.plain import facts_of, run
 from tests.sweep.table.plain import row
-from titanlab.report.page.answer import answer_of
+from titanlab.report.facts import answer_of
 
 
 def repeated(speeds, recipe="dp_s2", **given):

@@ -6,7 +6,7 @@ import pytest
 
 from tests.report.page.plain import facts_in
 from tests.sweep.made import begin, end
-from titanlab.report.page.differences import _between, _flat, differences
+from titanlab.report.facts import _between, _flat, differences
 
 
 def of(then, now):

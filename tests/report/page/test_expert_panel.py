@@ -8,8 +8,8 @@ import pytest
 
 from tests.sweep.made import begin, end, train
 from titanlab.records.metrics_file import read_metrics
-from titanlab.report.page.expert_panel import expert_panel
-from titanlab.report.page.facts import Facts, checked
+from titanlab.report.facts import Facts, checked
+from titanlab.report.panels import expert_panel
 from titanlab.report.report import sweep_figures, write_report
 from titanlab.sweep.rows import Table
 

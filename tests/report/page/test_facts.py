@@ -7,7 +7,7 @@ import pytest
 from tests.report.page.plain import facts_in, facts_of, run
 from tests.sweep.made import begin, end, train
 from tests.sweep.table.plain import row
-from titanlab.report.page.facts import at, checked, representative
+from titanlab.report.facts import at, checked, representative
 
 
 @pytest.mark.parametrize(

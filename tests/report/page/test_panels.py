@@ -5,8 +5,8 @@ import pytest
 from tests.report.page.plain import facts_in, facts_of, run
 from tests.sweep.made import begin, end, train
 from tests.sweep.table.plain import row
-from titanlab.report.page import panels
-from titanlab.report.page.answer import answer_of
+from titanlab.report import panels
+from titanlab.report.facts import answer_of
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from titanlab.report.page.parity_file import Parity, ParityRow, read_parity
+from titanlab.report.facts import Parity, ParityRow, read_parity
 
 
 def written(folder, *rows, **given):

@@ -6,8 +6,8 @@ import pytest
 
 from tests.report.page.plain import facts_in, facts_of, run
 from tests.sweep.made import begin, end
-from titanlab.report.page import planned
-from titanlab.report.page.planned import estimated_splits, measured_splits, pipelines
+from titanlab.report import panels as planned
+from titanlab.report.panels import estimated_splits, measured_splits, pipelines
 
 
 def done(made, name, **given):

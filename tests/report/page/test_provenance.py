@@ -7,7 +7,7 @@ import pytest
 
 from tests.report.page.plain import facts_in, facts_of, run
 from tests.sweep.made import begin, end
-from titanlab.report.page.provenance import command_line, moment, sources
+from titanlab.report.facts import command_line, moment, sources
 
 
 @pytest.mark.parametrize(

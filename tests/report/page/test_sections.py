@@ -7,10 +7,10 @@ import pytest
 from tests.report.page.plain import facts_in, facts_of, run
 from tests.sweep.made import begin, end
 from tests.sweep.table.plain import row
-from titanlab.report.page.answer import answer_of
-from titanlab.report.page.panels import Panel
-from titanlab.report.page.sections import panels_of, sections_of
-from titanlab.report.page.tables import Table
+from titanlab.report.facts import answer_of
+from titanlab.report.panels import Panel
+from titanlab.report.sections import panels_of, sections_of
+from titanlab.report.tables import Table
 
 
 def panel(name, **given):

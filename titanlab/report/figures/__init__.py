@@ -1,8 +1,6 @@
 """Figures of a sweep with matplotlib; each function returns one figure, without a window."""
 
-from titanlab.report.figures.bars import memory_by_layout, throughput_by_layout
-from titanlab.report.figures.experts import ExpertLoad, expert_load
-from titanlab.report.figures.loss import loss_by_tokens
-from titanlab.report.figures.outcomes import outcomes
+from titanlab.report.figures.bars import memory_by_layout, outcomes, throughput_by_layout
+from titanlab.report.figures.over_time import ExpertLoad, expert_load, loss_by_tokens
 
 __all__ = ["ExpertLoad", "expert_load", "loss_by_tokens", "memory_by_layout", "outcomes", "throughput_by_layout"]

@@ -1,35 +1,47 @@
-"""Throughput and memory of each recipe as bars."""
+"""A bar for each recipe: throughput, memory, outcomes of its runs, and the parts of its step."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from titanlab.report.figures.records import recipe_colours, records_of
+from titanlab.records.outcome import OutcomeKind
 from titanlab.report.figures.style import (
     BAR,
     BLUE,
     FRAME,
+    GREEN,
+    GREY,
     INK,
     MOST_BARS,
     MUTED,
+    ORANGE,
     OVERSUBSCRIBED,
     OVERSUBSCRIBED_TEXT,
+    PURPLE,
+    RED,
+    SKY,
     WHITE,
     WIDTH,
+    YELLOW,
     label_bars,
     new_figure,
+    recipe_colours,
+    records_of,
     set_title,
 )
 from titanlab.sweep.comparison import Group, groups
-from titanlab.sweep.listing import word
-from titanlab.system.text import counted, grouped, significant
+from titanlab.sweep.listing import tone, word
+from titanlab.system.text import counted, grouped, short_span, significant
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from pandas import DataFrame
 
     from titanlab.report.figures.traced import TracedFigure
+
 
 # Of the longest bar or interval: the axis, with room for the texts. Of the longest bar: where intervals are cut.
 _ROOM, _MOST_BAND = 1.5, 1.6
@@ -156,3 +168,142 @@ def _draw_runs(
         )
         description = f"{row['run']}: {significant(row[column], 4)}"
         figure.trace(point, runs=[row["run"]], columns=[column], text=description)
+
+
+_TONES = {"good": GREEN, "busy": SKY, "idle": GREY, "halted": YELLOW, "bad": RED}
+# Outcomes also differ in black and white, and bad outcomes, which share a colour, differ from each other.
+_HATCHES = {
+    "crash": "xx",
+    "oom": "//",
+    "hang": "\\\\",
+    "nan": "..",
+    "data": "++",
+    "node_fail": "oo",
+    "infeasible": "--",
+}
+
+
+def outcomes(runs: DataFrame | Sequence[Mapping[str, Any]]) -> TracedFigure:
+    """The outcomes or current states of each recipe's runs; dropped points have bars of their own.
+
+    Args:
+        runs: the frame of `sweep_frame`, or the rows of a table.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    rows = records_of(runs)
+    counts = [(group.label, Counter(map(word, group.rows))) for group in groups(rows)]
+    unknown = [row for row in rows if row["layout.label"] is None and row["state"] != "dropped"]
+    counts += [("(no folder)", Counter(map(word, unknown)))] if unknown else []
+    stages = Counter(row["dropped_stage"] for row in rows if row["state"] == "dropped")
+    counts += [(f"(dropped: {stage})", Counter({"dropped": count})) for stage, count in stages.items()]
+    colours = {word(row): _TONES[tone(row)] for row in rows}
+    kinds = [kind.value for kind in OutcomeKind]
+    order = [*kinds, *sorted({*colours} - {*kinds, "dropped"}), "dropped"]
+    shown = counts[:MOST_BARS]
+    figure, axis = new_figure(WIDTH, FRAME + BAR * max(1, len(shown)))
+    for name in order:
+        starts = [sum(by_word[earlier] for earlier in order[: order.index(name)]) for _, by_word in shown]
+        lengths = [by_word[name] for _, by_word in shown]
+        if any(lengths):
+            axis.barh(
+                range(len(shown)),
+                lengths,
+                left=starts,
+                height=0.72,
+                color=colours.get(name, GREY),
+                edgecolor=WHITE,
+                hatch=_HATCHES.get(name),
+                label=f"{name} ({sum(by_word[name] for _, by_word in counts)})",
+            )
+    label_bars(axis, [label for label, _ in shown], len(counts))
+    axis.set_xlabel("runs, or points")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if shown:
+        figure.legend(loc="outside right upper", fontsize=8.5, frameon=False)
+    set_title(axis, "outcomes")
+    figure.has_heading = True
+    return figure
+
+
+# Colour and hatch of each part: communication is orange and red, with a hatch for each axis.
+_LOOKS: Mapping[str, tuple[str, str | None]] = {
+    "compute": (BLUE, None),
+    "forward": (BLUE, None),
+    "backward": (SKY, None),
+    "replicate": (ORANGE, None),
+    "shard": (ORANGE, "//"),
+    "tensor": (RED, None),
+    "context": (RED, "\\\\"),
+    "pipeline": (RED, ".."),
+    "expert": (RED, "++"),
+    "bubble": (GREY, "xx"),
+    "optimizer": (PURPLE, None),
+    "data": (YELLOW, None),
+    "checkpoint": (YELLOW, "//"),
+    "stragglers": (GREY, "//"),
+    "other": (GREY, None),
+}
+COMMUNICATION = ("replicate", "shard", "tensor", "context", "pipeline", "expert")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """The parts of one run's step.
+
+    Attributes:
+        run: its folder.
+        label: of its recipe.
+        seconds: by part; an axis stands for communication that nothing hides.
+        columns: where they come from.
+        is_measured: False: an estimate of the planner.
+    """
+
+    run: str
+    label: str
+    seconds: Mapping[str, float]
+    columns: Sequence[str] = field(default=())
+    is_measured: bool = True
+
+
+def step_time_split(splits: Sequence[Split]) -> TracedFigure:
+    """Stacked bars of a step's seconds, one bar for each recipe; estimates are labelled as such."""
+    figure, axis = new_figure(WIDTH, FRAME + 0.3 + BAR * max(1, len(splits)))
+    order = [name for name in _LOOKS if any(split.seconds.get(name) for split in splits)]
+    order += sorted({name for split in splits for name, value in split.seconds.items() if value} - {*_LOOKS})
+    longest = max((sum(split.seconds.values()) for split in splits), default=0.0) or 1.0
+    labelled = set[str]()
+    for place, split in enumerate(splits):
+        left = 0.0
+        for name in order:
+            seconds = split.seconds.get(name) or 0.0
+            if seconds <= 0:
+                continue
+            colour, hatch = _LOOKS.get(name, (GREY, "oo"))
+            text = part_name(name)
+            look: dict[str, Any] = {"facecolor": colour, "hatch": hatch, "edgecolor": WHITE, "linewidth": 0.6}
+            label = None if name in labelled else text
+            (bar,) = axis.barh(place, seconds, left=left, height=0.72, label=label, **look)
+            labelled.add(name)
+            description = f"{split.label}: {text} {short_span(seconds)}{'' if split.is_measured else ', estimated'}"
+            figure.trace(bar, runs=[split.run], columns=split.columns, text=description)
+            left += seconds
+        text = short_span(left) + ("" if split.is_measured else " (estimate)")
+        axis.text(left + 0.012 * longest, place, text, va="center", fontsize=8.5, color=INK)
+    axis.set_xlim(0, longest * 1.25)
+    label_bars(axis, [split.label for split in splits], len(splits))
+    axis.set_xlabel("seconds of a step")
+    if splits:
+        figure.legend(loc="outside lower left", ncols=4, fontsize=8.5, frameon=False, labelcolor=INK)
+    kind = "time of a step" if any(split.is_measured for split in splits) else "time of a step, estimated"
+    set_title(axis, kind)
+    figure.has_heading = True
+    return figure
+
+
+def part_name(name: str) -> str:
+    """A part in words: an axis stands for its communication."""
+    if name == "bubble":
+        # A timeline has the idle share of all ranks, which is another number.
+        return "bubble of the busiest rank"
+    return f"exposed: {name}" if name in COMMUNICATION else name

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from titanlab.sweep.comparison import groups
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from pandas import DataFrame
 
     from titanlab.report.figures.traced import TracedFigure
+
 
 BLUE, ORANGE, GREEN, YELLOW = "#0072b2", "#e69f00", "#009e73", "#f0e442"
 SKY, RED, PURPLE, GREY = "#56b4e9", "#d55e00", "#cc79a7", "#999999"
@@ -121,3 +126,25 @@ def legend_text(text: str, *, most: int = _MOST_LETTERS) -> str:
 def _shown(letter: str) -> str:
     hidden = unicodedata.category(letter) in _UNPRINTABLE and letter not in _JOINERS
     return "\N{REPLACEMENT CHARACTER}" if hidden else letter
+
+
+def records_of(runs: DataFrame | Sequence[Mapping[str, Any]]) -> list[dict[Any, Any]]:
+    """The rows of a table, with None for missing values.
+
+    Args:
+        runs: the frame of `sweep_frame`, or rows of `titanlab.sweep.rows`.
+    """
+    if isinstance(runs, Sequence):
+        return [dict(row) for row in runs]
+    plain = runs.astype(object)
+    records: list[dict[Any, Any]] = plain.where(plain.notna(), None).to_dict("records")
+    return records
+
+
+def recipe_colours(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The colour of each run's recipe, the same in all figures of a sweep; empty if there are too many recipes."""
+    # By name, so that the order of a figure's bars does not matter.
+    ordered = sorted(groups(rows), key=lambda group: (group.world, group.label, group.is_control))
+    if len(ordered) > MOST_LINES:
+        return {}
+    return {row["run"]: SERIES[place % len(SERIES)] for place, group in enumerate(ordered) for row in group.rows}

@@ -10,15 +10,20 @@ from typing import Any
 from titanlab.errors import TitanlabError
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.provenance import redact
-from titanlab.report.page import panels
-from titanlab.report.page.answer import Answer
-from titanlab.report.page.differences import Differences, differences
-from titanlab.report.page.expert_panel import expert_panel
-from titanlab.report.page.facts import Facts, representative
-from titanlab.report.page.panels import Panel
-from titanlab.report.page.parity_file import Parity, read_parity
-from titanlab.report.page.provenance import command_line, sources
-from titanlab.report.page.tables import Cell, Table, number, run_cell, text
+from titanlab.report import panels
+from titanlab.report.facts import (
+    Answer,
+    Differences,
+    Facts,
+    Parity,
+    command_line,
+    differences,
+    read_parity,
+    representative,
+    sources,
+)
+from titanlab.report.panels import Panel, expert_panel
+from titanlab.report.tables import Cell, Table, number, run_cell, text
 from titanlab.sweep.comparison import Entry
 from titanlab.sweep.listing import failure_text, tone, word
 from titanlab.system.text import counted, grouped, significant

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from titanlab.plan.memory import ITEMS
-from titanlab.report.analyses.losses import GRAD_NORM, LOSS
-from titanlab.report.analyses.memory_items import ITEM
+from titanlab.report.analyses import GRAD_NORM, ITEM, LOSS
 from titanlab.report.figures.style import (
     BLUE,
     INK,
@@ -41,7 +40,7 @@ def draw_scaling(scaling: DataFrame) -> Figure:
     """Efficiency of each recipe: tokens per second of one device, in percent of the reference's.
 
     Args:
-        scaling: the frame of `titanlab.report.analyses.scaling.scaling_frame`.
+        scaling: the frame of `titanlab.report.analyses.scaling_frame`.
     """
     shown = scaling.head(_MOST_BARS)
     figure, axis = new_figure(WIDTH, 1.5 + 0.36 * max(1, len(shown)))
@@ -71,7 +70,7 @@ def draw_memory(memory: DataFrame) -> Figure:
     """The planner's items of memory as stacked bars, and what was measured as a mark.
 
     Args:
-        memory: the frame of `titanlab.report.analyses.memory_items.memory_frame`.
+        memory: the frame of `titanlab.report.analyses.memory_frame`.
     """
     shown = memory.head(_MOST_BARS)
     figure, axis = new_figure(WIDTH, 1.7 + 0.42 * max(1, len(shown)))
@@ -99,7 +98,7 @@ def draw_bubbles(schedules: DataFrame) -> Figure:
     """Idle time against the number of microbatches, one line for each schedule.
 
     Args:
-        schedules: the frame of `titanlab.report.analyses.pipelines.schedules_frame`, for one number of ranks.
+        schedules: the frame of `titanlab.report.analyses.schedules_frame`, for one number of ranks.
     """
     figure, axis = new_figure(WIDTH, 4.2)
     names = list(dict.fromkeys(schedules["schedule"]))
@@ -132,7 +131,7 @@ def draw_differences(differences: DataFrame, *, column: str = LOSS, tolerance: f
     """Relative differences from the reference by step, on a logarithmic axis; equal values are not drawn.
 
     Args:
-        differences: the frame of `titanlab.report.analyses.losses.differences_frame`.
+        differences: the frame of `titanlab.report.analyses.differences_frame`.
         column: `loss_difference` or `grad_norm_difference`.
         tolerance: drawn as a dashed line.
     """

@@ -13,13 +13,11 @@ import jinja2
 from markupsafe import Markup
 
 import titanlab
+from titanlab.report.facts import Answer, Facts, moment
 from titanlab.report.figures import svg
 from titanlab.report.figures.style import printable
-from titanlab.report.page.answer import Answer
-from titanlab.report.page.facts import Facts
-from titanlab.report.page.panels import Panel
-from titanlab.report.page.provenance import moment
-from titanlab.report.page.sections import sections_of
+from titanlab.report.panels import Panel
+from titanlab.report.sections import sections_of
 from titanlab.sweep.listing import counts
 from titanlab.system.text import counted, grouped
 

@@ -4,27 +4,49 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from titanlab.costs import meter
-from titanlab.report.figures.bars import throughput_by_layout
-from titanlab.report.figures.estimates import PAIRS, compared, estimate_against_measurement
-from titanlab.report.figures.loss import loss_by_tokens
-from titanlab.report.figures.pareto import ESTIMATED_MEMORY, MEMORY, SPEEDS, front_of, pareto, points_of
-from titanlab.report.figures.records import recipe_colours
-from titanlab.report.figures.split import Split, part_name, step_time_split
-from titanlab.report.figures.style import MOST_LINES
-from titanlab.report.figures.timelines import COLUMNS, Pipeline, pipeline_timelines
-from titanlab.report.page.answer import Answer
-from titanlab.report.page.facts import Facts
-from titanlab.report.page.planned import estimated_splits, measured_splits, pipelines
-from titanlab.report.page.tables import Table, number, run_cell, text, values_table
+from titanlab.errors import TitanlabError
+from titanlab.plan.explanation import timeline_of
+from titanlab.plan.machine import machine_of
+from titanlab.plan.step_time import step_time
+from titanlab.recipe.recipe import Recipe, from_mapping
+from titanlab.records.metrics_file import EXPERTS
+from titanlab.report.facts import Answer, Facts
+from titanlab.report.figures.bars import Split, part_name, step_time_split, throughput_by_layout
+from titanlab.report.figures.over_time import (
+    EXPERT_COLUMNS,
+    MOST_MAPS,
+    TIMELINE_COLUMNS,
+    ExpertLoad,
+    Pipeline,
+    expert_load,
+    loss_by_tokens,
+    pipeline_timelines,
+)
+from titanlab.report.figures.scatter import (
+    ESTIMATED_MEMORY,
+    MEMORY,
+    PAIRS,
+    SPEEDS,
+    compared,
+    estimate_against_measurement,
+    front_of,
+    pareto,
+    points_of,
+)
+from titanlab.report.figures.style import MOST_LINES, recipe_colours
+from titanlab.report.tables import Cell, Table, number, run_cell, text, values_table
+from titanlab.schedule.timeline import simulate
+from titanlab.sweep.comparison import Group
 from titanlab.sweep.listing import tone
 from titanlab.system.text import counted, grouped, significant
 
 if TYPE_CHECKING:
     from titanlab.report.figures.traced import TracedFigure
+
 
 _OVERSUBSCRIBED = (
     " Hollow or hatched marks are runs with more processes than cores, which took turns: their speed says nothing."
@@ -205,7 +227,7 @@ def timeline_panel(facts: Facts) -> Panel | None:
         figure=pipeline_timelines(drawn),
         caption=caption,
         description=f"Timelines of {counted(len(drawn), 'pipeline')}. {_listed(clauses)}.",
-        columns=COLUMNS,
+        columns=TIMELINE_COLUMNS,
         values=_pipeline_table(facts, drawn),
         notes=[f"Not drawn: {line}." for line in left_out[:_MOST_RECIPES]],
     )
@@ -244,13 +266,13 @@ def _pipeline_table(facts: Facts, drawn: Sequence[Pipeline]) -> Table:
     for pipeline in drawn:
         row = by_name[pipeline.run]
         peaks = ", ".join(f"{peak:.3g}" for peak in pipeline.timeline.peak_in_flight)
-        values = [text(row[name]) for name in COLUMNS]
+        values = [text(row[name]) for name in TIMELINE_COLUMNS]
         rows.append(
             [run_cell(pipeline.run), *values, text(f"{100 * pipeline.timeline.bubble_share:.1f} %"), text(peaks)]
         )
     return Table(
         caption="Pipelines",
-        headings=["run", *COLUMNS, "idle, of all ranks' time", "most microbatches in flight, by rank"],
+        headings=["run", *TIMELINE_COLUMNS, "idle, of all ranks' time", "most microbatches in flight, by rank"],
         rows=rows,
     )
 
@@ -299,3 +321,206 @@ def _listed(texts: Sequence[str]) -> str:
     """The first texts, and how many more there are."""
     more = len(texts) - _MOST_NAMED
     return "; ".join(texts[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
+
+
+_BREAKDOWN = "breakdown/"
+# Cells of all timelines of a report; a larger one would have megabytes.
+MOST_CELLS = 3000
+
+
+def measured_splits(facts: Facts) -> list[Split]:
+    """The parts of a step of the runs with `profiler=breakdown`: of their latest window."""
+    splits = []
+    for group, _ in facts.shown:
+        row, windows = _windows(facts, group)
+        if not windows:
+            continue
+        seconds: dict[str, float] = {}
+        columns = []
+        for name, value in windows[-1].items():
+            part = name.removeprefix(_BREAKDOWN).removesuffix("(s)")
+            if not name.startswith(_BREAKDOWN) or part == "step" or not isinstance(value, int | float) or value <= 0:
+                continue
+            columns.append(name)
+            seconds[part.removeprefix("exposed_")] = float(value)
+        if seconds:
+            splits.append(Split(run=str(row["run"]), label=group.label, seconds=seconds, columns=columns))
+    return splits
+
+
+def _windows(facts: Facts, group: Group) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
+    """The first run of a recipe that has measured parts of a step, and its windows; without one, no windows."""
+    for row in group.rows:
+        windows = facts.metrics(row, "breakdown") if row["step"] else []
+        if windows:
+            return row, windows
+    return group.rows[0], []
+
+
+def estimated_splits(facts: Facts) -> list[Split]:
+    """The planner's parts of a step, of the recipes for whose machine it has figures."""
+    splits = []
+    for group, row in facts.shown:
+        recipe = _recipe(facts, row)
+        if recipe is None:
+            continue
+        try:
+            parts = step_time(recipe, machine_of(recipe)).parts
+        except (TitanlabError, ArithmeticError, ValueError, LookupError):
+            continue
+        splits.append(
+            Split(
+                run=str(row["run"]), label=group.label, seconds=dict(parts), columns=["config.yaml"], is_measured=False
+            )
+        )
+    return splits
+
+
+def pipelines(facts: Facts) -> tuple[list[Pipeline], list[str]]:
+    """Timelines of the recipes with a pipeline, one for each schedule; and why others have none."""
+    timelines: list[Pipeline] = []
+    left_out: list[str] = []
+    seen = set[tuple[Any, ...]]()
+    cells = 0
+    for group, row in facts.shown:
+        if (row["layout.pipeline"] or 1) == 1:
+            continue
+        # Other recipes with the same pipeline have a timeline of the same form.
+        key = tuple(
+            row[name] for name in ("schedule", "layout.pipeline", "layout.label", "microbatch", "global_batch", "model")
+        )
+        if key in seen:
+            continue
+        seen.add(key)
+        recipe = _recipe(facts, row)
+        if recipe is None:
+            left_out.append(f"{group.label}: its config.yaml cannot be read")
+            continue
+        try:
+            count = sum(
+                map(len, recipe.schedule.actions(ranks=recipe.layout.pipeline, microbatches=recipe.microbatches))
+            )
+            if cells + count > MOST_CELLS:
+                left_out.append(f"{group.label}: {count:,} actions are too many for a page")
+                continue
+            timelines.append(_pipeline(recipe, group, str(row["run"])))
+            cells += count
+        except (TitanlabError, ArithmeticError, ValueError, LookupError) as error:
+            left_out.append(f"{group.label}: {error}")
+    return timelines, left_out
+
+
+def _pipeline(recipe: Recipe, group: Group, run: str) -> Pipeline:
+    """The timeline with the planner's times; where it has none, with a backward pass of two forward passes."""
+    label = f"{group.label} · {recipe.schedule.kind}, {counted(recipe.microbatches, 'microbatch', 'microbatches')}"
+    try:
+        timeline = timeline_of(recipe, machine_of(recipe))
+        if timeline is not None:
+            return Pipeline(run=run, label=label, timeline=timeline, unit="s, estimated")
+    except TitanlabError:
+        pass
+    ranks = recipe.layout.pipeline
+    orders = recipe.schedule.actions(ranks=ranks, microbatches=recipe.microbatches)
+    return Pipeline(run=run, label=label, timeline=simulate(orders, recipe.schedule.placement(ranks=ranks)))
+
+
+def _recipe(facts: Facts, row: Mapping[str, Any]) -> Recipe | None:
+    config = facts.config(row)
+    if config is None:
+        return None
+    try:
+        return from_mapping(config)
+    except (TitanlabError, AssertionError, TypeError, ValueError, LookupError):
+        return None
+
+
+# A row of a stranger's run may have any number of either.
+_MOST_BLOCKS, _MOST_EXPERTS, _MOST_TOKENS = 1024, 4096, 2**53
+_MOST_BLOCKS_NAMED = 4
+_CAPTION = (
+    "A map has a row for each block and a column for each expert: its tokens over all processes, relative to an equal "
+    "share of the block's. Paler is nearer to an equal share, orange is more, purple is less, black is no token. "
+    "Recipes with the same counts have one map. No token is dropped: a loaded expert computes all that it gets."
+)
+
+
+def expert_panel(facts: Facts) -> Panel | None:
+    """The newest load of each recipe's experts; None: no run has recorded one."""
+    loads = _loads(facts)
+    if not loads:
+        return None
+    drawn = loads[:MOST_MAPS]
+    notes = []
+    if len(loads) > len(drawn):
+        notes.append(f"The figure has the first {len(drawn)} of {len(loads)} different loads; all are in the table.")
+    clauses = "; ".join(map(str, drawn[:_MOST_BLOCKS_NAMED]))
+    return Panel(
+        name="experts",
+        title="Load of the experts",
+        figure=expert_load(drawn),
+        caption=_CAPTION,
+        description=f"{counted(len(drawn), 'map')} of tokens by block and expert. {clauses}.",
+        columns=EXPERT_COLUMNS,
+        values=_table(loads),
+        notes=notes,
+    )
+
+
+def _loads(facts: Facts) -> list[ExpertLoad]:
+    """The newest load of each recipe; recipes with the same are one."""
+    loads: dict[str, tuple[ExpertLoad, list[str]]] = {}
+    for group, row in facts.shown:
+        rows = [load for metrics in facts.metrics(row, EXPERTS) if (load := _load(metrics)) is not None]
+        if not rows:
+            continue
+        newest = replace(rows[-1], runs=[str(row["run"])], label=group.label)
+        key = repr((newest.step, newest.steps, newest.counts))
+        load, labels = loads.get(key, (newest, []))
+        loads[key] = replace(load, runs=[*dict.fromkeys([*load.runs, str(row["run"])])]), [*labels, group.label]
+    return [replace(load, label=_label(labels)) for load, labels in loads.values()]
+
+
+def _load(metrics: Mapping[str, Any]) -> ExpertLoad | None:
+    """The load in a row of metrics.jsonl; None: it has none that a run writes."""
+    counts, steps = metrics.get("counts"), metrics.get("steps")
+    if not (isinstance(counts, list) and 0 < len(counts) <= _MOST_BLOCKS and _is_count(steps)):
+        return None
+    if not all(isinstance(block, list) and 0 < len(block) <= _MOST_EXPERTS for block in counts):
+        return None
+    if len({len(block) for block in counts}) > 1 or not all(_is_count(count) for block in counts for count in block):
+        return None
+    return ExpertLoad(runs=[], label="", step=metrics["step"], steps=int(steps or 0), counts=counts)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MOST_TOKENS
+
+
+def _label(labels: list[str]) -> str:
+    more = len(labels) - 1
+    return labels[0] + (f" and {counted(more, 'recipe')} with the same counts" if more else "")
+
+
+def _table(loads: list[ExpertLoad]) -> Table:
+    """A row for each block of each load."""
+    rows = []
+    for load in loads:
+        for block, (counts, shares) in enumerate(zip(load.counts, load.shares, strict=True)):
+            most, least = (shares.index(end) for end in (max(shares), min(shares)))
+            rows.append(
+                [
+                    run_cell(load.runs[0]),
+                    *(number(value) for value in (load.step, load.steps, block)),
+                    *(cell for expert in (most, least) for cell in (number(expert), _share(shares[expert]))),
+                    number(sum(not count for count in counts)),
+                ]
+            )
+    headings = [
+        *("run", "after step", "steps", "block", "most loaded", "its share", "least loaded", "its share"),
+        "experts without a token",
+    ]
+    return Table(caption="Loads by block: shares relative to an equal one", headings=headings, rows=rows)
+
+
+def _share(value: float) -> Cell:
+    return Cell(text=f"{value:.3f}", is_number=True)

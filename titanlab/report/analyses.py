@@ -1,0 +1,374 @@
+"""Questions that a sweep answers, as frames: scaling, memory by item, pipelines, differences of losses, ranking."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titanlab.costs import meter
+from titanlab.errors import ConfigError
+from titanlab.options import discover
+from titanlab.plan.machine import machine_of
+from titanlab.plan.memory import ITEMS, most_memory, reserved_bytes
+from titanlab.recipe.recipe import from_mapping
+from titanlab.report.figures.style import records_of
+from titanlab.report.frames import sweep_frame
+from titanlab.schedule.action import Kind
+from titanlab.schedule.contract import PipelineSchedule
+from titanlab.schedule.timeline import Timeline, simulate
+from titanlab.sweep.comparison import groups
+from titanlab.sweep.ranking import rank, ranking_lines
+from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.system.files import user_path
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from titanlab.sweep.comparison import Group
+
+
+# Recipes that agree in these differ in their layout only.
+_ALIKE = (
+    *("model", "layers", "dim", "seq_len", "precision", "ac", "compile", "optimizer", "data"),
+    *("accelerator", "device"),
+)
+SCALING_COLUMNS = (
+    *("recipe", "layout.label", "world", "reference", "tokens_per_second", "tokens_per_second_all"),
+    *("speedup", "efficiency_percent", "mfu_percent", "oversubscribed", "runs"),
+)
+
+
+def scaling_frame(runs: DataFrame, *, weak: bool = False) -> DataFrame:
+    """One row for each recipe whose speed was measured, compared with the same recipe on fewer devices.
+
+    The reference of a recipe is the fastest recipe (per device) on the smallest number of devices that differs from it
+    in the layout only. `speedup` is the ratio of tokens per second of all devices, and `efficiency_percent` that of one
+    device, in percent: 100 where twice the devices are twice as fast. Where there were more processes than cores,
+    `oversubscribed` is true, and the speed says nothing about the layout.
+
+    Args:
+        runs: the frame of `titanlab.report.frames.sweep_frame`.
+        weak: the batch grows with the devices: recipes are compared that have the same batch of one device. Otherwise
+            they have the same global batch (strong scaling).
+
+    Returns:
+        Columns: `recipe`, `layout.label`, `world`, `reference` (its recipe), `tokens_per_second` of one device,
+        `tokens_per_second_all`, `speedup`, `efficiency_percent`, `mfu_percent`, `oversubscribed`, `runs` (how many the
+        medians are taken over).
+    """
+    import pandas as pd
+
+    measured = [group for group in groups(records_of(runs)) if group.typical("tokens_per_second")]
+    families: dict[tuple[Any, ...], list[Group]] = {}
+    for group in measured:
+        families.setdefault(_family(group.rows[0], weak=weak), []).append(group)
+    rows = [row for members in families.values() for row in _rows(members)]
+    return pd.DataFrame(rows, columns=list(SCALING_COLUMNS))
+
+
+def _family(row: Mapping[str, Any], *, weak: bool) -> tuple[Any, ...]:
+    batch = row["global_batch"] / row["world"] if weak else row["global_batch"]
+    return (*(row[name] for name in _ALIKE), batch)
+
+
+def _rows(members: Sequence[Group]) -> list[dict[str, Any]]:
+    least = min(group.world for group in members)
+    reference = max((group for group in members if group.world == least), key=lambda group: _speed(group))
+    whole = _speed(reference) * reference.world
+    return [
+        {
+            "recipe": group.label,
+            "layout.label": group.layout,
+            "world": group.world,
+            "reference": reference.label,
+            "tokens_per_second": _speed(group),
+            "tokens_per_second_all": _speed(group) * group.world,
+            "speedup": _speed(group) * group.world / whole,
+            "efficiency_percent": 100 * _speed(group) / _speed(reference),
+            "mfu_percent": group.typical("mfu_percent"),
+            "oversubscribed": group.is_oversubscribed,
+            "runs": len(group.values("tokens_per_second")),
+        }
+        for group in sorted(members, key=lambda group: group.world)
+    ]
+
+
+def _speed(group: Group) -> float:
+    speed = group.typical("tokens_per_second")
+    assert speed is not None
+    return speed
+
+
+_GIB = 1024**3
+ITEM = "item."
+MEMORY_COLUMNS = (
+    *("run", "name", "layout.label", "world", "precision", "ac", "pipeline_rank", "moment"),
+    *(f"{ITEM}{name}" for name in ITEMS),
+    *("tensors_gib", "estimated_gib", "measured_gib", "error_percent"),
+)
+
+
+def memory_frame(path: Path | str) -> DataFrame:
+    """One row for each run: the planner's account of the rank that needs most, beside the measurement.
+
+    The account is computed from the recipe alone: the items are the tensors that exist at the moment of a step at which
+    their sum is largest. `estimated_gib` adds what the allocator takes beside tensors; on a CPU it adds the memory of a
+    process without tensors, since the measurement there is the resident memory of the process.
+
+    Args:
+        path: a sweep's folder.
+
+    Returns:
+        Columns: `run`, `name`, `layout.label`, `world`, `precision`, `ac`, `pipeline_rank`, `moment` (`loss`,
+        `backward`, `end` or `optimizer`), `item.NAME` in GiB, `tensors_gib` (their sum), `estimated_gib`,
+        `measured_gib` (empty where a run has not ended well), `error_percent` of the estimate.
+
+    Raises:
+        ConfigError: the path is no sweep's folder.
+    """
+    import pandas as pd
+
+    sweep = SweepFolder(user_path(path).absolute())
+    runs = sweep_frame(sweep.path)
+    rows = []
+    for row in runs[runs.run.notna() & runs["layout.label"].notna()].to_dict("records"):
+        account = _account(sweep, str(row["run"]))
+        if account is None:
+            continue
+        measured = row["memory_gib"] if row["outcome"] == "done" else None
+        known = {name: row[name] for name in ("run", "name", "layout.label", "world", "precision", "ac")}
+        error = None if measured is None else 100 * (account["estimated_gib"] / measured - 1)
+        rows.append({**known, **account, "measured_gib": measured, "error_percent": error})
+    numbers = [name for name in MEMORY_COLUMNS if name.endswith(("_gib", "_percent"))]
+    return pd.DataFrame(rows, columns=list(MEMORY_COLUMNS)).astype(dict.fromkeys(numbers, float))
+
+
+def _account(sweep: SweepFolder, name: str) -> dict[str, Any] | None:
+    """The planner's columns; None: nothing is known of the devices."""
+    run = sweep.run(name)
+    recipe = from_mapping(run.config(run.newest_attempt() or None))
+    try:
+        most, machine = most_memory(recipe), machine_of(recipe)
+    except ConfigError:
+        return None
+    return {
+        "pipeline_rank": most.rank,
+        "moment": most.moment,
+        **{f"{ITEM}{item}": most.items[item] / _GIB for item in ITEMS},
+        "tensors_gib": most.allocated / _GIB,
+        "estimated_gib": reserved_bytes(recipe, machine, most) / _GIB,
+    }
+
+
+# A backward pass takes twice as long as a forward pass, and each of its halves half of that.
+DURATIONS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
+# Its order comes from a file.
+_OF_A_FILE = "csv"
+_PIPELINES = (
+    *("run", "name", "layout.label", "schedule", "ranks", "stages", "microbatches", "bubble_percent"),
+    *("peak_in_flight", "step_seconds", "busy_seconds", "oversubscribed"),
+)
+
+
+def timeline_of(
+    schedule: str, *, ranks: int, microbatches: int, durations: Mapping[Kind, float] = DURATIONS, transfer: float = 0.0
+) -> Timeline:
+    """The simulated timeline of one schedule.
+
+    Args:
+        schedule: option of the group, such as `1f1b`.
+        ranks: of the pipeline.
+        microbatches: of a step.
+        durations: of one microbatch through all layers of a rank, by kind of action, in any unit.
+        transfer: time to send a tensor from one rank to another, in the same unit.
+
+    Raises:
+        ConfigError: there is no such schedule, or it does not allow these ranks and microbatches.
+    """
+    known = schedules()
+    if schedule not in known:
+        raise ConfigError("schedule", schedule, "is no schedule without a file", f"known: {', '.join(known)}")
+    return _simulated(known[schedule], ranks, microbatches, durations, transfer)
+
+
+def schedules() -> dict[str, PipelineSchedule]:
+    """Every schedule by name, with its own defaults."""
+    by_name: dict[str, PipelineSchedule] = {}
+    for kind, option in discover()["schedule"].items():
+        if kind not in (None, _OF_A_FILE):
+            by_name[str(kind)] = option.schema()
+    return dict(sorted(by_name.items()))
+
+
+def schedules_frame(
+    ranks: Iterable[int] = (4,), microbatches: Iterable[int] = (8,), *, transfer: float = 0.0
+) -> DataFrame:
+    """One row for each schedule, number of ranks and number of microbatches.
+
+    A schedule that does not allow a combination has no row for it.
+
+    Args:
+        ranks: numbers of ranks to compare.
+        microbatches: numbers of microbatches of a step to compare.
+        transfer: time of a transfer, where the forward pass of a microbatch through all layers of a rank takes 1.
+
+    Returns:
+        Columns: `schedule`, `ranks`, `microbatches`, `stages_per_rank`, `step` (its length, in forward passes),
+        `bubble_percent` (idle share of all ranks' time), `peak_in_flight` (most microbatches that a rank keeps).
+    """
+    import pandas as pd
+
+    microbatches = list(microbatches)
+    rows = []
+    for name, schedule in schedules().items():
+        for size in ranks:
+            for count in microbatches:
+                try:
+                    timeline = _simulated(schedule, size, count, DURATIONS, transfer)
+                except ConfigError:
+                    continue
+                rows.append(
+                    {
+                        "schedule": name,
+                        "ranks": size,
+                        "microbatches": count,
+                        "stages_per_rank": len(timeline.placement) // size,
+                        "step": timeline.duration,
+                        "bubble_percent": 100 * timeline.bubble_share,
+                        "peak_in_flight": max(timeline.peak_in_flight),
+                    }
+                )
+    names = ["schedule", "ranks", "microbatches", "stages_per_rank", "step", "bubble_percent", "peak_in_flight"]
+    return pd.DataFrame(rows, columns=names)
+
+
+def pipelines_frame(path: Path | str) -> DataFrame:
+    """One row for each run of a sweep that has a pipeline and is done.
+
+    `busy_seconds` is the measured step without the bubble of the simulation: a pipeline without idle time would take so
+    long. What a step spends on the optimizer and on data is in it.
+
+    Args:
+        path: a sweep's folder.
+
+    Returns:
+        Columns: `run`, `name`, `layout.label`, `schedule`, `ranks`, `stages`, `microbatches`, `bubble_percent`,
+        `peak_in_flight`, `step_seconds` (measured), `busy_seconds`, `oversubscribed` (the speed says nothing).
+
+    Raises:
+        ConfigError: the path is no sweep's folder.
+    """
+    import pandas as pd
+
+    sweep = SweepFolder(user_path(path).absolute())
+    runs = sweep_frame(sweep.path)
+    chosen = runs[(runs.outcome == "done") & (runs["layout.pipeline"] > 1)]
+    rows: list[dict[str, Any]] = []
+    for row in chosen.to_dict("records"):
+        run = sweep.run(str(row["run"]))
+        recipe = from_mapping(run.config(int(row["attempt"])))
+        size, count = recipe.layout.pipeline, recipe.microbatches
+        timeline = _simulated(recipe.schedule, size, count, DURATIONS, 0.0)
+        rows.append(
+            {
+                **{name: row[name] for name in ("run", "name", "layout.label", "schedule", "oversubscribed")},
+                "ranks": size,
+                "stages": len(timeline.placement),
+                "microbatches": count,
+                "bubble_percent": 100 * timeline.bubble_share,
+                "peak_in_flight": max(timeline.peak_in_flight),
+                "step_seconds": row["step_seconds"],
+                "busy_seconds": row["step_seconds"] * (1 - timeline.bubble_share),
+            }
+        )
+    return pd.DataFrame(rows, columns=list(_PIPELINES))
+
+
+def _simulated(
+    schedule: PipelineSchedule, ranks: int, microbatches: int, durations: Mapping[Kind, float], transfer: float
+) -> Timeline:
+    placement = schedule.placement(ranks=ranks)
+    stages_of_a_rank = len(placement) / ranks
+    # Durations are those of all layers of a rank; its stages share them.
+    of_a_stage = {kind: duration / stages_of_a_rank for kind, duration in durations.items()}
+    orders = schedule.actions(ranks=ranks, microbatches=microbatches)
+    return simulate(orders, placement, of_a_stage, transfer=transfer)
+
+
+LOSS, GRAD_NORM = "loss_difference", "grad_norm_difference"
+DIFFERENCE_COLUMNS = ("run", "name", "layout.label", "step", "tokens", LOSS, GRAD_NORM)
+
+
+def differences_frame(steps: DataFrame, reference: str) -> DataFrame:
+    """Relative differences of losses and gradient norms from those of a reference, step by step.
+
+    |x − reference| / |reference|, for the steps at which both runs have logged a row after the same number of tokens.
+    Two layouts of one recipe differ by the rounding of sums in another order: by less than 1e-5 in fp32.
+
+    Args:
+        steps: the frame of `titanlab.report.frames.metrics_frame`.
+        reference: folder name of the run that the others are compared with.
+
+    Returns:
+        Columns: `run`, `name`, `layout.label`, `step`, `tokens`, `loss_difference`, `grad_norm_difference` (a share:
+        0.01 is 1 %; empty where a value is missing or not finite). The reference itself has no rows.
+
+    Raises:
+        ConfigError: the frame has no such run.
+    """
+    own = steps[steps["run"] == reference]
+    if own.empty:
+        known = ", ".join(dict.fromkeys(steps["run"].astype(str))) or "no run has logged a step"
+        raise ConfigError("reference", reference, "is no run of these steps", f"known: {known}")
+    keys = ["step", meter.TOKENS_SEEN]
+    names = [name for name in (meter.LOSS, meter.GRAD_NORM) if name in steps]
+    others = steps[steps["run"] != reference]
+    joined = others.merge(own[[*keys, *names]], on=keys, suffixes=("", " of reference"))
+    joined = joined.rename(columns={meter.TOKENS_SEEN: "tokens"})
+    for name, column in ((meter.LOSS, LOSS), (meter.GRAD_NORM, GRAD_NORM)):
+        if name in names:
+            joined[column] = _relative(joined[name], joined[f"{name} of reference"])
+        else:
+            joined[column] = float("nan")
+    frame: DataFrame = joined[list(DIFFERENCE_COLUMNS)].reset_index(drop=True)
+    return frame
+
+
+def largest_differences(differences: DataFrame) -> DataFrame:
+    """One row for each run: its largest differences over all steps, and how many steps were compared.
+
+    Args:
+        differences: the frame of `differences_frame`.
+
+    Returns:
+        Columns: `run`, `name`, `layout.label`, `steps`, `loss_difference`, `grad_norm_difference`.
+    """
+    named = differences.groupby(["run", "name", "layout.label"], sort=False)
+    frame: DataFrame = named.agg(steps=("step", "count"), **{name: (name, "max") for name in (LOSS, GRAD_NORM)})
+    return frame.reset_index()
+
+
+def _relative(values: DataFrame, reference: DataFrame) -> DataFrame:
+    import numpy as np
+
+    values, reference = values.astype(float), reference.astype(float)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        difference = (values - reference).abs() / reference.abs()
+    # Equal values differ by nothing, also where both are 0.
+    difference = difference.where(values != reference, 0.0)
+    return difference.where(np.isfinite(difference))
+
+
+def ranking_text(runs: DataFrame, by: str = "tps", *, max_memory_gib: float | None = None) -> str:
+    """What `titanlab best` prints: the answer in one sentence, the ranked recipes, and what limits the answer.
+
+    Each recipe has an interval of 95 %; the run is the unit, and noise is pooled over the repeats of all recipes. If
+    the gap may be noise, the sentence names no winner.
+
+    Args:
+        runs: the frame of `titanlab.report.frames.sweep_frame`.
+        by: `tps` (tokens per second of one device), `mfu`, or `memory` (the least).
+        max_memory_gib: leave out recipes that need more GiB.
+    """
+    return "\n".join(ranking_lines(rank(records_of(runs), by=by, max_memory_gib=max_memory_gib)))

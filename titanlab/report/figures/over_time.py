@@ -1,0 +1,236 @@
+"""What changes during a run: losses, loads of experts, and the timeline of a pipeline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from titanlab.costs import meter
+from titanlab.report.figures.style import (
+    GRID,
+    INK,
+    LINE_STYLES,
+    MOST_LINES,
+    SERIES,
+    WIDTH,
+    empty_figure,
+    label_text,
+    legend_text,
+    new_figure,
+    records_of,
+    set_axis,
+    set_title,
+    show_text,
+)
+from titanlab.schedule.plot import draw_legend, draw_panel, figure_size
+from titanlab.schedule.timeline import Timeline
+from titanlab.system.text import counted, short, significant
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from titanlab.report.figures.traced import TracedFigure
+
+
+# More cannot be told from each other in a figure of 8 inches.
+_MOST_POINTS = 400
+
+
+def loss_by_tokens(
+    steps: DataFrame | Sequence[Mapping[str, Any]],
+    *,
+    labels: Mapping[str, str] | None = None,
+    colours: Mapping[str, str] | None = None,
+) -> TracedFigure:
+    """Training loss against tokens, one line for each run; lines that cover each other have different widths.
+
+    Args:
+        steps: the frame of `metrics_frame`, or its rows.
+        labels: of the lines, by run folder; None: the name and the layout of the run.
+        colours: likewise; None: one after the other.
+    """
+    figure, axis = new_figure(WIDTH, 4.6)
+    curves: dict[str, list[dict[Any, Any]]] = {}
+    for row in records_of(steps):
+        curves.setdefault(row["run"], []).append(row)
+    for place, (run, rows) in enumerate(curves.items()):
+        rows = sorted((row for row in rows if _is_number(row.get(meter.LOSS))), key=lambda row: row["step"])
+        chosen = thinned(rows)
+        first = curves[run][0]
+        label = labels[run] if labels else f"{first['name']} ({first['layout.label']})"
+        (line,) = axis.plot(
+            [row.get(meter.TOKENS_SEEN) or 0 for row in chosen],
+            [row[meter.LOSS] for row in chosen],
+            color=(colours or {}).get(run, SERIES[place % len(SERIES)]),
+            linestyle=LINE_STYLES[place // len(SERIES) % len(LINE_STYLES)],
+            # The same training under two layouts gives the same curve: the wider line stays visible on both sides.
+            linewidth=1.4 + max(0, min(len(curves), MOST_LINES) - 1 - place) * 0.6,
+            solid_capstyle="butt",
+            dash_capstyle="butt",
+            label=legend_text(label, most=34) if place < MOST_LINES else None,
+        )
+        last = f", last {significant(rows[-1][meter.LOSS], 5)} at step {rows[-1]['step']}" if rows else ": no loss"
+        figure.trace(line, runs=[run], columns=[meter.LOSS, meter.TOKENS_SEEN], text=f"{label}{last}")
+    axis.set_xlabel("tokens trained on")
+    axis.set_ylabel("loss (nats per token)")
+    axis.xaxis.set_major_formatter(lambda value, _: short(value, digits=2))
+    axis.grid(axis="y", color=GRID, linewidth=0.8)
+    if curves:
+        more = f"… and {len(curves) - MOST_LINES} more" if len(curves) > MOST_LINES else None
+        figure.legend(
+            loc="outside right upper", fontsize=8.5, frameon=False, title=more, title_fontsize=8.5, labelcolor=INK
+        )
+    else:
+        show_text(axis, "no step has been logged")
+    set_title(axis, "loss against tokens")
+    figure.has_heading = True
+    return figure
+
+
+def thinned(rows: Sequence[dict[Any, Any]], most: int = _MOST_POINTS) -> list[dict[Any, Any]]:
+    """At most so many rows at equal distances, with the first and the last one."""
+    if len(rows) <= most:
+        return list(rows)
+    return [rows[round(place * (len(rows) - 1) / (most - 1))] for place in range(most)]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+EXPERT_COLUMNS = ("experts/counts",)
+MOST_MAPS = 6
+# Colours end at a quarter and at four times the equal share: 2 and -2 as powers of two.
+_END = 2.0
+_LEAST, _MOST = 0.9, 3.4  # inches: height of a map
+_NO_TOKEN = "#000000"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLoad:
+    """The load of one recipe's experts.
+
+    Attributes:
+        runs: folders of the runs that have these counts.
+        label: of their recipes.
+        step: after which they were written.
+        steps: number of steps that they are sums of.
+        counts: tokens by block and expert.
+    """
+
+    runs: Sequence[str]
+    label: str
+    step: int
+    steps: int
+    counts: Sequence[Sequence[float]]
+
+    @property
+    def span(self) -> str:
+        """The steps that the counts are sums of."""
+        return f"step {self.step}" if self.steps == 1 else f"steps {self.step - self.steps + 1:,} to {self.step:,}"
+
+    @cached_property
+    def shares(self) -> list[list[float]]:
+        """Tokens by block and expert, relative to an equal share of the block's."""
+        means = [sum(row) / len(row) or 1.0 for row in self.counts]
+        return [[count / mean for count in row] for row, mean in zip(self.counts, means, strict=True)]
+
+    def extreme(self, *, most: bool) -> tuple[float, int, int]:
+        """The largest or the smallest share, with its block and expert."""
+        places = ((share, block, expert) for block, row in enumerate(self.shares) for expert, share in enumerate(row))
+        return (max if most else min)(places, key=lambda place: place[0])
+
+    @property
+    def idle(self) -> int:
+        """Number of experts without a token."""
+        return sum(not count for row in self.counts for count in row)
+
+    def __str__(self) -> str:
+        (most, *high), (least, *low) = self.extreme(most=True), self.extreme(most=False)
+        idle = f"; {counted(self.idle, 'expert')} without a token" if self.idle else ""
+        return (
+            f"{self.label}, {self.span}: at most {most:.2f} of an equal share (block {high[0]}, expert {high[1]}), "
+            f"at least {least:.2f} (block {low[0]}, expert {low[1]}){idle}"
+        )
+
+
+def expert_load(loads: Sequence[ExpertLoad]) -> TracedFigure:
+    """Maps of blocks by experts: the share of tokens relative to an equal one, on a logarithmic scale of colours."""
+    # Imported here: matplotlib is an optional package.
+    import numpy as np
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import ListedColormap, Normalize
+    from matplotlib.ticker import MaxNLocator
+
+    heights = [min(max(0.16 * len(load.counts), _LEAST), _MOST) for load in loads]
+    figure = empty_figure(WIDTH, sum(heights) + 0.75 * len(loads) + 0.2)
+    axes = figure.subplots(len(loads), 1, squeeze=False, height_ratios=heights)[:, 0]
+    # From purple through pale to orange, without the darkest ends, so that black is another colour.
+    colours = ListedColormap(colormaps["PuOr_r"](np.linspace(0.12, 0.88, 256))).with_extremes(under=_NO_TOKEN)
+    for axis, load in zip(axes, loads, strict=True):
+        shares = np.asarray(load.shares)
+        with np.errstate(divide="ignore"):
+            powers = np.where(shares > 0, np.clip(np.log2(shares), -_END, _END), -math.inf)
+        image = axis.imshow(powers, cmap=colours, vmin=-_END, vmax=_END, aspect="auto", interpolation="none")
+        set_axis(axis)
+        for place in (axis.xaxis, axis.yaxis):
+            place.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axis.set_ylabel("block", fontsize=9, color=INK)
+        title = f"{label_text(load.label, most=70)} · {load.span}"
+        axis.set_title(title, loc="left", fontsize=9.5, color=INK)
+        figure.trace(image, runs=load.runs, columns=EXPERT_COLUMNS, text=str(load))
+    axes[-1].set_xlabel("expert", fontsize=9, color=INK)
+    scale = ScalarMappable(Normalize(-_END, _END), colours)
+    bar = figure.colorbar(scale, ax=list(axes), ticks=(-2, -1, 0, 1, 2), fraction=0.04, pad=0.01)
+    bar.ax.set_yticklabels(["¼", "½", "1", "2", "4"], fontsize=8.5, color=INK)
+    bar.set_label("tokens, of an equal share", fontsize=9, color=INK)
+    return figure
+
+
+TIMELINE_COLUMNS = ("schedule", "layout.pipeline", "microbatch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """The timeline of one recipe's pipeline.
+
+    Attributes:
+        run: a run of the recipe.
+        label: of the recipe.
+        timeline: simulated.
+        unit: of its times; empty: of the forward pass of a stage.
+    """
+
+    run: str
+    label: str
+    timeline: Timeline
+    unit: str = ""
+
+    @property
+    def cells(self) -> int:
+        """Actions in the timeline."""
+        return sum(map(len, self.timeline.events))
+
+
+def pipeline_timelines(pipelines: Sequence[Pipeline]) -> TracedFigure:
+    """Simulated timelines, one panel below the other; each has its own scale of time."""
+    timelines = [pipeline.timeline for pipeline in pipelines]
+    width, height = figure_size(timelines)
+    figure = empty_figure(width, height + 0.15 * len(pipelines))
+    heights = [len(timeline.events) for timeline in timelines]
+    axes = figure.subplots(len(pipelines), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axis, pipeline in zip(axes, pipelines, strict=True):
+        timeline, bubble = pipeline.timeline, f"idle {100 * pipeline.timeline.bubble_share:.1f} % of all ranks' time"
+        title = f"{label_text(pipeline.label, most=60)} · {bubble}"
+        idle = draw_panel(axis, title, timeline, longest=timeline.duration, width=width)
+        for rank, (row, peak) in enumerate(zip(idle, timeline.peak_in_flight, strict=True)):
+            noun = "microbatch" if peak == 1 else "microbatches"
+            description = f"{pipeline.label}: rank {rank} keeps {peak:.3g} {noun} at most"
+            figure.trace(row, runs=[pipeline.run], columns=TIMELINE_COLUMNS, text=description)
+        axis.set_xlabel(f"time ({pipeline.unit or 'forward passes of a stage'})", fontsize=8, color=INK)
+    draw_legend(figure, timelines)
+    return figure
