@@ -73,7 +73,7 @@ def step_seconds(overrides: list[str]) -> list[float]:
     """Train in this process; the processor time between the ends of steps."""
     from titanlab.cli.compose import compose_one
     from titanlab.distributed.ranks import ALONE
-    from titanlab.recipe.composition.flags import read_flags
+    from titanlab.recipe.flags import read_flags
     from titanlab.recipe.recipe import resolve, to_mapping
     from titanlab.records.identity import identify
     from titanlab.records.run_folder import create_run

@@ -13,7 +13,6 @@ import yaml
 from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer
 from titanlab.ac.contract import ACConfig
 from titanlab.ac.selective_op_schema import SelectiveOp
-from titanlab.cluster.schema import Cluster
 from titanlab.compile.schema import Compile
 from titanlab.model.llama_schema import Llama
 from titanlab.optimizer.adamw_schema import AdamW
@@ -23,7 +22,7 @@ from titanlab.precision.contract import PrecisionConfig
 from titanlab.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise
 from titanlab.precision.mxfp8_schema import Mxfp8
 from titanlab.recipe.recipe import Recipe
-from titanlab.recipe.training_schema import Training
+from titanlab.recipe.schema import Cluster, Training
 from titanlab.schedule.contract import PipelineSchedule
 from titanlab.schedule.interleaved_schema import Interleaved1F1B, InterleavedZeroBubble
 from titanlab.schedule.one_f_one_b_schema import OneFOneB

@@ -46,7 +46,7 @@ from titanlab.distributed.mesh import build_mesh
 from titanlab.model.llama_schema import Llama
 from titanlab.model.shapes import shapes_only
 from titanlab.parallelism.tensor import TensorParallel, parallelise
-from titanlab.recipe.stage_pieces import stage_pieces
+from titanlab.recipe.recipe import stage_pieces
 
 TENSOR = 8
 SEQ_LEN = 8192

@@ -14,7 +14,6 @@ from tests import tiny
 from tests.model.documents.test_tiles import CASES, apart, computed, inputs, largest_error, starts_of
 from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing
 from titanlab.checkpoint.schema import AsyncPinned, Sync
-from titanlab.cluster.schema import Cluster
 from titanlab.compile.schema import Compile
 from titanlab.costs import meter
 from titanlab.costs.attention_order import order
@@ -25,6 +24,7 @@ from titanlab.model.kernels.flash3 import choose_flash, missing
 from titanlab.parallelism import attention_kernels, head_tail
 from titanlab.parity import parity
 from titanlab.parity.parity import Tracer, compare
+from titanlab.recipe.schema import Cluster
 from titanlab.records.outcome import OutcomeKind
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from titanlab.ac.block_schema import NoCheckpointing
 from titanlab.checkpoint.schema import Async, Off, Sync
-from titanlab.cluster.schema import Cluster
 from titanlab.compile.schema import Compile
 from titanlab.data.synthetic_schema import Synthetic
 from titanlab.distributed.ranks import ALONE, joined
@@ -24,7 +23,7 @@ from titanlab.precision.bf16_schema import Bf16
 from titanlab.precision.fp32_schema import Fp32
 from titanlab.recipe.recipe import Recipe, resolve, to_mapping
 from titanlab.recipe.recipe_rules import check
-from titanlab.recipe.training_schema import Training
+from titanlab.recipe.schema import Cluster, Training
 from titanlab.records.identity import identify
 from titanlab.records.run_folder import RunFolder, create_run
 from titanlab.schedule.one_f_one_b_schema import OneFOneB

@@ -9,7 +9,7 @@ from titanlab.checkpoint.savers.background import AsyncSaver
 from titanlab.checkpoint.savers.blocking import NoSaver, SyncSaver
 from titanlab.checkpoint.schema import Async, AsyncPinned, Off, Sync
 from titanlab.errors import ConfigError
-from titanlab.recipe.composition.frozen import overridden
+from titanlab.recipe.next_attempt import overridden
 from titanlab.recipe.recipe import from_mapping, to_mapping
 from titanlab.records.identity import canonical
 

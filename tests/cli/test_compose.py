@@ -24,8 +24,8 @@ from titanlab.optimizer.adamw_schema import AdamW
 from titanlab.options import discover
 from titanlab.parallelism.schema import Parallelism
 from titanlab.precision.fp32_schema import Fp32
-from titanlab.recipe.composition.flags import read_flags
-from titanlab.recipe.composition.recipes import conf_folder
+from titanlab.recipe.compose import conf_folder
+from titanlab.recipe.flags import read_flags
 from titanlab.recipe.recipe import from_mapping, to_mapping
 from titanlab.records.outcome import OutcomeKind
 from titanlab.tracker.jsonl_schema import Jsonl
@@ -257,7 +257,7 @@ def test_an_installed_package_brings_an_option(site):
     code = """
 import sys
 from titanlab.cli.compose import compose
-from titanlab.recipe.composition.keys import advice
+from titanlab.recipe.keys import advice
 from titanlab.records.identity import identify
 from titanlab.recipe.recipe import from_mapping, to_mapping
 (recipe,) = compose(["optimizer=cautious", "optimizer.caution=0.25"])

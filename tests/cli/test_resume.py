@@ -11,7 +11,6 @@ from tests import tiny
 from tests.sweep.conftest import slurm, small_package  # noqa: F401
 from titanlab.checkpoint.folders import step_folder
 from titanlab.cli import resume
-from titanlab.cluster.schema import Cluster
 from titanlab.data import source
 from titanlab.data.files_schema import Files
 from titanlab.data.tokenizers.training import train
@@ -20,6 +19,7 @@ from titanlab.launch.job import Job
 from titanlab.launch.local_schema import Local
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.recipe.recipe import to_mapping
+from titanlab.recipe.schema import Cluster
 from titanlab.records.identity import identify
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder, create_run

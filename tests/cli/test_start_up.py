@@ -97,7 +97,7 @@ print("loaded", *sys.modules)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     _, mistake, run = done.stdout.split("loaded")
-    assert "titanlab.recipe.composition.loader" in mistake.split()
+    assert "titanlab.recipe.compose" in mistake.split()
     assert "titanlab.launch.execute" not in mistake.split()
     assert "titanlab.launch.execute" in run.split()
     # The package itself is looked into for options; it is empty.

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from titanlab.cli.compose import compose
-from titanlab.recipe.composition.strangers import VARIABLES
+from titanlab.recipe.strangers import VARIABLES
 
 SECRET = "not-for-others"
 HEAD = "defaults: [config, _self_]\n"

@@ -15,7 +15,7 @@ from tests.sweep.files import sweep_text, write_sweep
 from tests.sweep.study.test_sweep_files import EXPECTED
 from titanlab.cli import main
 from titanlab.launch.submission import Shape, shape_of
-from titanlab.recipe.composition.recipes import conf_folder
+from titanlab.recipe.compose import conf_folder
 from titanlab.records.identity import identify
 from titanlab.records.outcome import OutcomeKind
 from titanlab.sweep.plan import Dropped, plan_study

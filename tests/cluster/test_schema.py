@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from titanlab.cluster.schema import Cluster
 from titanlab.errors import ConfigError
+from titanlab.recipe.schema import Cluster
 from titanlab.records.identity import canonical
 
 RATES = (

@@ -15,8 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 from tests.docs.pages import PAGES, PROGRAM, ROOT, VERBS, read, spans
 from tests.docs.test_commands import help_of
 from titanlab.options import discover
-from titanlab.recipe.composition.keys import known_keys
-from titanlab.recipe.composition.recipes import conf_folder, register
+from titanlab.recipe.compose import conf_folder, register
+from titanlab.recipe.keys import known_keys
 from titanlab.recipe.recipe import Recipe
 
 GROUPS = {path.name for path in conf_folder().iterdir() if path.is_dir()}

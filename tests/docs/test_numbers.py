@@ -13,7 +13,7 @@ from tests.docs.test_names import options, tables
 from tests.model.published import SCHEMAS
 from titanlab.cli import main
 from titanlab.costs.account import training_flops_per_token
-from titanlab.recipe.composition.recipes import conf_folder
+from titanlab.recipe.compose import conf_folder
 from titanlab.sweep.plan import plan_study
 
 

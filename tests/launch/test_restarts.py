@@ -10,7 +10,6 @@ from tests import tiny
 from tests.launch.command import ROOT
 from tests.planted_package import install_planted
 from tests.planted_schema import Planted
-from titanlab.cluster.schema import Cluster
 from titanlab.distributed.host import this_host
 from titanlab.errors import ConfigError
 from titanlab.launch import restarts as module
@@ -18,6 +17,7 @@ from titanlab.launch.execute import continue_run
 from titanlab.launch.local_schema import Local
 from titanlab.launch.restarts import Restarts, hide_device, reduced
 from titanlab.launch.slurm_schema import Slurm
+from titanlab.recipe.schema import Cluster
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_records import RESTART
 from titanlab.system.terminal import Console

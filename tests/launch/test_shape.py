@@ -4,11 +4,11 @@ import json
 import pytest
 
 from tests import tiny
-from titanlab.cluster.schema import Cluster
 from titanlab.errors import ConfigError
 from titanlab.launch.local_schema import Local
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.launch.submission import Shape, shape_from, shape_of
+from titanlab.recipe.schema import Cluster
 
 GPUS = {"accelerator": "cuda", "device": "NVIDIA H200"}
 

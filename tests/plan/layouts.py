@@ -7,7 +7,6 @@ from typing import Any
 
 from titanlab.ac.block_schema import NoCheckpointing
 from titanlab.checkpoint.schema import Sync
-from titanlab.cluster.schema import Cluster
 from titanlab.compile.schema import Compile
 from titanlab.data.synthetic_schema import Synthetic
 from titanlab.launch.local_schema import Local
@@ -19,7 +18,7 @@ from titanlab.plan.ranking import Ranking
 from titanlab.plan.space import Choices, Space, choices_of
 from titanlab.precision.bf16_schema import Bf16
 from titanlab.recipe.recipe import Recipe
-from titanlab.recipe.training_schema import Training
+from titanlab.recipe.schema import Cluster, Training
 from titanlab.schedule.one_f_one_b_schema import OneFOneB
 from titanlab.tracker.jsonl_schema import Jsonl
 

@@ -3,14 +3,13 @@
 from typing import Any
 
 from titanlab.ac.block_schema import NoCheckpointing
-from titanlab.cluster.schema import Cluster
 from titanlab.compile.schema import Compile
 from titanlab.model.llama_schema import Llama
 from titanlab.optimizer.adamw_schema import AdamW
 from titanlab.parallelism.schema import Parallelism
 from titanlab.precision.bf16_schema import Bf16
 from titanlab.recipe.recipe import Recipe
-from titanlab.recipe.training_schema import Training
+from titanlab.recipe.schema import Cluster, Training
 from titanlab.schedule.one_f_one_b_schema import OneFOneB
 
 LLAMA_8B = Llama(dim=4096, layers=32, heads=32, kv_heads=8, ffn_dim=14336, vocab_size=128256)

@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from tests.plan.recipes import made
-from titanlab.cluster.schema import Cluster
 from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
 from titanlab.plan.machine import (
@@ -24,6 +23,7 @@ from titanlab.plan.machine import (
     fitted,
     machine_of,
 )
+from titanlab.recipe.schema import Cluster
 
 CLUSTERS = Path(__file__).parents[2] / "conf" / "cluster"
 

@@ -6,10 +6,10 @@ import math
 import pytest
 
 from tests.plan.recipes import made
-from titanlab.cluster.schema import Cluster
 from titanlab.errors import ConfigError
 from titanlab.plan.machine import Axis, allocator_excess, machine_of
 from titanlab.plan.measured_machine import doubts, lines, measured_cluster
+from titanlab.recipe.schema import Cluster
 
 # Figures of a core, with collectives of 200 µs and 1 GB/s.
 FIXED, BANDWIDTH = 200e-6, 1e9

@@ -15,7 +15,6 @@ from torch import nn
 from tests import tiny
 from tests.pool import Pool
 from titanlab.checkpoint.folders import checkpoints, latest
-from titanlab.cluster.schema import Cluster
 from titanlab.distributed.mesh import build_mesh
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.distributed.world import open_world
@@ -31,6 +30,7 @@ from titanlab.precision.bf16_schema import Bf16
 from titanlab.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise
 from titanlab.precision.mxfp8_schema import Mxfp8
 from titanlab.precision.product import PLAIN, departure, product_of
+from titanlab.recipe.schema import Cluster
 from titanlab.train import assemble, generate
 from titanlab.train.recording import work
 

@@ -8,7 +8,7 @@ from titanlab.costs.account import ModelAccount
 from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
 from titanlab.parallelism.schema import Parallelism
-from titanlab.recipe.layout_rules import (
+from titanlab.recipe.recipe_rules import (
     check_async_tensor,
     check_context,
     check_pipeline,

@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 
 from tests import tiny
-from titanlab.cluster.schema import Cluster
 from titanlab.distributed import host
 from titanlab.distributed.host import Host
 from titanlab.errors import ConfigError
 from titanlab.model.llama_schema import Llama
-from titanlab.recipe.memory_rules import PROCESS_BYTES, check_addressable, check_host_memory
-from titanlab.recipe.training_schema import Training
+from titanlab.recipe.recipe_rules import PROCESS_BYTES, check_addressable, check_host_memory
+from titanlab.recipe.schema import Cluster, Training
 
 GIB = 2**30
 

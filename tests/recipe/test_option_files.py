@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from titanlab.options import discover, schema_of
-from titanlab.recipe.composition.recipes import conf_folder
+from titanlab.recipe.compose import conf_folder
 
 FILES = sorted(path for group in discover() for path in (conf_folder() / group).glob("*.yaml"))
 

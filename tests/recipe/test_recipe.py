@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from tests import tiny
 from titanlab.errors import ConfigError
 from titanlab.options import discover
-from titanlab.recipe.composition.recipes import conf_folder, register
+from titanlab.recipe.compose import conf_folder, register
 from titanlab.recipe.recipe import Recipe, from_mapping, resolve, to_mapping
 from titanlab.recipe.recipe_rules import check
 from titanlab.records.config_file import config_text

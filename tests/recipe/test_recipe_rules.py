@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import pytest
 
 from tests import tiny
-from titanlab.cluster.schema import Cluster
 from titanlab.data.synthetic_schema import Synthetic
 from titanlab.errors import ConfigError
 from titanlab.model.kernels import flash3
@@ -17,6 +16,7 @@ from titanlab.precision.account import Formats
 from titanlab.precision.contract import PrecisionConfig
 from titanlab.recipe.recipe import Recipe, resolve
 from titanlab.recipe.recipe_rules import MOST_PROCESSES, check, check_all_but_data, setting
+from titanlab.recipe.schema import Cluster
 
 
 def resolved(made: Recipe, **given: object) -> Recipe:

@@ -33,7 +33,7 @@ from titanlab.plan.explanation import estimate_of
 from titanlab.plan.machine import machine_of
 from titanlab.plan.search import for_planning
 from titanlab.plan.step_time import step_time
-from titanlab.recipe.composition.recipes import conf_folder, register
+from titanlab.recipe.compose import conf_folder, register
 from titanlab.recipe.recipe import Recipe, from_mapping, resolve, to_mapping
 from titanlab.recipe.recipe_rules import check
 from titanlab.records.config_file import config_text

@@ -3,10 +3,10 @@
 import dataclasses
 
 from tests import tiny
-from titanlab.cluster.schema import Cluster
 from titanlab.launch.local_schema import Local
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.recipe.recipe import Recipe
+from titanlab.recipe.schema import Cluster
 from titanlab.records.identity import identify
 from titanlab.sweep.plan import Dropped, Planned, Study
 from titanlab.sweep.space import Point

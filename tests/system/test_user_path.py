@@ -8,7 +8,7 @@ import pytest
 
 import titanlab
 from titanlab.errors import ConfigError
-from titanlab.recipe.composition.flags import read_flags
+from titanlab.recipe.flags import read_flags
 from titanlab.records.run_folder import check_runs
 from titanlab.sweep.clean import cached
 from titanlab.system.files import home, user_path

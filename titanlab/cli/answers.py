@@ -13,12 +13,10 @@ import hydra
 from omegaconf import DictConfig
 
 from titanlab.errors import ConfigError
-from titanlab.recipe.composition.combinations import with_combinations
-from titanlab.recipe.composition.errors import composition_errors
-from titanlab.recipe.composition.flags import Flags
-from titanlab.recipe.composition.hydra_texts import ARGUMENTS
-from titanlab.recipe.composition.recipes import conf_folder, register
-from titanlab.recipe.composition.typed_overrides import as_typed
+from titanlab.recipe.compose import conf_folder, register
+from titanlab.recipe.flags import Flags
+from titanlab.recipe.hydra_errors import ARGUMENTS, composition_errors
+from titanlab.recipe.keys import as_typed, with_combinations
 from titanlab.system.text import harmless_lines
 
 # Flags in Hydra's help that titanlab refuses, with their explanations.

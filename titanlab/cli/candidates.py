@@ -13,9 +13,9 @@ from typing import Any
 
 from titanlab.errors import ConfigError
 from titanlab.parity.proof import Candidate, Row
-from titanlab.recipe.composition.flags import read_flags
-from titanlab.recipe.composition.frozen import check_unedited
-from titanlab.recipe.composition.recipes import conf_folder
+from titanlab.recipe.compose import conf_folder
+from titanlab.recipe.flags import read_flags
+from titanlab.recipe.next_attempt import check_unedited
 from titanlab.recipe.recipe import from_mapping, resolve
 from titanlab.sweep.listing import aligned
 from titanlab.sweep.plan import COMMAND_LINE, SINGLE, plan_study

@@ -17,7 +17,7 @@ from titanlab.cli.resume import FLAG
 from titanlab.cli.resume import train_from as train_from
 from titanlab.cli.verbs import VERBS, main_of
 from titanlab.errors import ConfigError
-from titanlab.recipe.composition.flags import read_flags
+from titanlab.recipe.flags import read_flags
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_search import list_runs

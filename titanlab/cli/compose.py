@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from titanlab.recipe.composition.flags import Flags, read_flags
-from titanlab.recipe.composition.loader import Loader
+from titanlab.recipe.compose import Loader
+from titanlab.recipe.flags import Flags, read_flags
 from titanlab.recipe.recipe import Recipe
 
 

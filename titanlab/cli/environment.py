@@ -20,8 +20,8 @@ from titanlab.distributed.host import this_host
 from titanlab.doctor.checkup import checks, run_checks
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import LaunchConfig, launch_of
-from titanlab.recipe.composition.flags import read_flags
-from titanlab.recipe.composition.frozen import check_unedited
+from titanlab.recipe.flags import read_flags
+from titanlab.recipe.next_attempt import check_unedited
 from titanlab.records.provenance import collect
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_search import find_run

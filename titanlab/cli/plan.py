@@ -23,7 +23,7 @@ from titanlab.plan.explanation import (
     traffic_rows,
 )
 from titanlab.plan.search import MOST, Plan, for_planning, no_collection, plan
-from titanlab.recipe.composition.flags import read_flags
+from titanlab.recipe.flags import read_flags
 from titanlab.recipe.recipe import Recipe
 from titanlab.schedule import grid
 from titanlab.sweep.listing import aligned

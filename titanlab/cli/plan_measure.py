@@ -12,8 +12,8 @@ from titanlab.distributed.host import this_host
 from titanlab.errors import ConfigError
 from titanlab.plan.measured_machine import KEY, doubts, lines, measured_cluster
 from titanlab.profiler.rates_schema import KIND
-from titanlab.recipe.composition.flags import read_flags
-from titanlab.recipe.composition.frozen import frozen_recipe
+from titanlab.recipe.flags import read_flags
+from titanlab.recipe.next_attempt import frozen_recipe
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.measured_runs import with_host

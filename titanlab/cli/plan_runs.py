@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from titanlab.cluster.schema import Cluster
 from titanlab.errors import ConfigError
 from titanlab.plan.calibration import calibrate, cluster_file, lines
-from titanlab.recipe.composition.recipes import conf_folder
+from titanlab.recipe.compose import conf_folder
+from titanlab.recipe.schema import Cluster
 from titanlab.sweep.measured_runs import LeftOut, MeasuredSweep, measured_sweep
 from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import open_sweep

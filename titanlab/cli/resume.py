@@ -20,8 +20,7 @@ from titanlab.launch.contract import launch_of
 from titanlab.launch.execute import continue_run, execute, prepare
 from titanlab.launch.launchers import directly, joined
 from titanlab.optimizer.schedule import rate_factor
-from titanlab.recipe.composition.frozen import check_unedited
-from titanlab.recipe.composition.next_attempt import LAYOUT, adapted, new_recipe, next_recipe
+from titanlab.recipe.next_attempt import LAYOUT, adapted, check_unedited, new_recipe, next_recipe
 from titanlab.recipe.recipe import Recipe, from_mapping, to_mapping
 from titanlab.records.identity import identify
 from titanlab.records.outcome import OutcomeKind

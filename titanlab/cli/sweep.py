@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from titanlab.cli.answers import answer
 from titanlab.errors import ConfigError
 from titanlab.launch.launchers import joined
-from titanlab.recipe.composition.flags import read_flags
-from titanlab.recipe.composition.loader import Loader
-from titanlab.recipe.composition.recipes import conf_folder
+from titanlab.recipe.compose import Loader, conf_folder
+from titanlab.recipe.flags import read_flags
 from titanlab.sweep.plan import Study, plan_study, with_data
 from titanlab.sweep.submit import (
     Submitted,

@@ -11,7 +11,7 @@ from titanlab.cli.arguments import Arguments
 from titanlab.data.tokenise import write_token_shards
 from titanlab.data.tokenizers.download import download_tokenizer
 from titanlab.errors import ConfigError
-from titanlab.recipe.literal import path_override
+from titanlab.recipe.recipe import path_override
 from titanlab.system.files import user_path
 from titanlab.system.terminal import Console
 

@@ -25,7 +25,7 @@ def train_verb(arguments: Sequence[str]) -> int:
         with kept_imports():
             from titanlab.cli.compose import compose_one
             from titanlab.launch.launchers import joined
-            from titanlab.recipe.composition.flags import read_flags
+            from titanlab.recipe.flags import read_flags
 
         flags = read_flags(arguments)
         if not flags.starts:

@@ -18,7 +18,7 @@ from titanlab.cli.compose import compose
 from titanlab.distributed.host import this_host
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
-from titanlab.recipe.composition.recipes import conf_folder
+from titanlab.recipe.compose import conf_folder
 from titanlab.records.run_search import find_run
 from titanlab.system.files import user_path
 from titanlab.system.terminal import Console

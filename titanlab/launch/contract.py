@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from titanlab.errors import ConfigError
-from titanlab.recipe.launch_contract import LaunchSettings
+from titanlab.recipe.schema import LaunchSettings
 from titanlab.records.outcome import OutcomeKind
 
 if TYPE_CHECKING:

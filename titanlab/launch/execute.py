@@ -33,9 +33,8 @@ from titanlab.launch.contract import Failure, launch_of
 from titanlab.launch.evidence import memory_kills
 from titanlab.launch.launchers import given_cores, joined
 from titanlab.launch.restarts import Restart, Restarts, hide_device, note
-from titanlab.recipe.memory_rules import check_host_memory
 from titanlab.recipe.recipe import Recipe, resolve, shortened_warmup, to_mapping
-from titanlab.recipe.recipe_rules import check
+from titanlab.recipe.recipe_rules import check, check_host_memory
 from titanlab.records.identity import Identity, identify
 from titanlab.records.outcome import KillEvidence, Outcome, OutcomeKind, from_exit, write_elsewhere
 from titanlab.records.run_folder import RunFolder, check_runs, create_run

@@ -15,7 +15,7 @@ from titanlab.launch import restarts
 from titanlab.launch.contract import Place
 from titanlab.launch.job import Job, say
 from titanlab.launch.restarts import Restart, Restarts, change, reduced
-from titanlab.recipe.composition.frozen import check_unedited
+from titanlab.recipe.next_attempt import check_unedited
 from titanlab.recipe.recipe import Recipe, from_mapping, to_mapping
 from titanlab.records.json_file import read_optional
 from titanlab.records.outcome import Outcome, OutcomeKind

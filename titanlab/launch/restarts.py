@@ -16,10 +16,10 @@ from titanlab.checkpoint.folders import latest, step_of
 from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.distributed.host import this_host
 from titanlab.errors import ConfigError
-from titanlab.recipe.composition.next_attempt import adapted
-from titanlab.recipe.launch_contract import LaunchSettings
+from titanlab.recipe.next_attempt import adapted
 from titanlab.recipe.recipe import Recipe, resolve
 from titanlab.recipe.recipe_rules import check_all_but_data
+from titanlab.recipe.schema import LaunchSettings
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_records import RESTART

@@ -15,11 +15,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
-from titanlab.cluster.schema import Cluster
 from titanlab.costs.layout import Layout
 from titanlab.distributed.host import cores
 from titanlab.errors import ConfigError
-from titanlab.recipe.launch_contract import LaunchSettings
+from titanlab.recipe.schema import Cluster, LaunchSettings
 from titanlab.records.claim import claimed
 from titanlab.records.json_file import read_optional
 from titanlab.system.files import write_json

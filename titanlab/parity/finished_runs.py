@@ -13,7 +13,7 @@ from titanlab.errors import ConfigError
 from titanlab.parity.proof import Row
 from titanlab.parity.reduction import comparable
 from titanlab.parity.tolerances import of_runs
-from titanlab.recipe.composition.frozen import check_unedited
+from titanlab.recipe.next_attempt import check_unedited
 from titanlab.recipe.recipe import Recipe, from_mapping
 from titanlab.records.metrics_file import TRAIN
 from titanlab.records.outcome import OutcomeKind

@@ -14,7 +14,6 @@ from typing import Any
 from titanlab.ac.block_schema import NoCheckpointing
 from titanlab.checkpoint.contract import CheckpointConfig
 from titanlab.checkpoint.schema import Off as NoCheckpoints
-from titanlab.cluster.schema import Cluster
 from titanlab.compile.schema import RECORDING, Compile
 from titanlab.data.synthetic_schema import Synthetic
 from titanlab.errors import ConfigError
@@ -28,6 +27,7 @@ from titanlab.precision.fp32_schema import Fp32
 from titanlab.profiler.off_schema import Off as NoProfiler
 from titanlab.recipe.recipe import Recipe, resolve
 from titanlab.recipe.recipe_rules import check
+from titanlab.recipe.schema import Cluster
 from titanlab.records.run_folder import safe_name
 from titanlab.schedule.one_f_one_b_schema import OneFOneB
 from titanlab.tracker.jsonl_schema import Jsonl

@@ -11,15 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from titanlab.cluster.schema import Cluster
 from titanlab.costs.layout import AXES
 from titanlab.errors import ConfigError
 from titanlab.plan.machine import LIMITS, Efficiencies, Machine, machine_of
 from titanlab.plan.memory import exchanged_bytes, most_memory, reserved_bytes
 from titanlab.plan.pipeline_time import simulated_time
 from titanlab.plan.step_time import step_time
-from titanlab.recipe.literal import literal
-from titanlab.recipe.recipe import Recipe
+from titanlab.recipe.recipe import Recipe, literal
+from titanlab.recipe.schema import Cluster
 from titanlab.records.config_file import config_text
 
 KEY = "--calibrate"

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titanlab.cluster.schema import Cluster
 from titanlab.costs.layout import AXES, Layout, resolve_layout
 from titanlab.distributed.host import this_host
 from titanlab.errors import ConfigError
@@ -18,9 +17,9 @@ from titanlab.plan.machine import Machine, machine_of
 from titanlab.plan.ranking import Ranked, Ranking
 from titanlab.plan.space import Space, choices_of
 from titanlab.plan.step_time import StepTime
-from titanlab.recipe.memory_rules import check_addressable
 from titanlab.recipe.recipe import Recipe, resolve
-from titanlab.recipe.recipe_rules import check_processes
+from titanlab.recipe.recipe_rules import check_addressable, check_processes
+from titanlab.recipe.schema import Cluster
 from titanlab.system.text import counted, grouped, significant
 
 # Share of a device's memory that recipes leave free, for CUDA, NCCL and the errors of the estimate. Datasheets count

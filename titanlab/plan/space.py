@@ -24,7 +24,7 @@ from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.parallelism.schema import Parallelism
 from titanlab.plan.stages import Remembered, model_facts
-from titanlab.recipe import layout_rules
+from titanlab.recipe import recipe_rules as layout_rules
 from titanlab.recipe.recipe import Recipe
 from titanlab.recipe.recipe_rules import check_all_but_data
 from titanlab.schedule.contract import PipelineSchedule

@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from titanlab.costs.account import ModelAccount, Operation, block_name, is_in_block, training_flops_per_token
 from titanlab.costs.config_key import Key, key_of
-from titanlab.recipe.stage_pieces import stage_pieces
+from titanlab.recipe.recipe import stage_pieces
 from titanlab.schedule.action import Action
 
 

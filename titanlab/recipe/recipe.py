@@ -1,4 +1,4 @@
-"""A recipe: the whole configuration of one run. `recipe_rules` has its rules."""
+"""A recipe: the whole configuration of one run, the split of its model into stages, and its plain values."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from titanlab.checkpoint.remote.address_schema import check_address, is_address
-from titanlab.cluster.schema import Cluster
 from titanlab.compile.schema import Compile
-from titanlab.costs.account import ModelAccount
+from titanlab.costs.account import ModelAccount, Operation, is_in_block
 from titanlab.costs.config_key import Key, key_of
 from titanlab.costs.layout import Layout, resolve_layout
 from titanlab.costs.setting import AUTO, automatic
@@ -26,9 +28,8 @@ from titanlab.options import discover, schema_of
 from titanlab.parallelism.schema import Parallelism
 from titanlab.profiler.off_schema import Off
 from titanlab.ranges import ranged
-from titanlab.recipe.literal import literal
-from titanlab.recipe.stage_pieces import stage_pieces
-from titanlab.recipe.training_schema import Training
+from titanlab.recipe.schema import Cluster, Training
+from titanlab.schedule.split import split as balanced
 
 if TYPE_CHECKING:
     from titanlab.ac.contract import ACConfig
@@ -38,13 +39,10 @@ if TYPE_CHECKING:
     from titanlab.optimizer.contract import OptimizerConfig
     from titanlab.precision.contract import PrecisionConfig
     from titanlab.profiler.contract import ProfilerConfig
-    from titanlab.recipe.launch_contract import LaunchSettings
+    from titanlab.recipe.schema import LaunchSettings
     from titanlab.schedule.contract import PipelineSchedule
     from titanlab.tracker.contract import TrackerConfig
-else:
-    # OmegaConf accepts dataclasses and Any as types of fields, but no Protocol.
-    ACConfig = CheckpointConfig = DataConfig = ModelConfig = OptimizerConfig = Any
-    LaunchSettings = PrecisionConfig = PipelineSchedule = ProfilerConfig = TrackerConfig = Any
+
 
 _COMPARE = "compare it with `titanlab train --cfg job`"
 # Options by their schema and the text of their content.
@@ -302,3 +300,125 @@ def _layout(recipe: Recipe, world: int | None) -> Layout:
         # The processes have been started, so an override of `world` is no cure.
         cure = "start as many processes as the degrees make, or let one degree be -1"
         raise ConfigError("WORLD_SIZE", world, error.rule, cure) from error
+
+
+KEY = "parallelism.split"
+# FLOPs that take as long as reading and writing one element. A core moves about 1e9 elements a second and computes
+# 5e10 to 1e11 FLOP/s; for a GPU the ratio is a little higher.
+ELEMENT_FLOPS = 100
+
+
+def stage_pieces(
+    account: ModelAccount,
+    *,
+    split: Sequence[Any] | None,
+    placement: Sequence[int],
+    block: Sequence[Operation],
+    edges: Sequence[Operation],
+) -> list[tuple[str, ...]]:
+    """Pieces of every stage, by stage.
+
+    Args:
+        split: see `Parallelism.split`.
+        placement: rank of every stage.
+        block: the operations of a block of the model.
+        edges: the operations outside of blocks; each has the name of its piece.
+
+    Raises:
+        ConfigError: the split does not fit the model or the number of stages.
+    """
+    pieces, stages = account.pieces, len(placement)
+    if split is None:
+        first = list(_balanced(tuple(_costs(account, block, edges)), tuple(placement)))
+    elif all(isinstance(item, int) for item in split):
+        first = _by_counts(account, list(split), stages)
+    else:
+        first = _by_names(account, [str(item) for item in split], stages)
+    return [pieces[begin:end] for begin, end in zip(first, [*first[1:], len(pieces)], strict=True)]
+
+
+@functools.cache
+def _balanced(costs: tuple[float, ...], placement: tuple[int, ...]) -> tuple[int, ...]:
+    """First piece of every stage; cached, because a sweep calls it often and a search can take tenths of a second."""
+    return tuple(balanced(costs, stages=len(placement), placement=placement))
+
+
+def _costs(account: ModelAccount, block: Sequence[Operation], edges: Sequence[Operation]) -> list[float]:
+    edge_costs = {operation.name: _cost([operation]) for operation in edges}
+    return [_cost(block) if is_in_block(piece) else edge_costs.get(piece, 0.0) for piece in account.pieces]
+
+
+def _cost(operations: Sequence[Operation]) -> float:
+    return sum(operation.flops + ELEMENT_FLOPS * math.prod(operation.output) for operation in operations)
+
+
+def _by_counts(account: ModelAccount, counts: list[int], stages: int) -> list[int]:
+    """First pieces of stages with given numbers of blocks; other pieces belong to the first or the last stage."""
+    if len(counts) != stages:
+        rule = f"has {len(counts)} numbers of blocks, and the schedule has {stages} stages"
+        raise ConfigError(KEY, as_typed(counts), rule, f"try null for a balanced split, or give {stages} numbers")
+    if min(counts) < 0 or sum(counts) != account.layers or 0 in counts[1:-1]:
+        rule = f"must add up to the model's {account.layers} blocks"
+        if 0 in counts[1:-1] or min(counts) < 0:
+            rule += ", with one at least for each stage between first and last"
+        raise ConfigError(KEY, as_typed(counts), rule, "try null for a balanced split")
+    blocks = [place for place, piece in enumerate(account.pieces) if is_in_block(piece)]
+    begins = [sum(counts[:stage]) for stage in range(1, stages)]
+    first = [0, *(blocks[begin] if begin < len(blocks) else blocks[-1] + 1 for begin in begins)]
+    return _increasing(account, counts, first)
+
+
+def _by_names(account: ModelAccount, names: list[str], stages: int) -> list[int]:
+    if len(names) != stages - 1:
+        rule = f"must name a piece for each of the {stages - 1} stages after the first, and names {len(names)}"
+        raise ConfigError(KEY, as_typed(names), rule, "try null for a balanced split")
+    unknown = [name for name in names if name not in account.pieces]
+    if unknown:
+        rule = f"the model has no piece {unknown[0]}"
+        raise ConfigError(KEY, as_typed(names), rule, f"its pieces are {_listed(account.pieces)}")
+    return _increasing(account, names, [0, *(account.pieces.index(name) for name in names)])
+
+
+def _increasing(account: ModelAccount, split: Sequence[object], first: list[int]) -> list[int]:
+    ends = [*first[1:], len(account.pieces)]
+    for stage, (begin, end) in enumerate(zip(first, ends, strict=True)):
+        if begin >= end:
+            rule = f"stage {stage} would begin with {account.pieces[begin]} and end before {account.pieces[end]}"
+            cure = "name pieces in the order of the forward pass, each once, or null for a balanced split"
+            raise ConfigError(KEY, as_typed(split), rule, cure)
+    return first
+
+
+def as_typed(split: Sequence[object]) -> str:
+    """A split as it is written in an override."""
+    return f"[{','.join(map(str, split))}]"
+
+
+def _listed(pieces: Sequence[str]) -> str:
+    shown = [*pieces[:2], "…", *pieces[-3:]] if len(pieces) > 6 else pieces
+    return ", ".join(shown)
+
+
+# Text that Hydra reads as itself without quotes. With a slash in it, it is neither a number nor a constant.
+_PLAIN = re.compile(r"[\w.+@%-]*/[\w./+@%-]*", re.ASCII)
+
+
+def literal(value: Any) -> Any:
+    """The same plain values with `${` escaped: all interpolations are resolved, so OmegaConf must not find any."""
+    if isinstance(value, Mapping):
+        return {key: literal(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [literal(inner) for inner in value]
+    # OmegaConf halves the backslashes that stand before `${`, and no others.
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def path_override(key: str, path: Path) -> str:
+    """`key=path`, in quotes for Hydra's grammar of overrides where it needs them."""
+    text = str(path)
+    if _PLAIN.fullmatch(text):
+        return f"{key}={text}"
+    # Imported here: it takes 0.1 s, and most paths need no quotes.
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return f"{key}={QuotedString(text=literal(text), quote=Quote.double).with_quotes()}"

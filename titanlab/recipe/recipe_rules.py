@@ -1,19 +1,24 @@
-"""The rules that involve several groups of a recipe."""
+"""The rules that cross config groups: layout, batch and schedule against the model, and the memory of the host."""
 
 from __future__ import annotations
 
 import importlib.util
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
+from titanlab.costs.account import STYLES, ModelAccount, cut_dim, parameter_style
 from titanlab.costs.hardware import compute_capability
-from titanlab.costs.layout import divisors
+from titanlab.costs.layout import FSDP_AXES, Layout, divisors
 from titanlab.costs.setting import Setting
-from titanlab.costs.shard_account import account_for
+from titanlab.costs.shard_account import STACK, account_for
 from titanlab.data import source
+from titanlab.distributed.host import Host
 from titanlab.errors import ConfigError
-from titanlab.recipe import layout_rules
-from titanlab.recipe.memory_rules import check_addressable
-from titanlab.recipe.recipe import Recipe, needs_whole_logits, pieces_by_stage
+from titanlab.parallelism.schema import Parallelism
+from titanlab.recipe.recipe import Recipe, as_typed, needs_whole_logits, pieces_by_stage
 from titanlab.records.run_folder import check_name
+from titanlab.schedule.contract import PipelineSchedule
 from titanlab.system.text import counted
 
 SEEDS = 2**63
@@ -114,17 +119,17 @@ def _layout_fits(recipe: Recipe) -> None:
     layout, config, seq_len = recipe.layout, recipe.parallelism, recipe.training.seq_len
     account = recipe.model.account()
     kernel = recipe.model.attention
-    layout_rules.check_context(layout, account, seq_len=seq_len, kernel=kernel)
-    layout_rules.check_expert(layout, config, account)
+    check_context(layout, account, seq_len=seq_len, kernel=kernel)
+    check_expert(layout, config, account)
     account = account_for(account, layout)
-    layout_rules.check_tensor(layout, config, account, seq_len=seq_len, microbatch=recipe.microbatch)
-    layout_rules.check_async_tensor(
+    check_tensor(layout, config, account, seq_len=seq_len, microbatch=recipe.microbatch)
+    check_async_tensor(
         layout,
         config,
         accelerator=recipe.cluster.accelerator,
         compiled=recipe.compile.blocks and recipe.compile.backend,
     )
-    layout_rules.check_symmetric_memory(layout, config, accelerator=recipe.cluster.accelerator)
+    check_symmetric_memory(layout, config, accelerator=recipe.cluster.accelerator)
     if config.symmetric_memory:
         # Imported here: it imports torch, which no rule about layouts needs.
         from titanlab.parallelism import symmetric_buffers
@@ -132,7 +137,7 @@ def _layout_fits(recipe: Recipe) -> None:
         reason = symmetric_buffers.missing()
         if reason is not None:
             raise ConfigError(symmetric_buffers.KEY, True, *reason)
-    layout_rules.check_pipeline(layout, config, account, recipe.schedule, microbatches=recipe.microbatches)
+    check_pipeline(layout, config, account, recipe.schedule, microbatches=recipe.microbatches)
     if layout.pipeline > 1:
         pieces_by_stage(recipe)
 
@@ -261,3 +266,317 @@ def _nearest_multiple(value: int, unit: int) -> int:
 
 def _closest(values: list[int], target: int) -> list[int]:
     return sorted(sorted(values, key=lambda value: abs(value - target))[:2])
+
+
+# Passes of one microbatch through one stage, in a step. The schedule is a list of all of them, made before the step.
+MOST_ACTIONS = 1_000_000
+
+
+def check_tensor(layout: Layout, config: Parallelism, account: ModelAccount, *, seq_len: int, microbatch: int) -> None:
+    """Check that tensor parallelism can split heads, matrices and the sequence.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    degree = layout.tensor
+    if degree == 1:
+        return
+    key = "parallelism.tensor"
+    if not account.tensor_plan:
+        raise ConfigError(key, degree, "the model has no plan of how to cut its layers", "try parallelism.tensor=1")
+    cuts = _cuts(account, degree)
+    usable = [n for n in divisors(account.kv_heads) if not _broken_rule(account, cuts, n)]
+    rule = _broken_rule(account, cuts, degree)
+    if rule:
+        raise ConfigError(key, degree, rule, _try(key, usable, degree))
+    _check_fsdp_cuts(layout, cuts)
+    local = microbatch * seq_len // layout.context
+    if config.sequence_parallel and local % degree:
+        rule = f"with sequence_parallel, must divide the {local} tokens that a process has of a microbatch"
+        cure = _try(key, [n for n in usable if local % n == 0], degree)
+        raise ConfigError(key, degree, rule, f"{cure}, or parallelism.sequence_parallel=false")
+
+
+class _CutParameter(NamedTuple):
+    """A parameter that the tensor plan splits; it represents all parameters of its shape and style."""
+
+    name: str
+    shape: tuple[int, ...]
+    style: str
+
+
+def _cuts(account: ModelAccount, degree: int) -> list[_CutParameter]:
+    cuts: dict[tuple[tuple[int, ...], str], _CutParameter] = {}
+    for name, shape in account.parameters.items():
+        style = parameter_style(account, name)
+        known = STYLES.get(style)
+        if style == "" or (known is not None and not known.has_parameters):
+            rule = f"the model's plan says nothing about {name}"
+            raise ConfigError(
+                "parallelism.tensor", degree, rule, "try parallelism.tensor=1, or name it in the model's tensor_plan"
+            )
+        if known is not None and known.cut_dim is not None and style != STACK:
+            cuts.setdefault((shape, style), _CutParameter(name, shape, style))
+    return list(cuts.values())
+
+
+def _broken_rule(account: ModelAccount, cuts: Iterable[_CutParameter], degree: int) -> str:
+    """The rule that a tensor-parallel degree breaks; empty: none."""
+    for heads, noun in ((account.heads, "attention heads"), (account.kv_heads, "key/value heads")):
+        if heads % degree:
+            return f"must divide {heads} {noun}"
+    for name, shape, style in cuts:
+        dim, allows_uneven = cut_dim(style, len(shape)), STYLES[style].allows_uneven
+        if dim is not None and not allows_uneven and shape[dim] % degree:
+            noun = ("rows", "columns")[dim - STYLES[style].is_stack]
+            return f"must divide the {shape[dim]} {noun} of {name}"
+        # The first ranks get equal parts, rounded up. If there are few rows, none remain for the last rank.
+        if allows_uneven and -(-shape[0] // degree) * (degree - 1) >= shape[0]:
+            return f"leaves a process without a row of {name}, which has {shape[0]}"
+    return ""
+
+
+def _check_fsdp_cuts(layout: Layout, cuts: Sequence[_CutParameter]) -> None:
+    """Check that FSDP2 can split the parameters that tensor parallelism splits by rows: rows evenly, else columns."""
+
+    def uneven(fsdp: int) -> Iterator[_CutParameter]:
+        for cut in cuts:
+            rows, columns = cut.shape[0], math.prod(cut.shape[1:2])
+            if STYLES[cut.style].cut_dim == 0 and rows % (layout.tensor * fsdp) and columns % fsdp:
+                yield cut
+
+    if layout.fsdp == 1:
+        return
+    axis = next(name for name in FSDP_AXES if getattr(layout, name) > 1)
+    key, degree = f"parallelism.{axis}", getattr(layout, axis)
+    for name, shape, _ in uneven(layout.fsdp):
+        by_columns = f", nor its {shape[1]} columns into {layout.fsdp}" if len(shape) > 1 else ""
+        rule = (
+            f"with tensor={layout.tensor}, cannot cut the {shape[0]} rows of {name} "
+            f"into {layout.tensor * layout.fsdp} equal parts{by_columns}"
+        )
+        usable = [n for n in range(1, 2 * degree) if not any(uneven(layout.fsdp // degree * n))]
+        cure = f"{_try(key, usable, degree)}, or parallelism.tensor=1" if usable else "try parallelism.tensor=1"
+        raise ConfigError(key, degree, rule, cure)
+
+
+def check_expert(layout: Layout, config: Parallelism, account: ModelAccount) -> None:
+    """Check that expert parallelism can divide the experts among the processes of shard, context and tensor.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    degree, key = layout.expert, "parallelism.expert"
+    if degree < 1:
+        rule = "a degree is at least 1, and that of experts does not follow from the world: it multiplies nothing"
+        raise ConfigError(key, degree, rule, "try 1")
+    if degree == 1:
+        return
+    if account.experts is None:
+        raise ConfigError(key, degree, "the model has no experts", "try parallelism.expert=1")
+    ranks, count = layout.fsdp * layout.tensor, account.experts.count
+    usable = [n for n in divisors(ranks) if count % n == 0]
+    if ranks % degree:
+        rule = f"must divide the {ranks} processes of shard · context · tensor"
+        raise ConfigError(key, degree, rule, _try(key, usable, degree))
+    if count % degree:
+        raise ConfigError(key, degree, f"must divide the {count} experts", _try(key, usable, degree))
+    if layout.tensor > 1 and not config.sequence_parallel:
+        rule = "needs tokens that are divided among the processes of the tensor axis"
+        cure = "try parallelism.sequence_parallel=true"
+        raise ConfigError(key, degree, f"{rule}, and sequence_parallel=false", cure)
+    for name, shape in account.parameters.items():
+        if account.is_of_experts(name) and count % (degree * layout.expert_shard) and shape[1] % layout.expert_shard:
+            rule = (
+                f"leaves {count // degree} experts to {layout.expert_shard} shards of FSDP2, "
+                f"which do not divide them nor the {shape[1]} rows of {name}"
+            )
+            raise ConfigError(key, degree, rule, _try(key, usable, ranks))
+
+
+def check_context(layout: Layout, account: ModelAccount, *, seq_len: int, kernel: str) -> None:
+    """Check that context parallelism can split the sequence into two chunks for each process.
+
+    Args:
+        kernel: the recipe's attention kernel.
+
+    Raises:
+        ConfigError: it cannot, or it does not support the kernel.
+    """
+    chunks = 2 * layout.context
+    if layout.context == 1:
+        return
+    if not account.attention:
+        rule = "the model does not say where its attention is"
+        raise ConfigError("parallelism.context", layout.context, rule, "try parallelism.context=1")
+    if seq_len % chunks:
+        rule = f"must be a multiple of {chunks}: two chunks for each of {layout.context} context-parallel processes"
+        cure = f"try {max(1, round(seq_len / chunks)) * chunks}"
+        raise ConfigError("training.seq_len", seq_len, rule, cure)
+    if kernel == "math":
+        rule = f"writes out all scores, and context={layout.context} puts attention together of parts that are not"
+        raise ConfigError("model.attention", kernel, rule, "try auto")
+    if kernel == "flash_attn":
+        rule = f"is no kernel of torch's, of which context={layout.context} puts attention together"
+        raise ConfigError("model.attention", kernel, rule, "try auto or flash")
+
+
+def check_pipeline(
+    layout: Layout, config: Parallelism, account: ModelAccount, schedule: PipelineSchedule, *, microbatches: int
+) -> None:
+    """Check that the model has enough blocks for the stages, and that the schedule supports them.
+
+    Raises:
+        ConfigError: the model or the schedule does not fit the pipeline.
+    """
+    degree = layout.pipeline
+    if degree == 1:
+        if config.split is not None:
+            rule = "says where a pipeline is cut, and parallelism.pipeline=1"
+            raise ConfigError("parallelism.split", as_typed(config.split), rule, "try null")
+        return
+    key = "parallelism.pipeline"
+    if not account.pieces:
+        raise ConfigError(key, degree, "the model does not say where it may be cut", "try parallelism.pipeline=1")
+    if account.tied:
+        rule = "the head is the embedding's table, which first and last stage would both have to own"
+        raise ConfigError(key, degree, rule, "try parallelism.pipeline=1, or model.tied_embeddings=false")
+    stages = schedule.stage_count(ranks=degree)
+    if stages <= account.layers:
+        # The schedule's own check takes long for a large number of ranks, so the simple limit comes first.
+        schedule.check_pipeline(ranks=degree, microbatches=microbatches)
+        stages = len(schedule.placement(ranks=degree))
+    if stages > account.layers:
+        rule = f"{schedule.kind} makes {stages} stages of it, more than the {account.layers} blocks of the model"
+        fits = list(range(1, min(degree - 1, account.layers // (stages // degree)) + 1))
+        other = "a schedule with fewer stages a rank" if stages > degree else "a model of more blocks"
+        raise ConfigError(key, degree, rule, f"{_try(key, fits or [1], degree)}, or {other}")
+    if stages * microbatches > MOST_ACTIONS:
+        rule = f"makes {microbatches:,} microbatches of a step, in {stages} stages: more than a schedule is made for"
+        cure = "give a smaller training.global_batch, or a larger training.microbatch"
+        raise ConfigError(key, degree, rule, cure)
+
+
+def check_async_tensor(layout: Layout, config: Parallelism, *, accelerator: str, compiled: str | bool) -> None:
+    """Check that hardware and compiler support AsyncTP.
+
+    Args:
+        compiled: the backend that compiles blocks; False: blocks are not compiled.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if not config.async_tensor:
+        return
+    key = "parallelism.async_tensor"
+    if layout.tensor == 1:
+        raise ConfigError(key, True, "interleaves the collectives of tensor parallelism, and tensor=1", "try false")
+    if accelerator != "cuda":
+        raise ConfigError(key, True, "needs symmetric memory between GPUs, and this runs on a CPU", "try false")
+    if not config.sequence_parallel:
+        rule = "interleaves gathers and scatters of sequences, and sequence_parallel=false has none"
+        raise ConfigError(key, True, rule, "try parallelism.sequence_parallel=true")
+    if not compiled:
+        raise ConfigError(key, True, "is done by inductor, and the blocks are not compiled", "try compile=block")
+    if compiled != "inductor":
+        rule = f"is done by inductor, and {compiled} compiles the blocks"
+        raise ConfigError(key, True, rule, "try compile.backend=inductor")
+
+
+def check_symmetric_memory(layout: Layout, config: Parallelism, *, accelerator: str) -> None:
+    """Check that FSDP2 can use symmetric memory.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if not config.symmetric_memory:
+        return
+    key = "parallelism.symmetric_memory"
+    if layout.fsdp == 1:
+        raise ConfigError(key, True, "is memory in which FSDP2 gathers, and nothing is sharded", "try false")
+    if accelerator != "cuda":
+        raise ConfigError(key, True, "is memory between GPUs, and this runs on a CPU", "try false")
+    if config.cpu_offload:
+        rule = "has not been tried with parameters in host memory"
+        raise ConfigError(key, True, rule, "try false, or parallelism.cpu_offload=false")
+    if config.async_tensor:
+        rule = "is memory of NCCL, AsyncTP needs that of CUDA, and torch has one of both in a process"
+        raise ConfigError(key, True, rule, "try false, or parallelism.async_tensor=false")
+
+
+def _try(key: str, usable: list[int], degree: int) -> str:
+    """The advice to try the two usable degrees that are nearest to the given degree."""
+    nearest = sorted(sorted(usable, key=lambda n: (abs(n - degree), n))[:2])
+    return f"try {key}=" + " or ".join(str(n) for n in nearest)
+
+
+# Memory of a process without tensors: an interpreter that has imported torch, less the pages that processes share.
+PROCESS_BYTES = 64 * 2**20
+_ADDRESSABLE = 2**63  # bytes; sizes are signed 64-bit integers
+
+
+def check_addressable(recipe: Recipe) -> None:
+    """Check that the size of the parameters in bytes fits into 64 bits.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    parameters = recipe.model.account().parameter_count
+    if parameters * recipe.precision.formats().master_bytes >= _ADDRESSABLE:
+        key, value = _largest_size(recipe.model)
+        rule = f"makes a model of {parameters:.1e} parameters, more bytes than there are addresses"
+        raise ConfigError(key, value, rule, "give a smaller number")
+
+
+def check_host_memory(recipe: Recipe, host: Host, *, processes: int) -> None:
+    """Check that this host has the memory that training on its CPU needs at least; GPU memory is not checked.
+
+    The bound is the sum of the processes, parameters, gradients, and the residual stream of one microbatch.
+
+    Args:
+        recipe: resolved.
+        processes: how many processes of the run start on this host.
+
+    Raises:
+        ConfigError: the host has less.
+    """
+    if host.memory_bytes is None or recipe.cluster.accelerator != "cpu":
+        return
+    layout, local_fraction = recipe.layout, processes / recipe.layout.world
+    process_bytes = processes * PROCESS_BYTES
+    parameters = recipe.model.account().parameter_count
+    # Each copy of the model has every parameter and its gradient once.
+    model_bytes = int(2 * recipe.precision.formats().master_bytes * parameters * layout.replicate * local_fraction)
+    compute_bytes = recipe.precision.formats().compute_bytes
+    tokens = recipe.microbatch * recipe.training.seq_len
+    width = recipe.model.account().dim
+    token_bytes = int(tokens * layout.data * (8 + width * compute_bytes) * local_fraction)
+    has = f"and this machine has {_gib(host.memory_bytes)}"
+    elsewhere = "a machine with more memory, such as with launch=slurm"
+    if process_bytes > host.memory_bytes:
+        rule = f"processes take at least {_gib(process_bytes)}, {has}"
+        raise ConfigError("world", processes, rule, f"try world={max(1, host.count)}, or take {elsewhere}")
+    if process_bytes + model_bytes > host.memory_bytes:
+        rule = f"{parameters:,} parameters and their gradients take at least {_gib(model_bytes)} here, {has}"
+        raise ConfigError("model", recipe.model.kind, rule, f"take a smaller model, or {elsewhere}")
+    if process_bytes + model_bytes + token_bytes > host.memory_bytes:
+        training = recipe.training
+        key = "seq_len" if recipe.microbatch < training.seq_len else "global_batch"
+        if key == "global_batch" and training.microbatch is not None:
+            key = "microbatch"
+        rule = f"one microbatch is {tokens:,} tokens, which take at least {_gib(token_bytes)} here, {has}"
+        cure = f"give a smaller number, or training.microbatch=1, or take {elsewhere}"
+        raise ConfigError(f"training.{key}", getattr(training, key), rule, cure)
+
+
+def _largest_size(model: object) -> tuple[str, int]:
+    """The largest whole number among a model's fields: the likely mistake in a model that is too large."""
+    sizes = {name: value for name, value in vars(model).items() if type(value) is int}
+    name = max(sizes, key=lambda field: sizes[field], default="kind")
+    return f"model.{name}", sizes.get(name, 0)
+
+
+def _gib(count: int) -> str:
+    """Bytes in GiB as text; from a million GiB on in scientific notation."""
+    gib = count / 2**30
+    return f"{gib:,.1f} GiB" if gib < 1e6 else f"{gib:.1e} GiB"

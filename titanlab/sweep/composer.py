@@ -23,10 +23,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from titanlab.errors import ConfigError
 from titanlab.options import discover
-from titanlab.recipe.composition.errors import composition_errors
-from titanlab.recipe.composition.keys import find_key
-from titanlab.recipe.composition.loader import Composed, Loader
-from titanlab.recipe.composition.recipes import to_group, to_recipe
+from titanlab.recipe.compose import Composed, Loader, to_group, to_recipe
+from titanlab.recipe.hydra_errors import composition_errors
+from titanlab.recipe.keys import find_key
 from titanlab.recipe.recipe import Recipe
 from titanlab.sweep.space import Values, canonical_text
 

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titanlab.cluster.schema import Cluster
 from titanlab.costs import meter
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.plan.calibration import Measured
-from titanlab.recipe.composition.frozen import frozen_recipe
+from titanlab.recipe.next_attempt import frozen_recipe
 from titanlab.recipe.recipe import Recipe
+from titanlab.recipe.schema import Cluster
 from titanlab.records.identity import canonical, canonical_json
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder

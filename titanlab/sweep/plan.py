@@ -21,10 +21,9 @@ from titanlab.data import source
 from titanlab.distributed.host import Host, check_host, this_host
 from titanlab.errors import ConfigError
 from titanlab.launch.submission import check_cluster, shape_of
-from titanlab.recipe.composition.loader import Loader
-from titanlab.recipe.memory_rules import check_host_memory
+from titanlab.recipe.compose import Loader
 from titanlab.recipe.recipe import Recipe, resolve, shortened_warmup
-from titanlab.recipe.recipe_rules import check_all_but_data, check_data
+from titanlab.recipe.recipe_rules import check_all_but_data, check_data, check_host_memory
 from titanlab.records.identity import Identity, identify
 from titanlab.records.run_folder import check_runs
 from titanlab.sweep.composer import Composer

@@ -9,7 +9,7 @@ from typing import Any
 from titanlab.costs.layout import AXES, Layout, resolve_layout
 from titanlab.errors import ConfigError
 from titanlab.optimizer.schedule_schema import Schedule
-from titanlab.recipe.composition.keys import find_key
+from titanlab.recipe.keys import find_key
 from titanlab.sweep.composer import Composer
 from titanlab.sweep.space import WHERE, Expression, Point, Values, keys_of
 

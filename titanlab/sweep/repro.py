@@ -17,10 +17,9 @@ from typing import Any
 
 from titanlab.errors import ConfigError
 from titanlab.options import discover
-from titanlab.recipe.composition.flags import read_flags
-from titanlab.recipe.composition.loader import Loader
-from titanlab.recipe.literal import literal
-from titanlab.recipe.recipe import Recipe, from_mapping, resolve, to_mapping
+from titanlab.recipe.compose import Loader
+from titanlab.recipe.flags import read_flags
+from titanlab.recipe.recipe import Recipe, from_mapping, literal, resolve, to_mapping
 from titanlab.records.config_file import config_text
 from titanlab.records.json_file import read_optional
 from titanlab.records.provenance import PATCH_LIMIT, RECORD, code_fingerprint

@@ -21,15 +21,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from titanlab.errors import ConfigError
 from titanlab.options import combining_groups
-from titanlab.recipe.composition.errors import composition_errors, value_error
-from titanlab.recipe.composition.flags import Flags, read_flags
-from titanlab.recipe.composition.hydra_internal import is_hydras_own, plain_value
-from titanlab.recipe.composition.keys import Key, advice, find_key, known_keys, unknown_key
-from titanlab.recipe.composition.loader import Loader, override_text
-from titanlab.recipe.composition.strangers import own_start_error
-from titanlab.recipe.composition.sweeper import Space
-from titanlab.recipe.composition.typed_overrides import as_typed
+from titanlab.recipe.compose import Loader, override_text
+from titanlab.recipe.flags import Flags, read_flags
+from titanlab.recipe.hydra_errors import composition_errors, value_error
+from titanlab.recipe.hydra_internal import is_hydras_own, plain_value
+from titanlab.recipe.keys import Key, Space, advice, as_typed, find_key, known_keys, unknown_key
 from titanlab.recipe.recipe import Recipe
+from titanlab.recipe.strangers import own_start_error
 from titanlab.sweep.space import (
     LIMIT,
     WHERE,

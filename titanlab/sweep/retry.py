@@ -17,11 +17,9 @@ from titanlab.errors import ConfigError
 from titanlab.launch.attempt import go_back, missed_checkpoint, pass_over_damaged
 from titanlab.launch.contract import launch_of
 from titanlab.launch.submission import Submission, check_cluster, shape_of
-from titanlab.recipe.composition.frozen import check_changeable, check_unedited
-from titanlab.recipe.composition.next_attempt import LAYOUT, adapted, changes, next_recipe
-from titanlab.recipe.memory_rules import check_host_memory
+from titanlab.recipe.next_attempt import LAYOUT, adapted, changes, check_changeable, check_unedited, next_recipe
 from titanlab.recipe.recipe import Recipe, from_mapping, resolve, to_mapping
-from titanlab.recipe.recipe_rules import check_all_but_data
+from titanlab.recipe.recipe_rules import check_all_but_data, check_host_memory
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder, create_run
 from titanlab.sweep import snapshot

@@ -32,7 +32,7 @@ from titanlab.parallelism.loss import IGNORE, Loss, SplitLoss, loss_sum, of_logi
 from titanlab.precision.loss_scale import LossScale, step_if
 from titanlab.profiler.contract import Phase, nothing
 from titanlab.recipe.recipe import Recipe, pieces_by_stage
-from titanlab.recipe.training_schema import Training
+from titanlab.recipe.schema import Training
 from titanlab.train.balance import Balance, NoBalance
 from titanlab.train.stage import Stage, build_stage, dtypes_of, tensor_cut, together
 

@@ -18,7 +18,7 @@ from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.distributed.world import World
 from titanlab.dtensor import local_part
 from titanlab.errors import TitanlabError
-from titanlab.recipe.training_schema import Training
+from titanlab.recipe.schema import Training
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.train.assemble import Assembled, StepBatch, Sums

@@ -21,7 +21,7 @@ from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 from titanlab.model.language_model import LanguageModel
 from titanlab.model.shapes import shapes_only
-from titanlab.recipe.composition.frozen import frozen_recipe
+from titanlab.recipe.next_attempt import frozen_recipe
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.run_folder import RunFolder
 from titanlab.train.balance import set_biases

@@ -21,8 +21,8 @@ from titanlab.data.tokenizers import tokenizer as tokenizers
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 from titanlab.options import discover
-from titanlab.recipe.composition.frozen import check_unedited
-from titanlab.recipe.literal import literal, path_override
+from titanlab.recipe.next_attempt import check_unedited
+from titanlab.recipe.recipe import literal, path_override
 from titanlab.records.config_file import config_text
 from titanlab.system.files import write_json
 from titanlab.system.foreign import Foreign

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.recipe.composition.frozen import frozen_recipe
+from titanlab.recipe.next_attempt import frozen_recipe
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.metrics_file import EXPERTS, metrics_of
 from titanlab.records.outcome import Outcome

@@ -9,8 +9,8 @@ import pytest
 from tests import tiny
 from tests.reproduction.repositories import git, make_repository
 from titanlab.cli import main
-from titanlab.recipe.composition.flags import read_flags
-from titanlab.recipe.composition.loader import Loader
+from titanlab.recipe.compose import Loader
+from titanlab.recipe.flags import read_flags
 from titanlab.recipe.recipe import from_mapping, to_mapping
 from titanlab.records.config_file import read_config
 from titanlab.records.provenance import code_fingerprint, collect, git_state

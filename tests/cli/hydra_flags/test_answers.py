@@ -9,7 +9,7 @@ import pytest
 
 from titanlab.cli import answers, main
 from titanlab.errors import ConfigError
-from titanlab.recipe.composition.flags import read_flags
+from titanlab.recipe.flags import read_flags
 
 
 def state():

@@ -8,8 +8,8 @@ import os
 import pytest
 
 from titanlab.cli import plan_runs as cluster_out
-from titanlab.cluster.schema import Cluster
 from titanlab.errors import ConfigError
+from titanlab.recipe.schema import Cluster
 
 
 def test_the_file_goes_where_it_is_wanted(plan, sweep, tmp_path):

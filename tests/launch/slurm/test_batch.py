@@ -13,8 +13,8 @@ from titanlab.errors import ConfigError
 from titanlab.launch.slurm import batch
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.launch.submission import Shape, Submission, write_submission
-from titanlab.recipe.composition.flags import read_flags
-from titanlab.recipe.composition.loader import Loader
+from titanlab.recipe.compose import Loader
+from titanlab.recipe.flags import read_flags
 
 SLURM = Slurm()
 ONE = Shape(processes=1, tasks_per_node=1)

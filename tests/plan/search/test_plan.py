@@ -8,13 +8,13 @@ import gc
 import pytest
 
 from tests.plan.layouts import planned
-from titanlab.cluster.schema import Cluster
 from titanlab.errors import ConfigError
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.parallelism.schema import Parallelism
 from titanlab.plan import space
 from titanlab.plan.search import MARGIN, for_planning, no_collection, plan
 from titanlab.plan.space import all_layouts
+from titanlab.recipe.schema import Cluster
 
 
 def refusal(call, *arguments, **given):

@@ -4,7 +4,7 @@ import pytest
 
 from titanlab.cli.compose import compose
 from titanlab.errors import ConfigError
-from titanlab.recipe.composition.frozen import overridden
+from titanlab.recipe.next_attempt import overridden
 from titanlab.recipe.recipe import to_mapping
 
 TINY = "model=llama_2m data=synthetic"

@@ -8,9 +8,9 @@ from omegaconf import OmegaConf
 
 from tests import tiny
 from titanlab.errors import ConfigError
-from titanlab.recipe.composition.errors import composition_errors
-from titanlab.recipe.composition.flags import read_flags
-from titanlab.recipe.composition.loader import Loader
+from titanlab.recipe.compose import Loader
+from titanlab.recipe.flags import read_flags
+from titanlab.recipe.hydra_errors import composition_errors
 
 
 def translated(error, overrides=(), flags=None):

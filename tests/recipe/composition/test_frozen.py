@@ -7,7 +7,7 @@ import pytest
 
 from tests import tiny
 from titanlab.errors import ConfigError
-from titanlab.recipe.composition.frozen import check_changeable, check_unedited, frozen_recipe, overridden
+from titanlab.recipe.next_attempt import check_changeable, check_unedited, frozen_recipe, overridden
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.config_file import config_text
 from titanlab.records.identity import identify

@@ -9,8 +9,8 @@ import pytest
 import titanlab
 from titanlab.cli.answers import answer
 from titanlab.errors import ConfigError
-from titanlab.recipe.composition.flags import read_flags
-from titanlab.recipe.composition.loader import Loader
+from titanlab.recipe.compose import Loader
+from titanlab.recipe.flags import read_flags
 
 PACKAGE = Path(titanlab.__file__).parent
 

@@ -12,11 +12,11 @@ from hydra._internal import config_loader_impl
 from omegaconf import Container, OmegaConf
 
 from titanlab.errors import ConfigError
-from titanlab.recipe.composition import hydra_loader, hydra_sources
-from titanlab.recipe.composition.flags import read_flags
-from titanlab.recipe.composition.hydra_internal import replace_sources
-from titanlab.recipe.composition.loader import Loader
-from titanlab.recipe.composition.recipes import register
+from titanlab.recipe import hydra_internal as hydra_loader
+from titanlab.recipe import hydra_internal as hydra_sources
+from titanlab.recipe.compose import Loader, register
+from titanlab.recipe.flags import read_flags
+from titanlab.recipe.hydra_internal import replace_sources
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ from hydra.core.config_store import ConfigStore
 from hydra.plugins.config_source import ConfigLoadError
 
 from titanlab.errors import ConfigError
-from titanlab.recipe.composition.hydra_sources import FileConfigSource, StructuredConfigSource
-from titanlab.recipe.composition.recipes import register
+from titanlab.recipe.compose import register
+from titanlab.recipe.hydra_internal import FileConfigSource, StructuredConfigSource
 
 
 def test_a_file_is_read_again_when_it_has_changed(tmp_path):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.recipe.composition.flags import read_flags
-from titanlab.recipe.composition.hydra_texts import read_message
-from titanlab.recipe.composition.loader import Loader
+from titanlab.recipe.compose import Loader
+from titanlab.recipe.flags import read_flags
+from titanlab.recipe.hydra_errors import read_message
 
 FILES = {
     "model/extra.yaml": "defaults: [debug, _self_]\nunknown: 1\n",

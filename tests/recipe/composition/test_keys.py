@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlab.recipe.composition.keys import _TORCHTITAN, advice, find_key, known_keys, unknown_key
+from titanlab.recipe.keys import _TORCHTITAN, advice, find_key, known_keys, unknown_key
 
 CONF = Path(__file__).parents[3] / "conf"
 

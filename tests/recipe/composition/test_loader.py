@@ -10,8 +10,8 @@ from hydra.core.hydra_config import HydraConfig
 
 import titanlab
 from titanlab.errors import ConfigError
-from titanlab.recipe.composition.flags import read_flags
-from titanlab.recipe.composition.loader import Loader
+from titanlab.recipe.compose import Loader
+from titanlab.recipe.flags import read_flags
 from titanlab.recipe.recipe import Recipe
 
 PACKAGE = Path(titanlab.__file__).parent

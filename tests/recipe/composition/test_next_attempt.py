@@ -7,7 +7,7 @@ import pytest
 from tests import tiny
 from titanlab.cli.resume import CHANGEABLE
 from titanlab.errors import ConfigError
-from titanlab.recipe.composition.next_attempt import adapted, changes, next_recipe
+from titanlab.recipe.next_attempt import adapted, changes, next_recipe
 from titanlab.recipe.recipe import from_mapping, resolve, to_mapping
 
 

@@ -13,8 +13,8 @@ from titanlab.optimizer.adamw_schema import AdamW
 from titanlab.optimizer.contract import Scheduled
 from titanlab.options import Option, discover, option
 from titanlab.profiler.off_schema import Off
-from titanlab.recipe.composition import recipes
-from titanlab.recipe.composition.recipes import PackagesOnSearchPath, conf_folder, to_group, to_recipe
+from titanlab.recipe import compose as recipes
+from titanlab.recipe.compose import PackagesOnSearchPath, conf_folder, to_group, to_recipe
 
 KINDS = discover()["optimizer"]
 

@@ -5,7 +5,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from titanlab.errors import ConfigError
-from titanlab.recipe.composition.strangers import (
+from titanlab.recipe.strangers import (
     VARIABLES,
     check_file,
     check_overrides,
@@ -93,7 +93,7 @@ def test_a_search_path_imports_no_package(entries, refused):
 
 
 def test_a_package_with_options_may_be_on_the_search_path(monkeypatch):
-    monkeypatch.setattr("titanlab.recipe.composition.strangers.conf_packages", lambda: ["mine.conf"])
+    monkeypatch.setattr("titanlab.recipe.strangers.conf_packages", lambda: ["mine.conf"])
     check_search_path(["pkg://mine.conf"])
 
 

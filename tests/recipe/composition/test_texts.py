@@ -4,10 +4,10 @@ import pytest
 
 from tests.sweep.files import labels, plan, write_sweep
 from titanlab.cli.answers import answer
-from titanlab.recipe.composition.flags import read_flags
-from titanlab.recipe.composition.frozen import overridden
-from titanlab.recipe.composition.loader import Loader
-from titanlab.recipe.composition.typed_overrides import as_typed
+from titanlab.recipe.compose import Loader
+from titanlab.recipe.flags import read_flags
+from titanlab.recipe.keys import as_typed
+from titanlab.recipe.next_attempt import overridden
 from titanlab.recipe.recipe import Recipe, from_mapping, to_mapping
 from titanlab.records.config_file import config_text, read_config
 from titanlab.sweep.request import read_request

@@ -10,10 +10,9 @@ import pytest
 from hydra.core.hydra_config import HydraConfig
 
 from titanlab.errors import ConfigError
-from titanlab.recipe.composition.errors import composition_errors
-from titanlab.recipe.composition.flags import read_flags
-from titanlab.recipe.composition.loader import Loader, override_text
-from titanlab.recipe.composition.recipes import to_recipe
+from titanlab.recipe.compose import Loader, override_text, to_recipe
+from titanlab.recipe.flags import read_flags
+from titanlab.recipe.hydra_errors import composition_errors
 from titanlab.recipe.recipe import Recipe
 from titanlab.sweep.composer import Composer
 

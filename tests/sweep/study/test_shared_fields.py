@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.recipe.composition.flags import read_flags
-from titanlab.recipe.composition.loader import Loader
+from titanlab.recipe.compose import Loader
+from titanlab.recipe.flags import read_flags
 from titanlab.sweep.composer import Composer
 
 

@@ -9,7 +9,7 @@ import yaml
 
 from tests.sweep.files import dropped, plan
 from titanlab.distributed.host import Host
-from titanlab.recipe.composition.recipes import conf_folder
+from titanlab.recipe.compose import conf_folder
 from titanlab.sweep import plan as studies
 from titanlab.sweep.submit import decide
 

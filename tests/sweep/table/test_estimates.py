@@ -6,10 +6,10 @@ import pytest
 
 from tests import tiny
 from tests.sweep.made import begin, end
-from titanlab.cluster.schema import Cluster
 from titanlab.plan.machine import machine_of
 from titanlab.plan.step_time import step_time
 from titanlab.recipe.recipe import to_mapping
+from titanlab.recipe.schema import Cluster
 from titanlab.sweep.rows import LateEstimates, Table, estimate_columns, estimate_values
 
 H100 = Cluster(accelerator="cuda", device="NVIDIA H100 80GB HBM3")

@@ -6,7 +6,7 @@ import pytest
 
 from tests.checkpoint.one_process import ALONE
 from tests.weights.saved import run_of, save
-from titanlab.recipe.training_schema import Training
+from titanlab.recipe.schema import Training
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.train.faults import Rollbacks
 

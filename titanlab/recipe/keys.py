@@ -1,19 +1,45 @@
-"""All keys that a recipe can have, for error messages: accepted values, and suggestions for a misspelt key."""
+"""The keys that a recipe can have, their types, and the values of YAMLs and overrides read by these types."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
+
+import yaml
+from antlr4 import CommonTokenStream, InputStream, ParserRuleContext
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.grammar.gen.OverrideLexer import OverrideLexer
+from hydra.grammar.gen.OverrideParser import OverrideParser
+from omegaconf._utils import get_yaml_loader
 
 from titanlab.errors import ConfigError
-from titanlab.options import Option, combining_groups, discover
-from titanlab.recipe.composition.sweeper import Space
+from titanlab.options import Option, combined_name, combining_groups, discover
 from titanlab.recipe.recipe import Recipe
+
+
+@dataclass(kw_only=True)
+class Space:
+    """A space of recipes; `titanlab.sweep.space` parses and checks it.
+
+    Attributes:
+        space: a mapping with one of `product`, `zip` and `list`; null: only the values swept on the command line.
+        where: conditions that a point must meet, such as `parallelism.tensor <= 8`; null: none.
+        repeats: runs of every point, numbered by the recipe's `repeat`.
+        control: values of a recipe that runs at the beginning, between the repeats and at the end; `{}`: only what all
+            points share. null: none.
+    """
+
+    space: Any = None
+    where: Any = None
+    repeats: Any = 1
+    control: Any = None
+
 
 _SPACE = tuple(f"hydra.sweeper.{field.name}" for field in dataclasses.fields(Space))
 # Keys of torchtitan for which no similar key would be found, or a wrong one; and what sets the same in titanlab.
@@ -211,3 +237,160 @@ def _words(declared: Any) -> str:
     if dataclasses.is_dataclass(declared):
         return "keys of its own"
     return _WORDS.get(declared, "a value of the key's type")
+
+
+def with_combinations(overrides: Sequence[str]) -> list[str]:
+    """Overrides in which a list of a group's options is replaced by the name of their combination.
+
+    Raises:
+        ConfigError: a list has something else than names.
+    """
+    return [_combined(text) for text in overrides]
+
+
+def choice_of(group: str, value: Any) -> str:
+    """The name of an option, or of the combination of a list of options."""
+    if group in combining_groups() and isinstance(value, list) and value:
+        return combined_name(list(map(str, value)))
+    return str(value)
+
+
+def _combined(text: str) -> str:
+    key, _, value = text.partition("=")
+    group = key.lstrip("+")
+    if not value.startswith("[") or group not in combining_groups():
+        return text
+    (override,) = OverridesParser.create().parse_overrides([text])
+    options = override.value()
+    if not isinstance(options, list) or not options or not all(isinstance(option, str) for option in options):
+        known = ", ".join(sorted(str(kind) for kind in discover()[group]))
+        raise ConfigError(group, value, "is no list of options", f"known: {known}; for none: {group}=jsonl")
+    return f"{key}={combined_name(list(map(str, options)))}"
+
+
+_SWEEPER = "hydra.sweeper"
+_TEXT = "tag:yaml.org,2002:str"
+_READ = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool"))
+
+
+def load(source: str | TextIO, name: str) -> Any:
+    """The values of a YAML, which OmegaConf could read too.
+
+    Args:
+        name: the key that gets the values; empty for those of a whole recipe.
+
+    Raises:
+        yaml.YAMLError: it is no YAML.
+    """
+    loader = get_yaml_loader()(source)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        for node, key in _scalars(root, name):
+            if node.tag in _READ and is_text(key, node.value):
+                node.tag = _TEXT
+        return loader.construct_document(root)
+    finally:
+        loader.dispose()
+
+
+def is_text(name: str, typed: str) -> bool:
+    """Whether a key takes a scalar as text. A key that takes truth values too has these from `true` and `false`."""
+    kinds = types_of(name)
+    return str in kinds and not (bool in kinds and typed.lower() in ("true", "false"))
+
+
+def types_of(name: str) -> frozenset[Any]:
+    """The types of the values of a key, or of the values in its lists and mappings."""
+    within, _, key = name.rpartition(":")
+    if "defaults" in name.split(".") or (within == _SWEEPER and is_group(key)):
+        # Options have names.
+        return frozenset([str])
+    name = key if within == _SWEEPER else name
+    group, _, rest = name.partition(".")
+    kind, _, inner = rest.partition(".")
+    if inner and group in combining_groups() and kind in discover().get(group, {}):
+        name = f"{group}.{inner}"
+    known = _known(tuple(option.schema for kinds in discover().values() for option in kinds.values()))
+    return known.get(name) or known.get(name.rpartition(".")[0], frozenset())
+
+
+def is_group(key: str) -> bool:
+    return "/" in key or key in discover() or key in ("recipe", "sweeps")
+
+
+@functools.lru_cache(maxsize=1)
+def _known(schemas: tuple[type, ...]) -> dict[str, frozenset[Any]]:
+    """The types of each key of these schemas and of the recipe itself, by name."""
+    known: dict[str, frozenset[Any]] = {}
+    for key in known_keys():
+        known[key.name] = known.get(key.name, frozenset()) | frozenset(_leaves(key.declared))
+    return known
+
+
+def _leaves(declared: Any) -> Iterator[Any]:
+    parts = typing.get_args(declared)
+    if typing.get_origin(declared) in (typing.Union, types.UnionType):
+        for part in parts:
+            yield from _leaves(part)
+    elif typing.get_origin(declared) in (list, dict):
+        yield from _leaves(parts[-1])
+    else:
+        yield declared
+
+
+def _scalars(node: Any, name: str) -> Iterator[tuple[yaml.ScalarNode, str]]:
+    """The scalars of a YAML that are values, or keys of a mapping of texts, with the names of the keys of a recipe."""
+    if isinstance(node, yaml.ScalarNode):
+        yield node, name
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            yield from _scalars(value, name)
+    else:
+        # In the space of a sweep, a key has its whole name.
+        within = f"{_SWEEPER}:" if name.startswith(_SWEEPER) else f"{name}." if name else ""
+        for key, value in node.value:
+            if str in types_of(name):
+                yield from _scalars(key, name)
+            # `<<: *other` has the keys of another mapping.
+            yield from _scalars(value, name if key.value == "<<" else f"{within}{key.value}")
+
+
+_TOKENS = (OverrideLexer.INT, OverrideLexer.FLOAT, OverrideLexer.BOOL)
+# Functions of Hydra that return their arguments as they are; others compute with numbers.
+_FUNCTIONS = ("choice", "shuffle", "tag")
+
+
+def as_typed(override: str) -> str:
+    """An override with quotes around what is text and looks like a number or a truth value."""
+    key, _, value = override.lstrip("+").partition("=")
+    key = key.partition("@")[0]
+    is_choice = is_group(key)
+    if not (is_choice or str in types_of(key) or value.startswith("{")):
+        return override
+    lexer = OverrideLexer(InputStream(override))
+    parser: Any = OverrideParser(CommonTokenStream(lexer))
+    # Hydra parses the override again, and says what is wrong.
+    lexer.removeErrorListeners()
+    parser.removeErrorListeners()
+    for token, name in reversed(list(_tokens(parser.override(), key))):
+        if (is_choice and name == key) or is_text(name, token.text):
+            # In Hydra's grammar, nothing may follow the quotes at the end.
+            override = f"{override[: token.start]}'{token.text}'{override[token.stop + 1 :].lstrip()}"
+    return override
+
+
+def _tokens(node: Any, name: str) -> Iterator[tuple[Any, str]]:
+    """The numbers and truth values of an override that stand alone, with the names of their keys."""
+    if isinstance(node, OverrideParser.PrimitiveContext):
+        tokens = [part.symbol for part in node.children if part.symbol.type != OverrideLexer.WS]
+        if len(tokens) == 1 and tokens[0].type in _TOKENS:
+            yield tokens[0], name
+    elif isinstance(node, OverrideParser.DictKeyValuePairContext):
+        yield from _tokens(node.getChild(2), f"{name}.{node.getChild(0).getText()}")
+    elif isinstance(node, OverrideParser.FunctionContext) and node.children[0].getText() not in _FUNCTIONS:
+        return
+    elif isinstance(node, ParserRuleContext):
+        for child in node.children or ():
+            yield from _tokens(child, name)

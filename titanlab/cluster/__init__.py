@@ -1,1 +1,0 @@
-"""Facts about the machines that runs use."""

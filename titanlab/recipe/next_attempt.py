@@ -1,0 +1,262 @@
+"""The recipe of a run's next attempt, or of a new run that changes another's: a frozen config and overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from titanlab.costs.layout import Layout, divisors, resolve_layout
+from titanlab.errors import ConfigError
+from titanlab.options import discover
+from titanlab.recipe.hydra_errors import value_error
+from titanlab.recipe.keys import load
+from titanlab.recipe.recipe import Recipe, from_mapping, literal
+from titanlab.recipe.recipe_rules import check_pipeline
+from titanlab.records.identity import canonical
+from titanlab.records.run_folder import RunFolder
+from titanlab.records.run_records import RunRecords
+from titanlab.system.text import counted
+
+# Groups of which another preset may be chosen. None of them changes what a run computes, except by rounding.
+PRESETS = ("parallelism", "schedule", "ac", "cluster", "tracker", "launch")
+# The keys that say how a step is spread over processes.
+LAYOUT = ("world", "parallelism.", "schedule.", "ac.", "training.microbatch", "training.loss_chunk")
+
+
+def next_recipe(
+    config: Mapping[str, Any], overrides: Sequence[str], changeable: Sequence[str], *, file: Path, branch: str = ""
+) -> Recipe:
+    """The unresolved recipe of the next attempt.
+
+    Args:
+        config: of the run, as plain values.
+        overrides: `key=value` for single keys, and `group=preset` for groups of PRESETS.
+        changeable: the keys that may change, see `check_changeable`.
+        file: the config's file, for errors that no override has caused.
+        branch: the command that begins a new run with keys that may not change here.
+
+    Raises:
+        ConfigError: an override sets a key that may not change, or cannot be read; a preset does not exist.
+    """
+    check_changeable(overrides, changeable, presets=PRESETS, branch=branch)
+    return _overridden(config, overrides, PRESETS, file=file)
+
+
+def new_recipe(config: Mapping[str, Any], overrides: Sequence[str], *, file: Path) -> Recipe:
+    """The unresolved recipe of a new run that changes another one's: any key, and any preset.
+
+    Args:
+        config: of the other run, as plain values.
+        overrides: `key=value` for single keys, and `group=preset` for groups.
+        file: the config's file, for errors that no override has caused.
+
+    Raises:
+        ConfigError: an override cannot be read; a key or a preset does not exist.
+    """
+    for override in overrides:
+        if "=" not in override:
+            raise ConfigError("overrides", override, "is no override", "write key=value")
+    return _overridden(config, overrides, tuple(map(str, discover())), file=file)
+
+
+def _overridden(config: Mapping[str, Any], overrides: Sequence[str], groups: Sequence[str], *, file: Path) -> Recipe:
+    chosen = [override for override in overrides if override.partition("=")[0] in groups]
+    values = [override for override in overrides if override not in chosen]
+    changed = {**config, **_presets(chosen)}
+    keys = [override.partition("=")[0] for override in overrides]
+    if "world" not in keys and any(key.partition(".")[0] == "parallelism" for key in keys):
+        # The new degrees give the world; one that is "the rest" is the rest of the processes that the run had.
+        degrees = overridden(changed, values, file=file).parallelism.degrees()
+        changed["world"] = config.get("world") if -1 in degrees.values() else None
+    return overridden(changed, values, file=file)
+
+
+def adapted(recipe: Recipe, before: Recipe, overrides: Sequence[str] = ()) -> tuple[Recipe, str]:
+    """The recipe with a microbatch that fits its layout, and a line about it; the line is empty if nothing changed.
+
+    A process keeps its microbatch if that divides its part of the global batch; else it gets the largest smaller one
+    that does. So a process needs no more memory for activations on fewer processes: it accumulates more gradients.
+
+    Args:
+        before: the resolved recipe of the run.
+        overrides: what the user has given; their microbatch is left alone.
+
+    Raises:
+        ConfigError: the data-parallel processes do not divide the global batch.
+    """
+    layout = resolve_layout(recipe.parallelism.degrees(), recipe.world)
+    batch = recipe.training.global_batch
+    if batch % layout.data:
+        rule = f"a run keeps it, and it must be a multiple of the {layout.data} data-parallel processes"
+        cure = f"replicate × shard may be {', '.join(map(str, divisors(batch)))}"
+        raise ConfigError("training.global_batch", batch, rule, cure)
+    is_given = any(override.partition("=")[0] == "training.microbatch" for override in overrides)
+    grows = batch // layout.data > before.local_batch
+    if is_given or layout == before.layout or (before.training.microbatch is None and not grows):
+        return recipe, ""
+    fits = [count for count in divisors(batch // layout.data) if count <= before.microbatch]
+    if layout.pipeline > 1:
+        if recipe.training.microbatch is None:
+            # A pipeline's own default is 1, the most microbatches that it can overlap.
+            return recipe, ""
+        fits = [count for count in fits if _fits_pipeline(recipe, layout, batch // layout.data // count)] or fits
+    chosen = max(fits)
+    if chosen == recipe.training.microbatch:
+        return recipe, ""
+    passes = batch // layout.data // chosen
+    line = (
+        f"training.global_batch={batch} stays: each data-parallel process, of {layout.data}, has "
+        f"{counted(batch // layout.data, 'sequence')} of a step, in {counted(passes, 'microbatch', 'microbatches')} "
+        f"of {chosen} (training.microbatch={chosen})"
+    )
+    return replace(recipe, training=replace(recipe.training, microbatch=chosen)), line
+
+
+def changes(config: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+    """The groups and values of a recipe that differ from the run's; names and folders are left out."""
+    same = ("runs", "sweep", "name", "launch")
+    return {key: value for key, value in changed.items() if key not in same and config.get(key) != value}
+
+
+def _fits_pipeline(recipe: Recipe, layout: Layout, microbatches: int) -> bool:
+    try:
+        check_pipeline(layout, recipe.parallelism, recipe.model.account(), recipe.schedule, microbatches=microbatches)
+    except ConfigError:
+        return False
+    return True
+
+
+def _presets(overrides: Sequence[str]) -> dict[str, Any]:
+    """The content of the presets that were chosen, by group."""
+    if not overrides:
+        return {}
+    # Imported here: most attempts choose no preset, and Hydra takes 0.3 s.
+    from titanlab.recipe.compose import Loader
+    from titanlab.recipe.flags import read_flags
+
+    composed = Loader(read_flags(overrides), overrides).compose(())
+    groups = [override.partition("=")[0] for override in overrides]
+    return {group: OmegaConf.to_container(composed.config[group], resolve=True) for group in groups}
+
+
+_NOTHING = object()
+# Examples in the error for groups whose name alone would not help.
+_EXAMPLES = {"parallelism": ", such as parallelism.shard=2", "launch": ", such as launch.threads=1"}
+
+
+def check_changeable(
+    overrides: Sequence[str], changeable: Sequence[str], *, presets: Sequence[str] = (), branch: str = ""
+) -> None:
+    """Check that overrides set only keys that may change.
+
+    Args:
+        overrides: `key=value` arguments.
+        changeable: keys, and prefixes of keys, which end in a dot.
+        presets: groups of which another preset may be chosen, if any of their keys may change.
+        branch: the command that begins a new run with the other keys; empty: there is none.
+
+    Raises:
+        ConfigError: an argument is no override, or sets another key.
+    """
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise ConfigError("overrides", override, "is no override", "write key=value")
+        is_group = key in discover() and any(name.startswith(f"{key}.") for name in changeable)
+        if is_group and key in presets:
+            continue
+        if is_group:
+            rule = "is another preset, and a run that has begun has values"
+            raise ConfigError(key, value, rule, f"give keys of {key}{_EXAMPLES.get(key, '')}")
+        if not any(key == name or (name.endswith(".") and key.startswith(name)) for name in changeable):
+            allowed = ", ".join(name.removesuffix(".") for name in changeable)
+            rule = "is not to be changed in a run that has begun"
+            cure = f"a new run from its checkpoint: {branch} {override}; " if branch else ""
+            raise ConfigError(key, value, rule, f"{cure}changeable: {allowed}")
+
+
+def check_unedited(run: RunRecords) -> None:
+    """Check that a run's config.yaml still says what the run was made with: its folder has the hash of that.
+
+    The keys that no identity covers may be edited: names, folders, the tracker, the launcher, logging.
+
+    Raises:
+        ConfigError: a value was changed by hand; or a file is damaged.
+    """
+    config, identity = run.config(), run.identity()
+    made = identity.content.get("recipe") if identity is not None else None
+    try:
+        recipe = from_mapping(config)
+    except ConfigError:
+        # The caller reads the config too, and says more about it.
+        return
+    for key, value, before in _differences(canonical(recipe), made, config) if isinstance(made, Mapping) else ():
+        rule = f"the run was made with {before}, by its identity.json"
+        cure = f"set it back in {run.path / 'config.yaml'}; another value needs a run of its own: titanlab train --from"
+        raise ConfigError(key, value, rule, cure)
+
+
+def _differences(now: Any, made: Any, written: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Each key that differs, with both values. A field that a later version has added is not written in the file."""
+    if isinstance(now, Mapping) and isinstance(made, Mapping):
+        for name in (*made, *(name for name in now if name not in made)):
+            inner = written.get(name, _NOTHING) if isinstance(written, Mapping) else _NOTHING
+            if name in made or inner is not _NOTHING:
+                pair = now.get(name, inner), made.get(name, "another value")
+                yield from _differences(*pair, inner, f"{key}.{name}".lstrip("."))
+    elif now != made:
+        yield key, None if now is _NOTHING else now, made
+
+
+def frozen_recipe(run: RunFolder, overrides: Sequence[str] = (), *, attempt: int | None = None) -> Recipe:
+    """The recipe of a run, or of one of its attempts, with some keys changed.
+
+    Raises:
+        ConfigError: an override does not fit; or the config is damaged, or of another version.
+    """
+    if attempt is None:
+        check_unedited(run)
+    folder = run.path if attempt is None else run.attempt_folder(attempt)
+    return overridden(run.config(attempt), overrides, file=folder / "config.yaml")
+
+
+def overridden(config: Mapping[str, Any], overrides: Sequence[str], *, file: Path) -> Recipe:
+    """The recipe of a run's frozen config, with some keys changed.
+
+    Args:
+        file: the config's file, for errors that no override has caused.
+
+    Raises:
+        ConfigError: an override cannot be read, or its value does not fit; or the config is of another version.
+    """
+    changed = dict(config)
+    # Merging nothing takes most of the time that `retry` needs for a run.
+    if overrides:
+        try:
+            given = OmegaConf.create()
+            for override in overrides:
+                key, _, value = override.partition("=")
+                OmegaConf.update(given, key, load(value, key))
+            merged = OmegaConf.merge(OmegaConf.create(literal(config)), literal(OmegaConf.to_container(given)))
+        except (OmegaConfBaseException, YAMLError) as error:
+            rule = f"cannot be read ({str(error).splitlines()[0]})"
+            raise ConfigError("overrides", " ".join(overrides), rule, "write key=value") from error
+        changed = OmegaConf.to_container(merged, resolve=True)  # type: ignore[assignment]
+    try:
+        return from_mapping(changed)
+    except ConfigError as error:
+        cause = error.__cause__
+        if isinstance(cause, OmegaConfBaseException) and any(text.startswith(error.key) for text in overrides):
+            # The user gave this key, so the error says which values it accepts.
+            raise value_error(cause, overrides) from error
+        keys = [override.partition("=")[0] for override in overrides]
+        if any(key == error.key or key.startswith(f"{error.key}.") for key in keys):
+            raise
+        cure = "mend that file; if another version of titanlab made it, use that version"
+        raise ConfigError(error.key, error.value, f"{error.rule} (in {file})", cure) from error

@@ -1,0 +1,216 @@
+"""Configs of the groups that every recipe has one of: `training`, `cluster`, and what a recipe reads of `launch`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from titanlab.costs.setting import AUTO, Setting
+from titanlab.errors import ConfigError
+from titanlab.options import option
+
+ON_NAN = ("stop", "skip", "rollback")
+
+
+@option("training")
+@dataclass(kw_only=True)
+class Training:
+    """The training loop.
+
+    Attributes:
+        steps: optimizer steps in all.
+        seq_len: tokens in a sequence.
+        global_batch: sequences in one optimizer step, over all processes.
+        microbatch: sequences in one forward pass of one process; null: all sequences that the process has in a
+            step. With a smaller number, gradients are accumulated.
+        loss_chunk: the head and the loss are computed in chunks of this many tokens, so that the logits of a microbatch
+            never exist whole; 0 or null: they do. -1: in chunks where a process's logits of a microbatch are more
+            than 1 GiB in float32, and then the largest power of two whose logits are at most 512 MiB.
+        max_grad_norm: gradients are scaled down to this norm; null: never.
+        deterministic: use only algorithms that give the same bits every time.
+        validate_every: steps between validations; 0: never.
+        validation_sequences: held-out sequences of one validation.
+        log_every: steps in one row of metrics.
+        unmeasured_steps: number of first steps that the throughput leaves out.
+        gc_every: steps between garbage collections; automatic collection is off.
+        compare_ranks_every: steps between comparisons of the ranks' time and memory; 0: only after the last step.
+        check_every: steps between checks for silent data corruption: forward and backward run twice, and the gradients
+            must have the same bits; 0: never.
+        on_nan: what follows a step whose loss or gradient is not finite: `stop` ends the run as `nan`; `skip` leaves
+            parameters and optimizer as they are and goes on; `rollback` goes back to the newest checkpoint, and leaves
+            the data since then out.
+        nan_limit: for skip, bad steps in a row; for rollback, rollbacks of an attempt. One more ends the run.
+        step_timeout_seconds: a step that takes longer ends the run as `hang`; 0: no limit; null: the larger of 60 and
+            10 times the median step, once three steps after the first are known, and first_step_timeout_seconds before.
+        first_step_timeout_seconds: the limit for the start, the first step with its compilation, validation and
+            checkpoints; null: no limit.
+    """
+
+    steps: int = 1000
+    seq_len: int = 512
+    global_batch: int = 8
+    microbatch: int | None = None
+    loss_chunk: int | None = field(default=AUTO, metadata={"before": 0})
+    max_grad_norm: float | None = 1.0
+    deterministic: bool = False
+    validate_every: int = field(default=0, metadata={"identity": False})
+    validation_sequences: int = field(default=32, metadata={"identity": False})
+    log_every: int = field(default=10, metadata={"identity": False})
+    unmeasured_steps: int = field(default=3, metadata={"identity": False})
+    gc_every: int = field(default=100, metadata={"identity": False})
+    compare_ranks_every: int = field(default=50, metadata={"identity": False})
+    check_every: int = field(default=0, metadata={"identity": False})
+    on_nan: str = field(default="stop", metadata={"identity": False})
+    nan_limit: int = field(default=3, metadata={"identity": False})
+    step_timeout_seconds: float | None = field(default=None, metadata={"identity": False})
+    first_step_timeout_seconds: float | None = field(default=3600.0, metadata={"identity": False})
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "seq_len", "global_batch", "validation_sequences", "log_every", "gc_every"):
+            value = getattr(self, name)
+            if value < 1:
+                usual = type(self).__dataclass_fields__[name].default
+                raise ConfigError(f"training.{name}", value, "must be at least 1", f"try {usual}")
+        if self.on_nan not in ON_NAN:
+            raise ConfigError("training.on_nan", self.on_nan, f"is none of {', '.join(ON_NAN)}", "try stop")
+        for name in ("validate_every", "unmeasured_steps", "nan_limit", "check_every", "compare_ranks_every"):
+            value = getattr(self, name)
+            if value < 0:
+                raise ConfigError(f"training.{name}", value, "must not be negative", "try 0")
+        if self.step_timeout_seconds is not None and not self.step_timeout_seconds >= 0:
+            rule, cure = "must not be negative", "try 600, 0 for no limit, or null"
+            raise ConfigError("training.step_timeout_seconds", self.step_timeout_seconds, rule, cure)
+        if self.first_step_timeout_seconds is not None and not self.first_step_timeout_seconds > 0:
+            rule, cure = "must be positive", "try 600, or null for no limit"
+            raise ConfigError("training.first_step_timeout_seconds", self.first_step_timeout_seconds, rule, cure)
+        if self.microbatch is not None and self.microbatch < 1:
+            raise ConfigError("training.microbatch", self.microbatch, "must be at least 1", "try 1, or null for all")
+        if self.loss_chunk is None:
+            self.loss_chunk = 0
+        if self.loss_chunk < AUTO:
+            cure = "try 1024, 0 for whole logits, or -1 to choose by their size"
+            raise ConfigError("training.loss_chunk", self.loss_chunk, "is a number of tokens", cure)
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ConfigError("training.max_grad_norm", self.max_grad_norm, "must be positive", "try 1.0, or null")
+
+
+ACCELERATORS = ("auto", "cpu", "cuda")
+
+
+@option("cluster")
+@dataclass(kw_only=True)
+class Cluster:
+    """The machines of a run.
+
+    Attributes:
+        accelerator: `cpu`, `cuda`, or `auto`: CUDA where this host shows a GPU. `auto` is replaced
+            by what was found before a run gets its name.
+        device: name of the accelerator as its driver prints it, or `cpu`; null: this host's.
+        per_node: processes of a run on one node, one a device; null: not known.
+        nodes: how many there are; null: not known.
+        linked_nodes: number of neighbouring nodes whose devices the link connects; 18 in a rack of 72 GB200.
+        memory_gb: of one device, as its datasheet counts; null: not known.
+        link_gb_per_second: between the devices of a node, one direction; null: not known.
+        network_gb_per_second: of one device's share of the network between nodes, one direction; null: not known.
+        peak_tflops: dense peak of one device in the precision of the matrix products, for the MFU;
+            null: from the device's datasheet, where it is known.
+        memory_gb_per_second: bandwidth of the memory of one device, for the planner; null: from the datasheet.
+        allocator_excess: bytes that the allocator reserves for each byte of tensors; null: as in published runs, and 1
+            on CPUs.
+        message_excess: bytes that a process keeps for each byte that it exchanges with others in a microbatch; null: 0.
+        process_gb: memory of a process without tensors, where its memory is the device's; null: none on GPUs, and on
+            CPUs that of a process that has imported torch.
+        efficiencies: of the planner's model of time, by name, where they differ from those that were fitted to
+            published runs; see `titanlab.plan.machine`.
+    """
+
+    accelerator: str = "auto"
+    device: str | None = None
+    per_node: int | None = field(default=None, metadata={"identity": False})
+    nodes: int | None = field(default=None, metadata={"identity": False})
+    linked_nodes: int = field(default=1, metadata={"identity": False})
+    memory_gb: float | None = field(default=None, metadata={"identity": False})
+    link_gb_per_second: float | None = field(default=None, metadata={"identity": False})
+    network_gb_per_second: float | None = field(default=None, metadata={"identity": False})
+    peak_tflops: float | None = field(default=None, metadata={"identity": False})
+    memory_gb_per_second: float | None = field(default=None, metadata={"identity": False})
+    allocator_excess: float | None = field(default=None, metadata={"identity": False})
+    message_excess: float | None = field(default=None, metadata={"identity": False})
+    process_gb: float | None = field(default=None, metadata={"identity": False})
+    efficiencies: dict[str, float] = field(default_factory=dict, metadata={"identity": False})
+
+    def __post_init__(self) -> None:
+        if self.accelerator not in ACCELERATORS:
+            raise ConfigError(
+                "cluster.accelerator", self.accelerator, "is no accelerator", f"try {', '.join(ACCELERATORS)}"
+            )
+        for name in ("per_node", "nodes"):
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise ConfigError(f"cluster.{name}", count, "must be at least 1", "try 8, or null")
+        if self.linked_nodes < 1:
+            raise ConfigError("cluster.linked_nodes", self.linked_nodes, "must be at least 1", "try 1")
+        examples = {
+            "memory_gb": 80,
+            "link_gb_per_second": 450,
+            "network_gb_per_second": 50,
+            "peak_tflops": 989,
+            "memory_gb_per_second": 3350,
+            "allocator_excess": 1.2,
+            "message_excess": 1.5,
+            "process_gb": 0.5,
+        }
+        for name, example in examples.items():
+            figure = getattr(self, name)
+            if figure is not None and not 0 < figure < math.inf:
+                raise ConfigError(f"cluster.{name}", figure, "must be a positive number", f"try {example}, or null")
+
+
+class LaunchSettings(Protocol):
+    """What a recipe knows of its launcher's config, which is a `titanlab.launch.contract.LaunchConfig`.
+
+    That contract stands above recipes, because its methods are about jobs, and recipes are below jobs.
+
+    Attributes:
+        kind: its name.
+        threads: of one process; None: OMP_NUM_THREADS, but not more than the process has cores; all without it.
+        cpus_per_task: cores of one process; None: the launcher's choice.
+        memory_gib: host memory of one node; None: the launcher's choice.
+        minutes: time limit of a job; None: the launcher's choice, or none.
+        signal_seconds: how long before its time limit a job gets a signal to save and end.
+        requeue: whether a job that was preempted or reached its time limit puts itself back into the queue.
+        max_requeues: how often it may do that.
+        restarts: how often the ranks start again in place, from the newest checkpoint, after one of them has died.
+        min_world: after a rank has failed twice in a row, or its node is lost, the others go on without it, as at least
+            so many processes; null: they do not.
+    """
+
+    kind: str
+    threads: int | None = None
+    cpus_per_task: int | None = None
+    memory_gib: float | None = None
+    minutes: int | None = None
+    signal_seconds: int = 0
+    requeue: bool = False
+    max_requeues: int = 0
+    restarts: int = 0
+    min_world: int | None = None
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether jobs run on this host, so that its devices and memory are those of the cluster."""
+        return False
+
+    @property
+    def starts_directly(self) -> bool:
+        """Whether `titanlab train` starts the ranks itself and waits for them (`Launcher.start`), without a queue."""
+        return False
+
+    def check(self, setting: Setting) -> None:
+        """Check that the rest of the recipe fits this launcher.
+
+        Raises:
+            ConfigError: it does not fit.
+        """
+        return  # the default; mypy takes an empty body for an abstract method
