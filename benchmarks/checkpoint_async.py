@@ -104,7 +104,7 @@ def _rank(given: argparse.Namespace, folder: Path) -> None:
 
     from titanlab.checkpoint.contract import Target
     from titanlab.checkpoint.position import Position
-    from titanlab.checkpoint.savers.blocking import SyncSaver
+    from titanlab.checkpoint.savers import SyncSaver
     from titanlab.cli.compose import compose
     from titanlab.data import source
     from titanlab.distributed.mesh import build_mesh
@@ -217,7 +217,7 @@ def _rank(given: argparse.Namespace, folder: Path) -> None:
 
 
 def _measured_saver() -> Any:
-    from titanlab.checkpoint.savers.background import AsyncSaver
+    from titanlab.checkpoint.savers import AsyncSaver
 
     class MeasuredSaver(AsyncSaver):
         """Measures its thread."""

@@ -30,11 +30,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from titanlab.checkpoint.index.format import IndexedFile, index_bytes
-from titanlab.checkpoint.index.reader import read_index
-from titanlab.checkpoint.reader import JsonPlanner
-from titanlab.checkpoint.savers.saving import Plans, write_and_publish
-from titanlab.checkpoint.shard_reader import ShardReader
+from titanlab.checkpoint.index import IndexedFile, index_bytes
+from titanlab.checkpoint.index_reader import read_index
+from titanlab.checkpoint.reader import JsonPlanner, ShardReader
+from titanlab.checkpoint.saving import Plans, write_and_publish
 from titanlab.checkpoint.writer import sync_folder
 from titanlab.distributed.world import World
 

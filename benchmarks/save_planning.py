@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlab.checkpoint.blocks import blocks_of
-from titanlab.checkpoint.index.format import IndexedFile
+from titanlab.checkpoint.index import IndexedFile
 from titanlab.checkpoint.shards import shard_of
 from titanlab.checkpoint.writer import CheckpointWriter, SavePlannerOfJson, Written
 from titanlab.costs.layout import Layout

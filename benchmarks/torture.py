@@ -28,8 +28,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from titanlab.checkpoint.contents import verify
 from titanlab.checkpoint.folders import checkpoints, step_of
-from titanlab.checkpoint.listing import verify
 from titanlab.errors import ConfigError
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder

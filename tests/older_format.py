@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from titanlab.checkpoint import store
 from titanlab.checkpoint.folders import step_folder
-from titanlab.checkpoint.generators import generator_states
+from titanlab.checkpoint.store import generator_states
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.parity.parity import trace
 from titanlab.system.files import write_json

@@ -6,12 +6,11 @@ import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.checkpoint.one_process import ALONE
-from titanlab.checkpoint.index.format import ITEM_BYTES
-from titanlab.checkpoint.index.reader import read_index
-from titanlab.checkpoint.reader import JsonPlanner
-from titanlab.checkpoint.savers.host_buffer import HostBuffer
-from titanlab.checkpoint.savers.saving import Plans, write_and_publish
-from titanlab.checkpoint.shard_reader import ShardReader
+from titanlab.checkpoint.index import ITEM_BYTES
+from titanlab.checkpoint.index_reader import read_index
+from titanlab.checkpoint.reader import JsonPlanner, ShardReader
+from titanlab.checkpoint.saving import Plans, write_and_publish
+from titanlab.checkpoint.writer import HostBuffer
 
 
 def write(state, folder, *, copies=False, world=ALONE):

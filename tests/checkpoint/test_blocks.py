@@ -4,8 +4,7 @@ import os
 
 import pytest
 
-from titanlab.checkpoint.blocks import BLOCK, BlockReader, BlockWriter, checksum, read_regular
-from titanlab.checkpoint.damage import DamagedFile
+from titanlab.checkpoint.blocks import BLOCK, BlockReader, BlockWriter, DamagedFile, checksum, read_regular
 
 SIZE = 9 * BLOCK + 1234
 CONTENT = bytes(range(256)) * (SIZE // 256) + bytes(SIZE % 256)

@@ -9,7 +9,7 @@ import torch
 
 from tests import tiny
 from tests.pool import RankFailure
-from titanlab.checkpoint.damage import DamagedCheckpoint
+from titanlab.checkpoint.blocks import DamagedCheckpoint
 from titanlab.checkpoint.folders import latest, step_folder
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.launch.attempt import pass_over_damaged

@@ -10,8 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.checkpoint.one_process import saved, trained
+from titanlab.checkpoint.blocks import DamagedCheckpoint
 from titanlab.checkpoint.contents import read_contents
-from titanlab.checkpoint.damage import DamagedCheckpoint
 from titanlab.checkpoint.dcp_export import write_dcp
 from titanlab.checkpoint.older.metadata import SavedState
 

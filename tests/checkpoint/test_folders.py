@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from titanlab.checkpoint.blocks import DamagedCheckpoint
 from titanlab.checkpoint.contents import check_checkpoint
-from titanlab.checkpoint.damage import DamagedCheckpoint
 from titanlab.checkpoint.folders import (
     another,
     checkpoints,

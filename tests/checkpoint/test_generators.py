@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from titanlab.checkpoint.damage import DamagedCheckpoint
-from titanlab.checkpoint.generators import (
+from titanlab.checkpoint.blocks import DamagedCheckpoint
+from titanlab.checkpoint.older.metadata import SavedState, SavedTensor
+from titanlab.checkpoint.store import (
     generator_states,
     restore_generators,
     saved_states,
@@ -19,7 +20,6 @@ from titanlab.checkpoint.generators import (
     state_bytes,
     states_of_bytes,
 )
-from titanlab.checkpoint.older.metadata import SavedState, SavedTensor
 from titanlab.distributed.world import World
 
 ALONE = World(rank=0, world=1, local_rank=0, device=torch.device("cpu"))

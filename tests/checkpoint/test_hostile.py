@@ -16,11 +16,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests import older_format, tiny
 from titanlab.checkpoint.folders import latest
-from titanlab.checkpoint.generators import restore_generators
 from titanlab.checkpoint.older import metadata
 from titanlab.checkpoint.older.inert_pickle import UnreadablePickle, read_inert
 from titanlab.checkpoint.older.metadata import METADATA, read_saved
 from titanlab.checkpoint.older.numpy_state import read_numpy_state
+from titanlab.checkpoint.store import restore_generators
 from titanlab.cli import main
 from titanlab.errors import ConfigError
 

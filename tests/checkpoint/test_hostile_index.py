@@ -12,12 +12,11 @@ import pytest
 from tests import tiny
 from tests.checkpoint.test_damage import loaded
 from tests.pool import RankFailure
-from titanlab.checkpoint.blocks import checksum
+from titanlab.checkpoint.blocks import DamagedCheckpoint, DamagedFile, checksum
 from titanlab.checkpoint.contents import read_contents
-from titanlab.checkpoint.damage import DamagedCheckpoint, DamagedFile
 from titanlab.checkpoint.folders import INDEX, latest
-from titanlab.checkpoint.index.format import signed
-from titanlab.checkpoint.index.reader import read_index
+from titanlab.checkpoint.index import signed
+from titanlab.checkpoint.index_reader import read_index
 from titanlab.cli import main
 from titanlab.errors import ConfigError
 from titanlab.records.run_folder import RunFolder

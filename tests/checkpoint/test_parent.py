@@ -3,8 +3,8 @@
 import pytest
 
 from tests import tiny
+from titanlab.checkpoint.contents import parent_of
 from titanlab.checkpoint.folders import step_folder
-from titanlab.checkpoint.parent import parent_of
 
 
 @pytest.fixture

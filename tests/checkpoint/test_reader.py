@@ -8,14 +8,13 @@ import torch.distributed.checkpoint as dcp
 
 from tests.checkpoint.one_process import saved, trained
 from tests.checkpoint.storage import write
-from titanlab.checkpoint import shard_reader
+from titanlab.checkpoint import reader as shard_reader
+from titanlab.checkpoint.blocks import DamagedCheckpoint
 from titanlab.checkpoint.contents import Contents, read_contents
-from titanlab.checkpoint.damage import DamagedCheckpoint
 from titanlab.checkpoint.older.metadata import read_saved
 from titanlab.checkpoint.older.reader import PickledPlanner, PickledReader
 from titanlab.checkpoint.position import Position, SavedPosition
-from titanlab.checkpoint.reader import JsonPlanner, load_state, planner_of, read_into, reader_of
-from titanlab.checkpoint.shard_reader import ShardReader
+from titanlab.checkpoint.reader import JsonPlanner, ShardReader, load_state, planner_of, read_into, reader_of
 from titanlab.errors import ConfigError
 
 # A run has a process group, also of one process.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import tiny
-from titanlab.checkpoint.savers.background import AsyncSaver
-from titanlab.checkpoint.savers.blocking import NoSaver, SyncSaver
+from titanlab.checkpoint.savers import AsyncSaver, NoSaver, SyncSaver
 from titanlab.checkpoint.schema import Async, AsyncPinned, Off, Sync
 from titanlab.errors import ConfigError
 from titanlab.recipe.next_attempt import overridden

@@ -12,11 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.checkpoint.storage import SHARDINGS, of_every_dtype, read, sharded_state, write
 from titanlab.checkpoint import blocks
-from titanlab.checkpoint.blocks import BLOCK
-from titanlab.checkpoint.damage import DamagedCheckpoint
-from titanlab.checkpoint.index.reader import read_index
-from titanlab.checkpoint.reader import JsonPlanner
-from titanlab.checkpoint.shard_reader import ShardReader
+from titanlab.checkpoint.blocks import BLOCK, DamagedCheckpoint
+from titanlab.checkpoint.index_reader import read_index
+from titanlab.checkpoint.reader import JsonPlanner, ShardReader
 from titanlab.checkpoint.shards import bytes_of
 from titanlab.distributed.world import World
 

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from tests.checkpoint.one_process import ALONE, saved, trained
-from titanlab.checkpoint import begun, store
+from titanlab.checkpoint import saving as begun
+from titanlab.checkpoint import store
+from titanlab.checkpoint.blocks import DamagedCheckpoint
 from titanlab.checkpoint.contents import read_contents
 from titanlab.checkpoint.contract import OnlyModel
-from titanlab.checkpoint.damage import DamagedCheckpoint
-from titanlab.checkpoint.generators import generator_states, set_generators
-from titanlab.checkpoint.index.reader import read_index
+from titanlab.checkpoint.index_reader import read_index
 from titanlab.checkpoint.position import MODEL, Position
+from titanlab.checkpoint.store import generator_states, set_generators
 from titanlab.errors import ConfigError
 
 # A run has a process group, also of one process.
@@ -171,7 +172,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
     def full(*given):
         raise OSError(28, "No space left on device")
 
-    for place in ("titanlab.checkpoint.writer.os.fsync", "titanlab.checkpoint.savers.saving.stage"):
+    for place in ("titanlab.checkpoint.writer.os.fsync", "titanlab.checkpoint.saving.stage"):
         with monkeypatch.context() as patch:
             patch.setattr(place, full)
             with pytest.raises(OSError, match="No space left") as caught:

@@ -18,9 +18,8 @@ from tests.checkpoint.one_process import ALONE
 from tests.checkpoint.storage import SHARDINGS, of_every_dtype, read, sharded_state, write
 from tests.checkpoint.test_shard_reader import resharded
 from titanlab.checkpoint.blocks import checksum
-from titanlab.checkpoint.savers.host_buffer import HostBuffer
-from titanlab.checkpoint.savers.saving import Plans, write_and_publish
-from titanlab.checkpoint.writer import CheckpointWriter, SavePlannerOfJson
+from titanlab.checkpoint.saving import Plans, write_and_publish
+from titanlab.checkpoint.writer import CheckpointWriter, HostBuffer, SavePlannerOfJson
 from titanlab.checkpoint.writer import write as write_file
 from titanlab.distributed.world import World
 

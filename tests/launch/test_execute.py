@@ -13,7 +13,7 @@ import pytest
 
 from tests import tiny
 from tests.weights.huggingface import made
-from titanlab.checkpoint.damage import DamagedCheckpoint
+from titanlab.checkpoint.blocks import DamagedCheckpoint
 from titanlab.checkpoint.folders import latest, step_folder
 from titanlab.data.files_schema import Files
 from titanlab.distributed.host import Host

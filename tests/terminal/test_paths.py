@@ -1,7 +1,7 @@
 import shlex
 from pathlib import Path
 
-from titanlab.checkpoint.remote.address_schema import StorePath
+from titanlab.checkpoint.address_schema import StorePath
 from titanlab.system.text import shown_path, sweep_argument
 
 

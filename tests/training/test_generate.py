@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests import tiny
+from titanlab.checkpoint import index_reader as module
 from titanlab.checkpoint.folders import latest, remove
-from titanlab.checkpoint.index import reader as module
 from titanlab.data import source
 from titanlab.data.files_schema import Files
 from titanlab.data.tokenizers.tokenizer import load

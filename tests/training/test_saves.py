@@ -18,8 +18,8 @@ from tests.planted_schema import Planted
 from tests.pool import RankFailure
 from tests.until import until
 from titanlab.checkpoint import store
+from titanlab.checkpoint.contents import list_checkpoints
 from titanlab.checkpoint.folders import checkpoints, step_of
-from titanlab.checkpoint.listing import list_checkpoints
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.errors import ConfigError
 from titanlab.launch.attempt import check_own_checkpoint

@@ -10,7 +10,7 @@ import torch
 from tests.checkpoint.one_process import ALONE
 from tests.weights.huggingface import made as folders
 from tests.weights.saved import module, run_of, save
-from titanlab.checkpoint.damage import DamagedCheckpoint
+from titanlab.checkpoint.blocks import DamagedCheckpoint
 from titanlab.checkpoint.position import Position
 from titanlab.errors import ConfigError, DamagedPosition
 from titanlab.model.llama_schema import Llama

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from titanlab.checkpoint.remote.address_schema import Place, check_address, check_installed, is_address
+from titanlab.checkpoint.address_schema import Place, check_address, check_installed, is_address
 from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 

@@ -12,11 +12,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from titanlab.checkpoint.address_schema import Place
 from titanlab.checkpoint.contents import read_contents
-from titanlab.checkpoint.index.format import Index
+from titanlab.checkpoint.index import Index
 from titanlab.checkpoint.position import POSITION, position_bytes
 from titanlab.checkpoint.reader import Reader, read_into, reader_of
-from titanlab.checkpoint.remote.address_schema import Place
 from titanlab.system.files import refusal, write_bytes
 
 # Before the names of parameters in titanlab's checkpoints.

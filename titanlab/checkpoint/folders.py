@@ -1,18 +1,17 @@
-"""Names of checkpoints on disk: which there are, the newest one, and those that no longer count."""
+"""Where checkpoints are, what they are called, and which of them a user names."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
-from titanlab.checkpoint.damage import DamagedCheckpoint
-from titanlab.checkpoint.older.metadata import METADATA
-from titanlab.checkpoint.remote import objects
-from titanlab.checkpoint.remote.address_schema import (
+from titanlab.checkpoint import objects
+from titanlab.checkpoint.address_schema import (
     Place,
     StorePath,
     check_address,
@@ -20,11 +19,79 @@ from titanlab.checkpoint.remote.address_schema import (
     is_address,
     place_of,
 )
-from titanlab.checkpoint.remote.run_place import checkpoints_of_folder
+from titanlab.checkpoint.blocks import DamagedCheckpoint
+from titanlab.checkpoint.older.metadata import METADATA
 from titanlab.errors import ConfigError
-from titanlab.system.files import StoreFault, user_path
+from titanlab.records.run_folder import RunFolder
+from titanlab.records.run_records import RunRecords
+from titanlab.records.run_search import find_run
+from titanlab.system.files import StoreFault, read_bytes, user_path
 
-# The file that lists what a checkpoint contains; `titanlab.checkpoint.index.format` writes it.
+OWNER = "run.json"
+"""The object that says which run's checkpoints a folder of a store holds."""
+_MOST_BYTES = 1 << 16
+
+
+def checkpoints_of(run: RunRecords) -> Place:
+    """The folder of a run's checkpoints.
+
+    In a store it is `checkpoint.folder/SWEEP/NAME-HASH8`, with the names that the run has got when it was made: its
+    folder on this host may have moved since.
+    """
+    config = run.path / "config.yaml"
+    try:
+        # Most configs have no address in them, and parsing takes milliseconds that a table of many runs would notice.
+        if b"://" not in read_bytes(config):
+            return run.checkpoints
+    except OSError:
+        return run.checkpoints
+    values = run.config()
+    folder = run.section("checkpoint").get("folder")
+    identity = run.identity()
+    if not isinstance(folder, str) or identity is None or not {"sweep", "name"} <= set(values):
+        return run.checkpoints
+    # The run may be a stranger's.
+    check_address("checkpoint.folder", folder)
+    return StorePath(folder.rstrip("/")) / str(values["sweep"]) / f"{values['name']}-{identity.hash8}"
+
+
+def checkpoints_of_folder(path: Path) -> Place:
+    """The folder of the checkpoints of the run in a folder, which may also be no run."""
+    return checkpoints_of(RunRecords(path))
+
+
+def claim_place(run: RunRecords) -> None:
+    """Make the folder of a store this run's own, before its first attempt; it also shows whether the store takes files.
+
+    Another run's checkpoints would else be taken for this run's: the same recipe has the same name on each host, and
+    the folder of a run on this host may have been removed.
+
+    Raises:
+        ConfigError: the folder holds checkpoints of another run.
+        StoreFault: the store does not answer, or refuses.
+    """
+    place = checkpoints_of(run)
+    if not isinstance(place, StorePath):
+        return
+    identity = run.identity()
+    own = {"sha256": identity.sha256 if identity else "", "created": run.created()}
+    try:
+        owner = json.loads(objects.read_all(place / OWNER, _MOST_BYTES))
+    except FileNotFoundError:
+        owner = None
+    except (ValueError, RecursionError):
+        owner = {}
+    if owner == own:
+        return
+    if owner is None and not objects.objects_below(place):
+        objects.put(place / OWNER, json.dumps(own).encode())
+        return
+    rule = f"{place} holds the checkpoints of another run"
+    cure = f"choose another folder; or remove that one; or go on from them with checkpoint.load_from={place}"
+    raise ConfigError("checkpoint.folder", place.parent.parent, rule, cure)
+
+
+# The file that lists what a checkpoint contains; `titanlab.checkpoint.index` writes it.
 INDEX = "index.json"
 PART = ".part"
 # Suffix of a checkpoint that is newer than the one from which the user has restarted: kept, but not used any more.
@@ -273,3 +340,43 @@ def another(checkpoint: Place) -> str:
     except StoreFault:
         older = None
     return _COPY if older is None else f"{_ANOTHER}: the one before it is {older}"
+
+
+_STEP_NAME = re.compile(r"step-([0-9]+)")
+T = TypeVar("T")
+
+
+def read_while_kept(choose: Callable[[], Place], read: Callable[[Place], T], warn: Callable[[str], None]) -> T:
+    """Read the checkpoint that is chosen; if its run removes it meanwhile (checkpoint.keep), choose again.
+
+    Raises:
+        ConfigError: no checkpoint can be chosen any more, or one cannot be read that is still there.
+    """
+    while True:
+        checkpoint = choose()
+        try:
+            return read(checkpoint)
+        except (ConfigError, OSError):
+            if is_checkpoint(checkpoint):
+                raise
+        warn(f"{checkpoint.name} was removed while it was read (checkpoint.keep of its run): the next one is read")
+
+
+def find_run_or_checkpoint(text: str, runs: Path | str, key: str = "run") -> tuple[RunFolder, Place | None]:
+    """Find the named run, and the checkpoint if a checkpoint is named.
+
+    `RUN/checkpoints/step-00000008` is a checkpoint, `RUN/checkpoints/step-8` the same; `RUN/checkpoints` is the run.
+
+    Raises:
+        ConfigError: no run matches, several match, or the run has no such checkpoint.
+    """
+    for candidate in (user_path(text), user_path(runs) / text):
+        # The unresolved path first: a checkpoint may be a symbolic link to a folder outside the run.
+        for path in (Path(os.path.abspath(candidate)), candidate.resolve()):
+            step = _STEP_NAME.fullmatch(path.name)
+            folder = path.parent if step else path
+            if folder.name != "checkpoints" or not (folder.parent / "config.yaml").is_file():
+                continue
+            run = RunFolder(folder.parent)
+            return run, None if step is None else of_step(checkpoints_of(run), int(step[1]), key, text)
+    return find_run(text, runs), None

@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from titanlab.checkpoint.blocks import read_regular
-from titanlab.checkpoint.damage import DamagedCheckpoint, DamagedFile, one_line
-from titanlab.checkpoint.index.format import strict_json
-from titanlab.checkpoint.remote.address_schema import Place, StorePath
-from titanlab.checkpoint.remote.objects import objects_below
+from titanlab.checkpoint.address_schema import Place, StorePath
+from titanlab.checkpoint.blocks import DamagedCheckpoint, DamagedFile, one_line, read_regular
+from titanlab.checkpoint.index import strict_json
+from titanlab.checkpoint.objects import objects_below
 from titanlab.errors import ConfigError
 from titanlab.system.files import finite
 from titanlab.system.text import counted

@@ -1,24 +1,214 @@
-"""Reads the tensors of a checkpoint of either format into a state dict, without running code in it."""
+"""Reads the tensors of a checkpoint into a state dict, and verifies the blocks that it reads."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
-from titanlab.checkpoint.contents import Contents
+from titanlab.checkpoint.address_schema import Place
+from titanlab.checkpoint.blocks import BLOCK, BlockReader, DamagedFile
+from titanlab.checkpoint.contents import Contents, damaged
 from titanlab.checkpoint.folders import another
-from titanlab.checkpoint.index.format import Index
+from titanlab.checkpoint.index import BYTES, FILE, ITEM_BYTES, START, Index, IndexedTensor
+from titanlab.checkpoint.index_reader import needed_spans
 from titanlab.checkpoint.older.reader import PickledPlanner, PickledReader, set_in
-from titanlab.checkpoint.remote.address_schema import Place
-from titanlab.checkpoint.shard_reader import ShardReader
+from titanlab.checkpoint.shards import bytes_of, dtype_named
 from titanlab.errors import ConfigError
 from titanlab.records.outcome import OutcomeKind, classify, first_line
+
+
+class ShardReader(dcp.StorageReader):
+    """A storage for `torch.distributed.checkpoint`.
+
+    Args:
+        checkpoint: folder of one step.
+        index: its index.
+        key: for errors.
+
+    Attributes:
+        checkpoint, named_by: the arguments `checkpoint` and `key`.
+        blocks_read: how many blocks this rank has read and verified.
+    """
+
+    def __init__(self, checkpoint: Place, index: Index, key: str) -> None:
+        self.checkpoint, self.named_by = checkpoint, key
+        self.blocks_read = 0
+        self._index = index
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing to do: a reader reads one checkpoint."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index, as DCP's planner takes it."""
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        entries |= {name: BytesStorageMetadata() for name in self._index.objects}
+        entries |= {name: _as_torch(tensor) for name, tensor in self._index.tensors.items()}
+        return Metadata(state_dict_metadata=entries)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
+        """Nothing to do."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan, unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans, unchanged."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read and verify what this rank needs; a block is read once, also if several tensors have a part of it.
+
+        Raises:
+            DamagedCheckpoint: a file is missing, or a block is not what was saved.
+        """
+        parts: dict[tuple[int, int, str, int], list[ReadItem]] = {}
+        for item in plan.items:
+            if item.type is LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(json.dumps(self._index.objects[item.storage_index.fqn]).encode()))
+                continue
+            tensor, number = self._chunk_of(item)
+            chunk = tensor.chunks[number]
+            key = (int(chunk[FILE]), int(chunk[START]), item.storage_index.fqn, number)
+            parts.setdefault(key, []).append(item)
+        try:
+            self._read_parts(sorted(parts.items(), key=lambda part: part[0]), planner)
+        except DamagedFile as error:
+            raise damaged(self.checkpoint, self.named_by, error) from error
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """False: DCP never chooses this storage by itself."""
+        return False
+
+    def _chunk_of(self, item: ReadItem) -> tuple[IndexedTensor, int]:
+        """The tensor of an item, and the number of its chunk."""
+        tensor = self._index.tensors[item.storage_index.fqn]
+        number = item.storage_index.index
+        if number is None:
+            number = tensor.chunk_at(item.storage_index.offset or ())
+        return tensor, number
+
+    def _read_parts(
+        self, parts: Sequence[tuple[tuple[int, int, str, int], list[ReadItem]]], planner: LoadPlanner
+    ) -> None:
+        """Read chunks in the order of files and bytes, so that one file is open at a time."""
+        current = -1
+        with contextlib.ExitStack() as stack:
+            for (number, start, name, chunk), items in parts:
+                if number != current:
+                    stack.close()
+                    entry = self._index.files[number]
+                    file = stack.enter_context(BlockReader(self.checkpoint / entry.name, entry.size, entry.checksums))
+                    current = number
+                before = file.blocks_read
+                try:
+                    self._read_chunk(file, start, self._index.tensors[name], chunk, items, planner)
+                finally:
+                    self.blocks_read += file.blocks_read - before
+
+    def _read_chunk(
+        self,
+        file: BlockReader,
+        start: int,
+        tensor: IndexedTensor,
+        number: int,
+        items: list[ReadItem],
+        planner: LoadPlanner,
+    ) -> None:
+        """Read the parts of one chunk."""
+        sizes, dtype = tensor.sizes[number].tolist(), dtype_named(tensor.dtype)
+        item_bytes = ITEM_BYTES[tensor.dtype]
+        spans = [
+            needed_spans(sizes, list(item.storage_offsets), list(item.lengths), item_bytes, BLOCK) for item in items
+        ]
+        if len(items) == 1 and len(spans[0]) == 1:
+            target = planner.resolve_tensor(items[0]).detach()
+            first, end = spans[0][0]
+            if _takes_bytes(target, dtype, end - first, list(items[0].lengths)):
+                file.read_into(start + first, bytes_of(target))
+                planner.commit_tensor(items[0], target)
+                return
+        # Whole rows of the chunk from the first to the last that an item needs; only the needed bytes are read.
+        low, rows = _rows(sizes, items)
+        buffer = torch.empty([rows, *sizes[1:]] if sizes else [], dtype=dtype)
+        skipped = low * (int(tensor.chunks[number, BYTES]) // sizes[0] if sizes and sizes[0] else 0)
+        content = bytes_of(buffer)
+        for first, end in _joined(spans):
+            file.read_into(start + first, content[first - skipped : end - skipped])
+        for item in items:
+            part = buffer
+            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                part = part.narrow(dim, offset - (low if dim == 0 else 0), length)
+            target = planner.resolve_tensor(item).detach()
+            if target.shape != part.shape:
+                raise ValueError(f"a part of {item.dest_index.fqn} has the shape {list(target.shape)} in the model")
+            target.copy_(part)
+            planner.commit_tensor(item, target)
+
+
+def _takes_bytes(target: Tensor, dtype: torch.dtype, size: int, lengths: Sequence[int]) -> bool:
+    """Whether the bytes of a file can be read straight into a tensor."""
+    return (
+        type(target) is Tensor
+        and target.device.type == "cpu"
+        and target.dtype == dtype
+        and list(target.shape) == list(lengths)
+        and target.nbytes == size
+        and target.is_contiguous()
+    )
+
+
+def _rows(sizes: Sequence[int], items: Sequence[ReadItem]) -> tuple[int, int]:
+    """The first row of a chunk that an item needs, and the number of rows to the last one."""
+    if not sizes:
+        return 0, 1
+    low = min(item.storage_offsets[0] for item in items)
+    return low, max(item.storage_offsets[0] + item.lengths[0] for item in items) - low
+
+
+def _joined(spans: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
+    """Ranges in order, without overlap."""
+    joined: list[tuple[int, int]] = []
+    for first, end in sorted(span for of_item in spans for span in of_item):
+        if joined and first <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((first, end))
+    return joined
+
+
+def _as_torch(tensor: IndexedTensor) -> TensorStorageMetadata:
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=dtype_named(tensor.dtype)),
+        size=torch.Size(tensor.shape),
+        chunks=[
+            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+            for offsets, sizes in zip(tensor.offsets.tolist(), tensor.sizes.tolist(), strict=True)
+        ],
+    )
+
 
 Reader = ShardReader | PickledReader
 

@@ -30,7 +30,7 @@ class Off(Intervals):
                 )
 
     def implementation(self, target: Target) -> Saver:
-        from titanlab.checkpoint.savers.blocking import NoSaver
+        from titanlab.checkpoint.savers import NoSaver
 
         return NoSaver()
 
@@ -43,7 +43,7 @@ class Sync(Intervals):
     kind: str = field(default="sync", metadata=_NO_IDENTITY)
 
     def implementation(self, target: Target) -> Saver:
-        from titanlab.checkpoint.savers.blocking import SyncSaver
+        from titanlab.checkpoint.savers import SyncSaver
 
         return SyncSaver(target)
 
@@ -59,7 +59,7 @@ class Async(Intervals):
     kind: str = field(default="async", metadata=_NO_IDENTITY)
 
     def implementation(self, target: Target) -> Saver:
-        from titanlab.checkpoint.savers.background import AsyncSaver
+        from titanlab.checkpoint.savers import AsyncSaver
 
         return AsyncSaver(target)
 
@@ -80,6 +80,6 @@ class AsyncPinned(Intervals):
         return Async(**{interval.name: getattr(self, interval.name) for interval in fields(Intervals)})
 
     def implementation(self, target: Target) -> Saver:
-        from titanlab.checkpoint.savers.pinned import PinnedSaver
+        from titanlab.checkpoint.savers import PinnedSaver
 
         return PinnedSaver(target)

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from titanlab.checkpoint.listing import ListedCheckpoint, list_checkpoints
-from titanlab.checkpoint.remote.run_place import checkpoints_of
+from titanlab.checkpoint.contents import ListedCheckpoint, list_checkpoints
+from titanlab.checkpoint.folders import checkpoints_of
 from titanlab.cli.arguments import Arguments
 from titanlab.distributed.hang import has_hung, hung_attempt
 from titanlab.errors import ConfigError

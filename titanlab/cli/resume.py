@@ -8,11 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from titanlab.checkpoint.folders import latest, of_step, step_of
-from titanlab.checkpoint.parent import parent_of
-from titanlab.checkpoint.remote.address_schema import Place
-from titanlab.checkpoint.remote.run_place import checkpoints_of
-from titanlab.checkpoint.search import find_run_or_checkpoint
+from titanlab.checkpoint.address_schema import Place
+from titanlab.checkpoint.contents import parent_of
+from titanlab.checkpoint.folders import checkpoints_of, find_run_or_checkpoint, latest, of_step, step_of
 from titanlab.cli.arguments import Arguments
 from titanlab.data import source
 from titanlab.errors import ConfigError

@@ -9,10 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titanlab.checkpoint.folders import find, has_pickle
+from titanlab.checkpoint.address_schema import Place
+from titanlab.checkpoint.folders import find, has_pickle, read_while_kept
 from titanlab.checkpoint.older.metadata import METADATA
-from titanlab.checkpoint.remote.address_schema import Place
-from titanlab.checkpoint.search import read_while_kept
 from titanlab.cli.arguments import Arguments, bytes_of
 from titanlab.cli.compose import compose
 from titanlab.distributed.host import this_host

@@ -10,12 +10,20 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from titanlab.checkpoint.address_schema import Place, StorePath
+from titanlab.checkpoint.blocks import DamagedCheckpoint
 from titanlab.checkpoint.contents import check_checkpoint, check_whole
-from titanlab.checkpoint.damage import DamagedCheckpoint
-from titanlab.checkpoint.folders import another, fall_back, latest, put_aside, remove_unfinished, step_of
+from titanlab.checkpoint.folders import (
+    another,
+    checkpoints_of,
+    claim_place,
+    fall_back,
+    latest,
+    put_aside,
+    remove_unfinished,
+    step_of,
+)
 from titanlab.checkpoint.position import check_progress
-from titanlab.checkpoint.remote.address_schema import Place, StorePath
-from titanlab.checkpoint.remote.run_place import checkpoints_of, claim_place
 from titanlab.data import source
 from titanlab.data.tokenizers.tokenizer import keep
 from titanlab.distributed.host import Host, share_of_cores, thread_count, thread_variables

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from titanlab.checkpoint.address_schema import Place
+from titanlab.checkpoint.contents import parent_of
 from titanlab.checkpoint.folders import put_back
-from titanlab.checkpoint.parent import parent_of
-from titanlab.checkpoint.remote.address_schema import Place
 from titanlab.data import source
 from titanlab.distributed.host import Host, check_host, this_host
 from titanlab.distributed.ranks import Ranks

@@ -12,8 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titanlab.checkpoint.folders import latest, step_of
-from titanlab.checkpoint.remote.run_place import checkpoints_of
+from titanlab.checkpoint.folders import checkpoints_of, latest, step_of
 from titanlab.distributed.host import this_host
 from titanlab.errors import ConfigError
 from titanlab.recipe.next_attempt import adapted

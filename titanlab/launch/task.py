@@ -16,8 +16,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from titanlab.checkpoint.folders import latest
-from titanlab.checkpoint.remote.run_place import checkpoints_of
+from titanlab.checkpoint.folders import checkpoints_of, latest
 from titanlab.data import source
 from titanlab.distributed.host import check_host, this_host
 from titanlab.errors import TitanlabError

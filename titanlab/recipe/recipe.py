@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from titanlab.checkpoint.remote.address_schema import check_address, is_address
+from titanlab.checkpoint.address_schema import check_address, is_address
 from titanlab.compile.schema import Compile
 from titanlab.costs.account import ModelAccount, Operation, is_in_block
 from titanlab.costs.config_key import Key, key_of

@@ -17,11 +17,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from titanlab.checkpoint.contents import read_contents
-from titanlab.checkpoint.folders import PART, remove
-from titanlab.checkpoint.listing import ListedCheckpoint, list_checkpoints
-from titanlab.checkpoint.remote.address_schema import Place, StorePath, is_address
-from titanlab.checkpoint.remote.run_place import checkpoints_of
+from titanlab.checkpoint.address_schema import Place, StorePath, is_address
+from titanlab.checkpoint.contents import ListedCheckpoint, list_checkpoints, read_contents
+from titanlab.checkpoint.folders import PART, checkpoints_of, remove
 from titanlab.compile import cache as compile_cache
 from titanlab.data import cache as data_cache
 from titanlab.errors import ConfigError

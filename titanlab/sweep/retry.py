@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from titanlab.checkpoint.address_schema import Place
+from titanlab.checkpoint.contents import parent_of
 from titanlab.checkpoint.folders import put_back
-from titanlab.checkpoint.parent import parent_of
-from titanlab.checkpoint.remote.address_schema import Place
 from titanlab.distributed.host import check_host, this_host
 from titanlab.errors import ConfigError
 from titanlab.launch.attempt import go_back, missed_checkpoint, pass_over_damaged

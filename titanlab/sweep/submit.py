@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from titanlab.checkpoint.parent import parent_of
+from titanlab.checkpoint.contents import parent_of
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import States, launch_of
 from titanlab.launch.submission import Shape, Submission, shape_of

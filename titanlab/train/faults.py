@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from titanlab.checkpoint.folders import latest
-from titanlab.checkpoint.generators import generator_states, set_generators
-from titanlab.checkpoint.remote.run_place import checkpoints_of
+from titanlab.checkpoint.folders import checkpoints_of, latest
+from titanlab.checkpoint.store import generator_states, set_generators
 from titanlab.distributed.world import World
 from titanlab.dtensor import local_part
 from titanlab.errors import TitanlabError

@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from titanlab.checkpoint.address_schema import Place
 from titanlab.checkpoint.contents import read_contents
-from titanlab.checkpoint.folders import find
-from titanlab.checkpoint.remote.address_schema import Place
-from titanlab.checkpoint.search import read_while_kept
+from titanlab.checkpoint.folders import find, read_while_kept
 from titanlab.checkpoint.store import load_model
 from titanlab.data.tokenizers import tokenizer as tokenizers
 from titanlab.distributed.ranks import ALONE

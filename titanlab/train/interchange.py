@@ -12,11 +12,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from titanlab.checkpoint.address_schema import Place
 from titanlab.checkpoint.contents import check_checkpoint
-from titanlab.checkpoint.folders import find, of_step
-from titanlab.checkpoint.remote.address_schema import Place
-from titanlab.checkpoint.remote.run_place import checkpoints_of
-from titanlab.checkpoint.search import find_run_or_checkpoint
+from titanlab.checkpoint.folders import checkpoints_of, find, find_run_or_checkpoint, of_step
 from titanlab.data.tokenizers import tokenizer as tokenizers
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig

@@ -19,10 +19,9 @@ from typing import NamedTuple
 
 import torch
 
-from titanlab.checkpoint.folders import latest
+from titanlab.checkpoint.address_schema import StorePath
+from titanlab.checkpoint.folders import checkpoints_of, latest
 from titanlab.checkpoint.position import Position
-from titanlab.checkpoint.remote.address_schema import StorePath
-from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.compile.watch import Watch
 from titanlab.costs import meter
 from titanlab.costs.account import ModelAccount, training_flops_per_token

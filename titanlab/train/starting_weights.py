@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titanlab.checkpoint.address_schema import Place, is_address
 from titanlab.checkpoint.contents import check_checkpoint, check_step, check_whole, indexed, read_contents
 from titanlab.checkpoint.folders import find, has_pickle
-from titanlab.checkpoint.remote.address_schema import Place, is_address
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 from titanlab.records.config_file import read_config

@@ -21,13 +21,12 @@ import torch
 from torch import nn
 
 from titanlab.checkpoint import store
-from titanlab.checkpoint.agreement import together
+from titanlab.checkpoint.address_schema import Place
+from titanlab.checkpoint.blocks import DamagedCheckpoint, one_line
 from titanlab.checkpoint.contract import Target
-from titanlab.checkpoint.damage import DamagedCheckpoint, one_line
-from titanlab.checkpoint.folders import another, fall_back, find, latest
+from titanlab.checkpoint.folders import another, checkpoints_of, fall_back, find, latest
 from titanlab.checkpoint.position import POSITION, Position
-from titanlab.checkpoint.remote.address_schema import Place
-from titanlab.checkpoint.remote.run_place import checkpoints_of
+from titanlab.checkpoint.saving import together
 from titanlab.data import source
 from titanlab.data.streams.stream import Stream
 from titanlab.distributed.flight_recorder import topology

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from titanlab.checkpoint.address_schema import Place
 from titanlab.checkpoint.contents import read_contents
 from titanlab.checkpoint.older.metadata import read_saved
 from titanlab.checkpoint.older.reader import PickledReader
 from titanlab.checkpoint.reader import Reader, read_into, reader_of
-from titanlab.checkpoint.remote.address_schema import Place
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 from titanlab.system.foreign import Foreign

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from titanlab.checkpoint.blocks import checksum
-from titanlab.checkpoint.index.format import IndexedFile, IndexedTensor, index_bytes, signed, strict_json
+from titanlab.checkpoint.index import IndexedFile, IndexedTensor, index_bytes, signed, strict_json
 
 
 def tensor(shape, *rows):

@@ -7,11 +7,10 @@ import struct
 
 import pytest
 
-from titanlab.checkpoint.blocks import BLOCK, checksum
-from titanlab.checkpoint.damage import DamagedFile
-from titanlab.checkpoint.index import reader
-from titanlab.checkpoint.index.format import IndexedFile, OtherFormat, index_bytes, signed
-from titanlab.checkpoint.index.reader import read_index
+from titanlab.checkpoint import index_reader as reader
+from titanlab.checkpoint.blocks import BLOCK, DamagedFile, checksum
+from titanlab.checkpoint.index import IndexedFile, OtherFormat, index_bytes, signed
+from titanlab.checkpoint.index_reader import read_index
 
 FILES = (IndexedFile(name="rank-00000.safetensors", size=100, checksums=[5]),)
 # Two halves of a matrix, and a scalar.

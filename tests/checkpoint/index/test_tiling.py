@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from titanlab.checkpoint.index.tiling import fills, needed_spans, overlap
+from titanlab.checkpoint.index_reader import fills, needed_spans, overlap
 
 
 def boxes(shape, cuts):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from titanlab.checkpoint.damage import DamagedCheckpoint
+from titanlab.checkpoint.blocks import DamagedCheckpoint
 from titanlab.checkpoint.older.metadata import read_saved
 from titanlab.checkpoint.older.reader import PickledPlanner, PickledReader, set_in
 from titanlab.checkpoint.reader import read_into

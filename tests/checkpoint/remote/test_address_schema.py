@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlab.checkpoint.remote.address_schema import (
+from titanlab.checkpoint.address_schema import (
     TESTED,
     StorePath,
     check_address,

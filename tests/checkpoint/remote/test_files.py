@@ -5,10 +5,10 @@ from __future__ import annotations
 import fsspec
 import pytest
 
-from titanlab.checkpoint.damage import DamagedFile
-from titanlab.checkpoint.remote import files, objects
-from titanlab.checkpoint.remote.address_schema import StorePath
-from titanlab.checkpoint.remote.files import StoreSink, StoreSource
+from titanlab.checkpoint import blocks as files
+from titanlab.checkpoint import objects
+from titanlab.checkpoint.address_schema import StorePath
+from titanlab.checkpoint.blocks import DamagedFile, StoreSink, StoreSource
 from titanlab.system.files import StoreFault
 
 CONTENT = bytes(range(256)) * 4

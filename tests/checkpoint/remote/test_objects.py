@@ -4,10 +4,9 @@ import pytest
 
 from tests.object_store.running import FOLDER
 from tests.object_store.server import Fault
-from titanlab.checkpoint.blocks import BLOCK, BlockReader, BlockWriter
-from titanlab.checkpoint.damage import DamagedFile
-from titanlab.checkpoint.remote import objects
-from titanlab.checkpoint.remote.address_schema import StorePath
+from titanlab.checkpoint import objects
+from titanlab.checkpoint.address_schema import StorePath
+from titanlab.checkpoint.blocks import BLOCK, BlockReader, BlockWriter, DamagedFile
 from titanlab.system.files import StoreFault, disk_fault, tells_of_disk
 
 PLACE = StorePath(FOLDER)

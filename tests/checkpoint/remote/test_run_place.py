@@ -16,19 +16,26 @@ from tests import tiny
 from tests.object_store.running import FOLDER, known
 from tests.object_store.server import Fault
 from tests.pool import RankFailure
-from titanlab.checkpoint.begun import make_part
-from titanlab.checkpoint.blocks import BLOCK
-from titanlab.checkpoint.contents import read_contents
-from titanlab.checkpoint.damage import DamagedCheckpoint
-from titanlab.checkpoint.folders import checkpoints, fall_back, find, latest, of_step, put_aside, put_back, step_of
-from titanlab.checkpoint.index.reader import read_index
-from titanlab.checkpoint.listing import list_checkpoints, verify
-from titanlab.checkpoint.reader import JsonPlanner
-from titanlab.checkpoint.remote import objects
-from titanlab.checkpoint.remote.address_schema import StorePath
-from titanlab.checkpoint.remote.run_place import OWNER, checkpoints_of, claim_place
-from titanlab.checkpoint.savers.saving import Plans, write_and_publish
-from titanlab.checkpoint.shard_reader import ShardReader
+from titanlab.checkpoint import objects
+from titanlab.checkpoint.address_schema import StorePath
+from titanlab.checkpoint.blocks import BLOCK, DamagedCheckpoint
+from titanlab.checkpoint.contents import list_checkpoints, read_contents, verify
+from titanlab.checkpoint.folders import (
+    OWNER,
+    checkpoints,
+    checkpoints_of,
+    claim_place,
+    fall_back,
+    find,
+    latest,
+    of_step,
+    put_aside,
+    put_back,
+    step_of,
+)
+from titanlab.checkpoint.index_reader import read_index
+from titanlab.checkpoint.reader import JsonPlanner, ShardReader
+from titanlab.checkpoint.saving import Plans, make_part, write_and_publish
 from titanlab.cli import main
 from titanlab.distributed.world import World
 from titanlab.errors import ConfigError
@@ -58,7 +65,7 @@ def as_rank(endpoint, made, run):
     """As a rank: train, and return the step that was reached."""
     known(endpoint)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("titanlab.checkpoint.remote.objects._WAITS", (0.0, 0.0))
+        patch.setattr("titanlab.checkpoint.objects._WAITS", (0.0, 0.0))
         return tiny.as_rank(made, run).step
 
 
@@ -74,7 +81,7 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_run_saves_to_memory_and_resumes_bit_for_bit(tmp_path, undisturbed, monkeypatch, mode):
     # This process stays, so its memory may stand for a store.
-    monkeypatch.setattr("titanlab.checkpoint.remote.address_schema._PRIVATE", ())
+    monkeypatch.setattr("titanlab.checkpoint.address_schema._PRIVATE", ())
     made = tiny.recipe(tmp_path, steps=6, every=2, keep=2, saves=mode, folder=f"{MEMORY}-{mode}")
     run = tiny.begin(made)
     tiny.as_rank(made, run)

@@ -11,12 +11,11 @@ import torch.distributed as dist
 
 from tests.checkpoint.savers.targets import Gate, saved_by, sums, trained
 from tests.pool import RankFailure
-from titanlab.checkpoint import begun
+from titanlab.checkpoint import saving as begun
 from titanlab.checkpoint.contract import Target
 from titanlab.checkpoint.folders import checkpoints
 from titanlab.checkpoint.position import Position
-from titanlab.checkpoint.savers.background import AsyncSaver
-from titanlab.checkpoint.savers.blocking import SyncSaver
+from titanlab.checkpoint.savers import AsyncSaver, SyncSaver
 from titanlab.distributed.world import World
 
 

@@ -6,7 +6,7 @@ from tests.checkpoint.savers.targets import saved_by
 from titanlab.checkpoint.contract import OnlyModel
 from titanlab.checkpoint.folders import checkpoints
 from titanlab.checkpoint.position import Position
-from titanlab.checkpoint.savers.blocking import NoSaver, SyncSaver
+from titanlab.checkpoint.savers import NoSaver, SyncSaver
 
 
 def test_some_checkpoints_are_kept_for_good(tmp_path, target):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from titanlab.checkpoint.savers.host_buffer import HostBuffer
+from titanlab.checkpoint.writer import HostBuffer
 
 
 def test_memory_of_copies_is_used_again():

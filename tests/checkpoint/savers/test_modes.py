@@ -12,8 +12,7 @@ import torch.distributed as dist
 from tests.checkpoint.savers.targets import saved_by, sums, trained
 from titanlab.checkpoint.contract import Target
 from titanlab.checkpoint.position import Position
-from titanlab.checkpoint.savers.background import AsyncSaver
-from titanlab.checkpoint.savers.blocking import SyncSaver
+from titanlab.checkpoint.savers import AsyncSaver, SyncSaver
 from titanlab.distributed.flight_recorder import last_collectives
 from titanlab.distributed.world import World
 

@@ -8,8 +8,7 @@ import torch
 
 from tests.checkpoint.savers.targets import saved_by, sums
 from titanlab.checkpoint.position import Position
-from titanlab.checkpoint.savers.blocking import SyncSaver
-from titanlab.checkpoint.savers.pinned import PinnedSaver
+from titanlab.checkpoint.savers import PinnedSaver, SyncSaver
 
 
 class Device:
@@ -28,9 +27,7 @@ def test_the_next_update_waits_for_a_device_that_copies(tmp_path, target, monkey
     for name in ("Stream", "Event", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *given: Device(notes))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(
-        "titanlab.checkpoint.savers.host_buffer._locked", lambda size: torch.empty(size, dtype=torch.uint8)
-    )
+    monkeypatch.setattr("titanlab.checkpoint.writer._locked", lambda size: torch.empty(size, dtype=torch.uint8))
     saver = PinnedSaver(target())
     saver.before_update()
     saver.save(Position(step=1))

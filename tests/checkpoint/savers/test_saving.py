@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from titanlab.checkpoint.savers import saving
-from titanlab.checkpoint.savers.saving import Plans, write_and_publish
+from titanlab.checkpoint import saving
+from titanlab.checkpoint.saving import Plans, write_and_publish
 from titanlab.checkpoint.writer import SavePlannerOfJson
 from titanlab.distributed.world import World
 

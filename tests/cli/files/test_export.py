@@ -12,9 +12,9 @@ from safetensors import safe_open
 
 from tests.weights import saved
 from tests.weights.huggingface import made as folders
+from titanlab.checkpoint import index_reader as reader
 from titanlab.checkpoint.folders import remove, step_folder
-from titanlab.checkpoint.index import reader
-from titanlab.checkpoint.shard_reader import ShardReader
+from titanlab.checkpoint.reader import ShardReader
 from titanlab.cli import main
 from titanlab.train.interchange import is_weights
 

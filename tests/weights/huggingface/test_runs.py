@@ -12,7 +12,7 @@ import torch
 from tests import tiny
 from tests.weights.huggingface import made as folders
 from titanlab.checkpoint.folders import checkpoints, latest
-from titanlab.checkpoint.index.format import signed
+from titanlab.checkpoint.index import signed
 from titanlab.cli import main
 from titanlab.data import source
 from titanlab.data.files_schema import Files

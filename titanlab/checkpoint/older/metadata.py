@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from titanlab.checkpoint.damage import DamagedCheckpoint
+from titanlab.checkpoint.blocks import DamagedCheckpoint
 from titanlab.checkpoint.older.inert_pickle import Inert, UnreadablePickle, read_inert
 
 METADATA = ".metadata"

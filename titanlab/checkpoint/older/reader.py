@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from titanlab.checkpoint.damage import DamagedCheckpoint
+from titanlab.checkpoint.blocks import DamagedCheckpoint
 from titanlab.checkpoint.folders import another
 from titanlab.checkpoint.older.metadata import SavedState, SavedTensor
 from titanlab.checkpoint.older.numpy_state import is_numpy_state, read_numpy_state

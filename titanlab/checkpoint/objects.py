@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeVar
 
-from titanlab.checkpoint.remote.address_schema import StorePath
+from titanlab.checkpoint.address_schema import StorePath
 from titanlab.system.files import StoreFault
 
 T = TypeVar("T")

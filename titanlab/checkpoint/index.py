@@ -1,6 +1,6 @@
 """index.json of a checkpoint: where the bytes of each tensor are, and the checksums of all files.
 
-Free of torch. `titanlab.checkpoint.index.reader` reads the file.
+Free of torch. `titanlab.checkpoint.index_reader` reads the file.
 
     {"checksum": "…",                      of all bytes that follow this key's comma
      "format": 1,
@@ -27,6 +27,7 @@ from titanlab.checkpoint.blocks import checksum
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
 
 FORMAT = 1
 

@@ -1,19 +1,76 @@
-"""checkpoint=async: the training copies its states to host memory, and a thread of each rank writes the copy."""
+"""The kinds of the group `checkpoint`: off, sync, async and async_pinned."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 
+import torch
+
 from titanlab.checkpoint import store
-from titanlab.checkpoint.agreement import attempted
-from titanlab.checkpoint.begun import Begun
 from titanlab.checkpoint.contract import OnlyModel, Saver, Target
 from titanlab.checkpoint.position import Position
-from titanlab.checkpoint.savers.blocking import SyncSaver
-from titanlab.checkpoint.savers.host_buffer import HostBuffer
-from titanlab.checkpoint.savers.saving import Planned, Plans
-from titanlab.checkpoint.writer import Staged
+from titanlab.checkpoint.saving import Begun, Planned, Plans, attempted
+from titanlab.checkpoint.writer import HostBuffer, Staged
+
+
+class NoSaver(Saver):
+    """Saves nothing."""
+
+    saved_step = 0
+    is_done = False
+
+    def save(self, position: Position) -> None:
+        """Nothing."""
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+    def save_last(self, position: Position, only_model: OnlyModel | None = None) -> None:
+        """Nothing."""
+
+    def before_update(self) -> None:
+        """Nothing is copied."""
+
+
+class SyncSaver(Saver):
+    """`save` returns when the checkpoint is on the disk."""
+
+    is_done = False
+
+    def __init__(self, target: Target, plans: Plans | None = None) -> None:
+        self._target = target
+        self._plans = plans or Plans()
+        self.saved_step = 0
+
+    def save(self, position: Position) -> None:
+        """Write and publish."""
+        self.save_last(position)
+
+    def save_last(self, position: Position, only_model: OnlyModel | None = None) -> None:
+        """Write and publish."""
+        target = self._target
+        store.save(
+            target.folder,
+            position,
+            model=target.model,
+            optimizer=target.optimizer,
+            world=target.world,
+            keep=target.keep,
+            keep_every=target.keep_every,
+            plans=self._plans,
+            recipe=target.recipe,
+            warn=target.warn,
+            saved=target.saved,
+            only_model=only_model,
+        )
+        self.saved_step = position.step
+
+    def wait(self) -> None:
+        """`save` has waited."""
+
+    def before_update(self) -> None:
+        """Nothing is copied."""
 
 
 class AsyncSaver(Saver):
@@ -106,3 +163,36 @@ class AsyncSaver(Saver):
             self.saved_step = step
         except BaseException as error:
             self._error = error
+
+
+class PinnedSaver(AsyncSaver):
+    """`save` returns when the copies are queued; the next update of the model waits for them on the device."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target, HostBuffer(page_locked=True))
+        self._device = target.world.device
+        self._stream = torch.cuda.Stream(self._device)
+        self._copied: torch.cuda.Event | None = None
+
+    def before_update(self) -> None:
+        """Let the device wait for the copies; the host does not wait."""
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+            self._copied = None
+
+    def _staged(self, planned: Planned) -> Callable[[], Staged]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        copied = torch.cuda.Event()
+        with torch.cuda.stream(self._stream):
+            staged, error = attempted(lambda: planned.stage(self._buffer))
+            copied.record(self._stream)
+        self._copied = copied
+
+        def result() -> Staged:
+            copied.synchronize()
+            if staged is None:
+                assert error is not None
+                raise error
+            return staged
+
+        return result

@@ -1,1 +1,0 @@
-"""index.json of a checkpoint: its content, its reader, and the arithmetic that checks it."""

@@ -1,1 +1,0 @@
-"""Checkpoints in remote stores, which fsspec reads and writes."""

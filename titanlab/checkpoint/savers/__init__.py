@@ -1,1 +1,0 @@
-"""How a run saves: implementations of the options of the group `checkpoint`."""

@@ -1,0 +1,277 @@
+"""The steps of a save, which all ranks do together: plan, make the folder, stage, write, publish."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.tensor import DTensor
+
+from titanlab.checkpoint.address_schema import Place
+from titanlab.checkpoint.folders import (
+    PART,
+    checkpoints,
+    is_checkpoint,
+    remove,
+    remove_unfinished,
+    rename,
+    step_of,
+)
+from titanlab.checkpoint.shards import Shard
+from titanlab.checkpoint.writer import (
+    CheckpointWriter,
+    HostBuffer,
+    SavePlannerOfJson,
+    Staged,
+    stage,
+    sync_folder,
+    write,
+)
+from titanlab.distributed.world import World
+from titanlab.errors import ConfigError
+from titanlab.records.outcome import first_line
+from titanlab.system.files import disk_fault
+
+T = TypeVar("T")
+
+
+def together(world: World, action: Callable[[], T]) -> T:
+    """Do an action on this rank, and wait for the others; all ranks call it.
+
+    Raises:
+        Exception: an error of this rank, or the error of another one. A ConfigError of any rank is raised on all of
+            them, because it is the line that users see.
+    """
+    value, failure = attempted(action)
+    raise_first(world.gather(failure), own=failure)
+    return value  # type: ignore[return-value]  # None only if the action returns it.
+
+
+def attempted(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """The value of an action, or its error in a form that other ranks can receive."""
+    try:
+        return action(), None
+    except Exception as error:
+        return None, _portable(error)
+
+
+def raise_first(failures: Sequence[Exception | None], *, own: Exception | None = None) -> None:
+    """Raise the error that says most about the failures of the ranks; nothing if there are none.
+
+    Args:
+        own: this rank's failure, which has its traceback.
+    """
+    known = [failure for failure in failures if failure is not None]
+    if not known:
+        return
+    config_error = next((failure for failure in known if isinstance(failure, ConfigError)), None)
+    raise config_error or own or known[0]
+
+
+def _portable(error: Exception) -> Exception:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        # Any exception class may be impossible to pickle, and then no rank would learn of the failure.
+        portable = RuntimeError(first_line(error))
+        portable.__cause__ = error
+        return portable
+    return error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A save that all ranks have agreed on.
+
+    Attributes:
+        planner: knows where the state is.
+        plan: this rank's part.
+        writer: of the checkpoint's folder.
+    """
+
+    planner: SavePlannerOfJson
+    plan: SavePlan
+    writer: CheckpointWriter
+
+    def stage(self, into: HostBuffer | None = None) -> Staged:
+        """Take this rank's part from the model; see `writer.stage`."""
+        return stage(self.plan, self.planner, self.writer.rank, into)
+
+
+class Plans:
+    """Plans the saves of one run.
+
+    A plan holds as long as names, shapes, formats and cuts of the state stay on every rank, so it is made once: for
+    405B parameters on 512 ranks it takes a rank 10 s, and rank 0 minutes (benchmarks/save_planning.py).
+    """
+
+    def __init__(self) -> None:
+        self._last: _LastPlan | None = None
+
+    def plan(self, state: Mapping[str, Any], folder: Place, world: World) -> Planned:
+        """Agree with all ranks on who writes what; `dcp.save` does the same at its beginning.
+
+        Args:
+            state: nested mappings of tensors and JSON values.
+            folder: of the checkpoint; it need not exist yet.
+        """
+        planner = SavePlannerOfJson()
+        writer = CheckpointWriter(folder, world.rank)
+        _, failure = attempted(lambda: planner.set_up_planner(dict(state), None, world.logs))
+        outline = None if failure else _outline(planner.state_dict)
+        last = self._last
+        stays = last is not None and last.outline == outline
+        if all(world.gather(stays)):
+            assert last is not None
+            writer.shards = last.shards
+            return Planned(planner=planner, plan=planner.finish_plan(last.plan), writer=writer)
+        own = _planned_together(planner, writer, world, failure)
+        assert outline is not None
+        self._last = _LastPlan(outline=outline, plan=own, shards=writer.shards)
+        return Planned(planner=planner, plan=planner.finish_plan(own), writer=writer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LastPlan:
+    """A plan, and what it depends on."""
+
+    outline: Mapping[str, Any]
+    plan: SavePlan
+    shards: Sequence[Shard]
+
+
+def _outline(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a plan depends on, by the names of the entries."""
+    return {
+        name: (type(value), value.shape, value.dtype, _cut(value)) if isinstance(value, Tensor) else None
+        for name, value in state.items()
+    }
+
+
+def _cut(tensor: Tensor) -> Any:
+    return (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else None
+
+
+def _planned_together(
+    planner: SavePlannerOfJson, writer: CheckpointWriter, world: World, failure: Exception | None
+) -> SavePlan:
+    """This rank's part of a new plan of all ranks.
+
+    Args:
+        failure: the error with which this rank could not set up its planner.
+    """
+
+    def local() -> SavePlan:
+        raise_first([failure])
+        writer.set_up_storage_writer(world.logs)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def all_of(gathered: list[tuple[SavePlan | None, Exception | None]]) -> list[SavePlan]:
+        raise_first([failure for _, failure in gathered])
+        plans, _ = planner.create_global_plan([plan for plan, _ in gathered if plan is not None])
+        return writer.prepare_global_plan(plans)
+
+    gathered = world.collect(attempted(local))
+    answers: list[tuple[SavePlan | None, Exception | None]] = []
+    if world.logs:
+        plans, error = attempted(lambda: all_of(gathered))
+        answers = [(None, error)] * world.world if plans is None else [(plan, None) for plan in plans]
+    own, error = world.scatter(answers)
+    raise_first([error])
+    assert own is not None
+    return own
+
+
+def write_and_publish(staged: Callable[[], Staged], writer: CheckpointWriter, world: World) -> None:
+    """Write every rank's file, then position.json and the index. It does not use the model.
+
+    Args:
+        staged: returns this rank's part, or raises the error with which it could not be staged.
+    """
+    written, own = attempted(lambda: write(staged(), writer.folder))
+    # Rank 0 alone: the checksums of a large checkpoint take tens of megabytes.
+    everyone = world.collect((written, own))
+
+    def publish() -> None:
+        raise_first([failure for _, failure in everyone])
+        writer.publish([part for part, _ in everyone if part is not None])
+
+    failure = attempted(publish)[1] if world.logs else None
+    raise_first([world.share(failure)], own=own)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """A save that all ranks have begun.
+
+    Attributes:
+        planned: what each rank writes.
+        part, final: the folder, without and with its name.
+    """
+
+    planned: Planned
+    part: Place
+    final: Place
+
+
+def make_part(folder: Place, final: Place) -> Place:
+    """Make the folder into which all ranks write, and remove what earlier saves have left."""
+    remove_unfinished(folder)
+    part = final.with_name(final.name + PART)
+    if isinstance(part, Path):
+        # Without the folder of the run: if that was moved or removed, one made anew would have no records.
+        with contextlib.suppress(FileExistsError):
+            part.parent.mkdir()
+        if not part.parent.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(part.parent))
+        part.mkdir()
+        return part
+    # In a store a rename copies all bytes. The folder counts as a checkpoint only when it has its index.
+    return part if is_checkpoint(final) else final
+
+
+@contextlib.contextmanager
+def removed_after_errors(part: Place, world: World) -> Iterator[None]:
+    """Inside the block, ranks write into the folder; after an error nothing of it is left."""
+    try:
+        yield
+    except Exception as error:
+        # All ranks raise, so no rank is still writing.
+        if world.logs:
+            # On a full disk the partial files would leave no space for the record of the run's outcome.
+            remove(part)
+        if isinstance(error, OSError) and disk_fault(error) is not None:
+            # The error of a write has no file name.
+            error.filename = str(part.parent)
+        raise
+
+
+def publish(begun: Begun) -> None:
+    """Give a checkpoint whose files are all on the disk its name."""
+    if begun.part == begun.final:
+        return
+    # The folder exists if an earlier attempt saved this step and the run was then resumed from an earlier step.
+    failure = remove(begun.final)
+    if failure is not None:
+        raise failure
+    rename(begun.part, begun.final)
+    if isinstance(begun.final, Path):
+        sync_folder(begun.final.parent)
+
+
+def remove_old(folder: Place, keep: int, keep_every: int, warn: Callable[[str], None]) -> None:
+    """Remove all but the newest `keep` checkpoints (0: keep all), and those whose step `keep_every` divides."""
+    for old in checkpoints(folder)[:-keep] if keep else []:
+        if keep_every and step_of(old) % keep_every == 0:
+            continue
+        failure = remove(old)
+        if failure is not None:
+            warn(f"the old checkpoint {old} cannot be removed: {failure.strerror or failure}")
