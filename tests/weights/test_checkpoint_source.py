@@ -10,7 +10,7 @@ from tests.checkpoint.storage import write
 from titanlab.errors import ConfigError
 from titanlab.model.llama_schema import Llama
 from titanlab.train import weights_tensors
-from titanlab.train.weights_source import Entry
+from titanlab.train.weights_folder import Entry
 from titanlab.train.weights_tensors import dcp_source, run_source
 
 MODEL = Llama(dim=16, layers=1, heads=2, kv_heads=1, ffn_dim=24, vocab_size=32)

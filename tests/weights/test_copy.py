@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from tests.weights.conftest import FORMATS, Tensors
 from titanlab.errors import ConfigError
 from titanlab.system.foreign import Foreign
-from titanlab.train import weights_source
-from titanlab.train.weights_source import in_halves
+from titanlab.train import weights_folder as weights_source
+from titanlab.train.weights_folder import in_halves
 from titanlab.train.weights_tensors import write_weights
 
 

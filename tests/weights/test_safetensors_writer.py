@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from titanlab.train.weights_source import Entry
+from titanlab.train.weights_folder import Entry
 from titanlab.train.weights_tensors import SafetensorsWriter, index_of, split_in_files, torch_dtype
 
 

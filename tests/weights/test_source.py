@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from titanlab.errors import ConfigError
 from titanlab.system.foreign import Foreign
-from titanlab.train import weights_source as module
-from titanlab.train.weights_source import (
+from titanlab.train import weights_folder as module
+from titanlab.train.weights_folder import (
     CHUNK_BYTES,
     Entry,
     SafetensorsSource,

@@ -33,8 +33,7 @@ from titanlab.train.interchange import (
     write_hf,
     write_ours,
 )
-from titanlab.train.weights_folder import check_apart, check_target, whole_folder
-from titanlab.train.weights_source import DTYPES, left_out
+from titanlab.train.weights_folder import DTYPES, check_apart, check_target, left_out, whole_folder
 
 _KEY = "source"
 

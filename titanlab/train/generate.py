@@ -27,8 +27,7 @@ from titanlab.train.balance import set_biases
 from titanlab.train.hub_folders import is_hf_folder
 from titanlab.train.stage import default_dtype, dtypes_of
 from titanlab.train.starting_weights import open_folder
-from titanlab.train.weights_folder import CONTEXT, is_weights_folder
-from titanlab.train.weights_source import biases_of, usual_dtype
+from titanlab.train.weights_folder import CONTEXT, biases_of, is_weights_folder, usual_dtype
 from titanlab.train.weights_tensors import fill
 
 # Most tokens of context: a folder of weights may say 131,072, and all of them are computed again for each new token.

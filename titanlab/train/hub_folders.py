@@ -20,8 +20,16 @@ from titanlab.model.contract import HuggingFaceFamily, ModelConfig
 from titanlab.options import discover
 from titanlab.system.files import write_json
 from titanlab.system.hub import explained, is_absent, unreachable
-from titanlab.train.weights_folder import CONTEXT, checked_about, indexed_files, read_object
-from titanlab.train.weights_source import Entry, SafetensorsSource, check_entries, read_entries
+from titanlab.train.weights_folder import (
+    CONTEXT,
+    Entry,
+    SafetensorsSource,
+    check_entries,
+    checked_about,
+    indexed_files,
+    read_entries,
+    read_object,
+)
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"

@@ -28,8 +28,7 @@ from titanlab.train import hub_folders as hf
 from titanlab.train import weights_folder as ours
 from titanlab.train.hub_folders import copy_tokenizer, write_tokenizer_config
 from titanlab.train.starting_weights import open_folder
-from titanlab.train.weights_folder import whole_folder
-from titanlab.train.weights_source import SafetensorsSource, Source, chunks, left_out, usual_dtype
+from titanlab.train.weights_folder import SafetensorsSource, Source, chunks, left_out, usual_dtype, whole_folder
 
 Report = Callable[[str], None]
 

@@ -20,8 +20,14 @@ from titanlab.model.contract import ModelConfig
 from titanlab.records.config_file import read_config
 from titanlab.system.files import user_path
 from titanlab.train.hub_folders import CONFIG, is_hf_folder, open_hf
-from titanlab.train.weights_folder import is_weights_folder, model_of, open_weights
-from titanlab.train.weights_source import Biases, SafetensorsSource, biases_of
+from titanlab.train.weights_folder import (
+    Biases,
+    SafetensorsSource,
+    biases_of,
+    is_weights_folder,
+    model_of,
+    open_weights,
+)
 
 if TYPE_CHECKING:
     from torch import nn

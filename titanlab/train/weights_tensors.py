@@ -27,7 +27,7 @@ from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 from titanlab.system.foreign import Foreign
 from titanlab.train.initialise import local_part, plain_name
-from titanlab.train.weights_source import (
+from titanlab.train.weights_folder import (
     CHUNK_BYTES,
     DTYPES,
     Biases,
