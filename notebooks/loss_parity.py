@@ -25,7 +25,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from titanlab.parity.tolerances import of_runs
+from titanlab.prove.tolerances import of_runs
 from titanlab.recipe.recipe import from_mapping
 from titanlab.report import figures, frames
 from titanlab.report import drawings

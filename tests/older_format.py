@@ -12,7 +12,7 @@ from titanlab.checkpoint import store
 from titanlab.checkpoint.folders import step_folder
 from titanlab.checkpoint.store import generator_states
 from titanlab.distributed.ranks import ALONE, joined
-from titanlab.parity.parity import trace
+from titanlab.prove.parity import trace
 from titanlab.system.files import write_json
 
 

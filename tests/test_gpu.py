@@ -22,8 +22,8 @@ from titanlab.distributed.ranks import joined
 from titanlab.model.attention import InnerAttention
 from titanlab.model.kernels.flash3 import choose_flash, missing
 from titanlab.parallelism import attention_kernels, head_tail
-from titanlab.parity import parity
-from titanlab.parity.parity import Tracer, compare
+from titanlab.prove import parity
+from titanlab.prove.parity import Tracer, compare
 from titanlab.recipe.schema import Cluster
 from titanlab.records.outcome import OutcomeKind
 

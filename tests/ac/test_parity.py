@@ -21,8 +21,8 @@ from titanlab.ac.memory_budget_schema import MemoryBudget
 from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.costs.layout import AXES
 from titanlab.distributed.ranks import ALONE, joined
-from titanlab.parity import parity
-from titanlab.parity.parity import compare
+from titanlab.prove import parity
+from titanlab.prove.parity import compare
 
 BAR = 1e-6
 POLICIES = {

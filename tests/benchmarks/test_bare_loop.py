@@ -12,7 +12,7 @@ from titanlab.distributed.ranks import ALONE
 from titanlab.model import llama_account
 from titanlab.optimizer.adamw_schema import AdamW
 from titanlab.optimizer.schedule_schema import Schedule
-from titanlab.parity import parity
+from titanlab.prove import parity
 from titanlab.train.initialise import initialise
 
 STEPS = 4

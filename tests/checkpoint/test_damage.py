@@ -13,7 +13,7 @@ from titanlab.checkpoint.blocks import DamagedCheckpoint
 from titanlab.checkpoint.folders import latest, step_folder
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.launch.attempt import pass_over_damaged
-from titanlab.parity.parity import trace
+from titanlab.prove.parity import trace
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
 

@@ -16,7 +16,7 @@ from titanlab.checkpoint.contents import read_contents
 from titanlab.checkpoint.folders import latest
 from titanlab.checkpoint.reader import read_into, reader_of
 from titanlab.distributed.ranks import ALONE, joined
-from titanlab.parity import parity
+from titanlab.prove import parity
 from titanlab.train import train
 
 STEPS = 2

@@ -13,7 +13,7 @@ from tests.pool import RankFailure
 from titanlab.checkpoint.folders import has_pickle, latest, step_folder
 from titanlab.cli import main
 from titanlab.distributed.ranks import ALONE, joined
-from titanlab.parity.parity import trace
+from titanlab.prove.parity import trace
 from titanlab.recipe.recipe import to_mapping
 from titanlab.train.weights_folder import open_weights
 from titanlab.train.weights_tensors import run_source

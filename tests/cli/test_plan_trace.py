@@ -10,8 +10,8 @@ from tests import tiny
 from titanlab.cli import main
 from titanlab.cli import plan_trace as verb
 from titanlab.costs.traffic_account import Row
-from titanlab.tracing.comparison import Comparison
-from titanlab.tracing.declared import declared
+from titanlab.prove.declared import declared
+from titanlab.prove.traced_step import Comparison
 
 RECIPE = ["+recipe=llama3_1_8b_8gpus", "cluster=h100"]
 

@@ -22,9 +22,9 @@ from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.compile.blocks import TorchCompiler
 from titanlab.compile.schema import Compile
 from titanlab.distributed.ranks import ALONE, joined
-from titanlab.parity import parity
-from titanlab.parity.parity import compare
 from titanlab.precision.float8_schema import Float8Rowwise
+from titanlab.prove import parity
+from titanlab.prove.parity import compare
 from titanlab.schedule.dualpipe_v_schema import DualPipeV
 from titanlab.schedule.interleaved_schema import Interleaved1F1B
 from titanlab.schedule.zbv_schema import ZBV

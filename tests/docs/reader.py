@@ -18,8 +18,8 @@ from titanlab.cli import main
 from titanlab.data import source
 from titanlab.distributed.host import Host
 from titanlab.launch.execute import Ready
-from titanlab.parity.forked import Ended
-from titanlab.parity.proof import Proof, Row
+from titanlab.prove.forked import Ended
+from titanlab.prove.proof import Proof, Row
 from titanlab.recipe.recipe import Recipe, to_mapping
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder, create_run

@@ -13,7 +13,7 @@ from tests.extending.test_extending import install, sections
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.errors import ConfigError
 from titanlab.model.mixtral_schema import Mixtral
-from titanlab.parity import parity
+from titanlab.prove import parity
 from titanlab.schedule.zbv_schema import ZBV
 
 BAR = 1e-5

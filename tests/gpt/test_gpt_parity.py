@@ -17,9 +17,9 @@ from tests.parity.parity_rows import COMMON, SCHEDULES
 from titanlab.ac.block_schema import FullCheckpointing
 from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.distributed.ranks import ALONE, joined
-from titanlab.parity import parity
-from titanlab.parity.parity import compare
 from titanlab.precision.bf16_schema import Bf16
+from titanlab.prove import parity
+from titanlab.prove.parity import compare
 
 BAR = 1e-5
 LAYERS = 4

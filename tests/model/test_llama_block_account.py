@@ -15,7 +15,7 @@ from titanlab.costs.account import Share, forward_flops, kept
 from titanlab.model.llama_schema import Llama
 from titanlab.model.qwen3_schema import Qwen3
 from titanlab.parallelism.joined import join_products
-from titanlab.tracing.saved_bytes import SavedBytes
+from titanlab.prove.rank_trace import SavedBytes
 
 SIZES = {"dim": 64, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_dim": 96, "vocab_size": 64}
 ODD = {**SIZES, "dim": 60, "heads": 6, "kv_heads": 3, "ffn_dim": 77}

@@ -14,7 +14,7 @@ from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.costs.account import Share
 from titanlab.model.mixture_of_experts import Auxiliary
 from titanlab.model.qwen3_moe_schema import Qwen3Moe
-from titanlab.tracing.saved_bytes import SavedBytes
+from titanlab.prove.rank_trace import SavedBytes
 
 BATCH, SEQ = 3, 7
 CONFIG = Qwen3Moe(

@@ -12,8 +12,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.optimizer.schedule_schema import Schedule
-from titanlab.parity import parity
-from titanlab.parity.parity import compare
+from titanlab.prove import parity
+from titanlab.prove.parity import compare
 
 SHAPES = {
     "tok_embeddings.weight": (96, 256),

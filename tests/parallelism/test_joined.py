@@ -24,10 +24,10 @@ from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.model.qwen3_schema import Qwen3
 from titanlab.optimizer.muon_schema import Muon
 from titanlab.parallelism.joined import JoinedProjections, join_products
-from titanlab.parity import parity
-from titanlab.parity.parity import compare
 from titanlab.precision.float8_schema import Float8Rowwise
 from titanlab.precision.mxfp8_schema import Mxfp8
+from titanlab.prove import parity
+from titanlab.prove.parity import compare
 from titanlab.schedule.zbv_schema import ZBV
 from titanlab.train.conformance import faults
 

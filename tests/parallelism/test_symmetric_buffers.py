@@ -11,7 +11,7 @@ from tests import tiny
 from titanlab.distributed.ranks import joined
 from titanlab.errors import ConfigError
 from titanlab.parallelism import symmetric_buffers
-from titanlab.parity import parity
+from titanlab.prove import parity
 
 
 def traced(made, run):

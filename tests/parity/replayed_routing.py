@@ -19,7 +19,7 @@ from titanlab.costs.layout import AXES
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.model.mixture_of_experts import Router
 from titanlab.parallelism.context import positions
-from titanlab.parity import parity
+from titanlab.prove import parity
 from titanlab.train.balance import Balance
 
 Record = dict[int, torch.Tensor]

@@ -24,8 +24,8 @@ from titanlab.distributed.ranks import ALONE, joined
 from titanlab.model.documents.packed import Packed
 from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.options import schema_of
-from titanlab.parity import parity, tolerances
-from titanlab.parity.parity import compare
+from titanlab.prove import parity, tolerances
+from titanlab.prove.parity import compare
 from titanlab.train import assemble
 from titanlab.train import generate as sampling
 from titanlab.train.starting_weights import open_folder

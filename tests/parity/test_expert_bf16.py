@@ -8,7 +8,7 @@ from tests import tiny
 from tests.parity.parity_rows import OnLayout
 from tests.parity.replayed_routing import recorded, replayed
 from tests.parity.test_experts import BAR, recipe, traced
-from titanlab.parity.parity import compare
+from titanlab.prove.parity import compare
 
 # A number of bf16 is rounded by up to 2⁻⁹ of it, and a layout rounds other partial sums. A tensor's gradient has passed
 # some of these roundings in each of four blocks: 1.3e-2 of it at most is measured (2 shared CPU cores, torch 2.13.0,

@@ -10,7 +10,7 @@ import pytest
 from tests import tiny
 from tests.parity.test_experts import BAR, recipe, traced
 from titanlab.costs import account
-from titanlab.parity.parity import compare
+from titanlab.prove.parity import compare
 from titanlab.train.balance import Balance
 
 # Balance of the first step shows in the routing of the second.

@@ -7,7 +7,7 @@ import pytest
 from tests import tiny
 from tests.parity.test_experts import BAR, OnLayout, recipe, reference, traced  # noqa: F401
 from titanlab.ac.block_schema import FullCheckpointing, SelectiveLayer
-from titanlab.parity.parity import compare
+from titanlab.prove.parity import compare
 
 FULL = [pytest.mark.full]
 AC = {"full": FullCheckpointing(), "selective_layer": SelectiveLayer(every=2)}

@@ -13,8 +13,8 @@ from titanlab.distributed.ranks import ALONE, joined
 from titanlab.model.mixtral_schema import Mixtral
 from titanlab.model.mixture_of_experts import Router
 from titanlab.model.qwen3_moe_schema import Qwen3Moe
-from titanlab.parity import parity
-from titanlab.parity.parity import compare
+from titanlab.prove import parity
+from titanlab.prove.parity import compare
 
 # As in docs/parity.md: the difference comes from the order in which sums are rounded.
 BAR = 1e-5

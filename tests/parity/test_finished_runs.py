@@ -10,9 +10,9 @@ from tests import tiny
 from tests.sweep.made import Made
 from titanlab.costs import meter
 from titanlab.errors import ConfigError
-from titanlab.parity.finished_runs import compare_runs
 from titanlab.precision.bf16_schema import Bf16
 from titanlab.precision.float8_schema import Float8Rowwise
+from titanlab.prove.finished_runs import compare_runs
 from titanlab.records.outcome import Outcome, OutcomeKind
 
 STEPS = 10

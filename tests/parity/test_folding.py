@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from titanlab.costs.layout import AXES, Layout
 from titanlab.errors import ConfigError
-from titanlab.parity.folding import fold_label, folded, missing_axes
+from titanlab.prove.reduction import fold_label, folded, missing_axes
 
 
 def test_a_small_layout_stays_as_it_is():

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from titanlab.errors import TitanlabError
-from titanlab.parity import forked
-from titanlab.parity.forked import Ended, RunFailed, log_of, prepare
+from titanlab.prove import forked
+from titanlab.prove.forked import Ended, RunFailed, log_of, prepare
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
 

@@ -22,8 +22,8 @@ from titanlab.data.synthetic_schema import Synthetic
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.model import llama, llama_account
 from titanlab.optimizer.schedule import rate_factor
-from titanlab.parity import parity, tolerances
-from titanlab.parity.parity import Difference, Trace, compare
+from titanlab.prove import parity, tolerances
+from titanlab.prove.parity import Difference, Trace, compare
 from titanlab.recipe.recipe import Recipe
 from titanlab.train import assemble, stage
 from titanlab.train.initialise import initialise

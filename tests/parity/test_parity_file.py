@@ -7,9 +7,8 @@ import threading
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.parity import parity_file
-from titanlab.parity.parity_file import read_parity, write_parity
-from titanlab.parity.proof import Row
+from titanlab.prove import proof as parity_file
+from titanlab.prove.proof import Row, read_parity, write_parity
 
 ROW = Row(
     run="a-12345678", layout="dp_s2", precision="fp32", passed=True, loss=1e-7, gradient=(2e-7, "w"), tolerance=1e-5

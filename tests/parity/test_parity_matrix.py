@@ -17,8 +17,8 @@ from tests import tiny
 from tests.cover import marks
 from tests.parity.parity_rows import ALWAYS, COVERING, KINDS, ROWS, Row
 from titanlab.distributed.ranks import ALONE, joined
-from titanlab.parity import parity, tolerances
-from titanlab.parity.parity import Difference, compare
+from titanlab.prove import parity, tolerances
+from titanlab.prove.parity import Difference, compare
 
 pytestmark = pytest.mark.on_page
 BAR = tolerances.FP32

@@ -12,11 +12,11 @@ from tests import tiny
 from tests.parity.planted_faults import traced
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.model.llama_schema import Llama
-from titanlab.parity import tolerances
-from titanlab.parity.parity import Difference, Trace
-from titanlab.parity.proof import Candidate, Prover, Row, exceeded, plan_proofs, too_exact
 from titanlab.precision.bf16_schema import Bf16
 from titanlab.precision.float8_schema import Float8Rowwise, Float8Tensorwise
+from titanlab.prove import tolerances
+from titanlab.prove.parity import Difference, Trace
+from titanlab.prove.proof import Candidate, Prover, Row, exceeded, plan_proofs, too_exact
 from titanlab.schedule.interleaved_schema import Interleaved1F1B
 from titanlab.schedule.zbv_schema import ZBV
 

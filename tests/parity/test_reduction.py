@@ -15,11 +15,11 @@ from titanlab.errors import ConfigError
 from titanlab.model.qwen3_schema import Qwen3
 from titanlab.optimizer.low_bit_schema import AdamW8bit
 from titanlab.optimizer.schedule_schema import Schedule
-from titanlab.parity.proof import Candidate, plan_proofs
-from titanlab.parity.rehearsal import plan_rehearsals
 from titanlab.precision.account import Formats
 from titanlab.precision.contract import PrecisionConfig
 from titanlab.precision.float8_schema import Float8Tensorwise
+from titanlab.prove.proof import Candidate, plan_proofs
+from titanlab.prove.rehearsal import plan_rehearsals
 from titanlab.schedule.csv_schema import CsvSchedule
 from titanlab.schedule.dualpipe_v_schema import DualPipeV
 from titanlab.schedule.interleaved_schema import Interleaved1F1B

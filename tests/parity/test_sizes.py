@@ -8,8 +8,8 @@ import pytest
 from tests.parity.test_proof import large
 from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
-from titanlab.parity.sizes import Folded, common_sizes, fold_recipe
 from titanlab.precision.float8_schema import Float8Rowwise, Float8Tensorwise
+from titanlab.prove.reduction import Folded, common_sizes, fold_recipe
 from titanlab.schedule.dualpipe_v_schema import DualPipeV
 from titanlab.schedule.gpipe_schema import GPipe
 from titanlab.schedule.interleaved_schema import Interleaved1F1B

@@ -9,9 +9,9 @@ from typing import ClassVar
 import pytest
 
 from titanlab.options import discover
-from titanlab.parity import tolerances
-from titanlab.parity.tolerances import FP32, RUNS
 from titanlab.precision.bf16_schema import Bf16
+from titanlab.prove import tolerances
+from titanlab.prove.tolerances import FP32, RUNS
 
 
 @dataclass(kw_only=True)

@@ -15,8 +15,7 @@ from titanlab.distributed.mesh import build_mesh
 from titanlab.distributed.ranks import ALONE
 from titanlab.distributed.world import open_world
 from titanlab.parallelism.pipeline_stage import ScheduledStage
-from titanlab.tracing.fake_world import fake_world
-from titanlab.tracing.saved_bytes import _Made
+from titanlab.prove.rank_trace import _Made, fake_world
 from titanlab.train.assemble import StepBatch, assemble
 
 LOG_PROBABILITY_BYTES = 4

@@ -13,7 +13,7 @@ from tests import tiny
 from titanlab.data import source
 from titanlab.data.stdlib_schema import Stdlib
 from titanlab.distributed.ranks import ALONE, joined
-from titanlab.parity import parity
+from titanlab.prove import parity
 
 STEPS = 100
 # The last steps, whose mean says where a curve has arrived: single batches differ by more than precisions do.

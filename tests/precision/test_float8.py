@@ -23,13 +23,13 @@ from titanlab.model.mixture_of_experts import ExpertLinear
 from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.parallelism.chunked_loss import ChunkedLoss
 from titanlab.parallelism.pipeline_weights import linear
-from titanlab.parity import parity
 from titanlab.plan.block_work import Part, work_of
 from titanlab.precision import float8, mxfp8
 from titanlab.precision.bf16_schema import Bf16
 from titanlab.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise
 from titanlab.precision.mxfp8_schema import Mxfp8
 from titanlab.precision.product import PLAIN, departure, product_of
+from titanlab.prove import parity
 from titanlab.recipe.schema import Cluster
 from titanlab.train import assemble, generate
 from titanlab.train.recording import work

@@ -28,11 +28,11 @@ from titanlab.data import source
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.options import discover
 from titanlab.parallelism.schema import Parallelism
-from titanlab.parity import parity
 from titanlab.plan.explanation import estimate_of
 from titanlab.plan.machine import machine_of
 from titanlab.plan.search import for_planning
 from titanlab.plan.step_time import step_time
+from titanlab.prove import parity
 from titanlab.recipe.compose import conf_folder, register
 from titanlab.recipe.recipe import Recipe, from_mapping, resolve, to_mapping
 from titanlab.recipe.recipe_rules import check

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from titanlab.costs.traffic_account import Row
-from titanlab.tracing.comparison import Comparison, comparison_rows, comparison_values
-from titanlab.tracing.declared import RankAccount
+from titanlab.prove.declared import RankAccount
+from titanlab.prove.traced_step import Comparison, comparison_rows, comparison_values
 
 GATHER = Row(axis="shard", kind="all_gather", count=2, bytes=64, wire_bytes=32)
 DECLARED = RankAccount(

@@ -10,7 +10,7 @@ from tests import tiny
 from titanlab.costs.layout import Layout
 from titanlab.costs.traffic_account import Coordinate
 from titanlab.precision.bf16_schema import Bf16
-from titanlab.tracing.declared import declared, place_of
+from titanlab.prove.declared import declared, place_of
 
 
 def test_every_rank_has_a_place_of_its_own():

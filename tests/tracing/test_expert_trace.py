@@ -11,9 +11,9 @@ from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.costs.traffic_account import flat
 from titanlab.model.mixtral_schema import Mixtral
 from titanlab.model.qwen3_moe_schema import Qwen3Moe
+from titanlab.prove.declared import declared
+from titanlab.prove.traced_step import Comparison
 from titanlab.schedule.zbv_schema import ZBV
-from titanlab.tracing.comparison import Comparison
-from titanlab.tracing.declared import declared
 
 SIZES = {"dim": 64, "layers": 4, "heads": 4, "kv_heads": 2, "vocab_size": 256}
 QWEN = Qwen3Moe(**SIZES, head_dim=32, ffn_dim=32, experts=8, active_experts=2)

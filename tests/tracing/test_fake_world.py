@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from titanlab.distributed.traffic import traced
 from titanlab.parallelism.collectives import reduce_scatter
-from titanlab.tracing.fake_world import fake_world
+from titanlab.prove.rank_trace import fake_world
 
 
 def rows_of(nccl):

@@ -11,12 +11,12 @@ from titanlab.costs.traffic_account import flat
 from titanlab.optimizer.muon_schema import Muon
 from titanlab.precision.float8_schema import Float8Tensorwise
 from titanlab.precision.fp16_schema import Fp16
+from titanlab.prove.declared import declared
+from titanlab.prove.rank_trace import trace_rank
+from titanlab.prove.traced_step import Comparison
 from titanlab.schedule.dualpipe_v_schema import DualPipeV
 from titanlab.schedule.interleaved_schema import Interleaved1F1B, InterleavedZeroBubble
 from titanlab.schedule.zbv_schema import ZBV
-from titanlab.tracing.comparison import Comparison
-from titanlab.tracing.declared import declared
-from titanlab.tracing.rank_trace import trace_rank
 
 WIDE = {"dim": 128, "heads": 16, "kv_heads": 8, "ffn_dim": 256}
 # From one axis to four, and worlds of up to 512 ranks. Every policy of checkpointing, and uneven shards.

@@ -11,9 +11,9 @@ from titanlab.cli.compose import compose_one
 from titanlab.data.synthetic_schema import Synthetic
 from titanlab.errors import ConfigError
 from titanlab.plan.search import for_planning
+from titanlab.prove.traced_step import different_ranks, for_tracing, trace
 from titanlab.recipe.flags import read_flags
 from titanlab.recipe.recipe_rules import check_all_but_data
-from titanlab.tracing.request import different_ranks, for_tracing, trace
 
 
 def shipped(*arguments):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from titanlab.tracing.saved_bytes import SavedBytes
+from titanlab.prove.rank_trace import SavedBytes
 
 ROWS, WIDTH = 8, 16
 STREAM = 4 * ROWS * WIDTH

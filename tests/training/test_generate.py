@@ -15,7 +15,7 @@ from titanlab.data.tokenizers.tokenizer import load
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.distributed.world import open_world
 from titanlab.errors import ConfigError
-from titanlab.parity.parity import trace
+from titanlab.prove.parity import trace
 from titanlab.recipe.recipe import from_mapping
 from titanlab.train import generate as sampling
 from titanlab.train.generate import generate

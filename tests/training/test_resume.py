@@ -19,8 +19,8 @@ from titanlab.costs import meter
 from titanlab.data import source
 from titanlab.data.files_schema import Files
 from titanlab.data.hf_schema import HuggingFace
-from titanlab.parity import parity
-from titanlab.parity.parity import Trace, compare
+from titanlab.prove import parity
+from titanlab.prove.parity import Trace, compare
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
 

@@ -23,7 +23,7 @@ from titanlab.checkpoint.folders import checkpoints, step_of
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.errors import ConfigError
 from titanlab.launch.attempt import check_own_checkpoint
-from titanlab.parity.parity import trace
+from titanlab.prove.parity import trace
 from titanlab.records.outcome import OutcomeKind, from_exit, kind_name
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.files import FolderGone, disk_fault

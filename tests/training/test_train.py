@@ -21,7 +21,7 @@ from titanlab.data.files_schema import Files
 from titanlab.distributed.stop import StopRequest
 from titanlab.model.llama import Llama
 from titanlab.model.llama_schema import Llama as LlamaConfig
-from titanlab.parity import parity
+from titanlab.prove import parity
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.train import train as story
 from titanlab.train.totals import Totals

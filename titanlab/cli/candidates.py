@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.errors import ConfigError
-from titanlab.parity.proof import Candidate, Row
+from titanlab.prove.proof import Candidate, Row
 from titanlab.recipe.compose import conf_folder
 from titanlab.recipe.flags import read_flags
 from titanlab.recipe.next_attempt import check_unedited

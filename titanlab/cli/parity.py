@@ -21,12 +21,10 @@ from titanlab.cli.candidates import (
     table,
 )
 from titanlab.errors import ConfigError
-from titanlab.parity.finished_runs import NOT_COMPARED, compare_runs
-from titanlab.parity.folding import MOST_PROCESSES
-from titanlab.parity.forked import RunFailed, prepare, train_in_ranks
-from titanlab.parity.parity_file import write_parity
-from titanlab.parity.proof import Proof, Prover, Row, plan_proofs
-from titanlab.parity.reduction import comparable
+from titanlab.prove.finished_runs import NOT_COMPARED, compare_runs
+from titanlab.prove.forked import RunFailed, prepare, train_in_ranks
+from titanlab.prove.proof import Proof, Prover, Row, plan_proofs, write_parity
+from titanlab.prove.reduction import MOST_PROCESSES, comparable
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_search import NoSuchRun, find_run
@@ -35,7 +33,7 @@ from titanlab.system.terminal import Console
 from titanlab.system.text import counted, shown_path
 
 if TYPE_CHECKING:
-    from titanlab.parity.parity import Trace
+    from titanlab.prove.parity import Trace
 
 _STEPS = 3
 _MOST_STEPS = 100
@@ -247,7 +245,7 @@ class _Trainer:
 
     def __call__(self, recipe: Recipe) -> Sequence[Trace]:
         # Imported here: it imports torch.
-        from titanlab.parity.parity import Trace, Tracer
+        from titanlab.prove.parity import Trace, Tracer
 
         ended = train_in_ranks(
             recipe, lambda made, run, ranks: Tracer(made.layout, run.path / f"trace-{ranks.rank}.pt")

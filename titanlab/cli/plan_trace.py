@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 from titanlab.costs.traffic_account import lines
 from titanlab.errors import ConfigError
+from titanlab.prove.traced_step import Comparison, comparison_rows, comparison_values, trace
 from titanlab.recipe.recipe import Recipe
 from titanlab.sweep.listing import aligned
 from titanlab.system.terminal import Console
 from titanlab.system.text import counted
-from titanlab.tracing.comparison import Comparison, comparison_rows, comparison_values
-from titanlab.tracing.request import trace
 
 _FIGURES = ("declared", "traced", "difference")
 

@@ -12,9 +12,9 @@ from typing import Any
 from titanlab.cli.arguments import Flags, check_number
 from titanlab.cli.candidates import Chosen, choose, left_out_lines, sizes_and_notes
 from titanlab.errors import ConfigError
-from titanlab.parity.folding import MOST_PROCESSES
-from titanlab.parity.forked import log_of, prepare, train_in_ranks
-from titanlab.parity.rehearsal import FAILED, STEPS, Rehearsal, Result, plan_rehearsals, rehearse
+from titanlab.prove.forked import log_of, prepare, train_in_ranks
+from titanlab.prove.reduction import MOST_PROCESSES
+from titanlab.prove.rehearsal import FAILED, STEPS, Rehearsal, Result, plan_rehearsals, rehearse
 from titanlab.records.outcome import OutcomeKind
 from titanlab.sweep.listing import aligned
 from titanlab.system.files import finite, user_path

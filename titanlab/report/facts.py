@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titanlab.errors import TitanlabError
-from titanlab.parity import parity_file
+from titanlab.prove import proof as parity_file
 from titanlab.records.provenance import redact, redacted_arguments
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.columns import COLUMNS, NUMBER, TEXT, TRUTH, WHOLE
@@ -366,7 +366,7 @@ def read_parity(folder: Path) -> Parity | None:
     try:
         value = parity_file.read_parity(folder)
     except TitanlabError as error:
-        return Parity(note=f"{parity_file.NAME} cannot be read: {error}")
+        return Parity(note=f"{parity_file.PARITY_FILE} cannot be read: {error}")
     if value is None:
         return None
     return Parity(value["time"], value["reference"], tuple(map(_row, value["rows"])))

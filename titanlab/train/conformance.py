@@ -2,7 +2,7 @@
 
     assert faults(MyModel(dim=64, layers=3, …)) == []
 
-It starts no processes; `titanlab.parity.parity` shows whether a model trains equally in every layout.
+It starts no processes; `titanlab.prove.parity` shows whether a model trains equally in every layout.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from titanlab.cli import main
-from titanlab.parity.forked import Ended, RunFailed
-from titanlab.parity.parity import Trace
+from titanlab.prove.forked import Ended, RunFailed
+from titanlab.prove.parity import Trace
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests import tiny
 from titanlab.cli.candidates import Chosen, left_out_lines, sizes_and_notes, table
-from titanlab.parity.proof import Row
+from titanlab.prove.proof import Row
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tests.precision.test_fp16 import full
 from titanlab.dtensor import local_part
 from titanlab.errors import ConfigError
 from titanlab.model import llama
-from titanlab.parity import parity
+from titanlab.prove import parity
 from titanlab.recipe import recipe_rules
 from titanlab.records.outcome import OutcomeKind, classify
 from titanlab.train import faults

@@ -21,8 +21,8 @@ from titanlab.errors import ConfigError
 from titanlab.launch.execute import prepare
 from titanlab.model.llama_schema import Llama
 from titanlab.options import schema_of
-from titanlab.parity import parity
-from titanlab.parity.parity import compare
+from titanlab.prove import parity
+from titanlab.prove.parity import compare
 from titanlab.train.starting_weights import check_start, open_folder, start_fingerprint
 
 llama_hf = Llama.hugging_face()

@@ -11,15 +11,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from titanlab.errors import ConfigError
-from titanlab.parity.folding import fold_label, missing_axes
-from titanlab.parity.proof import Candidate, content_key
-from titanlab.parity.reduction import Reduced, reduce_recipe
-from titanlab.parity.sizes import common_sizes, fold_recipe
+from titanlab.prove.proof import Candidate, content_key
+from titanlab.prove.reduction import Reduced, common_sizes, fold_label, fold_recipe, missing_axes, reduce_recipe
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import OutcomeKind
 
 if TYPE_CHECKING:
-    from titanlab.parity.forked import Ended
+    from titanlab.prove.forked import Ended
 
 OK = "ok"
 FAILED = "failed"

@@ -1,23 +1,38 @@
-"""Proofs: reduced recipes that train as one process does, in fp32 and in their own precision."""
+"""Proofs: reduced recipes that train as one process does, in fp32 and in their own precision. Torch-free."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.parity import tolerances
-from titanlab.parity.folding import fold_label, missing_axes
-from titanlab.parity.reduction import Reduced, comparable, in_fp32, on_one_process, reduce_recipe
-from titanlab.parity.sizes import Folded, common_sizes, fold_recipe
 from titanlab.precision.fp32_schema import Fp32
+from titanlab.prove import tolerances
+from titanlab.prove.reduction import (
+    Folded,
+    Reduced,
+    common_sizes,
+    comparable,
+    fold_label,
+    fold_recipe,
+    in_fp32,
+    missing_axes,
+    on_one_process,
+    reduce_recipe,
+)
 from titanlab.recipe.recipe import Recipe, to_mapping
+from titanlab.records.claim import claimed
+from titanlab.records.json_file import check_object, read_object
+from titanlab.system.files import write_json
 
 if TYPE_CHECKING:
-    from titanlab.parity.parity import Difference, Trace
+    from titanlab.prove.parity import Difference, Trace
+
 
 Train = Callable[[Recipe], "Sequence[Trace]"]
 """Trains a reduced recipe and returns the trace of every rank; raises TitanlabError if it fails."""
@@ -185,7 +200,7 @@ class Prover:
 
 def _judged(recipe: Recipe, one: Trace, exact: Trace, every: Sequence[Trace], named: Row) -> Row:
     # Imported here: it imports torch.
-    from titanlab.parity.parity import compare, farthest
+    from titanlab.prove.parity import compare, farthest
 
     difference, from_fp32, rounding = farthest(one, every), farthest(exact, every), compare(exact, one)
     limits = limits_of(recipe, rounding)
@@ -282,3 +297,54 @@ def content_key(recipe: Recipe) -> str:
 def canonical(values: Mapping[str, Any]) -> str:
     """A text that is equal for equal values only."""
     return json.dumps(values, sort_keys=True, default=str)
+
+
+PARITY_SCHEMA = 1
+PARITY_FILE = "parity.json"
+_LOCK = ".parity.lock"
+_PATIENCE_SECONDS = 10.0
+_CURE = "remove that file, and prove the sweep again"
+
+
+def read_parity(sweep: Path) -> dict[str, Any] | None:
+    """The content of a sweep's parity.json; None if it was never proved.
+
+    Raises:
+        ConfigError: the file is damaged, or of another version.
+    """
+    path = sweep / PARITY_FILE
+    value = read_object(path, cure=_CURE)
+    if value is None:
+        return None
+    check_object(path, value, schema=PARITY_SCHEMA, kinds={"time": str, "reference": str}, cure=_CURE)
+    rows = value.get("rows")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and isinstance(row.get("run"), str) for row in rows):
+        raise ConfigError("rows", type(rows).__name__, f"must be a list of rows in {path}", _CURE)
+    return value
+
+
+def write_parity(sweep: Path, rows: Sequence[Mapping[str, Any]], *, reference: str) -> Path:
+    """Write rows into a sweep's parity.json; the rows of runs that were not proved again stay. Returns the file.
+
+    Args:
+        rows: of `Row.to_mapping`; all rows of a run replace its earlier ones.
+        reference: what the runs were held to.
+
+    Raises:
+        ConfigError: an earlier file is damaged, another process writes it for too long, or the folder is read-only.
+        OSError: the file cannot be written.
+    """
+    sweep.mkdir(parents=True, exist_ok=True)
+    # Two commands may prove parts of one sweep at the same time.
+    with claimed(sweep, "sweep", patience_seconds=_PATIENCE_SECONDS, file=_LOCK):
+        earlier = (read_parity(sweep) or {}).get("rows", [])
+        now = {row["run"] for row in rows}
+        kept = [row for row in earlier if row["run"] not in now]
+        value = {
+            "schema": PARITY_SCHEMA,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "reference": reference,
+            "rows": [*kept, *rows],
+        }
+        write_json(sweep / PARITY_FILE, value)
+    return sweep / PARITY_FILE

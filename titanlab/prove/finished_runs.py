@@ -10,9 +10,9 @@ from typing import Any
 from titanlab.costs import meter
 from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
-from titanlab.parity.proof import Row
-from titanlab.parity.reduction import comparable
-from titanlab.parity.tolerances import of_runs
+from titanlab.prove.proof import Row
+from titanlab.prove.reduction import comparable
+from titanlab.prove.tolerances import of_runs
 from titanlab.recipe.next_attempt import check_unedited
 from titanlab.recipe.recipe import Recipe, from_mapping
 from titanlab.records.metrics_file import TRAIN

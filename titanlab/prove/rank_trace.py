@@ -1,0 +1,203 @@
+"""One step of one rank of a world whose other ranks do not exist, on tensors without data."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed import fake_pg
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from titanlab.costs.account import BLOCKS
+from titanlab.distributed.mesh import build_mesh
+from titanlab.distributed.traffic import axis_groups, traced
+from titanlab.distributed.world import World
+from titanlab.dtensor import local_part
+from titanlab.parallelism.collectives import STANDS_FOR_NCCL
+from titanlab.parallelism.gradients import Gradients
+from titanlab.prove.declared import RankAccount
+from titanlab.recipe.recipe import Recipe
+from titanlab.train.assemble import StepBatch, assemble
+from titanlab.train.initialise import plain_name
+from titanlab.train.totals import Reduction
+
+
+@contextlib.contextmanager
+def fake_world(rank: int, ranks: int, *, nccl: bool) -> Iterator[tuple[World, FakeTensorMode]]:
+    """A rank on CPU, and the mode in which its tensors have shapes but no data.
+
+    Modules are built and sharded outside the mode, because torch reads values of small tensors there; parameters get
+    their storage in it.
+
+    Args:
+        nccl: its group stands for NCCL, which has a reduce-scatter; otherwise for gloo.
+    """
+    if nccl and not hasattr(dist.Backend, STANDS_FOR_NCCL.upper()):
+        dist.Backend.register_backend(STANDS_FOR_NCCL, fake_pg._create_fake_pg, extended_api=True, devices=["cpu"])
+    # Small tensors that were made outside the mode take part in operations.
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    backend = STANDS_FOR_NCCL if nccl else "fake"
+    dist.init_process_group(backend, store=fake_pg.FakeStore(), rank=rank, world_size=ranks)
+    try:
+        yield World(rank=rank, world=ranks, local_rank=0, device=torch.device("cpu"), without_data=mode), mode
+    finally:
+        dist.destroy_process_group()
+        # DTensor remembers meshes, whose groups have gone.
+        _clear_sharding_prop_cache()
+
+
+Storages = dict[int, "weakref.ref[torch.UntypedStorage]"]
+
+
+class SavedBytes:
+    """Measures the first microbatch of each block.
+
+    Hooks on saved tensors do not see what selective checkpointing keeps, so storages count: those that a block's
+    forward has made and that still exist when its backward begins, and its input if it still exists then. Its output
+    is the next block's input. FSDP's gathers run outside: before the hooks here, and after them.
+
+    Attributes:
+        by_block: bytes by number of the block, for those whose backward has begun.
+    """
+
+    def __init__(self, blocks: Mapping[int, nn.Module]) -> None:
+        self.by_block: dict[int, int] = {}
+        self._made: _Made | None = None
+        self._input: weakref.ref[torch.UntypedStorage] | None = None
+        self._handles: dict[int, list[RemovableHandle]] = {
+            number: [
+                block.register_forward_pre_hook(lambda _, inputs: self._begin(inputs)),
+                block.register_forward_hook(
+                    lambda _, __, output, number=number: self._end(number, output), prepend=True
+                ),
+            ]
+            for number, block in blocks.items()
+        }
+
+    def _begin(self, inputs: tuple[Any, ...]) -> None:
+        self._input = weakref.ref(inputs[0].untyped_storage())
+        self._made = _Made()
+        self._made.__enter__()  # type: ignore[no-untyped-call]
+
+    def _end(self, number: int, output: Tensor) -> None:
+        made, input_storage = self._made, self._input
+        assert made is not None
+        assert input_storage is not None
+        made.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._made = self._input = None
+        for handle in self._handles.pop(number):
+            handle.remove()
+        made.storages.pop(output.untyped_storage()._cdata, None)
+        storages = [*made.storages.values(), input_storage]
+
+        def count(_: Tensor) -> None:
+            self.by_block[number] = sum(storage.nbytes() for ref in storages if (storage := ref()) is not None)
+
+        # Called when the block's backward begins.
+        output.register_hook(count)
+
+
+class _Made(TorchDispatchMode):
+    """Notes the storages that operators make."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: Storages = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(is_traceable_wrapper_subclass(tensor) for tensor in inputs):
+            # The subclass runs its own code first; that code's operators on plain tensors are dispatched here later.
+            return NotImplemented
+        results = func(*args, **kwargs)
+        old = {tensor.untyped_storage()._cdata for tensor in inputs}
+        for leaf in tree_leaves(results):
+            if not isinstance(leaf, Tensor):
+                continue
+            storage = leaf.untyped_storage()
+            if storage._cdata not in old:
+                self.storages[storage._cdata] = weakref.ref(storage)
+        return results
+
+
+def trace_rank(recipe: Recipe, rank: int) -> RankAccount:
+    """Assemble a rank's part of a resolved recipe on tensors without data, and run one step.
+
+    Args:
+        recipe: runs in eager mode; see `titanlab.prove.traced_step.for_tracing`.
+    """
+    layout = recipe.layout
+    with fake_world(rank, layout.world, nccl=recipe.cluster.accelerator == "cuda") as (world, mode):
+        mesh = build_mesh(layout, "cpu")
+        assembled = assemble(recipe, world, mesh)
+        parameters = {plain_name(name): parameter for name, parameter in assembled.model.named_parameters()}
+        saved = SavedBytes(_blocks(assembled.model))
+        axes = axis_groups(mesh)
+        with mode:
+            optimizer = recipe.optimizer.implementation().build(parameters)
+            gradients = Gradients(parameters.values(), world.world // layout.pipeline)
+            assembled.after_update()
+            tokens = torch.zeros(recipe.local_batch, recipe.training.seq_len // layout.context, dtype=torch.int64)
+            with traced(axes) as step:
+                sums = assembled.forward_backward(StepBatch(tokens, tokens, tokens.numel()))
+                Reduction(
+                    world,
+                    squared_norm=gradients.squared_norm(),
+                    loss_sum=sums.loss_sum,
+                    tokens=sums.tokens,
+                    stop=0,
+                    nominal_tokens=recipe.tokens_per_step,
+                    balance=assembled.balance,
+                )
+            with traced(axes) as update:
+                optimizer.step()
+                assembled.after_update()
+        return RankAccount(
+            rank=rank,
+            parameters=sum(parameter.numel() for parameter in parameters.values()),
+            parameter_bytes=_bytes(parameters.values()),
+            optimizer_bytes=_bytes(_tensors(optimizer.state)),
+            saved=saved.by_block,
+            traffic=tuple(step.rows()),
+            update_traffic=tuple(update.rows()),
+        )
+
+
+def _blocks(model: nn.Module) -> dict[int, nn.Module]:
+    """Blocks of this rank by their number in the model."""
+    blocks = dict(model.named_children()).get(BLOCKS, nn.Module())
+    return {int(name): block for name, block in blocks.named_children()}
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages of this rank's parts: with FSDP2's padding."""
+    storages = {}
+    for tensor in tensors:
+        for part in _plain(local_part(tensor)):
+            storages[part.untyped_storage()._cdata] = part.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def _plain(tensor: Any) -> list[Tensor]:
+    """A tensor, or the plain tensors of which a subclass consists."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+
+
+def _tensors(state: Mapping[Any, Mapping[str, Any]]) -> list[Tensor]:
+    return [value for values in state.values() for value in values.values() if isinstance(value, Tensor)]

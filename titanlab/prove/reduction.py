@@ -1,0 +1,460 @@
+"""Reduction: a recipe in a layout and a size that train in a second on a CPU. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from titanlab.ac.block_schema import NoCheckpointing
+from titanlab.checkpoint.contract import CheckpointConfig
+from titanlab.checkpoint.schema import Off as NoCheckpoints
+from titanlab.compile.schema import RECORDING, Compile
+from titanlab.costs.layout import AXES, SHORT, Layout
+from titanlab.data.synthetic_schema import Synthetic
+from titanlab.errors import ConfigError
+from titanlab.launch.launchers import on_this_host
+from titanlab.model.contract import ModelConfig, ReducedSizes
+from titanlab.optimizer.contract import OptimizerConfig
+from titanlab.parallelism.schema import Parallelism
+from titanlab.precision.fp32_schema import Fp32
+from titanlab.profiler.off_schema import Off as NoProfiler
+from titanlab.prove.tolerances import LEAST_EPS
+from titanlab.recipe.recipe import Recipe, resolve
+from titanlab.recipe.recipe_rules import check
+from titanlab.recipe.schema import Cluster
+from titanlab.records.run_folder import safe_name
+from titanlab.schedule.contract import PipelineSchedule
+from titanlab.schedule.one_f_one_b_schema import OneFOneB
+from titanlab.tracker.jsonl_schema import Jsonl
+
+MOST_PROCESSES = 16
+# The degree to which a larger one is folded: an axis works with two ranks as with many.
+FOLDED = 2
+# Pipelines and tensor parallelism come first: most of what can go wrong needs them, alone or with another axis.
+_ORDER = ("pipeline", "tensor", "context", "shard", "replicate")
+
+
+def folded(layout: Layout, *, most: int = MOST_PROCESSES, fixed: Mapping[str, str] | None = None) -> list[Layout]:
+    """The layout itself if it has at most `most` processes; else layouts with degrees of 2.
+
+    Every axis of the layout has a degree of at least 2 in at least one of them. The first one has as many axes as
+    fit together, the later ones have those that did not fit, and others beside them.
+
+    Args:
+        most: processes of one layout.
+        fixed: axes whose degree cannot be changed, each with the reason.
+
+    Raises:
+        ConfigError: an axis whose degree cannot be changed has more ranks than that.
+    """
+    if layout.world <= most:
+        return [layout]
+    fixed = fixed or {}
+    degrees = layout.degrees()
+    least = {
+        axis: degrees[axis] if axis in fixed else min(degrees[axis], FOLDED) for axis in _ORDER if degrees[axis] > 1
+    }
+    for axis, degree in least.items():
+        if degree > most:
+            why = fixed.get(axis, f"at most {most} processes are started")
+            raise ConfigError(
+                f"parallelism.{axis}", degree, f"cannot be folded to {most} processes: {why}", "allow more: --processes"
+            )
+    missing = list(least)
+    layouts = []
+    while missing:
+        chosen: dict[str, int] = {}
+        for axis in (*missing, *(axis for axis in least if axis not in missing)):
+            if math.prod(chosen.values()) * least[axis] <= most:
+                chosen[axis] = least[axis]
+        missing = [axis for axis in missing if axis not in chosen]
+        layouts.append(Layout(**{axis: chosen.get(axis, 1) for axis in AXES}))
+    return layouts
+
+
+def fold_label(layout: Layout, real: Layout) -> str:
+    """Both layouts as text: `dp_s2·tp2 of dp_s64·tp8`; one if they are the same."""
+    return layout.label if layout == real else f"{layout.label} of {real.label}"
+
+
+def missing_axes(layout: Layout, real: Layout) -> list[str]:
+    """Short names of the axes that a layout lacks."""
+    return [SHORT[axis] for axis, degree in real.degrees().items() if degree > 1 and getattr(layout, axis) == 1]
+
+
+_VOCABULARY = 256
+_LEAST_WIDTH = 64
+_LEAST_SEQUENCE = 32
+_LEAST_HEAD = 8
+_MOST_HEAD = 512
+_MOST_LAYERS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes that reduced recipes share, so that they train on the same model and data."""
+
+    model: ReducedSizes
+    seq_len: int
+    global_batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folded:
+    """A resolved recipe, and a layout of few processes in which it is reduced.
+
+    Attributes:
+        run: name of its run.
+        recipe: in its real size.
+        layout: folded.
+        inductor: keep the compiler of compiled blocks; otherwise they are traced and compiled without new kernels.
+    """
+
+    run: str
+    recipe: Recipe
+    layout: Layout
+    inductor: bool = False
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step: as many as the schedule needs, at most as many as in the real size."""
+        real: int = self.recipe.microbatches
+        ranks = self.layout.pipeline
+        if ranks == 1:
+            return min(real, 2)
+        if self.recipe.schedule.fixed_size() is not None:
+            return real
+        most = min(real, 2 * ranks)
+        for count in (*range(most, 4 * ranks + 1), *range(most, 0, -1)):
+            if _runs(self.recipe.schedule, ranks, count):
+                return int(count)
+        return int(most)
+
+
+def fold_recipe(run: str, recipe: Recipe, *, most: int, inductor: bool = False) -> list[Folded]:
+    """A resolved recipe in layouts of at most `most` processes, in which every axis is exercised.
+
+    Raises:
+        ConfigError: an axis cannot be folded.
+    """
+    schedule = recipe.schedule
+    fixed = {"pipeline": f"schedule={schedule.kind} is for so many ranks"} if schedule.fixed_size() is not None else {}
+    layouts = folded(recipe.layout, most=most, fixed=fixed)
+    return [Folded(run=run, recipe=recipe, layout=layout, inductor=inductor) for layout in layouts]
+
+
+def common_sizes(group: Sequence[Folded]) -> Sizes:
+    """Sizes with which all of these can be reduced; their models must be equal.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    model = group[0].recipe.model
+    account = model.account()
+    tensor = math.lcm(*(case.layout.tensor for case in group))
+    kv_heads = tensor * (2 if any(_kv_heads(case) >= 2 for case in group) else 1)
+    shared = account.heads // account.kv_heads
+    heads = kv_heads * (shared if shared <= 2 else 4 if kv_heads <= 2 else 2)
+    units = [_unit(case) for case in group]
+    parts = [kv_heads // case.layout.tensor for case in group]
+
+    def fits(head_dim: int) -> bool:
+        width = heads * head_dim
+        rows = all(part * head_dim % unit == 0 for part, unit in zip(parts, units, strict=True))
+        return (
+            rows
+            and width >= _LEAST_WIDTH
+            and all(
+                width % (case.layout.fsdp * unit) == 0
+                for case, unit in zip(group, units, strict=True)
+                if case.layout.tensor > 1
+            )
+        )
+
+    head_dim = next((dim for dim in range(_LEAST_HEAD, _MOST_HEAD + 1, 2) if fits(dim)), None)
+    unit = math.lcm(*(unit * case.layout.tensor * case.layout.fsdp for case, unit in zip(group, units, strict=True)))
+    if head_dim is None:
+        rule = "has no small head that all these layouts can cut"
+        raise ConfigError("model", model.kind, rule, "prove fewer of them at once")
+    sizes = ReducedSizes(
+        layers=max(_layers(case) for case in group),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn_dim=-(-2 * heads * head_dim // unit) * unit,
+        vocab_size=_vocabulary(group, unit),
+        unit=math.lcm(*units, *(case.layout.fsdp for case in group)),
+    )
+    return Sizes(model=sizes, seq_len=_sequence(group), global_batch=_batch(group))
+
+
+def _runs(schedule: PipelineSchedule, ranks: int, microbatches: int) -> bool:
+    try:
+        schedule.check_pipeline(ranks=ranks, microbatches=microbatches)
+        schedule.actions(ranks=ranks, microbatches=microbatches)
+    except ConfigError:
+        return False
+    return True
+
+
+def _kv_heads(case: Folded) -> int:
+    """Key/value heads of a process in the real size."""
+    return case.recipe.model.account().kv_heads // case.recipe.layout.tensor
+
+
+def _unit(case: Folded) -> int:
+    """Every process's part of a matrix has a multiple of so many rows."""
+    precision = case.recipe.precision
+    multiple = math.lcm(2, precision.multiple)
+    if precision.float8_gathered(case.recipe.model.account()):
+        return math.lcm(multiple, case.layout.fsdp)
+    return multiple
+
+
+def _layers(case: Folded) -> int:
+    """A block for each stage; two where stages are few, so that blocks of one stage follow each other."""
+    if case.layout.pipeline == 1:
+        return 2
+    stages = len(case.recipe.schedule.placement(ranks=case.layout.pipeline))
+    if stages > _MOST_LAYERS:
+        rule = f"makes {stages} stages of {case.layout.pipeline} ranks, each of which needs a block"
+        raise ConfigError("schedule", case.recipe.schedule.kind, rule, "prove it with fewer stages a rank")
+    return 2 * stages if stages <= 2 else stages
+
+
+def _vocabulary(group: Sequence[Folded], unit: int) -> int:
+    """Rows of the embedding; not divisible by the degree of tensor parallelism where the original's are not."""
+    rows = -(-_VOCABULARY // unit) * unit
+    uneven = any(case.recipe.model.vocab_size % case.recipe.layout.tensor for case in group)
+    return rows + 1 if uneven and not any(_converts_head(case.recipe) for case in group) else rows
+
+
+def _converts_head(recipe: Recipe) -> bool:
+    account = recipe.model.account()
+    return bool(account.pieces) and account.pieces[-1] in recipe.precision.products(account)
+
+
+def _sequence(group: Sequence[Folded]) -> int:
+    """Tokens of a sequence: two chunks for each context-parallel process, and equal parts for tensor parallelism."""
+    unit = math.lcm(
+        *(2 * case.layout.context for case in group),
+        *(case.layout.context * case.layout.tensor for case in group),
+        *(case.layout.context * case.recipe.precision.multiple for case in group),
+    )
+    return -(-_LEAST_SEQUENCE // unit) * unit
+
+
+def _batch(group: Sequence[Folded]) -> int:
+    batch = math.lcm(*(case.layout.data * case.microbatches for case in group))
+    # Of four sequences in a row, each has another number of labels that count.
+    return batch * max(1, 4 // batch)
+
+
+# A model without a reduced form is taken as it is if it has at most so many parameters.
+_SMALL = 5_000_000
+# Below the norm of a new model's gradient, so that every step is clipped.
+_NORM = 0.1
+_RATE = 1e-3
+# Attention kernels that a CPU has.
+_CPU_KERNELS = ("auto", "flash", "math")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduced:
+    """A reduced recipe, resolved and checked.
+
+    Attributes:
+        notes: what is not as in the original, apart from sizes.
+    """
+
+    recipe: Recipe
+    notes: tuple[str, ...]
+
+
+def reduce_recipe(case: Folded, sizes: Sizes, *, steps: int, runs: str, saves: bool = False) -> Reduced:
+    """The recipe in these sizes.
+
+    Args:
+        runs: folder of the run.
+        saves: save and validate as the original does, in the second step; otherwise do neither.
+
+    Raises:
+        ConfigError: it cannot be reduced.
+    """
+    recipe, layout = case.recipe, case.layout
+    notes = _Notes()
+    model = _model(recipe, sizes, notes)
+    training = replace(
+        recipe.training,
+        steps=steps,
+        seq_len=sizes.seq_len,
+        global_batch=sizes.global_batch,
+        microbatch=sizes.global_batch // layout.data // case.microbatches,
+        loss_chunk=_chunk(recipe, case, sizes),
+        max_grad_norm=None if recipe.training.max_grad_norm is None else min(recipe.training.max_grad_norm, _NORM),
+        validate_every=2 if saves and recipe.training.validate_every else 0,
+        validation_sequences=sizes.global_batch,
+        log_every=1,
+        unmeasured_steps=0,
+        compare_ranks_every=0,
+        check_every=0,
+        on_nan="stop",
+        step_timeout_seconds=120.0,
+        first_step_timeout_seconds=600.0 if case.inductor else 300.0,
+    )
+    made = replace(
+        recipe,
+        name=_name(case),
+        sweep="reduced",
+        runs=runs,
+        repeat=0,
+        world=layout.world,
+        init_from=None,
+        training=training,
+        model=model,
+        parallelism=_parallelism(case, notes),
+        precision=recipe.precision.reduced(layers=model.account().layers, note=notes.add),
+        ac=recipe.ac.reduced(note=notes.add),
+        compile=_compiled(case, notes),
+        optimizer=_optimizer(recipe, steps),
+        data=_data(recipe, model.vocab_size, sizes),
+        checkpoint=_checkpoint(recipe, notes) if saves else NoCheckpoints(),
+        cluster=Cluster(accelerator="cpu", device="cpu", peak_tflops=1.0),
+        tracker=Jsonl(),
+        profiler=NoProfiler(),
+        launch=on_this_host(threads=1),
+    )
+    try:
+        made = resolve(made, world=None, accelerator="cpu", device="cpu")
+        check(made)
+    except ConfigError as error:
+        rule = f"cannot be reduced to {layout.label}: {error.problem}"
+        raise ConfigError(
+            "recipe", case.run, rule, "prove it in its own size: titanlab train, with few steps"
+        ) from error
+    return Reduced(recipe=made, notes=tuple(notes.lines))
+
+
+def _data(recipe: Recipe, vocab_size: int, sizes: Sizes) -> Synthetic:
+    if not recipe.data.document_mask:
+        return Synthetic(vocab_size=vocab_size, gaps=True)
+    # A few documents in each sequence: some of one token, some cut by the sequence's end.
+    return Synthetic(vocab_size=vocab_size, gaps=True, document_mask=True, document_tokens=sizes.seq_len // 4)
+
+
+def _chunk(recipe: Recipe, case: Folded, sizes: Sizes) -> int:
+    """Tokens of a chunk of the loss: if the original has chunks, about three in a microbatch."""
+    if not recipe.loss_chunk:
+        return 0
+    layout = case.layout
+    microbatch = sizes.global_batch // layout.data // case.microbatches
+    return -(-microbatch * sizes.seq_len // layout.context // 3)
+
+
+def in_fp32(recipe: Recipe) -> Recipe:
+    """A reduced recipe in fp32."""
+    return replace(recipe, precision=Fp32())
+
+
+def on_one_process(recipe: Recipe) -> Recipe:
+    """The reference of a reduced recipe: one process, the whole batch at once, nothing recomputed, nothing compiled."""
+    plain = replace(
+        recipe,
+        name="reference",
+        world=1,
+        training=replace(recipe.training, microbatch=None, loss_chunk=0),
+        parallelism=Parallelism(),
+        schedule=OneFOneB(),
+        ac=NoCheckpointing(),
+        compile=Compile(),
+        checkpoint=NoCheckpoints(),
+    )
+    return resolve(plain, world=None, accelerator="cpu", device="cpu")
+
+
+def comparable(recipe: Recipe) -> dict[str, Any]:
+    """What recipes must have in common to train the same: model, data, batch, optimizer, clipping, order of data."""
+    training = recipe.training
+    return {
+        **{f"model.{key}": value for key, value in dataclasses.asdict(recipe.model).items() if key != "attention"},
+        "training.seq_len": training.seq_len,
+        "training.global_batch": training.global_batch,
+        "training.max_grad_norm": training.max_grad_norm,
+        **{f"optimizer.{key}": value for key, value in dataclasses.asdict(recipe.optimizer).items()},
+        **{f"data.{key}": value for key, value in dataclasses.asdict(recipe.data).items()},
+        "seed": recipe.seed,
+    }
+
+
+class _Notes:
+    """Collects what is not as in the original."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def add(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def _model(recipe: Recipe, sizes: Sizes, notes: _Notes) -> ModelConfig:
+    model = recipe.model
+    reduced = model.reduced(sizes.model)
+    if reduced is None:
+        count = model.account().parameter_count
+        if count > _SMALL:
+            rule = f"has {count:,} parameters, and its config has no method that reduces them"
+            raise ConfigError("model", model.kind, rule, "add `reduced` to it (docs/models-of-your-own.md)")
+        notes.add(f"model={model.kind} is taken as it is: {count:,} parameters")
+        reduced = model
+    if reduced.attention not in _CPU_KERNELS:
+        notes.add(f"model.attention={reduced.attention} needs a GPU: auto")
+        reduced = replace(reduced, attention="auto")
+    return reduced
+
+
+def _parallelism(case: Folded, notes: _Notes) -> Parallelism:
+    config = case.recipe.parallelism
+    if config.async_tensor:
+        notes.add("parallelism.async_tensor needs GPUs: the same collectives, not interleaved with products")
+    if config.symmetric_memory:
+        notes.add("parallelism.symmetric_memory needs GPUs: the same collectives in other memory")
+    if config.split is not None:
+        notes.add("parallelism.split is for the real number of layers: stages are balanced")
+    plain = replace(config, async_tensor=False, symmetric_memory=False, split=None)
+    return plain.with_degrees(case.layout.degrees())
+
+
+def _compiled(case: Folded, notes: _Notes) -> Compile:
+    config = case.recipe.compile
+    if not config.compiles:
+        return config
+    backend, mode = config.backend, config.mode
+    if backend == "cudagraphs" or (backend == "inductor" and not case.inductor):
+        notes.add(f"compile.backend={backend}: traced and compiled by aot_eager, without new kernels")
+        backend = "aot_eager"
+    if mode in RECORDING or backend != "inductor":
+        mode = "default"
+    return replace(config, backend=backend, mode=mode)
+
+
+def _optimizer(recipe: Recipe, steps: int) -> OptimizerConfig:
+    optimizer = recipe.optimizer.reduced(least_eps=LEAST_EPS)
+    schedule = replace(optimizer.schedule, warmup_steps=min(1, steps - 1))
+    return replace(optimizer, lr=_RATE, schedule=schedule)
+
+
+def _checkpoint(recipe: Recipe, notes: _Notes) -> CheckpointConfig:
+    config = recipe.checkpoint
+    if not (config.every or config.minutes or config.at_end):
+        return NoCheckpoints()
+    config = config.reduced(note=notes.add)
+    if config.folder is not None:
+        notes.add("checkpoint.folder is left alone: the checkpoint is written beside the run")
+    return replace(config, every=2, minutes=0.0, keep=1, keep_every=0, load_from=None, folder=None)
+
+
+def _name(case: Folded) -> str:
+    return f"{safe_name(case.run, longest=60)}-{case.layout.label.replace('·', '-')}"
