@@ -8,10 +8,10 @@ from pathlib import Path
 
 from tests.planted_schema import Planted
 from titanlab.data.contract import DataSource
-from titanlab.data.streams.random_tokens import rank_samples
-from titanlab.data.streams.stream import IGNORE
+from titanlab.data.random_tokens import rank_samples
+from titanlab.data.schema import Synthetic
+from titanlab.data.stream import IGNORE
 from titanlab.data.synthetic import SyntheticSource
-from titanlab.data.synthetic_schema import Synthetic
 
 
 class PlantedSource(DataSource):

@@ -17,7 +17,7 @@ from titanlab.checkpoint.schema import AsyncPinned, Sync
 from titanlab.compile.schema import Compile
 from titanlab.costs import meter
 from titanlab.costs.attention_order import order
-from titanlab.data.synthetic_schema import Synthetic
+from titanlab.data.schema import Synthetic
 from titanlab.distributed.ranks import joined
 from titanlab.model.attention import InnerAttention
 from titanlab.model.kernels.flash3 import choose_flash, missing

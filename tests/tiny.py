@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from titanlab.ac.block_schema import NoCheckpointing
 from titanlab.checkpoint.schema import Async, Off, Sync
 from titanlab.compile.schema import Compile
-from titanlab.data.synthetic_schema import Synthetic
+from titanlab.data.schema import Synthetic
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.launch.local_schema import Local
 from titanlab.model.llama_schema import Llama

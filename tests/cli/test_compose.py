@@ -16,7 +16,7 @@ from titanlab.checkpoint.schema import Sync
 from titanlab.cli import main
 from titanlab.cli.compose import compose
 from titanlab.cli.verbs import VERBS
-from titanlab.data.stdlib_schema import Stdlib
+from titanlab.data.schema import Stdlib
 from titanlab.errors import ConfigError
 from titanlab.launch.local_schema import Local
 from titanlab.model.llama_schema import Llama

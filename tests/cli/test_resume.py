@@ -12,8 +12,8 @@ from tests.sweep.conftest import slurm, small_package  # noqa: F401
 from titanlab.checkpoint.folders import step_folder
 from titanlab.cli import resume
 from titanlab.data import source
-from titanlab.data.files_schema import Files
-from titanlab.data.tokenizers.training import train
+from titanlab.data.new_tokenizer import train_sentencepiece
+from titanlab.data.schema import Files
 from titanlab.errors import ConfigError
 from titanlab.launch.job import Job
 from titanlab.launch.local_schema import Local
@@ -134,7 +134,7 @@ def test_a_run_is_told_where_its_corpus_is_now(command, saved_run, tmp_path, mon
         return f"{tmp_path / first}:{tmp_path / second}"
 
     # The run, as one that was trained on these files with a tokenizer that is there.
-    train(
+    train_sentencepiece(
         [f"one {chr(97 + number % 26)} {number * 7919:x}" for number in range(999)], vocab_size=320, file=tmp_path / "t"
     )
     data = Files(files=files("a", "b"), tokenizer=str(tmp_path / "t"), validation_fraction=0.0)

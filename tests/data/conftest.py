@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from titanlab.data.tokenizers.training import train
+from titanlab.data.new_tokenizer import train_sentencepiece
 
 WORDS = "the def return self class import value tokens of a stream and its order in every rank one two".split()
 
@@ -37,7 +37,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A SentencePiece model of 400 pieces."""
     file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
-    train((text(number) for number in range(200)), vocab_size=400, file=file)
+    train_sentencepiece((text(number) for number in range(200)), vocab_size=400, file=file)
     return file
 
 

@@ -16,12 +16,10 @@ from tests.data.test_hf import tokens_of_stream
 from tests.data.test_tokens import write_by_hand
 from tests.planted_schema import Planted
 from titanlab.data import source
-from titanlab.data.corpus.held_out import is_held_out
-from titanlab.data.documents import Separators
-from titanlab.data.files_schema import Files
-from titanlab.data.shards.split import Split
-from titanlab.data.synthetic_schema import Synthetic
-from titanlab.data.tokens_schema import TokenFolder
+from titanlab.data.contract import Separators
+from titanlab.data.corpus import is_held_out
+from titanlab.data.indexed import Split
+from titanlab.data.schema import Files, Synthetic, TokenFolder
 from titanlab.errors import ConfigError
 
 SEQ = 24

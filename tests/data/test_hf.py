@@ -16,11 +16,10 @@ import pytest
 
 from tests.data.conftest import silent, text
 from tests.data.streams.test_indexed import global_steps
-from titanlab.data import source
-from titanlab.data.corpus import hf_documents
-from titanlab.data.corpus.held_out import is_held_out
-from titanlab.data.hf_schema import HuggingFace
-from titanlab.data.tokenizers.tokenizer import load
+from titanlab.data import hf_documents, source
+from titanlab.data.corpus import is_held_out
+from titanlab.data.schema import HuggingFace
+from titanlab.data.tokenizers import load
 from titanlab.errors import ConfigError, DamagedPosition
 
 TEXTS = {text(100 * file + row, 5 + 7 * row) for file in range(5) for row in range(12)}
@@ -253,7 +252,7 @@ def test_streams_without_torch(json_lines: Path, model_file: Path, cache: Path) 
     program = """
 import sys
 from titanlab.data import source
-from titanlab.data.hf_schema import HuggingFace
+from titanlab.data.schema import HuggingFace
 config = HuggingFace(path="json", data_files=[sys.argv[1]], tokenizer=sys.argv[2], streams=4)
 source.prepare(config, report=lambda line: None)
 stream = source.open_train(config, seed=0, seq_len=16, global_batch=4, rank=0, ranks=1)

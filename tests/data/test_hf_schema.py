@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from titanlab.data.hf_schema import HuggingFace
+from titanlab.data.schema import HuggingFace
 from titanlab.errors import ConfigError
 
 

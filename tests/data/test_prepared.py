@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.data.conftest import silent, text
-from titanlab.data.documents import Separators
-from titanlab.data.files_schema import Files
-from titanlab.data.prepared import PreparedText, check_tokenizer, content_of, make_shards, train_tokenizer
+from titanlab.data.contract import Separators
+from titanlab.data.schema import Files
+from titanlab.data.text import PreparedText, check_tokenizer, content_of, make_shards, train_tokenizer
 from titanlab.errors import ConfigError
 
 FITS = {"seq_len": 8, "vocab_size": 400, "validation_sequences": 0}
@@ -117,7 +117,7 @@ def test_a_file_that_cannot_be_read_is_one_line(made: Any, corpus: Path, monkeyp
 
     reader = made()
     assert len(content_of(reader.corpus)) == 32
-    monkeypatch.setattr("titanlab.data.fingerprint.of_files", denied)
+    monkeypatch.setattr("titanlab.data.cache.hash_of_files", denied)
     said = "data.files=a.txt: cannot be read (Permission denied); check its permissions"
     assert refusal(reader.fingerprint) == refusal(content_of, reader.corpus) == said
 

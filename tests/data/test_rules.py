@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from titanlab.data.rules import (
+from titanlab.data.shard_index import Index, Shard
+from titanlab.data.source import (
     check_batch,
     check_sequences,
     check_streams,
@@ -14,7 +15,6 @@ from titanlab.data.rules import (
     check_vocab_size,
     multiples_around,
 )
-from titanlab.data.shards.index import Index, Shard
 from titanlab.errors import ConfigError
 
 

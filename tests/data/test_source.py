@@ -14,11 +14,7 @@ import pytest
 
 from titanlab.data import source
 from titanlab.data.contract import DataConfig, DataSource
-from titanlab.data.files_schema import Files
-from titanlab.data.hf_schema import HuggingFace
-from titanlab.data.stdlib_schema import Stdlib
-from titanlab.data.synthetic_schema import Synthetic
-from titanlab.data.tokens_schema import TokenFolder
+from titanlab.data.schema import Files, HuggingFace, Stdlib, Synthetic, TokenFolder
 from titanlab.errors import ConfigError
 from titanlab.options import discover
 
@@ -61,8 +57,8 @@ os.environ["TITANLAB_CACHE"] = {str(tmp_path / "cache")!r}
 for module in pkgutil.walk_packages(titanlab.data.__path__, "titanlab.data."):
     importlib.import_module(module.name)
 from titanlab.data import source
-from titanlab.data.files_schema import Files
-from titanlab.data.synthetic_schema import Synthetic
+from titanlab.data.schema import Files
+from titanlab.data.schema import Synthetic
 for config in (Files(files={str(tmp_path / "a.txt")!r}, tokenizer={str(model_file)!r}), Synthetic()):
     source.prepare(config, report=lambda line: None)
     source.check(config, seq_len=8, global_batch=2, ranks=1, vocab_size=5000, validation_sequences=1)

@@ -15,12 +15,12 @@ import pytest
 
 from tests.data.conftest import silent, text
 from tests.data.streams.test_indexed import SEQ, global_steps
-from titanlab.data import source, stdlib
-from titanlab.data.corpus.held_out import is_held_out
-from titanlab.data.files_schema import Files
-from titanlab.data.shards.index import read_index
-from titanlab.data.stdlib_schema import Stdlib
-from titanlab.data.tokenizers.tokenizer import load
+from titanlab.data import source
+from titanlab.data import text as stdlib
+from titanlab.data.corpus import is_held_out
+from titanlab.data.schema import Files, Stdlib
+from titanlab.data.shard_index import read_index
+from titanlab.data.tokenizers import load
 from titanlab.errors import ConfigError
 
 
@@ -121,7 +121,7 @@ def test_a_single_document_is_cut_at_its_end(tmp_path: Path, cache: Path, model_
 
 
 def test_shards_are_cut_between_documents(corpus: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from titanlab.data.shards import writer as shard_writer
+    from titanlab.data import shard_writer
 
     monkeypatch.setattr(shard_writer.write_documents, "__kwdefaults__", {"tail_fraction": 0.0, "shard_tokens": 1000})
     monkeypatch.setattr(shard_writer, "_BATCH_CHARACTERS", 500)
@@ -178,7 +178,7 @@ def test_three_processes_prepare_once(corpus: Path, cache: Path) -> None:
     program = """
 import sys
 from titanlab.data import source
-from titanlab.data.files_schema import Files
+from titanlab.data.schema import Files
 config = Files(files=sys.argv[1], vocab_size=330, validation_fraction=0.1)
 source.prepare(config, report=print)
 stream = source.open_train(config, seed=0, seq_len=16, global_batch=4, rank=0, ranks=1)

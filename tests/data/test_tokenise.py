@@ -11,9 +11,8 @@ import pytest
 from tests.data.conftest import silent, text
 from tests.data.streams.test_indexed import global_steps
 from titanlab.data import source
-from titanlab.data.files_schema import Files
-from titanlab.data.tokenise import write_token_shards
-from titanlab.data.tokens_schema import TokenFolder
+from titanlab.data.schema import Files, TokenFolder
+from titanlab.data.text import write_token_shards
 from titanlab.errors import ConfigError
 
 
@@ -103,7 +102,7 @@ def test_a_file_that_may_not_be_read_is_one_line(
     def denied(files: object) -> str:
         raise PermissionError(13, "Permission denied", str(corpus / "03.txt"))
 
-    monkeypatch.setattr("titanlab.data.fingerprint.of_files", denied)
+    monkeypatch.setattr("titanlab.data.cache.hash_of_files", denied)
     with pytest.raises(ConfigError) as caught:
         write_token_shards(str(corpus), tmp_path / "made", vocab_size=330, report=silent)
     assert str(caught.value) == f"files={corpus / '03.txt'}: cannot be read (Permission denied); check its permissions"
@@ -116,7 +115,7 @@ def test_a_full_disk_leaves_nothing(
     def full(*given: object, **more: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("titanlab.data.shards.writer.write_index", full)
+    monkeypatch.setattr("titanlab.data.shard_writer.write_index", full)
     with pytest.raises(ConfigError) as caught:
         write_token_shards(str(corpus), tmp_path / "made", tokenizer=str(model_file), report=silent)
     assert str(caught.value) == f"folder={tmp_path / 'made'}: cannot be written (No space left on device); make room"

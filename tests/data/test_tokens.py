@@ -12,7 +12,7 @@ import pytest
 from tests.data.conftest import silent
 from tests.data.streams.test_indexed import folder_of
 from titanlab.data import source
-from titanlab.data.tokens_schema import TokenFolder
+from titanlab.data.schema import TokenFolder
 from titanlab.errors import ConfigError
 
 

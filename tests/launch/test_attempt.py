@@ -16,8 +16,8 @@ import tokenizers
 from tests import tiny
 from titanlab.checkpoint.folders import latest, step_folder
 from titanlab.data import source
-from titanlab.data.files_schema import Files
-from titanlab.data.tokenizers.tokenizer import load
+from titanlab.data.schema import Files
+from titanlab.data.tokenizers import load
 from titanlab.distributed.host import Host
 from titanlab.errors import ConfigError
 from titanlab.launch.attempt import (

@@ -15,7 +15,7 @@ from tests import tiny
 from tests.weights.huggingface import made
 from titanlab.checkpoint.blocks import DamagedCheckpoint
 from titanlab.checkpoint.folders import latest, step_folder
-from titanlab.data.files_schema import Files
+from titanlab.data.schema import Files
 from titanlab.distributed.host import Host
 from titanlab.distributed.stop import STOP_SIGNALS, handled
 from titanlab.errors import ConfigError

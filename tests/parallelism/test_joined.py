@@ -16,7 +16,7 @@ from tests.precision.test_float8_base_schema import given
 from titanlab.ac.block_schema import FullCheckpointing
 from titanlab.costs import meter
 from titanlab.costs.account import Joined
-from titanlab.data.synthetic_schema import Synthetic
+from titanlab.data.schema import Synthetic
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.errors import ConfigError
 from titanlab.model.projections import Projections

@@ -18,8 +18,8 @@ from tests import tiny
 from tests.parity import documents
 from tests.parity.parity_rows import COMMON, OnLayout
 from tests.weights.huggingface import made as folders
-from titanlab.data.documents import Separators
-from titanlab.data.synthetic_schema import Synthetic
+from titanlab.data.contract import Separators
+from titanlab.data.schema import Synthetic
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.model.documents.packed import Packed
 from titanlab.model.qwen3_moe_schema import Qwen3Moe

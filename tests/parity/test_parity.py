@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from tests import tiny
 from tests.planted_schema import Planted
 from titanlab.data import source
-from titanlab.data.synthetic_schema import Synthetic
+from titanlab.data.schema import Synthetic
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.model import llama, llama_account
 from titanlab.optimizer.schedule import rate_factor

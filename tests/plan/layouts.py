@@ -8,7 +8,7 @@ from typing import Any
 from titanlab.ac.block_schema import NoCheckpointing
 from titanlab.checkpoint.schema import Sync
 from titanlab.compile.schema import Compile
-from titanlab.data.synthetic_schema import Synthetic
+from titanlab.data.schema import Synthetic
 from titanlab.launch.local_schema import Local
 from titanlab.model.llama_schema import Llama
 from titanlab.optimizer.adamw_schema import AdamW

@@ -11,7 +11,7 @@ from typing import Any
 
 from tests import tiny
 from titanlab.data import source
-from titanlab.data.stdlib_schema import Stdlib
+from titanlab.data.schema import Stdlib
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.prove import parity
 

@@ -11,7 +11,7 @@ from tests.planted_schema import Planted
 from titanlab.checkpoint.folders import latest
 from titanlab.costs import meter
 from titanlab.data import source
-from titanlab.data.files_schema import Files
+from titanlab.data.schema import Files
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.distributed.world import open_world
 from titanlab.precision.bf16_schema import Bf16, Bf16Full

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from tests import tiny
-from titanlab.data.synthetic_schema import Synthetic
+from titanlab.data.schema import Synthetic
 from titanlab.errors import ConfigError
 from titanlab.model.kernels import flash3
 from titanlab.parallelism.schema import Parallelism

@@ -9,7 +9,7 @@ from titanlab.records.outcome import OutcomeKind, classify, from_exception, says
 
 def from_data(error):
     """The exception as code in titanlab.data would raise it."""
-    scope = {"__name__": "titanlab.data.files", "error": error}
+    scope = {"__name__": "titanlab.data.text", "error": error}
     exec("def read():\n    raise error", scope)
     try:
         scope["read"]()

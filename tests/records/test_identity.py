@@ -16,9 +16,7 @@ import pytest
 from hypothesis import given
 
 from tests import tiny
-from titanlab.data.stdlib_schema import Stdlib
-from titanlab.data.synthetic_schema import Synthetic
-from titanlab.data.tokens_schema import TokenFolder
+from titanlab.data.schema import Stdlib, Synthetic, TokenFolder
 from titanlab.records.identity import canonical, canonical_json, identify
 
 

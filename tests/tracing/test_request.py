@@ -8,7 +8,7 @@ import pytest
 
 from tests import tiny
 from titanlab.cli.compose import compose_one
-from titanlab.data.synthetic_schema import Synthetic
+from titanlab.data.schema import Synthetic
 from titanlab.errors import ConfigError
 from titanlab.plan.search import for_planning
 from titanlab.prove.traced_step import different_ranks, for_tracing, trace

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests import tiny
+from titanlab.data.schema import Synthetic
 from titanlab.data.source import Batch
-from titanlab.data.synthetic_schema import Synthetic
 from titanlab.distributed.mesh import build_mesh
 from titanlab.distributed.ranks import joined
 from titanlab.distributed.world import open_world

@@ -13,7 +13,7 @@ from tests.planted_schema import Planted
 from titanlab.ac.block_schema import FullCheckpointing
 from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.data import source
-from titanlab.data.streams.random_tokens import rank_samples
+from titanlab.data.random_tokens import rank_samples
 from titanlab.records.outcome import OutcomeKind
 from titanlab.schedule.dualpipe_v_schema import DualPipeV
 from titanlab.schedule.interleaved_schema import Interleaved1F1B

@@ -10,8 +10,8 @@ from tests import tiny
 from titanlab.checkpoint import index_reader as module
 from titanlab.checkpoint.folders import latest, remove
 from titanlab.data import source
-from titanlab.data.files_schema import Files
-from titanlab.data.tokenizers.tokenizer import load
+from titanlab.data.schema import Files
+from titanlab.data.tokenizers import load
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.distributed.world import open_world
 from titanlab.errors import ConfigError

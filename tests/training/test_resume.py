@@ -17,8 +17,7 @@ from titanlab.checkpoint.folders import checkpoints, latest
 from titanlab.compile.watch import RECOMPILATIONS
 from titanlab.costs import meter
 from titanlab.data import source
-from titanlab.data.files_schema import Files
-from titanlab.data.hf_schema import HuggingFace
+from titanlab.data.schema import Files, HuggingFace
 from titanlab.prove import parity
 from titanlab.prove.parity import Trace, compare
 from titanlab.records.outcome import OutcomeKind

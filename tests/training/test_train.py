@@ -17,7 +17,7 @@ from tests.planted_schema import Planted
 from titanlab.checkpoint.folders import checkpoints
 from titanlab.costs import meter
 from titanlab.data import source
-from titanlab.data.files_schema import Files
+from titanlab.data.schema import Files
 from titanlab.distributed.stop import StopRequest
 from titanlab.model.llama import Llama
 from titanlab.model.llama_schema import Llama as LlamaConfig

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlab.cli.arguments import Arguments
-from titanlab.data.tokenise import write_token_shards
-from titanlab.data.tokenizers.download import download_tokenizer
+from titanlab.data.new_tokenizer import download_tokenizer
+from titanlab.data.text import write_token_shards
 from titanlab.errors import ConfigError
 from titanlab.recipe.recipe import path_override
 from titanlab.system.files import user_path

@@ -1,16 +1,20 @@
-"""The contract of a kind of data: its config and its reader. Torch-free."""
+"""The contract of a kind of data: its config, its reader, and the tokens that separate its documents. Torch-free."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import Field
+from dataclasses import Field, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from titanlab.errors import ConfigError
+
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from titanlab.costs.setting import Setting
-    from titanlab.data.documents import Separators
-    from titanlab.data.streams.stream import Report, Rows, State, Stream
-    from titanlab.data.tokenizers.tokenizer import Tokenizer
+    from titanlab.data.stream import Report, Rows, State, Stream
+    from titanlab.data.tokenizers import Tokenizer
 
 
 class DataConfig(Protocol):
@@ -143,3 +147,55 @@ class DataSource(Protocol):
         Raises:
             ConfigError: the data has not been prepared, or nothing was held out.
         """
+
+
+DOCUMENT_MASK = "data.document_mask"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Separators:
+    """The tokens around each document.
+
+    Attributes:
+        begin: the first token of every document; None: documents have no such token.
+        end: the last token of every document; None: documents have no such token.
+    """
+
+    begin: int | None = None
+    end: int | None = None
+
+    @property
+    def separate(self) -> bool:
+        """Whether there is a token that says where a document begins."""
+        return self.begin is not None or self.end is not None
+
+    def starts(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The place in its sequence where each token's document begins: `[batch, seq]` → int64 `[batch, seq]`.
+
+        A document that began in an earlier sequence begins at 0. One token that both begins and ends documents
+        separates them where it comes twice in a row.
+        """
+        import numpy as np
+
+        first = np.zeros(tokens.shape, dtype=bool)
+        begins, ends = (np.zeros_like(first) if token is None else tokens == token for token in (self.begin, self.end))
+        if self.begin == self.end:
+            first[:, 1:] = begins[:, 1:] & ends[:, :-1]
+        else:
+            first[:, 1:] = begins[:, 1:] | ends[:, :-1]
+        places = np.arange(tokens.shape[1], dtype=np.int64)
+        return np.maximum.accumulate(np.where(first, places, 0), axis=1)
+
+
+def check_separators(separators: Separators, *, whose: str, cure: str) -> None:
+    """Check that documents can be told apart.
+
+    Args:
+        whose: who names the tokens, such as `the tokenizer`.
+
+    Raises:
+        ConfigError: there is neither a token that begins a document nor one that ends it.
+    """
+    if not separators.separate:
+        rule = f"{whose} has neither a token that begins a document nor one that ends it"
+        raise ConfigError(DOCUMENT_MASK, True, rule, cure)

@@ -9,19 +9,16 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from titanlab.data import cache
-from titanlab.data import fingerprint as fingerprints
-from titanlab.data.contract import DataSource
-from titanlab.data.corpus.held_out import is_held_out
-from titanlab.data.corpus.text_files import matching
-from titanlab.data.documents import Separators
-from titanlab.data.hf_schema import LOCAL_BUILDERS, HuggingFace
-from titanlab.data.prepared import check_tokenizer, train_tokenizer
-from titanlab.data.rules import check_streams, check_validation, check_vocab_size
-from titanlab.data.shards.index import Index, is_whole, read_index
-from titanlab.data.streams.stream import Report, Rows, State, Stream
-from titanlab.data.tokenizers import tokenizer as tokenizers
-from titanlab.data.tokenizers.tokenizer import Tokenizer
+from titanlab.data import cache, tokenizers
+from titanlab.data import cache as fingerprints
+from titanlab.data.contract import DataSource, Separators
+from titanlab.data.corpus import is_held_out, matching
+from titanlab.data.schema import LOCAL_BUILDERS, HuggingFace
+from titanlab.data.shard_index import Index, is_whole, read_index
+from titanlab.data.source import check_streams, check_validation, check_vocab_size
+from titanlab.data.stream import Report, Rows, State, Stream
+from titanlab.data.text import check_tokenizer, train_tokenizer
+from titanlab.data.tokenizers import Tokenizer
 from titanlab.errors import ConfigError
 
 ORDER = 1
@@ -35,7 +32,7 @@ class HuggingFaceSource(DataSource):
         self.config = config
 
     def fingerprint(self) -> str:
-        return fingerprints.of_values(self._content, self.config.streams)
+        return fingerprints.hash_of_values(self._content, self.config.streams)
 
     def prepare(self, *, report: Report) -> None:
         # Reads and keeps the held-out documents, and trains a tokenizer if the config names none: once, not on every
@@ -70,8 +67,7 @@ class HuggingFaceSource(DataSource):
 
     def open_train(self, *, seed: int, ranks: int, state: State | None, **how: int) -> Stream:
         # The seed is not used: the documents come in the dataset's order, so that a position is a place in it.
-        from titanlab.data.corpus import hf_documents
-        from titanlab.data.streams import streaming
+        from titanlab.data import hf_documents, streaming
 
         dataset, reader = hf_documents.open_dataset(self.config, self.config.split), self.tokenizer()
         stream: Stream = streaming.StreamingStream(
@@ -87,7 +83,7 @@ class HuggingFaceSource(DataSource):
         return stream
 
     def open_validation(self, **how: int) -> Rows:
-        from titanlab.data.streams import indexed
+        from titanlab.data import indexed
 
         documents = self.config.validation_documents
         return indexed.open_validation(
@@ -104,13 +100,13 @@ class HuggingFaceSource(DataSource):
             else tokenizers.load(Path(config.tokenizer)).fingerprint
         )
         if config.path in LOCAL_BUILDERS:
-            location: list[object] = [config.path, fingerprints.of_files(_local_files(config))]
+            location: list[object] = [config.path, fingerprints.hash_of_files(_local_files(config))]
         elif os.path.isdir(config.path):
-            location = ["folder", fingerprints.of_files(matching(config.path, "data.path")), config.data_files]
+            location = ["folder", fingerprints.hash_of_files(matching(config.path, "data.path")), config.data_files]
         else:
             location = [config.path, config.data_files]
         held_out = [config.validation_split, config.validation_fraction, config.validation_documents]
-        return fingerprints.of_values(
+        return fingerprints.hash_of_values(
             ORDER, location, config.name, config.revision, config.split, held_out, config.text_field, tokenizer
         )
 
@@ -126,8 +122,8 @@ class HuggingFaceSource(DataSource):
         return read_index(folder, "data")
 
     def _make(self, folder: Path, report: Report) -> None:
-        from titanlab.data.corpus import hf_documents
-        from titanlab.data.shards import writer
+        from titanlab.data import hf_documents
+        from titanlab.data import shard_writer as writer
 
         config = self.config
         report(f"opening the dataset {config.path}")
@@ -164,7 +160,7 @@ def _local_files(config: HuggingFace) -> list[Path]:
 
 
 def _sample(texts: Iterator[str]) -> Iterator[str]:
-    from titanlab.data.tokenizers import training
+    from titanlab.data import new_tokenizer as training
 
     left = training.SAMPLE_CHARACTERS
     for text in texts:
@@ -174,7 +170,7 @@ def _sample(texts: Iterator[str]) -> Iterator[str]:
 
 
 def _validation_documents(config: HuggingFace, dataset: Any) -> Iterator[str]:
-    from titanlab.data.corpus import hf_documents
+    from titanlab.data import hf_documents
 
     if not config.validation_documents:
         return iter(())

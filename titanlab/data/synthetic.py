@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from titanlab.data.contract import DataSource
-from titanlab.data.documents import Separators
-from titanlab.data.rules import check_vocab_size
-from titanlab.data.streams.stream import Report, Rows, State, Stream
-from titanlab.data.synthetic_schema import Synthetic
+from titanlab.data.contract import DataSource, Separators
+from titanlab.data.schema import Synthetic
+from titanlab.data.source import check_vocab_size
+from titanlab.data.stream import Report, Rows, State, Stream
 
 END = 0
 """The token that ends a document, where there are documents."""
@@ -42,7 +41,7 @@ class SyntheticSource(DataSource):
 
     def open_train(self, *, state: State | None, **how: Any) -> Stream:
         # Imported here: it needs numpy, and the checks do not.
-        from titanlab.data.streams.random_tokens import RandomStream
+        from titanlab.data.random_tokens import RandomStream
 
         return RandomStream(
             self.config.vocab_size,
@@ -54,7 +53,7 @@ class SyntheticSource(DataSource):
         )
 
     def open_validation(self, **how: int) -> Rows:
-        from titanlab.data.streams.random_tokens import RandomRows
+        from titanlab.data.random_tokens import RandomRows
 
         return RandomRows(self.config.vocab_size, document_tokens=self._document_tokens, **how)
 

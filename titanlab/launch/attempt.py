@@ -25,7 +25,7 @@ from titanlab.checkpoint.folders import (
 )
 from titanlab.checkpoint.position import check_progress
 from titanlab.data import source
-from titanlab.data.tokenizers.tokenizer import keep
+from titanlab.data.tokenizers import keep
 from titanlab.distributed.host import Host, share_of_cores, thread_count, thread_variables
 from titanlab.distributed.silence import judged
 from titanlab.errors import ConfigError

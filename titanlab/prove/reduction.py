@@ -13,7 +13,7 @@ from titanlab.checkpoint.contract import CheckpointConfig
 from titanlab.checkpoint.schema import Off as NoCheckpoints
 from titanlab.compile.schema import RECORDING, Compile
 from titanlab.costs.layout import AXES, SHORT, Layout
-from titanlab.data.synthetic_schema import Synthetic
+from titanlab.data.schema import Synthetic
 from titanlab.errors import ConfigError
 from titanlab.launch.launchers import on_this_host
 from titanlab.model.contract import ModelConfig, ReducedSizes

@@ -13,7 +13,7 @@ from titanlab.checkpoint.address_schema import Place
 from titanlab.checkpoint.contents import read_contents
 from titanlab.checkpoint.folders import find, read_while_kept
 from titanlab.checkpoint.store import load_model
-from titanlab.data.tokenizers import tokenizer as tokenizers
+from titanlab.data import tokenizers
 from titanlab.distributed.ranks import ALONE
 from titanlab.distributed.world import open_world
 from titanlab.errors import ConfigError

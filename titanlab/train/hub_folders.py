@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from titanlab.data.tokenizers.tokenizer import declared_in
+from titanlab.data.tokenizers import declared_in
 from titanlab.errors import ConfigError
 from titanlab.model.contract import HuggingFaceFamily, ModelConfig
 from titanlab.options import discover

@@ -15,7 +15,7 @@ from typing import Any
 from titanlab.checkpoint.address_schema import Place
 from titanlab.checkpoint.contents import check_checkpoint
 from titanlab.checkpoint.folders import checkpoints_of, find, find_run_or_checkpoint, of_step
-from titanlab.data.tokenizers import tokenizer as tokenizers
+from titanlab.data import tokenizers
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 from titanlab.options import discover

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from titanlab.data.corpus.hf_documents import StreamDocuments, documents, text_of
-from titanlab.data.hf_schema import HuggingFace
+from titanlab.data.hf_documents import StreamDocuments, documents, text_of
+from titanlab.data.schema import HuggingFace
 from titanlab.errors import ConfigError, DamagedPosition
 
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from titanlab.data.corpus.text_files import Corpus, corpus_of, matching
+from titanlab.data.corpus import Corpus, corpus_of, matching
 from titanlab.errors import ConfigError
 
 TEXTS = ["one\n", "two\r\n\ttabs  ", "drei – 中文 🎉"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from titanlab.data.shards.index import Index, Shard, dtype_for, fingerprint_of, is_whole, read_index, write_index
+from titanlab.data.shard_index import Index, Shard, dtype_for, fingerprint_of, is_whole, read_index, write_index
 from titanlab.errors import ConfigError
 
 

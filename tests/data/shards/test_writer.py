@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from titanlab.data.shards import writer
-from titanlab.data.shards.index import Index, read_index
-from titanlab.data.shards.writer import pieces_of, write_documents
+from titanlab.data import shard_writer as writer
+from titanlab.data.shard_index import Index, read_index
+from titanlab.data.shard_writer import pieces_of, write_documents
 
 
 class Letters:

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanlab.data import source
-from titanlab.data.shards.index import Index, Shard, write_index
-from titanlab.data.tokens_schema import TokenFolder
+from titanlab.data.schema import TokenFolder
+from titanlab.data.shard_index import Index, Shard, write_index
 from titanlab.errors import ConfigError
 
 SEQ = 8

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titanlab.data.streams.packing import PackedStream, Position
+from titanlab.data.streaming import PackedStream, Position
 
 SEQ = 5
 LENGTHS = st.lists(st.integers(1, 25), min_size=1, max_size=8)

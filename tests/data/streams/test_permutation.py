@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titanlab.data.streams.permutation import keyed, mix, shuffled
+from titanlab.data.indexed import keyed, mix, shuffled
 
 SEEDS = st.integers(0, 2**64)
 

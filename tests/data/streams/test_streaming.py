@@ -17,9 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.streams.test_packing import LENGTHS, SEQ, Counted
-from titanlab.data.streams.packing import Position
-from titanlab.data.streams.stream import State, merge_states
-from titanlab.data.streams.streaming import ReadAhead, StreamingStream
+from titanlab.data.stream import State, merge_states
+from titanlab.data.streaming import Position, ReadAhead, StreamingStream
 from titanlab.errors import ConfigError, DamagedPosition
 
 

@@ -11,8 +11,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from titanlab.data.tokenizers.download import download_tokenizer
-from titanlab.data.tokenizers.tokenizer import load
+from titanlab.data.new_tokenizer import download_tokenizer
+from titanlab.data.tokenizers import load
 from titanlab.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from titanlab.data.tokenizers.rules import check_size, check_vocabulary
+from titanlab.data.tokenizer_rules import check_size, check_vocabulary
 from titanlab.errors import ConfigError
 
 HERE = Path("here")

@@ -11,8 +11,8 @@ import tiktoken
 import tokenizers
 
 from tests.data.conftest import text
-from titanlab.data.tokenizers.tiktoken_file import PATTERN, SPECIAL, _characters
-from titanlab.data.tokenizers.tokenizer import load
+from titanlab.data.tiktoken_file import PATTERN, SPECIAL, _characters
+from titanlab.data.tokenizers import load
 from titanlab.errors import ConfigError
 
 

@@ -11,10 +11,11 @@ import pytest
 import tokenizers
 
 from titanlab.cli import main
-from titanlab.data.tokenizers import expressions, trial
-from titanlab.data.tokenizers.expressions import unknown_patterns
-from titanlab.data.tokenizers.tiktoken_file import PATTERN
-from titanlab.data.tokenizers.tokenizer import load
+from titanlab.data import tokenizer_rules as expressions
+from titanlab.data import tokenizer_trial as trial
+from titanlab.data.tiktoken_file import PATTERN
+from titanlab.data.tokenizer_rules import unknown_patterns
+from titanlab.data.tokenizers import load
 from titanlab.errors import ConfigError
 
 ENDLESS = r"(a+)+b"

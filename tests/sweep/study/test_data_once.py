@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from tests import tiny
-from titanlab.data.files_schema import Files
+from titanlab.data.schema import Files
 from titanlab.errors import ConfigError
 from titanlab.sweep import plan
 from titanlab.sweep.plan import DataOnce

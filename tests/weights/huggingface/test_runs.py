@@ -15,7 +15,7 @@ from titanlab.checkpoint.folders import checkpoints, latest
 from titanlab.checkpoint.index import signed
 from titanlab.cli import main
 from titanlab.data import source
-from titanlab.data.files_schema import Files
+from titanlab.data.schema import Files
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.errors import ConfigError
 from titanlab.launch.execute import prepare
@@ -287,7 +287,7 @@ def test_text_comes_from_a_folder_of_weights_as_from_the_run(with_tokenizer, tmp
 def test_transformers_opens_a_run_with_its_tokenizer(with_tokenizer, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from titanlab.data.tokenizers.tokenizer import load
+    from titanlab.data.tokenizers import load
 
     assert main(["export", str(with_tokenizer.path), "--into", str(tmp_path / "hf")]) == 0
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "hf"), load(with_tokenizer.tokenizer)

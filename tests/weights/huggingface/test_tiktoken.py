@@ -7,7 +7,7 @@ import pytest
 
 from tests.weights.huggingface import made
 from titanlab.cli import main
-from titanlab.data.tokenizers.tokenizer import load
+from titanlab.data.tokenizers import load
 from titanlab.train.hub_folders import copy_tokenizer
 
 TOKENS = [*(bytes([byte]) for byte in range(256)), *(b" t", b"th", b" th", b"the", b" the", b"12", b"123", b"\n\n")]

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from titanlab.data.streams.indexed import rank_samples
-from titanlab.data.streams.permutation import keyed, mix
-from titanlab.data.streams.stream import IGNORE, Batch, State, check_state
+from titanlab.data.indexed import keyed, mix, rank_samples
+from titanlab.data.stream import IGNORE, Batch, State, check_state
 
 _STRIDE = np.uint64(0x9E3779B97F4A7C15)
 _LOW = (1 << 32) - 1

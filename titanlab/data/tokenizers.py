@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from titanlab.data.documents import Separators
-from titanlab.data.tokenizers.expressions import try_patterns, unknown_patterns
-from titanlab.data.tokenizers.rules import check_size, check_vocabulary
-from titanlab.data.tokenizers.tiktoken_file import OtherModelError, is_tiktoken, read_tiktoken
+from titanlab.data.contract import Separators
+from titanlab.data.tiktoken_file import OtherModelError, is_tiktoken, read_tiktoken
+from titanlab.data.tokenizer_rules import check_size, check_vocabulary, try_patterns, unknown_patterns
 from titanlab.distributed.host import cores
 from titanlab.errors import ConfigError
 from titanlab.system.files import write_bytes

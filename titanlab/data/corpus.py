@@ -1,4 +1,4 @@
-"""Documents of text, JSONL and parquet files, in a fixed order."""
+"""Documents of text, JSONL and parquet files, in a fixed order, and the choice of those that validate."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import codecs
 import contextlib
 import glob
 import gzip
+import hashlib
 import importlib
 import io
 import json
@@ -341,3 +342,16 @@ def _opened(file: Path) -> io.BufferedIOBase:
         return io.BufferedReader(arrow.CompressedInputStream(str(file), "zstd"))
     opened: Any = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(packed, open)
     return cast("io.BufferedIOBase", opened(file, "rb"))
+
+
+def is_held_out(text: str, fraction: float) -> bool:
+    """Whether a document belongs to validation.
+
+    Args:
+        text: the whole document.
+        fraction: part of all documents to hold out, in [0, 1); 0 holds out none.
+    """
+    if fraction <= 0:
+        return False
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") < fraction * 2.0**64

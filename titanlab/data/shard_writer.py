@@ -9,9 +9,9 @@ from typing import IO
 import numpy as np
 import numpy.typing as npt
 
-from titanlab.data.shards.index import BYTES, Index, Shard, dtype_for, write_index
-from titanlab.data.streams.stream import Report
-from titanlab.data.tokenizers.tokenizer import Tokenizer, keep, separators_in_words, separators_of
+from titanlab.data.shard_index import BYTES, Index, Shard, dtype_for, write_index
+from titanlab.data.stream import Report
+from titanlab.data.tokenizers import Tokenizer, keep, separators_in_words, separators_of
 
 SHARD_TOKENS = 1 << 30
 """A file ends after the document with which it reaches this many tokens."""

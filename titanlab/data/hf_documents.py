@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from titanlab.data.corpus.held_out import is_held_out
-from titanlab.data.corpus.text_files import whole_characters
-from titanlab.data.hf_schema import LOCAL_BUILDERS, HuggingFace
-from titanlab.data.streams.packing import Position
-from titanlab.data.streams.stream import damaged, is_count
-from titanlab.data.tokenizers.tokenizer import Tokenizer, separators_of
+from titanlab.data.corpus import is_held_out, whole_characters
+from titanlab.data.schema import LOCAL_BUILDERS, HuggingFace
+from titanlab.data.stream import damaged, is_count
+from titanlab.data.streaming import Position
+from titanlab.data.tokenizers import Tokenizer, separators_of
 from titanlab.errors import ConfigError
 from titanlab.system.hub import check_reachable, is_offline
 

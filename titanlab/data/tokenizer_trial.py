@@ -1,6 +1,6 @@
 """The process that tries a tokenizer for `expressions.py`.
 
-python -m titanlab.data.tokenizers.trial FILE SECONDS TRIAL_SECONDS
+python -m titanlab.data.tokenizer_trial FILE SECONDS TRIAL_SECONDS
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titanlab.data.tokenizers.expressions import GIVEN_UP, unknown_patterns
-from titanlab.data.tokenizers.tokenizer import HuggingFaceTokenizer, Tokenizer
+from titanlab.data.tokenizer_rules import GIVEN_UP, unknown_patterns
+from titanlab.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from titanlab.errors import ConfigError
 
 _RUN = 1000

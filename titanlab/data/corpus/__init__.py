@@ -1,1 +1,0 @@
-"""Documents: reading them from files and datasets, and choosing those that validate."""

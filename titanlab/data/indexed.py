@@ -1,0 +1,309 @@
+"""Token shards as numbered sequences: reading them, their seeded order, the training stream and the held-out rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from titanlab.data.contract import Separators
+from titanlab.data.shard_index import INDEX, Index
+from titanlab.data.source import check_sequences, check_validation
+from titanlab.data.stream import IGNORE, Batch, State, check_state
+from titanlab.errors import ConfigError
+
+_CHECKED_TOKENS = 1 << 20
+
+
+def check_tokens(folder: Path, index: Index, key: str = "data.folder") -> None:
+    """Check that the first 2^20 tokens of every file are below `vocab_size`.
+
+    Raises:
+        ConfigError: a token is not.
+    """
+    for shard in (*index.train, *index.validation):
+        first = np.fromfile(folder / shard.file, dtype=_stored(index), count=min(shard.tokens, _CHECKED_TOKENS))
+        if first.size and int(first.max()) >= index.vocab_size:
+            raise ConfigError(
+                key,
+                folder / shard.file,
+                f"has token {int(first.max())}, and {INDEX} says vocab_size {index.vocab_size}",
+                "check dtype and vocab_size in the index",
+            )
+
+
+def check_documents(folder: Path, index: Index, separators: Separators, key: str) -> None:
+    """Check that a document ends in the first 2^20 tokens of at least one file.
+
+    Raises:
+        ConfigError: it does not, so that the tokens named in the index are not those that separate documents.
+    """
+    for shard in (*index.train, *index.validation):
+        first = np.fromfile(folder / shard.file, dtype=_stored(index), count=min(shard.tokens, _CHECKED_TOKENS))
+        if first.size and separators.starts(first[None].astype(np.int64)).any():
+            return
+    rule = f"no document ends in the first {_CHECKED_TOKENS:,} tokens of any file"
+    cure = f"check bos_id={index.bos_id} and eos_id={index.eos_id} in {INDEX}, or try false"
+    raise ConfigError(key, True, rule, cure)
+
+
+class Split:
+    """The sequences of `train` or `validation` in memory-mapped files.
+
+    Sequence i of a file covers its tokens [i·seq, (i+1)·seq]; the last of them is a label only. The remaining tokens
+    at a file's end, less than a sequence, are not used.
+    """
+
+    def __init__(self, folder: Path, index: Index, name: str, seq_len: int) -> None:
+        self.seq_len = seq_len
+        self.files = [
+            # A plain ndarray view: every indexing of an `np.memmap` costs some microseconds more.
+            np.memmap(folder / shard.file, dtype=_stored(index), mode="r").view(np.ndarray)
+            for shard in index.split(name)
+            if shard.tokens
+        ]
+        counts = [max(0, len(file) - 1) // seq_len for file in self.files]
+        self._tokens = [file[: n * seq_len].reshape(n, seq_len) for file, n in zip(self.files, counts, strict=True)]
+        self._labels = [
+            file[1 : n * seq_len + 1].reshape(n, seq_len) if n else self._tokens[number]
+            for number, (file, n) in enumerate(zip(self.files, counts, strict=True))
+        ]
+        self._ends = np.cumsum(counts, dtype=np.int64)
+        self.sequences = int(sum(counts))
+
+    def gather(self, sequences: npt.NDArray[np.int64]) -> Batch:
+        """Read the sequences with the numbers `[k]`: tokens and labels, int64 `[k, seq]` each."""
+        if len(self.files) == 1:
+            return Batch(_rows(self._tokens[0], sequences), _rows(self._labels[0], sequences))
+        tokens = np.empty((len(sequences), self.seq_len), dtype=np.int64)
+        labels = np.empty_like(tokens)
+        files = np.searchsorted(self._ends, sequences, side="right")
+        for file in np.unique(files):
+            places = np.flatnonzero(files == file)
+            rows = sequences[places] - (self._ends[file] - len(self._tokens[file]))
+            tokens[places], labels[places] = self._tokens[file][rows], self._labels[file][rows]
+        return Batch(tokens, labels)
+
+    def padded_rows(self) -> int:
+        """Number of rows that cover every token that can be a label; the last row of each file is padded."""
+        return sum(math.ceil((len(file) - 1) / self.seq_len) for file in self.files if len(file) > 1)
+
+    def padded_row(self, row: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Read one of the `padded_rows`: tokens and labels, int64 `[seq]`; padding has the label `IGNORE`."""
+        for file in self.files:
+            rows = math.ceil((len(file) - 1) / self.seq_len)
+            if row < rows:
+                break
+            row -= rows
+        piece = file[row * self.seq_len : (row + 1) * self.seq_len + 1].astype(np.int64)
+        tokens = np.zeros(self.seq_len, dtype=np.int64)
+        labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
+        tokens[: len(piece) - 1], labels[: len(piece) - 1] = piece[:-1], piece[1:]
+        return tokens, labels
+
+
+def _rows(table: npt.NDArray[Any], numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    rows: npt.NDArray[np.int64] = table.take(numbers, axis=0).astype(np.int64)
+    return rows
+
+
+def _stored(index: Index) -> np.dtype[Any]:
+    return np.dtype(index.dtype).newbyteorder("<")
+
+
+U64 = npt.NDArray[np.uint64]
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+_HALF_ROUNDS = 8
+
+
+def mix(x: U64) -> U64:
+    """The finaliser of splitmix64, a bijection on 64-bit integers; `x` has any shape and is not changed."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def keyed(seed: int, numbers: npt.NDArray[Any]) -> U64:
+    """A 64-bit hash of (seed, number) for each number; same shape as `numbers`."""
+    start = mix(np.array([(seed + 1) * _GOLDEN & _MASK], dtype=np.uint64))
+    return mix(numbers.astype(np.uint64) * np.uint64(_GOLDEN) + start)
+
+
+def shuffled(samples: npt.NDArray[np.int64], *, seed: int, n: int) -> npt.NDArray[np.int64]:
+    """Map samples of an endless stream to numbers below n; every epoch of n samples has its own permutation.
+
+    Args:
+        samples: int64 `[k]`, sample numbers from 0; sample g is place g % n of epoch g // n.
+        seed: of the order.
+        n: at least 1.
+
+    Returns:
+        int64 `[k]` in [0, n).
+    """
+    epochs, places = np.divmod(samples, n)
+    left_size = math.isqrt(n - 1) + 1
+    right_size = -(-n // left_size)
+    keys = keyed(seed, epochs)
+    numbers = _network(places.astype(np.uint64), keys, left_size, right_size)
+    # At most left_size - 1 of the pairs are not below n, so the loop seldom runs, and on few numbers.
+    while (outside := np.flatnonzero(numbers >= n)).size:
+        numbers[outside] = _network(numbers[outside], keys[outside], left_size, right_size)
+    return numbers.astype(np.int64)
+
+
+def _network(x: U64, keys: U64, left_size: int, right_size: int) -> U64:
+    a, b = np.uint64(left_size), np.uint64(right_size)
+    left, right = x // b, x % b
+    for number in range(1, _HALF_ROUNDS, 2):
+        left = (left + mix(right + keys * np.uint64(number)) % a) % a
+        right = (right + mix(left + keys * np.uint64(number + 2 * _HALF_ROUNDS)) % b) % b
+    return left * b + right
+
+
+_AHEAD = 1024
+
+
+class IndexedStream:
+    """Sequences of a split in a seeded order, which differs from epoch to epoch.
+
+    Args:
+        split: at least one sequence.
+        fingerprint: of the data; part of the state.
+        seed: of the order.
+        global_batch: sequences of one step, over all ranks; a multiple of `ranks`.
+        rank, ranks: this data-parallel rank, and the number of data-parallel ranks.
+        state: a merged state to resume from, of any number of ranks and any global batch.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        *,
+        fingerprint: str,
+        seed: int,
+        global_batch: int,
+        rank: int,
+        ranks: int,
+        state: State | None = None,
+    ) -> None:
+        self._split = split
+        self._identity = {"fingerprint": fingerprint, "seed": seed, "seq_len": split.seq_len}
+        self._samples = 0
+        if state is not None:
+            check_state(state, **self._identity)
+            self._samples = int(state["samples"])
+        self._seed, self._global_batch = seed, global_batch
+        self._order = _RankOrder(self._samples, global_batch=global_batch, rank=rank, ranks=ranks)
+        self._local = global_batch // ranks
+        self._ahead = np.empty(0, dtype=np.int64)
+        self._at = 0
+
+    def next_batch(self) -> Batch:
+        """This rank's sequences of the next step, int64 `[global_batch / ranks, seq]`."""
+        if self._at == len(self._ahead):
+            # Computing the order of many steps costs little more than that of one step.
+            samples = self._order.next(max(1, _AHEAD // self._local))
+            self._ahead = shuffled(samples, seed=self._seed, n=self._split.sequences)
+            self._at = 0
+        chosen = self._ahead[self._at : self._at + self._local]
+        self._at += self._local
+        self._samples += self._global_batch
+        return self._split.gather(chosen)
+
+    def state(self) -> State:
+        """The number of samples that all ranks together have taken; the same on every rank."""
+        return {**self._identity, "samples": self._samples}
+
+    def close(self) -> None:
+        """Nothing is read ahead."""
+
+
+class _RankOrder:
+    """The global samples g with g % ranks == rank, from `start` on, step by step."""
+
+    def __init__(self, start: int, *, global_batch: int, rank: int, ranks: int) -> None:
+        self._next, self._ranks = start + (rank - start) % ranks, ranks
+        self._local = global_batch // ranks
+
+    def next(self, steps: int) -> npt.NDArray[np.int64]:
+        """Samples of the next `steps` steps, int64 `[steps · local]`."""
+        count = steps * self._local
+        samples = self._next + self._ranks * np.arange(count, dtype=np.int64)
+        self._next += self._ranks * count
+        return samples
+
+
+def rank_samples(start: int, *, global_batch: int, rank: int, ranks: int) -> range:
+    """Global samples of one rank in the step that begins at sample `start`."""
+    return range(start + (rank - start) % ranks, start + global_batch, ranks)
+
+
+class HeldOutRows:
+    """Rows of a validation split, spread evenly over it; see `stream.Rows`.
+
+    Args:
+        split: of held-out tokens.
+        sequences: number of rows over all ranks; fewer if the split has fewer.
+        rank, ranks: row j belongs to rank j % ranks. Every rank has the same number of rows: if `ranks` does not
+            divide them, the last rows are padding, with `IGNORE` as every label.
+    """
+
+    def __init__(self, split: Split, *, sequences: int, rank: int, ranks: int) -> None:
+        available = split.padded_rows()
+        rows = min(sequences, available)
+        self._split = split
+        self._rows: list[int | None] = [row * available // rows for row in range(rank, rows, ranks)]
+        self._rows += [None] * (-(-rows // ranks) - len(self._rows))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+        seq_len = self._split.seq_len
+        for row in self._rows:
+            if row is None:
+                yield np.zeros(seq_len, dtype=np.int64), np.full(seq_len, IGNORE, dtype=np.int64)
+            else:
+                yield self._split.padded_row(row)
+
+
+def open_train(
+    folder: Path,
+    index: Index,
+    *,
+    fingerprint: str,
+    seed: int,
+    seq_len: int,
+    global_batch: int,
+    rank: int,
+    ranks: int,
+    state: State | None,
+) -> IndexedStream:
+    """The training stream of a folder of token shards.
+
+    Raises:
+        ConfigError: the shards have less than one sequence, or `state` belongs to other data.
+    """
+    check_sequences(index, seq_len)
+    split = Split(folder, index, "train", seq_len)
+    return IndexedStream(
+        split, fingerprint=fingerprint, seed=seed, global_batch=global_batch, rank=rank, ranks=ranks, state=state
+    )
+
+
+def open_validation(
+    folder: Path, index: Index, *, seq_len: int, sequences: int, rank: int, ranks: int, key: str, value: object
+) -> HeldOutRows:
+    """The held-out rows of a folder of token shards.
+
+    Raises:
+        ConfigError: nothing was held out.
+    """
+    check_validation(index, key, value)
+    return HeldOutRows(Split(folder, index, "validation", seq_len), sequences=sequences, rank=rank, ranks=ranks)

@@ -1,0 +1,247 @@
+"""Configs of all kinds of data."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from titanlab.data.contract import DataConfig, DataSource
+from titanlab.errors import ConfigError
+from titanlab.options import option
+
+SMALLEST_VOCABULARY = 320
+"""256 bytes, three special tokens and room for the characters of a plain text."""
+
+
+@dataclass(kw_only=True)
+class Text(DataConfig):
+    """Text that becomes tokens.
+
+    Attributes:
+        tokenizer: a SentencePiece `.model`, an HF `tokenizer.json`, or a folder with one of them; null: train
+            a SentencePiece BPE on the text itself.
+        vocab_size: of the tokenizer to train; not used if `tokenizer` names one.
+        validation_fraction: fraction of the documents to hold out of training, chosen by a hash of their content.
+        document_mask: attention stays within each document, and positions restart at its first token; what a sequence
+            cuts off a document is a document of its own.
+    """
+
+    # The tokenizer's path is not part of the run's identity: the data's fingerprint has the file's content.
+    tokenizer: str | None = field(default=None, metadata={"identity": False})
+    # Small, so that the embedding of a small model does not outweigh its blocks.
+    vocab_size: int = 2048
+    validation_fraction: float = 0.01
+    document_mask: bool = field(default=False, metadata={"before": False})
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < SMALLEST_VOCABULARY:
+            raise ConfigError(
+                "data.vocab_size",
+                self.vocab_size,
+                f"must be at least {SMALLEST_VOCABULARY}: all bytes, special tokens and some characters",
+                "try 2048",
+            )
+        if not 0 <= self.validation_fraction <= 0.5:
+            raise ConfigError(
+                "data.validation_fraction",
+                self.validation_fraction,
+                "must be between 0 and 0.5",
+                "try 0.01, or 0 to hold nothing out",
+            )
+        if self.tokenizer is not None:
+            self.tokenizer = absolute(self.tokenizer)
+
+
+def absolute(path: str) -> str:
+    """The path made absolute: a run may be resumed from another working directory."""
+    return os.path.abspath(os.path.expanduser(path))
+
+
+@option("data", "files")
+@dataclass(kw_only=True)
+class Files(Text):
+    """Text, JSONL or parquet files.
+
+    Attributes:
+        files: a file, a folder (with all files below it) or a glob in which `**` matches any folders;
+            several are separated by `:`. The ending decides the format: `.jsonl`, `.ndjson` or `.json` has one
+            JSON object per line, `.parquet` is parquet, any other file is one text document. `.gz`, `.bz2`, `.xz`
+            or `.zst` may follow, except after parquet. Tables such as `.csv` are refused.
+        text_field: key or column of the text in JSONL and parquet.
+    """
+
+    kind: str = "files"
+    files: str = field(default="", metadata={"identity": False})
+    text_field: str = "text"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.files.strip():
+            raise ConfigError(
+                "data.files", self.files, "names no file", "give a file, a folder or a glob: data.files=corpus/*.jsonl"
+            )
+        if "://" in self.files:
+            rule, cure = "is an address, and files are read from folders of this host", "copy it here, or try data=hf"
+            raise ConfigError("data.files", self.files, rule, cure)
+        parts = [part for part in self.files.split(os.pathsep) if part.strip()]
+        if any(os.pathsep in absolute(part) for part in parts):
+            rule = f"is relative to {os.getcwd()}, whose {os.pathsep!r} separates files"
+            raise ConfigError("data.files", self.files, rule, "start in a folder without, or give an absolute path")
+        self.files = os.pathsep.join(map(absolute, parts))
+        if not self.text_field:
+            raise ConfigError("data.text_field", self.text_field, "names no field", "try text")
+
+    def implementation(self) -> DataSource:
+        from titanlab.data.text import FilesSource
+
+        return FilesSource(self)
+
+
+@option("data", "stdlib")
+@dataclass(kw_only=True)
+class Stdlib(Text):
+    """The source of this Python's standard library: real text on every machine, without a network."""
+
+    kind: str = "stdlib"
+    # Some twenty modules: enough for a steady validation loss.
+    validation_fraction: float = 0.05
+
+    def implementation(self) -> DataSource:
+        from titanlab.data.text import StdlibSource
+
+        return StdlibSource(self)
+
+
+LOCAL_BUILDERS = ("json", "parquet", "text", "csv", "arrow")
+"""Values of `path` that name a format; `data_files` then are files on this machine."""
+
+
+@option("data", "hf")
+@dataclass(kw_only=True)
+class HuggingFace(Text):
+    """Any dataset that Hugging Face `datasets` can stream.
+
+    Attributes:
+        path: a dataset on the hub (`allenai/c4`), a folder, or a format (`json`, `parquet`) of `data_files`.
+        name: configuration of the dataset, such as `en`.
+        revision: branch, tag or commit on the hub; a commit makes a run repeatable.
+        data_files: files or globs, for a format or for a part of a dataset.
+        split: the split to train on.
+        validation_split: the split to validate on; null holds `validation_fraction` of the documents of `split` out.
+        validation_documents: number of documents that are read and kept for validation; 0: none.
+        text_field: column of the text.
+        streams: number of virtual streams, a multiple of the data-parallel processes: 24 for 1, 2, 3, 4, 6, 8, 12 or
+            24 of them, 96 or 768 for more. The order of tokens depends on it, never on the number of processes: keep
+            it where a training continues on another number.
+        prefetch: batches that a thread prepares ahead; 0: none.
+    """
+
+    kind: str = "hf"
+    # The data's fingerprint has the content of a local folder, and the name of a dataset on the hub.
+    path: str = field(default="", metadata={"identity": False})
+    name: str | None = None
+    revision: str | None = None
+    data_files: list[str] = field(default_factory=list, metadata={"identity": False})
+    split: str = "train"
+    validation_split: str | None = None
+    validation_documents: int = 1000
+    text_field: str = "text"
+    streams: int = 24
+    prefetch: int = field(default=2, metadata={"identity": False})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.path.strip():
+            raise ConfigError(
+                "data.path", self.path, "names no dataset", "give one of the hub, such as data.path=allenai/c4"
+            )
+        for name, least in (("streams", 1), ("validation_documents", 0), ("prefetch", 0)):
+            value = getattr(self, name)
+            if value < least:
+                raise ConfigError(f"data.{name}", value, f"must be at least {least}", f"try {self._default(name)}")
+        for name in ("split", "text_field"):
+            if not getattr(self, name):
+                raise ConfigError(f"data.{name}", "", "must not be empty", f"try {self._default(name)}")
+        if self.path == "pandas":
+            # Earlier versions of `datasets` unpickle the files.
+            raise ConfigError("data.path", self.path, "reads pickles, which can run code", "convert them to parquet")
+        if self.path in LOCAL_BUILDERS:
+            if not self.data_files:
+                raise ConfigError(
+                    "data.data_files", [], f"path={self.path} needs files", "try 'data.data_files=[corpus/*.jsonl]'"
+                )
+            self.data_files = [file if "://" in file else absolute(file) for file in self.data_files]
+        elif os.path.isdir(os.path.expanduser(self.path)):
+            self.path = absolute(self.path)
+
+    def _default(self, name: str) -> object:
+        return type(self).__dataclass_fields__[name].default
+
+    def implementation(self) -> DataSource:
+        from titanlab.data.hf import HuggingFaceSource
+
+        return HuggingFaceSource(self)
+
+
+@option("data", "tokens")
+@dataclass(kw_only=True)
+class TokenFolder(DataConfig):
+    """Existing token shards, made by `titanlab tokenize` or by another tool.
+
+    Attributes:
+        folder: contains `index.json` and the shards that it names.
+        document_mask: attention stays within each document, and positions restart at its first token; what a sequence
+            cuts off a document is a document of its own. Documents are told apart by `bos_id` and `eos_id` of the
+            index.
+    """
+
+    kind: str = "tokens"
+    folder: str = field(default="", metadata={"identity": False})
+    document_mask: bool = field(default=False, metadata={"before": False})
+
+    def __post_init__(self) -> None:
+        if not self.folder.strip():
+            raise ConfigError(
+                "data.folder",
+                self.folder,
+                "names no folder",
+                "make one with `titanlab tokenize`: data.folder=<it>",
+            )
+        self.folder = absolute(self.folder)
+
+    def implementation(self) -> DataSource:
+        from titanlab.data.text import TokenFolderSource
+
+        return TokenFolderSource(self)
+
+
+@option("data", "synthetic")
+@dataclass(kw_only=True)
+class Synthetic(DataConfig):
+    """Random tokens, computed and not read: for benchmarks, in which no step may wait for data.
+
+    Attributes:
+        vocab_size: tokens are drawn uniformly from [0, vocab_size).
+        gaps: labels at the beginning of sequences do not count, of every fourth sequence none, then a quarter, a half
+            and three quarters: for proofs, since a mean over the labels of one rank is then not the mean over all.
+        document_mask: the sequences are documents, each of which ends with token 0; attention stays within each, and
+            positions restart.
+        document_tokens: mean number of tokens in a document; lengths are drawn, as geometric distributions have them.
+    """
+
+    kind: str = "synthetic"
+    vocab_size: int = 2048
+    gaps: bool = field(default=False, metadata={"before": False})
+    document_mask: bool = field(default=False, metadata={"before": False})
+    document_tokens: int = field(default=256, metadata={"before": 256})
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.vocab_size <= 2**31:
+            raise ConfigError("data.vocab_size", self.vocab_size, "must be between 2 and 2147483648", "try 2048")
+        if self.document_tokens < 1:
+            raise ConfigError("data.document_tokens", self.document_tokens, "must be at least 1", "try 256")
+
+    def implementation(self) -> DataSource:
+        from titanlab.data.synthetic import SyntheticSource
+
+        return SyntheticSource(self)

@@ -1,1 +1,0 @@
-"""Token shards: their index, writing them, and reading sequences of a split."""

@@ -1,1 +1,0 @@
-"""Streams of batches: orders, packing, positions that can be kept and resumed."""

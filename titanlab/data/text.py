@@ -1,0 +1,444 @@
+"""Data in token shards: shards of text, made in the cache or by `titanlab tokenize`, and existing ones."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+import sysconfig
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from titanlab.data import cache, tokenizers
+from titanlab.data import cache as fingerprint
+from titanlab.data.contract import DOCUMENT_MASK, DataSource, Separators, check_separators
+from titanlab.data.corpus import Corpus, corpus_of, is_held_out
+from titanlab.data.schema import Files, Stdlib, Text, TokenFolder
+from titanlab.data.shard_index import INDEX, Index, fingerprint_of, is_whole, read_index
+from titanlab.data.source import check_sequences, check_validation, check_vocab_size
+from titanlab.data.stream import Report, Rows, State, Stream
+from titanlab.data.tokenizers import Tokenizer
+from titanlab.errors import ConfigError
+
+ORDER = 1
+"""Increased when a code change gives other tokens of the same corpus, or another order of them."""
+VALIDATION_KEY = "data.validation_fraction"
+
+_TRIED_CHARACTERS = 4096
+TextConfig = TypeVar("TextConfig", bound=Text)
+
+
+class PreparedText(DataSource, Generic[TextConfig]):
+    """A corpus that becomes token shards in the cache."""
+
+    def __init__(self, config: TextConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def find_corpus(self) -> Corpus:
+        """The documents.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        ...
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        """The documents."""
+        return self.find_corpus()
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        """A hash of the texts, the tokenizer and the validation fraction; 32 hexadecimal digits."""
+        config = self.config
+        trained = ["trained", config.vocab_size]
+        tokenizer = trained if config.tokenizer is None else tokenizers.load(Path(config.tokenizer)).fingerprint
+        content = content_of(self.corpus)
+        return fingerprint.hash_of_values(ORDER, content, self.corpus.text_field, tokenizer, config.validation_fraction)
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the token shards; it may not exist yet."""
+        return cache.root() / "tokens" / f"{self.config.kind}-{self.fingerprint()}"
+
+    @cached_property
+    def index(self) -> Index:
+        """The index of the token shards.
+
+        Raises:
+            ConfigError: the shards have not been made.
+        """
+        folder = self.folder
+        if not folder.is_dir():
+            raise ConfigError("data", self.config.kind, f"{folder} is missing", "prepare the data first")
+        return read_index(folder, "data")
+
+    def prepare(self, *, report: Report) -> None:
+        """Make the token shards, unless they exist."""
+        cache.build(self.folder, lambda folder: self._make(folder, report), report=report, is_whole=is_whole)
+
+    def tokenizer(self) -> Tokenizer:
+        # A tokenizer that the config names needs no corpus: text may be generated on a machine without the corpus.
+        if self.config.tokenizer is not None:
+            return tokenizers.load(Path(self.config.tokenizer))
+        index = self.index
+        return tokenizers.load(self.folder / str(index.tokenizer))
+
+    def vocab_size(self) -> int:
+        return self.index.vocab_size
+
+    def separators(self) -> Separators:
+        return Separators(begin=self.index.bos_id, end=self.index.eos_id)
+
+    def check(self, *, seq_len: int, vocab_size: int, validation_sequences: int, **_: int) -> None:
+        config, folder = self.config, self.folder
+        whole = folder.is_dir() and is_whole(folder)
+        if not whole:
+            # Before the vocabulary: a file without text must give its own error.
+            self.corpus.check()
+        check_vocab_size(vocab_size, config.vocab_size if config.tokenizer is None else self.tokenizer().vocab_size)
+        if config.document_mask and config.tokenizer is not None:
+            check_tokenizer(self.tokenizer())
+        if validation_sequences and not config.validation_fraction:
+            check_validation(None, VALIDATION_KEY, config.validation_fraction)
+        if whole:
+            index = self.index
+            check_sequences(index, seq_len)
+            if validation_sequences:
+                check_validation(index, VALIDATION_KEY, config.validation_fraction)
+
+    def open_train(self, *, state: State | None, **how: Any) -> Stream:
+        # Imported here: it needs numpy, and the checks do not.
+        from titanlab.data import indexed
+
+        return indexed.open_train(self.folder, self.index, fingerprint=self.fingerprint(), state=state, **how)
+
+    def open_validation(self, **how: int) -> Rows:
+        from titanlab.data import indexed
+
+        rows: dict[str, Any] = {"key": VALIDATION_KEY, "value": self.config.validation_fraction, **how}
+        return indexed.open_validation(self.folder, self.index, **rows)
+
+    def _make(self, folder: Path, report: Report) -> None:
+        make_shards(
+            folder,
+            self.corpus,
+            tokenizer=self.config.tokenizer,
+            vocab_size=self.config.vocab_size,
+            validation_fraction=self.config.validation_fraction,
+            fingerprint=self.fingerprint(),
+            report=report,
+        )
+
+
+def content_of(corpus: Corpus) -> str:
+    """A hash of a corpus's files; 32 hexadecimal digits.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    try:
+        return fingerprint.hash_of_files(corpus.files)
+    except OSError as error:
+        rule = f"cannot be read ({error.strerror})"
+        raise ConfigError(corpus.key, error.filename or "", rule, "check its permissions") from error
+
+
+def check_tokenizer(tokenizer: Tokenizer) -> None:
+    """Check that a tokenizer tells documents apart; one that is trained here does.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    check_separators(
+        tokenizers.separators_of(tokenizer), whose="the tokenizer", cure="try false, or a tokenizer with such a token"
+    )
+
+
+def make_shards(
+    folder: Path,
+    corpus: Corpus,
+    *,
+    tokenizer: str | None,
+    vocab_size: int,
+    validation_fraction: float,
+    fingerprint: str,
+    report: Report,
+) -> Index:
+    """Fill an empty folder with the token shards of a corpus; without `tokenizer`, train one first.
+
+    Raises:
+        ConfigError: the corpus or the tokenizer cannot be used.
+    """
+    size = sum(file.stat().st_size for file in corpus.files)
+    first = next(corpus.documents(), None)
+    if first is None:
+        raise ConfigError(corpus.key, corpus.files[0], "has no text in it", "give files with text in them")
+    if tokenizer is not None:
+        reader = tokenizers.load(Path(tokenizer))
+        if not reader.encode(first[:_TRIED_CHARACTERS]):
+            rule = f"makes no token of the text of {corpus.files[0].name}: it has {reader.vocab_size} tokens"
+            raise ConfigError("data.tokenizer", tokenizer, rule, "give a tokenizer that was trained on such text")
+    report(f"reading {len(corpus.files):,} files, {size / 1e6:,.1f} MB: {corpus.in_words()}")
+    # Imported here: they need numpy or sentencepiece, and the checks do not.
+    from titanlab.data import new_tokenizer as training
+    from titanlab.data import shard_writer as writer
+
+    if tokenizer is None:
+        tokenizer_file = folder / "tokenizer.model"
+        sample = corpus.sample(training.SAMPLE_CHARACTERS)
+        train_tokenizer(sample, vocab_size=vocab_size, file=tokenizer_file, report=report)
+    else:
+        tokenizer_file = tokenizers.find(Path(tokenizer))
+    started = time.monotonic()
+    report("tokenising")
+    index = writer.write_documents(
+        folder,
+        corpus.documents(),
+        tokenizer=tokenizers.load(tokenizer_file),
+        tokenizer_file=tokenizer_file,
+        fingerprint=fingerprint,
+        report=report,
+        held_out=lambda text: is_held_out(text, validation_fraction),
+        tail_fraction=validation_fraction,
+    )
+    report(
+        f"{index.tokens('train'):,} tokens to train on and {index.tokens('validation'):,} held out "
+        f"after {time.monotonic() - started:.1f} s"
+    )
+    return index
+
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int, file: Path, report: Report) -> None:
+    """Train a tokenizer and report it.
+
+    Raises:
+        ConfigError: the texts are too few for the vocabulary.
+    """
+    from titanlab.data import new_tokenizer as training
+
+    started = time.monotonic()
+    report(f"training a tokenizer of {vocab_size:,} pieces")
+    training.train_sentencepiece(texts, vocab_size=vocab_size, file=file)
+    report(f"trained it in {time.monotonic() - started:.1f} s")
+
+
+class FilesSource(PreparedText[Files]):
+    """The files that a config names."""
+
+    def find_corpus(self) -> Corpus:
+        return corpus_of(self.config.files, self.config.text_field)
+
+
+# Installed packages, folders that only some systems have, and tables of characters, which are no use as training text.
+_LEFT_OUT = {
+    "__pycache__",
+    "__phello__",
+    "dist-packages",
+    "encodings",
+    "ensurepip",
+    "idlelib",
+    "lib-dynload",
+    "lib2to3",
+    "site-packages",
+    "test",
+    "tests",
+    "turtledemo",
+}
+# These files contain paths of the machine that built this Python.
+_BUILT = ("_sysconfigdata", "_sysconfig_vars")
+
+
+class StdlibSource(PreparedText[Stdlib]):
+    """The standard library of this Python."""
+
+    def find_corpus(self) -> Corpus:
+        folder = Path(sysconfig.get_path("stdlib"))
+        files = source_files(folder)
+        if not files:
+            rule = f"this Python came without the source of its library ({folder})"
+            raise ConfigError("data", "stdlib", rule, "try data=files")
+        return Corpus(files=files, key="data", strict=False)
+
+
+def source_files(folder: Path) -> tuple[Path, ...]:
+    """Python files of a standard library, sorted by their path in it."""
+    sources: list[Path] = []
+    for place, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in _LEFT_OUT and not name.startswith("config-"))
+        sources += [Path(place, file) for file in files if file.endswith(".py") and not file.startswith(_BUILT)]
+    return tuple(sorted(sources, key=lambda file: file.relative_to(folder).parts))
+
+
+@dataclass(frozen=True)
+class TokenFolderSource(DataSource):
+    """The token shards in a folder."""
+
+    config: TokenFolder
+
+    @property
+    def folder(self) -> Path:
+        """Where the shards are."""
+        return Path(self.config.folder)
+
+    @cached_property
+    def index(self) -> Index:
+        """The folder's index."""
+        return read_index(self.folder)
+
+    def fingerprint(self) -> str:
+        return fingerprint_of(self.folder, self.index)
+
+    def prepare(self, *, report: Report) -> None:
+        # The shards exist; only their tokens are checked, because a wrong index would waste a run.
+        from titanlab.data.indexed import check_documents, check_tokens
+
+        check_tokens(self.folder, self.index)
+        if self.config.document_mask:
+            check_documents(self.folder, self.index, self.separators(), DOCUMENT_MASK)
+
+    def tokenizer(self) -> Tokenizer | None:
+        name = self.index.tokenizer
+        return None if name is None else tokenizers.load(self.folder / name, "data.folder")
+
+    def vocab_size(self) -> int:
+        return self.index.vocab_size
+
+    def separators(self) -> Separators:
+        return Separators(begin=self.index.bos_id, end=self.index.eos_id)
+
+    def check(self, *, seq_len: int, vocab_size: int, validation_sequences: int, **_: int) -> None:
+        check_vocab_size(vocab_size, self.index.vocab_size)
+        check_sequences(self.index, seq_len)
+        if self.config.document_mask:
+            check_separators(self.separators(), whose=INDEX, cure="name bos_id or eos_id in it, or try false")
+        if validation_sequences:
+            check_validation(self.index, "data.folder", self.config.folder)
+
+    def open_train(self, *, state: State | None, **how: Any) -> Stream:
+        # Imported here: it needs numpy, and the checks do not.
+        from titanlab.data import indexed
+
+        return indexed.open_train(self.folder, self.index, fingerprint=self.fingerprint(), state=state, **how)
+
+    def open_validation(self, **how: int) -> Rows:
+        from titanlab.data import indexed
+
+        folder = self.config.folder
+        return indexed.open_validation(self.folder, self.index, key="data.folder", value=folder, **how)
+
+
+# What the cures of data=files name, and what it is on the command line.
+_CURES = {"data.tokenizer": "--tokenizer", "data.files=": "", "null to train one": "leave it out to train one"}
+
+
+def write_token_shards(
+    files: str,
+    folder: Path,
+    *,
+    tokenizer: str | None = None,
+    vocab_size: int = 32768,
+    text_field: str = "text",
+    validation_fraction: float = 0.01,
+    report: Callable[[str], None],
+) -> Index:
+    """Tokenise files into a new folder of token shards, which appears complete or not at all.
+
+    Args:
+        files: a file, folder or glob, several separated by `:`; as in `files_schema.Files`.
+        folder: the folder to make, with its parent; it may exist if it is empty.
+        tokenizer: a `.model`, a `tokenizer.json` or a folder with one; None: train one on the files.
+        vocab_size: of the tokenizer to train.
+        text_field: key or column of the text in JSONL and parquet.
+        validation_fraction: fraction of the documents to hold out.
+        report: called with a line of progress now and then.
+
+    Returns:
+        The folder's index, with the number of tokens.
+
+    Raises:
+        ConfigError: the files, the tokenizer or the folder cannot be used; keys are `files`, `folder`,
+            `--tokenizer`, `--text-field`, `--vocab-size` and `--validation-fraction`, as on the command line.
+    """
+    try:
+        return _write_to(files, folder, tokenizer, vocab_size, text_field, validation_fraction, report)
+    except ConfigError as error:
+        # The checks of data=files name config keys; here the values come from the command line.
+        if not error.key.startswith("data"):
+            raise
+        name = error.key.removeprefix("data").lstrip(".") or "files"
+        key = name if name == "files" else "--" + name.replace("_", "-")
+        cure = error.cure
+        for text, here in _CURES.items():
+            cure = cure.replace(text, here)
+        raise ConfigError(key, error.value, error.rule, cure) from error
+
+
+def _write_to(
+    files: str,
+    folder: Path,
+    tokenizer: str | None,
+    vocab_size: int,
+    text_field: str,
+    validation_fraction: float,
+    report: Callable[[str], None],
+) -> Index:
+    config = Files(
+        files=files,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        text_field=text_field,
+        validation_fraction=validation_fraction,
+    )
+    corpus = corpus_of(config.files, text_field)
+    corpus.check()
+    tokenizer_fingerprint = None if config.tokenizer is None else tokenizers.load(Path(config.tokenizer)).fingerprint
+    content = content_of(corpus)
+    folder = folder.absolute()
+    temporary = _beside(folder)
+    try:
+        index = make_shards(
+            temporary,
+            corpus,
+            tokenizer=config.tokenizer,
+            vocab_size=vocab_size,
+            validation_fraction=validation_fraction,
+            fingerprint=fingerprint.hash_of_values(
+                ORDER, content, text_field, tokenizer_fingerprint, vocab_size, validation_fraction
+            ),
+            report=report,
+        )
+        temporary.rename(folder)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return index
+
+
+def _beside(folder: Path) -> Path:
+    """Make a temporary folder beside a folder, which must not exist or must be empty."""
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError("folder", folder, "is there already", "name another, or remove it")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = folder.with_name(f".{folder.name}.making-{secrets.token_hex(6)}")
+        temporary.mkdir()
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    return temporary
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    cure = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "name a folder you can write to"
+    return ConfigError("folder", folder, f"cannot be written ({error.strerror or error})", cure)

@@ -1,1 +1,0 @@
-"""Tokenizers: loading, training and downloading them, and encoding in a process that can be ended."""
