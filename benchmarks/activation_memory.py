@@ -29,14 +29,18 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer
-from titanlab.ac.memory_budget_schema import MemoryBudget
-from titanlab.ac.selective_op_schema import SelectiveOp
-from titanlab.compile.schema import Compile
 from titanlab.costs.account import Share
-from titanlab.model import llama
-from titanlab.model.llama_block_account import block_operations
-from titanlab.model.llama_schema import Llama
+from titanlab.techniques.ac.recomputation_schema import (
+    FullCheckpointing,
+    MemoryBudget,
+    NoCheckpointing,
+    SelectiveLayer,
+    SelectiveOp,
+)
+from titanlab.techniques.compile.schema import Compile
+from titanlab.techniques.model import llama
+from titanlab.techniques.model.llama_account import block_operations
+from titanlab.techniques.model.llama_schema import Llama
 
 HERE = Path(__file__).parent
 POLICIES: Mapping[str, Any] = {

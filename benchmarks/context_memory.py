@@ -30,9 +30,9 @@ from torch import distributed as dist
 from torch import multiprocessing
 from torch.profiler import ProfilerActivity, profile
 
-from titanlab.model import llama
-from titanlab.model.llama_schema import Llama
 from titanlab.parallelism.context import positions, spread_attention
+from titanlab.techniques.model import llama
+from titanlab.techniques.model.llama_schema import Llama
 
 HERE = Path(__file__).parent
 

@@ -28,10 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlab.model.documents.masks import visible
-from titanlab.model.documents.tiles import document_attention, tiling
-from titanlab.model.tiled_attention import tiled_attention
-from titanlab.model.tiled_attention import tiling as whole_tiling
+from titanlab.techniques.model.documents import document_attention, document_tiling, visible
+from titanlab.techniques.model.tiled_attention import tiled_attention
+from titanlab.techniques.model.tiled_attention import tiling as whole_tiling
 
 KEPT = Path(__file__).parent / "results" / "document_masks.json"
 TOKENS = 4096
@@ -89,7 +88,7 @@ def measured(seq_len: int, mean: int, dtype: torch.dtype, times: int) -> dict[st
     if mean >= ROWS[0] // 2:
         ways["one call a document"] = lambda: _one_by_one(q, k, v, starts)
     for rows in ROWS:
-        chosen = "*" if rows == tiling(q).rows else ""
+        chosen = "*" if rows == document_tiling(q).rows else ""
         ways[f"tiles of {rows}{chosen}"] = lambda rows=rows: document_attention(q, k, v, starts, rows, True)[0]
     least = dict.fromkeys(ways, float("inf"))
     gradient = torch.randn(q.shape, generator=generator).to(dtype)

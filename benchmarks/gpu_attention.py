@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from titanlab.costs.attention_order import FLASH3, FUSED, TABLE
-from titanlab.model.attention import InnerAttention
+from titanlab.techniques.model.attention import InnerAttention
 
 KEPT = Path(__file__).parent / "results" / "attention_kernels.json"
 # A CPU has only these.

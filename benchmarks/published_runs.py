@@ -10,23 +10,19 @@ from pathlib import Path
 
 import yaml
 
-from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer
-from titanlab.ac.contract import ACConfig
-from titanlab.ac.selective_op_schema import SelectiveOp
-from titanlab.compile.schema import Compile
-from titanlab.model.llama_schema import Llama
-from titanlab.optimizer.adamw_schema import AdamW
 from titanlab.parallelism.schema import Parallelism
-from titanlab.precision.bf16_schema import Bf16, Bf16Full
-from titanlab.precision.contract import PrecisionConfig
-from titanlab.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise
-from titanlab.precision.mxfp8_schema import Mxfp8
 from titanlab.recipe.recipe import Recipe
 from titanlab.recipe.schema import Cluster, Training
-from titanlab.schedule.contract import PipelineSchedule
-from titanlab.schedule.interleaved_schema import Interleaved1F1B, InterleavedZeroBubble
-from titanlab.schedule.one_f_one_b_schema import OneFOneB
-from titanlab.schedule.zbv_schema import ZBV
+from titanlab.techniques.ac.contract import ACConfig
+from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer, SelectiveOp
+from titanlab.techniques.compile.schema import Compile
+from titanlab.techniques.model.llama_schema import Llama
+from titanlab.techniques.optimizer.adamw_schema import AdamW
+from titanlab.techniques.precision.cast_schema import Bf16, Bf16Full
+from titanlab.techniques.precision.contract import PrecisionConfig
+from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise, Mxfp8
+from titanlab.techniques.schedule.contract import PipelineSchedule
+from titanlab.techniques.schedule.published_schema import ZBV, Interleaved1F1B, InterleavedZeroBubble, OneFOneB
 
 HERE = Path(__file__).parent
 DATA = HERE / "published"

@@ -43,10 +43,10 @@ from titanlab.checkpoint.shards import shard_of
 from titanlab.checkpoint.writer import CheckpointWriter, SavePlannerOfJson, Written
 from titanlab.costs.layout import Layout
 from titanlab.distributed.mesh import build_mesh
-from titanlab.model.llama_schema import Llama
-from titanlab.model.shapes import shapes_only
 from titanlab.parallelism.tensor import TensorParallel, parallelise
 from titanlab.recipe.recipe import stage_pieces
+from titanlab.techniques.model.language_model import shapes_only
+from titanlab.techniques.model.llama_schema import Llama
 
 TENSOR = 8
 SEQ_LEN = 8192

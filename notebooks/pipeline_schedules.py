@@ -28,7 +28,7 @@ import pandas as pd
 
 from titanlab.report import drawings
 from titanlab.report.analyses import pipelines_frame, schedules_frame, timeline_of
-from titanlab.schedule.grid import rows
+from titanlab.techniques.schedule.plot import rows
 
 # %matplotlib inline
 

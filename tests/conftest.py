@@ -13,8 +13,8 @@ import pytest
 
 from tests import rotated, workers
 from tests.pool import Pool
-from titanlab.compile import cache as compiler_cache
 from titanlab.distributed.host import this_host
+from titanlab.techniques.compile import cache as compiler_cache
 
 ROOT = Path(__file__).parent.parent
 CACHE = ROOT / ".cache"

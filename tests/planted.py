@@ -98,7 +98,7 @@ class PlantedStream:
 
     def _fail_inside(self):
         """In the midst of the step that begins now, when others wait for this rank."""
-        from titanlab.model import llama
+        from titanlab.techniques.model import llama
 
         whole, calls = llama.FeedForward.forward, itertools.count(1)
 

@@ -12,20 +12,19 @@ import torch.nn.functional as F
 
 from tests import tiny
 from tests.model.documents.test_tiles import CASES, apart, computed, inputs, largest_error, starts_of
-from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing
 from titanlab.checkpoint.schema import AsyncPinned, Sync
-from titanlab.compile.schema import Compile
 from titanlab.costs import meter
 from titanlab.costs.attention_order import order
 from titanlab.data.schema import Synthetic
 from titanlab.distributed.ranks import joined
-from titanlab.model.attention import InnerAttention
-from titanlab.model.kernels.flash3 import choose_flash, missing
 from titanlab.parallelism import attention_kernels, head_tail
 from titanlab.prove import parity
 from titanlab.prove.parity import Tracer, compare
 from titanlab.recipe.schema import Cluster
 from titanlab.records.outcome import OutcomeKind
+from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing
+from titanlab.techniques.compile.schema import Compile
+from titanlab.techniques.model.attention import InnerAttention, choose_flash, flash3_missing
 
 pytestmark = pytest.mark.gpu
 # Lengths of the documents of each sequence.
@@ -36,7 +35,7 @@ def needs(kernel):
     """Leave a kernel out that this machine does not have; it says why."""
     if kernel == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
         pytest.xfail("the package flash-attn is not installed")
-    reason = missing(torch.cuda.get_device_capability()) if kernel == "flash3" else None
+    reason = flash3_missing(torch.cuda.get_device_capability()) if kernel == "flash3" else None
     if reason is not None:
         pytest.xfail(f"flash3 {reason[0]}")
 

@@ -12,10 +12,10 @@ import pytest
 
 from titanlab import options
 from titanlab.errors import ConfigError
-from titanlab.model.llama_schema import Llama
 from titanlab.options import conf_packages, discover, option, schema_of
 from titanlab.parallelism.schema import Parallelism
-from titanlab.precision.bf16_schema import Bf16
+from titanlab.techniques.model.llama_schema import Llama
+from titanlab.techniques.precision.cast_schema import Bf16
 
 PRESETS = {"training", "parallelism", "cluster", "compile"}
 ALTERNATIVES = {
@@ -82,7 +82,7 @@ def test_every_alternative_has_its_code_and_its_kind():
 
 
 def test_a_config_names_its_implementation():
-    assert type(Bf16().implementation()).__module__ == "titanlab.precision.cast"
+    assert type(Bf16().implementation()).__module__ == "titanlab.techniques.precision.cast"
     assert schema_of("model", "llama") is Llama
 
 
@@ -121,7 +121,7 @@ def test_a_schema_that_was_only_imported_counts_once(installed):
 def test_two_packages_with_the_same_option(installed):
     installed("titanlab.options", "others.llama_schema", a_module("others.llama_schema", "model", "llama"))
     with pytest.raises(
-        ConfigError, match="model=llama: is offered twice: by titanlab.model.llama_schema and by others"
+        ConfigError, match="model=llama: is offered twice: by titanlab.techniques.model.llama_schema and by others"
     ):
         discover()
 

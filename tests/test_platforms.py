@@ -13,10 +13,10 @@ import pytest
 
 from titanlab.distributed import hang, host, silence
 from titanlab.launch.rank import fork
-from titanlab.profiler.memory import resident_bytes
 from titanlab.records import provenance
 from titanlab.system.processes import born_at
-from titanlab.tracker import signal_filter
+from titanlab.techniques.profiler.memory import resident_bytes
+from titanlab.techniques.tracker import wandb_writer as signal_filter
 from titanlab.train import totals
 
 

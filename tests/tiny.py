@@ -9,25 +9,24 @@ from pathlib import Path
 import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
 
-from titanlab.ac.block_schema import NoCheckpointing
 from titanlab.checkpoint.schema import Async, Off, Sync
-from titanlab.compile.schema import Compile
 from titanlab.data.schema import Synthetic
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.launch.local_schema import Local
-from titanlab.model.llama_schema import Llama
-from titanlab.optimizer.adamw_schema import AdamW
-from titanlab.optimizer.schedule_schema import Schedule
 from titanlab.parallelism.schema import Parallelism
-from titanlab.precision.bf16_schema import Bf16
-from titanlab.precision.fp32_schema import Fp32
 from titanlab.recipe.recipe import Recipe, resolve, to_mapping
 from titanlab.recipe.recipe_rules import check
 from titanlab.recipe.schema import Cluster, Training
 from titanlab.records.identity import identify
 from titanlab.records.run_folder import RunFolder, create_run
-from titanlab.schedule.one_f_one_b_schema import OneFOneB
-from titanlab.tracker.jsonl_schema import Jsonl
+from titanlab.techniques.ac.recomputation_schema import NoCheckpointing
+from titanlab.techniques.compile.schema import Compile
+from titanlab.techniques.model.llama_schema import Llama
+from titanlab.techniques.optimizer.adamw_schema import AdamW
+from titanlab.techniques.optimizer.contract import Schedule
+from titanlab.techniques.precision.cast_schema import Bf16, Fp32
+from titanlab.techniques.schedule.published_schema import OneFOneB
+from titanlab.techniques.tracker.several_schema import Jsonl
 from titanlab.train import train as story
 
 VOCABULARY = 256

@@ -2,8 +2,8 @@
 
 A technique is a torch-free config, an implementation that the config names, and a YAML:
 
-    titanlab/precision/fp16_schema.py     @option("precision", "fp16") class Fp16: kind: str = "fp16"
-    titanlab/precision/fp16.py            what `Fp16.implementation` imports
+    titanlab/techniques/precision/cast_schema.py     @option("precision", "fp16") class Fp16: kind: str = "fp16"
+    titanlab/techniques/precision/cast.py            what `Fp16.implementation` imports
     conf/precision/fp16.yaml              defaults: [fp16_schema, _self_]
 
 A group of presets has one config and no kinds: `@option("parallelism")` in `titanlab/parallelism/schema.py`.

@@ -20,8 +20,8 @@ import torch
 from gpu_session.prediction import Facts, composed
 from gpu_session.products import FLOAT8, Product, attention_of, products_of
 from gpu_session.watch import Watch
-from titanlab.model.attention import InnerAttention
-from titanlab.profiler.rates import mean_seconds
+from titanlab.techniques.model.attention import InnerAttention
+from titanlab.techniques.profiler.rates import mean_seconds
 
 # Rounds of which the median counts.
 _TIMES = 5

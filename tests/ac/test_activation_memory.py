@@ -14,14 +14,16 @@ import torch
 from torch import distributed as dist
 
 from benchmarks.activation_memory import build, declared_bytes, held_bytes, inputs
-from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer
-from titanlab.ac.memory_budget_schema import MemoryBudget
-from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.costs.account import Share
-from titanlab.model.llama_account import account
-from titanlab.model.llama_schema import Llama
-from titanlab.model.qwen3_moe_schema import Qwen3Moe
-from titanlab.model.qwen3_schema import Qwen3
+from titanlab.techniques.ac.recomputation_schema import (
+    FullCheckpointing,
+    MemoryBudget,
+    NoCheckpointing,
+    SelectiveLayer,
+    SelectiveOp,
+)
+from titanlab.techniques.model.llama_account import account
+from titanlab.techniques.model.llama_schema import Llama, Qwen3, Qwen3Moe
 
 BAR = 0.05
 # From the least to the most.

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from titanlab.ac.block import WholeBlocks, checkpoint_block
-from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer
+from titanlab.techniques.ac.recomputation import WholeBlocks, checkpoint_block
+from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer
 
 
 class Block(nn.Module):

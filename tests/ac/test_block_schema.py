@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer
 from titanlab.errors import ConfigError
+from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer
 
 
 def blocks(config, layers=6):

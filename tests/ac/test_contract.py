@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from titanlab.ac.block import WholeBlocks
-from titanlab.ac.contract import ACConfig, needed_again
 from titanlab.costs.account import Activation, Operation, Share
+from titanlab.techniques.ac.contract import ACConfig, needed_again
+from titanlab.techniques.ac.recomputation import WholeBlocks
 
 X = Activation(name="x", shape=(2, 8))
 Y = Activation(name="y", shape=(2, 4), cut="part")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests import tiny
-from titanlab.ac.memory_budget_schema import MemoryBudget
-from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.costs.account import Share, block_input, kept
 from titanlab.errors import ConfigError
+from titanlab.techniques.ac.recomputation_schema import MemoryBudget, SelectiveOp
 
 COMPILED = {"blocks": True, "backend": "aot_eager"}
 

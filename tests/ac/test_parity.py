@@ -16,13 +16,11 @@ import pytest
 from tests import tiny
 from tests.cover import cover, marks
 from tests.parity.parity_rows import SCHEDULES
-from titanlab.ac.block_schema import FullCheckpointing, SelectiveLayer
-from titanlab.ac.memory_budget_schema import MemoryBudget
-from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.costs.layout import AXES
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.prove import parity
 from titanlab.prove.parity import compare
+from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, MemoryBudget, SelectiveLayer, SelectiveOp
 
 BAR = 1e-6
 POLICIES = {

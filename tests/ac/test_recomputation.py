@@ -9,9 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.activation_memory import build, inputs
-from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer
-from titanlab.ac.selective_op_schema import SelectiveOp
-from titanlab.model.llama_schema import Llama
+from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer, SelectiveOp
+from titanlab.techniques.model.llama_schema import Llama
 
 LAYERS = 3
 CONFIG = Llama(dim=64, layers=LAYERS, heads=4, kv_heads=2, ffn_dim=96, vocab_size=64)

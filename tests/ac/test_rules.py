@@ -10,13 +10,18 @@ import pytest
 import yaml
 
 from tests import tiny
-from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer
-from titanlab.ac.selective_op import SelectedOperators
-from titanlab.ac.selective_op_schema import PAPER, SelectiveOp
 from titanlab.costs.account import Share
 from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.records.identity import canonical
+from titanlab.techniques.ac.recomputation import SelectedOperators
+from titanlab.techniques.ac.recomputation_schema import (
+    PAPER,
+    FullCheckpointing,
+    NoCheckpointing,
+    SelectiveLayer,
+    SelectiveOp,
+)
 
 CONF = Path(__file__).parents[2] / "conf" / "ac"
 MM = "aten.mm.default"
@@ -68,7 +73,7 @@ def test_the_default_list_is_known(tmp_path):
     assert context.attention is not None
     code = (
         "import sys; from types import SimpleNamespace; from titanlab.costs.layout import Layout\n"
-        "from titanlab.ac.selective_op_schema import SelectiveOp\n"
+        "from titanlab.techniques.ac.recomputation_schema import SelectiveOp\n"
         "SelectiveOp().check(SimpleNamespace(layout=Layout()))\n"
         "sys.exit('torch' in sys.modules)"
     )

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from titanlab.ac.selective_op import SelectedOperators, _Policy
-from titanlab.ac.selective_op_schema import SAME
+from titanlab.techniques.ac.recomputation import SelectedOperators, _Policy
+from titanlab.techniques.ac.recomputation_schema import SAME
 
 MM, SILU, MAX = "aten.mm.default", "aten.silu.default", "aten.max.dim"
 KEPT, AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE

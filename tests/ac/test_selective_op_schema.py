@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests import tiny
-from titanlab.ac.selective_op_schema import PAPER, SelectiveOp, nearest
 from titanlab.costs.account import Activation, Operation, Operator, Share
 from titanlab.errors import ConfigError
+from titanlab.techniques.ac.recomputation_schema import PAPER, SelectiveOp, nearest
 
 MM, SILU, MAX = "aten.mm.default", "aten.silu.default", "aten.max.dim"
 SHARE = Share(element_bytes=2)

@@ -9,10 +9,10 @@ from tests import tiny
 from tests.benchmarks.scripts import BENCHMARKS, script
 from titanlab.data import source
 from titanlab.distributed.ranks import ALONE
-from titanlab.model import llama_account
-from titanlab.optimizer.adamw_schema import AdamW
-from titanlab.optimizer.schedule_schema import Schedule
 from titanlab.prove import parity
+from titanlab.techniques.model import llama_account
+from titanlab.techniques.optimizer.adamw_schema import AdamW
+from titanlab.techniques.optimizer.contract import Schedule
 from titanlab.train.initialise import initialise
 
 STEPS = 4

@@ -47,7 +47,7 @@ def test_the_kept_figures_hold_the_bars():
 @pytest.mark.full
 def test_both_loops_have_the_same_model():
     from tests.model.published import load
-    from titanlab.model.qwen3_moe_schema import Qwen3Moe
+    from titanlab.techniques.model.llama_schema import Qwen3Moe
 
     sizes = experts.SIZES
     ours = Qwen3Moe(**{**vars(load("qwen3_moe_debug")), **sizes})

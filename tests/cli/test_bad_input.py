@@ -13,7 +13,7 @@ import pytest
 
 from tests import tiny
 from titanlab.distributed.host import Host
-from titanlab.model import llama_account
+from titanlab.techniques.model import llama_account
 
 # Every case: what is typed after `titanlab train`, how the line begins, and what its cure has in it. A cure
 # that says `try …` or `did you mean …?` is followed further down, and then the recipe is accepted.

@@ -19,16 +19,16 @@ from titanlab.cli.verbs import VERBS
 from titanlab.data.schema import Stdlib
 from titanlab.errors import ConfigError
 from titanlab.launch.local_schema import Local
-from titanlab.model.llama_schema import Llama
-from titanlab.optimizer.adamw_schema import AdamW
 from titanlab.options import discover
 from titanlab.parallelism.schema import Parallelism
-from titanlab.precision.fp32_schema import Fp32
 from titanlab.recipe.compose import conf_folder
 from titanlab.recipe.flags import read_flags
 from titanlab.recipe.recipe import from_mapping, to_mapping
 from titanlab.records.outcome import OutcomeKind
-from titanlab.tracker.jsonl_schema import Jsonl
+from titanlab.techniques.model.llama_schema import Llama
+from titanlab.techniques.optimizer.adamw_schema import AdamW
+from titanlab.techniques.precision.cast_schema import Fp32
+from titanlab.techniques.tracker.several_schema import Jsonl
 
 ROOT = Path(__file__).parents[2]
 
@@ -215,7 +215,7 @@ def site(tmp_path_factory):
     schema = """\
 from dataclasses import dataclass
 from titanlab.errors import ConfigError
-from titanlab.optimizer.contract import Scheduled
+from titanlab.techniques.optimizer.contract import Scheduled
 from titanlab.options import option
 
 @option("optimizer", "cautious")

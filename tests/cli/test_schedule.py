@@ -8,7 +8,7 @@ import pytest
 
 from tests.schedule.conftest import KINDS, Schedule
 from titanlab.cli import main
-from titanlab.schedule.action_file import read_actions
+from titanlab.techniques.schedule.csv_schema import read_actions
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from tests.sweep.made import Made, begin, end, train
 from tests.tracker.test_wandb import inspect
 from tests.training.recording.test_rebuild import again, tracked
 from titanlab.cli import main
-from titanlab.tracker import wandb_upload
-from titanlab.tracker.record import FILE, FINISHED, Record, read_record, write_record
-from titanlab.tracker.wandb_files import offline_files
-from titanlab.tracker.wandb_schema import Wandb
+from titanlab.techniques.tracker import wandb as wandb_upload
+from titanlab.techniques.tracker.contract import FINISHED, RECORD_FILE, Record, read_record, write_record
+from titanlab.techniques.tracker.wandb import offline_files
+from titanlab.techniques.tracker.wandb_schema import Wandb
 
 
 @pytest.fixture
@@ -85,9 +85,9 @@ def test_one_that_went_online_and_was_cut_short_is_uploaded_too(made, say, uploa
     run, file = offline(made, "a")
     online = file.parent.with_name("run-20260101_000000-x")
     file.parent.rename(online)
-    record = read_record(run.attempt_folder(1) / FILE)
+    record = read_record(run.attempt_folder(1) / RECORD_FILE)
     cut = dataclasses.asdict(record) | {"state": "open", "mode": "online", "folder": f"wandb/{online.name}"}
-    write_record(run.attempt_folder(1) / FILE, Record(**cut))
+    write_record(run.attempt_folder(1) / RECORD_FILE, Record(**cut))
     code, out, _ = say("sync", run.path.name)
     assert code == 0
     assert "titanlab sync --rebuild" in out
@@ -96,7 +96,7 @@ def test_one_that_went_online_and_was_cut_short_is_uploaded_too(made, say, uploa
 
 def test_no_key_and_no_network_are_a_line_each(made, say, monkeypatch):
     run, _ = offline(made, "a")
-    monkeypatch.setattr("titanlab.cli.trackers.rebuild", lambda run: [read_record(run.attempt_folder(1) / FILE)])
+    monkeypatch.setattr("titanlab.cli.trackers.rebuild", lambda run: [read_record(run.attempt_folder(1) / RECORD_FILE)])
     code, _, err = say("sync", run.path.name)
     assert (code, err.count("\n")) == (2, 1)
     assert err.startswith("error: WANDB_API_KEY=null: no API key of wandb was found; make one known")
@@ -119,7 +119,7 @@ def test_what_is_named_must_be_there(made, say):
 
 def test_of_a_sweep_only_what_lacks_something_is_rebuilt(made, say, monkeypatch):
     offline(made, "a")
-    monkeypatch.setattr("titanlab.cli.trackers.rebuild", lambda run: [read_record(run.attempt_folder(1) / FILE)])
+    monkeypatch.setattr("titanlab.cli.trackers.rebuild", lambda run: [read_record(run.attempt_folder(1) / RECORD_FILE)])
     lacking = tracked(made, Wandb(), name="b")
     end(lacking)
     _, out, _ = say("sync", "--rebuild", "layouts")
@@ -133,8 +133,8 @@ def resumed(made, *, behind):
     given = {"state": FINISHED, "wanted": "online", "mode": "offline", "folder": folder}
     again(run, Wandb(), range(7 - behind, 9), resumed_step=6 - behind, step=8, **given)
     write_record(
-        run.attempt_folder(1) / FILE,
-        dataclasses.replace(read_record(run.attempt_folder(1) / FILE), step=6),
+        run.attempt_folder(1) / RECORD_FILE,
+        dataclasses.replace(read_record(run.attempt_folder(1) / RECORD_FILE), step=6),
     )
     end(run)
     second = run.path / folder / "run-x.wandb"

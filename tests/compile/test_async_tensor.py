@@ -18,15 +18,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests import tiny
 from tests.pool import Pool
-from titanlab.compile import async_tensor
-from titanlab.compile.schema import Compile
 from titanlab.distributed.world import World
 from titanlab.errors import ConfigError
-from titanlab.model import llama, llama_account
-from titanlab.model.llama_schema import Llama
 from titanlab.options import schema_of
 from titanlab.parallelism.tensor import TensorParallel, parallelise
-from titanlab.precision import float8
+from titanlab.techniques.compile import compiler as async_tensor
+from titanlab.techniques.compile.schema import Compile
+from titanlab.techniques.model import llama, llama_account
+from titanlab.techniques.model.llama_schema import Llama
+from titanlab.techniques.precision import float8
 from titanlab.train.initialise import initialise
 
 GATHER, SCATTER = "symm_mem.fused_all_gather_matmul.default", "symm_mem.fused_matmul_reduce_scatter.default"

@@ -16,18 +16,14 @@ import torch
 from torch._dynamo import utils
 
 from tests import tiny
-from titanlab.ac.block_schema import FullCheckpointing, SelectiveLayer
-from titanlab.ac.memory_budget_schema import MemoryBudget
-from titanlab.ac.selective_op_schema import SelectiveOp
-from titanlab.compile.blocks import TorchCompiler
-from titanlab.compile.schema import Compile
 from titanlab.distributed.ranks import ALONE, joined
-from titanlab.precision.float8_schema import Float8Rowwise
 from titanlab.prove import parity
 from titanlab.prove.parity import compare
-from titanlab.schedule.dualpipe_v_schema import DualPipeV
-from titanlab.schedule.interleaved_schema import Interleaved1F1B
-from titanlab.schedule.zbv_schema import ZBV
+from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, MemoryBudget, SelectiveLayer, SelectiveOp
+from titanlab.techniques.compile.compiler import TorchCompiler
+from titanlab.techniques.compile.schema import Compile
+from titanlab.techniques.precision.float8_schema import Float8Rowwise
+from titanlab.techniques.schedule.published_schema import ZBV, DualPipeV, Interleaved1F1B
 
 BAR = 1e-6
 INDUCTOR_PARAMETERS = 5e-6

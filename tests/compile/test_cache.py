@@ -14,8 +14,8 @@ import tempfile
 import pytest
 
 from tests.until import until
-from titanlab.compile import cache
 from titanlab.data.cache import root
+from titanlab.techniques.compile import cache
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_a_file_that_another_attempt_has_published_stays(kept):
 
 RANK = """
 import pathlib, sys
-from titanlab.compile import cache
+from titanlab.techniques.compile import cache
 with cache.attempt_folder(pathlib.Path(sys.argv[1]), sys.argv[2]) as folder:
     print(folder, flush=True)
     sys.stdin.readline()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from torch._functorch import partitioners
 
-from titanlab.compile.generator_state import put_states_before_objects
+from titanlab.techniques.compile.compiler import put_states_before_objects
 
 
 class Node:

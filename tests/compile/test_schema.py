@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tests import tiny
-from titanlab.compile import schema
-from titanlab.compile.schema import BACKENDS, ENTRY_POINTS, MODES, Compile
 from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
-from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.recipe.recipe_rules import setting
+from titanlab.techniques.compile import schema
+from titanlab.techniques.compile.schema import BACKENDS, ENTRY_POINTS, MODES, Compile
+from titanlab.techniques.model.llama_schema import Qwen3Moe
 
 EXPERTS = Qwen3Moe(
     dim=64, layers=2, heads=4, kv_heads=2, head_dim=32, ffn_dim=64, vocab_size=256, experts=4, active_experts=2

@@ -9,10 +9,10 @@ from torch._dynamo import utils
 from torch.nn.attention import SDPBackend
 
 from tests import tiny
-from titanlab.compile import watch
-from titanlab.compile.watch import RECOMPILATIONS, SECONDS, Watch
 from titanlab.costs import meter
 from titanlab.distributed.ranks import ALONE, joined
+from titanlab.techniques.compile import watch
+from titanlab.techniques.compile.watch import RECOMPILATIONS, SECONDS, Watch
 from titanlab.train import train as story
 
 

@@ -12,7 +12,7 @@ from titanlab.costs.account import CONTEXT_ATTENTION, EXCHANGE, GROUPED_PRODUCT
     ("name", "module"),
     [
         (CONTEXT_ATTENTION, "titanlab.parallelism.context"),
-        (GROUPED_PRODUCT, "titanlab.model.grouped_product"),
+        (GROUPED_PRODUCT, "titanlab.techniques.model.mixture_of_experts"),
         (EXCHANGE, "titanlab.parallelism.row_exchange"),
     ],
 )

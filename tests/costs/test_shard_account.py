@@ -20,7 +20,7 @@ from titanlab.costs.shard_account import (
     stored_part,
     tensor_part,
 )
-from titanlab.model.mixtral_schema import Mixtral
+from titanlab.techniques.model.llama_schema import Mixtral
 
 ACCOUNT = SMALL.account()
 EXPERTS = Mixtral(

@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 
 from tests import tiny
-from titanlab.ac.block_schema import FullCheckpointing, SelectiveLayer
-from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.costs.layout import Layout
 from titanlab.costs.traffic_account import Coordinate, Step, flat, step_traffic
 from titanlab.data import source
@@ -19,17 +17,14 @@ from titanlab.distributed.mesh import build_mesh
 from titanlab.distributed.ranks import joined
 from titanlab.distributed.traffic import axis_groups, traced
 from titanlab.distributed.world import open_world
-from titanlab.model import llama_account
 from titanlab.parallelism.gradients import Gradients
-from titanlab.precision.bf16_schema import Bf16, Bf16Full
-from titanlab.precision.float8_schema import Float8Rowwise, Float8Tensorwise
-from titanlab.precision.fp16_schema import Fp16
 from titanlab.recipe.communication import step_of
 from titanlab.recipe.recipe import Recipe
-from titanlab.schedule.gpipe_schema import GPipe
-from titanlab.schedule.interleaved_schema import Interleaved1F1B
-from titanlab.schedule.looped_bfs_schema import LoopedBFS
-from titanlab.schedule.zbv_schema import ZBV
+from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveLayer, SelectiveOp
+from titanlab.techniques.model import llama_account
+from titanlab.techniques.precision.cast_schema import Bf16, Bf16Full, Fp16
+from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8Tensorwise
+from titanlab.techniques.schedule.published_schema import ZBV, GPipe, Interleaved1F1B, LoopedBFS
 from titanlab.train import assemble, stage
 from titanlab.train.assemble import StepBatch
 from titanlab.train.totals import Reduction

@@ -10,11 +10,11 @@ import yaml
 
 from tests.docs.pages import blocks
 from tests.report.wandb_api import Api
-from titanlab.ac.block_schema import FullCheckpointing
 from titanlab.costs import meter
 from titanlab.costs.account import Share
-from titanlab.model.llama_block_account import block_operations
-from titanlab.model.llama_schema import Llama
+from titanlab.techniques.ac.recomputation_schema import FullCheckpointing
+from titanlab.techniques.model.llama_account import block_operations
+from titanlab.techniques.model.llama_schema import Llama
 
 
 def code(page, language="python"):

@@ -60,7 +60,7 @@ def page() -> Iterator[Any]:
 
 
 def test_pages_open_from_a_folder(site, page):
-    for name in ("index.html", "tutorial.html", "api/report.html", "source/titanlab/model/llama.py.html"):
+    for name in ("index.html", "tutorial.html", "api/report.html", "source/titanlab/techniques/model/llama.py.html"):
         page.goto((site / name).as_uri())
         assert page.locator("h1").count() == 1
     page.goto((site / "index.html").as_uri())

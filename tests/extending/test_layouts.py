@@ -12,9 +12,9 @@ from tests import tiny
 from tests.extending.test_extending import install, sections
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.errors import ConfigError
-from titanlab.model.mixtral_schema import Mixtral
 from titanlab.prove import parity
-from titanlab.schedule.zbv_schema import ZBV
+from titanlab.techniques.model.llama_schema import Mixtral
+from titanlab.techniques.schedule.published_schema import ZBV
 
 BAR = 1e-5
 COMMON = {"steps": 2, "global_batch": 8, "seq_len": 32, "at_end": False}

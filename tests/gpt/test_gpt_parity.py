@@ -14,12 +14,11 @@ from tiny_gpt.gpt_schema import Gpt
 
 from tests import tiny
 from tests.parity.parity_rows import COMMON, SCHEDULES
-from titanlab.ac.block_schema import FullCheckpointing
-from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.distributed.ranks import ALONE, joined
-from titanlab.precision.bf16_schema import Bf16
 from titanlab.prove import parity
 from titanlab.prove.parity import compare
+from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveOp
+from titanlab.techniques.precision.cast_schema import Bf16
 
 BAR = 1e-5
 LAYERS = 4

@@ -4,10 +4,7 @@ from pathlib import Path
 
 import yaml
 
-from titanlab.model.llama_schema import Llama
-from titanlab.model.mixtral_schema import Mixtral
-from titanlab.model.qwen3_moe_schema import Qwen3Moe
-from titanlab.model.qwen3_schema import Qwen3
+from titanlab.techniques.model.llama_schema import Llama, Mixtral, Qwen3, Qwen3Moe
 
 FOLDER = Path(__file__).parents[2] / "conf" / "model"
 SCHEMAS = {"llama_schema": Llama, "qwen3_schema": Qwen3, "qwen3_moe_schema": Qwen3Moe, "mixtral_schema": Mixtral}

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from titanlab.costs.attention_order import order
-from titanlab.model import attention
-from titanlab.model.attention import InnerAttention
+from titanlab.techniques.model import attention
+from titanlab.techniques.model.attention import InnerAttention
 
 FLASH, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
 EFFICIENT, MATH = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH

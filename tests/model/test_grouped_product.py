@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titanlab.model.grouped_product import grouped_product, of_inputs, of_weight
+from titanlab.techniques.model.mixture_of_experts import grouped_product, of_inputs, of_weight
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 # Rows, groups, in, out. Sizes whose rows do not begin at multiples of 16 bytes; more groups than rows; no rows.

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.model.published import load
-from titanlab.model import llama
-from titanlab.model.llama_account import initial_values
+from titanlab.techniques.model import llama
+from titanlab.techniques.model.llama_account import initial_values
 from titanlab.train.initialise import initialise
 
 SEQ = 24

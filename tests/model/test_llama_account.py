@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.model.published import FLOPS_PER_TOKEN, NAMES, PARAMETERS, load
 from titanlab.costs.account import forward_flops, training_flops_per_token
-from titanlab.model import llama_account
-from titanlab.model.llama import Llama
-from titanlab.model.llama_block_account import block_operations
+from titanlab.techniques.model import llama_account
+from titanlab.techniques.model.llama import Llama
+from titanlab.techniques.model.llama_account import block_operations
 
 BATCH, SEQ = 2, 16
 SMALL = {
@@ -169,7 +169,7 @@ def test_initial_values_follow_depth_and_width():
 
 
 def test_no_torch():
-    names = "titanlab.model.llama_account, titanlab.costs.meter, titanlab.costs.hardware"
+    names = "titanlab.techniques.model.llama_account, titanlab.costs.meter, titanlab.costs.hardware"
     code = f"import sys, {names}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert "import torch" not in inspect.getsource(llama_account)

@@ -9,13 +9,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.activation_memory import build, inputs
-from titanlab.ac.block_schema import NoCheckpointing
-from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.costs.account import Share, forward_flops, kept
-from titanlab.model.llama_schema import Llama
-from titanlab.model.qwen3_schema import Qwen3
 from titanlab.parallelism.joined import join_products
 from titanlab.prove.rank_trace import SavedBytes
+from titanlab.techniques.ac.recomputation_schema import NoCheckpointing, SelectiveOp
+from titanlab.techniques.model.llama_schema import Llama, Qwen3
 
 SIZES = {"dim": 64, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_dim": 96, "vocab_size": 64}
 ODD = {**SIZES, "dim": 60, "heads": 6, "kv_heads": 3, "ffn_dim": 77}

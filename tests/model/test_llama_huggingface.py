@@ -5,8 +5,8 @@ import re
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.model.llama_schema import Llama
 from titanlab.system.foreign import Foreign
+from titanlab.techniques.model.llama_schema import Llama
 
 FAMILY = Llama.hugging_face()
 SMALL = Llama(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=96, vocab_size=128, norm_eps=1e-5, rope_theta=10000.0)

@@ -7,8 +7,8 @@ from omegaconf import OmegaConf
 
 from tests.model.published import NAMES, load
 from titanlab.errors import ConfigError
-from titanlab.model.llama_schema import Llama
 from titanlab.options import schema_of
+from titanlab.techniques.model.llama_schema import Llama
 
 
 @pytest.mark.parametrize(

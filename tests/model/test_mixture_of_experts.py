@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from titanlab.costs.account import RoutedExperts
-from titanlab.model.mixture_of_experts import MixtureOfExperts, sort_by_expert
+from titanlab.techniques.model.mixture_of_experts import MixtureOfExperts, sort_by_expert
 
 
 def model(count=5, active=2, dim=12, ffn_dim=20, seed=0):

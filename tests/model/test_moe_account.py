@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from benchmarks.activation_memory import build, inputs
-from titanlab.ac.block_schema import NoCheckpointing
-from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.costs.account import Share
-from titanlab.model.mixture_of_experts import Auxiliary
-from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.prove.rank_trace import SavedBytes
+from titanlab.techniques.ac.recomputation_schema import NoCheckpointing, SelectiveOp
+from titanlab.techniques.model.llama_schema import Qwen3Moe
+from titanlab.techniques.model.mixture_of_experts import Auxiliary
 
 BATCH, SEQ = 3, 7
 CONFIG = Qwen3Moe(

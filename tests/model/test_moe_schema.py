@@ -10,8 +10,8 @@ from tests.model.published import load
 from titanlab.costs.account import RoutedExperts
 from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
-from titanlab.model.moe_schema import BALANCES, check_experts
 from titanlab.recipe.recipe_rules import setting
+from titanlab.techniques.model.llama_schema import BALANCES, check_experts
 
 NAME = "mixtral_debug"
 

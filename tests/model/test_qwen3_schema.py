@@ -5,7 +5,7 @@ import torch
 
 from tests.model.published import load
 from titanlab.errors import ConfigError
-from titanlab.model.llama import Llama
+from titanlab.techniques.model.llama import Llama
 
 
 @pytest.mark.parametrize(

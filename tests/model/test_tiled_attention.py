@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from titanlab.model.attention import InnerAttention
-from titanlab.model.llama_schema import Llama
-from titanlab.model.tiled_attention import Tiling, tiled_attention, tiling
+from titanlab.techniques.model.attention import InnerAttention
+from titanlab.techniques.model.llama_schema import Llama
+from titanlab.techniques.model.tiled_attention import Tiling, tiled_attention, tiling
 
 
 def inputs(seq_len, heads=4, kv_heads=2, head_dim=16, dtype=torch.float32, batch=2):

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from titanlab.distributed.ranks import ALONE, joined
-from titanlab.optimizer.schedule_schema import Schedule
 from titanlab.prove import parity
 from titanlab.prove.parity import compare
+from titanlab.techniques.optimizer.contract import Schedule
 
 SHAPES = {
     "tok_embeddings.weight": (96, 256),

@@ -10,8 +10,8 @@ import pytest
 
 from tests import tiny
 from titanlab.errors import ConfigError
-from titanlab.optimizer.adamw_schema import AdamW, needs_torchao
 from titanlab.recipe.recipe_rules import setting
+from titanlab.techniques.optimizer.adamw_schema import AdamW, needs_torchao
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from titanlab.optimizer.low_bit_formats import _FORMATS, LowBitFactory
 from titanlab.options import schema_of
+from titanlab.techniques.optimizer.low_bit import _FORMATS, LowBitFactory
 
 BLOCK, ROWS, COLUMNS = 16, 3, 64
 CPU = torch.device("cpu")

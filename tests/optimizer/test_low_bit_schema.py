@@ -9,10 +9,10 @@ import pytest
 
 from tests import tiny
 from titanlab.errors import ConfigError
-from titanlab.model.llama_schema import Llama
-from titanlab.optimizer.contract import Stored
-from titanlab.optimizer.low_bit_schema import SMALLEST, AdamW4bit, AdamW8bit, AdamWFp8, packs
 from titanlab.recipe.recipe_rules import check, setting
+from titanlab.techniques.model.llama_schema import Llama
+from titanlab.techniques.optimizer.adamw_schema import SMALLEST, AdamW4bit, AdamW8bit, AdamWFp8, packs
+from titanlab.techniques.optimizer.contract import Stored
 
 SCHEMAS = (AdamW8bit, AdamW4bit, AdamWFp8)
 

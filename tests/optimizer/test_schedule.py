@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlab.optimizer.schedule import rate_factor
-from titanlab.optimizer.schedule_schema import DECAYS, Schedule
+from titanlab.techniques.optimizer.contract import DECAYS, Schedule, rate_factor
 
 
 @pytest.mark.parametrize("decay", DECAYS)

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titanlab.optimizer.whole import _shardings, map_whole, sharing_ranks
+from titanlab.techniques.optimizer.muon import _shardings, map_whole, sharing_ranks
 
 
 def test_matrices_that_are_not_sharded_are_computed_here():

@@ -9,17 +9,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from titanlab.model import llama
-from titanlab.model.llama_schema import Llama
 from titanlab.parallelism.loss import loss_sum, of_logits
 from titanlab.parallelism.pipeline import Pipeline
-from titanlab.schedule.action import Action, Kind
-from titanlab.schedule.dualpipe_v_schema import DualPipeV
-from titanlab.schedule.gpipe_schema import GPipe
-from titanlab.schedule.interleaved_schema import Interleaved1F1B, InterleavedZeroBubble
-from titanlab.schedule.looped_bfs_schema import LoopedBFS
-from titanlab.schedule.one_f_one_b_schema import OneFOneB
-from titanlab.schedule.zbv_schema import ZBV
+from titanlab.techniques.model import llama
+from titanlab.techniques.model.llama_schema import Llama
+from titanlab.techniques.schedule.action import Action, Kind
+from titanlab.techniques.schedule.published_schema import (
+    ZBV,
+    DualPipeV,
+    GPipe,
+    Interleaved1F1B,
+    InterleavedZeroBubble,
+    LoopedBFS,
+    OneFOneB,
+)
 
 LAYERS, SEQ, MICROBATCH, DIM = 6, 16, 2, 32
 CONFIG = Llama(dim=DIM, layers=LAYERS, heads=4, kv_heads=2, ffn_dim=48, vocab_size=64)

@@ -9,9 +9,6 @@ import torch.nn.functional as F
 from torch import distributed as dist
 
 from titanlab.errors import ConfigError
-from titanlab.model import llama
-from titanlab.model.attention import InnerAttention
-from titanlab.model.llama_schema import Llama
 from titanlab.parallelism import attention_kernels, head_tail, ring
 from titanlab.parallelism.context import (
     EXCHANGES,
@@ -22,6 +19,9 @@ from titanlab.parallelism.context import (
     spread_attention,
 )
 from titanlab.parallelism.schema import CHOICES
+from titanlab.techniques.model import llama
+from titanlab.techniques.model.attention import InnerAttention
+from titanlab.techniques.model.llama_schema import Llama
 
 SEQ = 48
 HEADS = 4
@@ -373,7 +373,7 @@ def test_attention_that_is_not_causal_is_not_replaced(name):
     if how:
         path = "layers.1.attention.inner"
         rule = f"computes {path} as causal softmax(q·kᵀ/√head_dim)·v, and {path} {how}"
-        cure = "try 1, or titanlab.model.attention.InnerAttention"
+        cure = "try 1, or titanlab.techniques.model.attention.InnerAttention"
         assert str(error.value) == f"parallelism.context=2: {rule}; {cure}"
     assert torch.equal(random, torch.random.get_rng_state())
 

@@ -10,15 +10,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parallelism.pipeline_run import SEQ, TOLERANCE, Run, shard
-from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing
-from titanlab.ac.selective_op_schema import SelectiveOp
-from titanlab.compile.schema import Compile
-from titanlab.model import llama
-from titanlab.model.llama_schema import Llama
 from titanlab.options import schema_of
 from titanlab.parallelism import pipeline_weights
 from titanlab.parallelism.pipeline_weights import DeferredWeights
-from titanlab.precision.product import product_of
+from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveOp
+from titanlab.techniques.compile.schema import Compile
+from titanlab.techniques.model import llama
+from titanlab.techniques.model.llama_schema import Llama
+from titanlab.techniques.precision.product import product_of
 
 CONFIG = Llama(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=64, vocab_size=64)
 PRODUCTS = 7

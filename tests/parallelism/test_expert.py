@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
-from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing
-from titanlab.compile.schema import Compile
 from titanlab.costs.account import RoutedExperts
-from titanlab.model.mixture_of_experts import MixtureOfExperts
 from titanlab.parallelism.expert import spread_experts
+from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing
+from titanlab.techniques.compile.schema import Compile
+from titanlab.techniques.model.mixture_of_experts import MixtureOfExperts
 
 EXPERTS = RoutedExperts(count=4, active=2)
 # By expert, what its score is raised by: even; all tokens to rank 0; none to expert 1 and few to 3.

@@ -13,22 +13,20 @@ from torch import nn
 import titanlab
 from tests import tiny
 from tests.precision.test_float8_base_schema import given
-from titanlab.ac.block_schema import FullCheckpointing
 from titanlab.costs import meter
 from titanlab.costs.account import Joined
 from titanlab.data.schema import Synthetic
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.errors import ConfigError
-from titanlab.model.projections import Projections
-from titanlab.model.qwen3_moe_schema import Qwen3Moe
-from titanlab.model.qwen3_schema import Qwen3
-from titanlab.optimizer.muon_schema import Muon
 from titanlab.parallelism.joined import JoinedProjections, join_products
-from titanlab.precision.float8_schema import Float8Rowwise
-from titanlab.precision.mxfp8_schema import Mxfp8
 from titanlab.prove import parity
 from titanlab.prove.parity import compare
-from titanlab.schedule.zbv_schema import ZBV
+from titanlab.techniques.ac.recomputation_schema import FullCheckpointing
+from titanlab.techniques.model.language_model import Projections
+from titanlab.techniques.model.llama_schema import Qwen3, Qwen3Moe
+from titanlab.techniques.optimizer.muon_schema import Muon
+from titanlab.techniques.precision.float8_schema import Float8Rowwise, Mxfp8
+from titanlab.techniques.schedule.published_schema import ZBV
 from titanlab.train.conformance import faults
 
 BAR = 1e-5

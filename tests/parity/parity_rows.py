@@ -10,12 +10,15 @@ from typing import Any
 from tests.cover import cover
 from tests.planted_schema import Planted
 from titanlab.costs.layout import AXES, Layout
-from titanlab.schedule.csv_schema import CsvSchedule
-from titanlab.schedule.dualpipe_v_schema import DualPipeV
-from titanlab.schedule.gpipe_schema import GPipe
-from titanlab.schedule.interleaved_schema import Interleaved1F1B, InterleavedZeroBubble
-from titanlab.schedule.looped_bfs_schema import LoopedBFS
-from titanlab.schedule.zbv_schema import ZBV
+from titanlab.techniques.schedule.csv_schema import CsvSchedule
+from titanlab.techniques.schedule.published_schema import (
+    ZBV,
+    DualPipeV,
+    GPipe,
+    Interleaved1F1B,
+    InterleavedZeroBubble,
+    LoopedBFS,
+)
 
 # What a layout and its reference have in common. With Adam's usual eps of 1e-8 an element whose gradient is nothing
 # but rounding moves as far as any other, the other way in another layout; 1e-6 is still a thousandth of the usual

@@ -17,9 +17,9 @@ import torch
 
 from titanlab.costs.layout import AXES
 from titanlab.distributed.ranks import ALONE, joined
-from titanlab.model.mixture_of_experts import Router
 from titanlab.parallelism.context import positions
 from titanlab.prove import parity
+from titanlab.techniques.model.mixture_of_experts import Router
 from titanlab.train.balance import Balance
 
 Record = dict[int, torch.Tensor]

@@ -21,11 +21,11 @@ from tests.weights.huggingface import made as folders
 from titanlab.data.contract import Separators
 from titanlab.data.schema import Synthetic
 from titanlab.distributed.ranks import ALONE, joined
-from titanlab.model.documents.packed import Packed
-from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.options import schema_of
 from titanlab.prove import parity, tolerances
 from titanlab.prove.parity import compare
+from titanlab.techniques.model.documents import Packed
+from titanlab.techniques.model.llama_schema import Qwen3Moe
 from titanlab.train import assemble
 from titanlab.train import generate as sampling
 from titanlab.train.starting_weights import open_folder

@@ -6,8 +6,8 @@ import pytest
 
 from tests import tiny
 from tests.parity.test_experts import BAR, OnLayout, recipe, reference, traced  # noqa: F401
-from titanlab.ac.block_schema import FullCheckpointing, SelectiveLayer
 from titanlab.prove.parity import compare
+from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveLayer
 
 FULL = [pytest.mark.full]
 AC = {"full": FullCheckpointing(), "selective_layer": SelectiveLayer(every=2)}

@@ -10,9 +10,9 @@ from tests import tiny
 from tests.compile import test_blocks
 from tests.parity.technique_rows import AC
 from tests.parity.test_experts import BAR, MODELS, OnLayout, traced
-from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.options import schema_of
 from titanlab.prove.parity import compare
+from titanlab.techniques.ac.recomputation_schema import SelectiveOp
 
 COMMON = {"steps": 3, "global_batch": 8, "seq_len": 32, "eps": 1e-6, "at_end": False}
 FSDP_TP = {"shard": 2, "tensor": 2}

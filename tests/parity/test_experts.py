@@ -10,11 +10,10 @@ import torch
 from tests import tiny
 from tests.parity.parity_rows import COMMON, OnLayout
 from titanlab.distributed.ranks import ALONE, joined
-from titanlab.model.mixtral_schema import Mixtral
-from titanlab.model.mixture_of_experts import Router
-from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.prove import parity
 from titanlab.prove.parity import compare
+from titanlab.techniques.model.llama_schema import Mixtral, Qwen3Moe
+from titanlab.techniques.model.mixture_of_experts import Router
 
 # As in docs/parity.md: the difference comes from the order in which sums are rounded.
 BAR = 1e-5

@@ -10,10 +10,10 @@ from tests import tiny
 from tests.sweep.made import Made
 from titanlab.costs import meter
 from titanlab.errors import ConfigError
-from titanlab.precision.bf16_schema import Bf16
-from titanlab.precision.float8_schema import Float8Rowwise
 from titanlab.prove.finished_runs import compare_runs
 from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.techniques.precision.cast_schema import Bf16
+from titanlab.techniques.precision.float8_schema import Float8Rowwise
 
 STEPS = 10
 TOKENS = 384

@@ -11,9 +11,9 @@ import pytest
 from tests import tiny
 from tests.parity.parity_rows import COMMON, OnLayout
 from titanlab.distributed.ranks import ALONE, joined
-from titanlab.model.qwen3_schema import Qwen3
 from titanlab.prove import parity
 from titanlab.prove.parity import compare
+from titanlab.techniques.model.llama_schema import Qwen3
 
 # As in docs/parity.md: the difference comes from the order in which sums are rounded.
 BAR = 1e-5

@@ -20,11 +20,11 @@ from tests.planted_schema import Planted
 from titanlab.data import source
 from titanlab.data.schema import Synthetic
 from titanlab.distributed.ranks import ALONE, joined
-from titanlab.model import llama, llama_account
-from titanlab.optimizer.schedule import rate_factor
 from titanlab.prove import parity, tolerances
 from titanlab.prove.parity import Difference, Trace, compare
 from titanlab.recipe.recipe import Recipe
+from titanlab.techniques.model import llama, llama_account
+from titanlab.techniques.optimizer.contract import rate_factor
 from titanlab.train import assemble, stage
 from titanlab.train.initialise import initialise
 

@@ -11,14 +11,13 @@ import pytest
 from tests import tiny
 from tests.parity.planted_faults import traced
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.model.llama_schema import Llama
-from titanlab.precision.bf16_schema import Bf16
-from titanlab.precision.float8_schema import Float8Rowwise, Float8Tensorwise
 from titanlab.prove import tolerances
 from titanlab.prove.parity import Difference, Trace
 from titanlab.prove.proof import Candidate, Prover, Row, exceeded, plan_proofs, too_exact
-from titanlab.schedule.interleaved_schema import Interleaved1F1B
-from titanlab.schedule.zbv_schema import ZBV
+from titanlab.techniques.model.llama_schema import Llama
+from titanlab.techniques.precision.cast_schema import Bf16
+from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8Tensorwise
+from titanlab.techniques.schedule.published_schema import ZBV, Interleaved1F1B
 
 # A model that only its reduction makes trainable here.
 LARGE = {

@@ -8,21 +8,19 @@ import pytest
 
 from tests import tiny
 from tests.parity.test_proof import large
-from titanlab.ac.block_schema import SelectiveLayer
 from titanlab.checkpoint.schema import AsyncPinned
-from titanlab.compile.schema import Compile
 from titanlab.errors import ConfigError
-from titanlab.model.qwen3_schema import Qwen3
-from titanlab.optimizer.low_bit_schema import AdamW8bit
-from titanlab.optimizer.schedule_schema import Schedule
-from titanlab.precision.account import Formats
-from titanlab.precision.contract import PrecisionConfig
-from titanlab.precision.float8_schema import Float8Tensorwise
 from titanlab.prove.proof import Candidate, plan_proofs
 from titanlab.prove.rehearsal import plan_rehearsals
-from titanlab.schedule.csv_schema import CsvSchedule
-from titanlab.schedule.dualpipe_v_schema import DualPipeV
-from titanlab.schedule.interleaved_schema import Interleaved1F1B
+from titanlab.techniques.ac.recomputation_schema import SelectiveLayer
+from titanlab.techniques.compile.schema import Compile
+from titanlab.techniques.model.llama_schema import Qwen3
+from titanlab.techniques.optimizer.adamw_schema import AdamW8bit
+from titanlab.techniques.optimizer.contract import Schedule
+from titanlab.techniques.precision.contract import Formats, PrecisionConfig
+from titanlab.techniques.precision.float8_schema import Float8Tensorwise
+from titanlab.techniques.schedule.csv_schema import CsvSchedule
+from titanlab.techniques.schedule.published_schema import DualPipeV, Interleaved1F1B
 
 
 def reduced(*candidates, most=16, inductor=False):
@@ -202,7 +200,7 @@ def test_a_rehearsal_saves_as_the_recipe_does(tmp_path):
 
 
 def test_a_small_model_of_another_package_is_taken_as_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr("titanlab.model.llama_schema.Llama.reduced", lambda self, sizes: None)
+    monkeypatch.setattr("titanlab.techniques.model.llama_schema.Llama.reduced", lambda self, sizes: None)
     recipe = tiny.recipe(tmp_path, shard=2)
     (made,) = reduced(Candidate(run="small", recipe=recipe))
     assert made.recipe.model == recipe.model

@@ -8,11 +8,9 @@ import pytest
 from tests.parity.test_proof import large
 from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
-from titanlab.precision.float8_schema import Float8Rowwise, Float8Tensorwise
 from titanlab.prove.reduction import Folded, common_sizes, fold_recipe
-from titanlab.schedule.dualpipe_v_schema import DualPipeV
-from titanlab.schedule.gpipe_schema import GPipe
-from titanlab.schedule.interleaved_schema import Interleaved1F1B
+from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8Tensorwise
+from titanlab.techniques.schedule.published_schema import DualPipeV, GPipe, Interleaved1F1B
 
 
 def folded(runs, *, most=16, precision=None, **given):

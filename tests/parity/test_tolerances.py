@@ -9,9 +9,9 @@ from typing import ClassVar
 import pytest
 
 from titanlab.options import discover
-from titanlab.precision.bf16_schema import Bf16
 from titanlab.prove import tolerances
 from titanlab.prove.tolerances import FP32, RUNS
+from titanlab.techniques.precision.cast_schema import Bf16
 
 
 @dataclass(kw_only=True)

@@ -5,22 +5,22 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from titanlab.ac.block_schema import NoCheckpointing
 from titanlab.checkpoint.schema import Sync
-from titanlab.compile.schema import Compile
 from titanlab.data.schema import Synthetic
 from titanlab.launch.local_schema import Local
-from titanlab.model.llama_schema import Llama
-from titanlab.optimizer.adamw_schema import AdamW
 from titanlab.parallelism.schema import Parallelism
 from titanlab.plan.machine import machine_of
 from titanlab.plan.ranking import Ranking
 from titanlab.plan.space import Choices, Space, choices_of
-from titanlab.precision.bf16_schema import Bf16
 from titanlab.recipe.recipe import Recipe
 from titanlab.recipe.schema import Cluster, Training
-from titanlab.schedule.one_f_one_b_schema import OneFOneB
-from titanlab.tracker.jsonl_schema import Jsonl
+from titanlab.techniques.ac.recomputation_schema import NoCheckpointing
+from titanlab.techniques.compile.schema import Compile
+from titanlab.techniques.model.llama_schema import Llama
+from titanlab.techniques.optimizer.adamw_schema import AdamW
+from titanlab.techniques.precision.cast_schema import Bf16
+from titanlab.techniques.schedule.published_schema import OneFOneB
+from titanlab.techniques.tracker.several_schema import Jsonl
 
 SMALL = Llama(dim=256, layers=6, heads=8, kv_heads=4, ffn_dim=768, vocab_size=2048)
 

@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from titanlab.ac.block_schema import NoCheckpointing
-from titanlab.compile.schema import Compile
-from titanlab.model.llama_schema import Llama
-from titanlab.optimizer.adamw_schema import AdamW
 from titanlab.parallelism.schema import Parallelism
-from titanlab.precision.bf16_schema import Bf16
 from titanlab.recipe.recipe import Recipe
 from titanlab.recipe.schema import Cluster, Training
-from titanlab.schedule.one_f_one_b_schema import OneFOneB
+from titanlab.techniques.ac.recomputation_schema import NoCheckpointing
+from titanlab.techniques.compile.schema import Compile
+from titanlab.techniques.model.llama_schema import Llama
+from titanlab.techniques.optimizer.adamw_schema import AdamW
+from titanlab.techniques.precision.cast_schema import Bf16
+from titanlab.techniques.schedule.published_schema import OneFOneB
 
 LLAMA_8B = Llama(dim=4096, layers=32, heads=32, kv_heads=8, ffn_dim=14336, vocab_size=128256)
 SMALL = Llama(dim=256, layers=6, heads=8, kv_heads=4, ffn_dim=768, vocab_size=2048)

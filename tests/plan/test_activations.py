@@ -6,16 +6,18 @@ import pytest
 
 from tests import tiny
 from tests.plan.kept import LOG_PROBABILITY_BYTES, allocated_before_backward, most_between_actions
-from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer
-from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.costs.account import Share
 from titanlab.costs.config_key import key_of
 from titanlab.plan.activations import deferred_bytes
 from titanlab.plan.memory import _Ranks, memory
-from titanlab.schedule.dualpipe_v_schema import DualPipeV
-from titanlab.schedule.interleaved_schema import Interleaved1F1B, InterleavedZeroBubble
-from titanlab.schedule.one_f_one_b_schema import OneFOneB
-from titanlab.schedule.zbv_schema import ZBV
+from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer, SelectiveOp
+from titanlab.techniques.schedule.published_schema import (
+    ZBV,
+    DualPipeV,
+    Interleaved1F1B,
+    InterleavedZeroBubble,
+    OneFOneB,
+)
 
 BAR = 0.05
 POLICIES = {

@@ -8,8 +8,8 @@ from titanlab.costs.config_key import key_of
 from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.plan.activations import _of_rank, _peaks, _totals, peaks, totals
-from titanlab.schedule.action import Action, Kind
-from titanlab.schedule.timeline import peak_in_flight
+from titanlab.techniques.schedule.action import Action, Kind
+from titanlab.techniques.schedule.timeline import peak_in_flight
 
 KINDS = sorted(kind for kind in discover()["schedule"] if kind != "csv")
 

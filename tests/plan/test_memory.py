@@ -7,13 +7,12 @@ import dataclasses
 import pytest
 
 from tests.plan.recipes import SMALL, made
-from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing
 from titanlab.costs.config_key import key_of
 from titanlab.errors import ConfigError
 from titanlab.plan.memory import ITEMS, RankMemory, memory, most_memory
 from titanlab.plan.stages import model_facts
-from titanlab.schedule.interleaved_schema import Interleaved1F1B
-from titanlab.schedule.one_f_one_b_schema import OneFOneB
+from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing
+from titanlab.techniques.schedule.published_schema import Interleaved1F1B, OneFOneB
 
 
 def small(**given):

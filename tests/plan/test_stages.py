@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.plan.recipes import SMALL, made
-from titanlab.ac.block_schema import FullCheckpointing, SelectiveLayer
 from titanlab.costs.config_key import key_of
 from titanlab.errors import ConfigError
 from titanlab.plan.stages import Unkeyed, model_facts, parts_of, placement_of, stages_of, treatments
-from titanlab.schedule.interleaved_schema import Interleaved1F1B
+from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveLayer
+from titanlab.techniques.schedule.published_schema import Interleaved1F1B
 
 MODEL, SPLIT = key_of(SMALL), key_of(made().parallelism.split)
 

@@ -6,19 +6,18 @@ import math
 import pytest
 
 from tests.plan.recipes import LLAMA_8B, SMALL, made
-from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer
-from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.costs.account import EXCHANGE, training_flops_per_token
 from titanlab.costs.config_key import key_of
 from titanlab.costs.traffic_account import Coordinate, step_traffic
-from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.plan.exchange import context_rows, sharding_of, tensor_rows
 from titanlab.plan.machine import Efficiencies, machine_of
 from titanlab.plan.stages import model_facts
 from titanlab.plan.step_time import freed_and_kept, step_time
-from titanlab.precision.float8_schema import Float8Rowwise, Float8Tensorwise
 from titanlab.recipe.communication import step_of
-from titanlab.schedule.interleaved_schema import Interleaved1F1B
+from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer, SelectiveOp
+from titanlab.techniques.model.llama_schema import Qwen3Moe
+from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8Tensorwise
+from titanlab.techniques.schedule.published_schema import Interleaved1F1B
 
 # A machine in which only products take time, at 1e12 FLOP/s.
 PERFECT = Efficiencies(

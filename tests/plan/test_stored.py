@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from tests.plan.layouts import SMALL
 from titanlab.costs.config_key import key_of
-from titanlab.optimizer.adamw_schema import AdamW
 from titanlab.plan.memory import Sharding, added, representatives, stored_pieces
-from titanlab.precision.bf16_schema import Bf16
-from titanlab.precision.fp32_schema import Fp32
+from titanlab.techniques.optimizer.adamw_schema import AdamW
+from titanlab.techniques.precision.cast_schema import Bf16, Fp32
 
 ACCOUNT = SMALL.account()
 

@@ -6,9 +6,8 @@ import pytest
 
 from tests.precision.conftest import field_is_refused_and_mended, given
 from titanlab.errors import ConfigError
-from titanlab.precision.account import Formats
-from titanlab.precision.bf16_schema import Bf16, Bf16Full
-from titanlab.precision.fp16_schema import Fp16
+from titanlab.techniques.precision.cast_schema import Bf16, Bf16Full, Fp16
+from titanlab.techniques.precision.contract import Formats
 
 FIELDS = [
     (Bf16, {"reduce": "fp16"}, "precision.reduce=fp16: is no dtype that bf16", {"reduce": "fp32"}),

@@ -8,9 +8,7 @@ sums in another order; another seed ends 0.4 % away.
 
 import pytest
 
-from titanlab.precision.bf16_schema import Bf16, Bf16Full
-from titanlab.precision.fp16_schema import Fp16
-from titanlab.precision.fp32_schema import Fp32
+from titanlab.techniques.precision.cast_schema import Bf16, Bf16Full, Fp16, Fp32
 
 pytestmark = pytest.mark.full
 

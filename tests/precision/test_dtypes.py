@@ -11,10 +11,8 @@ from titanlab.distributed.mesh import build_mesh
 from titanlab.distributed.ranks import joined
 from titanlab.distributed.world import open_world
 from titanlab.parallelism import shard
-from titanlab.precision.bf16_schema import Bf16, Bf16Full
-from titanlab.precision.dtypes import Dtypes
-from titanlab.precision.fp16_schema import Fp16
-from titanlab.precision.fp32_schema import Fp32
+from titanlab.techniques.precision.cast import Dtypes
+from titanlab.techniques.precision.cast_schema import Bf16, Bf16Full, Fp16, Fp32
 from titanlab.train.assemble import StepBatch, assemble
 
 # Who is looked at: the embedding, a product in a block, a norm in a block, the last norm, the head.

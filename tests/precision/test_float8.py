@@ -18,19 +18,19 @@ from titanlab.checkpoint.folders import checkpoints, latest
 from titanlab.distributed.mesh import build_mesh
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.distributed.world import open_world
-from titanlab.model import llama_account
-from titanlab.model.mixture_of_experts import ExpertLinear
-from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.parallelism.chunked_loss import ChunkedLoss
 from titanlab.parallelism.pipeline_weights import linear
 from titanlab.plan.block_work import Part, work_of
-from titanlab.precision import float8, mxfp8
-from titanlab.precision.bf16_schema import Bf16
-from titanlab.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise
-from titanlab.precision.mxfp8_schema import Mxfp8
-from titanlab.precision.product import PLAIN, departure, product_of
 from titanlab.prove import parity
 from titanlab.recipe.schema import Cluster
+from titanlab.techniques.model import llama_account
+from titanlab.techniques.model.llama_schema import Qwen3Moe
+from titanlab.techniques.model.mixture_of_experts import ExpertLinear
+from titanlab.techniques.precision import float8
+from titanlab.techniques.precision import float8 as mxfp8
+from titanlab.techniques.precision.cast_schema import Bf16
+from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise, Mxfp8
+from titanlab.techniques.precision.product import PLAIN, departure, product_of
 from titanlab.train import assemble, generate
 from titanlab.train.recording import work
 

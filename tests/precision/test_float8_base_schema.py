@@ -8,9 +8,13 @@ import pytest
 from tests import tiny
 from tests.precision.conftest import given, model_of, setting_is_refused_and_mended
 from titanlab.errors import ConfigError
-from titanlab.precision.account import Product
-from titanlab.precision.float8_base_schema import Conversion
-from titanlab.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise
+from titanlab.techniques.precision.contract import Product
+from titanlab.techniques.precision.float8_schema import (
+    Conversion,
+    Float8Rowwise,
+    Float8RowwiseWithGwHp,
+    Float8Tensorwise,
+)
 
 A100, H100 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"
 MIG = "NVIDIA A100-SXM4-80GB MIG 3g.40gb"

@@ -9,8 +9,7 @@ and −0.39 %; mxfp8 1.9 % and −0.43 %; beside them bf16 0.2 % and −0.01 %, 
 import pytest
 
 from tests import tiny
-from titanlab.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise
-from titanlab.precision.mxfp8_schema import Mxfp8
+from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise, Mxfp8
 
 FINAL = 0.01
 LARGEST = 0.04

@@ -15,15 +15,13 @@ import os
 import pytest
 
 from tests import tiny
-from titanlab.ac.block_schema import FullCheckpointing
-from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.distributed.ranks import ALONE, joined
-from titanlab.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise
-from titanlab.precision.fp32_schema import Fp32
-from titanlab.precision.mxfp8_schema import Mxfp8
 from titanlab.prove import parity
 from titanlab.prove.parity import compare
-from titanlab.schedule.zbv_schema import ZBV
+from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveOp
+from titanlab.techniques.precision.cast_schema import Fp32
+from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise, Mxfp8
+from titanlab.techniques.schedule.published_schema import ZBV
 
 BAR = 1e-5
 NOISE = 1.5

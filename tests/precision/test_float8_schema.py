@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.precision.conftest import given, model_of, setting_is_refused_and_mended
-from titanlab.precision.account import Product
-from titanlab.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise
+from titanlab.techniques.precision.contract import Product
+from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise
 
 H100 = "NVIDIA H100 80GB HBM3"
 EIGHTS = "float8_e4m3fn"

@@ -14,12 +14,11 @@ from tests.planted_schema import Planted
 from titanlab.checkpoint.folders import checkpoints
 from titanlab.costs import meter
 from titanlab.parallelism.loss import SplitLoss
-from titanlab.precision.cast import Cast
-from titanlab.precision.fp16_schema import Fp16
-from titanlab.precision.fp32_schema import Fp32
-from titanlab.precision.loss_scale import DynamicLossScale
 from titanlab.prove import parity
 from titanlab.records.outcome import OutcomeKind
+from titanlab.techniques.precision.cast import Cast
+from titanlab.techniques.precision.cast_schema import Fp16, Fp32
+from titanlab.techniques.precision.loss_scale import DynamicLossScale
 from titanlab.train import assemble
 
 STEPS = 6

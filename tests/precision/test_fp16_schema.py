@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.precision.conftest import field_is_refused_and_mended
-from titanlab.precision.account import Formats
-from titanlab.precision.fp16_schema import LARGEST, Fp16
+from titanlab.techniques.precision.cast_schema import LARGEST, Fp16
+from titanlab.techniques.precision.contract import Formats
 
 FIELDS = [
     ({"reduce": "bf16"}, "precision.reduce=bf16: is no dtype that fp16", {"reduce": "fp16"}),

@@ -13,11 +13,9 @@ import pytest
 from tests import tiny
 from tests.cover import cover, marks
 from titanlab.distributed.ranks import ALONE, joined
-from titanlab.precision.bf16_schema import Bf16, Bf16Full
-from titanlab.precision.fp16_schema import Fp16
-from titanlab.precision.fp32_schema import Fp32
 from titanlab.prove import parity
 from titanlab.prove.parity import compare
+from titanlab.techniques.precision.cast_schema import Bf16, Bf16Full, Fp16, Fp32
 
 ROUNDINGS = 2.0
 COMMON = {"layers": 4, "steps": 3, "global_batch": 8, "seq_len": 32, "eps": 1e-6, "at_end": False}

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from titanlab.errors import ConfigError
-from titanlab.precision import mxfp8
-from titanlab.precision.mxfp8 import Mxfp8Layers, Mxfp8Linear
-from titanlab.precision.mxfp8_schema import Mxfp8
+from titanlab.techniques.precision import float8 as mxfp8
+from titanlab.techniques.precision.float8 import Mxfp8Layers, Mxfp8Linear
+from titanlab.techniques.precision.float8_schema import Mxfp8
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,7 @@ from tests import tiny
 from tests.parity.parity_rows import SCHEDULES
 from tests.precision.conftest import given, model_of, setting_is_refused_and_mended
 from titanlab.errors import ConfigError
-from titanlab.precision.float8_schema import Float8Rowwise
-from titanlab.precision.mxfp8_schema import Mxfp8
+from titanlab.techniques.precision.float8_schema import Float8Rowwise, Mxfp8
 
 H100, B200 = "NVIDIA H100 80GB HBM3", "NVIDIA B200"
 

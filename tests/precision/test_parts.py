@@ -4,8 +4,7 @@ import torch
 from torch import nn
 
 from tests import tiny
-from titanlab.precision.dtypes import Dtypes
-from titanlab.precision.parts import Units, keep_in_fp32
+from titanlab.techniques.precision.cast import Dtypes, Units, keep_in_fp32
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -8,9 +8,8 @@ import pytest
 
 from tests import tiny
 from titanlab.errors import ConfigError
-from titanlab.precision.bf16_schema import Bf16
-from titanlab.precision.parts_schema import check_bf16, check_reduce, parts_within
 from titanlab.recipe.recipe_rules import setting
+from titanlab.techniques.precision.cast_schema import Bf16, check_bf16, check_reduce, parts_within
 
 
 def checked(parts, **given):

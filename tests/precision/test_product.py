@@ -9,11 +9,11 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from titanlab.costs.account import Joined
 from titanlab.errors import ConfigError
-from titanlab.model.llama import TiedOutput
-from titanlab.model.projections import Projections
 from titanlab.parallelism.joined import join_products
 from titanlab.parallelism.pipeline_weights import DeferredWeights
-from titanlab.precision.product import PLAIN, Product, departure, product_of, take_over
+from titanlab.techniques.model.language_model import Projections
+from titanlab.techniques.model.llama import TiedOutput
+from titanlab.techniques.precision.product import PLAIN, Product, departure, product_of, take_over
 
 TAKEN = {"key": "parallelism.tensor", "value": 2, "cure": "try 1"}
 

@@ -2,10 +2,9 @@
 
 import pytest
 
-from titanlab.model.llama_schema import Llama
-from titanlab.precision.bf16_schema import Bf16
-from titanlab.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise
-from titanlab.precision.mxfp8_schema import Mxfp8
+from titanlab.techniques.model.llama_schema import Llama
+from titanlab.techniques.precision.cast_schema import Bf16
+from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise, Mxfp8
 
 MODEL = Llama(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=96, vocab_size=64).account()
 FLOAT8 = "float8_e4m3fn"

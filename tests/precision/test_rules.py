@@ -5,11 +5,9 @@ import pytest
 from tests import tiny
 from tests.precision.conftest import field_is_refused_and_mended
 from titanlab.errors import ConfigError
-from titanlab.precision.account import matched
-from titanlab.precision.bf16_schema import Bf16
-from titanlab.precision.fp16_schema import Fp16
-from titanlab.precision.fp32_schema import Fp32
 from titanlab.recipe.recipe_rules import setting
+from titanlab.techniques.precision.cast_schema import Bf16, Fp16, Fp32
+from titanlab.techniques.precision.contract import matched
 
 
 def test_fp32_reduces_in_fp32_only():

@@ -14,11 +14,9 @@ from titanlab.data import source
 from titanlab.data.schema import Files
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.distributed.world import open_world
-from titanlab.precision.bf16_schema import Bf16, Bf16Full
-from titanlab.precision.fp16_schema import Fp16
-from titanlab.precision.fp32_schema import Fp32
 from titanlab.prove import parity
 from titanlab.records.outcome import OutcomeKind
+from titanlab.techniques.precision.cast_schema import Bf16, Bf16Full, Fp16, Fp32
 from titanlab.train import generate as sampling
 from titanlab.train.generate import generate
 

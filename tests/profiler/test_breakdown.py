@@ -4,7 +4,7 @@ import pytest
 
 from tests import tiny
 from titanlab.costs import meter
-from titanlab.profiler.breakdown_schema import Breakdown
+from titanlab.techniques.profiler.profilers_schema import Breakdown
 
 STEP = "breakdown/step(s)"
 LAYOUTS = {

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from tests import tiny
-from titanlab.profiler.consumers import (
+from titanlab.records.outcome import OutcomeKind, from_exception
+from titanlab.techniques.profiler.memory import (
     consumers,
     described,
     failing_module,
@@ -15,7 +16,6 @@ from titanlab.profiler.consumers import (
     named_before_steps,
     named_consumers,
 )
-from titanlab.records.outcome import OutcomeKind, from_exception
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.72 GiB of which 1.2 GiB is free. "

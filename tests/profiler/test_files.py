@@ -8,13 +8,11 @@ import pytest
 import torch
 
 from tests import tiny
-from titanlab.profiler.breakdown_schema import Breakdown
-from titanlab.profiler.contract import Links
-from titanlab.profiler.files import write_whole
-from titanlab.profiler.memory import MemoryProfiler
-from titanlab.profiler.memory_schema import Memory
-from titanlab.profiler.trace_schema import Trace
 from titanlab.records.outcome import OutcomeKind
+from titanlab.techniques.profiler.contract import Links
+from titanlab.techniques.profiler.memory import MemoryProfiler
+from titanlab.techniques.profiler.profilers_schema import Breakdown, Memory, Trace
+from titanlab.techniques.profiler.trace import write_whole
 
 
 @contextlib.contextmanager

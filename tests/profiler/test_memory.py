@@ -6,10 +6,10 @@ import torch
 from tests import tiny
 from titanlab.costs import meter
 from titanlab.errors import ConfigError
-from titanlab.profiler.contract import Links
-from titanlab.profiler.memory import RANK, MemoryProfiler, largest, metric, resident_bytes
-from titanlab.profiler.memory_schema import Memory
-from titanlab.profiler.step_parts import PHASES
+from titanlab.techniques.profiler.contract import Links
+from titanlab.techniques.profiler.memory import RANK, MemoryProfiler, largest, metric, resident_bytes
+from titanlab.techniques.profiler.profilers_schema import Memory
+from titanlab.techniques.profiler.step_parts import PHASES
 from titanlab.train.train import Observer
 
 HOG = 256 * 2**20

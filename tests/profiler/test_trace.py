@@ -5,8 +5,8 @@ import json
 
 from tests import tiny
 from titanlab.costs import meter
-from titanlab.profiler.trace_schema import Trace
 from titanlab.recipe.recipe import from_mapping, to_mapping
+from titanlab.techniques.profiler.profilers_schema import Trace
 
 
 def trained(made, run):

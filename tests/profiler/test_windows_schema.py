@@ -3,8 +3,7 @@
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.profiler.breakdown_schema import Breakdown
-from titanlab.profiler.trace_schema import Trace
+from titanlab.techniques.profiler.profilers_schema import Breakdown, Trace
 
 
 @pytest.mark.parametrize("config", [Breakdown, Trace])

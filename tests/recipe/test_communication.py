@@ -3,11 +3,10 @@
 import pytest
 
 from tests.plan.recipes import SMALL, made
-from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing
-from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.costs.traffic_account import Repeats
-from titanlab.precision.fp32_schema import Fp32
 from titanlab.recipe.communication import repeats_in_block, step_of
+from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveOp
+from titanlab.techniques.precision.cast_schema import Fp32
 
 BLOCKS = [f"layers.{number}" for number in range(6)]
 

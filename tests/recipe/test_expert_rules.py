@@ -8,8 +8,8 @@ import pytest
 
 from tests import tiny
 from tests.parity.test_experts import MODELS
-from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.errors import ConfigError
+from titanlab.techniques.ac.recomputation_schema import SelectiveOp
 
 QWEN = MODELS["qwen3"]
 NARROW = replace(MODELS["mixtral"], ffn_dim=45)

@@ -15,8 +15,7 @@ from titanlab.recipe.recipe_rules import (
     check_symmetric_memory,
     check_tensor,
 )
-from titanlab.schedule.gpipe_schema import GPipe
-from titanlab.schedule.interleaved_schema import Interleaved1F1B
+from titanlab.techniques.schedule.published_schema import GPipe, Interleaved1F1B
 
 MODEL = ModelAccount(
     parameters={

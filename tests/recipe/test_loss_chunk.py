@@ -6,11 +6,11 @@ import pytest
 
 from tests import tiny
 from titanlab.errors import ConfigError
-from titanlab.model.llama_schema import Llama
-from titanlab.precision.mxfp8_schema import Mxfp8
 from titanlab.recipe.recipe import from_mapping, needs_whole_logits, resolve, to_mapping
 from titanlab.recipe.recipe_rules import check
 from titanlab.records.identity import identify
+from titanlab.techniques.model.llama_schema import Llama
+from titanlab.techniques.precision.float8_schema import Mxfp8
 
 
 def large(folder, **given):

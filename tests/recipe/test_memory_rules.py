@@ -10,9 +10,9 @@ from tests import tiny
 from titanlab.distributed import host
 from titanlab.distributed.host import Host
 from titanlab.errors import ConfigError
-from titanlab.model.llama_schema import Llama
 from titanlab.recipe.recipe_rules import PROCESS_BYTES, check_addressable, check_host_memory
 from titanlab.recipe.schema import Cluster, Training
+from titanlab.techniques.model.llama_schema import Llama
 
 GIB = 2**30
 

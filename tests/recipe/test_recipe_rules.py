@@ -10,13 +10,12 @@ import pytest
 from tests import tiny
 from titanlab.data.schema import Synthetic
 from titanlab.errors import ConfigError
-from titanlab.model.kernels import flash3
 from titanlab.parallelism.schema import Parallelism
-from titanlab.precision.account import Formats
-from titanlab.precision.contract import PrecisionConfig
 from titanlab.recipe.recipe import Recipe, resolve
 from titanlab.recipe.recipe_rules import MOST_PROCESSES, check, check_all_but_data, setting
 from titanlab.recipe.schema import Cluster
+from titanlab.techniques.model import attention as flash3
+from titanlab.techniques.precision.contract import Formats, PrecisionConfig
 
 
 def resolved(made: Recipe, **given: object) -> Recipe:
@@ -133,7 +132,7 @@ def test_flash_attention_3_needs_its_package_and_a_hopper(tmp_path, device, rule
     ],
 )
 def test_document_masks_need_a_kernel_that_has_them_on_a_gpu(tmp_path, monkeypatch, attention, context, is_refused):
-    monkeypatch.setattr(flash3, "missing", lambda capability: None)
+    monkeypatch.setattr(flash3, "flash3_missing", lambda capability: None)
     made = tiny.recipe(tmp_path, context=context, bf16=True, data=Synthetic(vocab_size=256, document_mask=True))
     cluster = Cluster(accelerator="cuda", device="NVIDIA H100 80GB HBM3")
     made = resolved(made, model=replace(made.model, attention=attention), cluster=cluster)

@@ -8,15 +8,15 @@ import pytest
 
 from titanlab.costs import meter
 from titanlab.distributed.start_up import PHASES
-from titanlab.profiler.memory import largest
-from titanlab.profiler.step_parts import EXPOSED, STEP
-from titanlab.profiler.step_parts import PHASES as PARTS
-from titanlab.profiler.step_parts import metrics as breakdown
 from titanlab.records.metrics_file import MetricsWriter, read_metrics
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.provenance import collect
 from titanlab.records.run_records import STATES, Status
-from titanlab.tracker.record import FINISHED, OPEN, STARTING, Record
+from titanlab.techniques.profiler.memory import largest
+from titanlab.techniques.profiler.step_parts import EXPOSED, STEP
+from titanlab.techniques.profiler.step_parts import PHASES as PARTS
+from titanlab.techniques.profiler.step_parts import metrics as breakdown
+from titanlab.techniques.tracker.contract import FINISHED, OPEN, STARTING, Record
 
 PAGE = (Path(__file__).parents[2] / "docs" / "run-folder.md").read_text()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from titanlab.options import discover, schema_of
-from titanlab.schedule.action import Action, Kind
-from titanlab.schedule.contract import PipelineSchedule
+from titanlab.techniques.schedule.action import Action, Kind
+from titanlab.techniques.schedule.contract import PipelineSchedule
 
 LOOPED = ("interleaved_1f1b", "interleaved_zero_bubble", "looped_bfs")
 V_SHAPED = ("zbv", "dualpipe_v")

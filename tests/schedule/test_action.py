@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from titanlab.schedule.action import Action, ActionList, Kind
+from titanlab.techniques.schedule.action import Action, ActionList, Kind
 
 
 def test_an_action_has_torchs_notation():

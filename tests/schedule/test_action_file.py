@@ -9,8 +9,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from tests.schedule.conftest import Schedule
 from titanlab.errors import ConfigError
-from titanlab.schedule.action import Action, Kind
-from titanlab.schedule.action_file import read_actions, write_actions
+from titanlab.techniques.schedule.action import Action, Kind
+from titanlab.techniques.schedule.csv_schema import read_actions, write_actions
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.schedule.conftest import KINDS, Schedule, orders
-from titanlab.schedule.contract import PipelineSchedule
-from titanlab.schedule.placement import OneStage
+from titanlab.techniques.schedule.contract import OneStage, PipelineSchedule
 
 ACTIONS = ("0F0 0F1 0B0 0B1", "1F0 1I0 1W0 1F1 1B1")
 

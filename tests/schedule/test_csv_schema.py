@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from tests.schedule.conftest import KINDS, Schedule
 from titanlab.errors import ConfigError
-from titanlab.schedule.action_file import write_actions
-from titanlab.schedule.csv_schema import CsvSchedule
+from titanlab.techniques.schedule.csv_schema import CsvSchedule, write_actions
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from tests.schedule.conftest import Schedule, words
 from titanlab.errors import ConfigError
-from titanlab.schedule.timeline import simulate
+from titanlab.techniques.schedule.timeline import simulate
 
 
 @pytest.mark.parametrize(("microbatches", "factor"), [(7, 2), (4, 2), (3, 3), (1, 8)])

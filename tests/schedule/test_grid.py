@@ -7,9 +7,9 @@ import re
 import pytest
 
 from tests.schedule.conftest import Schedule, orders
-from titanlab.schedule.action import Kind
-from titanlab.schedule.grid import rows
-from titanlab.schedule.timeline import simulate
+from titanlab.techniques.schedule.action import Kind
+from titanlab.techniques.schedule.plot import rows
+from titanlab.techniques.schedule.timeline import simulate
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.schedule.conftest import Schedule, words
-from titanlab.schedule.interleaved_schema import rounds
-from titanlab.schedule.timeline import simulate
+from titanlab.techniques.schedule.published_schema import rounds
+from titanlab.techniques.schedule.timeline import simulate
 
 RANKS = st.integers(1, 8)
 MICROBATCHES = st.integers(1, 40)

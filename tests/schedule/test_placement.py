@@ -6,7 +6,7 @@ import pytest
 
 from tests.schedule.conftest import KINDS, LOOPED, V_SHAPED, Schedule
 from titanlab.errors import ConfigError
-from titanlab.schedule.placement import looped, stages_of, v_shaped
+from titanlab.techniques.schedule.contract import looped, stages_of, v_shaped
 
 
 def test_placements():

@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 
 from tests.schedule.conftest import Schedule, orders
 from titanlab.errors import ConfigError
-from titanlab.schedule.action import Kind
-from titanlab.schedule.plot import LIMIT, draw, draw_legend, draw_panel, figure_size
-from titanlab.schedule.timeline import simulate
+from titanlab.techniques.schedule.action import Kind
+from titanlab.techniques.schedule.plot import LIMIT, draw, draw_legend, draw_panel, figure_size
+from titanlab.techniques.schedule.timeline import simulate
 
 
 def timeline_of(kind, ranks, microbatches):

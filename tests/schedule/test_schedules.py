@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.schedule.conftest import KINDS, LOOPED, Schedule
-from titanlab.schedule.action import Kind
-from titanlab.schedule.order import placement_of, validate
-from titanlab.schedule.timeline import peak_in_flight, simulate
+from titanlab.techniques.schedule.action import Kind, placement_of, validate
+from titanlab.techniques.schedule.timeline import peak_in_flight, simulate
 
 RANKS = st.integers(1, 8)
 MICROBATCHES = st.integers(1, 40)

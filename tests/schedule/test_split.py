@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanlab.errors import ConfigError
-from titanlab.schedule.placement import looped, v_shaped
-from titanlab.schedule.split import split
+from titanlab.techniques.schedule.contract import looped, v_shaped
+from titanlab.techniques.schedule.split import split
 
 PLACEMENTS = [
     *[looped(ranks=ranks) for ranks in (1, 2, 3, 5)],

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.schedule.conftest import orders
-from titanlab.schedule.action import Kind
-from titanlab.schedule.order import OrderError
-from titanlab.schedule.timeline import peak_in_flight, simulate
+from titanlab.techniques.schedule.action import Kind, OrderError
+from titanlab.techniques.schedule.timeline import peak_in_flight, simulate
 
 
 def test_a_timeline():

@@ -14,10 +14,10 @@ from titanlab.distributed.host import Host
 from titanlab.errors import ConfigError
 from titanlab.launch.local_schema import Local
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.model import llama_account
 from titanlab.recipe.recipe import from_mapping, to_mapping
 from titanlab.sweep import retry as module
 from titanlab.sweep.retry import checked, item_of, resubmit, submitted_with
+from titanlab.techniques.model import llama_account
 
 REFUSED = "invalid account or account/partition combination specified"
 

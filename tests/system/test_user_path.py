@@ -12,7 +12,7 @@ from titanlab.recipe.flags import read_flags
 from titanlab.records.run_folder import check_runs
 from titanlab.sweep.clean import cached
 from titanlab.system.files import home, user_path
-from titanlab.tracker.wandb_mode import has_key
+from titanlab.techniques.tracker.wandb import has_key
 
 
 def test_a_tilde_is_the_users_home(monkeypatch, tmp_path):

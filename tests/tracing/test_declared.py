@@ -9,8 +9,8 @@ import pytest
 from tests import tiny
 from titanlab.costs.layout import Layout
 from titanlab.costs.traffic_account import Coordinate
-from titanlab.precision.bf16_schema import Bf16
 from titanlab.prove.declared import declared, place_of
+from titanlab.techniques.precision.cast_schema import Bf16
 
 
 def test_every_rank_has_a_place_of_its_own():

@@ -6,14 +6,12 @@ import pytest
 
 from tests import tiny
 from tests.tracing.test_rank_trace import accounts
-from titanlab.ac.block_schema import FullCheckpointing
-from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.costs.traffic_account import flat
-from titanlab.model.mixtral_schema import Mixtral
-from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.prove.declared import declared
 from titanlab.prove.traced_step import Comparison
-from titanlab.schedule.zbv_schema import ZBV
+from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveOp
+from titanlab.techniques.model.llama_schema import Mixtral, Qwen3Moe
+from titanlab.techniques.schedule.published_schema import ZBV
 
 SIZES = {"dim": 64, "layers": 4, "heads": 4, "kv_heads": 2, "vocab_size": 256}
 QWEN = Qwen3Moe(**SIZES, head_dim=32, ffn_dim=32, experts=8, active_experts=2)

@@ -5,18 +5,15 @@ from __future__ import annotations
 import pytest
 
 from tests import tiny
-from titanlab.ac.block_schema import FullCheckpointing, SelectiveLayer
-from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.costs.traffic_account import flat
-from titanlab.optimizer.muon_schema import Muon
-from titanlab.precision.float8_schema import Float8Tensorwise
-from titanlab.precision.fp16_schema import Fp16
 from titanlab.prove.declared import declared
 from titanlab.prove.rank_trace import trace_rank
 from titanlab.prove.traced_step import Comparison
-from titanlab.schedule.dualpipe_v_schema import DualPipeV
-from titanlab.schedule.interleaved_schema import Interleaved1F1B, InterleavedZeroBubble
-from titanlab.schedule.zbv_schema import ZBV
+from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveLayer, SelectiveOp
+from titanlab.techniques.optimizer.muon_schema import Muon
+from titanlab.techniques.precision.cast_schema import Fp16
+from titanlab.techniques.precision.float8_schema import Float8Tensorwise
+from titanlab.techniques.schedule.published_schema import ZBV, DualPipeV, Interleaved1F1B, InterleavedZeroBubble
 
 WIDE = {"dim": 128, "heads": 16, "kv_heads": 8, "ffn_dim": 256}
 # From one axis to four, and worlds of up to 512 ranks. Every policy of checkpointing, and uneven shards.

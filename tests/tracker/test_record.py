@@ -6,15 +6,23 @@ import json
 
 import pytest
 
-from titanlab.tracker.record import FILE, OPEN, Record, file_of, read_record, records_in, write_record
+from titanlab.techniques.tracker.contract import (
+    OPEN,
+    RECORD_FILE,
+    Record,
+    file_of,
+    read_record,
+    records_in,
+    write_record,
+)
 
 WHOLE = {"schema": 1, "kind": "wandb", "state": "open", "step": 5, "rows": 5, "folder": "wandb/run-1"}
 
 
 def test_what_is_written_is_read(tmp_path):
     record = Record(kind="wandb", state=OPEN, wanted="online", mode="offline", folder="wandb/x", step=3, rows=2)
-    write_record(tmp_path / FILE, record)
-    found = read_record(tmp_path / FILE)
+    write_record(tmp_path / RECORD_FILE, record)
+    found = read_record(tmp_path / RECORD_FILE)
     assert found is not None
     assert found.updated >= record.updated
     assert {**vars(found), "updated": 0} == {**vars(record), "updated": 0}
@@ -29,13 +37,13 @@ def test_each_tracker_has_its_own(tmp_path):
 
 
 def test_a_full_disk_stops_nothing(tmp_path):
-    write_record(tmp_path / "missing" / FILE, Record(kind="wandb"))
-    assert read_record(tmp_path / "missing" / FILE) is None
+    write_record(tmp_path / "missing" / RECORD_FILE, Record(kind="wandb"))
+    assert read_record(tmp_path / "missing" / RECORD_FILE) is None
 
 
 def test_fields_of_a_later_version_are_left_out(tmp_path):
-    (tmp_path / FILE).write_text(json.dumps({**WHOLE, "color": "red"}))
-    assert read_record(tmp_path / FILE) is not None
+    (tmp_path / RECORD_FILE).write_text(json.dumps({**WHOLE, "color": "red"}))
+    assert read_record(tmp_path / RECORD_FILE) is not None
 
 
 @pytest.mark.parametrize(
@@ -62,11 +70,11 @@ def test_fields_of_a_later_version_are_left_out(tmp_path):
 )
 def test_a_value_of_another_kind_makes_it_none(tmp_path, change):
     """Sums and comparisons of records would end with a traceback."""
-    (tmp_path / FILE).write_text(json.dumps({**WHOLE, **change}))
-    assert read_record(tmp_path / FILE) is None
+    (tmp_path / RECORD_FILE).write_text(json.dumps({**WHOLE, **change}))
+    assert read_record(tmp_path / RECORD_FILE) is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, "\udce9", json.dumps({"schema": 1})])
 def test_what_is_no_record_is_none(tmp_path, text):
-    (tmp_path / FILE).write_text(text, errors="surrogateescape")
-    assert read_record(tmp_path / FILE) is None
+    (tmp_path / RECORD_FILE).write_text(text, errors="surrogateescape")
+    assert read_record(tmp_path / RECORD_FILE) is None

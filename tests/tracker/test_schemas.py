@@ -9,7 +9,7 @@ import yaml
 
 from titanlab.errors import ConfigError
 from titanlab.options import discover
-from titanlab.tracker.tensorboard_schema import TensorBoard
+from titanlab.techniques.tracker.tensorboard_schema import TensorBoard
 
 CONF = Path(__file__).parents[2] / "conf" / "tracker"
 
@@ -36,7 +36,7 @@ def test_a_flush_takes_time():
 def test_no_tracker_imports_what_it_tracks_with():
     modules = "jsonl jsonl_schema tensorboard tensorboard_schema wandb wandb_files wandb_schema wandb_writer contract tracked_run record signal_filter".split()
     code = (
-        f"import importlib, sys\nfor name in {modules}: importlib.import_module('titanlab.tracker.' + name)\n"
+        f"import importlib, sys\nfor name in {modules}: importlib.import_module('titanlab.techniques.tracker.' + name)\n"
         "print([name for name in ('torch', 'wandb', 'tensorboard') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

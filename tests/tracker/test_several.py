@@ -13,13 +13,12 @@ from tests.training.recording.test_rebuild import again
 from titanlab.errors import ConfigError
 from titanlab.options import combination, combined_name
 from titanlab.recipe.recipe import from_mapping, to_mapping
-from titanlab.tracker.jsonl import JsonlTracker
-from titanlab.tracker.jsonl_schema import Jsonl
-from titanlab.tracker.record import FINISHED, OPEN, records_in
-from titanlab.tracker.tensorboard import TensorBoardTracker
-from titanlab.tracker.tensorboard_schema import TensorBoard
-from titanlab.tracker.tracked_run import TrackedRun, open_tracker
-from titanlab.tracker.wandb_schema import Wandb
+from titanlab.techniques.tracker.contract import FINISHED, OPEN, TrackedRun, open_tracker, records_in
+from titanlab.techniques.tracker.several import JsonlTracker
+from titanlab.techniques.tracker.several_schema import Jsonl
+from titanlab.techniques.tracker.tensorboard import TensorBoardTracker
+from titanlab.techniques.tracker.tensorboard_schema import TensorBoard
+from titanlab.techniques.tracker.wandb_schema import Wandb
 from titanlab.train import rebuild
 from titanlab.train.tracked_run import tracker_gap
 
@@ -82,7 +81,7 @@ def test_one_that_raises_stops_alone(run, monkeypatch, method):
 
 
 def test_a_writer_that_cannot_start_leaves_the_other(run, monkeypatch):
-    monkeypatch.setattr("titanlab.tracker.wandb._WRITER", "titanlab.no_such_module")
+    monkeypatch.setattr("titanlab.techniques.tracker.wandb._WRITER", "titanlab.no_such_module")
     told = []
     tracker = open_tracker(both(), run, warn=told.append)
     tracker.log(1, {"loss": 1.0})

@@ -7,8 +7,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from titanlab.errors import ConfigError
-from titanlab.tracker.tensorboard_schema import TensorBoard
-from titanlab.tracker.tracked_run import TrackedRun, open_tracker
+from titanlab.techniques.tracker.contract import TrackedRun, open_tracker
+from titanlab.techniques.tracker.tensorboard_schema import TensorBoard
 
 
 def a_run(folder, **given):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.tracker.tracked_run import TrackedRun, open_tracker
+from titanlab.techniques.tracker.contract import TrackedRun, open_tracker
 
 RUN = TrackedRun(
     id="ab",

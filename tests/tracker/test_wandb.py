@@ -16,10 +16,9 @@ import pytest
 
 from tests.until import until
 from titanlab.errors import ConfigError
-from titanlab.tracker.jsonl_schema import Jsonl
-from titanlab.tracker.record import FINISHED, read_record
-from titanlab.tracker.tracked_run import TrackedRun, open_tracker
-from titanlab.tracker.wandb_schema import Wandb
+from titanlab.techniques.tracker.contract import FINISHED, TrackedRun, open_tracker, read_record
+from titanlab.techniques.tracker.several_schema import Jsonl
+from titanlab.techniques.tracker.wandb_schema import Wandb
 
 
 @pytest.fixture
@@ -376,8 +375,8 @@ def test_rows_that_are_left_out_are_counted(run, told, monkeypatch, tmp_path, fa
 DIES = """
 import sys
 from pathlib import Path
-from titanlab.tracker.tracked_run import TrackedRun, open_tracker
-from titanlab.tracker.wandb_schema import Wandb
+from titanlab.techniques.tracker.contract import TrackedRun, open_tracker
+from titanlab.techniques.tracker.wandb_schema import Wandb
 folder = Path(sys.argv[1])
 run = TrackedRun(id="x", name="x", sweep="s", folder=folder, config={}, layout={})
 tracker = open_tracker(Wandb(mode="offline"), run, warn=print)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from titanlab.tracker.wandb_files import (
+from titanlab.techniques.tracker.wandb import (
     discard,
     is_uploaded,
     kept_files,

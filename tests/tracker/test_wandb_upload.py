@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from titanlab.errors import TitanlabError
-from titanlab.tracker import wandb_upload
-from titanlab.tracker.wandb_upload import lack, upload
+from titanlab.techniques.tracker import wandb as wandb_upload
+from titanlab.techniques.tracker.wandb import lack, upload
 
 KEY = {"WANDB_API_KEY": "k" * 40, "HOME": "/nowhere"}
 

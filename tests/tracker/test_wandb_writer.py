@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.until import until
-from titanlab.tracker import wandb_writer as module
-from titanlab.tracker.record import FINISHED, OPEN, read_record
+from titanlab.techniques.tracker import wandb_writer as module
+from titanlab.techniques.tracker.contract import FINISHED, OPEN, read_record
 
 
 class Wandb:

@@ -15,11 +15,11 @@ from titanlab.costs import meter
 from titanlab.distributed.world import World
 from titanlab.errors import ConfigError
 from titanlab.launch.attempt import pass_over_damaged
-from titanlab.optimizer.muon_schema import Muon
 from titanlab.parallelism.gradients import Gradients
-from titanlab.precision.fp16_schema import Fp16
-from titanlab.precision.loss_scale import DynamicLossScale, LossScale
 from titanlab.records.outcome import OutcomeKind
+from titanlab.techniques.optimizer.muon_schema import Muon
+from titanlab.techniques.precision.cast_schema import Fp16
+from titanlab.techniques.precision.loss_scale import DynamicLossScale, LossScale
 from titanlab.train.assemble import SkipBadSteps
 from titanlab.train.totals import Reduction
 

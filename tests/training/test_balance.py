@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from tests import tiny
 from tests.model.test_mixture_of_experts import model as made_layer
 from tests.parity.test_experts import SIZES, traced
-from titanlab.ac.block_schema import FullCheckpointing
 from titanlab.costs import meter
 from titanlab.data import source
 from titanlab.errors import ConfigError
-from titanlab.model.mixture_of_experts import Auxiliary, Router
-from titanlab.model.qwen3_moe_schema import Qwen3Moe
+from titanlab.techniques.ac.recomputation_schema import FullCheckpointing
+from titanlab.techniques.model.llama_schema import Qwen3Moe
+from titanlab.techniques.model.mixture_of_experts import Auxiliary, Router
 from titanlab.train.balance import Balance, Load
 from titanlab.train.initialise import initialise
 from titanlab.train.totals import Totals

@@ -11,8 +11,8 @@ import torch
 from tests import tiny
 from tests.checkpoint.one_process import ALONE
 from titanlab.data.source import Batch
-from titanlab.model.documents.packed import Packed
 from titanlab.parallelism.loss import IGNORE
+from titanlab.techniques.model.documents import Packed
 from titanlab.train import assemble as module
 from titanlab.train.assemble import StepBatch, positions_of, to_device_of
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from titanlab.costs.account import Init
-from titanlab.model.llama_schema import Llama
+from titanlab.techniques.model.llama_schema import Llama
 from titanlab.train.conformance import faults
 
 SIZES = {"dim": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_dim": 48, "vocab_size": 40}

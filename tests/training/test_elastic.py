@@ -10,14 +10,11 @@ import pytest
 
 from tests import tiny
 from tests.planted_schema import Planted
-from titanlab.ac.block_schema import FullCheckpointing
-from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.data import source
 from titanlab.data.random_tokens import rank_samples
 from titanlab.records.outcome import OutcomeKind
-from titanlab.schedule.dualpipe_v_schema import DualPipeV
-from titanlab.schedule.interleaved_schema import Interleaved1F1B
-from titanlab.schedule.zbv_schema import ZBV
+from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveOp
+from titanlab.techniques.schedule.published_schema import ZBV, DualPipeV, Interleaved1F1B
 from titanlab.train import train as story
 
 BATCH = 16

@@ -14,7 +14,6 @@ from tests import tiny
 from tests.planted_schema import Planted
 from tests.pool import RankFailure
 from titanlab.checkpoint.folders import checkpoints, latest
-from titanlab.compile.watch import RECOMPILATIONS
 from titanlab.costs import meter
 from titanlab.data import source
 from titanlab.data.schema import Files, HuggingFace
@@ -22,6 +21,7 @@ from titanlab.prove import parity
 from titanlab.prove.parity import Trace, compare
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
+from titanlab.techniques.compile.watch import RECOMPILATIONS
 
 STEPS = 8
 STOP = 3

@@ -10,7 +10,7 @@ from tests import tiny
 from titanlab.distributed.mesh import build_mesh
 from titanlab.distributed.ranks import joined
 from titanlab.distributed.world import open_world
-from titanlab.model.language_model import LanguageModel
+from titanlab.techniques.model.language_model import LanguageModel
 from titanlab.train.stage import build_stage, default_dtype, thin, together
 
 PIECES = ("table", "layers.0", "layers.1", "head")

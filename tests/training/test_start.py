@@ -13,7 +13,7 @@ from tests.weights.saved import module, run_of, save
 from titanlab.checkpoint.blocks import DamagedCheckpoint
 from titanlab.checkpoint.position import Position
 from titanlab.errors import ConfigError, DamagedPosition
-from titanlab.model.llama_schema import Llama
+from titanlab.techniques.model.llama_schema import Llama
 from titanlab.train.train import load_start
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")

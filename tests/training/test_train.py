@@ -19,10 +19,10 @@ from titanlab.costs import meter
 from titanlab.data import source
 from titanlab.data.schema import Files
 from titanlab.distributed.stop import StopRequest
-from titanlab.model.llama import Llama
-from titanlab.model.llama_schema import Llama as LlamaConfig
 from titanlab.prove import parity
 from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.techniques.model.llama import Llama
+from titanlab.techniques.model.llama_schema import Llama as LlamaConfig
 from titanlab.train import train as story
 from titanlab.train.totals import Totals
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.model.llama_schema import Llama
-from titanlab.model.mixtral_schema import Mixtral
+from titanlab.techniques.model.llama_schema import Llama, Mixtral
 from titanlab.train.weights_folder import biases_of, left_out, widest
 
 SIZES = {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_dim": 24, "vocab_size": 32}

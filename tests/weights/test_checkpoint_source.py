@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.checkpoint.storage import write
 from titanlab.errors import ConfigError
-from titanlab.model.llama_schema import Llama
+from titanlab.techniques.model.llama_schema import Llama
 from titanlab.train import weights_tensors
 from titanlab.train.weights_folder import Entry
 from titanlab.train.weights_tensors import dcp_source, run_source

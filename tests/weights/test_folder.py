@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from titanlab.errors import ConfigError
-from titanlab.model.llama_schema import Llama
+from titanlab.techniques.model.llama_schema import Llama
 from titanlab.train.weights_folder import indexed_files, is_weights_folder, model_of, open_weights, read_object
 
 MODEL = Llama(dim=16, layers=1, heads=2, kv_heads=1, ffn_dim=24, vocab_size=32)

@@ -14,8 +14,7 @@ from tests import tiny
 from tests.weights import saved
 from tests.weights.huggingface import made as folders
 from titanlab.errors import ConfigError
-from titanlab.model.llama_schema import Llama
-from titanlab.model.mixtral_schema import Mixtral
+from titanlab.techniques.model.llama_schema import Llama, Mixtral
 from titanlab.train import starting_weights as module
 from titanlab.train.starting_weights import check_beginning, check_start, fill_start, open_folder, start_fingerprint
 

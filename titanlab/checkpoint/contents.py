@@ -33,7 +33,7 @@ from titanlab.checkpoint.position import (
     read_position,
 )
 from titanlab.errors import ConfigError
-from titanlab.optimizer.low_bit_schema import CODES
+from titanlab.techniques.optimizer.adamw_schema import CODES
 
 # Before the names of parameters in those of an optimizer's states.
 _STATES = "optimizer.state."

@@ -25,11 +25,11 @@ from titanlab.plan.explanation import (
 from titanlab.plan.search import MOST, Plan, for_planning, no_collection, plan
 from titanlab.recipe.flags import read_flags
 from titanlab.recipe.recipe import Recipe
-from titanlab.schedule import grid
 from titanlab.sweep.listing import aligned
 from titanlab.system.files import finite, user_path
 from titanlab.system.terminal import Console
 from titanlab.system.text import counted, grouped
+from titanlab.techniques.schedule import plot as grid
 
 # How many recipes a table shows.
 _TOP = 20
@@ -191,7 +191,7 @@ def _explain(recipe: Recipe, args: Any, console: Console) -> None:
     if args.plot is not None:
         if account.timeline is None:
             raise ConfigError("--plot", args.plot, "draws a pipeline, and pipeline=1", "leave it out")
-        from titanlab.schedule.plot import draw
+        from titanlab.techniques.schedule.plot import draw
 
         draw(
             [(f"{recipe.schedule.kind} · bubble {100 * account.timeline.bubble_share:.1f} %", account.timeline)],

@@ -11,7 +11,6 @@ from titanlab.cli.sweep import SweepArguments, run_study
 from titanlab.distributed.host import this_host
 from titanlab.errors import ConfigError
 from titanlab.plan.measured_machine import KEY, doubts, lines, measured_cluster
-from titanlab.profiler.rates_schema import KIND
 from titanlab.recipe.flags import read_flags
 from titanlab.recipe.next_attempt import frozen_recipe
 from titanlab.recipe.recipe import Recipe
@@ -21,6 +20,7 @@ from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.system.files import user_path
 from titanlab.system.terminal import Console
 from titanlab.system.text import counted
+from titanlab.techniques.profiler.rates_schema import KIND
 
 SWEEP = "measure"
 # The job trains the smallest model for one step, before which its profiler measures.

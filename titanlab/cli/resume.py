@@ -17,7 +17,6 @@ from titanlab.errors import ConfigError
 from titanlab.launch.contract import launch_of
 from titanlab.launch.execute import continue_run, execute, prepare
 from titanlab.launch.launchers import directly, joined
-from titanlab.optimizer.schedule import rate_factor
 from titanlab.recipe.next_attempt import LAYOUT, adapted, check_unedited, new_recipe, next_recipe
 from titanlab.recipe.recipe import Recipe, from_mapping, to_mapping
 from titanlab.records.identity import identify
@@ -27,6 +26,7 @@ from titanlab.sweep.retry import FAILED, Retried, checked, resubmit, retry, subm
 from titanlab.sweep.sweep_folder import SweepFolder, open_sweep
 from titanlab.system.terminal import Console
 from titanlab.system.text import counted, shown_path, sweep_argument
+from titanlab.techniques.optimizer.contract import rate_factor
 from titanlab.train.starting_weights import check_beginning
 
 # Where the data is: what is there must be the same.

@@ -16,15 +16,14 @@ from typing import Any
 from titanlab.cli.arguments import Arguments
 from titanlab.errors import ConfigError
 from titanlab.options import discover
-from titanlab.schedule.action import Action, Kind
-from titanlab.schedule.action_file import write_actions
-from titanlab.schedule.contract import PipelineSchedule
-from titanlab.schedule.grid import rows
-from titanlab.schedule.plot import draw
-from titanlab.schedule.timeline import Timeline, simulate
 from titanlab.system.files import user_path
 from titanlab.system.terminal import Console
 from titanlab.system.text import harmless
+from titanlab.techniques.schedule.action import Action, Kind
+from titanlab.techniques.schedule.contract import PipelineSchedule
+from titanlab.techniques.schedule.csv_schema import write_actions
+from titanlab.techniques.schedule.plot import draw, rows
+from titanlab.techniques.schedule.timeline import Timeline, simulate
 
 ALL = "all"
 # Most stages times microbatches; a larger timeline takes minutes.

@@ -15,10 +15,10 @@ from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import SweepFolder, find_run_or_sweep, open_sweep, readable
 from titanlab.system.terminal import Console
 from titanlab.system.text import counted
-from titanlab.tracker import wandb_upload
-from titanlab.tracker.tensorboard_schema import TensorBoard
-from titanlab.tracker.wandb_mode import has_key
-from titanlab.tracker.wandb_schema import Wandb
+from titanlab.techniques.tracker import wandb as wandb_upload
+from titanlab.techniques.tracker.tensorboard_schema import TensorBoard
+from titanlab.techniques.tracker.wandb import has_key
+from titanlab.techniques.tracker.wandb_schema import Wandb
 from titanlab.train.rebuild import rebuild
 from titanlab.train.tracked_run import has_repeated_steps, has_tracker, tracker_gap, waiting_files
 

@@ -16,12 +16,12 @@ from titanlab.cli.arguments import Arguments, bytes_of
 from titanlab.cli.compose import compose
 from titanlab.distributed.host import this_host
 from titanlab.errors import ConfigError
-from titanlab.model.contract import ModelConfig
 from titanlab.recipe.compose import conf_folder
 from titanlab.records.run_search import find_run
 from titanlab.system.files import user_path
 from titanlab.system.terminal import Console
 from titanlab.system.text import harmless_lines
+from titanlab.techniques.model.contract import ModelConfig
 from titanlab.train.hub_folders import fetch_model
 from titanlab.train.interchange import (
     Origin,

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanlab.compile import cache as compile_cache
 from titanlab.data import cache as data_cache
 from titanlab.doctor import limits, software, storage
 from titanlab.errors import ConfigError
@@ -16,6 +15,7 @@ from titanlab.launch.contract import LaunchConfig
 from titanlab.launch.launchers import default_config
 from titanlab.options import discover
 from titanlab.system.text import FAIL, WARN, Finding, warn
+from titanlab.techniques.compile import cache as compile_cache
 
 
 def checks(runs: Path, launch: LaunchConfig | None) -> list[Check]:

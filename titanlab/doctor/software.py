@@ -23,7 +23,7 @@ from titanlab.distributed.loopback import loopback_interface
 from titanlab.records.provenance import PACKAGES, git_state, versions
 from titanlab.system.processes import ask
 from titanlab.system.text import Finding, fail, ok, warn
-from titanlab.tracker.wandb_mode import has_key
+from titanlab.techniques.tracker.wandb import has_key
 
 _LEAST = (3, 11)
 _NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)==(\S+)")

@@ -20,7 +20,7 @@ from titanlab.costs.setting import part_rows
 from titanlab.dtensor import in_gradient_dtype, local_part
 from titanlab.parallelism.collectives import all_gather_single
 from titanlab.parallelism.loss import IGNORE
-from titanlab.precision.product import PLAIN, Product, product_of
+from titanlab.techniques.precision.product import PLAIN, Product, product_of
 
 
 class Columns(NamedTuple):

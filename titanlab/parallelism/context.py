@@ -20,15 +20,15 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from titanlab.costs.account import BLOCKS, ModelAccount
 from titanlab.errors import ConfigError
-from titanlab.model.attention import InnerAttention
-from titanlab.model.documents.packed import HostStarts
 from titanlab.parallelism import head_tail
 from titanlab.parallelism.attention_kernels import choose
 from titanlab.parallelism.documents import chunks
 from titanlab.parallelism.documents.chunks import Chunks
 from titanlab.parallelism.gather_kv import GatherKv
 from titanlab.parallelism.ring import Ring
-from titanlab.precision.product import departure, has_hooks
+from titanlab.techniques.model.attention import InnerAttention
+from titanlab.techniques.model.documents import HostStarts
+from titanlab.techniques.precision.product import departure, has_hooks
 
 EXCHANGES: dict[str, type[Ring] | type[GatherKv]] = {"ring": Ring, "all_gather": GatherKv}
 # Attention of another class is tried with so many tokens at most: longer than the usual windows of 4,096.

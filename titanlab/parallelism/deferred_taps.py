@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from titanlab.dtensor import local_part
-from titanlab.precision.product import Product, product_of, rows
+from titanlab.techniques.precision.product import Product, product_of, rows
 
 _TAPS = "weight_taps"
 

@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from titanlab.model.mixture_of_experts import ExpertLinear, MixtureOfExperts
 from titanlab.parallelism.row_exchange import exchange
 from titanlab.parallelism.tensor import on_local_parts
-from titanlab.precision.product import take_over
+from titanlab.techniques.model.mixture_of_experts import ExpertLinear, MixtureOfExperts
+from titanlab.techniques.precision.product import take_over
 
 
 def spread_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:

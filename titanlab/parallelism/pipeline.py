@@ -13,11 +13,11 @@ from torch import Tensor, nn
 # Private, but torch's only executor of arbitrary lists of actions; its public schedules are built on it.
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
-from titanlab.model.documents.packed import Packed
 from titanlab.parallelism.loss import IGNORE, Loss
 from titanlab.parallelism.pipeline_stage import ScheduledStage
-from titanlab.profiler.contract import Phase, nothing
-from titanlab.schedule.action import Action, Kind
+from titanlab.techniques.model.documents import Packed
+from titanlab.techniques.profiler.contract import Phase, nothing
+from titanlab.techniques.schedule.action import Action, Kind
 
 # By name: torch 2.15 waits for each send by an action of its own, and earlier ones have none.
 _ACTIONS_OF_FORWARDS = ("FORWARD", "SEND_F", "RECV_F", "WAIT_SEND_F")

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlab.parallelism.loss import Loss
 from titanlab.parallelism.pipeline_weights import DeferredWeights
-from titanlab.profiler.contract import Phase, nothing
+from titanlab.techniques.profiler.contract import Phase, nothing
 
 _WAITS = "exposed_pipeline"
 

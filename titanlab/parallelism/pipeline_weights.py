@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlab.dtensor import in_gradient_dtype, local_part
 from titanlab.parallelism.deferred_taps import Probe, TappedForward, tapped
-from titanlab.precision.product import PLAIN, Product, departure, product_of, rows
+from titanlab.techniques.precision.product import PLAIN, Product, departure, product_of, rows
 
 _ATTRIBUTE = "deferred_weights"
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titanlab.costs.shard_account import fsdp_dim
 from titanlab.parallelism.collectives import reduce_scatter
-from titanlab.precision.dtypes import Dtypes
+from titanlab.techniques.precision.cast import Dtypes
 
 
 class Microbatch(Protocol):

@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from titanlab.costs.account import cut_dim, has_partial_gradient, style_of
 from titanlab.dtensor import local_part
-from titanlab.model.mixture_of_experts import Router
 from titanlab.parallelism.collectives import gather_first, sum_all, sum_and_scatter_first
 from titanlab.parallelism.pipeline_weights import linear
-from titanlab.precision.product import take_over
+from titanlab.techniques.model.mixture_of_experts import Router
+from titanlab.techniques.precision.product import take_over
 
 _functional = torch.ops._c10d_functional
 

@@ -14,7 +14,7 @@ from titanlab.costs.config_key import Key
 from titanlab.costs.setting import chunk_bytes
 from titanlab.plan.pipeline_time import shorter
 from titanlab.plan.stages import actions_of, block_operations, edge_operations, model_facts, placement_of, treatments
-from titanlab.schedule.action import Action, Kind
+from titanlab.techniques.schedule.action import Action, Kind
 
 # Bytes for each logit while the loss is computed, beside the logits' own width c. Eager: in the forward pass logits,
 # their copy in float32 and log-probabilities; in the backward pass log-probabilities, their gradient, and that of the

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from titanlab.ac.contract import ACConfig
 from titanlab.costs.account import EXCHANGE, STYLES, Operation, is_in_block
 from titanlab.costs.config_key import Key
 from titanlab.costs.layout import Layout
@@ -26,6 +25,7 @@ from titanlab.plan.stages import (
 )
 from titanlab.recipe.communication import repeats_in_block, step_of
 from titanlab.recipe.recipe import Recipe
+from titanlab.techniques.ac.contract import ACConfig
 
 # Bytes that the loss moves for each logit. Separate kernels in float32: cast 2 + 4, log-softmax 4 + 4, its backward 8 +
 # 4, cast back 4 + 2. Compiled: two passes forward over 2 bytes, one backward that reads and writes 2.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from titanlab.costs.account import STYLES, Operation, TensorPlan
 from titanlab.plan.machine import Machine
-from titanlab.precision.account import Product
+from titanlab.techniques.precision.contract import Product
 
 # Side of a tile of the output that a product's kernels compute at once; a part of a tile takes as long as all of it.
 _TILE = 128

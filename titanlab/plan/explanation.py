@@ -23,8 +23,8 @@ from titanlab.plan.step_time import StepTime, step_time
 from titanlab.recipe.communication import step_of
 from titanlab.recipe.recipe import Recipe
 from titanlab.recipe.recipe_rules import check_all_but_data
-from titanlab.schedule.action import Kind
-from titanlab.schedule.timeline import Timeline, simulate
+from titanlab.techniques.schedule.action import Kind
+from titanlab.techniques.schedule.timeline import Timeline, simulate
 
 MEMORY_ERROR = 0.47
 """The share by which estimated memory was too high for the published run with the largest such error

@@ -12,9 +12,9 @@ from typing import Any
 from titanlab.errors import ConfigError
 from titanlab.plan.calibration import fit_sum
 from titanlab.plan.machine import LIMITS, Axis, Machine, machine_of
-from titanlab.profiler import rates_schema as names
 from titanlab.recipe.recipe import Recipe
 from titanlab.recipe.schema import Cluster
+from titanlab.techniques.profiler import rates_schema as names
 
 KEY = "--measure"
 _LOCAL = (names.PRODUCT, names.ATTENTION, names.COPY, names.POINTWISE, names.LAUNCH)

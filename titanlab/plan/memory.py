@@ -19,7 +19,6 @@ from titanlab.costs.config_key import Key, key_of
 from titanlab.costs.layout import Layout, hidden_shape
 from titanlab.costs.shard_account import account_for, cuts_of, gathered_part, stored_part
 from titanlab.costs.traffic_account import Coordinate, step_traffic
-from titanlab.optimizer.contract import Stored
 from titanlab.plan.activations import (
     Batch,
     block_bytes,
@@ -32,9 +31,10 @@ from titanlab.plan.activations import (
 )
 from titanlab.plan.machine import Machine
 from titanlab.plan.stages import model_facts, parts_of, placement_of, stages_of
-from titanlab.precision.account import matched
 from titanlab.recipe.communication import step_of
 from titanlab.recipe.recipe import Recipe
+from titanlab.techniques.optimizer.contract import Stored
+from titanlab.techniques.precision.contract import matched
 
 ITEMS = (
     "parameters",

@@ -10,9 +10,8 @@ from typing import NamedTuple, Protocol
 
 from titanlab.costs.config_key import Key
 from titanlab.plan.stages import actions_of, placement_of
-from titanlab.schedule.action import Kind
-from titanlab.schedule.order import executed
-from titanlab.schedule.timeline import simulate
+from titanlab.techniques.schedule.action import Kind, executed
+from titanlab.techniques.schedule.timeline import simulate
 
 # Times of stages are rounded to this share of their mean, so that recipes with similar stages share a simulation.
 _ROUNDING = 0.005
@@ -171,7 +170,7 @@ def _short(schedule: Key, ranks: int, microbatches: int, stages: tuple[StageTime
 
 
 def _duration(program: _Program, ranks: int, stages: Sequence[StageTime], transfer: float) -> float:
-    """End of the last action; the same as `titanlab.schedule.timeline.simulate`, whose order is found once."""
+    """End of the last action; the same as `titanlab.techniques.schedule.timeline.simulate`, whose order is found once."""
     durations = _durations(stages)
     times = [durations[kind][stage] for stage in range(len(stages)) for kind in _KINDS]
     free = [0.0] * ranks

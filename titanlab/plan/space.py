@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from titanlab.compile.schema import Compile
 from titanlab.costs.account import ModelAccount
 from titanlab.costs.config_key import key_of
 from titanlab.costs.layout import Layout, divisors
@@ -27,7 +26,8 @@ from titanlab.plan.stages import Remembered, model_facts
 from titanlab.recipe import recipe_rules as layout_rules
 from titanlab.recipe.recipe import Recipe
 from titanlab.recipe.recipe_rules import check_all_but_data
-from titanlab.schedule.contract import PipelineSchedule
+from titanlab.techniques.compile.schema import Compile
+from titanlab.techniques.schedule.contract import PipelineSchedule
 
 # Groups that vary only if a person asks for it.
 VARIED = ("precision", "compile")

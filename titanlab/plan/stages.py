@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from titanlab.costs.account import ModelAccount, Operation, block_name, is_in_block, training_flops_per_token
 from titanlab.costs.config_key import Key, key_of
 from titanlab.recipe.recipe import stage_pieces
-from titanlab.schedule.action import Action
+from titanlab.techniques.schedule.action import Action
 
 
 # Long lists: few of them are kept.

@@ -10,9 +10,9 @@ from titanlab.costs.account import ModelAccount, Share, block_input, is_in_block
 from titanlab.costs.layout import AXES, FSDP_AXES, Layout
 from titanlab.costs.shard_account import account_for, cuts_of, sharded_dim, stored_part, tensor_part
 from titanlab.costs.traffic_account import Coordinate, Row, step_traffic
-from titanlab.optimizer.contract import Stored
 from titanlab.recipe.communication import step_of
 from titanlab.recipe.recipe import Recipe, pieces_by_stage
+from titanlab.techniques.optimizer.contract import Stored
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.precision.fp32_schema import Fp32
 from titanlab.prove import tolerances
 from titanlab.prove.reduction import (
     Folded,
@@ -29,6 +28,7 @@ from titanlab.recipe.recipe import Recipe, to_mapping
 from titanlab.records.claim import claimed
 from titanlab.records.json_file import check_object, read_object
 from titanlab.system.files import write_json
+from titanlab.techniques.precision.cast_schema import Fp32
 
 if TYPE_CHECKING:
     from titanlab.prove.parity import Difference, Trace

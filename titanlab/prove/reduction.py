@@ -8,27 +8,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titanlab.ac.block_schema import NoCheckpointing
 from titanlab.checkpoint.contract import CheckpointConfig
 from titanlab.checkpoint.schema import Off as NoCheckpoints
-from titanlab.compile.schema import RECORDING, Compile
 from titanlab.costs.layout import AXES, SHORT, Layout
 from titanlab.data.schema import Synthetic
 from titanlab.errors import ConfigError
 from titanlab.launch.launchers import on_this_host
-from titanlab.model.contract import ModelConfig, ReducedSizes
-from titanlab.optimizer.contract import OptimizerConfig
 from titanlab.parallelism.schema import Parallelism
-from titanlab.precision.fp32_schema import Fp32
-from titanlab.profiler.off_schema import Off as NoProfiler
 from titanlab.prove.tolerances import LEAST_EPS
 from titanlab.recipe.recipe import Recipe, resolve
 from titanlab.recipe.recipe_rules import check
 from titanlab.recipe.schema import Cluster
 from titanlab.records.run_folder import safe_name
-from titanlab.schedule.contract import PipelineSchedule
-from titanlab.schedule.one_f_one_b_schema import OneFOneB
-from titanlab.tracker.jsonl_schema import Jsonl
+from titanlab.techniques.ac.recomputation_schema import NoCheckpointing
+from titanlab.techniques.compile.schema import RECORDING, Compile
+from titanlab.techniques.model.contract import ModelConfig, ReducedSizes
+from titanlab.techniques.optimizer.contract import OptimizerConfig
+from titanlab.techniques.precision.cast_schema import Fp32
+from titanlab.techniques.profiler.profilers_schema import Off as NoProfiler
+from titanlab.techniques.schedule.contract import PipelineSchedule
+from titanlab.techniques.schedule.published_schema import OneFOneB
+from titanlab.techniques.tracker.several_schema import Jsonl
 
 MOST_PROCESSES = 16
 # The degree to which a larger one is folded: an axis works with two ranks as with many.

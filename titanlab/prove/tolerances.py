@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from titanlab.optimizer.contract import OptimizerConfig
-from titanlab.precision.contract import PrecisionConfig
+from titanlab.techniques.optimizer.contract import OptimizerConfig
+from titanlab.techniques.precision.contract import PrecisionConfig
 
 # Relative, for losses, gradient norms, and ‖Δ‖/‖reference‖ of a tensor, in fp32.
 FP32 = 1e-5

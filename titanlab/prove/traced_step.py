@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from typing import Any
 
-from titanlab.ac.block_schema import NoCheckpointing
-from titanlab.compile.schema import Compile
 from titanlab.costs.layout import AXES
 from titanlab.costs.traffic_account import Row
 from titanlab.errors import ConfigError
 from titanlab.prove.declared import RankAccount, declared
 from titanlab.recipe.recipe import Recipe
 from titanlab.recipe.recipe_rules import check_all_but_data
+from titanlab.techniques.ac.recomputation_schema import NoCheckpointing
+from titanlab.techniques.compile.schema import Compile
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from titanlab.ac.contract import ACConfig
 from titanlab.costs.account import EXCHANGE, ModelAccount, is_in_block
 from titanlab.costs.shard_account import account_for
 from titanlab.costs.traffic_account import Repeats, Step
-from titanlab.precision.account import matched
 from titanlab.recipe.recipe import Recipe, pieces_by_stage
+from titanlab.techniques.ac.contract import ACConfig
+from titanlab.techniques.precision.contract import matched
 
 
 def step_of(recipe: Recipe, *, account: ModelAccount | None = None) -> Step:

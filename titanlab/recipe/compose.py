@@ -30,12 +30,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 import titanlab
 from titanlab.errors import ConfigError
 from titanlab.options import PLUS, Option, combination, conf_packages, discover
-from titanlab.profiler.off_schema import Off
 from titanlab.recipe import hydra_internal, strangers
 from titanlab.recipe.flags import Flags, check_files
 from titanlab.recipe.hydra_errors import composition_errors
 from titanlab.recipe.keys import Space, as_typed, choice_of, unknown_key, with_combinations
 from titanlab.recipe.recipe import Recipe
+from titanlab.techniques.profiler.profilers_schema import Off
 
 # Hydra's grammar takes letters of ASCII only without quotes.
 _PLAIN = re.compile(r"[A-Za-z_][\w./-]*", re.ASCII)

@@ -17,31 +17,31 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from titanlab.checkpoint.address_schema import check_address, is_address
-from titanlab.compile.schema import Compile
 from titanlab.costs.account import ModelAccount, Operation, is_in_block
 from titanlab.costs.config_key import Key, key_of
 from titanlab.costs.layout import Layout, resolve_layout
 from titanlab.costs.setting import AUTO, automatic
 from titanlab.errors import ConfigError
-from titanlab.optimizer.schedule_schema import WARMUP_STEPS
 from titanlab.options import discover, schema_of
 from titanlab.parallelism.schema import Parallelism
-from titanlab.profiler.off_schema import Off
 from titanlab.ranges import ranged
 from titanlab.recipe.schema import Cluster, Training
-from titanlab.schedule.split import split as balanced
+from titanlab.techniques.compile.schema import Compile
+from titanlab.techniques.optimizer.contract import WARMUP_STEPS
+from titanlab.techniques.profiler.profilers_schema import Off
+from titanlab.techniques.schedule.split import split as balanced
 
 if TYPE_CHECKING:
-    from titanlab.ac.contract import ACConfig
     from titanlab.checkpoint.contract import CheckpointConfig
     from titanlab.data.contract import DataConfig
-    from titanlab.model.contract import ModelConfig
-    from titanlab.optimizer.contract import OptimizerConfig
-    from titanlab.precision.contract import PrecisionConfig
-    from titanlab.profiler.contract import ProfilerConfig
     from titanlab.recipe.schema import LaunchSettings
-    from titanlab.schedule.contract import PipelineSchedule
-    from titanlab.tracker.contract import TrackerConfig
+    from titanlab.techniques.ac.contract import ACConfig
+    from titanlab.techniques.model.contract import ModelConfig
+    from titanlab.techniques.optimizer.contract import OptimizerConfig
+    from titanlab.techniques.precision.contract import PrecisionConfig
+    from titanlab.techniques.profiler.contract import ProfilerConfig
+    from titanlab.techniques.schedule.contract import PipelineSchedule
+    from titanlab.techniques.tracker.contract import TrackerConfig
 
 
 _COMPARE = "compare it with `titanlab train --cfg job`"

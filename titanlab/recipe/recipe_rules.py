@@ -18,8 +18,8 @@ from titanlab.errors import ConfigError
 from titanlab.parallelism.schema import Parallelism
 from titanlab.recipe.recipe import Recipe, as_typed, needs_whole_logits, pieces_by_stage
 from titanlab.records.run_folder import check_name
-from titanlab.schedule.contract import PipelineSchedule
 from titanlab.system.text import counted
+from titanlab.techniques.schedule.contract import PipelineSchedule
 
 SEEDS = 2**63
 # Kernels of a GPU that cannot keep attention within documents, without and with context parallelism. FlexAttention can,
@@ -177,9 +177,9 @@ def _attention(recipe: Recipe) -> None:
         raise ConfigError("model.attention", backend, rule, "pip install flash-attn, or try auto")
     if backend == "flash3":
         # Imported here: it imports torch, which no other rule needs.
-        from titanlab.model.kernels.flash3 import missing
+        from titanlab.techniques.model.attention import flash3_missing
 
-        reason = missing(compute_capability(str(recipe.cluster.device)))
+        reason = flash3_missing(compute_capability(str(recipe.cluster.device)))
         if reason is not None:
             raise ConfigError("model.attention", backend, *reason)
 

@@ -14,13 +14,13 @@ from titanlab.plan.memory import ITEMS, most_memory, reserved_bytes
 from titanlab.recipe.recipe import from_mapping
 from titanlab.report.figures.style import records_of
 from titanlab.report.frames import sweep_frame
-from titanlab.schedule.action import Kind
-from titanlab.schedule.contract import PipelineSchedule
-from titanlab.schedule.timeline import Timeline, simulate
 from titanlab.sweep.comparison import groups
 from titanlab.sweep.ranking import rank, ranking_lines
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.system.files import user_path
+from titanlab.techniques.schedule.action import Kind
+from titanlab.techniques.schedule.contract import PipelineSchedule
+from titanlab.techniques.schedule.timeline import Timeline, simulate
 
 if TYPE_CHECKING:
     from pandas import DataFrame

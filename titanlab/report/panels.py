@@ -39,10 +39,10 @@ from titanlab.report.figures.scatter import (
 )
 from titanlab.report.figures.style import MOST_LINES, recipe_colours
 from titanlab.report.tables import Cell, Table, number, run_cell, text, values_table
-from titanlab.schedule.timeline import simulate
 from titanlab.sweep.comparison import Group
 from titanlab.sweep.listing import tone
 from titanlab.system.text import counted, grouped, significant
+from titanlab.techniques.schedule.timeline import simulate
 
 if TYPE_CHECKING:
     from titanlab.report.figures.traced import TracedFigure

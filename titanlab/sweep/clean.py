@@ -20,7 +20,6 @@ from pathlib import Path
 from titanlab.checkpoint.address_schema import Place, StorePath, is_address
 from titanlab.checkpoint.contents import ListedCheckpoint, list_checkpoints, read_contents
 from titanlab.checkpoint.folders import PART, checkpoints_of, remove
-from titanlab.compile import cache as compile_cache
 from titanlab.data import cache as data_cache
 from titanlab.errors import ConfigError
 from titanlab.records.claim import is_locked
@@ -32,6 +31,7 @@ from titanlab.sweep.listing import ACTIVE
 from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.system.files import StoreFault, read_bytes, user_path
+from titanlab.techniques.compile import cache as compile_cache
 
 KINDS = {
     "checkpoints": "older than resume and the rules of checkpoint.keep need, put aside, or damaged",

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlab.ac.block_schema import NoCheckpointing
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import UNANSWERED
 from titanlab.records.outcome import OutcomeKind
@@ -22,6 +21,7 @@ from titanlab.records.run_records import STATES
 from titanlab.records.run_search import list_runs
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.system.text import counted, duration, grouped
+from titanlab.techniques.ac.recomputation_schema import NoCheckpointing
 
 Row = Mapping[str, Any]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from titanlab.costs.layout import AXES, Layout, resolve_layout
 from titanlab.errors import ConfigError
-from titanlab.optimizer.schedule_schema import Schedule
 from titanlab.recipe.keys import find_key
 from titanlab.sweep.composer import Composer
 from titanlab.sweep.space import WHERE, Expression, Point, Values, keys_of
+from titanlab.techniques.optimizer.contract import Schedule
 
 WARMUP = "optimizer.schedule.warmup_steps"
 

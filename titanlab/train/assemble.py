@@ -19,20 +19,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlab.checkpoint.position import Position
-from titanlab.compile.graph_memory import GraphMemory
 from titanlab.costs.layout import hidden_shape
 from titanlab.data import source
 from titanlab.data.source import Batch
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.world import World
-from titanlab.model.documents.packed import HostStarts, Packed
 from titanlab.parallelism.chunked_loss import ChunkedLoss, Columns
 from titanlab.parallelism.context import positions
 from titanlab.parallelism.loss import IGNORE, Loss, SplitLoss, loss_sum, of_logits
-from titanlab.precision.loss_scale import LossScale, step_if
-from titanlab.profiler.contract import Phase, nothing
 from titanlab.recipe.recipe import Recipe, pieces_by_stage
 from titanlab.recipe.schema import Training
+from titanlab.techniques.compile.compiler import GraphMemory
+from titanlab.techniques.model.documents import HostStarts, Packed
+from titanlab.techniques.precision.loss_scale import LossScale, step_if
+from titanlab.techniques.profiler.contract import Phase, nothing
 from titanlab.train.balance import Balance, NoBalance
 from titanlab.train.stage import Stage, build_stage, dtypes_of, tensor_cut, together
 
@@ -218,7 +218,7 @@ def _first_step_check(recipe: Recipe, world: World) -> Callable[[], None]:
     """A check of compiled code; it has to be created before compilation."""
     if not (recipe.parallelism.async_tensor and recipe.compile.blocks):
         return lambda: None
-    from titanlab.compile.async_tensor import FusionCheck
+    from titanlab.techniques.compile.compiler import FusionCheck
 
     return functools.partial(FusionCheck().check_fused, world.gather)
 

@@ -1,6 +1,6 @@
 """How the load of experts is counted, balanced and recorded, over all ranks and microbatches of a step.
 
-Routers count in the backward pass (`titanlab.model.mixture_of_experts`). The counts travel in the step's only
+Routers count in the backward pass (`titanlab.techniques.model.mixture_of_experts`). The counts travel in the step's only
 reduction, so every rank knows those of all blocks and computes the same biases (arXiv 2408.15664).
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from titanlab.costs.account import BLOCKS, ModelAccount, RoutedExperts, block_name
 from titanlab.errors import DamagedPosition
-from titanlab.model.mixture_of_experts import Auxiliary, Router
+from titanlab.techniques.model.mixture_of_experts import Auxiliary, Router
 
 # In a run, beside those of its first and its last step.
 _MOST_ROWS = 20

@@ -26,10 +26,9 @@ from titanlab.costs.account import (
     style_of,
     training_flops_per_token,
 )
-from titanlab.model.contract import ModelConfig
-from titanlab.model.language_model import LanguageModel
-from titanlab.model.shapes import shapes_only
 from titanlab.parallelism.tensor import STYLES
+from titanlab.techniques.model.contract import ModelConfig
+from titanlab.techniques.model.language_model import LanguageModel, shapes_only
 from titanlab.train.initialise import initialise
 from titanlab.train.stage import thin
 

@@ -17,12 +17,11 @@ from titanlab.data import tokenizers
 from titanlab.distributed.ranks import ALONE
 from titanlab.distributed.world import open_world
 from titanlab.errors import ConfigError
-from titanlab.model.contract import ModelConfig
-from titanlab.model.language_model import LanguageModel
-from titanlab.model.shapes import shapes_only
 from titanlab.recipe.next_attempt import frozen_recipe
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.run_folder import RunFolder
+from titanlab.techniques.model.contract import ModelConfig
+from titanlab.techniques.model.language_model import LanguageModel, shapes_only
 from titanlab.train.balance import set_biases
 from titanlab.train.hub_folders import is_hf_folder
 from titanlab.train.stage import default_dtype, dtypes_of

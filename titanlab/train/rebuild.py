@@ -11,9 +11,16 @@ from titanlab.recipe.recipe import Recipe
 from titanlab.records.metrics_file import EXPERTS, metrics_of
 from titanlab.records.outcome import Outcome
 from titanlab.records.run_folder import RunFolder
-from titanlab.tracker.contract import TrackerConfig
-from titanlab.tracker.record import FILE, FINISHED, Record, file_of, read_record, write_record
-from titanlab.tracker.tracked_run import open_tracker
+from titanlab.techniques.tracker.contract import (
+    FINISHED,
+    RECORD_FILE,
+    Record,
+    TrackerConfig,
+    file_of,
+    open_tracker,
+    read_record,
+    write_record,
+)
 from titanlab.train.tracked_run import records, tracked_run
 
 
@@ -68,7 +75,7 @@ def _rewritten(
     several: bool,
 ) -> Record:
     """Rewrite the files of one tracker."""
-    file = file_of(config.kind) if several else FILE
+    file = file_of(config.kind) if several else RECORD_FILE
     described = tracked_run(recipe, run, attempt=attempt, is_live=False, record_file=file)
     files = config.implementation()
     before = files.kept_files(run.path)

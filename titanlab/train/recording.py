@@ -22,7 +22,6 @@ import torch
 from titanlab.checkpoint.address_schema import StorePath
 from titanlab.checkpoint.folders import checkpoints_of, latest
 from titanlab.checkpoint.position import Position
-from titanlab.compile.watch import Watch
 from titanlab.costs import meter
 from titanlab.costs.account import ModelAccount, training_flops_per_token
 from titanlab.costs.meter import Meter, Work
@@ -31,7 +30,6 @@ from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.start_up import write_start_up
 from titanlab.distributed.traffic import axis_groups, traced
 from titanlab.distributed.world import World
-from titanlab.precision.dtypes import Dtypes
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.metrics_file import EXPERTS
 from titanlab.records.outcome import Outcome, OutcomeKind, classify, exit_code, is_secondary
@@ -41,8 +39,9 @@ from titanlab.system.files import disk_fault
 from titanlab.system.progress import Progress
 from titanlab.system.terminal import Console
 from titanlab.system.text import counted, duration, grouped, short, shown_path, trimmed
-from titanlab.tracker.contract import Tracker
-from titanlab.tracker.tracked_run import open_tracker
+from titanlab.techniques.compile.watch import Watch
+from titanlab.techniques.precision.cast import Dtypes
+from titanlab.techniques.tracker.contract import Tracker, open_tracker
 from titanlab.train.balance import ExpertRows
 from titanlab.train.totals import Totals, memory, peak_flops, peak_memory_gib
 from titanlab.train.tracked_run import HeldRows, tracked_run

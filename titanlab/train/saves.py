@@ -13,10 +13,10 @@ from titanlab.data import source
 from titanlab.data.stream import Stream
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.watchdog import Watchdog
-from titanlab.profiler.contract import Phase, nothing
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import OutcomeKind, first_line
 from titanlab.system.files import disk_fault
+from titanlab.techniques.profiler.contract import Phase, nothing
 from titanlab.train.assemble import Assembled
 from titanlab.train.recording import Recorder
 from titanlab.train.totals import Totals

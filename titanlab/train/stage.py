@@ -16,18 +16,16 @@ from torch import nn
 from titanlab.costs.shard_account import account_for
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.world import World
-from titanlab.model.language_model import LanguageModel
-from titanlab.model.shapes import shapes_only
 from titanlab.parallelism.context import check_attention, spread_attention
 from titanlab.parallelism.expert import spread_experts
 from titanlab.parallelism.gradients import scale_gradients, sum_gradients
 from titanlab.parallelism.joined import join_products
 from titanlab.parallelism.shard import Experts, Sharded, fully_shard_model, keep_whole, replicate_model
 from titanlab.parallelism.tensor import TensorParallel, parallelise
-from titanlab.precision.dtypes import Dtypes
-from titanlab.precision.parts import keep_in_fp32
-from titanlab.precision.product import take_over
 from titanlab.recipe.recipe import Recipe
+from titanlab.techniques.model.language_model import LanguageModel, shapes_only
+from titanlab.techniques.precision.cast import Dtypes, keep_in_fp32
+from titanlab.techniques.precision.product import take_over
 from titanlab.train.initialise import initialise
 
 

@@ -16,9 +16,9 @@ from titanlab.checkpoint.address_schema import Place, is_address
 from titanlab.checkpoint.contents import check_checkpoint, check_step, check_whole, indexed, read_contents
 from titanlab.checkpoint.folders import find, has_pickle
 from titanlab.errors import ConfigError
-from titanlab.model.contract import ModelConfig
 from titanlab.records.config_file import read_config
 from titanlab.system.files import user_path
+from titanlab.techniques.model.contract import ModelConfig
 from titanlab.train.hub_folders import CONFIG, is_hf_folder, open_hf
 from titanlab.train.weights_folder import (
     Biases,

@@ -24,9 +24,9 @@ from titanlab.costs import hardware, meter
 from titanlab.costs.meter import MEMORY_MOST, MEMORY_MOST_RANK
 from titanlab.distributed.stop import STOP_SIGNALS
 from titanlab.distributed.world import World
-from titanlab.precision.loss_scale import LossScale, ScaledStep
 from titanlab.recipe.schema import Cluster
 from titanlab.system.text import trimmed
+from titanlab.techniques.precision.loss_scale import LossScale, ScaledStep
 from titanlab.train.balance import Load, NoBalance
 
 STOPS = tuple(map(int, STOP_SIGNALS))

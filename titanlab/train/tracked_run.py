@@ -16,10 +16,8 @@ from titanlab.recipe.recipe import Recipe, to_mapping
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_search import point_of
 from titanlab.system.text import shown_path
-from titanlab.tracker.contract import Tracker, Warn
-from titanlab.tracker.record import FILE, FINISHED, Record, records_in
-from titanlab.tracker.tracked_run import TrackedRun
-from titanlab.tracker.wandb_files import is_uploaded, offline_files
+from titanlab.techniques.tracker.contract import FINISHED, RECORD_FILE, Record, TrackedRun, Tracker, Warn, records_in
+from titanlab.techniques.tracker.wandb import is_uploaded, offline_files
 
 
 def tracked_run(
@@ -30,7 +28,7 @@ def tracked_run(
     resumed_step: int = 0,
     id: str | None = None,  # noqa: A002
     is_live: bool = True,
-    record_file: str = FILE,
+    record_file: str = RECORD_FILE,
 ) -> TrackedRun:
     """The description of a run for trackers.
 

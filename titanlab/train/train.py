@@ -38,14 +38,14 @@ from titanlab.distributed.traffic import axis_groups, marked
 from titanlab.distributed.watchdog import Watchdog
 from titanlab.distributed.world import World, open_world
 from titanlab.errors import DamagedPosition
-from titanlab.optimizer.schedule import rate_factor
 from titanlab.parallelism.gradients import Gradients
-from titanlab.profiler.consumers import named_before_steps, named_consumers
-from titanlab.profiler.contract import Links, Profiler
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import Outcome, OutcomeKind, first_line
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.files import disk_fault
+from titanlab.techniques.optimizer.contract import rate_factor
+from titanlab.techniques.profiler.contract import Links, Profiler
+from titanlab.techniques.profiler.memory import named_before_steps, named_consumers
 from titanlab.train.assemble import Assembled, assemble
 from titanlab.train.faults import RepeatedStep, Rollbacks
 from titanlab.train.recording import Recorder, StepEnd, StepEnds, open_recorder

@@ -18,10 +18,10 @@ from safetensors import SafetensorError, safe_open
 
 from titanlab.costs.account import block_name
 from titanlab.errors import ConfigError
-from titanlab.model.contract import ModelConfig
 from titanlab.options import schema_of
 from titanlab.system.files import StoreFault
 from titanlab.system.foreign import LFS_POINTER, Foreign
+from titanlab.techniques.model.contract import ModelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

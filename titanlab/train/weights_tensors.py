@@ -24,8 +24,8 @@ from titanlab.checkpoint.older.metadata import read_saved
 from titanlab.checkpoint.older.reader import PickledReader
 from titanlab.checkpoint.reader import Reader, read_into, reader_of
 from titanlab.errors import ConfigError
-from titanlab.model.contract import ModelConfig
 from titanlab.system.foreign import Foreign
+from titanlab.techniques.model.contract import ModelConfig
 from titanlab.train.initialise import local_part, plain_name
 from titanlab.train.weights_folder import (
     CHUNK_BYTES,

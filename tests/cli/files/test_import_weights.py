@@ -10,8 +10,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from tests.weights.huggingface import made as folders
 from titanlab.__main__ import main
 from titanlab.cli.weights import option_name
-from titanlab.model.llama_schema import Llama
 from titanlab.recipe.keys import as_typed
+from titanlab.techniques.model.llama_schema import Llama
 from titanlab.train.interchange import is_weights
 from titanlab.train.weights_folder import open_weights
 

@@ -8,7 +8,7 @@ from pyarrow import parquet
 from tests.sweep.made import SUMMARY, Made, begin, end
 from titanlab.cli import main
 from titanlab.costs import meter
-from titanlab.tracker.record import FILE, FINISHED, Record, write_record
+from titanlab.techniques.tracker.contract import FINISHED, RECORD_FILE, Record, write_record
 
 
 @pytest.fixture
@@ -68,7 +68,9 @@ def test_failures_and_dropped_points_come_after_the_comparison(made, say):
 def test_what_a_tracker_lacks_and_how_a_control_drifts_are_said(made, say):
     lacking = made.run("lacking", seed=5)
     begin(lacking, tracker={**lacking.config()["tracker"], "kind": "tensorboard"})
-    write_record(lacking.attempt_folder(1) / FILE, Record(attempt=1, kind="tensorboard", state=FINISHED, left_out=3))
+    write_record(
+        lacking.attempt_folder(1) / RECORD_FILE, Record(attempt=1, kind="tensorboard", state=FINISHED, left_out=3)
+    )
     end(lacking)
     for repeat, speed in enumerate((1000.0, 900.0)):
         run = made.run("control", repeat=repeat, seed=7)

@@ -58,7 +58,7 @@ def test_with_a_key_both_are_saved(sweep, capsys, monkeypatch):
     for module, name in (("workspaces", "Workspace"), ("reports.v2", "Report")):
         monkeypatch.setattr(getattr(import_quietly(f"wandb_workspaces.{module}"), name), "save", save)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setattr("titanlab.tracker.wandb_upload.lack", lambda: None)
+    monkeypatch.setattr("titanlab.techniques.tracker.wandb.lack", lambda: None)
     assert main(["workspace", sweep]) == 0
     assert capsys.readouterr().out == "https://wandb.test/us/Workspace\nhttps://wandb.test/us/Report\n"
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from tests.model.documents.test_tiles import CASES, apart, inputs, starts_of
-from titanlab.model.documents.masks import block_mask, flex, visible
+from titanlab.techniques.model.documents import block_mask, flex, visible
 
 
 @pytest.mark.parametrize("seq_len", [40, 128, 300, 512])

@@ -3,8 +3,7 @@
 import torch
 from torch.distributed.utils import _to_kwargs
 
-from titanlab.model.documents.masks import prepared
-from titanlab.model.documents.packed import Packed
+from titanlab.techniques.model.documents import Packed, prepared
 
 
 def arguments_in_fsdp(packed):

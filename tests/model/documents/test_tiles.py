@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from titanlab.model.attention import InnerAttention
-from titanlab.model.documents.tiles import document_attention, tiles, tiling
-from titanlab.model.llama_schema import Llama
+from titanlab.techniques.model.attention import InnerAttention
+from titanlab.techniques.model.documents import document_attention, document_tiling, tiles
+from titanlab.techniques.model.llama_schema import Llama
 
 ROWS = 64
 # Documents of one token; edges at tiles' edges; just before and after them; longer than a tile; as long as the
@@ -128,7 +128,7 @@ def test_the_operator_is_what_it_says_without_data():
     leaves = inputs(CASES[-1])
     torch.library.opcheck(
         document_attention,
-        (*leaves, starts_of(CASES[-1]), *tiling(leaves[0])),
+        (*leaves, starts_of(CASES[-1]), *document_tiling(leaves[0])),
         test_utils=("test_schema", "test_faketensor"),
     )
 

@@ -9,9 +9,9 @@ from torch.nn import attention
 
 from titanlab.costs import attention_order
 from titanlab.costs.attention_order import Rule
-from titanlab.model.attention import InnerAttention
-from titanlab.model.kernels import flash3
 from titanlab.parallelism import attention_kernels
+from titanlab.techniques.model import attention as flash3
+from titanlab.techniques.model.attention import InnerAttention
 
 HOPPER = (9, 0)
 
@@ -22,9 +22,9 @@ def package(monkeypatch):
     library = torch.library.Library("flash_attn_3", "FRAGMENT")
     library.define("fwd(Tensor q) -> Tensor")
     library.define("bwd(Tensor q) -> Tensor")
-    module = types.ModuleType(flash3.PACKAGE)
-    module.__spec__ = types.SimpleNamespace(name=flash3.PACKAGE)
-    monkeypatch.setitem(sys.modules, flash3.PACKAGE, module)
+    module = types.ModuleType(flash3.FLASH3_PACKAGE)
+    module.__spec__ = types.SimpleNamespace(name=flash3.FLASH3_PACKAGE)
+    monkeypatch.setitem(sys.modules, flash3.FLASH3_PACKAGE, module)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: HOPPER)
     yield library
     attention.restore_flash_attention_impl(False)
@@ -57,7 +57,7 @@ def test_auto_takes_it_where_it_was_measured_as_the_fastest(package, monkeypatch
     names = ("flash3", "cudnn", "flash") if fastest == "flash3" else ("cudnn", "flash3", "flash")
     found = (Rule(names, "bfloat16", 64, 4096), Rule(("cudnn", "flash", "efficient")))
     monkeypatch.setattr(flash3, "prefers_flash3", lambda capability: found[0].order[0] == "flash3")
-    monkeypatch.setattr("titanlab.model.attention.rules", lambda capability: found)
+    monkeypatch.setattr("titanlab.techniques.model.attention.rules", lambda capability: found)
     module = InnerAttention("auto")
     module.prepare(torch.device("cuda", 0))
     assert active() == expected
@@ -75,7 +75,7 @@ def test_auto_takes_it_where_it_was_measured_as_the_fastest(package, monkeypatch
 
 def test_a_measured_order_is_no_graph_break(package, monkeypatch):
     found = (Rule(("flash", "cudnn"), "float32", 16, None), Rule(("cudnn", "flash", "efficient")))
-    monkeypatch.setattr("titanlab.model.attention.rules", lambda capability: found)
+    monkeypatch.setattr("titanlab.techniques.model.attention.rules", lambda capability: found)
     module = InnerAttention("auto")
     module.prepare(torch.device("cuda", 0))
     q = torch.randn(1, 2, 8, 16)
@@ -88,11 +88,13 @@ def test_a_measured_order_is_no_graph_break(package, monkeypatch):
 
 
 def test_what_it_lacks(package, monkeypatch):
-    assert flash3.missing(HOPPER) is None
-    assert flash3.missing(None) is None
-    assert flash3.missing((10, 0))[0] == "is a kernel of Hopper (compute capability 9.0), and this device has 10.0"
-    monkeypatch.delitem(sys.modules, flash3.PACKAGE)
-    assert flash3.missing(HOPPER)[0] == "is a kernel of the package flash_attn_interface, which is not installed"
+    assert flash3.flash3_missing(HOPPER) is None
+    assert flash3.flash3_missing(None) is None
+    assert (
+        flash3.flash3_missing((10, 0))[0] == "is a kernel of Hopper (compute capability 9.0), and this device has 10.0"
+    )
+    monkeypatch.delitem(sys.modules, flash3.FLASH3_PACKAGE)
+    assert flash3.flash3_missing(HOPPER)[0] == "is a kernel of the package flash_attn_interface, which is not installed"
     with pytest.raises(ImportError, match="flash3 is a kernel of the package flash_attn_interface, which is not"):
         InnerAttention("flash3").prepare(torch.device("cuda", 0))
     # `auto` does without.
@@ -100,7 +102,7 @@ def test_what_it_lacks(package, monkeypatch):
     assert not flash3.choose_flash("auto", HOPPER)
     for name in ("_activate", "_known", "_current", "_restore"):
         monkeypatch.setattr(flash3, name, None)
-    assert "is no kernel that torch" in flash3.missing(HOPPER)[0]
+    assert "is no kernel that torch" in flash3.flash3_missing(HOPPER)[0]
     assert not flash3.choose_flash("flash", HOPPER)
 
 

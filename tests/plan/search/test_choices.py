@@ -3,14 +3,13 @@
 import pytest
 
 from tests.plan.layouts import planned
-from titanlab.ac.block_schema import NoCheckpointing
-from titanlab.compile.schema import Compile
 from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.plan.space import VARIED, choices_of
-from titanlab.precision.fp16_schema import Fp16
-from titanlab.precision.fp32_schema import Fp32
-from titanlab.schedule.gpipe_schema import GPipe
+from titanlab.techniques.ac.recomputation_schema import NoCheckpointing
+from titanlab.techniques.compile.schema import Compile
+from titanlab.techniques.precision.cast_schema import Fp16, Fp32
+from titanlab.techniques.schedule.published_schema import GPipe
 
 
 def names(choices):

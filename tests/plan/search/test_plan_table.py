@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from tests.plan.layouts import planned, ranking_of
-from titanlab.ac.block_schema import SelectiveLayer
 from titanlab.costs.layout import Layout
 from titanlab.plan.search import overrides
 from titanlab.plan.space import choices_of
-from titanlab.schedule.interleaved_schema import Interleaved1F1B
+from titanlab.techniques.ac.recomputation_schema import SelectiveLayer
+from titanlab.techniques.schedule.published_schema import Interleaved1F1B
 
 
 def printed(recipe, *, pipeline, ac, schedule):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from titanlab.model.llama_schema import Llama
 from titanlab.plan.block_work import Part, work_of
+from titanlab.techniques.model.llama_schema import Llama
 
 CONFIG = {"dim": 128, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_dim": 256, "vocab_size": 64}
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tests.schedule.conftest import KINDS, Schedule
 from titanlab.costs.config_key import key_of
 from titanlab.plan.pipeline_time import StageTime, least_idle
-from titanlab.schedule.action import Kind
-from titanlab.schedule.one_f_one_b_schema import OneFOneB
-from titanlab.schedule.timeline import simulate
+from titanlab.techniques.schedule.action import Kind
+from titanlab.techniques.schedule.published_schema import OneFOneB
+from titanlab.techniques.schedule.timeline import simulate
 
 SECONDS = st.floats(0.1, 3.0)
 

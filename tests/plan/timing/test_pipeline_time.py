@@ -3,16 +3,13 @@
 import pytest
 
 from tests.plan.recipes import made
-from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing
 from titanlab.costs.config_key import key_of
-from titanlab.model.llama_schema import Llama
 from titanlab.plan.machine import machine_of
 from titanlab.plan.pipeline_time import StageTime, pipeline_time, shorter, simulated_time, stages_of
 from titanlab.plan.step_time import step_time
-from titanlab.schedule.gpipe_schema import GPipe
-from titanlab.schedule.interleaved_schema import Interleaved1F1B, InterleavedZeroBubble
-from titanlab.schedule.one_f_one_b_schema import OneFOneB
-from titanlab.schedule.zbv_schema import ZBV
+from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing
+from titanlab.techniques.model.llama_schema import Llama
+from titanlab.techniques.schedule.published_schema import ZBV, GPipe, Interleaved1F1B, InterleavedZeroBubble, OneFOneB
 
 # Fewer blocks than 405B has, because the search for a balanced split takes seconds; not divisible by the stages.
 BLOCKS_OF_405B = Llama(dim=16384, layers=31, heads=128, kv_heads=8, ffn_dim=53248, vocab_size=128256)

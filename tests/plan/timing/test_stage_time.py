@@ -9,9 +9,7 @@ from titanlab.costs.config_key import key_of
 from titanlab.plan.block_time import ModelTime, PieceTime, total
 from titanlab.plan.stage_time import rank_stages
 from titanlab.plan.stages import stages_of
-from titanlab.schedule.interleaved_schema import Interleaved1F1B
-from titanlab.schedule.one_f_one_b_schema import OneFOneB
-from titanlab.schedule.zbv_schema import ZBV
+from titanlab.techniques.schedule.published_schema import ZBV, Interleaved1F1B, OneFOneB
 
 MODEL, SPLIT, SEQ = key_of(SMALL), key_of(made().parallelism.split), 1024
 # Powers of ten, so that every sum says which pieces it has: the second kind of block is recomputed.

@@ -9,12 +9,12 @@ from omegaconf import OmegaConf, open_dict
 import titanlab
 from tests import tiny
 from titanlab.errors import ConfigError
-from titanlab.optimizer.adamw_schema import AdamW
-from titanlab.optimizer.contract import Scheduled
 from titanlab.options import Option, discover, option
-from titanlab.profiler.off_schema import Off
 from titanlab.recipe import compose as recipes
 from titanlab.recipe.compose import PackagesOnSearchPath, conf_folder, to_group, to_recipe
+from titanlab.techniques.optimizer.adamw_schema import AdamW
+from titanlab.techniques.optimizer.contract import Scheduled
+from titanlab.techniques.profiler.profilers_schema import Off
 
 KINDS = discover()["optimizer"]
 
@@ -97,14 +97,14 @@ class Incomplete(Scheduled):
         (
             Foreign,
             (
-                "that inherits from no class of titanlab.optimizer.contract; "
+                "that inherits from no class of titanlab.techniques.optimizer.contract; "
                 "use a version of its package for this titanlab; docs/extending.md"
             ),
         ),
         (
             Incomplete,
             (
-                "without implementation and state_bytes, which titanlab.optimizer.contract asks for; "
+                "without implementation and state_bytes, which titanlab.techniques.optimizer.contract asks for; "
                 "define what it lacks; docs/extending.md"
             ),
         ),

@@ -7,7 +7,7 @@ from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.report import drawings
 from titanlab.report.analyses import pipelines_frame, schedules, schedules_frame, timeline_of
-from titanlab.schedule.action import Kind
+from titanlab.techniques.schedule.action import Kind
 
 
 def test_bubbles_are_those_of_the_formulas():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from titanlab.report.figures.over_time import TIMELINE_COLUMNS, Pipeline, pipeline_timelines
-from titanlab.schedule.one_f_one_b_schema import OneFOneB
-from titanlab.schedule.timeline import simulate
+from titanlab.techniques.schedule.published_schema import OneFOneB
+from titanlab.techniques.schedule.timeline import simulate
 
 
 def timeline(microbatches, ranks=2):

@@ -10,10 +10,10 @@ from tests import tiny
 from tests.precision.test_fp16 import full
 from titanlab.dtensor import local_part
 from titanlab.errors import ConfigError
-from titanlab.model import llama
 from titanlab.prove import parity
 from titanlab.recipe import recipe_rules
 from titanlab.records.outcome import OutcomeKind, classify
+from titanlab.techniques.model import llama
 from titanlab.train import faults
 from titanlab.train.faults import RepeatedStep, SilentCorruption
 

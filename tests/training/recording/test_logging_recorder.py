@@ -10,10 +10,10 @@ from tests import tiny
 from titanlab.checkpoint.position import Position
 from titanlab.costs import meter
 from titanlab.distributed.world import World
-from titanlab.precision.fp16_schema import Fp16
-from titanlab.precision.loss_scale import ScaledStep
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.system import terminal as phase
+from titanlab.techniques.precision.cast_schema import Fp16
+from titanlab.techniques.precision.loss_scale import ScaledStep
 from titanlab.train.recording import LoggingRecorder, Recorder, StepEnd, open_recorder
 from titanlab.train.totals import Totals
 

@@ -9,11 +9,11 @@ from tests.sweep.made import Made, begin, end
 from tests.tracker.test_wandb import inspect
 from titanlab.costs import meter
 from titanlab.errors import ConfigError
-from titanlab.tracker import wandb
-from titanlab.tracker.record import FILE, FINISHED, OPEN, Record, read_record, write_record
-from titanlab.tracker.tensorboard_schema import TensorBoard
-from titanlab.tracker.wandb_files import offline_files
-from titanlab.tracker.wandb_schema import Wandb
+from titanlab.techniques.tracker import wandb
+from titanlab.techniques.tracker.contract import FINISHED, OPEN, RECORD_FILE, Record, read_record, write_record
+from titanlab.techniques.tracker.tensorboard_schema import TensorBoard
+from titanlab.techniques.tracker.wandb import offline_files
+from titanlab.techniques.tracker.wandb_schema import Wandb
 from titanlab.train import rebuild
 from titanlab.train.rebuild import RebuildError
 from titanlab.train.tracked_run import tracker_gap
@@ -35,7 +35,7 @@ def again(run, config, steps, *, resumed_step=0, **record):
         metrics.write("validation", step, {meter.VALIDATION_LOSS: float(attempt)})
     kind = config.kind
     record = {"kind": kind, "state": OPEN, "id": run.tracker_id(), "step": 2, "attempt": attempt, **record}
-    write_record(run.attempt_folder(attempt) / FILE, Record(**record))
+    write_record(run.attempt_folder(attempt) / RECORD_FILE, Record(**record))
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_a_tracker_that_cannot_be_written_leaves_what_there_was(made, monkeypatc
     with pytest.raises(RebuildError, match="has ended by itself"):
         rebuild.rebuild(run)
     assert list((run.path / "wandb").iterdir()) == [cut]
-    assert read_record(run.path / FILE) is None
+    assert read_record(run.path / RECORD_FILE) is None
     assert "sync --rebuild" in tracker_gap(run)
 
 

@@ -11,7 +11,7 @@ from tests.sweep.made import begin
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.identity import identify
 from titanlab.records.run_folder import RunFolder, create_run
-from titanlab.tracker.record import FILE, Record, write_record
+from titanlab.techniques.tracker.contract import RECORD_FILE, Record, write_record
 from titanlab.train.tracked_run import tracked_run
 
 
@@ -33,7 +33,7 @@ def test_it_is_of_the_folder_and_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("LOGNAME", "somebody-else")
     assert id_of(recipe, run, id="of-a-checkpoint") == first
     begin(run)
-    write_record(run.attempt_folder(1) / FILE, Record(kind="wandb", id="of-an-attempt"))
+    write_record(run.attempt_folder(1) / RECORD_FILE, Record(kind="wandb", id="of-an-attempt"))
     assert id_of(recipe, run) == first
     # Nor does it change when the folder moves.
     shutil.move(tmp_path / "runs", tmp_path / "moved")
@@ -67,7 +67,7 @@ def test_older_runs_keep_theirs(tmp_path):
     assert id_of(recipe, run, id="of-a-checkpoint") == "of-a-checkpoint"
     # It ended before its first checkpoint.
     begin(run)
-    write_record(run.attempt_folder(1) / FILE, Record(kind="wandb", id="of-an-attempt"))
+    write_record(run.attempt_folder(1) / RECORD_FILE, Record(kind="wandb", id="of-an-attempt"))
     assert id_of(recipe, run) == "of-an-attempt"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.sweep.made import Made, begin
 from titanlab.costs import meter
-from titanlab.tracker.record import FILE, FINISHED, OPEN, Record, write_record
+from titanlab.techniques.tracker.contract import FINISHED, OPEN, RECORD_FILE, Record, write_record
 from titanlab.train.tracked_run import has_repeated_steps, tracker_gap, waiting_files
 
 
@@ -25,7 +25,7 @@ def attempt(run, steps=(), *, resumed_step=0, **record):
         for step in steps:
             metrics.write("train", step, {meter.LOSS: float(step)})
     if record:
-        write_record(run.attempt_folder(number) / FILE, Record(attempt=number, **{"kind": "wandb", **record}))
+        write_record(run.attempt_folder(number) / RECORD_FILE, Record(attempt=number, **{"kind": "wandb", **record}))
     return number
 
 
@@ -94,7 +94,7 @@ def test_rows_that_were_left_out_are_summed_over_attempts(run):
 def test_a_rebuild_makes_up_for_the_attempts_before_it(run):
     attempt(run, [1, 2], state=OPEN, step=1)
     rebuilt = Record(kind="wandb", state=FINISHED, attempt=1, rebuilt=True)
-    write_record(run.path / FILE, rebuilt)
+    write_record(run.path / RECORD_FILE, rebuilt)
     assert tracker_gap(run) is None
     attempt(run, [3], resumed_step=2, state=OPEN)
     assert gap(run) == "wandb: has perhaps none of 3 steps"
@@ -102,7 +102,7 @@ def test_a_rebuild_makes_up_for_the_attempts_before_it(run):
 
 def test_a_rebuild_that_was_cut_off_makes_up_for_nothing(run):
     attempt(run, [1, 2], state=OPEN, step=1)
-    write_record(run.path / FILE, Record(kind="wandb", state=OPEN, attempt=1, rebuilt=True))
+    write_record(run.path / RECORD_FILE, Record(kind="wandb", state=OPEN, attempt=1, rebuilt=True))
     assert gap(run) == "wandb: has at least the steps up to 1 of 2"
 
 
@@ -144,7 +144,7 @@ def test_files_outside_of_the_run_are_never_uploaded(run, tmp_path, folder):
 
 def test_a_damaged_record_is_none(run):
     number = attempt(run, [1], state=OPEN)
-    path = run.attempt_folder(number) / FILE
+    path = run.attempt_folder(number) / RECORD_FILE
     path.write_text(json.dumps({**json.loads(path.read_text()), "step": "one", "attempt": None}))
     assert tracker_gap(run) is None
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.model.llama_schema import Llama
-from titanlab.model.mixtral_schema import Mixtral
-from titanlab.model.qwen3_moe_schema import Qwen3Moe
-from titanlab.model.qwen3_schema import Qwen3
 from titanlab.options import Option, discover
+from titanlab.techniques.model.llama_schema import Llama, Mixtral, Qwen3, Qwen3Moe
 from titanlab.train import hub_folders
 from titanlab.train.hub_folders import family_for
 

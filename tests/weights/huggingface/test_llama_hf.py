@@ -8,7 +8,7 @@ import yaml
 
 from tests.weights.huggingface import made
 from titanlab.errors import ConfigError
-from titanlab.model.llama_schema import Llama
+from titanlab.techniques.model.llama_schema import Llama
 from titanlab.train.hub_folders import family_for
 
 llama_hf = Llama.hugging_face()

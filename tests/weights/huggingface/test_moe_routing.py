@@ -5,7 +5,7 @@ import torch
 
 from tests.weights.huggingface import made
 from tests.weights.huggingface.test_logits import BAR, ours, theirs, tokens
-from titanlab.model.mixture_of_experts import Router
+from titanlab.techniques.model.mixture_of_experts import Router
 
 # Beside the shapes of `made`: many experts, all of them active, another width.
 SHAPES = {

@@ -7,7 +7,7 @@ import pytest
 from tests.model.published import NAMES, load
 from tests.weights.huggingface import made
 from titanlab.errors import ConfigError
-from titanlab.model.qwen3_schema import Qwen3
+from titanlab.techniques.model.llama_schema import Qwen3
 from titanlab.train.hub_folders import family_for
 
 qwen3_hf = Qwen3.hugging_face()

@@ -19,10 +19,10 @@ from titanlab.data.schema import Files
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.errors import ConfigError
 from titanlab.launch.execute import prepare
-from titanlab.model.llama_schema import Llama
 from titanlab.options import schema_of
 from titanlab.prove import parity
 from titanlab.prove.parity import compare
+from titanlab.techniques.model.llama_schema import Llama
 from titanlab.train.starting_weights import check_start, open_folder, start_fingerprint
 
 llama_hf = Llama.hugging_face()

@@ -21,7 +21,6 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from titanlab.compile import cache as compiler_cache
 from titanlab.data import cache as data_cache
 from titanlab.data import source
 from titanlab.distributed.host import share_of_cores, thread_variables
@@ -40,6 +39,7 @@ from titanlab.system.files import FolderGone, disk_fault, open_to_write
 from titanlab.system.imports import import_quietly, kept_imports
 from titanlab.system.terminal import Console
 from titanlab.system.text import counted
+from titanlab.techniques.compile import cache as compiler_cache
 
 if TYPE_CHECKING:
     from titanlab.train.train import Observer

@@ -25,9 +25,9 @@ from titanlab.report.figures.style import (
     set_title,
     show_text,
 )
-from titanlab.schedule.plot import draw_legend, draw_panel, figure_size
-from titanlab.schedule.timeline import Timeline
 from titanlab.system.text import counted, short, significant
+from titanlab.techniques.schedule.plot import draw_legend, draw_panel, figure_size
+from titanlab.techniques.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
     from pandas import DataFrame

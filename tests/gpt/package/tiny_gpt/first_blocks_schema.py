@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from titanlab.ac.contract import ACConfig
 from titanlab.options import option
+from titanlab.techniques.ac.contract import ACConfig
 
 
 @option("ac", "first_blocks")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from titanlab.options import option
-from titanlab.precision.account import Formats
-from titanlab.precision.contract import PrecisionConfig
+from titanlab.techniques.precision.contract import Formats, PrecisionConfig
 
 
 @option("precision", "fp64")

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tiny_gpt.gpt_schema import Gpt
-from titanlab.model.contract import ModelBuilder
-from titanlab.model.language_model import LanguageModel
+from titanlab.techniques.model.contract import ModelBuilder
+from titanlab.techniques.model.language_model import LanguageModel
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from titanlab.costs.account import Init, ModelAccount, Operation
 from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
-from titanlab.model.contract import ModelBuilder, ModelConfig
 from titanlab.options import option
+from titanlab.techniques.model.contract import ModelBuilder, ModelConfig
 
 TENSOR_PLAN = {
     "embedding.tokens": "embedding",

@@ -1,1 +1,0 @@
-"""Attention within the documents of packed sequences."""

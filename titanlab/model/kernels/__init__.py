@@ -1,1 +1,0 @@
-"""Kernels that do not come from torch alone."""

@@ -1,0 +1,101 @@
+"""The contract of a policy of activation checkpointing: a torch-free config, and an implementation."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from titanlab.costs.account import Operation, Share, block_input, kept
+from titanlab.costs.setting import Setting
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class ACConfig(Protocol):
+    """Config of a policy. A dataclass that inherits from it must define `kind`.
+
+    Blocks are numbered in the full model, not in a pipeline stage. By default no block is recomputed.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    kind: str
+
+    def recomputes(self, number: int) -> bool:
+        """Whether block `number` keeps only its input and is recomputed in the backward pass."""
+        return False
+
+    def treatment(self, number: int) -> object:
+        """A value that is equal for blocks that the other methods treat equally.
+
+        A policy whose methods depend on the number in another way than by `recomputes` returns a value of its own.
+        """
+        return self.recomputes(number)
+
+    def saved_bytes(self, block: Sequence[Operation], share: Share, *, number: int) -> int:
+        """Bytes of block `number` that one rank keeps between its forward and its backward."""
+        return share.bytes_of([block_input(block)] if self.recomputes(number) else kept(block))
+
+    def recomputed(self, block: Sequence[Operation], *, number: int) -> tuple[str, ...]:
+        """Names of the operations of block `number` that run again in the backward pass.
+
+        torch stops a recomputation once it has the inputs of the last operation that keeps any
+        (`torch.utils.checkpoint`, early stop), so that operation and those after it do not run again.
+        """
+        return needed_again(block) if self.recomputes(number) else ()
+
+    def repeats_collective(self, operator: str, *, number: int) -> bool:
+        """Whether the backward pass of block `number` repeats the forward collectives of this operator of torch."""
+        return self.recomputes(number)
+
+    def compiler_budget(self) -> float | None:
+        """Share of a compiled block's activations that the compiler may keep; None: the compiler decides."""
+        return None
+
+    def describe(self) -> str:
+        """The text for the table at the start; empty: the table has no such row."""
+        return self.kind
+
+    def check(self, setting: Setting) -> None:
+        """Check that the rest of the recipe fits this policy.
+
+        Raises:
+            ConfigError: it does not fit.
+        """
+        return  # the default; mypy takes an empty body for an abstract method
+
+    def reduced(self, *, note: Callable[[str], None]) -> ACConfig:
+        """The same policy for a model with as few as two blocks, in proofs and rehearsals; by default this one.
+
+        Args:
+            note: is called with each difference, in one line.
+        """
+        return self
+
+    def implementation(self) -> ActivationCheckpointing:
+        """By default the blocks that `recomputes` chooses are recomputed completely."""
+        from titanlab.techniques.ac.recomputation import WholeBlocks
+
+        return WholeBlocks(self)
+
+
+def needed_again(block: Sequence[Operation]) -> tuple[str, ...]:
+    """Names of the operations of a block that run before the last one that keeps inputs."""
+    last = max((place for place, operation in enumerate(block) if operation.keeps), default=0)
+    return tuple(operation.name for operation in block[:last])
+
+
+class ActivationCheckpointing(Protocol):
+    """Implementation of a policy."""
+
+    @abstractmethod
+    def apply(self, blocks: Mapping[int, nn.Module]) -> None:
+        """Checkpoint blocks of this rank, in place.
+
+        Args:
+            blocks: by number in the full model.
+
+        Raises:
+            ConfigError: the policy names an operator that does not exist.
+        """

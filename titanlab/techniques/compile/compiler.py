@@ -1,0 +1,205 @@
+"""Compiles a model's blocks, one graph each, and its loss; AsyncTP, and the memory of CUDA graphs."""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _symmetric_memory as symmetric_memory
+
+from titanlab.errors import ConfigError
+from titanlab.techniques.compile.contract import F
+from titanlab.techniques.compile.schema import Compile
+
+# What inductor advises on a GPU, at each compilation, and what nobody can follow here: float32 stays float32, so that
+# layouts can be compared, and how inductor computes a softmax is its own choice.
+_ADVICE = ("TensorFloat32 tensor cores for float32", r"\s*Online softmax is disabled on the fly")
+
+
+class TorchCompiler:
+    """Compiles with `torch.compile`.
+
+    It compiles a block's `forward`, not the module: so parameter names do not change, and FSDP's hooks run outside of
+    the graph, which they would break.
+    """
+
+    def __init__(self, config: Compile) -> None:
+        self._config = config
+
+    def compile_blocks(
+        self,
+        blocks: Iterable[nn.Module],
+        *,
+        async_group: dist.ProcessGroup | None = None,
+        memory_budget: float | None = None,
+    ) -> None:
+        """See `Compiler`."""
+        if not self._config.blocks:
+            return
+        options = inductor_options(self._config)
+        if async_group is not None:
+            enable_async_tensor(async_group)
+            options |= ASYNC_OPTIONS
+        for block in blocks:
+            block.forward = _compiled(block.forward, self._config, options, memory_budget)
+
+    def compile_loss(self, function: F) -> F:
+        """See `Compiler`."""
+        if not self._config.loss:
+            return function
+        compiled: F = _compiled(function, self._config, inductor_options(self._config), None)
+        return compiled
+
+
+def inductor_options(config: Compile) -> dict[str, Any]:
+    """The inductor options of the mode, to which others can be added; empty for other backends."""
+    if config.backend != "inductor" or config.mode == "default":
+        return {}
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(config.mode))
+
+
+def _compiled(function: Any, config: Compile, options: dict[str, Any], memory_budget: float | None) -> Any:
+    import torch._dynamo
+
+    put_states_before_objects()
+    for advice in _ADVICE:
+        warnings.filterwarnings("ignore", message=advice, category=UserWarning)
+    # Otherwise torch would try the compilations for an earlier model of this process first, and count them against its
+    # limit of compilations of a function.
+    torch._dynamo.reset_code(getattr(function, "__func__", function).__code__)
+    # Otherwise torch splits a block's graph under DDP at the ends of DDP's buckets, which are made for the full model,
+    # and refuses checkpointed blocks.
+    torch._dynamo.config.optimize_ddp = False
+    # The router's counts become variables of the graph; otherwise reading one would break it.
+    torch._dynamo.config.capture_scalar_outputs = True
+    backend: Any = config.backend
+    if memory_budget is not None:
+        from titanlab.techniques.compile.backend import Budgeted
+
+        backend, options = Budgeted(config.backend, tuple(options.items()), memory_budget), {}
+    # Every microbatch has the same shape, so torch need not write a slower graph for all shapes.
+    return torch.compile(function, backend=backend, fullgraph=True, dynamic=False, options=options or None)
+
+
+ASYNC_KEY = "parallelism.async_tensor"
+# A private option of inductor; torch 2.11 to 2.13 have no public one.
+ASYNC_OPTIONS = {"_micro_pipeline_tp": True}
+_CALL = re.compile(r"= torch\.ops\.symm_mem\.fused_\w+")
+
+
+def enable_async_tensor(group: dist.ProcessGroup) -> None:
+    """Enable symmetric memory for a group; without it, inductor does not fuse the group's collectives.
+
+    torch calls the function deprecated and unnecessary, but inductor's pass
+    (`torch/_inductor/fx_passes/micro_pipeline_tp.py`) needs it in 2.11 to 2.13. Delete this when the pass does not.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`enable_symm_mem_for_group` is deprecated", category=FutureWarning)
+        symmetric_memory.enable_symm_mem_for_group(group.group_name)
+
+
+class FusionCheck:
+    """Checks that inductor fuses products in the blocks that this process compiles from now on.
+
+    It reads the generated code, because inductor's pass does not run for code from torch's cache.
+    """
+
+    def __init__(self) -> None:
+        """Code that was generated before does not count."""
+        self._before = set(map(id, _generated()))
+
+    def count(self) -> int:
+        """Number of calls of fused operators in code that was generated or taken from the cache."""
+        files = [module.__file__ for module in _generated() if id(module) not in self._before]
+        return sum(len(_CALL.findall(Path(file).read_text())) for file in files if file)
+
+    def check_fused(self, gather: Callable[[int], list[int]]) -> None:
+        """Check that every rank has fused a product. All ranks call this together, after the first step.
+
+        Args:
+            gather: takes this rank's count and returns those of all ranks.
+
+        Raises:
+            ConfigError: a rank has fused nothing. Every rank raises the same.
+        """
+        counts = gather(self.count())
+        without = [rank for rank, count in enumerate(counts) if count == 0]
+        if without:
+            named = ", ".join(map(str, without[:4])) + (", …" if len(without) > 4 else "")
+            where = "every rank" if len(without) == len(counts) else f"rank{'s' if len(without) > 1 else ''} {named}"
+            rule = f"inductor has fused no product with its collective on {where}"
+            raise ConfigError(ASYNC_KEY, True, rule, "try false, or an empty folder as TORCHINDUCTOR_CACHE_DIR")
+
+
+def _generated() -> list[ModuleType]:
+    from torch._inductor.codecache import PyCodeCache
+
+    return list(PyCodeCache.modules)
+
+
+_PATCHED = "titanlab_puts_states_first"
+
+
+def put_states_before_objects() -> None:
+    """Patch torch's partitioner to return states first, as its runtime expects. Later calls do nothing."""
+    from torch._functorch import partitioners
+
+    # torch 2.11 saves no such objects and lacks this function.
+    is_object = getattr(partitioners, "is_opaque_node", None)
+    original = partitioners.functionalize_rng_ops
+    if is_object is None or hasattr(original, _PATCHED):
+        return
+
+    @functools.wraps(original)
+    def functionalize(joint: Any, forward: Any, backward: Any, sizes: int) -> Any:
+        objects = sum(map(is_object, forward.graph.output_node().all_input_nodes))
+        # Outputs end with objects and then sizes; torch uses this argument only as the place to insert states.
+        forward, backward = original(joint, forward, backward, sizes + objects)
+        inputs = list(backward.graph.find_nodes(op="placeholder"))
+        first = next((node for node in inputs if is_object(node)), None)
+        if first is not None:
+            for node in inputs:
+                if node.name.startswith("rng_state_output"):
+                    first.prepend(node)
+            backward.recompile()
+        return forward, backward
+
+    setattr(functionalize, _PATCHED, True)
+    partitioners.functionalize_rng_ops = functionalize  # type: ignore[assignment]
+
+
+class GraphMemory:
+    """Marks where microbatches begin, and copies what outlives them; without CUDA graphs it does nothing.
+
+    Args:
+        records: whether parts of the model are recorded as CUDA graphs.
+    """
+
+    def __init__(self, *, records: bool) -> None:
+        self._records = records
+
+    def begin(self) -> None:
+        """Called before each microbatch's forward: results of earlier ones may be overwritten from here on."""
+        if self._records:
+            torch.compiler.cudagraph_mark_step_begin()
+
+    def kept(self, result: torch.Tensor) -> torch.Tensor:
+        """A result that outlives its microbatch."""
+        return result.clone() if self._records else result
+
+    def keep_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Called after the first of several microbatches, to whose gradients those of the others are added."""
+        if self._records:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()

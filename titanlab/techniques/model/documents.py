@@ -1,0 +1,299 @@
+"""Attention within the documents of packed sequences: where documents are, the forms that kernels take, and tiles on a CPU."""
+
+from __future__ import annotations
+
+import functools
+import math
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from titanlab.techniques.model.tiled_attention import (
+    Tiling,
+    denominators_of,
+    register_attention,
+    result_like,
+    torchs_backward,
+    torchs_forward,
+)
+
+
+class HostStarts:
+    """Places where documents begin, [batch, seq] int64, which stay on the CPU.
+
+    FSDP2 and DDP copy the tensors among a model's arguments to its device, also those in tuples, lists and
+    dictionaries; they hand on any other object as it is.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The documents of a batch's sequences.
+
+    Attributes:
+        positions: of each token in its document, [batch, seq] int64.
+        starts: the place of the first token of each token's document in the sequence, [batch, seq] int64.
+        stays_on_host: whether `starts` is on the CPU on every device, as context parallelism needs it.
+    """
+
+    positions: Tensor
+    starts: Tensor
+    stays_on_host: bool = False
+
+    def padded(self, missing: int) -> Packed:
+        """The same with so many sequences more, each of one document; nothing of them counts."""
+        positions, starts = (F.pad(part, (0, 0, 0, missing)) for part in (self.positions, self.starts))
+        return Packed(positions, starts, self.stays_on_host)
+
+    def arguments(self, rows: slice) -> tuple[Tensor, Tensor | HostStarts]:
+        """What a model gets of some sequences after their tokens."""
+        starts = self.starts[rows]
+        return self.positions[rows], HostStarts(starts) if self.stays_on_host else starts
+
+
+# Rows and keys of a block that FlexAttention computes or skips; torch's default.
+_BLOCK = 128
+
+Documents = Tensor | BlockMask
+
+
+def prepared(starts: Tensor | HostStarts, kernel: str) -> Documents:
+    """The form that all blocks of a model share, for a kernel by its name in a model's config."""
+    if isinstance(starts, HostStarts):
+        return starts.tensor
+    return block_mask(starts) if starts.device.type == "cuda" and kernel == "auto" else starts
+
+
+def visible(starts: Tensor) -> Tensor:
+    """Whether a row attends to a key: bool [batch, 1, seq, seq]."""
+    places = torch.arange(starts.shape[1], device=starts.device)
+    return ((places <= places[:, None]) & (places >= starts.unsqueeze(-1))).unsqueeze(1)
+
+
+def block_mask(starts: Tensor) -> BlockMask:
+    """FlexAttention's form: which blocks of keys a block of rows skips, computes whole, or computes with a mask.
+
+    `create_block_mask` would find them from the whole square. They follow from the starts of a block's first and last
+    row, because starts ascend: no keys before the first row's start, and a mask up to the last row's start.
+    """
+    seq_len = starts.shape[1]
+    count = -(-seq_len // _BLOCK)
+    blocks = torch.arange(count, device=starts.device)
+    last_rows = ((blocks + 1) * _BLOCK).clamp(max=seq_len) - 1
+    first = starts[:, blocks * _BLOCK] // _BLOCK
+    whole = torch.minimum(-(-starts[:, last_rows] // _BLOCK), blocks)
+    if seq_len % _BLOCK:
+        # The last block of rows is not full, and rows that do not exist see no keys.
+        whole[:, -1] = count - 1
+    # Masked: the blocks from `first` to `whole`, and the row block's own.
+    masked_count, whole_count = whole - first + 1, blocks - whole
+    masked = first.unsqueeze(-1) + blocks
+    masked = torch.where(blocks == masked_count.unsqueeze(-1) - 1, blocks.unsqueeze(-1), masked)
+    # Places after the counted ones are not read, but have to be numbers of blocks.
+    masked, others = (x.clamp(max=count - 1) for x in (masked, whole.unsqueeze(-1) + blocks))
+
+    def mask_mod(sequence: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return (key <= row) & (key >= starts[sequence, row])
+
+    return BlockMask.from_kv_blocks(
+        _table_of_blocks(masked_count),
+        _table_of_blocks(masked),
+        _table_of_blocks(whole_count),
+        _table_of_blocks(others),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=mask_mod,
+        seq_lengths=(seq_len, seq_len),
+    )
+
+
+def _table_of_blocks(numbers: Tensor) -> Tensor:
+    """[batch, …] → int32 [batch, 1, …]: the same for all heads."""
+    return numbers.to(torch.int32).unsqueeze(1).contiguous()
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    """FlexAttention (arXiv 2412.05496), compiled on a GPU: its eager form computes all scores."""
+    compiled = q.device.type == "cuda" and not torch.compiler.is_compiling()
+    compute: Any = _compiled() if compiled else flex_attention
+    output: Tensor = compute(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    return output
+
+
+@functools.cache
+def _compiled() -> Any:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+# Queries of a tile: of 32, 64, 128 and 256 the fastest for documents of any length, by benchmarks/document_masks.py.
+_ROWS_OF_TILE = 64
+
+
+class Tile(NamedTuple):
+    """Queries that are computed by one call: rows from `start` to `end`, which meet keys from `first` to `end`.
+
+    shared: the rows are those of several documents, all of which begin in the tile
+    last: no later tile meets these keys
+    """
+
+    first: int
+    start: int
+    end: int
+    shared: bool
+    last: bool
+
+
+def document_tiling(q: Tensor) -> Tiling:
+    """The fastest tiling for q [batch, heads, seq, head_dim].
+
+    In 16 bits torch's kernel packs the keys anew for every few rows: float32 is faster.
+    """
+    return Tiling(rows=_ROWS_OF_TILE, in_float32=q.dtype != torch.float64)
+
+
+@torch.library.custom_op("titanlab::document_attention", mutates_args=())
+def document_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    rows: int,
+    in_float32: bool,  # noqa: FBT001 (operators take no keywords)
+) -> tuple[Tensor, Tensor]:
+    """softmax(q·kᵀ/√head_dim)·v over the keys from a row's document's first token up to the row, and log-sum-exps.
+
+    Args:
+        q: [batch, heads, seq, head_dim]; k and v have kv_heads, which divide the heads.
+        starts: [batch, seq] int64, the place of the first token of each token's document.
+        rows, in_float32: see `Tiling`.
+
+    Returns:
+        output shaped as q, in memory [batch, seq, heads, head_dim]; [batch, heads, seq] float32.
+    """
+    out, lse = result_like(q), denominators_of(q)
+    if in_float32:
+        q, k, v = q.float(), k.float(), v.float()
+    triangle = _triangle(q, rows)
+    for row, begins in enumerate(starts.tolist()):
+        for tile in tiles(begins, rows):
+            own, keys = _slices(row, tile)
+            out[own], lse[own] = torchs_forward(
+                q[own], k[keys], v[keys], 0.0, _is_causal(tile), attn_mask=_mask_of_tile(triangle, starts[row], tile)
+            )
+    return out, lse
+
+
+@torch.library.custom_op("titanlab::document_attention_backward", mutates_args=())
+def document_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rows: int,
+    in_float32: bool,  # noqa: FBT001
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    dq, dk, dv = result_like(q), result_like(k), result_like(v)
+    if in_float32:
+        grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
+    totals = [result_like(k), result_like(v)] if k.dtype != dk.dtype else [dk, dv]
+    triangle = _triangle(q, rows)
+    for row, begins in enumerate(starts.tolist()):
+        # The last tile of a document meets all its keys, so the others add to its gradients of keys and values.
+        for tile in reversed(list(tiles(begins, rows))):
+            own, keys = _slices(row, tile)
+            inputs = (grad[own], q[own], k[keys], v[keys], out[own], lse[own])
+            mask = _mask_of_tile(triangle, starts[row], tile)
+            dq[own], *parts = torchs_backward(*inputs, 0.0, _is_causal(tile), attn_mask=mask)
+            for total, part in zip(totals, parts, strict=True):
+                if tile.last:
+                    total[keys] = part
+                else:
+                    total[keys] += part
+    if totals[0] is not dk:
+        dk.copy_(totals[0])
+        dv.copy_(totals[1])
+    return dq, dk, dv
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.rows, ctx.in_float32 = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 6
+    gradients = document_attention_backward(grad, *ctx.saved_tensors, ctx.rows, ctx.in_float32)
+    return *gradients, None, None, None
+
+
+register_attention("document_attention")
+document_attention.register_autograd(_differentiate, setup_context=_keep)
+
+
+def tiles(starts: list[int], rows: int) -> Iterator[Tile]:
+    """Cut one sequence, whose rows' documents begin at `starts`, into tiles of up to `rows` rows, in order.
+
+    A document of more than half a tile has tiles of its own.
+    """
+    seq_len, begin = len(starts), 0
+    group = 0  # where the waiting group of short documents begins
+    while begin < seq_len:
+        end = _end(starts, begin)
+        is_short = end - begin <= rows // 2
+        if begin > group and not (is_short and end - group <= rows):
+            yield Tile(group, group, begin, starts[begin - 1] != group, last=True)
+            group = begin
+        if not is_short:
+            for start in range(begin, end, rows):
+                yield Tile(begin, start, min(start + rows, end), False, last=start + rows >= end)
+            group = end
+        begin = end
+    if seq_len > group:
+        yield Tile(group, group, seq_len, starts[-1] != group, last=True)
+
+
+def _end(starts: list[int], begin: int) -> int:
+    """The end of the document that begins at `begin`."""
+    return bisect_right(starts, starts[begin], lo=begin)
+
+
+def _slices(row: int, tile: Tile) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    sequence, heads = slice(row, row + 1), slice(None)
+    return (sequence, heads, slice(tile.start, tile.end)), (sequence, heads, slice(tile.first, tile.end))
+
+
+def _is_causal(tile: Tile) -> bool:
+    return tile.first == tile.start and not tile.shared
+
+
+def _triangle(q: Tensor, rows: int) -> Tensor:
+    """What is added to the scores of a full tile that meets a whole sequence: [rows, seq + rows]."""
+    seq_len = q.shape[2]
+    return torch.triu(torch.full((rows, seq_len + rows), -math.inf, dtype=q.dtype, device=q.device), seq_len + 1)
+
+
+def _mask_of_tile(triangle: Tensor, starts: Tensor, tile: Tile) -> Tensor | None:
+    """What is added to the scores of a tile: [rows, keys]; None: it is causal by itself."""
+    if _is_causal(tile):
+        return None
+    rows, keys, diagonal = tile.end - tile.start, tile.end - tile.first, triangle.shape[1] - triangle.shape[0]
+    before = tile.start - tile.first
+    mask = triangle[:rows, diagonal - before : diagonal - before + keys]
+    if tile.shared:
+        places = torch.arange(tile.first, tile.end)
+        mask = mask.masked_fill(places < starts[tile.start : tile.end, None], -math.inf)
+    return mask

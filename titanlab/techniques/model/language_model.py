@@ -1,0 +1,68 @@
+"""The base class of models, also of those in other packages, and what models are built with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+
+class LanguageModel(nn.Module):
+    """`forward(tokens, positions)`: ids [batch, seq], positions [seq] → logits [batch, seq, vocab].
+
+    Positions are 0, 1, … by default. A model that masks documents also gets positions [batch, seq] and, as its third
+    argument, `starts`: the place [batch, seq] of the first token of each token's document, a tensor or `HostStarts`, of
+    which `titanlab.techniques.model.documents.prepared` makes what attention takes. With some of its account's `pieces` set
+    to None or removed from `layers`, the model is a pipeline stage, whose inputs and outputs between stages are hidden
+    states [batch, seq, dim].
+
+    Attributes:
+        layers: the blocks, by index; FSDP shards each block separately.
+    """
+
+    layers: nn.ModuleDict
+
+    def init_buffers(self, device: torch.device | str | None = None) -> None:
+        """Compute the values that no checkpoint has, on `device`, after the model is materialised; by default none."""
+
+
+class Projections(nn.Module):
+    """Calls linear layers with one input: inputs [..., in] and layers → a tuple of their outputs [..., out].
+
+    It is a separate module so that the trainer can compute one product instead; see `titanlab.parallelism.joined`.
+    """
+
+    def forward(self, inputs: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+        return tuple(layer(inputs) for layer in layers)
+
+
+@contextlib.contextmanager
+def shapes_only() -> Iterator[None]:
+    """Build modules on the meta device, without the initial values that their constructors draw."""
+    with torch.device("meta"), _NoInitialValues():
+        yield
+
+
+class _NoInitialValues(TorchFunctionMode):
+    """Leaves out `nn.init.normal_` and `Tensor.normal_`, of which `nn.Embedding` draws its values.
+
+    On a meta tensor they do nothing, but torch runs them in Python there and imports its compiler for that (torch 2.11
+    to 2.13: `torch._refs.normal_`), which takes 1 s.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        keywords = dict(kwargs or {})
+        tensor = keywords.get("tensor", args[0] if args else None)
+        if func in (nn.init.normal_, Tensor.normal_) and isinstance(tensor, Tensor) and tensor.is_meta:
+            return tensor
+        return func(*args, **keywords)

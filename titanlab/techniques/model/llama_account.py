@@ -1,0 +1,357 @@
+"""What a Llama declares: shapes, initial values, and operations with their FLOPs and what autograd saves. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from titanlab.costs.account import (
+    CONTEXT_ATTENTION,
+    HIDDEN,
+    Activation,
+    Cut,
+    Init,
+    Joined,
+    ModelAccount,
+    Operation,
+    Operator,
+    block_name,
+)
+from titanlab.techniques.model import moe_account
+
+if TYPE_CHECKING:
+    from titanlab.techniques.model.llama_schema import Llama
+
+
+EMBEDDING = "tok_embeddings.weight"
+HEAD = "output.weight"
+# Megatron's plan (arXiv 1909.08053, section 3): columns, then rows, so that two products need one all-reduce.
+TENSOR_PLAN = {
+    "tok_embeddings": "embedding",
+    "layers.*.attention_norm": "norm",
+    "layers.*.attention": "gathered",
+    "layers.*.attention.wq": "colwise",
+    "layers.*.attention.wk": "colwise",
+    "layers.*.attention.wv": "colwise",
+    "layers.*.attention.wo": "rowwise",
+    "layers.*.ffn_norm": "norm",
+    "layers.*.feed_forward": "gathered",
+    "layers.*.feed_forward.w1": "colwise",
+    "layers.*.feed_forward.w3": "colwise",
+    "layers.*.feed_forward.w2": "rowwise",
+    "norm": "norm",
+    "output": "head",
+}
+HEAD_NORMS_PLAN = {"layers.*.attention.q_norm": "head_norm", "layers.*.attention.k_norm": "head_norm"}
+
+
+def account(config: Llama) -> ModelAccount:
+    """Parameters by name in the module's order, and the sizes that cost estimates need."""
+    parameters: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.dim)}
+    for layer in range(config.layers):
+        parameters.update({f"{block_name(layer)}.{name}": shape for name, shape in _block_parameters(config).items()})
+    parameters["norm.weight"] = (config.dim,)
+    if not config.tied_embeddings:
+        parameters[HEAD] = (config.vocab_size, config.dim)
+    return ModelAccount(
+        parameters=parameters,
+        embedding=EMBEDDING,
+        tied={HEAD: EMBEDDING} if config.tied_embeddings else {},
+        layers=config.layers,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        dim=config.dim,
+        vocab_size=config.vocab_size,
+        pieces=("tok_embeddings", *(block_name(layer) for layer in range(config.layers)), "norm", "output"),
+        attention="attention.inner",
+        tensor_plan=_tensor_plan(config),
+        experts=config.routed,
+        joined=_fused_projections(config) if config.fused else (),
+        head="output",
+    )
+
+
+def _fused_projections(config: Llama) -> tuple[Joined, ...]:
+    # Without norms of heads, attention keeps only the values of this product: queries and keys are rotated first.
+    copied = () if config.has_head_norms else ("wv",)
+    attention = Joined(caller="layers.*.attention.projections", layers=("wq", "wk", "wv"), copied=copied)
+    feed_forward = Joined(caller="layers.*.feed_forward.projections", layers=("w1", "w3"))
+    return (attention,) if config.routed is not None else (attention, feed_forward)
+
+
+def _tensor_plan(config: Llama) -> dict[str, str]:
+    plan = {**TENSOR_PLAN, **(HEAD_NORMS_PLAN if config.has_head_norms else {})}
+    if config.routed is None:
+        return plan
+    dense = {name: style for name, style in plan.items() if ".feed_forward" not in name}
+    return {**dense, **moe_account.TENSOR_PLAN}
+
+
+def _block_parameters(config: Llama) -> dict[str, tuple[int, ...]]:
+    dim, q_dim, kv_dim = config.dim, config.attention_dim, config.kv_heads * config.head_dim
+    head_norms = {f"attention.{name}.weight": (config.head_dim,) for name in ("q_norm", "k_norm")}
+    return {
+        "attention_norm.weight": (dim,),
+        "attention.wq.weight": (q_dim, dim),
+        "attention.wk.weight": (kv_dim, dim),
+        "attention.wv.weight": (kv_dim, dim),
+        "attention.wo.weight": (dim, q_dim),
+        **(head_norms if config.has_head_norms else {}),
+        "ffn_norm.weight": (dim,),
+        **_feed_forward_parameters(config),
+    }
+
+
+def _feed_forward_parameters(config: Llama) -> dict[str, tuple[int, ...]]:
+    if config.routed is not None:
+        return moe_account.parameters(config.routed, dim=config.dim, ffn_dim=config.ffn_dim)
+    return {
+        "feed_forward.w1.weight": (config.ffn_dim, config.dim),
+        "feed_forward.w2.weight": (config.dim, config.ffn_dim),
+        "feed_forward.w3.weight": (config.ffn_dim, config.dim),
+    }
+
+
+def edge_operations(config: Llama, *, batch: int, seq_len: int) -> list[Operation]:
+    """The operations before and after the blocks: embedding, final norm, head."""
+    hidden = Activation(name=HIDDEN, shape=(batch, seq_len, config.dim))
+    normed = Activation(name="norm", shape=hidden.shape, cut="whole")
+    return [
+        Operation(name="tok_embeddings", kind="lookup", flops=0, output=hidden.shape),
+        norm("norm", hidden),
+        matmul("output", normed, config.vocab_size, "part"),
+    ]
+
+
+def initial_values(config: Llama) -> dict[str, Init]:
+    """The initial value of every parameter, by name.
+
+    Matrices: normal with std 0.02. The std of the two that write into the residual stream (wo, w2) is divided by
+    sqrt(2·layers), so that its variance does not grow with depth (GPT-2; Megatron-LM, arXiv 1909.08053, section 4).
+    Norms: ones. The output head, also a tied one, has a std of at most 1/(2·sqrt(dim)): logits of a normalised stream
+    then have a std of at most 1/2, and the first loss is at most 1/8 above ln(vocab_size).
+    """
+    residual_std = 0.02 / math.sqrt(2 * config.layers)
+    head_std = min(0.02, 0.5 / math.sqrt(config.dim))
+    head = EMBEDDING if config.tied_embeddings else HEAD
+    values: dict[str, Init] = {}
+    for name in account(config).parameters:
+        if "norm." in name:
+            values[name] = Init(kind="ones")
+        elif name == head:
+            values[name] = Init(kind="normal", std=head_std)
+        elif name.endswith((".wo.weight", ".w2.weight")):
+            values[name] = Init(kind="normal", std=residual_std)
+        else:
+            values[name] = Init(kind="normal", std=0.02)
+    return values
+
+
+# Device and precision decide which of them runs; all return the output and the log-sum-exp of the scores.
+FUSED_ATTENTION = (
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    CONTEXT_ATTENTION,
+)
+
+
+def block_operations(config: Llama, *, batch: int, seq_len: int) -> list[Operation]:
+    """The operations of one block's forward pass, in the order in which the module runs them.
+
+    Names are paths in the block. Shapes: `[batch, seq, width]`; `attention.rope_*` give
+    `[batch, seq, heads, head_dim]`, `attention.inner` gives `[batch, heads, seq, head_dim]`.
+
+    The rotations save only the table of angles, which all blocks share. Casts are not declared as operators: without
+    mixed precision there are none.
+    """
+    dim = config.dim
+    q_shape, k_shape = ((batch, seq_len, heads, config.head_dim) for heads in (config.heads, config.kv_heads))
+    tokens, kv_dim = (batch, seq_len), math.prod(k_shape[2:])
+    stream, after_attention = (Activation(name=name, shape=(*tokens, dim)) for name in (HIDDEN, "attention_residual"))
+    normed, fed = (Activation(name=f"{name}_norm", shape=(*tokens, dim), cut="whole") for name in ("attention", "ffn"))
+    fed = fed if config.routed is None else replace(fed, with_experts="stream")
+    attention = _attention(config, batch, seq_len)
+    return [
+        norm("attention_norm", stream),
+        *_projections(config, "attention", normed, {"wq": config.attention_dim, "wk": kv_dim, "wv": kv_dim}),
+        *_head_norms(config, q_shape, k_shape),
+        _rotation("attention.rope_q", q_shape),
+        _rotation("attention.rope_k", k_shape),
+        attention,
+        matmul("attention.wo", _mixed(config, attention, tokens), dim, "whole"),
+        _pointwise(after_attention, "aten.add.Tensor"),
+        norm("ffn_norm", after_attention),
+        *_feed_forward_operations(config, fed),
+        # Its output is the input of the next block, and is counted there.
+        Operation(name="ffn_residual", kind="pointwise", flops=0, output=stream.shape),
+    ]
+
+
+def _feed_forward_operations(config: Llama, fed: Activation) -> list[Operation]:
+    if config.routed is not None:
+        return moe_account.operations(config.routed, fed, ffn_dim=config.ffn_dim)
+    gate, up, silu, mul = (
+        Activation(name=f"feed_forward.{name}", shape=(*fed.shape[:-1], config.ffn_dim), cut="part")
+        for name in ("w1", "w3", "silu", "mul")
+    )
+    return [
+        *_projections(config, "feed_forward", fed, dict.fromkeys(("w1", "w3"), config.ffn_dim)),
+        _pointwise(silu, "aten.silu.default", keeps=(gate,), passes=2.0),
+        _pointwise(mul, "aten.mul.Tensor", keeps=(silu, up)),
+        matmul("feed_forward.w2", mul, config.dim, "whole"),
+    ]
+
+
+def _projections(config: Llama, module: str, inputs: Activation, outputs: Mapping[str, int]) -> list[Operation]:
+    """Products of one input with several layers, or one product if they are fused."""
+    if not config.fused:
+        return [matmul(f"{module}.{name}", inputs, width, "part") for name, width in outputs.items()]
+    # `wqkv` and `w13`.
+    first, *others = outputs
+    name = f"{module}.{first}{''.join(other.removeprefix('w') for other in others)}"
+    return [replace(matmul(name, inputs, sum(outputs.values()), "part"), layer=f"{module}.{first}")]
+
+
+def matmul(name: str, inputs: Activation, outputs: int, cut: Cut) -> Operation:
+    """A product of inputs [batch, seq, width] with a matrix; autograd saves the inputs."""
+    output = (*inputs.shape[:-1], outputs)
+    result = Activation(name=name, shape=output, cut=cut)
+    return Operation(
+        name=name,
+        kind="matmul",
+        flops=2 * inputs.shape[-1] * math.prod(output),
+        output=output,
+        keeps=(inputs,),
+        operators=(Operator(names=("aten.mm.default",), results=(result,)),),
+    )
+
+
+def norm(name: str, inputs: Activation) -> Operation:
+    """RMSNorm in float32: on a GPU one kernel, which saves its inputs; on a CPU one kernel for each step."""
+    rstd = Activation(name=f"{name}.rstd", shape=(*inputs.shape[:-1], 1), cut=inputs.cut, element_bytes=4)
+    wide = replace(inputs, name=f"{name}.wide", copy_of=inputs.name, element_bytes=4)
+    scaled, squares = (replace(inputs, name=f"{name}.{step}", element_bytes=4) for step in ("scaled", "squares"))
+    weighted = replace(scaled, name=f"{name}.weighted", copy_of=name)
+    by_step = {
+        "aten.pow.Tensor_Scalar": (squares,),
+        "aten.mean.dim": (replace(rstd, name=f"{name}.mean"),),
+        "aten.rsqrt.default": (rstd,),
+        "aten.mul.Tensor": (scaled, weighted),
+    }
+    fused = Operator(names=("aten._fused_rms_norm.default",), results=_on("cuda", replace(inputs, name=name), rstd))
+    steps = (Operator(names=(step,), results=_on("cpu", *results)) for step, results in by_step.items())
+    return Operation(
+        name=name,
+        kind="norm",
+        flops=0,
+        output=inputs.shape,
+        keeps=(rstd, *_on("cuda", inputs), *_on("cpu", wide, scaled)),
+        operators=(fused, *steps),
+        passes=2.0,
+    )
+
+
+def _head_norms(config: Llama, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> list[Operation]:
+    if not config.has_head_norms:
+        return []
+    products = {"q_norm": ("wq", q_shape), "k_norm": ("wk", k_shape)}
+    return [
+        norm(f"attention.{name}", Activation(name=f"attention.{product}", shape=shape, cut="part"))
+        for name, (product, shape) in products.items()
+    ]
+
+
+def _pointwise(result: Activation, operator: str, keeps: tuple[Activation, ...] = (), passes: float = 3.0) -> Operation:
+    return Operation(
+        name=result.name,
+        kind="pointwise",
+        flops=0,
+        output=result.shape,
+        keeps=keeps,
+        operators=(Operator(names=(operator,), results=(result,)),),
+        passes=passes,
+    )
+
+
+def _rotation(name: str, shape: tuple[int, ...]) -> Operation:
+    """A rotation in float32, which is cast back."""
+    result = Activation(name=name, shape=shape, cut="part")
+    rotated = replace(result, name=f"{name}.turned", element_bytes=4, copy_of=name)
+    operators = (Operator(names=("aten.mul.Tensor",), results=(rotated,)),)
+    # In units of bfloat16: the cast reads 1 and writes 2, the product reads 2 and writes 2, the cast back reads 2 and
+    # writes 1.
+    return Operation(name=name, kind="pointwise", flops=0, output=shape, operators=operators, passes=10.0)
+
+
+def _attention(config: Llama, batch: int, seq_len: int) -> Operation:
+    output = (batch, config.heads, seq_len, config.head_dim)
+    q = Activation(name="attention.rope_q", shape=output, cut="part")
+    k, v = (
+        replace(q, name=name, shape=(batch, config.kv_heads, *output[2:]))
+        for name in ("attention.rope_k", "attention.wv")
+    )
+    mixed = replace(q, name="attention.inner")
+    kept: Sequence[Activation]
+    if config.attention == "math":
+        kept, operators = _plain_attention(q, v, mixed)
+    else:
+        lse = Activation(name="attention.inner.lse", shape=output[:-1], cut="part", element_bytes=4)
+        if config.attention == "efficient" and k.shape != q.shape:
+            # This kernel gets the key/value heads repeated for every query head.
+            k, v = (replace(x, name=f"attention.inner.{name}", shape=q.shape) for x, name in ((k, "k"), (v, "v")))
+        kept, operators = (q, k, v, mixed, lse), (Operator(names=FUSED_ATTENTION, results=(mixed, lse)),)
+    if config.fused and config.has_head_norms:
+        # The values are a part of one tensor with queries and keys as they were before their norms.
+        if config.attention == "math":
+            # It keeps copies of the values. On a GPU the norms keep their inputs, and so that tensor.
+            kept = (*kept, *_on("cuda", replace(v, name="attention.wqkv.values")))
+        else:
+            before = (replace(x, name=f"attention.{name}") for x, name in ((q, "wq"), (k, "wk")))
+            kept = (*kept, *(replace(x, shape=(batch, seq_len, *x.shape[1::2])) for x in before))
+    return Operation(
+        name="attention.inner",
+        kind="attention",
+        # Scores and weighted values: two products of 2·seq·seq·head_dim each, for every head.
+        flops=2 * 2 * math.prod(output) * seq_len,
+        output=output,
+        keeps=tuple(kept),
+        operators=operators,
+    )
+
+
+def _plain_attention(
+    q: Activation, v: Activation, mixed: Activation
+) -> tuple[Sequence[Activation], tuple[Operator, ...]]:
+    """The `math` kernel of torch: it saves scaled q and k, v and the full matrix of weights, all in float32."""
+    scaled = [
+        replace(q, name=f"attention.inner.{name}", element_bytes=4, copy_of=copy_of)
+        for name, copy_of in (("q", ""), ("k", ""), ("v", v.name if v.shape == q.shape else ""))
+    ]
+    weights = replace(scaled[0], name="attention.inner.weights", shape=(*q.shape[:-1], q.shape[-2]))
+    scores, out = (replace(x, name=f"{x.name}.product") for x in (weights, mixed))
+    results = {
+        "aten.mul.Scalar": scaled[:2],
+        "aten.bmm.default": (scores,),
+        # Of the scores and the causal mask.
+        "aten.add.Tensor": (replace(weights, name=f"{weights.name}.masked"),),
+        "aten._safe_softmax.default": (weights,),
+    }
+    operators = (Operator(names=(name,), results=tuple(tensors)) for name, tensors in results.items())
+    last = Operator(names=("aten.bmm.default",), results=(replace(out, element_bytes=4),))
+    return [*scaled, weights], (*operators, last)
+
+
+def _mixed(config: Llama, attention: Operation, tokens: tuple[int, int]) -> Activation:
+    """The attention's output as the input of the projection, [batch, seq, heads · head_dim]."""
+    # Fused kernels write this order; the output of math is copied into it.
+    name = f"{attention.name}.by_token" if config.attention == "math" else attention.name
+    return Activation(name=name, shape=(*tokens, config.attention_dim), cut="part")
+
+
+def _on(accelerator: str, *activations: Activation) -> tuple[Activation, ...]:
+    return tuple(replace(activation, accelerator=accelerator) for activation in activations)

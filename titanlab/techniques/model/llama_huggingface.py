@@ -1,0 +1,399 @@
+"""Llamas in the form of Hugging Face transformers: config.json and names of tensors, both ways. Torch-free.
+
+Sources: the config.json files of Llama 2, 3, 3.1 and 3.2, in the style of transformers 4 (`rope_theta`,
+`rope_scaling`) and of transformers 5 (`rope_parameters`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from titanlab.costs.account import block_name
+from titanlab.errors import ConfigError
+from titanlab.system.foreign import Foreign
+from titanlab.techniques.model.contract import HuggingFaceFamily
+from titanlab.techniques.model.llama_account import EMBEDDING, HEAD
+
+if TYPE_CHECKING:
+    from titanlab.techniques.model.llama_schema import Llama
+
+
+_OUTSIDE = {EMBEDDING: "model.embed_tokens.weight", "norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
+_IN_BLOCK = {
+    "attention_norm": "input_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+}
+# transformers rotates the pairs (i, i + head_dim/2) of a head, titanlab neighbouring elements.
+_ROTATED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
+_SIZES = {
+    "dim": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "ffn_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+}
+_SCALING = {
+    "rope_factor": "factor",
+    "rope_low_freq_factor": "low_freq_factor",
+    "rope_high_freq_factor": "high_freq_factor",
+    "rope_original_context": "original_max_position_embeddings",
+}
+# Features that are not supported, each with the value that switches it off.
+UNSUPPORTED: Mapping[str, Any] = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "hidden_act": "silu",
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+    "sliding_window": None,
+}
+
+
+@dataclass(frozen=True)
+class LlamaFamily(HuggingFaceFamily["Llama"]):
+    """Llamas in the form of transformers.
+
+    Attributes:
+        schema: the config's class; an argument, because its module imports this one.
+    """
+
+    schema: type[Llama]
+    architectures: Sequence[str] = ("LlamaForCausalLM",)
+    model_type: ClassVar[str] = "llama"
+    unsupported: ClassVar[Mapping[str, Any]] = UNSUPPORTED
+    # Files from 2023 have one in each block; later ones may have one for the model.
+    # Values of a config.json that does not have these keys, as in transformers.
+    norm_eps: ClassVar[float] = 1e-6
+    rope_theta: ClassVar[float] = 10000.0
+    derived = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(original_)?inv_freq")
+
+    def tensors(self, model: Llama) -> dict[str, Foreign]:
+        places = {}
+        for name in model.account().parameters:
+            if name in _OUTSIDE:
+                places[name] = Foreign(name=_OUTSIDE[name])
+                continue
+            _, layer, rest = name.split(".", 2)
+            module = rest.removesuffix(".weight")
+            if module not in _IN_BLOCK:
+                continue  # of experts, which a derived family names
+            head = model.head_dim if module in _ROTATED else 0
+            places[name] = Foreign(name=f"model.layers.{layer}.{_IN_BLOCK[module]}.weight", head=head)
+        return places
+
+    def copies(self, model: Llama) -> dict[str, str]:
+        return {_OUTSIDE[HEAD]: _OUTSIDE[EMBEDDING]} if model.tied_embeddings else {}
+
+    def from_hf(self, config: Mapping[str, Any]) -> Llama:
+        for name, off in self.unsupported.items():
+            value = config.get(name, off)
+            if value != off and value is not None:
+                cure = f"import a model with {name}={_json(off)}"
+                raise _wrong(name, value, "is not computed here", cure)
+        sizes: dict[str, Any] = {ours: whole_number(config, theirs) for ours, theirs in _SIZES.items()}
+        return self.schema(
+            **sizes,
+            **self.head_fields(config, sizes),
+            kv_heads=whole_number(config, "num_key_value_heads", sizes["heads"]),
+            norm_eps=_number(config, "rms_norm_eps", self.norm_eps),
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            **_rope(config, self.rope_theta),
+        )
+
+    def head_fields(self, config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+        """Fields of the config beside the sizes; a Llama has none, because the width of its heads is derived."""
+        dim, heads = sizes["dim"], sizes["heads"]
+        head_dim = whole_number(config, "head_dim", dim // heads)
+        if head_dim * heads != dim:
+            rule = f"heads are hidden_size / num_attention_heads = {dim} / {heads} wide here"
+            raise _wrong("head_dim", head_dim, rule, "import a Llama whose heads are as wide")
+        return {}
+
+    def to_hf(self, model: Llama, *, context: int) -> dict[str, Any]:
+        """config.json of a model in the style of transformers 4, which transformers 5 reads too.
+
+        `context` becomes `max_position_embeddings`.
+        """
+        scaling = {theirs: getattr(model, ours) for ours, theirs in _SCALING.items()}
+        return {
+            "architectures": list(self.architectures),
+            "model_type": self.model_type,
+            **{theirs: getattr(model, ours) for ours, theirs in _SIZES.items()},
+            "num_key_value_heads": model.kv_heads,
+            "head_dim": model.head_dim,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "mlp_bias": False,
+            "initializer_range": 0.02,
+            "max_position_embeddings": context,
+            "rms_norm_eps": model.norm_eps,
+            "rope_theta": model.rope_theta,
+            "rope_scaling": {"rope_type": "llama3", **scaling} if model.rope_factor != 1 else None,
+            "tie_word_embeddings": model.tied_embeddings,
+            "use_cache": True,
+        }
+
+    def stretched_context(self, model: Llama) -> int:
+        return int(model.rope_factor * model.rope_original_context) if model.rope_factor != 1 else 0
+
+    def difference(self, model: Llama, other: Llama) -> str:
+        names = [*_SIZES, "kv_heads", "tied_embeddings", "norm_eps", "rope_theta", "rope_factor"]
+        if model.rope_factor != 1:
+            names += _SCALING
+        return next((name for name in names if getattr(model, name) != getattr(other, name)), "")
+
+
+def _rope(config: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+    parameters, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    for name, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+        if not isinstance(value, Mapping):
+            raise _wrong(name, value, "must be an object", "restore the file")
+    _check_one_rope(config, parameters, scaling)
+    rope = parameters or scaling
+    kind = _rope_type(rope)
+    if kind not in ("default", "llama3"):
+        raise _wrong("rope_type", kind, "is a scaling that is not computed here", "known: default, llama3")
+    if rope.get("partial_rotary_factor") not in (None, 1.0):
+        rule = "turns only part of a head, which is not computed here"
+        raise _wrong("partial_rotary_factor", rope["partial_rotary_factor"], rule, "import a Llama without it")
+    theta = _number(rope if rope.get("rope_theta") is not None else config, "rope_theta", default_theta)
+    if kind == "default":
+        return {"rope_theta": theta}
+    fields: dict[str, Any] = {"rope_theta": theta}
+    for ours, theirs in _SCALING.items():
+        fields[ours] = (whole_number if ours == "rope_original_context" else _number)(rope, theirs)
+    return fields
+
+
+def _rope_type(rope: Mapping[str, Any]) -> Any:
+    # Files have null in either place.
+    return next((kind for kind in (rope.get("rope_type"), rope.get("type")) if kind is not None), "default")
+
+
+def _check_one_rope(config: Mapping[str, Any], parameters: Mapping[str, Any], scaling: Mapping[str, Any]) -> None:
+    """Check that the file describes one RoPE: if it describes two, libraries choose differently."""
+    cure = "leave out the one that the model was not trained with"
+    if parameters and scaling:
+        ropes = [{**mapping, "rope_type": _rope_type(mapping)} for mapping in (parameters, scaling)]
+        for name in ("rope_type", *_SCALING.values(), "rope_theta", "partial_rotary_factor"):
+            values = [rope.get(name) for rope in ropes]
+            # If only one of them has the key, the other takes the value from the rest of the file.
+            differs = values[0] != values[1] and (None not in values or name in _SCALING.values())
+            if differs:
+                rule = f"disagrees with rope_scaling, which has {name}={_json(values[1])}"
+                raise _wrong(f"rope_parameters.{name}", _json(values[0]), rule, cure)
+    for place, mapping in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+        for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+            inner, outer = mapping.get(name), config.get(name)
+            if inner is not None and outer is not None and inner != outer:
+                rule = f"disagrees with {name}={_json(outer)} beside it"
+                raise _wrong(f"{place}.{name}", _json(inner), rule, cure)
+
+
+def whole_number(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise _wrong(name, value, "must be a whole number of at least 1", "restore the file")
+    return value
+
+
+def _number(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise _wrong(name, value, "must be a number", "restore the file")
+    try:
+        return float(value)
+    except OverflowError:
+        raise _wrong(name, value, "is too large for a number of 64 bits", "restore the file") from None
+
+
+def _wrong(name: str, value: object, rule: str, cure: str) -> ConfigError:
+    return ConfigError(f"config.json:{name}", value, rule, cure)
+
+
+def _json(value: object) -> str:
+    return {False: "false", True: "true", None: "null"}[value] if isinstance(value, bool | None) else str(value)
+
+
+_FULL = "full_attention"
+# The released files have a `sliding_window`, which `use_sliding_window` switches off.
+UNSUPPORTED_BY_QWEN3 = {
+    **{name: off for name, off in UNSUPPORTED.items() if name != "sliding_window"},
+    "use_sliding_window": False,
+}
+
+
+@dataclass(frozen=True)
+class Qwen3Family(LlamaFamily):
+    """Dense Qwen3 models in the form of transformers; they name their tensors as Llamas do."""
+
+    architectures: Sequence[str] = ("Qwen3ForCausalLM",)
+    model_type: ClassVar[str] = "qwen3"
+    unsupported: ClassVar[Mapping[str, Any]] = UNSUPPORTED_BY_QWEN3
+
+    def from_hf(self, config: Mapping[str, Any]) -> Llama:
+        kinds = config.get("layer_types")
+        if kinds is not None and (not isinstance(kinds, list) or any(kind != _FULL for kind in kinds)):
+            other = next((kind for kind in kinds if kind != _FULL), None) if isinstance(kinds, list) else kinds
+            cure = f"import a model whose layers are all {_FULL}"
+            raise ConfigError("config.json:layer_types", other, "is not computed here", cure)
+        return super().from_hf(config)
+
+    def head_fields(self, config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+        # transformers' Qwen3Config has this default; the released files state it.
+        return {"head_dim": whole_number(config, "head_dim", 128)}
+
+    def to_hf(self, model: Llama, *, context: int) -> dict[str, Any]:
+        config = super().to_hf(model, context=context)
+        del config["mlp_bias"]
+        return {**config, "use_sliding_window": False, "sliding_window": None, "max_window_layers": model.layers}
+
+    def difference(self, model: Llama, other: Llama) -> str:
+        return super().difference(model, other) or ("" if model.head_dim == other.head_dim else "head_dim")
+
+
+_EXPERTS = "feed_forward.experts."
+# Weight of the auxiliary loss, as the released files have it; inference does not read it.
+_QWEN3_AUXILIARY, _MIXTRAL_AUXILIARY = 0.001, 0.02
+
+
+@dataclass(frozen=True)
+class Qwen3MoeFamily(Qwen3Family):
+    """Qwen3 models with experts in the form of transformers."""
+
+    architectures: Sequence[str] = ("Qwen3MoeForCausalLM",)
+    model_type: ClassVar[str] = "qwen3_moe"
+    unsupported: ClassVar[Mapping[str, Any]] = {
+        **UNSUPPORTED_BY_QWEN3,
+        # Blocks without experts, experts that see every token, and weights that are not divided by their sum.
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "shared_expert_intermediate_size": 0,
+        "norm_topk_prob": True,
+    }
+
+    def tensors(self, model: Llama) -> dict[str, Foreign]:
+        names = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+        return _with_experts(model, super().tensors(model), "mlp", names)
+
+    def from_hf(self, config: Mapping[str, Any]) -> Llama:
+        # A file without it means False to transformers.
+        config = {**config, "norm_topk_prob": config.get("norm_topk_prob") or False}
+        return super().from_hf({**config, "intermediate_size": whole_number(config, "moe_intermediate_size", 768)})
+
+    def head_fields(self, config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+        # transformers 5 writes the second name; the released files have the first.
+        name = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
+        numbers = {"experts": whole_number(config, name), "active_experts": _active(config)}
+        return {**super().head_fields(config, sizes), **numbers}
+
+    def to_hf(self, model: Llama, *, context: int) -> dict[str, Any]:
+        routed = _routed(model)
+        return {
+            **super().to_hf(model, context=context),
+            # Of blocks without experts, of which there are none; the released files have this number.
+            "intermediate_size": model.ffn_dim * routed.active,
+            "moe_intermediate_size": model.ffn_dim,
+            "num_experts": routed.count,
+            "num_experts_per_tok": routed.active,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "output_router_logits": False,
+            "router_aux_loss_coef": _QWEN3_AUXILIARY,
+        }
+
+    def difference(self, model: Llama, other: Llama) -> str:
+        return super().difference(model, other) or _difference(model, other)
+
+
+@dataclass(frozen=True)
+class MixtralFamily(LlamaFamily):
+    """Mixtrals in the form of transformers."""
+
+    architectures: Sequence[str] = ("MixtralForCausalLM",)
+    model_type: ClassVar[str] = "mixtral"
+    unsupported: ClassVar[Mapping[str, Any]] = {**UNSUPPORTED, "router_jitter_noise": 0.0}
+    norm_eps: ClassVar[float] = 1e-5
+    rope_theta: ClassVar[float] = 1_000_000.0
+
+    def tensors(self, model: Llama) -> dict[str, Foreign]:
+        return _with_experts(model, super().tensors(model), "block_sparse_moe", {name: name for name in _MATRICES})
+
+    def head_fields(self, config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+        numbers = {"experts": whole_number(config, "num_local_experts", 8), "active_experts": _active(config, 2)}
+        return {**super().head_fields(config, sizes), **numbers}
+
+    def to_hf(self, model: Llama, *, context: int) -> dict[str, Any]:
+        config, routed = super().to_hf(model, context=context), _routed(model)
+        for name in ("mlp_bias", "attention_bias"):
+            del config[name]
+        return {
+            **config,
+            "num_local_experts": routed.count,
+            "num_experts_per_tok": routed.active,
+            "router_jitter_noise": 0.0,
+            "output_router_logits": False,
+            "router_aux_loss_coef": _MIXTRAL_AUXILIARY,
+            "sliding_window": None,
+        }
+
+    def difference(self, model: Llama, other: Llama) -> str:
+        return super().difference(model, other) or _difference(model, other)
+
+
+_MATRICES = ("w1", "w2", "w3")
+
+
+def _with_experts(
+    model: Llama, places: Mapping[str, Foreign], module: str, matrices: Mapping[str, str]
+) -> dict[str, Foreign]:
+    """The places of tensors, with those of routers and experts.
+
+    Args:
+        module: of a block's experts in transformers.
+        matrices: their names of an expert's matrices, by ours.
+    """
+    foreign, count = dict(places), _routed(model).count
+    for layer in range(model.layers):
+        block = f"model.layers.{layer}.{module}"
+        foreign[f"{block_name(layer)}.feed_forward.router.weight"] = Foreign(name=f"{block}.gate.weight")
+        for ours, theirs in matrices.items():
+            names = tuple(f"{block}.experts.{number}.{theirs}.weight" for number in range(count))
+            name = f"{block_name(layer)}.{_EXPERTS}{ours}.weight"
+            foreign[name] = Foreign(name=f"{block}.experts.*.{theirs}.weight", stack=names)
+    return {name: foreign[name] for name in model.account().parameters}
+
+
+def _routed(model: Llama) -> Any:
+    assert model.routed is not None
+    return model.routed
+
+
+def _active(config: Mapping[str, Any], default: int | None = None) -> int:
+    active = whole_number(config, "num_experts_per_tok", default)
+    count = config.get("num_experts", config.get("num_local_experts", active))
+    if isinstance(count, int) and active > count:
+        rule = f"is more than the {count} experts"
+        raise ConfigError("config.json:num_experts_per_tok", active, rule, "restore the file")
+    return active
+
+
+def _difference(model: Llama, other: Llama) -> str:
+    names = ("experts", "active_experts")
+    return next((name for name in names if getattr(model, name) != getattr(other, name)), "")

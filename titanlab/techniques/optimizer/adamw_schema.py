@@ -1,0 +1,232 @@
+"""Configs of optimizer=adamw, adamw_8bit, adamw_4bit and adamw_fp8, and the fields of all with Adam's averages."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from titanlab.costs import hardware
+from titanlab.costs.setting import Setting
+from titanlab.costs.shard_account import tensor_part
+from titanlab.errors import ConfigError
+from titanlab.options import option
+from titanlab.techniques.optimizer.contract import STEP_BYTES, OptimizerConfig, OptimizerFactory, Scheduled, Stored
+
+ROUNDINGS = ("auto", "nearest", "stochastic")
+
+
+@dataclass(kw_only=True)
+class Averaged(Scheduled):
+    """Adam with decoupled weight decay (arXiv 1711.05101).
+
+    Attributes:
+        lr: peak learning rate.
+        betas: decay of the averages of gradient and squared gradient; by default as the Llama models were trained
+            (arXiv 2302.13971, section 2.3).
+        eps: added to the denominator.
+        weight_decay: of parameters with two or more dimensions; norms and biases do not decay. The default is theirs.
+    """
+
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError("optimizer.betas", self.betas, "must be two numbers in [0, 1)", "try [0.9,0.95]")
+        if not 0 < self.eps < math.inf:
+            raise ConfigError("optimizer.eps", self.eps, "must be positive and finite", "try 1e-8")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError("optimizer.weight_decay", self.weight_decay, "must be finite and not negative", "try 0.1")
+
+    def reduced(self, *, least_eps: float) -> OptimizerConfig:
+        """With at least this `eps`."""
+        return replace(self, eps=max(self.eps, least_eps))
+
+    def state_bytes(self, parameter: Stored) -> int:
+        """Two averages in the dtype of the parameter."""
+        return 2 * parameter.part_bytes + STEP_BYTES
+
+
+@dataclass(kw_only=True)
+class Rounded(Averaged):
+    """AdamW with a choice of the rounding to bfloat16.
+
+    Attributes:
+        rounding: `nearest`, which loses an update below 1/256 of its parameter; `stochastic`, up or down with the
+            probability that keeps the mean (arXiv 2010.06192); `auto`: stochastic if parameters are stored in bfloat16.
+    """
+
+    rounding: str = field(default="auto", metadata={"before": "auto"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rounding not in ROUNDINGS:
+            raise ConfigError("optimizer.rounding", self.rounding, "no such choice", f"try {', '.join(ROUNDINGS)}")
+
+    def check(self, setting: Setting) -> None:
+        """Check that stochastic rounding is possible, also where `auto` chooses it.
+
+        Raises:
+            ConfigError: parameters are not stored in bfloat16, or torchao is not installed.
+        """
+        in_bf16 = setting.rests_in == "bfloat16"
+        if self.rounding == "stochastic" and not in_bf16:
+            raise ConfigError(
+                "optimizer.rounding",
+                self.rounding,
+                f"rounds parameters that rest in bfloat16, and with precision={setting.kinds['precision']} they do not",
+                "try auto, or precision=bf16_full",
+            )
+        if self.rounding != "nearest" and in_bf16:
+            needs_torchao("optimizer.rounding", self.rounding, cure="try nearest")
+
+
+@option("optimizer", "adamw")
+@dataclass(kw_only=True)
+class AdamW(Rounded):
+    """torch's AdamW, fused."""
+
+    kind: str = "adamw"
+
+    def implementation(self) -> OptimizerFactory:
+        """Torch's optimizer, or torchao's arithmetic."""
+        from titanlab.techniques.optimizer.adamw import AdamWFactory
+
+        return AdamWFactory(self)
+
+
+def needs_torchao(key: str, value: object, *, cure: str) -> None:
+    """Check that torchao is installed.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if importlib.util.find_spec("torchao") is None:
+        raise ConfigError(key, value, "needs the package torchao, which is not installed", f"{cure}, or install it")
+
+
+# Older GPUs cannot compile conversions to float8.
+_FP8_CAPABILITY = (8, 9)
+# Elements of the smallest matrix with averages in few bits: in smaller ones scales cost more than they save, as in
+# bitsandbytes.
+SMALLEST = 4096
+# Ends of the names of an average's two tensors, in the optimizer's state and in checkpoints.
+CODES, SCALE = "_codes", "_scale"
+_SCALE_BYTES = 4
+# Rows of a reduced model are shorter than a usual block.
+_REDUCED_BLOCK = 16
+
+
+def packs(shape: Sequence[int], *, block_size: int, cuts_of_rows: int) -> bool:
+    """Whether averages of a parameter have few bits: every rank's part of a row consists of complete blocks."""
+    if len(shape) < 2 or math.prod(shape) < SMALLEST:
+        return False
+    return shape[-1] % (block_size * cuts_of_rows) == 0
+
+
+@dataclass(kw_only=True)
+class LowBit(Rounded):
+    """AdamW that stores the two averages of every matrix in few bits, with one scale per block.
+
+    Attributes:
+        block_size: number of neighbouring elements in a row that share a scale.
+        per_byte: elements of an average in one byte.
+    """
+
+    kind: str = ""
+    per_byte: ClassVar[int] = 1
+    block_size: int = 256
+
+    # A sum that is rounded otherwise may get the neighbouring code: 6e-6 is measured, and one code is 5 % of one
+    # element's update.
+    tolerances: ClassVar[Mapping[str, float]] = {"parameter": 1e-3, "loss": 1e-5, "grad_norm": 1e-4}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_size < 2 or self.block_size % 2:
+            raise ConfigError("optimizer.block_size", self.block_size, "must be even and positive", "try 128 or 256")
+
+    def check(self, setting: Setting) -> None:
+        """Check that torchao is installed, and that tensor parallelism leaves the same matrices with few bits.
+
+        Raises:
+            ConfigError: it is not, or does not.
+        """
+        super().check(setting)
+        needs_torchao("optimizer.kind", self.kind, cure="try optimizer=adamw")
+        degree = setting.layout.tensor
+        for name, shape in setting.model.parameters.items():
+            columns = tensor_part(setting.model, name, tensor=degree)[-1] if shape else 0
+            if packs(shape, block_size=self.block_size, cuts_of_rows=1) and columns % self.block_size:
+                size = math.gcd(self.block_size, columns)
+                rule = (
+                    f"is no divisor of the {columns} columns of {name} on a rank of parallelism.tensor={degree}; "
+                    "the rank would keep full averages, and one process has few bits"
+                )
+                cure = f"try {size}" if size > 1 and size % 2 == 0 else "try a smaller parallelism.tensor"
+                raise ConfigError("optimizer.block_size", self.block_size, rule, cure)
+
+    def reduced(self, *, least_eps: float) -> OptimizerConfig:
+        """With at least this `eps`, and with blocks that fit in short rows."""
+        return replace(self, eps=max(self.eps, least_eps), block_size=_REDUCED_BLOCK)
+
+    def state_bytes(self, parameter: Stored) -> int:
+        """Codes and scales of two averages, or the averages in the dtype of the parameter."""
+        cuts = parameter.shape[-1] // parameter.part[-1] if len(parameter.shape) > 1 and parameter.part[-1] else 1
+        if not packs(parameter.shape, block_size=self.block_size, cuts_of_rows=cuts):
+            return super().state_bytes(parameter)
+        elements = math.prod(parameter.part)
+        return 2 * (elements // self.per_byte + elements // self.block_size * _SCALE_BYTES) + STEP_BYTES
+
+    def implementation(self) -> OptimizerFactory:
+        """Torchao's arithmetic, with averages in the format of this kind."""
+        from titanlab.techniques.optimizer.low_bit import LowBitFactory
+
+        return LowBitFactory(self)
+
+
+@option("optimizer", "adamw_8bit")
+@dataclass(kw_only=True)
+class AdamW8bit(LowBit):
+    """AdamW with 8-bit averages (arXiv 2110.02861)."""
+
+    kind: str = "adamw_8bit"
+
+
+@option("optimizer", "adamw_4bit")
+@dataclass(kw_only=True)
+class AdamW4bit(LowBit):
+    """AdamW with 4-bit averages (arXiv 2309.01507)."""
+
+    kind: str = "adamw_4bit"
+    per_byte: ClassVar[int] = 2
+    block_size: int = 128
+
+
+@option("optimizer", "adamw_fp8")
+@dataclass(kw_only=True)
+class AdamWFp8(LowBit):
+    """AdamW with averages in float8 e4m3 (after arXiv 2409.12517)."""
+
+    kind: str = "adamw_fp8"
+
+    def check(self, setting: Setting) -> None:
+        """Check that the GPU can convert to float8.
+
+        Raises:
+            ConfigError: it is too old.
+        """
+        super().check(setting)
+        capability = hardware.compute_capability(setting.device)
+        if setting.accelerator == "cuda" and capability is not None and capability < _FP8_CAPABILITY:
+            raise ConfigError(
+                "optimizer.kind",
+                self.kind,
+                f"converts to float8, which takes compute capability 8.9, and {setting.device} has less",
+                "try optimizer=adamw_8bit",
+            )

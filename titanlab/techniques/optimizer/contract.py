@@ -1,0 +1,178 @@
+"""The contract of an optimizer: a torch-free config with the schedule of the learning rate, and an implementation."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from torch import nn
+
+from titanlab.costs.setting import Setting
+from titanlab.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+# Default of `warmup_steps` in a run that has at least as many steps.
+WARMUP_STEPS = 200
+DECAYS = ("linear", "cosine", "sqrt")
+
+
+@dataclass(kw_only=True)
+class Schedule:
+    """Warm-up, then a constant rate, then decay.
+
+    Attributes:
+        warmup_steps: steps in which the rate rises linearly from 0; null: 200, or a tenth of a run with fewer steps.
+        decay_fraction: share of all steps, at the end, in which the rate falls; 0: it does not fall.
+        decay: form of the decay: `linear`, `cosine`, or `sqrt` (1 − √progress, arXiv 2405.18392).
+        floor: the rate at the last step, as a share of the peak.
+    """
+
+    warmup_steps: int | None = None
+    decay_fraction: float = 0.8
+    decay: str = "cosine"
+    floor: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps is not None and self.warmup_steps < 0:
+            raise ConfigError("optimizer.schedule.warmup_steps", self.warmup_steps, "must not be negative", "try 0")
+        for name in ("decay_fraction", "floor"):
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                raise ConfigError(f"optimizer.schedule.{name}", value, "must lie between 0 and 1", "try 0.1")
+        if self.decay not in DECAYS:
+            raise ConfigError("optimizer.schedule.decay", self.decay, "is no decay", f"try {', '.join(DECAYS)}")
+
+    def warmup(self, steps: int) -> int:
+        """Number of warm-up steps in a run of `steps` steps."""
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        return WARMUP_STEPS if steps >= WARMUP_STEPS else max(1, steps // 10)
+
+
+def rate_factor(schedule: Schedule, *, step: int, steps: int) -> float:
+    """The learning rate of step `step` (counted from 1) of `steps`, as a share of the peak."""
+    warmup_steps = schedule.warmup(steps)
+    if step <= warmup_steps:
+        return step / warmup_steps
+    decay_steps = round(steps * schedule.decay_fraction)
+    # The decay never starts inside the warm-up.
+    decay_start = max(steps - decay_steps, warmup_steps)
+    if step <= decay_start:
+        return 1.0
+    progress = (step - decay_start) / (steps - decay_start)
+    return schedule.floor + (1 - schedule.floor) * _DECAY[schedule.decay](progress)
+
+
+_DECAY: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1 - progress,
+    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
+    "sqrt": lambda progress: 1 - math.sqrt(progress),
+}
+
+
+# Bytes of the number of updates, which most optimizers keep for each parameter.
+STEP_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A parameter, as one rank stores it.
+
+    Attributes:
+        name: in the model.
+        shape: of the whole parameter.
+        part: of what the rank stores of it.
+        element_bytes: of a stored element.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    part: tuple[int, ...]
+    element_bytes: int
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of the rank's part."""
+        return math.prod(self.part) * self.element_bytes
+
+
+class OptimizerConfig(Protocol):
+    """Config of an optimizer; `Scheduled` has the fields that all share.
+
+    Attributes:
+        lr: peak learning rate.
+        schedule: of the learning rate, as a share of the peak.
+        tolerances: of `parameter`, `loss` and `grad_norm` after a few steps in proofs in fp32, relative, where the
+            optimizer rounds more than the gradients do.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    kind: str
+    lr: float
+    schedule: Schedule
+    tolerances: ClassVar[Mapping[str, float]] = {}
+
+    def check(self, setting: Setting) -> None:
+        """Check that the rest of the recipe fits this optimizer.
+
+        Raises:
+            ConfigError: it does not fit.
+        """
+        return  # the default; mypy takes an empty body for an abstract method
+
+    def reduced(self, *, least_eps: float) -> OptimizerConfig:
+        """The same optimizer for a small model whose layouts are compared; by default this one.
+
+        Args:
+            least_eps: the least number, added to the denominator of an update, that keeps a gradient of nothing but
+                rounding from moving a parameter as far as any other.
+        """
+        return self
+
+    @abstractmethod
+    def state_bytes(self, parameter: Stored) -> int:
+        """Bytes of state that this optimizer keeps for the part of a parameter that one rank stores."""
+
+    @abstractmethod
+    def implementation(self) -> OptimizerFactory:
+        """The factory of the optimizer."""
+
+
+class OptimizerFactory(Protocol):
+    """Implementation of an optimizer."""
+
+    @abstractmethod
+    def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        """Make an optimizer for this rank's parameters, by name: plain tensors or DTensors.
+
+        The training loop sets the learning rate of every param group before each step.
+        """
+
+
+@dataclass(kw_only=True)
+class Scheduled(OptimizerConfig):
+    """The fields that all optimizers share. A dataclass that inherits from it defines `kind` and `implementation`."""
+
+    lr: float = 3e-4
+    schedule: Schedule = field(default_factory=Schedule)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lr < math.inf:
+            raise ConfigError("optimizer.lr", self.lr, "must be positive and finite", "try 3e-4")
+
+
+def groups_by_decay(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Param groups of matrices, which decay, and of vectors, which do not; empty groups are left out."""
+    parameters = list(parameters)
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,243 @@
+"""Configs of the precisions that only cast: fp32, bf16, bf16_full and fp16."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from titanlab.costs.account import BLOCKS, is_in_block
+from titanlab.costs.hardware import compute_capability
+from titanlab.costs.setting import Setting
+from titanlab.errors import ConfigError
+from titanlab.options import option
+from titanlab.techniques.precision.contract import DTYPES, EMBEDDING, HEAD, Formats, Precision, PrecisionConfig, matched
+
+KEY = "precision.fp32_parts"
+# A block's number in a name, or a pattern of numbers.
+_LAYER = re.compile(r"layers\.([^.]+)")
+
+
+def check_reduce(reduce: str, known: tuple[str, ...], why: str) -> None:
+    """Check that the precision supports a dtype of reductions.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if reduce not in known:
+        raise ConfigError("precision.reduce", reduce, why, f"try {' or '.join(known)}")
+
+
+@dataclass(kw_only=True)
+class Parts(PrecisionConfig):
+    """The config field of pieces that compute in float32 while the rest computes in 16 bits.
+
+    Attributes:
+        fp32_parts: pieces of the model that compute in float32: `embedding`, `head`, names such as `norm` or
+            `layers.0`, and patterns such as `layers.*`. Their inputs and outputs are cast; logits stay in float32.
+    """
+
+    fp32_parts: list[str] = field(default_factory=list, metadata={"before": []})
+
+    def check(self, setting: Setting) -> None:
+        """Check that the model has every part, and that a tied table does not need two dtypes.
+
+        Raises:
+            ConfigError: the model lacks a part, or embedding and head are tied and only one of them is named.
+        """
+        if not self.fp32_parts:
+            return
+        account, shown = setting.model, f"[{','.join(self.fp32_parts)}]"
+        if not account.pieces:
+            raise ConfigError(KEY, shown, "the model does not say what its pieces are", "try []")
+        for part in self.fp32_parts:
+            if not matched(account, [part]):
+                names = (EMBEDDING, HEAD, *dict.fromkeys(_family(piece) for piece in account.pieces))
+                rule = f"no piece of the model is called {part or 'nothing'}"
+                raise ConfigError(KEY, shown, rule, f"choose from {', '.join(names)}")
+        if account.tied:
+            chosen = matched(account, self.fp32_parts)
+            pair = set(matched(account, [EMBEDDING, HEAD]))
+            if pair & set(chosen) and not pair <= set(chosen):
+                rule = "the head is the embedding's table, which cannot be gathered in two dtypes"
+                raise ConfigError(KEY, shown, rule, f"name both, {EMBEDDING} and {HEAD}, or neither")
+
+    def reduced(self, *, layers: int, note: Callable[[str], None]) -> PrecisionConfig:
+        """See `PrecisionConfig`."""
+        return replace(self, fp32_parts=parts_within(layers, self.fp32_parts, key=KEY, note=note))
+
+
+def parts_within(layers: int, names: list[str], *, key: str, note: Callable[[str], None]) -> list[str]:
+    """The names of parts without those of blocks that a model of `layers` blocks lacks.
+
+    Args:
+        key: the config key of the names.
+        note: is called with a line if the model lacks one.
+    """
+    numbers = [str(number) for number in range(layers)]
+    kept = [part for part in names if (match := _LAYER.search(part)) is None or fnmatch.filter(numbers, match[1])]
+    if kept != names:
+        note(f"{key} names blocks that the reduced model lacks")
+    return kept
+
+
+def check_bf16(setting: Setting, kind: str) -> None:
+    """Check that the GPU multiplies in bfloat16: NVIDIA's do from compute capability 8.0 (Ampere) on.
+
+    Raises:
+        ConfigError: the GPU is known to be older.
+    """
+    capability = compute_capability(setting.device) if setting.accelerator == "cuda" else None
+    if capability is not None and capability < (8, 0):
+        rule = f"{setting.device} has no units for bfloat16: they came with compute capability 8.0"
+        raise ConfigError("precision", kind, rule, "try precision=fp16 or precision=fp32")
+
+
+def _family(piece: str) -> str:
+    return f"{BLOCKS}.*" if is_in_block(piece) else piece
+
+
+_UNKNOWN_REDUCE = "is no dtype that bf16 gradients are summed in"
+
+
+@option("precision", "bf16")
+@dataclass(kw_only=True)
+class Bf16(Parts):
+    """Forward and backward in bfloat16; parameters and optimizer state in float32.
+
+    Attributes:
+        reduce: dtype of sums of gradients over processes and microbatches: `fp32`, or `bf16`, which sends half the
+            bytes and rounds every sum to 8 bits.
+    """
+
+    kind: str = "bf16"
+    reduce: str = field(default="fp32", metadata={"before": "fp32"})
+
+    def __post_init__(self) -> None:
+        check_reduce(self.reduce, ("fp32", "bf16"), _UNKNOWN_REDUCE)
+
+    def formats(self) -> Formats:
+        """bfloat16 for computation; float32 for stored values and, by default, for sums of gradients."""
+        return Formats(
+            master="float32", compute="bfloat16", reduce=DTYPES[self.reduce], fp32_parts=tuple(self.fp32_parts)
+        )
+
+    def check(self, setting: Setting) -> None:
+        """Check that the device supports bfloat16, and that the model has the parts.
+
+        Raises:
+            ConfigError: one of these is not true.
+        """
+        check_bf16(setting, self.kind)
+        super().check(setting)
+
+
+@option("precision", "bf16_full")
+@dataclass(kw_only=True)
+class Bf16Full(PrecisionConfig):
+    """All stored values in bfloat16: parameters, gradients and the states of the optimizer.
+
+    Attributes:
+        reduce: dtype of sums of gradients over processes and microbatches, before they are stored in bfloat16: `fp32`
+            or `bf16`.
+    """
+
+    kind: str = "bf16_full"
+    reduce: str = "fp32"
+
+    def __post_init__(self) -> None:
+        check_reduce(self.reduce, ("fp32", "bf16"), _UNKNOWN_REDUCE)
+
+    def formats(self) -> Formats:
+        """bfloat16 everywhere, except by default for sums of gradients."""
+        return Formats(master="bfloat16", compute="bfloat16", reduce=DTYPES[self.reduce])
+
+    def check(self, setting: Setting) -> None:
+        """Check that the device supports bfloat16.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        check_bf16(setting, self.kind)
+
+
+LARGEST = 2.0**127
+
+
+@option("precision", "fp16")
+@dataclass(kw_only=True)
+class Fp16(Parts):
+    """Forward and backward in float16 with a scaled loss, so that gradients do not vanish; float32 master weights.
+
+    Attributes:
+        reduce: dtype of sums of gradients over processes and microbatches: `fp32` or `fp16`.
+        init_scale: the first scale of the loss. If it and the two factors are powers of two, scaling does not round.
+        dynamic: whether the scale grows and shrinks; otherwise it is constant.
+        growth_factor, growth_interval: after `growth_interval` steps in a row without an overflow the scale is
+            multiplied by `growth_factor`.
+        backoff_factor: factor of the scale after an overflow; the step with the overflow updates no parameter.
+        min_scale: the smallest scale; an overflow at this scale ends the run.
+        max_skips: the run ends after this many steps in a row without an update.
+    """
+
+    kind: str = "fp16"
+    reduce: str = "fp32"
+    init_scale: float = 65536.0
+    dynamic: bool = True
+    growth_factor: float = 2.0
+    growth_interval: int = 2000
+    backoff_factor: float = 0.5
+    min_scale: float = 1.0
+    max_skips: int = 20
+
+    def __post_init__(self) -> None:
+        check_reduce(self.reduce, ("fp32", "fp16"), "is no dtype that fp16 gradients are summed in")
+        if not 0 < self.init_scale <= LARGEST:
+            rule = "must be positive and at most 2¹²⁷, where float32 ends"
+            raise ConfigError("precision.init_scale", self.init_scale, rule, "try 65536")
+        if not (math.isfinite(self.growth_factor) and self.growth_factor > 1):
+            rule = "must be above 1 for the scale to grow"
+            raise ConfigError("precision.growth_factor", self.growth_factor, rule, "try 2, or dynamic=false")
+        if not 0 < self.backoff_factor < 1:
+            rule = "must lie between 0 and 1 for the scale to shrink"
+            raise ConfigError("precision.backoff_factor", self.backoff_factor, rule, "try 0.5, or dynamic=false")
+        for name, cure in (("growth_interval", "try 2000"), ("max_skips", "try 20")):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"precision.{name}", getattr(self, name), "must be at least 1", cure)
+        if not 0 < self.min_scale <= self.init_scale:
+            rule = f"must be positive and at most init_scale={self.init_scale:g}"
+            raise ConfigError("precision.min_scale", self.min_scale, rule, f"try {min(1.0, self.init_scale):g}")
+
+    def formats(self) -> Formats:
+        """float16 for computation; float32 for stored values and, by default, for sums of gradients."""
+        return Formats(
+            master="float32", compute="float16", reduce=DTYPES[self.reduce], fp32_parts=tuple(self.fp32_parts)
+        )
+
+    def implementation(self) -> Precision:
+        """Casts, and a loss scale."""
+        from titanlab.techniques.precision.cast import ScaledCast
+
+        return ScaledCast(self)
+
+
+@option("precision", "fp32")
+@dataclass(kw_only=True)
+class Fp32(PrecisionConfig):
+    """Everything in float32.
+
+    Attributes:
+        reduce: dtype of sums of gradients: only `fp32`.
+    """
+
+    kind: str = "fp32"
+    reduce: str = field(default="fp32", metadata={"before": "fp32"})
+
+    def __post_init__(self) -> None:
+        check_reduce(self.reduce, ("fp32",), "fp32 is what other precisions are held to, and rounds nothing")
+
+    def formats(self) -> Formats:
+        """float32 everywhere."""
+        return Formats(master="float32", compute="float32", reduce="float32")

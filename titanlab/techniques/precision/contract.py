@@ -1,0 +1,201 @@
+"""The contract of a precision: its number formats, a torch-free config, and an implementation."""
+
+from __future__ import annotations
+
+import fnmatch
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from titanlab.costs.account import ModelAccount
+from titanlab.costs.setting import Setting
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from titanlab.techniques.precision.loss_scale import LossScale
+
+
+# Bytes of an element, by torch's name of its dtype.
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+# Names in configs → torch's names.
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# Names in configs for pieces whose names differ from model to model.
+EMBEDDING, HEAD = "embedding", "head"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formats:
+    """Number formats of a run, by torch's names of dtypes.
+
+    Attributes:
+        master: of stored parameters and gradients, and of optimizer states that have the parameters' dtype.
+        compute: of gathered parameters and of activations.
+        reduce: of gradients while they are summed over processes and microbatches.
+        fp32_parts: parts that compute in float32 anyway: `embedding`, `head`, pieces, or patterns of pieces.
+    """
+
+    master: str
+    compute: str
+    reduce: str
+    fp32_parts: tuple[str, ...] = ()
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes per element of a parameter, its gradient, and each optimizer state of the same dtype."""
+        return BYTES[self.master]
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes per element of a gathered parameter and of an activation."""
+        return BYTES[self.compute]
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes per element of a gradient that is being summed."""
+        return BYTES[self.reduce]
+
+    @property
+    def mixed(self) -> bool:
+        """Whether parameters are cast before they compute, or gradients before they are summed. FSDP2 does both."""
+        return self.compute != self.master or self.reduce != self.master
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """How a linear layer multiplies, if not in the precision of its activations.
+
+    Attributes:
+        forward, input_gradient, weight_gradient: torch's name of the dtype of each of its three products.
+        cast_bytes: bytes that casts read and write for each element of its input, its weight and the gradient of its
+            output, over the three products.
+        cast_kernels: kernels of these casts, for each of the three tensors.
+    """
+
+    forward: str
+    input_gradient: str
+    weight_gradient: str
+    cast_bytes: float
+    cast_kernels: int
+
+
+def matched(account: ModelAccount, parts: Sequence[str]) -> tuple[str, ...]:
+    """The pieces of a model that names or patterns match, in the order of the forward pass."""
+    patterns = [_pattern(account, part) for part in parts]
+    return tuple(piece for piece in account.pieces if any(fnmatch.fnmatchcase(piece, part) for part in patterns))
+
+
+def _pattern(account: ModelAccount, part: str) -> str:
+    """The piece of this model for `embedding` or `head`; other patterns are not changed."""
+    if part == HEAD and account.pieces:
+        return account.pieces[-1]
+    if part == EMBEDDING:
+        return next((piece for piece in account.pieces if account.embedding.startswith(f"{piece}.")), part)
+    return part
+
+
+class PrecisionConfig(Protocol):
+    """Config of a precision. A dataclass that inherits from it has to define `kind` and `formats`.
+
+    Attributes:
+        mfu_note: what an MFU means whose products are faster than the peak that it divides by; empty: none is.
+        layer_class: full name of the class of the layers of `products`; empty: it replaces no layer.
+        splits_products: whether these layers compute the gradients of their input and their weight separately
+            (`titanlab.techniques.precision.product`).
+        multiple: both dims of the weights of these layers, and the tokens of a forward pass, are multiples of it.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    kind: str
+    mfu_note: ClassVar[str] = ""
+    layer_class: ClassVar[str] = ""
+    splits_products: ClassVar[bool] = True
+    multiple: ClassVar[int] = 1
+
+    @abstractmethod
+    def formats(self) -> Formats:
+        """The number formats of the run."""
+
+    def float8_gathered(self, model: ModelAccount) -> frozenset[str]:
+        """Names of the parameters that FSDP2 gathers with one byte per element."""
+        return frozenset()
+
+    def products(self, model: ModelAccount) -> Mapping[str, Product]:
+        """Path of each linear layer that does not multiply in the compute precision → how it multiplies."""
+        return {}
+
+    def product_bits(self) -> int:
+        """Bits of the narrowest numbers that layers multiply; by default those of parameters that compute."""
+        return 8 * self.formats().compute_bytes
+
+    def describe(self, model: ModelAccount, *, accelerator: str, device: str) -> str:
+        """The text for the table at the start."""
+        return self.kind
+
+    def check(self, setting: Setting) -> None:
+        """Check that the rest of the recipe fits this precision.
+
+        Raises:
+            ConfigError: it does not fit.
+        """
+        return  # the default; mypy takes an empty body for an abstract method
+
+    def check_device(self, *, accelerator: str, device: str) -> None:
+        """Check that a device can compute in this precision, whatever else the recipe has.
+
+        Args:
+            accelerator: `cpu` or `cuda`.
+            device: the accelerator's name.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        return
+
+    def emulated(self) -> PrecisionConfig:
+        """The same precision in a form that every device computes, with the same rounding; by default this one."""
+        return self
+
+    def reduced(self, *, layers: int, note: Callable[[str], None]) -> PrecisionConfig:
+        """The same precision on a CPU, for a model of few blocks, in proofs and rehearsals; by default this one.
+
+        Args:
+            layers: number of blocks.
+            note: is called with each difference, in one line.
+        """
+        return self
+
+    def implementation(self) -> Precision:
+        """By default parameters and activations are cast, and no module is replaced."""
+        from titanlab.techniques.precision.cast import Cast
+
+        return Cast()
+
+
+class Precision(Protocol):
+    """Implementation of a precision; `titanlab.techniques.precision.cast.Cast` has a default for each method."""
+
+    @abstractmethod
+    def convert(self, model: nn.Module, device: torch.device) -> None:
+        """Replace modules of a model on the meta device, in place.
+
+        A linear layer with another `forward` names its product in the attribute `product`
+        (`titanlab.techniques.precision.product`). Without it no code may compute in the layer's place: tensor parallelism, fused
+        projections and a loss in chunks are refused.
+
+        Args:
+            device: on which the model will compute.
+
+        Raises:
+            ConfigError: the device cannot compute in this precision.
+        """
+
+    @abstractmethod
+    def loss_scale(self, device: torch.device) -> LossScale:
+        """The object that scales the loss and calls the optimizer's step."""
+
+    @abstractmethod
+    def after_update(self, model: nn.Module) -> None:
+        """Called before the first step and after each update of the parameters."""

@@ -1,0 +1,414 @@
+"""Configs of the precisions that multiply in formats of 8 bits: which layers, and on which devices."""
+
+from __future__ import annotations
+
+import importlib.util
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from titanlab.costs import hardware
+from titanlab.costs.account import ModelAccount, linear_layers, matches, part_shape
+from titanlab.costs.setting import Setting
+from titanlab.errors import ConfigError
+from titanlab.options import option
+from titanlab.techniques.precision.cast_schema import KEY as PARTS
+from titanlab.techniques.precision.cast_schema import Bf16, parts_within
+from titanlab.techniques.precision.contract import Precision, PrecisionConfig, Product, matched
+
+HEAD = "output"
+EMULATE = ("auto", "true", "false")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """The linear layers of a model, by path, in the model's order.
+
+    Attributes:
+        converted: layers that compute in the new format → shape of the weight, [out, in].
+        skipped: layers that the recipe excludes.
+        uneven: layers that are not converted because a dim is not a multiple → shape of the weight.
+    """
+
+    converted: Mapping[str, tuple[int, ...]]
+    skipped: tuple[str, ...]
+    uneven: Mapping[str, tuple[int, ...]]
+
+    def __str__(self) -> str:
+        text = f"{len(self.converted)} linear layers"
+        left = [*self.skipped, *(f"{name} ({'×'.join(map(str, s))})" for name, s in self.uneven.items())]
+        if left:
+            shown = left if len(left) <= 3 else [*left[:2], f"{len(left) - 2} more"]
+            text += f", not {', '.join(shown)}"
+        return text
+
+
+@dataclass(kw_only=True)
+class Float8(Bf16):
+    """Linear layers multiply in float8; everything else is as in bf16, with float32 master weights.
+
+    Experts are no linear layers: they multiply in bf16.
+
+    Attributes:
+        skip: linear layers that are not converted; `*` matches any text, and one or more steps of a path are
+            enough: `output`, `wk`, `feed_forward.w2`, `layers.0`.
+        strict: refuse a model with a linear layer whose dims are not multiples, instead of not converting that layer.
+        emulate: `true`: cast to float8 and back, then multiply in 32 bits: the same rounding on any device, but slow.
+            `false`: the device multiplies in float8. `auto`: emulate on CPUs and older GPUs, which cannot.
+    """
+
+    kind: str = ""
+    skip: list[str] = field(default_factory=lambda: [HEAD])
+    strict: bool = False
+    emulate: str = "auto"
+
+    # torchao's name of the recipe.
+    recipe: ClassVar[str] = ""
+    # Requirements of torch's scaled_mm: a compute capability, and multiples of a number as both dims of a weight.
+    capability: ClassVar[tuple[int, int]] = (8, 9)
+    multiple: ClassVar[int] = 16
+    format: ClassVar[str] = "float8"
+    # The gradient of a weight is a product over tokens, so their number must be a multiple too.
+    multiplies_tokens: ClassVar[bool] = True
+    emulates_on_gpu: ClassVar[bool] = True
+    # See `Product`. By default: read 2 bytes for the scales, then read 2 and write 1; the gradient of the weight takes
+    # both operands in the other order of memory: read 1 and write 1.
+    cast_bytes: ClassVar[float] = 7.0
+    cast_kernels: ClassVar[int] = 3
+    mfu_note: ClassVar[str] = "model FLOPs over the bf16 peak"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # The command line gives a bare true or false as a boolean.
+        self.emulate = str(self.emulate).lower()
+        if self.emulate not in EMULATE:
+            raise ConfigError(
+                "precision.emulate", self.emulate, "no such choice", f"choose one of {', '.join(EMULATE)}"
+            )
+
+    @abstractmethod
+    def implementation(self) -> Precision:
+        """See `PrecisionConfig`."""
+
+    @property
+    def gathers_float8(self) -> bool:
+        """Whether FSDP2 gathers the converted weights in float8."""
+        return False
+
+    def check(self, setting: Setting) -> None:
+        """Check that the rest of the recipe fits these layers and their kernels.
+
+        Raises:
+            ConfigError: it does not fit, or no layer would be converted.
+        """
+        super().check(setting)
+        if importlib.util.find_spec("torchao") is None:
+            raise ConfigError("precision", self.kind, "needs torchao", "pip install torchao, or try precision=bf16")
+        self._check_names(setting.model)
+        self.check_device(accelerator=setting.accelerator, device=setting.device)
+        capability = hardware.compute_capability(setting.device) or self.capability
+        # Emulation supports any number of tokens.
+        if setting.accelerator != "cpu" and self.multiplies_tokens and not self.emulates(capability):
+            self.check_tokens(setting)
+        self._check_dims(setting)
+        self._check_parts(setting.model)
+        self._check_joined(setting.model)
+
+    def conversion(self, model: ModelAccount) -> Conversion:
+        """The model's linear layers, sorted into converted and other layers."""
+        converted, uneven, skipped = {}, {}, []
+        for name, shape in linear_layers(model).items():
+            if self.skips(name):
+                skipped.append(name)
+            elif any(size % self.multiple for size in shape):
+                uneven[name] = shape
+            else:
+                converted[name] = shape
+        return Conversion(converted=converted, skipped=tuple(skipped), uneven=uneven)
+
+    def skips(self, name: str) -> bool:
+        """Whether the recipe excludes the linear layer with this path."""
+        return any(matches(name, pattern) for pattern in self.skip)
+
+    def float8_gathered(self, model: ModelAccount) -> frozenset[str]:
+        """Names of the converted weights, if FSDP2 gathers those in float8."""
+        return frozenset(f"{name}.weight" for name in self.conversion(model).converted if self.gathers_float8)
+
+    def products(self, model: ModelAccount) -> Mapping[str, Product]:
+        """The converted layers."""
+        return dict.fromkeys(self.conversion(model).converted, self.product())
+
+    def product_bits(self) -> int:
+        """Those of float8."""
+        return 8
+
+    def product(self) -> Product:
+        """How a converted layer multiplies; by default all three products in float8."""
+        dtype = "float8_e4m3fn"
+        return Product(
+            forward=dtype,
+            input_gradient=dtype,
+            weight_gradient=dtype,
+            cast_bytes=self.cast_bytes,
+            cast_kernels=self.cast_kernels,
+        )
+
+    def describe(self, model: ModelAccount, *, accelerator: str, device: str) -> str:
+        """The option, the converted layers, and whether the device emulates."""
+        capability = None if accelerator == "cpu" else hardware.compute_capability(device) or self.capability
+        emulated = ", emulated" if self.emulates(capability) else ""
+        # torchao's grouped float8 product has kernels for GPUs only, and none that can be emulated.
+        experts = f", experts in {self.formats().compute}" if model.experts is not None else ""
+        return f"{self.kind}: {self.conversion(model)}{experts}{emulated}"
+
+    def emulates(self, capability: tuple[int, int] | None) -> bool:
+        """Whether to emulate on a GPU of this compute capability; None: on a CPU."""
+        if self.emulate == "auto":
+            return capability is None or (self.emulates_on_gpu and capability < self.capability)
+        return self.emulate == "true"
+
+    def emulated(self) -> PrecisionConfig:
+        """See `PrecisionConfig`."""
+        return replace(self, emulate="true")
+
+    def reduced(self, *, layers: int, note: Callable[[str], None]) -> PrecisionConfig:
+        """See `PrecisionConfig`."""
+        note(f"precision={self.kind} is emulated: the same rounding, in 32 bits")
+        return replace(
+            self,
+            emulate="auto" if self.emulate == "false" else self.emulate,
+            skip=parts_within(layers, self.skip, key="precision.skip", note=note),
+            fp32_parts=parts_within(layers, self.fp32_parts, key=PARTS, note=note),
+        )
+
+    def check_capability(self, capability: tuple[int, int] | None, device: str) -> None:
+        """Check that a device can multiply in this format or emulates it.
+
+        Args:
+            capability: of the GPU; None: a CPU.
+            device: its name, for the message.
+
+        Raises:
+            ConfigError: it does neither.
+        """
+        if self.emulates(capability):
+            return
+        if capability is None:
+            rule = f"a CPU has no {self.format} products"
+            raise ConfigError("precision.emulate", self.emulate, rule, "try auto")
+        if capability < self.capability:
+            needs = ".".join(map(str, self.capability))
+            has = ".".join(map(str, capability))
+            rule = f"{device} is too old for {self.format} products: it has compute capability {has}, they need {needs}"
+            key, value = ("precision", self.kind) if self.emulate == "auto" else ("precision.emulate", self.emulate)
+            raise ConfigError(key, value, rule, "try precision=bf16, or precision.emulate=true, which is slow")
+
+    def check_tokens(self, setting: Setting) -> None:
+        """Check the number of tokens in a forward pass: products for gradients of weights need a multiple.
+
+        Raises:
+            ConfigError: it is not a multiple.
+        """
+        tokens = setting.microbatch * setting.seq_len // setting.layout.context
+        if tokens % self.multiple:
+            rule = (
+                f"a process has {tokens} tokens of a microbatch, and {self.format} needs multiples of {self.multiple}"
+            )
+            unit = self.multiple * setting.layout.context
+            near = max(unit, round(setting.seq_len / unit) * unit)
+            raise ConfigError("training.seq_len", setting.seq_len, rule, f"try {near}, or precision=bf16")
+
+    def _check_names(self, model: ModelAccount) -> None:
+        layers = linear_layers(model)
+        # A model with a tied head lacks `output`, the default of `skip`.
+        for pattern in self.skip:
+            if pattern != HEAD and not any(matches(name, pattern) for name in layers):
+                steps = dict.fromkeys(name.rpartition(".")[2] for name in layers)
+                rule = f"{pattern} fits no linear layer"
+                raise ConfigError("precision.skip", _typed(self.skip), rule, f"there are {', '.join(steps)}")
+        sorted_layers = self.conversion(model)
+        if sorted_layers.uneven and (self.strict or not sorted_layers.converted):
+            name, shape = next(iter(sorted_layers.uneven.items()))
+            rule = f"{name} is {shape[0]}×{shape[1]}, and {self.format} products need multiples of {self.multiple}"
+            if not sorted_layers.converted:
+                raise ConfigError("precision", self.kind, f"converts no layer: {rule}", "try precision=bf16")
+            raise ConfigError("precision.strict", True, rule, "try false: such layers stay as they are")
+        if not sorted_layers.converted:
+            rule = "names every linear layer of the model, so that none is converted"
+            raise ConfigError("precision.skip", _typed(self.skip), rule, f"try [{HEAD}], or precision=bf16")
+
+    def check_device(self, *, accelerator: str, device: str) -> None:
+        """See PrecisionConfig."""
+        capability = hardware.compute_capability(device)
+        if accelerator == "cpu":
+            self.check_capability(None, "a CPU")
+        # The implementation checks a GPU that is not in the table.
+        elif capability is not None:
+            self.check_capability(capability, device)
+
+    def _check_parts(self, model: ModelAccount) -> None:
+        for piece in matched(model, self.fp32_parts):
+            inside = [name for name in self.conversion(model).converted if f"{name}.".startswith(f"{piece}.")]
+            if inside:
+                rule = f"{piece} has {inside[0]}, which multiplies in {self.format}"
+                cure = f"try precision.skip={_typed([*self.skip, piece])}"
+                raise ConfigError("precision.fp32_parts", _typed(self.fp32_parts), rule, cure)
+
+    def _check_joined(self, model: ModelAccount) -> None:
+        """Check that layers which are multiplied as one are all converted, or none."""
+        converted = self.conversion(model).converted
+        for layers in (paths for joined in model.joined for paths in joined.paths(model.layers)):
+            others = [name for name in layers if name not in converted]
+            if others and len(others) < len(layers):
+                names = ", ".join(name.rpartition(".")[2] for name in layers)
+                rule = f"multiplies {names} as one, and precision={self.kind} does not convert {others[0]}"
+                cure = f"try false, or name all of them in precision.skip: {names}"
+                raise ConfigError("model.fused", "true", rule, cure)
+
+    def _check_dims(self, setting: Setting) -> None:
+        degree = setting.layout.tensor
+        for name, shape in self.conversion(setting.model).converted.items():
+            part = part_shape(setting.model, name, shape, degree)
+            if any(size % self.multiple for size in part):
+                rule = (
+                    f"leaves each process {part[0]}×{part[1]} of {name}, and {self.format} products need multiples "
+                    f"of {self.multiple}"
+                )
+                names = [*self.skip, name.rpartition(".")[2]]
+                cure = f"try a smaller degree, or precision.skip={_typed(names)}"
+                raise ConfigError("parallelism.tensor", degree, rule, cure)
+
+
+def _typed(names: Sequence[str]) -> str:
+    """A list in the syntax of an override."""
+    return f"[{','.join(names)}]"
+
+
+@dataclass(kw_only=True)
+class TorchaoFloat8(Float8):
+    """The three recipes of torchao's `float8`."""
+
+    layer_class: ClassVar[str] = "torchao.float8.float8_linear.Float8Linear"
+
+    def implementation(self) -> Precision:
+        """Torchao's layers replace linear layers."""
+        from titanlab.techniques.precision.float8 import Float8Layers
+
+        return Float8Layers(self)
+
+
+@option("precision", "float8_tensorwise")
+@dataclass(kw_only=True)
+class Float8Tensorwise(TorchaoFloat8):
+    """Float8 with one scale for each input, weight and gradient: the fastest kernels, and the coarsest rounding.
+
+    Attributes:
+        all_gather: FSDP2 gathers the weights in float8, with half the bytes of bfloat16; the scales of all weights are
+            computed together after each optimizer step.
+    """
+
+    kind: str = "float8_tensorwise"
+    all_gather: bool = True
+
+    recipe: ClassVar[str] = "tensorwise"
+
+    @property
+    def gathers_float8(self) -> bool:
+        """See `all_gather`."""
+        return self.all_gather
+
+    def check(self, setting: Setting) -> None:
+        """See `Float8.check`.
+
+        Raises:
+            ConfigError: also if weights cannot be gathered in float8.
+        """
+        super().check(setting)
+        if not self.all_gather:
+            return
+        if setting.cpu_offload:
+            rule = "computes scales where the weights rest, and with cpu_offload that is not where they are gathered"
+            raise ConfigError("precision.all_gather", True, rule, "try false, or parallelism.cpu_offload=false")
+        ranks = setting.layout.fsdp
+        for name, shape in self.conversion(setting.model).converted.items():
+            rows = part_shape(setting.model, name, shape, setting.layout.tensor)[0]
+            if rows % ranks:
+                rule = f"cannot cut the {rows} rows that a process has of {name} into {ranks} equal parts"
+                raise ConfigError("precision.all_gather", True, rule, "try false")
+
+
+@option("precision", "float8_rowwise")
+@dataclass(kw_only=True)
+class Float8Rowwise(TorchaoFloat8):
+    """Float8 with a power of two as scale for each row and column of a product: finer than tensorwise."""
+
+    kind: str = "float8_rowwise"
+
+    recipe: ClassVar[str] = "rowwise"
+    # Each operand has scales by row for one product and by column for another: twice read 2, read 2, write 1.
+    cast_bytes: ClassVar[float] = 10.0
+    cast_kernels: ClassVar[int] = 4
+
+
+@option("precision", "float8_rowwise_with_gw_hp")
+@dataclass(kw_only=True)
+class Float8RowwiseWithGwHp(TorchaoFloat8):
+    """Rowwise float8, but gradients of weights are multiplied in bfloat16: the finest of the three."""
+
+    kind: str = "float8_rowwise_with_gw_hp"
+
+    recipe: ClassVar[str] = "rowwise_with_gw_hp"
+    multiplies_tokens: ClassVar[bool] = False
+    cast_bytes: ClassVar[float] = 6.0
+    cast_kernels: ClassVar[int] = 2
+
+    def product(self) -> Product:
+        """The gradient of the weight is multiplied in bfloat16."""
+        return replace(super().product(), weight_gradient="bfloat16")
+
+
+@option("precision", "mxfp8")
+@dataclass(kw_only=True)
+class Mxfp8(Float8):
+    """Float8 with a power of two as scale for every 32 neighbouring elements, the format of Blackwell GPUs.
+
+    (OCP Microscaling Formats specification 1.0; arXiv 2506.08027.) It is a prototype in torchao. An older GPU emulates
+    it only with `emulate=true`.
+    """
+
+    kind: str = "mxfp8"
+
+    capability: ClassVar[tuple[int, int]] = (10, 0)
+    multiple: ClassVar[int] = 32
+    format: ClassVar[str] = "mxfp8"
+    layer_class: ClassVar[str] = "titanlab.techniques.precision.float8.Mxfp8Linear"
+    emulates_on_gpu: ClassVar[bool] = False
+    splits_products: ClassVar[bool] = False
+    # Scales along both dims of an operand: each time read 2 and write 1, and the scales.
+    cast_bytes: ClassVar[float] = 6.1
+    cast_kernels: ClassVar[int] = 2
+
+    def check(self, setting: Setting) -> None:
+        """See `Float8.check`.
+
+        Raises:
+            ConfigError: also if tokens do not fill blocks, emulated or not; and with fused projections, or schedules
+                that compute gradients of weights later, which torchao's prototype cannot.
+        """
+        super().check(setting)
+        if setting.splits_backward:
+            schedule = setting.kinds["schedule"]
+            rule = f"computes gradients of weights with those of inputs, which schedule={schedule} wants apart"
+            cure = "try schedule=interleaved_1f1b, or precision=float8_rowwise"
+            raise ConfigError("precision", self.kind, rule, cure)
+        if setting.model.joined:
+            rule = "multiplies the weights of several layers as one, which torchao's prototype of mxfp8 does not take"
+            raise ConfigError("model.fused", "true", rule, "try false, or precision=float8_rowwise")
+        self.check_tokens(setting)
+
+    def implementation(self) -> Precision:
+        """`Mxfp8Linear` replaces linear layers."""
+        from titanlab.techniques.precision.float8 import Mxfp8Layers
+
+        return Mxfp8Layers(self)

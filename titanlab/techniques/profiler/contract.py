@@ -1,0 +1,103 @@
+"""The contract of a profiler: its config, and the object that a rank calls after each step. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import Field, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    from titanlab.costs.setting import Setting
+
+
+class ProfilerConfig(Protocol):
+    """A config of the group `profiler`: a dataclass that inherits from this class."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    kind: str
+
+    @abstractmethod
+    def implementation(self) -> Profiler:
+        """A profiler that has not been started."""
+
+    def check(self, setting: Setting) -> None:
+        """Check rules that need more of the recipe than the profiler's fields; by default there are none.
+
+        Raises:
+            ConfigError: the first rule that is broken.
+        """
+        return
+
+
+Phase = Callable[[str], AbstractContextManager[None]]
+
+
+def nothing(name: str) -> AbstractContextManager[None]:
+    """The phases of a run that has no profiler."""
+    return contextlib.nullcontext()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """What a profiler may use of its run.
+
+    Attributes:
+        axes: name of a process group → axis of the layout.
+        marks_collectives: inside the block, an annotation `titanlab.issue:AXIS:KIND` precedes each collective.
+        gather: a value of each rank → the values of all ranks; every rank calls it.
+        report: takes the kind of a row of metrics, the step, the metrics, and lines for the log; rank 0 writes them.
+        failed: takes what could not be written, such as a file, and why; this rank's log gets one line.
+    """
+
+    axes: Mapping[str, str]
+    marks_collectives: Callable[[], AbstractContextManager[None]]
+    gather: Callable[[dict[str, float]], list[dict[str, float]]]
+    report: Callable[[str, int, Mapping[str, float], Sequence[str]], None]
+    failed: Callable[[str, Exception | str], None]
+
+
+class Profiler(Protocol):
+    """Profiles one rank. It must not change what the run computes, nor end it: see `Links.failed`."""
+
+    @abstractmethod
+    def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
+        """Called once, before the first step.
+
+        Args:
+            traces: the folder for files.
+        """
+
+    def connect(self, links: Links) -> None:
+        """Called once, before `start`; a profiler that only writes files does nothing."""
+        return
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Inside the block the main thread is in a phase of the step: `data`, `forward`, `backward`, `optimizer`,
+        `checkpoint`, or `exposed_pipeline`, in which it waits for another stage and which may lie in another phase.
+        """  # fmt: skip
+        return nothing(name)
+
+    @abstractmethod
+    def after_step(self, step: int) -> None:
+        """Called by every rank after each step."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Called once, also after an error."""
+
+
+class NoProfiler(Profiler):
+    """Does nothing."""
+
+    def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
+        """Start nothing."""
+
+    def after_step(self, step: int) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Close nothing."""

@@ -1,0 +1,295 @@
+"""Peak of memory by phase of the step, snapshots of a GPU's allocator, and what the memory holds at out-of-memory."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+import resource
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from titanlab.dtensor import local_part
+from titanlab.system.text import trimmed
+from titanlab.techniques.profiler.contract import Links, Profiler
+from titanlab.techniques.profiler.profilers_schema import Memory
+from titanlab.techniques.profiler.step_parts import OTHER, PHASES
+from titanlab.techniques.profiler.trace import write_whole
+
+RANK = "memory_by_phase/rank"
+_SAMPLE_SECONDS = 0.002
+
+
+class MemoryProfiler(Profiler):
+    """Samples memory in windows of steps: resident memory on CPU, what the allocator has given out on a GPU."""
+
+    def __init__(self, config: Memory) -> None:
+        self._config = config
+        self._steps = self._last = 0
+        self._sampler: _Sampler | None = None
+        self._snapshots: _Snapshots | None = None
+
+    def connect(self, links: Links) -> None:
+        """Remember what the run offers."""
+        self._links = links
+
+    def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
+        """Begin to record allocations on a GPU."""
+        self._used = resident_bytes
+        if on_gpu:
+            device = torch.cuda.current_device()
+            self._used = lambda: torch.cuda.memory_allocated(device)
+            self._snapshots = _Snapshots(
+                traces, f"attempt-{attempt}", f"rank-{rank}", entries=self._config.entries, failed=self._links.failed
+            )
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Count memory for a phase, in the steps that are sampled."""
+        if self._sampler is None or name not in PHASES:
+            return contextlib.nullcontext()
+        return self._sampler.phase(name)
+
+    def after_step(self, step: int) -> None:
+        """Start a window, or end it, if it is time to."""
+        config = self._config
+        self._steps += 1
+        place = self._steps - config.skip
+        if self._sampler is not None and step == self._last:
+            self._report(step, self._sampler)
+        if place == 0 or (config.every and place > 0 and place % config.every == 0):
+            self._last = step + config.steps
+            self._sampler = _Sampler(self._used)
+
+    def close(self) -> None:
+        """Stop sampling and recording; a window that is open is not reported."""
+        if self._sampler is not None:
+            self._sampler.close()
+        if self._snapshots is not None:
+            self._snapshots.close()
+
+    def _report(self, step: int, sampler: _Sampler) -> None:
+        self._sampler = None
+        row = largest(self._links.gather(sampler.close()))
+        peaks = ", ".join(f"{name} {row[metric(name)]:.3g} GiB" for name in PHASES if row[metric(name)])
+        text = f"memory up to step {step}, largest of the ranks: {peaks}; most on rank {int(row[RANK])}"
+        self._links.report("memory", step, row, [text])
+        if self._snapshots is not None:
+            self._snapshots.write(f"step-{step}")
+
+
+class _Sampler:
+    """Peaks by phase, sampled by a thread and where phases change.
+
+    Args:
+        used: the bytes in use now.
+    """
+
+    def __init__(self, used: Callable[[], int]) -> None:
+        self._used, self._phase = used, OTHER
+        self._peaks = dict.fromkeys(PHASES, 0.0)
+        self._ends = threading.Event()
+        self._note()
+        self._thread = threading.Thread(target=self._sample, name="memory profiler", daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        outer = self._phase
+        self._note()
+        self._phase = name
+        self._note()
+        try:
+            yield
+        finally:
+            self._note()
+            self._phase = outer
+
+    def close(self) -> dict[str, float]:
+        """The peaks in GiB, by phase; 0 for a phase that was not entered."""
+        self._ends.set()
+        self._thread.join()
+        return dict(self._peaks)
+
+    def _sample(self) -> None:
+        while not self._ends.wait(_SAMPLE_SECONDS):
+            self._note()
+
+    def _note(self) -> None:
+        phase = self._phase
+        self._peaks[phase] = max(self._peaks[phase], self._used() / 2**30)
+
+
+class _Snapshots:
+    """Files of the allocator's history; titanlab writes them and reads none, because they are pickles."""
+
+    def __init__(
+        self, folder: Path, begin: str, end: str, *, entries: int, failed: Callable[[str, Exception], None]
+    ) -> None:
+        self._folder, self._begin, self._end, self._failed = folder, begin, end, failed
+        # Private, but torch's documented way to record the allocator's history.
+        torch.cuda.memory._record_memory_history(max_entries=entries, stacks="python")
+        # Private: calls back before the exception frees what the frames hold. Only builds for GPUs have it.
+        attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+        if attach is not None:
+            attach(self._at_out_of_memory)
+
+    def write(self, moment: str) -> None:
+        """Write the allocations of now, and the latest ones before."""
+        path = self._folder / f"{self._begin}-{moment}-{self._end}.snapshot.pickle"
+        write_whole(path, lambda aside: torch.cuda.memory._dump_snapshot(str(aside)), self._failed)
+
+    def close(self) -> None:
+        """Stop recording."""
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _at_out_of_memory(self, device: int, allocated: int, on_device: int, free: int) -> None:
+        # The run's own error is to be reported, not a full disk.
+        with contextlib.suppress(OSError, RuntimeError):
+            self.write("out-of-memory")
+
+
+def metric(phase: str) -> str:
+    """The name of a phase's peak in rows of metrics."""
+    return f"memory_by_phase/{phase}(GiB)"
+
+
+def largest(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The largest of the ranks' peaks by phase as metrics, and the rank that has the largest of all."""
+    rank = max(range(len(rows)), key=lambda number: max(rows[number].values()))
+    return {**{metric(name): max(row[name] for row in rows) for name in PHASES}, RANK: rank}
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process; where the system does not tell, its peak so far."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+_CUDA_ALLOCATED = re.compile(r"([\d.]+) ([KMG])iB is allocated by PyTorch")
+_HOLDS = "this rank holds: "
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
+
+
+@contextlib.contextmanager
+def named_consumers(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Add to an out-of-memory error of the block what the memory holds, the largest first.
+
+    torch's message stays below that line.
+    """
+    try:
+        yield
+    except Exception as error:
+        if _is_out_of_memory(error):
+            error.args = (described(error, model, optimizer),)
+        raise
+
+
+@contextlib.contextmanager
+def named_before_steps() -> Iterator[None]:
+    """As `named_consumers` before there is a model: what the memory holds is found among the living objects."""
+    try:
+        yield
+    except Exception as error:
+        if _is_out_of_memory(error) and _HOLDS not in str(error):
+            error.args = (_described(error, living(), rest="the rest", when="before its first step "),)
+        raise
+
+
+def described(error: BaseException, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """The error's message, with this rank's consumers in its first line."""
+    module = failing_module(error, model)
+    where = f"; in the forward of {module}" if module else ""
+    return _described(error, consumers(model, optimizer), rest="activations and the rest", where=where)
+
+
+def _described(error: BaseException, sizes: dict[str, int], *, rest: str, when: str = "", where: str = "") -> str:
+    message = str(error)
+    line = message.splitlines()[0] if message else "out of memory"
+    # CUDA's message goes on with a paragraph of advice.
+    head = re.split(r"\.? GPU \d|\. Error code", line)[0].rstrip(". ")
+    match = _CUDA_ALLOCATED.search(message)
+    whole = float(match[1]) * _UNITS[match[2]] if match else resident_bytes()
+    sizes[rest] = max(0, int(whole) - sum(sizes.values()))
+    parts = sorted(((size, name) for name, size in sizes.items() if size), reverse=True)
+    held = ", ".join(f"{name} {_size(size)}" for size, name in parts)
+    return f"{head}; {when}{_HOLDS}{held}{where}\n{message}"
+
+
+def consumers(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Bytes of this rank's parameters, gradients and optimizer state."""
+    parameters = list(model.parameters())
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return {
+        "parameters": _bytes(parameters),
+        "gradients": _bytes([parameter.grad for parameter in parameters]),
+        "optimizer state": _bytes(states),
+    }
+
+
+def living() -> dict[str, int]:
+    """Bytes of this process's parameters, gradients, optimizer state and other tensors; shared bytes count once."""
+    # Not isinstance: that asks proxies of libraries for their class, and may import what they stand for.
+    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+    optimizers = [value for value in gc.get_objects() if issubclass(type(value), torch.optim.Optimizer)]
+    parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+    kinds: dict[str, Iterable[object]] = {
+        "parameters": parameters,
+        "gradients": [parameter.grad for parameter in parameters],
+        "optimizer state": [
+            value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()
+        ],
+        "other tensors": tensors,
+    }
+    seen = set[int]()
+    return {name: _bytes_of_new(values, seen) for name, values in kinds.items()}
+
+
+def _bytes_of_new(values: Iterable[object], seen: set[int]) -> int:
+    """Bytes of the storages that are not in `seen`, to which they are added."""
+    total = 0
+    for value in values:
+        # Some kinds of tensors have no storage.
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            local = local_part(value)
+            if not isinstance(local, torch.Tensor) or local.device.type == "meta":
+                continue
+            storage = local.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                total += storage.nbytes()
+    return total
+
+
+def failing_module(error: BaseException, model: nn.Module) -> str:
+    """The name of the innermost module whose forward raised; empty if none did."""
+    names = {id(module): name for name, module in model.named_modules()}
+    name, trace = "", error.__traceback__
+    while trace is not None:
+        name = names.get(id(trace.tb_frame.f_locals.get("self")), name)
+        trace = trace.tb_next
+    return name
+
+
+def _size(count: int) -> str:
+    return f"{trimmed(count / 2**30)} GiB" if count >= 2**30 else f"{trimmed(count / 2**20)} MiB"
+
+
+def _bytes(values: Iterable[object]) -> int:
+    tensors = map(local_part, values)
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    words = ("out of memory", "can't allocate memory", "not enough memory")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in str(error) for word in words)

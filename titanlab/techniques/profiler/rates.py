@@ -1,0 +1,181 @@
+"""Measures what the planner needs to know of a machine: rates of products by shape, times of collectives by size."""
+
+from __future__ import annotations
+
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from titanlab.techniques.profiler import rates_schema as names
+from titanlab.techniques.profiler.contract import Links, Profiler
+from titanlab.techniques.profiler.rates_schema import Rates
+
+# Times of which the median counts.
+_TIMES = 7
+_COLLECTIVE_TIMES = 15
+_LAUNCHES = 50
+# Elements of the tensor whose copies measure the bandwidth of memory: 64 MiB in float32, more than caches hold.
+_COPIED = 2**24
+# Elements of the tensor of pointwise operations: 4 MiB in float32, as in a block of a model.
+_POINTWISE = 2**20
+# Shape of the attention: batch, heads, sequence, width of a head.
+_ATTENTION = (1, 8, 512, 64)
+_SMALLEST_MESSAGE = 2**10
+
+
+class RatesProfiler(Profiler):
+    """Measures once before the first step; every rank does the same at the same time, and the slowest counts."""
+
+    def __init__(self, config: Rates) -> None:
+        self._config = config
+        self._links: Links | None = None
+
+    def connect(self, links: Links) -> None:
+        """Remember how ranks exchange their figures."""
+        self._links = links
+
+    def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
+        """Measure, and report the row of the slowest figures."""
+        assert self._links is not None
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        own = {} if on_gpu else {names.PROCESS: float(_peak_bytes())}
+        with torch.no_grad():
+            own.update(_Local(self._config, device).figures())
+            own.update(_collectives(self._config, device))
+        of_ranks = self._links.gather(own)
+        row = {name: _slowest(name, [figures[name] for figures in of_ranks]) for name in own}
+        self._links.report(names.KIND, 0, row, [f"measured {len(row)} rates of this machine"])
+
+    def after_step(self, step: int) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Close nothing."""
+
+
+class _Local:
+    """Figures of one device."""
+
+    def __init__(self, config: Rates, device: torch.device) -> None:
+        self._config, self._device = config, device
+        self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def figures(self) -> dict[str, float]:
+        """Rates and times by name."""
+        figures = dict(self._products())
+        figures[names.ATTENTION] = self._attention()
+        copied = self._random(_COPIED)
+        target = torch.empty_like(copied)
+        # Each element is read and written.
+        moved = 2 * copied.numel() * copied.element_size()
+        figures[names.COPY] = moved / self._seconds(lambda: target.copy_(copied))
+        some, other = self._random(_POINTWISE), self._random(_POINTWISE)
+        moved = 3 * some.numel() * some.element_size()
+        figures[names.POINTWISE] = moved / self._seconds(lambda: some * other)
+        scalar = self._random(1)
+        figures[names.LAUNCH] = self._seconds(lambda: [scalar + scalar for _ in range(_LAUNCHES)]) / _LAUNCHES
+        return figures
+
+    def _products(self) -> Iterator[tuple[str, float]]:
+        """FLOP/s of products [rows, inner] · [inner, columns]: squares, and those of a linear layer."""
+        side = self._config.largest
+        shapes = [(side // part,) * 3 for part in (8, 4, 2, 1)]
+        small = max(16, side // 4)
+        shapes += [(side, small, 3 * small), (side, 3 * small, small), (small, side, 3 * small)]
+        for rows, inner, columns in shapes:
+            left, right = self._random(rows, inner), self._random(inner, columns)
+            seconds = self._seconds(lambda left=left, right=right: left @ right)  # type: ignore[misc]
+            yield f"{names.PRODUCT} {rows}x{inner}x{columns}", 2 * rows * inner * columns / seconds
+
+    def _attention(self) -> float:
+        """FLOP/s of causal attention, which computes half of the square."""
+        batch, heads, seq, width = _ATTENTION
+        q = self._random(batch, heads, seq, width)
+        seconds = self._seconds(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True))
+        return 2 * batch * heads * seq * seq * width / seconds
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.rand(shape, device=self._device).to(self._dtype)
+
+    def _seconds(self, call: Callable[[], object]) -> float:
+        """Median of the time of a call, as often as it fits into the time of a figure."""
+        once = mean_seconds(call, 1, self._device)
+        count = max(1, round(self._config.seconds / _TIMES / max(once, 1e-7)))
+        return statistics.median(mean_seconds(call, count, self._device) for _ in range(_TIMES))
+
+
+def mean_seconds(call: Callable[[], object], count: int, device: torch.device) -> float:
+    """Mean seconds of a call; on a GPU, of the device."""
+    if device.type == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(count):
+            call()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3 / count
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - start) / count
+
+
+def _collectives(config: Rates, device: torch.device) -> dict[str, float]:
+    """Seconds of collectives: `rates/collective GROUP RANKS KIND BYTES`, with the bytes of the whole tensor."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return {}
+    world, local = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    groups = []
+    if 1 < local < world and world % local == 0:
+        groups.append((names.NODE, dist.new_subgroups(group_size=local)[0]))
+    groups.append((names.NODE if local in (0, world) else names.WORLD, dist.group.WORLD))
+    figures = {}
+    for name, group in groups:
+        size = _SMALLEST_MESSAGE
+        while size <= config.megabytes * 2**20:
+            for kind, seconds in _of_size(size, group, device):
+                figures[f"{names.COLLECTIVE} {name} {dist.get_world_size(group)} {kind} {size}"] = seconds
+            size *= 4
+    return figures
+
+
+def _of_size(size: int, group: dist.ProcessGroup | None, device: torch.device) -> Iterator[tuple[str, float]]:
+    """Kind and seconds of each collective on a tensor of some bytes, in float32."""
+    ranks = dist.get_world_size(group)
+    elements = max(1, size // 4 // ranks) * ranks
+    whole = torch.rand(elements, device=device)
+    parts = list(torch.empty_like(whole).chunk(ranks))
+    own, received = whole[: elements // ranks].clone(), torch.empty_like(whole)
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(received, group=group),
+        "all_gather": lambda: dist.all_gather(parts, own, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(received, whole, group=group),
+    }
+    for kind, call in calls.items():
+        received.copy_(whole)
+        times = []
+        for _ in range(_COLLECTIVE_TIMES):
+            # Ranks begin together: waiting for another one is no part of a collective.
+            dist.barrier(group=group)
+            times.append(mean_seconds(call, 1, device))
+        yield kind, statistics.median(times[1:])
+
+
+def _slowest(name: str, values: list[float]) -> float:
+    """The figure of the slowest rank: the least rate, the longest time, the most memory."""
+    longest = name.startswith((names.COLLECTIVE, names.LAUNCH, names.PROCESS))
+    return max(values) if longest else min(values)
+
+
+def _peak_bytes() -> int:
+    """Largest resident memory of this process so far. Linux counts kibibytes, macOS bytes."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

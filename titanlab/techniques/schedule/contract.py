@@ -1,0 +1,169 @@
+"""The contract of a pipeline schedule, and its base classes by the placement of stages on ranks."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from titanlab.costs.setting import Setting
+from titanlab.errors import ConfigError
+from titanlab.techniques.schedule.action import Action, Kind
+from titanlab.techniques.schedule.timeline import peak_in_flight
+
+
+class PipelineSchedule(Protocol):
+    """The config of a schedule; its methods give the placement of stages and the actions of each rank.
+
+    A schedule needs no torch, so its config is its implementation. The base classes in `titanlab.techniques.schedule.contract`
+    implement everything but `actions`.
+    """
+
+    kind: str
+
+    def check(self, setting: Setting) -> None:
+        """Check that the rest of the recipe fits this schedule.
+
+        Raises:
+            ConfigError: it does not fit.
+        """
+        return  # the default; mypy takes an empty body for an abstract method
+
+    def alternatives(self) -> Sequence[PipelineSchedule]:
+        """The configs of this kind that the planner compares; by default this one alone."""
+        return [self]
+
+    def fixed_size(self) -> tuple[int, int] | None:
+        """The only numbers of ranks and microbatches that the actions are for; by default None: there are others.
+
+        Raises:
+            ConfigError: a file that says so cannot be read.
+        """
+        return None
+
+    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
+        """Whether gradients of weights are computed later than those of inputs (I and W).
+
+        By default seen in the actions; a schedule that always or never does answers sooner.
+        """
+        actions = self.actions(ranks=ranks, microbatches=microbatches)
+        return any(action.kind is Kind.WEIGHT for order in actions for action in order)
+
+    def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
+        """Largest number of microbatches whose activations a rank keeps, as `Timeline` counts them.
+
+        By default counted in the actions; a schedule that knows a formula answers sooner.
+        """
+        return max(map(peak_in_flight, self.actions(ranks=ranks, microbatches=microbatches)))
+
+    @abstractmethod
+    def stage_count(self, *, ranks: int) -> int:
+        """Number of stages of a pipeline; cheap for any number of ranks."""
+
+    @abstractmethod
+    def placement(self, *, ranks: int) -> list[int]:
+        """Rank of each stage.
+
+        Raises:
+            ConfigError: the schedule does not support this number of ranks.
+        """
+
+    def check_pipeline(self, *, ranks: int, microbatches: int) -> None:
+        """Check that the schedule supports these numbers; by default it supports all.
+
+        Raises:
+            ConfigError: it does not support them.
+        """
+        return  # the default; mypy takes an empty body for an abstract method
+
+    @abstractmethod
+    def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
+        """Actions by rank, in the order in which each rank runs them.
+
+        Raises:
+            ConfigError: as `check_pipeline` does.
+        """
+
+
+KEY = "schedule.stages_per_rank"
+_COMPARED_STAGES = (2, 4, 8)
+
+
+class OneStage(PipelineSchedule):
+    """A schedule with one stage per rank."""
+
+    def stage_count(self, *, ranks: int) -> int:
+        """One stage for each rank."""
+        return ranks
+
+    def placement(self, *, ranks: int) -> list[int]:
+        """Rank of each stage: 0 1 2."""
+        return looped(ranks=ranks)
+
+
+@dataclass(kw_only=True)
+class Looped(PipelineSchedule):
+    """A schedule with several stages per rank, placed round-robin.
+
+    Attributes:
+        stages_per_rank: stages of each rank, none adjacent to another; more stages mean a smaller bubble and more
+            communication.
+    """
+
+    stages_per_rank: int = field(default=2, metadata={"most": 1000})
+
+    def __post_init__(self) -> None:
+        if self.stages_per_rank < 1:
+            raise ConfigError(KEY, self.stages_per_rank, "every rank has at least one stage", "try 2")
+
+    def alternatives(self) -> list[PipelineSchedule]:
+        """Few and many stages per rank."""
+        return [replace(self, stages_per_rank=stages) for stages in _COMPARED_STAGES]
+
+    def stage_count(self, *, ranks: int) -> int:
+        """`stages_per_rank` stages for each rank."""
+        return ranks * self.stages_per_rank
+
+    def placement(self, *, ranks: int) -> list[int]:
+        """Rank of each stage: 0 1 2 0 1 2."""
+        return looped(ranks=ranks, stages_per_rank=self.stages_per_rank)
+
+
+@dataclass(kw_only=True)
+class VShaped(PipelineSchedule):
+    """A schedule with two stages per rank, placed on the ranks in order and then in reverse.
+
+    Attributes:
+        stages_per_rank: always 2.
+    """
+
+    stages_per_rank: int = 2
+
+    def __post_init__(self) -> None:
+        if self.stages_per_rank != 2:
+            rule = "stages go through the ranks there and back, two a rank"
+            raise ConfigError(KEY, self.stages_per_rank, rule, "try 2, or schedule=interleaved_zero_bubble")
+
+    def stage_count(self, *, ranks: int) -> int:
+        """Two stages for each rank."""
+        return 2 * ranks
+
+    def placement(self, *, ranks: int) -> list[int]:
+        """Rank of each stage: 0 1 2 2 1 0."""
+        return v_shaped(ranks=ranks)
+
+
+def looped(*, ranks: int, stages_per_rank: int = 1) -> list[int]:
+    """Rank of each stage, round-robin: 0 1 2 0 1 2."""
+    return [stage % ranks for stage in range(ranks * stages_per_rank)]
+
+
+def v_shaped(*, ranks: int) -> list[int]:
+    """Rank of each stage, forward and back: 0 1 2 2 1 0. The first and the last stage are on the same rank."""
+    return [*range(ranks), *reversed(range(ranks))]
+
+
+def stages_of(placement: Sequence[int], rank: int) -> list[int]:
+    """The stages of a rank, in the order of the forward pass."""
+    return [stage for stage, owner in enumerate(placement) if owner == rank]

@@ -1,0 +1,321 @@
+"""Schedules of papers: gpipe, 1f1b, interleaved_1f1b, interleaved_zero_bubble, looped_bfs, zbv, dualpipe_v."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import ClassVar
+
+from titanlab.errors import ConfigError
+from titanlab.options import option
+from titanlab.techniques.schedule.action import Action, ActionList, Kind
+from titanlab.techniques.schedule.contract import Looped, OneStage, VShaped, stages_of
+
+F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
+
+
+@option("schedule", "dualpipe_v")
+@dataclass(kw_only=True)
+class DualPipeV(VShaped):
+    """DualPipe over stages laid out as a V."""
+
+    kind: str = "dualpipe_v"
+
+    def check_pipeline(self, *, ranks: int, microbatches: int) -> None:
+        """Check that there are enough microbatches.
+
+        Raises:
+            ConfigError: fewer microbatches than stages.
+        """
+        if microbatches < 2 * ranks:
+            rule = f"needs at least {2 * ranks} microbatches, one for each of its stages, and a step has {microbatches}"
+            factor = -(-2 * ranks // microbatches)
+            cure = f"try schedule=zbv, or training.global_batch times {factor}"
+            raise ConfigError("schedule", self.kind, rule, cure)
+
+    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
+        """Always."""
+        return True
+
+    def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
+        """The forward passes of the warm-up and one of the steady phase, of two stages."""
+        return ranks + 0.5
+
+    def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
+        """Actions by rank."""
+        self.check_pipeline(ranks=ranks, microbatches=microbatches)
+        return [_dualpipe_v_of_rank(rank, ranks=ranks, microbatches=microbatches) for rank in range(ranks)]
+
+
+def _dualpipe_v_of_rank(rank: int, *, ranks: int, microbatches: int) -> list[Action]:
+    down, up = rank, 2 * ranks - 1 - rank  # the rank's stages in the first and in the second half of the V
+    after = ranks - 1 - rank
+    order = ActionList()
+    postponed: deque[int] = deque()  # stages whose gradients of weights are not scheduled yet, oldest first
+
+    def gradient_of_input(stage: int) -> None:
+        order.add(stage, I)
+        postponed.append(stage)
+
+    def gradient_of_weights() -> None:
+        if postponed:
+            order.add(postponed.popleft(), W)
+
+    # Warm-up: forward passes of the first half of the V, then of both halves, then backward passes of the second half.
+    order.add(down, *[F] * (2 * after))
+    for _ in range(rank + 1):
+        order.add(down, F)
+        order.add(up, F)
+    for _ in range(after):
+        gradient_of_input(up)
+        gradient_of_weights()
+        order.add(up, F)
+    # Steady: a forward pass in one half of the V beside a backward pass in the other.
+    for _ in range(microbatches - 2 * ranks + rank + 1):
+        order.add(down, F)
+        order.add(up, B, F)
+        order.add(down, B)
+    for _ in range(after):
+        order.add(up, B, F)
+        order.add(down, B)
+    # Cool-down: from the middle on, gradients of inputs first; those of weights fill idle time.
+    for step in range(2 * (rank + 1)):
+        stage = down if step % 2 else up
+        if step > rank:
+            gradient_of_input(stage)
+        else:
+            order.add(stage, B)
+    for _ in range(after):
+        gradient_of_weights()
+        gradient_of_input(down)
+    while postponed:
+        gradient_of_weights()
+    return list(order)
+
+
+@option("schedule", "gpipe")
+@dataclass(kw_only=True)
+class GPipe(OneStage):
+    """All microbatches forward, then all backward."""
+
+    kind: str = "gpipe"
+
+    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
+        """Never."""
+        return False
+
+    def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
+        """All microbatches."""
+        return microbatches
+
+    def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
+        """Actions by rank."""
+        orders = []
+        for rank in range(ranks):
+            order = ActionList()
+            order.add(rank, *[Kind.FORWARD] * microbatches, *[Kind.BACKWARD] * microbatches)
+            orders.append(list(order))
+        return orders
+
+
+@dataclass(kw_only=True)
+class _Interleaved(Looped):
+    """A schedule that runs microbatches in rounds; its subclasses say when the backward passes begin."""
+
+    # How many more forward passes a rank runs before its first backward pass than the next rank does.
+    _lead_per_rank: ClassVar[int]
+
+    def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
+        """The forward passes before the first backward pass, and one that runs before it in the same turn."""
+        longest = len(rounds(ranks=ranks, microbatches=microbatches)[0])
+        lead = (self.stages_per_rank - 1) * longest + self._lead_per_rank * (ranks - 1)
+        return min(lead + 1, self.stages_per_rank * microbatches) / self.stages_per_rank
+
+    def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
+        """Actions by rank."""
+        microbatches_by_round = rounds(ranks=ranks, microbatches=microbatches)
+        longest = len(microbatches_by_round[0])
+        orders = []
+        for rank in range(ranks):
+            stages = stages_of(self.placement(ranks=ranks), rank)
+            forward = _steps(stages, microbatches_by_round)
+            backward = _steps(stages[::-1], microbatches_by_round)
+            lead = (len(stages) - 1) * longest + self._lead_per_rank * (ranks - 1 - rank)
+            begins = self._backward_begins(rank, min(lead, len(forward)))
+            orders.append(_in_turn([(Kind.FORWARD, forward, 0), *((kind, backward, at) for kind, at in begins)]))
+        return orders
+
+    def _backward_begins(self, rank: int, lead: int) -> list[tuple[Kind, int]]:
+        """The kinds of a rank's backward passes, each with the number of forward passes before its first one.
+
+        Args:
+            lead: number of forward passes before the first backward pass.
+        """
+        raise NotImplementedError
+
+
+@option("schedule", "interleaved_1f1b")
+@dataclass(kw_only=True)
+class Interleaved1F1B(_Interleaved):
+    """1F1B with several stages per rank (arXiv 2104.04473, section 2.2)."""
+
+    kind: str = "interleaved_1f1b"
+    # A backward pass delays the gradient as long as a forward pass delays the activation.
+    _lead_per_rank: ClassVar[int] = 2
+
+    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
+        """Never."""
+        return False
+
+    def _backward_begins(self, rank: int, lead: int) -> list[tuple[Kind, int]]:
+        return [(Kind.BACKWARD, lead)]
+
+
+@option("schedule", "interleaved_zero_bubble")
+@dataclass(kw_only=True)
+class InterleavedZeroBubble(_Interleaved):
+    """Interleaved 1F1B that computes gradients of weights in otherwise idle time (ZB-H1, arXiv 2401.10241)."""
+
+    kind: str = "interleaved_zero_bubble"
+    # A gradient of the input arrives sooner than after a full backward pass, so a shorter lead is enough.
+    _lead_per_rank: ClassVar[int] = 1
+
+    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
+        """Always."""
+        return True
+
+    def _backward_begins(self, rank: int, lead: int) -> list[tuple[Kind, int]]:
+        # Gradients of weights lag by the rank's number: a later rank has gradients sooner, and has more idle time at
+        # the end for the remaining gradients of weights.
+        return [(Kind.INPUT, lead), (Kind.WEIGHT, lead + rank)]
+
+
+def rounds(*, ranks: int, microbatches: int) -> list[range]:
+    """Microbatches of every round, the larger rounds first."""
+    count = max(1, microbatches // ranks)
+    size, rest = divmod(microbatches, count)
+    ends = list(accumulate([size + 1] * rest + [size] * (count - rest)))
+    return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _steps(stages: list[int], microbatches_by_round: list[range]) -> list[tuple[int, int]]:
+    """(stage, microbatch) in a rank's order; `stages`: those of the rank, in the direction of the pass."""
+    return [(stage, number) for numbers in microbatches_by_round for stage in stages for number in numbers]
+
+
+def _in_turn(passes: list[tuple[Kind, list[tuple[int, int]], int]]) -> list[Action]:
+    """The actions of several kinds in turn: each kind with its (stage, microbatch) pairs, and the turn of the first."""
+    turns = max(begin + len(steps) for _, steps, begin in passes)
+    columns = [
+        [*[None] * begin, *(Action(stage, kind, number) for stage, number in steps)] for kind, steps, begin in passes
+    ]
+    by_turn = [column + [None] * (turns - len(column)) for column in columns]
+    return [action for turn in zip(*by_turn, strict=True) for action in turn if action is not None]
+
+
+@option("schedule", "looped_bfs")
+@dataclass(kw_only=True)
+class LoopedBFS(Looped):
+    """All microbatches run through one stage before the rank's next stage begins."""
+
+    kind: str = "looped_bfs"
+
+    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
+        """Never."""
+        return False
+
+    def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
+        """All microbatches."""
+        return microbatches
+
+    def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
+        """Actions by rank. Backward passes run in reverse: the last microbatch's activations are the newest."""
+        orders = []
+        for rank in range(ranks):
+            stages = stages_of(self.placement(ranks=ranks), rank)
+            forward = [Action(stage, Kind.FORWARD, number) for stage in stages for number in range(microbatches)]
+            # The same stages and microbatches in reverse, with both halves of the backward pass at once.
+            orders.append(forward + [action._replace(kind=Kind.BACKWARD) for action in reversed(forward)])
+        return orders
+
+
+@option("schedule", "1f1b")
+@dataclass(kw_only=True)
+class OneFOneB(OneStage):
+    """Forward and backward passes alternate as soon as the first gradient can arrive."""
+
+    kind: str = "1f1b"
+
+    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
+        """Never."""
+        return False
+
+    def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
+        """One for each stage, if there are as many."""
+        return min(ranks, microbatches)
+
+    def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
+        """Actions by rank."""
+        orders = []
+        for rank in range(ranks):
+            # The number of stages from this rank to the last: after that many, the first gradient can arrive.
+            warm_up = min(microbatches, ranks - rank)
+            order = ActionList()
+            order.add(rank, *[Kind.FORWARD] * warm_up)
+            order.add(rank, *[Kind.BACKWARD, Kind.FORWARD] * (microbatches - warm_up))
+            order.add(rank, *[Kind.BACKWARD] * warm_up)
+            orders.append(list(order))
+        return orders
+
+
+ZBV_F, ZBV_I, ZBV_W = Kind.FORWARD, Kind.INPUT, Kind.WEIGHT
+
+
+@option("schedule", "zbv")
+@dataclass(kw_only=True)
+class ZBV(VShaped):
+    """Zero bubble over stages laid out as a V."""
+
+    kind: str = "zbv"
+
+    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
+        """Always."""
+        return True
+
+    def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
+        """One for each rank, if there are as many."""
+        return min(ranks, microbatches)
+
+    def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
+        """Actions by rank."""
+        # The construction needs 2·ranks − 1 microbatches; for fewer, the actions of the others are left out.
+        count = max(2 * ranks - 1, microbatches)
+        return [_zbv_of_rank(rank, ranks=ranks, microbatches=count).up_to(microbatches) for rank in range(ranks)]
+
+
+def _zbv_of_rank(rank: int, *, ranks: int, microbatches: int) -> ActionList:
+    down, up = rank, 2 * ranks - 1 - rank  # the rank's stages in the first and in the second half of the V
+    order = ActionList()
+    # Warm-up: forward passes of the first half of the V, then of both halves, then backward passes of the second half.
+    order.add(down, *[ZBV_F] * (2 * (ranks - rank) - 1))
+    for _ in range(rank):
+        order.add(up, ZBV_F)
+        order.add(down, ZBV_F)
+    for _ in range(ranks - rank):
+        order.add(up, ZBV_F, ZBV_I, ZBV_W)
+    # Steady: forward and backward through both stages, until the first half has run all microbatches.
+    for _ in range(microbatches - ranks):
+        if order.done(down, ZBV_F) < microbatches:
+            order.add(down, ZBV_F)
+        order.add(down, ZBV_I, ZBV_W)
+        order.add(up, ZBV_F, ZBV_I, ZBV_W)
+    # Cool-down: gradients of inputs first; those of weights fill idle time.
+    for _ in range(rank):
+        order.add(down, ZBV_I)
+        order.add(up, ZBV_I)
+    for _ in range(ranks - rank):
+        order.add(down, ZBV_I, ZBV_W)
+    order.add(up, *[ZBV_W] * rank)
+    order.add(down, *[ZBV_W] * rank)
+    return order

@@ -1,0 +1,283 @@
+"""Signals that a process and its descendants ignore, even if they install handlers.
+
+Most programs keep a signal ignored that was ignored when they started. A Go program that calls `signal.Notify` gets the
+signal nevertheless; wandb's service does so and ends. A seccomp filter lets the system call that installs the handler
+succeed without effect. The filter can go when wandb's service has an option to ignore signals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import platform
+import queue
+import signal
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from titanlab.techniques.tracker.contract import FINISHED, OPEN, Record, write_record
+
+# On Linux, by `uname -m`: AUDIT_ARCH_* from linux/audit.h, and the number of the system call rt_sigaction.
+_MACHINES = {"x86_64": (0xC000003E, 13), "aarch64": (0xC00000B7, 134)}
+# linux/prctl.h and linux/seccomp.h.
+_PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 22, 38, 2
+_ALLOW, _SUCCEED_WITHOUT_EFFECT = 0x7FFF0000, 0x00050000
+# linux/bpf_common.h: load a word of struct seccomp_data, compare, return.
+_LOAD, _IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
+# Offsets in struct seccomp_data; an argument's lower half on little-endian machines.
+_CALL, _MACHINE, _FIRST, _SECOND = 0, 4, 16, 24
+
+
+def ignore_signals(numbers: Sequence[int]) -> bool:
+    """Ignore signals in this process and in every process that it starts from now on.
+
+    Returns:
+        whether this includes programs that install handlers: true on Linux if the kernel has seccomp.
+    """
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+    machine = _MACHINES.get(platform.machine())
+    if sys.platform != "linux" or machine is None or sys.byteorder != "little":
+        return False
+    instructions = _filter(*machine, [int(number) for number in numbers])
+    buffer = ctypes.create_string_buffer(b"".join(instructions))
+    program = _Program(len(instructions), ctypes.cast(buffer, ctypes.c_void_p))
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    # Without NO_NEW_PRIVS only root may set a filter. It disables setuid bits; no setuid program is started here.
+    ulong = ctypes.c_ulong
+    if prctl(_PR_SET_NO_NEW_PRIVS, ulong(1), ulong(0), ulong(0), ulong(0)) != 0:
+        return False
+    return bool(prctl(_PR_SET_SECCOMP, ulong(_SECCOMP_MODE_FILTER), ctypes.byref(program)) == 0)
+
+
+class _Program(ctypes.Structure):
+    """struct sock_fprog."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p))
+
+
+def _filter(machine: int, call: int, numbers: Sequence[int]) -> list[bytes]:
+    """Instructions with which rt_sigaction(number, action, …) has no effect unless the action is null."""
+    # Each step is (code, value, step to go to if equal, step to go to otherwise); None is the next step.
+    allow, skip = 7 + len(numbers), 8 + len(numbers)
+    steps: list[tuple[int, int, int | None, int | None]] = [
+        (_LOAD, _MACHINE, None, None),
+        (_IF_EQUAL, machine, None, allow),
+        (_LOAD, _CALL, None, None),
+        (_IF_EQUAL, call, None, allow),
+        # A null action only reads the current handler.
+        (_LOAD, _SECOND, None, None),
+        (_IF_EQUAL, 0, allow, None),
+        (_LOAD, _FIRST, None, None),
+        *((_IF_EQUAL, number, skip, None) for number in numbers),
+        (_RETURN, _ALLOW, None, None),
+        (_RETURN, _SUCCEED_WITHOUT_EFFECT, None, None),
+    ]
+    # struct sock_filter; jumps are relative to the next instruction.
+    return [
+        struct.pack(
+            "=HBBI",
+            code,
+            0 if equal is None else equal - place - 1,
+            0 if otherwise is None else otherwise - place - 1,
+            value,
+        )
+        for place, (code, value, equal, otherwise) in enumerate(steps)
+    ]
+
+
+# Signals with which Slurm, torchrun and terminals ask a job to end or to save. SIGKILL cannot be ignored.
+IGNORED_SIGNALS = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGTERM,
+    signal.SIGXCPU,
+)
+# Time for uploads after the training process has died.
+_ORPHAN_SECONDS = 60.0
+_INIT_SECONDS = 60.0
+_MOST_ROWS = 50_000
+# wandb's name for the time of a row; without it, wandb uses the current time.
+_TIMESTAMP = "_timestamp"
+# The least time between two writes of tracker.json while rows come.
+_RECORD_SECONDS = 5.0
+Send = Callable[..., None]
+
+
+def main() -> None:
+    """Serve one run."""
+    ignore_signals(IGNORED_SIGNALS)
+    # The parent has blocked these signals, so that none arrived before they were ignored.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
+    events = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    # Output of libraries must not be mixed with the events.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def send(event: str, text: str = "") -> None:
+        # Without the training process there is no reader; _ORPHAN_SECONDS then limits the time of this process.
+        with contextlib.suppress(OSError):
+            events.write(json.dumps({"event": event, "text": text}) + "\n")
+            events.flush()
+
+    try:
+        _serve(_messages(), send)
+    except BaseException as error:
+        traceback.print_exc()
+        send("trouble", f"stopped ({_first_line(error)}); metrics.jsonl goes on")
+        _leave(1)
+    send("finished")
+    _leave(0)
+
+
+def _serve(messages: queue.SimpleQueue[dict[str, Any] | None], send: Send) -> None:
+    first = messages.get()
+    if first is None:
+        return
+    start = first["start"]
+    run = _open(start, send)
+    record = _RecordWriter(start, run)
+    send("started")
+    step: int | None = None
+    timestamp: dict[str, Any] = {}
+    while True:
+        message = messages.get()
+        if message is None:
+            run.finish(exit_code=1)  # The training process has died.
+            record.write()
+            return
+        if "log" in message:
+            known = {name: value for name, value in message["log"]["metrics"].items() if value is not None}
+            step = message["log"]["step"]
+            timestamp = {name: known[name] for name in (_TIMESTAMP,) if name in known}
+            run.log(known, step=step)
+            record.count(step)
+        if "finish" in message:
+            # wandb uses the last row as the summary. It delays that row until a later step or the end, and would then
+            # overwrite the summary that is set here; so the row is committed first.
+            if step is not None:
+                run.log(timestamp, step=step, commit=True)
+            known = {name: value for name, value in message["finish"]["summary"].items() if value is not None}
+            run.summary.update(known)
+            run.finish(exit_code=message["finish"]["exit_code"])
+            record.close(message["finish"]["rows"])
+            return
+
+
+class _RecordWriter:
+    """Writes tracker.json with the rows that wandb has taken."""
+
+    def __init__(self, start: Mapping[str, Any], run: Any) -> None:
+        self._path = Path(start["record"]["path"])
+        self._record = Record(**start["record"]["values"])
+        self._write_time = 0.0
+        # `run.dir` is the `files/` folder inside wandb's folder of the run.
+        folder = os.path.relpath(Path(run.dir).parent, start["dir"])
+        self.write(state=OPEN, mode=start["mode"], folder=folder)
+
+    def count(self, step: int) -> None:
+        """Record that wandb has taken a row of this step."""
+        self._record = replace(self._record, step=step, rows=self._record.rows + 1)
+        if time.monotonic() - self._write_time >= _RECORD_SECONDS:
+            self.write()
+
+    def close(self, rows: int) -> None:
+        """Record that wandb has taken all rows that were sent, of `rows` rows in the attempt."""
+        self.write(state=FINISHED, left_out=rows - self._record.rows)
+
+    def write(self, **changes: Any) -> None:
+        """Change the record and write it to disk."""
+        self._record = replace(self._record, **changes)
+        self._write_time = time.monotonic()
+        write_record(self._path, self._record)
+
+
+def _open(start: Mapping[str, Any], send: Send) -> Any:
+    if not os.environ.get("WANDB_MODE"):
+        # wandb refuses to start with an empty one.
+        os.environ.pop("WANDB_MODE", None)
+    import wandb
+
+    try:
+        return wandb.init(
+            id=start["id"],
+            name=start["name"],
+            mode=start["mode"],
+            project=start["project"],
+            entity=start["entity"],
+            group=start["group"],
+            job_type=start["job_type"],
+            tags=start["tags"],
+            dir=start["dir"],
+            config=start["config"],
+            resume=start["resume"],
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                init_timeout=_INIT_SECONDS,
+                # env.json has the code and the versions of the training process; wandb would record this process.
+                disable_git=True,
+                save_code=False,
+                x_save_requirements=False,
+                **({"x_disable_stats": True} if start["pid"] is None else {"x_stats_pid": start["pid"]}),
+            ),
+        )
+    except Exception as error:
+        if start["mode"] == "offline":
+            raise
+        # wandb's service keeps the run's id reserved until it stops trying to connect, which takes minutes. Writing
+        # offline under this id needs another service, and so another process.
+        traceback.print_exc()
+        send("refused", _first_line(error))
+        _leave(1)
+
+
+def _messages() -> queue.SimpleQueue[dict[str, Any] | None]:
+    """Messages from the pipe, None at its end; a thread reads them, so that the end is noticed while wandb hangs."""
+    messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin.buffer:
+            try:
+                message = json.loads(line)
+            except ValueError:
+                break  # The training process has died while it wrote this line.
+            # While wandb hangs, further rows are dropped, but reading continues to notice the end.
+            if "log" not in message or messages.qsize() < _MOST_ROWS:
+                messages.put(message)
+        messages.put(None)
+        timer = threading.Timer(_ORPHAN_SECONDS, lambda: os.killpg(0, signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
+
+    threading.Thread(target=read, daemon=True).start()
+    return messages
+
+
+def _leave(code: int) -> None:
+    """End the process without wandb's exit hooks, which may wait for a network."""
+    # What wandb has printed is in the buffer of a file: standard output is the log here.
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+if __name__ == "__main__":
+    main()
