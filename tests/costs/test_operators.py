@@ -13,7 +13,7 @@ from titanlab.costs.account import CONTEXT_ATTENTION, EXCHANGE, GROUPED_PRODUCT
     [
         (CONTEXT_ATTENTION, "titanlab.parallelism.context"),
         (GROUPED_PRODUCT, "titanlab.techniques.model.mixture_of_experts"),
-        (EXCHANGE, "titanlab.parallelism.row_exchange"),
+        (EXCHANGE, "titanlab.parallelism.expert"),
     ],
 )
 def test_torch_has_an_operator_of_this_name(name, module):

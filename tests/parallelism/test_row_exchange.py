@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from titanlab.parallelism.row_exchange import exchange
+from titanlab.parallelism.expert import exchange
 
 # From each rank to each, in two numbers that are summed: none, some, all.
 SENT = [[[1, 1], [0, 3]], [[0, 0], [2, 0]]]

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from titanlab.costs.account import Joined
 from titanlab.dtensor import local_part
 from titanlab.errors import ConfigError
-from titanlab.parallelism.deferred_taps import tap, taps_of
-from titanlab.parallelism.pipeline_weights import DeferredWeights, deferred_of
+from titanlab.parallelism.pipeline_weights import DeferredWeights, deferred_of, tap, taps_of
 from titanlab.parallelism.tensor import TensorParallel
 from titanlab.techniques.model.language_model import Projections
 from titanlab.techniques.precision.product import JOINED, PLAIN, Product, product_of, rows, take_over

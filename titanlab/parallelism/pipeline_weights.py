@@ -1,25 +1,169 @@
-"""Deferred gradients of weights: the W of zero-bubble schedules (arXiv 2401.10241).
-
-torch's own split backward walks the graph in Python for every microbatch and runs autograd once for every weight; it
-recomputes checkpointed blocks each time and compiled blocks twice, and FSDP2 gives wrong gradients where it frees
-parameters in between. Here only linear layers, which have nearly all of the work, defer their product during a
-backward for the inputs; everything else is computed at once. Layers of compiled blocks: see `deferred_taps`.
-"""
+"""Deferred gradients of weights: the W of zero-bubble schedules (arXiv 2401.10241)."""
 
 from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+# Private, the same in torch 2.11 to 2.13.
+from torch.utils._python_dispatch import _disable_current_modes
+
 from titanlab.dtensor import in_gradient_dtype, local_part
-from titanlab.parallelism.deferred_taps import Probe, TappedForward, tapped
 from titanlab.techniques.precision.product import PLAIN, Product, departure, product_of, rows
+
+_TAPS = "weight_taps"
+
+
+class Deferring(Protocol):
+    """An object that can defer products; `DeferredWeights` is one."""
+
+    probe: Probe | None
+
+    def weight_gradient(
+        self, product: Product, weight: nn.Parameter, inputs: Tensor, gradient: Tensor
+    ) -> Tensor | None:
+        """The gradient of a weight, or None if its product is deferred."""
+
+
+class _Shapes(NamedTuple):
+    """A layer's output and input as meta tensors, [rows, n]."""
+
+    output: Tensor
+    inputs: Tensor
+
+
+class Probe:
+    """Records the shapes of the inputs and outputs of a block's layers.
+
+    Attributes:
+        seen: shapes by layer, as tensors without storage.
+        repeated: whether a layer was called more than once, so that its calls' factors cannot be distinguished.
+    """
+
+    def __init__(self) -> None:
+        self.seen: dict[nn.Module, _Shapes] = {}
+        self.repeated = False
+
+    def note(self, layer: nn.Module, inputs: Tensor, output: Tensor) -> Tensor:
+        """Record a call; return its output."""
+        self.repeated |= layer in self.seen
+        self.seen[layer] = _Shapes(rows(output).to("meta"), rows(inputs).to("meta"))
+        return output
+
+
+class TappedForward:
+    """The compiled forward of a block, with taps that defer the products of its layers."""
+
+    def __init__(self, compiled: Callable[..., Any], layers: Sequence[nn.Module], deferred: Deferring) -> None:
+        self._compiled, self._layers, self._deferred = compiled, layers, deferred
+        self._probes: dict[tuple[Any, ...], Probe] = {}
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._compiled(*inputs, **named)
+        key = tuple((x.shape, x.dtype) for x in (*inputs, *named.values()) if isinstance(x, Tensor))
+        if key not in self._probes:
+            self._probes[key] = self._run_probe(inputs, named)
+        probe = self._probes[key]
+        layers = [layer for layer in self._layers if layer in probe.seen and layer.weight.requires_grad]
+        if probe.repeated or not layers:
+            return self._compiled(*inputs, **named)
+        shapes, weights = [probe.seen[layer] for layer in layers], [layer.weight for layer in layers]
+        taps = _Taps.apply(self._deferred, [product_of(layer) for layer in layers], shapes, *weights)  # type: ignore[no-untyped-call]
+        for index, layer in enumerate(layers):
+            setattr(layer, _TAPS, taps[2 * index : 2 * index + 2])
+        try:
+            return self._compiled(*inputs, **named)
+        finally:
+            for layer in layers:
+                delattr(layer, _TAPS)
+
+    def _run_probe(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Probe:
+        """Record shapes in one forward in eager mode; a collective call."""
+        self._deferred.probe = probe = Probe()
+        devices = {layer.weight.device for layer in self._layers} - {torch.device("cpu")}
+        try:
+            with (
+                torch.no_grad(),
+                torch.random.fork_rng(devices=devices),
+                torch.compiler.set_stance("force_eager"),
+                # This forward is not part of a step, so tracing must not count its communication.
+                _disable_current_modes(),
+            ):
+                self._compiled(*inputs, **named)
+        finally:
+            self._deferred.probe = None
+        return probe
+
+
+def tapped(layer: nn.Module, inputs: Tensor, bias: Tensor | None) -> Tensor:
+    """A layer's product inside compiled code; see the module's docstring."""
+    weight, product, taps = layer.weight, product_of(layer), taps_of(layer)
+    assert isinstance(weight, Tensor)
+    if taps is None:
+        return product.forward(inputs, local_part(weight), bias)
+    return tap(product.forward(inputs, local_part(weight.detach()), bias), inputs, taps)
+
+
+def taps_of(layer: nn.Module) -> tuple[Tensor, Tensor] | None:
+    """The two taps of a layer; None: the gradient of its weight is not deferred."""
+    taps: tuple[Tensor, Tensor] | None = getattr(layer, _TAPS, None)
+    return taps
+
+
+def tap(output: Tensor, inputs: Tensor, taps: tuple[Tensor, Tensor]) -> Tensor:
+    """A layer's output, whose backward returns the factors of the weight's gradient as the gradients of the taps."""
+    tapped_output: Tensor = _Tap.apply(output, inputs, *taps)  # type: ignore[no-untyped-call]
+    return tapped_output
+
+
+class _Tap(torch.autograd.Function):
+    """Identity in the forward; the backward returns the factors of a weight's gradient as the gradients of two taps."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, inputs: Tensor, output_tap: Tensor, input_tap: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (inputs,) = ctx.saved_tensors
+        # As rows, like the operands of the backward's products: otherwise inductor would not fuse these with gathers.
+        return gradients[0], None, rows(gradients[0]), rows(inputs)
+
+
+class _Taps(torch.autograd.Function):
+    """Creates two taps per layer outside compiled code; the backward makes weights' gradients from theirs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, deferred: Deferring, products: Sequence[Product], shapes: Sequence[_Shapes], *weights: nn.Parameter
+    ) -> tuple[Tensor, ...]:
+        # The parameters themselves, because their `grad` is written; saved tensors may be copies.
+        ctx.deferred, ctx.products, ctx.weights = deferred, products, weights
+        return tuple(
+            # Expanded from one number, so that a tap needs no memory.
+            torch.zeros((), dtype=shape.dtype, device=weight.device).expand(shape.shape)
+            for weight, pair in zip(weights, shapes, strict=True)
+            for shape in pair
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *factors: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = [
+            ctx.deferred.weight_gradient(product, weight, inputs, gradient)
+            for product, weight, gradient, inputs in zip(
+                ctx.products, ctx.weights, factors[::2], factors[1::2], strict=True
+            )
+        ]
+        return None, None, None, *gradients
+
 
 _ATTRIBUTE = "deferred_weights"
 

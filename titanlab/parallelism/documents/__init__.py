@@ -1,1 +1,0 @@
-"""Attention within the documents of sequences that context-parallel ranks share."""
