@@ -26,7 +26,6 @@ LAYERS: list[list[str | tuple[str, ...]]] = [
     ["data", "checkpoint"],
     ["recipe"],
     ["train"],
-    ["worker"],
     ["launch"],
     ["plan"],
     ["parity", "tracing", "doctor"],

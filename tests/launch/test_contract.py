@@ -21,8 +21,6 @@ ALLOWED = {
     "records/provenance.py": {"SLURM_"},
     "recipe/composition/strangers.py": {"SLURM_JOB_ID", "SLURM_TMPDIR", "SLURM_CLUSTER_NAME"},
     "sweep/repro.py": {"SLURM_"},
-    # The parts of `launch=local` that fork the ranks of this host: a proof forks its own.
-    "parity/forked.py": {"titanlab.launch.processes"},
 }
 
 

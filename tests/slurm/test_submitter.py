@@ -104,7 +104,7 @@ def test_code_that_is_edited_after_submission_reaches_no_job(slurm_conf, tmp_pat
     said = site.titanlab(*command)
     assert said.code == 0, said.err
     (clone / "titanlab" / "train" / "train.py").write_text("raise RuntimeError('edited')\n")
-    (clone / "titanlab" / "worker" / "rank.py").write_text("raise RuntimeError('edited')\n")
+    (clone / "titanlab" / "launch" / "rank" / "rank.py").write_text("raise RuntimeError('edited')\n")
     (job,) = [each.job_id for each in site.sweep("edited").submissions()]
     site.slurm("scontrol", "release", job)
     site.ended("edited")

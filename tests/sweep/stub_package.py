@@ -55,9 +55,9 @@ def stub_package(folder: Path, *, seconds: float = 0.1) -> Path:
     They take `seconds`, or end once the file `end` is in their sweep's folder.
     """
     package, whole = folder / "titanlab", Path(titanlab.__file__).parent
-    (package / "launch" / "job").mkdir(parents=True)
-    for name in (".", "launch", "launch/job"):
+    (package / "launch").mkdir(parents=True)
+    for name in (".", "launch"):
         source = (whole / name / "__init__.py").read_text()
         (package / name / "__init__.py").write_text(f"{source}\n__path__.append({str(whole / name)!r})\n")
-    (package / "launch" / "job" / "task.py").write_text(_JOB.replace("SECONDS", str(seconds)))
+    (package / "launch" / "task.py").write_text(_JOB.replace("SECONDS", str(seconds)))
     return package

@@ -29,7 +29,6 @@ def small_clone(folder):
     files = {
         "titanlab/__init__.py": "",
         "titanlab/launch/__init__.py": "",
-        "titanlab/launch/job/__init__.py": "",
         "titanlab/launch/task.py": "",
         "titanlab/distributed/__init__.py": "",
         "titanlab/distributed/stop.py": "",
@@ -121,14 +120,14 @@ def test_a_snapshot_of_an_installed_package_has_no_git(tmp_path):
 def test_what_is_edited_after_submission_reaches_no_job(slurm, tmp_path, monkeypatch):
     clone = tmp_path / "clone"
     package = small_clone(clone)
-    (package / "launch" / "job" / "task.py").write_text("import titanlab.distributed.stop\nprint(titanlab.__file__)\n")
+    (package / "launch" / "task.py").write_text("import titanlab.distributed.stop\nprint(titanlab.__file__)\n")
     taken = snapshot.take
     monkeypatch.setattr(snapshot, "take", lambda code: taken(code, package=package))
     folder = submit(study(tmp_path / "runs", seeds(1), launch=SLURM), quiet).folder
     (submission,) = folder.submissions()
     script = slurm.jobs()[101]["script"]
 
-    (package / "launch" / "job" / "task.py").write_text("raise SystemExit('edited')\n")
+    (package / "launch" / "task.py").write_text("raise SystemExit('edited')\n")
     (package / "distributed" / "stop.py").write_text("raise SystemExit('edited')\n")
     # As Slurm runs it, in the clone itself, in which a plain `python -m` would find the edited code first. srun runs
     # what stands behind its own words.

@@ -1,4 +1,15 @@
-"""Evidence of why a job ended: kills by the kernel, the last lines printed, and hosts that have failed before."""
+"""Evidence of why a job ended, beside what its ranks recorded: kills by the kernel, printed lines, bad hosts.
+
+SIGKILL alone does not say who sent it. The kernel counts the processes that its out-of-memory killer has ended, for
+every control group (`oom_kill` in memory.events of cgroup v2, in memory.oom_control of v1) and for the whole machine
+(/proc/vmstat). See Documentation/admin-guide/cgroup-v2.rst of Linux.
+
+A job that fails before its run begins has no attempt, and so no record of its own: its interpreter is gone, a module
+cannot be imported, its container does not start. Then the last line that its processes have printed is the reason.
+
+`hosts.jsonl` in the folder of all runs has a line for each failure that its host may have caused. Later jobs of the
+same run leave these hosts out, until a person clears them.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from titanlab.distributed.host import Host, check_host, this_host
 from titanlab.distributed.ranks import Ranks
 from titanlab.distributed.silence import await_answers
 from titanlab.distributed.stop import held_signals, stopped_before_start
-from titanlab.launch import processes as rank_processes
+from titanlab.launch import processes
 from titanlab.launch.attempt import (
     begin,
     close_earlier,
@@ -114,7 +114,7 @@ def continue_run(
         return done
     if ranks is not None and ranks.rank > 0:
         # Only rank 0 writes records.
-        failures = rank_processes.start_one(run.path, ranks, config=to_mapping(recipe))
+        failures = processes.start_one(run.path, ranks, config=to_mapping(recipe))
         return from_exit(failures[0].exit_code, rank=ranks.rank) if failures else Outcome(kind=OutcomeKind.DONE)
     with run.claim():
         close_earlier(run)
@@ -185,7 +185,7 @@ def _attempted(
     else:
         assert ranks is not None
         begun = time.time()
-        failures = rank_processes.start_one(run.path, ranks)
+        failures = processes.start_one(run.path, ranks)
         await_answers(run, ranks.world, since=begun)
     terminal = {0} if ranks is None else set(range(ranks.world))
     return _recorded(run, attempt, failures, console, terminal=terminal, memory=kills.evidence())

@@ -1,4 +1,14 @@
-"""The ranks of one start of a job over its attempts: how they meet, which are lost, whether they start again."""
+"""The ranks of one start of a job over its attempts: how they meet, which are lost, whether they start again.
+
+Before an attempt, rank 0 begins it and publishes its address in a file, and the other ranks poll for it: before this,
+no rank knows an address, and every node sees files after some delay.
+
+After an attempt, every rank that waits for the next one leaves a file, so that the next one goes on without ranks on a
+lost node. A scheduler needs minutes to notice that a node is lost (in Slurm SlurmdTimeout, 300 s); ranks that leave no
+file in a shorter time are taken for lost too. Rank 0 then decides whether they start again, and which of them.
+
+A job puts itself back into the queue if the run did not cause its end; after a lost node it accepts fewer nodes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Ranks as processes of this host: started, watched, and ended together. This process does not import torch."""
+"""Ranks as processes of this host: started, watched, and ended together. This process does not import torch.
+
+A stop request is forwarded to the ranks, which save and end. If they do not, or a rank is stopped (SIGSTOP), their
+launcher kills all of them after a grace, and a note says why. All launchers ask the same `Escalation` while they wait.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ from titanlab.distributed.stop import (
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import Failure
 from titanlab.launch.launchers import given_cores
-from titanlab.launch.local.queue import KIND
+from titanlab.launch.local_schema import Local
 from titanlab.launch.rank.fork import LOGS, PIDS_FILE, adopting
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
@@ -324,7 +328,7 @@ def start(folder: Path, *, attempt: int, world: int, logs: Path) -> list[Failure
             local_world=world,
             address="127.0.0.1",
             port=port,
-            started_by=KIND,
+            started_by=Local.kind,
         )
         for rank in range(world)
     ]
@@ -433,7 +437,7 @@ def wait_for(
 def _forked(
     run: RunFolder, places: list[Ranks], attempt: int, logs: Path, signals: _Signals, escalation: Escalation
 ) -> RankProcesses | Failure:
-    """Start one process that forks the ranks and exits; this process becomes their parent (`titanlab.launch.rank.fork`)."""
+    """Start one process that forks the ranks and exits; this process becomes their parent (`rank/fork.py`)."""
     reading, writing = os.pipe()
     forking = subprocess.Popen(
         worker_command(run.path),

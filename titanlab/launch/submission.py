@@ -1,4 +1,8 @@
-"""Submissions: one file for each array of jobs, in `submissions/` of the sweep's folder, and the resources of a job."""
+"""Submissions: one file for each array of jobs, in `submissions/` of the sweep's folder, with the shape of its jobs.
+
+A submission is written before its jobs are submitted, with a token that ends the jobs' name in the queue. A process
+that reads one without a job number asks the queue for the token: no job is submitted twice, and none is lost.
+"""
 
 from __future__ import annotations
 

@@ -20,15 +20,16 @@ from titanlab.checkpoint.folders import checkpoints_of, latest
 from titanlab.data import source
 from titanlab.distributed.host import check_host, this_host
 from titanlab.errors import TitanlabError
-from titanlab.launch import group as rendezvous
-from titanlab.launch import group as roll_call
 from titanlab.launch.attempt import begin, conclude, keep_tokenizer, missed_checkpoint
 from titanlab.launch.contract import launch_of
 from titanlab.launch.evidence import note_bad_host, suspect
 from titanlab.launch.group import (
     Group,
     Rendezvous,
+    answer_call,
     await_end,
+    await_meeting,
+    publish_meeting,
     ranks_in,
     requeue,
     requeue_after,
@@ -125,7 +126,7 @@ def _remember_host(job: Job, outcome: Outcome) -> None:
 
 def _nothing_to_do(job: Job, reason: str, *, code: int = 0) -> int:
     """Tell the other ranks that there will be no attempt. Returns the exit code."""
-    rendezvous.publish_meeting(job.run, Rendezvous(start=job.start, reason=reason))
+    publish_meeting(job.run, Rendezvous(start=job.start, reason=reason))
     return code
 
 
@@ -175,7 +176,7 @@ def _attempted(job: Job, group: Group) -> tuple[Outcome, Recipe | None]:
         write_json(run.attempt_folder(attempt) / "job.json", job.facts())
         outcome = from_exception(error, rank=0, attempt=attempt)
         run.write_result(outcome)
-        rendezvous.publish_meeting(run, Rendezvous(start=job.round(group.round), attempt=attempt))
+        publish_meeting(run, Rendezvous(start=job.round(group.round), attempt=attempt))
         return outcome, None
     write_json(run.attempt_folder(attempt) / "job.json", job.facts())
     group.note(attempt)
@@ -183,7 +184,7 @@ def _attempted(job: Job, group: Group) -> tuple[Outcome, Recipe | None]:
     meeting = Rendezvous(
         start=job.round(group.round), attempt=attempt, address=address, port=port_of(os.environ), members=members
     )
-    rendezvous.publish_meeting(run, meeting)
+    publish_meeting(run, meeting)
     where = ", ".join(place.nodes)
     world = len(members) or place.ranks.world
     say(f"{run.path.name}, attempt {attempt}: {counted(world, 'process', 'processes')} on {where}, job {place.job_id}")
@@ -205,7 +206,7 @@ def _follow(job: Job) -> int:
     code, recipe = 0, None
     for number in itertools.count():
         try:
-            meeting = rendezvous.await_meeting(job.run, job.round(number), ranks=job.place.ranks)
+            meeting = await_meeting(job.run, job.round(number), ranks=job.place.ranks)
         except TitanlabError:
             if recipe is None or not requeue_without_rank_0(job, recipe, job.run.newest_attempt() + 1):
                 raise
@@ -235,7 +236,7 @@ def _follow(job: Job) -> int:
         if outcome is None or not recipe.launch.restarts:
             return code
         if recipe.launch.min_world is not None:
-            roll_call.answer_call(job.run, meeting.attempt, job.place.ranks.rank)
+            answer_call(job.run, meeting.attempt, job.place.ranks.rank)
     raise AssertionError("rank 0 ends the attempts")
 
 

@@ -1,4 +1,13 @@
-"""Watches one rank of a job: asks its worker to stop, ends it after failures of other ranks, records why it ended."""
+"""Watches one rank of a job: asks its worker to stop, ends it after failures of other ranks, records why it ended.
+
+Slurm sends a signal to all processes of a job at once, also to data readers and trackers. They all ignore stop signals
+from their start; only the parent of the worker handles them and decides what they mean. The worker reads stop requests
+from standard input.
+
+One process determines why the job must end and writes it for the others (`attempts/N/stop.json`). The first reason that
+is written counts, so that all ranks act alike. If the scheduler does not tell the reason soon, the ranks are told to
+save all the same: its grace time is short.
+"""
 
 from __future__ import annotations
 

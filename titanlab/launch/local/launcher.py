@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from titanlab.distributed.ranks import Ranks, number
-from titanlab.launch import processes as ranks
+from titanlab.launch import processes
 from titanlab.launch.contract import Failure, JobKey, JobState, LaunchConfig, Launcher, Place
 from titanlab.launch.evidence import early_end
 from titanlab.launch.local.queue import KIND, LOCK, LocalJob, local_job, wake, why_none, why_stopped, write_local_job
@@ -77,7 +77,7 @@ class LocalLauncher(Launcher):
 
     def start(self, folder: Path, *, attempt: int, world: int, logs: Path) -> list[Failure]:
         """Start the ranks of one run, and wait for them."""
-        return ranks.start(folder, attempt=attempt, world=world, logs=logs)
+        return processes.start(folder, attempt=attempt, world=world, logs=logs)
 
 
 def _ranks(environ: Mapping[str, str]) -> Ranks:

@@ -1,4 +1,9 @@
-"""The queue of launch=local: a record for each job of a sweep, and the start of the supervisor that runs them."""
+"""The queue of launch=local: a record for each job in `submissions/TOKEN/`, and the start of the sweep's supervisor.
+
+The supervisor lives on when the process that starts it ends. One that ends again and again before it starts a job is
+not started again. Whoever watches a sweep starts its supervisor if none runs: without a limit, that would go on for
+ever where it cannot run, because its interpreter is gone, or the snapshot of the code is damaged.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""`python -m titanlab.launch.local.supervisor FOLDER`: runs a sweep's jobs on this host, in order, a few at once."""
+"""`python -m titanlab.launch.local.supervisor FOLDER`: runs a sweep's jobs on this host, in order, a few at once.
+
+A submission starts it; it ends after the last job. If it is killed, its jobs run on; the next supervisor finds them by
+their records beside the submissions, and continues. For each job, submitit's controller starts the processes of the
+ranks and watches them.
+"""
 
 from __future__ import annotations
 

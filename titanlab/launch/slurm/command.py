@@ -1,4 +1,9 @@
-"""Runs commands of Slurm with a time limit, and reads the forms of its answers."""
+"""Runs commands of Slurm with a time limit, and reads the forms of its answers.
+
+A process of a job runs scontrol here, or outside its container by the shell of the batch file. Images seldom contain
+Slurm's commands, and rarely those of the site's version. A job with a container therefore asks by files: the process
+writes the arguments, and a loop in the batch file runs scontrol with them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""What a process of a job asks Slurm: its rank and place, the meaning of a signal, a requeue, an address."""
+"""What a process of a job asks Slurm: its rank and place, the meaning of a signal, a requeue, an address.
+
+Slurm sends the same signals for a preemption, a time limit and a cancellation. Observed with Slurm 22.05: during the
+grace time of a preemption `PreemptTime` is set; after a requeue `Restarts` is one higher; after the time limit the
+reason is `TimeLimit`; after a node failure it is `NodeDown`; a job that scancel ends is `COMPLETING` without any of
+these. Warnings before a time limit come up to a minute early. A job submitted with --no-kill stays on its other nodes
+when a node fails, also when that was its first one: then its batch script is gone, and only its time limit ends it.
+"""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from titanlab.distributed.ranks import Ranks
 from titanlab.launch.contract import JobEnd, JobKey, JobState, LaunchConfig, Launcher, MemoryWord, Place, StopReason
 from titanlab.launch.evidence import early_end
-from titanlab.launch.slurm import batch, job, queue
-from titanlab.launch.slurm import states as ends
+from titanlab.launch.slurm import batch, job, queue, states
 from titanlab.launch.slurm.command import ask_slurm
 from titanlab.launch.slurm.job import joined_step
 from titanlab.launch.slurm.queue import check_slurm
@@ -83,11 +82,11 @@ class SlurmLauncher(Launcher):
 
     def end_of(self, state: JobState) -> JobEnd | None:
         """Why a job ended, according to Slurm's state."""
-        return ends.end_of(state)
+        return states.end_of(state)
 
     def end_in_queue(self, state: JobState) -> JobEnd | None:
         """Why a job ended that never started, according to Slurm's state."""
-        return ends.end_in_queue(state)
+        return states.end_in_queue(state)
 
     def memory_word(self, sweep: Path, submission: Submission, index: int) -> MemoryWord | None:
         """Slurm's message in the job's logs."""

@@ -1,4 +1,8 @@
-"""The states of jobs and why they ended, according to squeue, sacct and the logs of Slurm."""
+"""The states of jobs and why they ended, according to squeue, sacct and the logs of Slurm.
+
+Slurm is asked by job numbers, but only lines whose job name ends with the submission's token are used: after a reset
+Slurm counts from the beginning, and another job may have the same number.
+"""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def test_what_a_rank_that_failed_has_started_ends_with_it(forked, tmp_path):
 LAUNCHER = """
     import json, sys
     from pathlib import Path
-    from titanlab.launch.local import ranks as local
+    from titanlab.launch import processes as local
     local.worker_command = lambda folder: json.loads(sys.argv[2])
     local.start(Path(sys.argv[1]), attempt=1, world=2, logs=Path(sys.argv[1]))
 """

@@ -99,7 +99,7 @@ def test_one_that_is_cancelled_saves_and_says_who_asked(jobs):
     assert run.checkpoints.joinpath(f"step-{result.step:08d}", "index.json").exists()
 
 
-# tests/launch/local/test_ranks.py has a rank that raises in `make test`; test_rank_watch.py has what is noted of each.
+# tests/launch/test_ranks.py has a rank that raises in `make test`; test_rank_watch.py has what is noted of each.
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "kind", "code", "exit_code", "cause"),

@@ -73,7 +73,7 @@ def test_two_ranks_share_their_imports_and_collect_nothing_while_they_import(mon
         assert UNNEEDED & set(noted["modules"]) == set()
         # The techniques and all of torch are imported once for both.
         own = {".".join(name.split(".")[:2]) for name in noted["own"]}
-        parts = ("model", "precision", "ac", "optimizer", "parallelism", "train", "worker", "recipe")
+        parts = ("model", "precision", "ac", "optimizer", "parallelism", "train", "launch", "recipe")
         assert own & {f"titanlab.{part}" for part in parts} == set()
         assert [name for name in noted["own"] if name.startswith(("torch.", "sympy")) and "cupti" not in name] == []
         assert set(noted["collections"]) == {0}
