@@ -39,16 +39,13 @@ class Local(LaunchConfig):
 
     @property
     def runs_here(self) -> bool:
-        """Always true."""
         return True
 
     @property
     def starts_directly(self) -> bool:
-        """Always true."""
         return True
 
     def implementation(self) -> Launcher:
-        """The launcher of processes on this host."""
         from titanlab.launch.local.launcher import LocalLauncher
 
         return LocalLauncher()

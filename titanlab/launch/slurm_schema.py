@@ -122,11 +122,9 @@ class Slurm(LaunchConfig):
 
     @property
     def title(self) -> str:
-        """The name of the scheduler."""
         return "Slurm"
 
     def implementation(self) -> Launcher:
-        """The launcher of jobs in Slurm."""
         from titanlab.launch.slurm.launcher import SlurmLauncher
 
         return SlurmLauncher(self)

@@ -25,23 +25,19 @@ class LocalLauncher(Launcher):
     """Processes on this host."""
 
     def is_here(self) -> bool:
-        """Whether submitit is installed."""
         return has_submitit()
 
     def check(self, jobs: Sequence[tuple[LaunchConfig, Shape]]) -> None:
-        """Check that submitit is installed."""
         check_submitit(KIND)
 
     def submit(self, sweep: Path, submission: Submission) -> str:
-        """Nothing to do: the submission's file is the queue, which the supervisor reads."""
+        # The submission's file is the queue, which the supervisor reads.
         return submission.token
 
     def find(self, sweep: Path, submission: Submission) -> str | None:
-        """The token: a submission that has a file is in the queue."""
         return submission.token
 
     def states(self, sweep: Path, submitted: Sequence[Submission]) -> dict[JobKey, JobState]:
-        """The state of every job, from the supervisor's records and the locks of live processes."""
         lost = why_stopped(sweep) if is_claimed(sweep, file=LOCK) else why_none(sweep)
         return {
             (submission.token, index): _state(sweep, submission, index, lost)
@@ -52,23 +48,20 @@ class LocalLauncher(Launcher):
     def cancel(
         self, sweep: Path, jobs: Sequence[tuple[Submission, int]], report: Callable[[str], None], *, is_gentle: bool
     ) -> None:
-        """Signal jobs that run, and record jobs that wait as cancelled."""
         for submission, index in jobs:
             _cancel(sweep, submission, index, report)
 
     def early_end(self, sweep: Path, submission: Submission, index: int) -> str | None:
-        """Why the supervisor could not start the job, or the last line that its processes have printed."""
         job = local_job(sweep, submission.token, index)
         if job is not None and job.cause is not None:
             return job.cause
         return early_end((jobs_folder(sweep) / f"{submission.token}_{index}").glob("*_log.*"))
 
     def wake(self, sweep: Path) -> bool:
-        """Start the supervisor."""
         return wake(sweep)
 
     def place_in(self, environ: Mapping[str, str]) -> Place:
-        """The place from submitit's controller; without a controller, the process is a job of its own."""
+        # Without submitit's controller, the process is a job of its own.
         if environ.get("SUBMITIT_EXECUTOR") == "local" and "SUBMITIT_LOCAL_JOB_ID" in environ:
             job, own_ranks = environ["SUBMITIT_LOCAL_JOB_ID"], _ranks(environ)
         else:
@@ -76,7 +69,6 @@ class LocalLauncher(Launcher):
         return Place(launcher=KIND, job_id=job, raw_job_id=job, ranks=own_ranks, nodes=(socket.gethostname(),))
 
     def start(self, folder: Path, *, attempt: int, world: int, logs: Path) -> list[Failure]:
-        """Start the ranks of one run, and wait for them."""
         return processes.start(folder, attempt=attempt, world=world, logs=logs)
 
 

@@ -35,104 +35,84 @@ class SlurmLauncher(Launcher):
         self._config = config
 
     def is_here(self) -> bool:
-        """Whether Slurm's commands and submitit are installed."""
         return queue.is_here() and has_submitit()
 
     def silence(self) -> str | None:
-        """Why Slurm does not answer, in one line; None if it answers."""
         return ask_slurm("sinfo", "--noheader", "--format=%P").problem
 
     def check(self, jobs: Sequence[tuple[LaunchConfig, Shape]]) -> None:
-        """Check that the partitions exist and are large enough, and that submitit is installed."""
         queue.check(jobs)
         check_submitit("slurm")
 
     def findings(self) -> Iterator[Finding]:
-        """Whether Slurm takes jobs from this host, and how the site treats them."""
         yield from check_slurm(self._config)
 
     def max_array(self, *, is_answered: bool = True) -> int:
-        """How many jobs one array takes at this site; without an answer from Slurm, a number that every site takes."""
+        # Without an answer from Slurm, a number that every site takes.
         return queue.max_array() if is_answered else queue.MAX_ARRAY
 
     def submit(self, sweep: Path, submission: Submission) -> str:
-        """Submit an array. Returns Slurm's number of the array."""
         return batch.submit(self._config, sweep, submission)
 
     def find(self, sweep: Path, submission: Submission) -> str | None:
-        """Slurm's number of a submission's jobs."""
         return queue.find(submission.token, since=submission.created)
 
     def states(self, sweep: Path, submitted: Sequence[Submission]) -> dict[JobKey, JobState]:
-        """The state of every job, from the queue and the accounting."""
         return slurm_states(submitted, sweep)
 
     def cancel(
         self, sweep: Path, jobs: Sequence[tuple[Submission, int]], report: Callable[[str], None], *, is_gentle: bool
     ) -> None:
-        """Cancel all jobs with one call of scancel."""
         elements: dict[str, list[int]] = {}
         for submission, index in jobs:
             elements.setdefault(str(submission.job_id), []).append(index)
         queue.cancel(elements, is_gentle=is_gentle)
 
     def job_number(self, submission: Submission, index: int) -> str | None:
-        """The number of the array, and the index of the job in it."""
         return f"{submission.job_id}_{index}" if submission.job_id else None
 
     def end_of(self, state: JobState) -> JobEnd | None:
-        """Why a job ended, according to Slurm's state."""
         return states.end_of(state)
 
     def end_in_queue(self, state: JobState) -> JobEnd | None:
-        """Why a job ended that never started, according to Slurm's state."""
         return states.end_in_queue(state)
 
     def memory_word(self, sweep: Path, submission: Submission, index: int) -> MemoryWord | None:
-        """Slurm's message in the job's logs."""
         word = memory_word(jobs_folder(sweep), f"{submission.job_id}_{index}")
         return None if word is None else replace(word, said=f"Slurm says: {word.said}")
 
     def early_end(self, sweep: Path, submission: Submission, index: int) -> str | None:
-        """The last line that the job's tasks have printed; srun only says with which codes they have ended."""
+        # srun only says with which codes the tasks have ended.
         logs = jobs_folder(sweep).glob(f"{submission.job_id}_{index}_*_log.*")
         return early_end(logs, besides="srun: ")
 
     def place_in(self, environ: Mapping[str, str]) -> Place:
-        """The place from the variables of srun."""
         return job.place_in(environ)
 
     def addresses(self, place: Place, environ: Mapping[str, str]) -> Iterator[str]:
-        """The name and the address of the first node."""
         return job.addresses(place, environ)
 
     def cores(self, environ: Mapping[str, str]) -> int | None:
-        """Cores of one task; without `--cpus-per-task` srun shares those of the step on this node evenly."""
         if (cores := environ.get("SLURM_CPUS_PER_TASK")) is not None:
             return int(cores)
+        # Without `--cpus-per-task` srun shares the cores of the step on this node evenly.
         ranks, on_node = joined_step(environ), environ.get("SLURM_CPUS_ON_NODE", "")
         return max(1, int(on_node) // ranks.local_world) if ranks is not None and on_node.isdecimal() else None
 
     def name_job(self, place: Place, name: str) -> None:
-        """Rename the job with scontrol."""
         job.name_job(place, name)
 
     def stop_reason(self, signal_name: str, place: Place, *, signal_seconds: float) -> StopReason:
-        """The meaning of a signal, according to scontrol."""
         return job.stop_reason(signal_name, place, signal_seconds=signal_seconds)
 
     def requeue(self, place: Place) -> str | None:
-        """Requeue the job with scontrol."""
         return job.requeue(place)
 
     def lost_nodes(self, place: Place) -> frozenset[str]:
-        """The nodes that Slurm has taken from the job."""
         return job.lost_nodes(place)
 
     def requeue_on_fewer(self, place: Place, *, least: int, most: int) -> str | None:
-        """Requeue the job with scontrol, then change its request."""
         return job.requeue_on_fewer(place, least=least, most=most)
 
     def ranks_in(self, environ: Mapping[str, str]) -> Ranks | None:
-        """The rank of a task of the user's own srun."""
         return joined_step(environ)
