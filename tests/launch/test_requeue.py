@@ -54,7 +54,7 @@ def job_of(recipe, *, rank=0, taken=(), **launch):
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr(module, "_LOST_ASK_SECONDS", 0.01)
+    monkeypatch.setattr(module, "_ASK_SECONDS", 0.01)
     monkeypatch.setattr(module, "_NEXT_SECONDS", 0.0)
     monkeypatch.setattr(module, "LOST_SECONDS", 0.1)
 

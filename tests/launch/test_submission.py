@@ -12,12 +12,12 @@ from titanlab.launch.submission import (
     claim_sweep,
     drop_submission,
     job_name,
-    read_mapping,
     submission_file,
     submissions,
     token_of,
     write_submission,
 )
+from titanlab.records.json_file import read_optional
 
 SHAPE = Shape(processes=8, nodes=2, tasks_per_node=4, memory_gib=1.5)
 
@@ -122,7 +122,7 @@ def test_a_damaged_file_does_not_hide_the_others(sweep, content):
     (sweep / "submissions" / "torn.json").write_bytes(content)
     (sweep / "submissions" / "note.txt").write_bytes(content)
     assert submissions(sweep) == [whole]
-    assert read_mapping(sweep / "submissions" / "torn.json") is None
+    assert read_optional(sweep / "submissions" / "torn.json") is None
 
 
 def test_keys_of_other_versions_are_left_out_and_missing_ones_have_their_default(sweep):

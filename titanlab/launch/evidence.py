@@ -196,7 +196,7 @@ def note_bad_host(run: RunFolder, outcome: Outcome, host: str) -> None:
     bad = BadHost(host, run.path.name, outcome.attempt, outcome.kind.value, cause, round(time.time(), 3))
     line = json.dumps(asdict(bad), ensure_ascii=False) + "\n"
     with contextlib.suppress(OSError):
-        descriptor = open_to_write(_file(_runs(run)), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        descriptor = open_to_write(_file(run.path.parent.parent), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             # In one write, because several jobs may write at the same time.
             os.write(descriptor, line.encode())
@@ -225,10 +225,6 @@ def clear_bad_hosts(runs: Path, host: str | None = None) -> int:
 def host_names(bad: Sequence[BadHost]) -> list[str]:
     """Hosts, each once, in the order of their first failure."""
     return list(dict.fromkeys(failure.host for failure in bad))
-
-
-def _runs(run: RunFolder) -> Path:
-    return run.path.parent.parent
 
 
 def _file(runs: Path) -> Path:

@@ -16,7 +16,6 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from titanlab.distributed.ranks import ALONE, Ranks, look_seconds
@@ -60,7 +59,9 @@ class Rendezvous:
 
 def publish_meeting(run: RunFolder, meeting: Rendezvous) -> None:
     """Write the file that the other ranks poll for."""
-    write_json(_meeting_file(run, meeting), {"schema": 1, **asdict(meeting)})
+    # Without an attempt the file is in the run's folder: the next start replaces it.
+    folder = run.attempt_folder(meeting.attempt) if meeting.attempt else run.path
+    write_json(folder / MEETING_FILE, {"schema": 1, **asdict(meeting)})
 
 
 def find_meeting(run: RunFolder, start: str) -> Rendezvous | None:
@@ -96,11 +97,6 @@ def await_meeting(run: RunFolder, start: str, *, ranks: Ranks = ALONE, seconds: 
             raise TitanlabError(f"rank 0 of this job has begun no attempt in {where} within {seconds:g} s; see its log")
         time.sleep(max(least, min(_MOST_LOOK_SECONDS, waited / 10)))
     return meeting
-
-
-def _meeting_file(run: RunFolder, meeting: Rendezvous) -> Path:
-    # Without an attempt the file is in the run's folder: the next start replaces it.
-    return (run.attempt_folder(meeting.attempt) if meeting.attempt else run.path) / MEETING_FILE
 
 
 ANSWERS = "ready"
@@ -199,7 +195,6 @@ def _listed(noun: str, what: Sequence[object]) -> str:
 # After rank 0 has gone silent, ranks on other nodes wait for the scheduler to notice that its node is lost. Slurm needs
 # SlurmdTimeout, which is 300 s by default, and up to a third of it more.
 LOST_SECONDS = 900.0
-_LOST_ASK_SECONDS = 5.0
 # Between the tries of two nodes; the scheduler refuses a second requeue of the same start.
 _NEXT_SECONDS = 15.0
 
@@ -282,7 +277,7 @@ def requeue_without_rank_0(job: Job, recipe: Recipe, attempt: int) -> bool:
             return False
         if job.signals:
             return not asks
-        time.sleep(_LOST_ASK_SECONDS)
+        time.sleep(_ASK_SECONDS)
         lost = job.launcher.lost_nodes(place) if asks else lost
     say(f"{place.launcher} has taken {place.nodes[0]} from the job, on which rank 0 was")
     # From here to the requeue and its range of nodes as little time as possible: the scheduler then ends this process.

@@ -286,7 +286,7 @@ class RankProcesses:
             for pid in self.running().values():
                 with contextlib.suppress(ProcessLookupError):
                     # A rank that has just been forked may not yet lead a group.
-                    (os.killpg if _leads_group(pid) else os.kill)(pid, send)
+                    (os.killpg if os.getpgid(pid) == pid else os.kill)(pid, send)
             end = time.monotonic() + limit
             while self.running() and time.monotonic() < end:
                 time.sleep(_POLL_SECONDS)
@@ -297,10 +297,6 @@ def ask_to_stop(pid: int, number: int) -> None:
     for each in (number, signal.SIGCONT):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, each)
-
-
-def _leads_group(pid: int) -> bool:
-    return os.getpgid(pid) == pid
 
 
 # The other ranks have this time to end after one has failed.

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titanlab.costs.layout import Layout
-from titanlab.distributed.host import cores
 from titanlab.errors import ConfigError
 from titanlab.recipe.schema import Cluster, LaunchSettings
 from titanlab.records.claim import claimed
@@ -125,11 +124,6 @@ def check_cluster(cluster: Cluster, launch: LaunchSettings) -> None:
     if cluster.per_node is None:
         rule = f"launch={launch.kind} derives the nodes of a job from it"
         raise ConfigError("cluster.per_node", None, rule, cure)
-
-
-def local_processes(at_once: int | None) -> int:
-    """Processes that a sweep may run on this host at once: `at_once`, or one per core."""
-    return at_once if at_once is not None else cores()
 
 
 def _nodes(world: int, per_node: int, nodes: int | None, *, together: int) -> int:
@@ -247,7 +241,7 @@ def submissions(sweep: Path) -> list[Submission]:
     """All submissions of a sweep, oldest first; other and damaged files are skipped."""
     submitted = []
     for path in (sweep / "submissions").glob("*.json"):
-        value = read_mapping(path)
+        value = read_optional(path)
         if value is None or value.get("schema") != SCHEMA:
             continue
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
@@ -314,8 +308,3 @@ def job_name(sweep: str, run: str | None, token: str) -> str:
 def token_of(name: str) -> str:
     """The token at the end of a job's name; older jobs have the name `titanlab-TOKEN`."""
     return name.rpartition("-")[2]
-
-
-def read_mapping(path: Path) -> dict[str, Any] | None:
-    """The mapping in a JSON file; None if the file cannot be read or contains no mapping."""
-    return read_optional(path)

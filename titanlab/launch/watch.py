@@ -290,7 +290,9 @@ class RankWatch:
             is_stopped = self._others_hang and process_state(self._child.pid) in STOPPED
             if is_due or is_stopped or (end is not None and time.monotonic() > end):
                 self._ended_here = True
-                self._note_silence()
+                if self._run.result(self._attempt) is None:
+                    # While other ranks hang: what is known of a worker that does not answer.
+                    note_silence(self._run, self._rank, self._child.pid, since=self._begin)
                 code = self._child.kill()
                 break
             time.sleep(_POLL_SECONDS)
@@ -338,11 +340,6 @@ class RankWatch:
         status = self._run.known_status()
         return status is not None and status.attempt == self._attempt and status.state == "starting"
 
-    def _note_silence(self) -> None:
-        """While other ranks hang: record that this worker does not answer, with what is known about it."""
-        if self._run.result(self._attempt) is None:
-            note_silence(self._run, self._rank, self._child.pid, since=self._begin)
-
     def _note(self, code: int) -> None:
         """Record why the worker ended, if it has not recorded that itself."""
         if self._ended_here and not self._reason:
@@ -378,7 +375,8 @@ class RankWatch:
             line = next((line.strip() for line in reversed(output.splitlines()) if says_oom(line)), None)
             if line is not None:
                 outcome = replace(outcome, kind=OutcomeKind.OOM, cause=f"{line[:300]} ({outcome.cause})")
-            return replace(outcome, traceback=_last(output) or None)
+            # The end of its log, as it recorded nothing else.
+            return replace(outcome, traceback="\n".join(output.rstrip().splitlines()[-40:]) or None)
         return outcome
 
 
@@ -402,8 +400,3 @@ def settle(run: RunFolder, attempt: int, world: int) -> None:
         if len(notes) == world or (primary and time.time() > max(primary) + 1.0):
             return
         time.sleep(look_seconds(world))
-
-
-def _last(text: str, lines: int = 40) -> str:
-    """The end of a log, for a process that recorded nothing else."""
-    return "\n".join(text.rstrip().splitlines()[-lines:])

@@ -23,8 +23,9 @@ from typing import Any
 from titanlab.distributed.ranks import MEETING
 from titanlab.errors import ConfigError
 from titanlab.launch.evidence import printed_lines
-from titanlab.launch.submission import SCHEMA, Submission, claim_sweep, jobs_folder, read_mapping, submissions
+from titanlab.launch.submission import SCHEMA, Submission, claim_sweep, jobs_folder, submissions
 from titanlab.records.claim import is_claimed
+from titanlab.records.json_file import read_optional
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.files import write_json
 from titanlab.system.processes import born_at, stopped_note
@@ -70,15 +71,20 @@ class LocalJob:
         if self.state != "running":
             return False
         if self.is_here:
-            return self.pid is not None and born_at(self.pid) is not None and born_at(self.pid) == self.born
+            return _lives(self.pid, self.born)
         status = run.known_status()
         updated = status.updated if status is not None and status.state not in ("prepared", "ended") else 0.0
         return run.is_claimed() or time.time() - max(self.started or 0.0, updated) < _SIGN_OF_LIFE_SECONDS
 
 
+def _lives(pid: int | None, born: int | None) -> bool:
+    """Whether a process of this host lives, and is not a later one with the same number."""
+    return pid is not None and born_at(pid) is not None and born_at(pid) == born
+
+
 def local_job(sweep: Path, token: str, index: int) -> LocalJob | None:
     """The record of a job; None before the supervisor has handled the job, or if the file is damaged."""
-    value = read_mapping(_file(sweep, token, index))
+    value = read_optional(_file(sweep, token, index))
     if value is None:
         return None
     values = {known.name: value[known.name] for known in fields(LocalJob) if known.name in value}
@@ -151,32 +157,28 @@ class SupervisorStart:
         """Whether the process lives; true if that cannot be known."""
         if self.host != socket.gethostname():
             return True
-        return self.pid is not None and born_at(self.pid) is not None and born_at(self.pid) == self.born
+        return _lives(self.pid, self.born)
 
 
 def latest_start(sweep: Path) -> SupervisorStart | None:
     """The latest start of a sweep's supervisor; None if there was none, or if the file is damaged."""
-    value = read_mapping(jobs_folder(sweep) / _FILE)
+    value = read_optional(jobs_folder(sweep) / _FILE)
     if value is None or value.pop("schema", None) != _SCHEMA:
         return None
     try:
         start = SupervisorStart(**value)
-        return start if _is_sound_start(start) else None
     except TypeError:
         return None
-
-
-def _is_sound_start(start: SupervisorStart) -> bool:
     pids = all(value is None or isinstance(value, int) for value in (start.pid, start.born))
     counts = all(isinstance(value, int) and 0 <= value < _MOST_COUNT for value in (start.in_vain, start.log))
-    return pids and counts and isinstance(start.jobs, dict) and isinstance(start.started, int | float)
+    is_sound = pids and counts and isinstance(start.jobs, dict) and isinstance(start.started, int | float)
+    return start if is_sound else None
 
 
 def note_start(sweep: Path, submitted: Sequence[Submission], *, pid: int | None, in_vain: int, log: int) -> None:
     """Note that a supervisor was started.
 
     Args:
-        submitted: the sweep's submissions to this host.
         pid: of its process; None if it is not known.
         in_vain: see `SupervisorStart`.
         log: size of its log before.
@@ -189,11 +191,7 @@ def note_start(sweep: Path, submitted: Sequence[Submission], *, pid: int | None,
 
 
 def starts_in_vain(sweep: Path, submitted: Sequence[Submission]) -> int:
-    """How many supervisors in a row have ended soon and have not changed the state of a job.
-
-    Args:
-        submitted: the sweep's submissions to this host.
-    """
+    """How many supervisors in a row have ended soon and have not changed the state of a job."""
     last = latest_start(sweep)
     if last is None or last.jobs != _jobs_by_state(sweep, submitted):
         return 0
@@ -203,11 +201,7 @@ def starts_in_vain(sweep: Path, submitted: Sequence[Submission]) -> int:
 
 
 def give_up(sweep: Path, submitted: Sequence[Submission]) -> None:
-    """Record that the jobs that wait have failed, because no supervisor lives long enough to start them.
-
-    Args:
-        submitted: the sweep's submissions to this host.
-    """
+    """Record that the jobs that wait have failed, because no supervisor lives long enough to start them."""
     cause = f"could not be started: the sweep's supervisor ended {MOST_STARTS} times before it started a job"
     if (error := last_error(sweep)) is not None:
         cause += f"; {LOG} ends with: {error}"

@@ -34,7 +34,7 @@ from titanlab.launch.local.queue import (
     python_environment,
     write_local_job,
 )
-from titanlab.launch.submission import Submission, claim_sweep, jobs_folder, local_processes
+from titanlab.launch.submission import Submission, claim_sweep, jobs_folder
 from titanlab.records.claim import claimed
 from titanlab.records.outcome import OutcomeKind, first_line
 from titanlab.records.run_folder import RunFolder
@@ -112,8 +112,9 @@ class _Job:
 
     @property
     def room(self) -> int:
-        """The number of processes that all jobs together may run at once."""
-        return local_processes(self.submission.launch.get("at_once"))
+        """The number of processes that all jobs together may run at once: `launch.at_once`, or one per core."""
+        at_once: int | None = self.submission.launch.get("at_once")
+        return cores() if at_once is None else at_once
 
     @property
     def processes(self) -> int:

@@ -71,10 +71,7 @@ def fork_ranks(prepare: Callable[[], T]) -> T:
     forking = os.getpid()
     pids: dict[int, int] = {}
     for rank in range(first.world):
-        with warnings.catch_warnings():
-            # Threads of numpy's BLAS: it ends them before a fork. Python warns of any thread.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
+        pid = _fork()
         if pid == 0:
             os.close(pids_file)
             _become(replace(first, rank=rank, local_rank=rank).environment(), rank, logs, forking)
@@ -99,9 +96,7 @@ def fork_children(first: Ranks, logs: Path, act: Callable[[], int]) -> dict[int,
     parent = os.getpid()
     pids: dict[int, int] = {}
     for rank in range(first.world):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
+        pid = _fork()
         if pid == 0:
             # Whatever happens, no rank may return into the code of its parent.
             code = 1
@@ -139,6 +134,13 @@ def end_with_parent() -> None:
     if os.getppid() != int(parent):
         # The launcher died before the call of prctl.
         sys.exit(1)
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        # Threads of numpy's BLAS: it ends them before a fork. Python warns of any thread.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
 
 
 def _become(environment: dict[str, str], rank: int, logs: Path, forking: int) -> None:

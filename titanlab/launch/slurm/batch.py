@@ -91,7 +91,7 @@ def _parameters(config: Slurm, sweep: Path, submission: Submission) -> dict[str,
         "qos": config.qos,
         "constraint": config.constraint,
         "nodelist": config.nodelist,
-        "exclude": ",".join([*_excluded(config), *_bad(config, sweep, submission.runs)]) or None,
+        "exclude": ",".join([*filter(None, [config.exclude]), *_bad(config, sweep, submission.runs)]) or None,
         "time": shape.minutes,
         "nodes": shape.nodes,
         "ntasks_per_node": shape.tasks_per_node,
@@ -118,16 +118,11 @@ def _survives(config: Slurm, shape: Shape) -> bool:
     return config.min_world is not None and shape.nodes > 1
 
 
-def _excluded(config: Slurm) -> list[str]:
-    return [] if config.exclude is None else [config.exclude]
-
-
 def _bad(config: Slurm, sweep: Path, runs: Sequence[str]) -> list[str]:
     """The hosts on which one of these runs has failed before."""
-    # A node that the user asks for by name is meant.
-    return (
-        [] if config.nodelist is not None else host_names([bad for bad in bad_hosts(sweep.parent) if bad.run in runs])
-    )
+    if config.nodelist is not None:
+        return []  # A node that the user asks for by name is meant.
+    return host_names([bad for bad in bad_hosts(sweep.parent) if bad.run in runs])
 
 
 def _memory(gib: float | None) -> str | None:
