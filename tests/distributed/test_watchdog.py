@@ -228,7 +228,7 @@ def test_what_counts_as_file_access_exists():
         (PACKAGE / "train" / "totals.py", True),
         (PACKAGE / "data" / "stream.py", False),
         (PACKAGE / "train" / "weights_source.py", False),
-        (PACKAGE / "system" / "atomic_file.py", False),
+        (PACKAGE / "system" / "files.py", False),
         ("/venv/torch/distributed/checkpoint/filesystem.py", False),
         ("/venv/torch/serialization.py", False),
         ("/home/me/observer.py", False),

@@ -9,7 +9,7 @@ import tempfile
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.records import outcome as end_file
+from titanlab.records import outcome
 from titanlab.records.outcome import Outcome, OutcomeKind, make_room, read_end, reserve_room, write_elsewhere, write_end
 from titanlab.system.files import FolderGone
 
@@ -23,7 +23,7 @@ def full(monkeypatch):
     """`full(n)`: the first n writes find a full disk. Returns the errors that were raised."""
 
     def make(count, code=errno.ENOSPC):
-        raised, real = [], end_file.write_json
+        raised, real = [], outcome.write_json
 
         def write_json(path, value, *, durable):
             if len(raised) < count:
@@ -31,7 +31,7 @@ def full(monkeypatch):
                 raise raised[-1]
             real(path, value, durable=durable)
 
-        monkeypatch.setattr(end_file, "write_json", write_json)
+        monkeypatch.setattr(outcome, "write_json", write_json)
         return raised
 
     return make
@@ -119,7 +119,7 @@ def test_another_error_frees_nothing(tmp_path, monkeypatch):
     def broken(*given, **more):
         raise OSError(errno.ENAMETOOLONG, "File name too long")
 
-    monkeypatch.setattr(end_file, "write_json", broken)
+    monkeypatch.setattr(outcome, "write_json", broken)
     with pytest.raises(OSError, match="too long"):
         write_end(tmp_path, tmp_path / "result.json", OUTCOME)
     assert (tmp_path / ".reserve").exists()
@@ -127,11 +127,11 @@ def test_another_error_frees_nothing(tmp_path, monkeypatch):
 
 def test_an_end_without_a_run_goes_elsewhere(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "none"))
-    monkeypatch.setattr(end_file, "home", lambda: tmp_path)
+    monkeypatch.setattr(outcome, "home", lambda: tmp_path)
     path = write_elsewhere(tmp_path / "single" / "name-12345678", OUTCOME)
     assert path.parent == tmp_path
     assert path.name.startswith("titanlab-name-12345678-attempt-2-")
     assert path.name.endswith("-result.json")
     assert read_end(path) == OUTCOME
-    monkeypatch.setattr(end_file, "home", lambda: tmp_path / "none")
+    monkeypatch.setattr(outcome, "home", lambda: tmp_path / "none")
     assert write_elsewhere(tmp_path, OUTCOME) is None

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from titanlab.records import provenance as module
+from titanlab.records import provenance
 from titanlab.records.provenance import git_state
 
 
@@ -63,7 +63,7 @@ def test_the_patch_makes_the_commit_this_code(package, tmp_path):
 
 
 def test_a_large_difference_is_cut_and_said_to_be(package, monkeypatch):
-    monkeypatch.setattr(module, "PATCH_LIMIT", 2000)
+    monkeypatch.setattr(provenance, "PATCH_LIMIT", 2000)
     (package / "a.py").write_text("line\n" * 1000)
     state = git_state(package)
     assert len(state.patch) <= 2000

@@ -12,9 +12,7 @@ from titanlab.checkpoint.folders import step_folder
 from titanlab.cli import main
 from titanlab.launch import attempt
 from titanlab.launch.execute import _recorded
-from titanlab.records import outcome as end_file
-from titanlab.records import run_folder
-from titanlab.records import run_records as run_status
+from titanlab.records import outcome, run_folder, run_records
 from titanlab.records.outcome import OutcomeKind, classify, from_exception, read_end
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.files import disk_fault, refusal, tells_of_disk, write_json, write_text
@@ -116,7 +114,7 @@ class Full:
 
     def __init__(self, monkeypatch, *paths):
         self.paths = paths
-        for module in (run_folder, run_status, end_file):
+        for module in (run_folder, run_records, outcome):
             monkeypatch.setattr(module, "write_json", self.write_json)
 
     def write_json(self, path, value, *, durable=False):

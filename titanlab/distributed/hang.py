@@ -36,11 +36,11 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 # Modules of titanlab and of torch that read or write files: a rank in one of them waits for a disk, not for a rank.
 _OWN_FILE_MODULES = (
-    *("data/", "tracker/", "checkpoint/", "terminal/console.py", "system/atomic_file.py"),
+    *("data/", "tracker/", "checkpoint/", "system/terminal.py", "system/files.py"),
     *("train/weights_", "train/hub_folders.py", "train/interchange.py", "train/starting_weights.py"),
     *("train/initialise.py",),
     *("records/metrics_file.py", "records/run_folder.py", "records/run_records.py", "records/claim.py"),
-    *("records/run_status.py", "records/end_file.py", "records/json_file.py"),
+    *("records/outcome.py", "records/json_file.py"),
 )
 _TORCH_FILE_MODULES = ("torch/distributed/checkpoint/", "torch/serialization.py")
 # How long the CPU time of the main thread is measured.

@@ -11,7 +11,7 @@ from titanlab.checkpoint.position import Position
 from titanlab.costs import meter
 from titanlab.distributed.world import World
 from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.system import terminal as phase
+from titanlab.system import terminal
 from titanlab.techniques.precision.cast_schema import Fp16
 from titanlab.techniques.precision.loss_scale import ScaledStep
 from titanlab.train.recording import LoggingRecorder, Recorder, StepEnd, open_recorder
@@ -84,7 +84,7 @@ def test_the_end_of_a_run_counts_the_steps_that_updated_nothing(tmp_path, capsys
 
 
 def test_in_a_pipe_the_first_step_of_a_resumed_run_is_over_after_it(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(phase, "_SLOW_SECONDS", 0.8)
+    monkeypatch.setattr(terminal, "_SLOW_SECONDS", 0.8)
     made = tiny.recipe(tmp_path, steps=100, log_every=50)
     run = tiny.begin(made)
     with open_recorder(made, run, ALONE, attempt=1, position=Position(step=60)) as recorder:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from titanlab.records import logs as lines
+from titanlab.records import logs
 from titanlab.records.logs import Growing, Span, backward, complete_end, forward, open_log
 
 
@@ -27,7 +27,7 @@ def span(path, start=0, end=None):
     ],
 )
 def test_backward_gives_the_lines_of_forward_in_reverse(tmp_path, monkeypatch, content):
-    monkeypatch.setattr(lines, "_BLOCK_BYTES", 8)
+    monkeypatch.setattr(logs, "_BLOCK_BYTES", 8)
     path = tmp_path / "log"
     path.write_bytes(content)
     expected = content.removesuffix(b"\n").split(b"\n") if content else []
@@ -46,8 +46,8 @@ def test_the_end_of_a_huge_file_is_read_without_the_rest(tmp_path):
 
 
 def test_a_line_without_end_is_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr(lines, "MOST_LINE_BYTES", 10)
-    monkeypatch.setattr(lines, "_BLOCK_BYTES", 4)
+    monkeypatch.setattr(logs, "MOST_LINE_BYTES", 10)
+    monkeypatch.setattr(logs, "_BLOCK_BYTES", 4)
     path = tmp_path / "log"
     path.write_bytes(b"x" * 35)
     for found in (list(forward(span(path))), list(backward(span(path))), Growing(path).read(last=True)):
