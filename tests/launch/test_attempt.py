@@ -330,8 +330,19 @@ def test_an_attempt_of_which_no_process_is_left_gets_a_result_from_whoever_looks
     close_dead(run)
     result = run.result()
     assert (result.kind, result.step, result.attempt) == (OutcomeKind.CRASH, 3, 1)
-    assert result.cause.startswith("its processes were killed, or their host ended, and left no result")
+    assert result.cause.startswith(
+        "its processes left no result: they were killed, their host ended, or the disk was full"
+    )
     assert (run.result(1), run.status().outcome) == (result, "crash")
+
+
+def test_a_result_that_only_the_attempt_has_becomes_the_run_s(tmp_path):
+    run = left(tiny.begin(tiny.recipe(tmp_path)))
+    run.write_result(Outcome(kind=OutcomeKind.NAN, step=4, attempt=1, cause="the loss is not finite"))
+    (run.path / "result.json").unlink()
+    run = left(run)
+    close_dead(run)
+    assert (run.result(), run.status().outcome) == (run.result(1), "nan")
 
 
 def test_its_ranks_own_notes_say_more(tmp_path):

@@ -1,9 +1,10 @@
-"""A disk that takes nothing more: how it is told, and that every end has a record all the same."""
+"""A disk that takes nothing more: one line says so, and every end gets a record once there is room."""
 
 import contextlib
 import errno
 import os
 import resource
+import time
 
 import pytest
 
@@ -13,8 +14,9 @@ from titanlab.cli import main
 from titanlab.launch import attempt
 from titanlab.launch.execute import _recorded
 from titanlab.records import outcome, run_folder, run_records
-from titanlab.records.outcome import OutcomeKind, classify, from_exception, read_end
+from titanlab.records.outcome import OutcomeKind, classify, from_exception
 from titanlab.records.run_folder import RunFolder
+from titanlab.records.run_records import Status
 from titanlab.system.files import disk_fault, refusal, tells_of_disk, write_json, write_text
 from titanlab.system.terminal import Console
 
@@ -123,20 +125,23 @@ class Full:
         write_json(path, value, durable=durable)
 
 
-def test_the_end_is_written_into_the_room_that_was_reserved(run, monkeypatch):
-    assert (run.path / ".reserve").stat().st_size == 2**17
-    Full(monkeypatch, run.path / ".reserve")
-    run.write_failure(from_exception(full(), rank=1))
-    run.write_result(from_exception(full(), rank=0))
-    assert (run.result().cause, run.status().outcome) == (disk_fault(full()), "crash")
-    assert [note.rank for note in run.failures(1)] == [1]
-
-
-def test_the_room_is_given_back_at_the_end_and_taken_again(run):
-    run.write_result(from_exception(LookupError("x")))
-    assert not (run.path / ".reserve").exists()
-    tiny.begin(tiny.recipe(run.path.parent.parent), run)
-    assert (run.path / ".reserve").exists()
+def test_an_end_that_a_full_disk_refuses_is_written_by_whoever_looks_next(run, monkeypatch, tmp_path):
+    whole = step_folder(run.checkpoints, 2)
+    whole.mkdir()
+    run.write_status(Status(state="running", step=3, steps=9, attempt=1, pid=2**22 + 1, updated=time.time() - 60))
+    Full(monkeypatch, tmp_path / "full")
+    (tmp_path / "full").touch()
+    with pytest.raises(OSError, match="No space left"):
+        run.write_failure(from_exception(full(), rank=1))
+    with pytest.raises(OSError, match="No space left"):
+        attempt.conclude(run, 1, {0: 1})
+    assert (run.result(), run.result(1), run.failures(1)) == (None, None, [])
+    (tmp_path / "full").unlink()
+    attempt.close_dead(run)
+    assert (run.result().kind, run.result().step, run.result()) == (OutcomeKind.CRASH, 3, run.result(1))
+    assert "the disk was full" in run.result().cause
+    assert run.status().outcome == "crash"
+    assert list(run.checkpoints.iterdir()) == [whole]
 
 
 def test_a_checkpoint_that_is_not_whole_gives_way_to_the_record_of_the_end(run, monkeypatch):
@@ -154,27 +159,12 @@ def test_where_not_even_that_can_be_written_a_line_says_so(run, monkeypatch, cap
     Full(monkeypatch, run.path)
     with Console() as console:
         outcome = _recorded(run, 1, [], console, terminal={0}, memory=None)
-    assert outcome.kind is OutcomeKind.CRASH
+    assert (outcome.kind, outcome.kind.exit_code) == (OutcomeKind.CRASH, 1)
+    assert run.result() is None
     said = capsys.readouterr().err
     assert said.startswith("error: the run has ended, and ")
     assert "cannot take a result.json: the disk is full" in said
     assert said.count("\n") == 1
-
-
-def test_the_result_goes_elsewhere_and_the_line_says_where(run, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(type(run), "write_result", lambda self, outcome: raises(full(str(self.path))))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with Console() as console:
-        outcome = _recorded(run, 1, [], console, terminal={0}, memory=None)
-    (path,) = tmp_path.glob(f"titanlab-{run.path.name}-attempt-1-*-result.json")
-    assert read_end(path) == outcome
-    said = capsys.readouterr().err
-    assert said.rstrip().endswith(f"; the result is in {path}")
-    assert said.count("\n") == 1
-
-
-def raises(error):
-    raise error
 
 
 def test_an_attempt_that_cannot_be_begun_leaves_all_as_it_was(run, monkeypatch):

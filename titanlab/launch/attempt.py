@@ -222,19 +222,25 @@ def close_earlier(run: RunFolder) -> None:
 
 
 def _is_open(run: RunFolder) -> bool:
-    """Whether the newest attempt has no result, and no job either, whose launcher knows more."""
+    """Whether the run has no result of its newest attempt, and no job either, whose launcher knows more."""
     attempt = run.newest_attempt()
-    return attempt > 0 and run.result(attempt) is None and run.job(attempt) is None
+    return attempt > 0 and run.result() is None and run.job(attempt) is None
 
 
 def _close(run: RunFolder) -> None:
     if not _is_open(run):
         return
     attempt = run.newest_attempt()
+    if (recorded := run.result(attempt)) is not None:
+        # The disk took the attempt's result, and not the run's.
+        run.write_result(recorded)
+        return
     if run.failures(attempt):
         conclude(run, attempt, {})
         return
-    cause = "its processes were killed, or their host ended, and left no result; the run can be resumed"
+    cause = (
+        "its processes left no result: they were killed, their host ended, or the disk was full; the run can be resumed"
+    )
     run.write_result(with_progress(run, Outcome(kind=OutcomeKind.CRASH, attempt=attempt, cause=cause)))
 
 

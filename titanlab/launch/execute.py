@@ -36,7 +36,7 @@ from titanlab.launch.restarts import Restart, Restarts, hide_device, note
 from titanlab.recipe.recipe import Recipe, resolve, shortened_warmup, to_mapping
 from titanlab.recipe.recipe_rules import check, check_host_memory
 from titanlab.records.identity import Identity, identify
-from titanlab.records.outcome import KillEvidence, Outcome, OutcomeKind, from_exit, write_elsewhere
+from titanlab.records.outcome import KillEvidence, Outcome, OutcomeKind, from_exit
 from titanlab.records.run_folder import RunFolder, check_runs, create_run
 from titanlab.system.files import disk_fault, tells_of_disk
 from titanlab.system.terminal import Console
@@ -252,9 +252,7 @@ def _recorded(
         if fault is None:
             raise
         outcome = Outcome(kind=OutcomeKind.CRASH, attempt=attempt, cause=fault)
-        elsewhere = write_elsewhere(run.path, outcome)
-        place = "" if elsewhere is None else f"; the result is in {elsewhere}"
-        console.error(f"the run has ended, and {shown_path(run.path)} cannot take a result.json: {fault}{place}")
+        console.error(f"the run has ended, and {shown_path(run.path)} cannot take a result.json: {fault}")
         return outcome
     if outcome.traceback and outcome.rank not in terminal and not tells_of_disk(outcome.cause):
         console.note(outcome.traceback.rstrip())

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import errno
-import os
 import re
 import resource
-import secrets
 import signal
-import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Mapping
@@ -21,7 +17,7 @@ from typing import Any
 
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.records.json_file import RESTORE, check_object, read_object
-from titanlab.system.files import FolderGone, disk_fault, finite, home, write_bytes, write_json
+from titanlab.system.files import FolderGone, disk_fault, finite, write_json
 
 _OOM = re.compile(
     r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|std::bad_alloc"
@@ -417,11 +413,6 @@ def _from_signal(number: int) -> tuple[OutcomeKind, str, bool]:
     return OutcomeKind.CRASH, f"ended by {names.get(number, f'signal {number}')}", False
 
 
-# A file that is deleted to free space on a full disk: enough for two results with a traceback and some ranks' notes.
-_RESERVE = ".reserve"
-_RESERVE_BYTES = 1 << 17
-
-
 def read_end(path: Path) -> Outcome | None:
     """The outcome in a file; None if there is no file.
 
@@ -439,49 +430,13 @@ def read_end(path: Path) -> Outcome | None:
 
 
 def write_end(run: Path, path: Path, outcome: Outcome) -> None:
-    """Write an outcome; on a full disk, free the reserved space first.
-
-    Args:
-        run: folder of the run, which has the reserved space.
+    """Write an outcome into the folder of a run.
 
     Raises:
-        FolderGone: the run's folder was moved or removed. One made anew would have the end, and not the run.
+        FolderGone: the run's folder was moved or removed. Do not recreate it: it would hold a result without a run.
+        OSError: the outcome cannot be written. Whoever looks at the run next writes one, as for a killed run.
     """
     if not run.is_dir():
         raise FolderGone(str(run))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, outcome.to_mapping(), durable=True)
-    except OSError as error:
-        if disk_fault(error) is None:
-            raise
-        make_room(run)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, outcome.to_mapping(), durable=True)
-
-
-def write_elsewhere(run: Path, outcome: Outcome) -> Path | None:
-    """Write an outcome outside of the run's folder, which takes none. Returns the file; None if no folder takes it."""
-    for folder in filter(None, (Path(tempfile.gettempdir()), home())):
-        path = folder / f"titanlab-{run.name}-attempt-{outcome.attempt}-{secrets.token_hex(3)}-result.json"
-        with contextlib.suppress(OSError):
-            write_json(path, outcome.to_mapping(), durable=True)
-            return path
-    return None
-
-
-def reserve_room(run: Path) -> None:
-    """Reserve the disk space that writing an outcome needs.
-
-    Raises:
-        OSError: the disk is full.
-    """
-    if not (run / _RESERVE).exists():
-        # Random bytes: a file system that compresses could store zeros in no space.
-        write_bytes(run / _RESERVE, os.urandom(_RESERVE_BYTES), durable=True)
-
-
-def make_room(run: Path) -> None:
-    """Free the space that `reserve_room` has taken."""
-    with contextlib.suppress(OSError):
-        (run / _RESERVE).unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, outcome.to_mapping(), durable=True)

@@ -22,7 +22,7 @@ from titanlab.records.config_file import config_text
 from titanlab.records.identity import Identity
 from titanlab.records.logs import write_marks
 from titanlab.records.metrics_file import MetricsWriter
-from titanlab.records.outcome import Outcome, make_room, reserve_room, write_end
+from titanlab.records.outcome import Outcome, write_end
 from titanlab.records.run_records import CHOSEN, SAVED, SCHEMA, STOPPED, RunRecords, Status, write_status
 from titanlab.system.files import FolderGone, user_path, write_json, write_text
 
@@ -85,7 +85,6 @@ class RunFolder(RunRecords):
             except FileExistsError:
                 continue
             try:
-                reserve_room(self.path)
                 # Somebody may have removed the logs of earlier attempts with their folder.
                 self.logs.mkdir(exist_ok=True)
                 write_text(folder / "config.yaml", config_text(config))
@@ -144,7 +143,6 @@ class RunFolder(RunRecords):
                 outcome=outcome.kind.value,
             )
         )
-        make_room(self.path)
 
     def note_saved(self, attempt: int, step: int) -> None:
         """Note which step an attempt saved last, so that a later attempt notices if that checkpoint was removed.
