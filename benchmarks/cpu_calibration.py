@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.plan.calibration import Calibration, Measured, calibrate, memory_errors, time_errors
-from titanlab.records.run_records import FOLDER_NAME
+from titanlab.records.run_folder import FOLDER_NAME
 from titanlab.sweep.measured_runs import MeasuredSweep, measured_sweep
 from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import open_sweep

@@ -35,8 +35,7 @@ from titanlab.launch.attempt import (
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.identity import identify
 from titanlab.records.outcome import KillEvidence, Outcome, OutcomeKind
-from titanlab.records.run_folder import RunFolder, create_run
-from titanlab.records.run_records import Status
+from titanlab.records.run_folder import RunFolder, Status, create_run
 
 HOST = Host(accelerator="cpu", device="cpu", count=2)
 

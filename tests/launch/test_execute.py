@@ -22,8 +22,7 @@ from titanlab.errors import ConfigError
 from titanlab.launch.contract import Failure
 from titanlab.launch.execute import continue_run, execute, prepare
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exception
-from titanlab.records.run_folder import open_run
-from titanlab.records.run_records import Status
+from titanlab.records.run_folder import Status, open_run
 from titanlab.records.run_search import list_runs
 from titanlab.system.terminal import Console
 from titanlab.techniques.model import llama_account

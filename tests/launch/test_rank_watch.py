@@ -18,8 +18,7 @@ from titanlab.launch.job import Job
 from titanlab.launch.slurm.launcher import SlurmLauncher
 from titanlab.launch.watch import RankWatch, settle, write_stop
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exception
-from titanlab.records.run_folder import RunFolder
-from titanlab.records.run_records import Status
+from titanlab.records.run_folder import RunFolder, Status
 
 
 class Worker:

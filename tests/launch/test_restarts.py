@@ -19,7 +19,7 @@ from titanlab.launch.restarts import Restarts, hide_device, reduced
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.recipe.schema import Cluster
 from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.records.run_records import RESTART
+from titanlab.records.run_folder import RESTART
 from titanlab.system.terminal import Console
 
 IN_VAIN = "not restarted: 2 restarts in a row have reached no further step and saved no checkpoint"

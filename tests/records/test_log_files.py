@@ -9,13 +9,13 @@ import pytest
 
 from titanlab.errors import ConfigError
 from titanlab.records.logs import part_of, parts, rank_log, rank_logs, write_marks
-from titanlab.records.run_records import RunRecords
+from titanlab.records.run_folder import RunFolder
 
 
 @pytest.fixture
 def run(tmp_path):
     (tmp_path / "logs").mkdir()
-    return RunRecords(tmp_path)
+    return RunFolder(tmp_path)
 
 
 def log(run, rank, content):
@@ -50,7 +50,7 @@ def test_logs_are_those_with_the_name_of_a_rank(run):
 
 
 def test_a_run_without_logs_has_none(tmp_path):
-    assert rank_logs(RunRecords(tmp_path)) == {}
+    assert rank_logs(RunFolder(tmp_path)) == {}
 
 
 def test_the_sizes_are_noted_before_an_attempt(run):

@@ -13,8 +13,7 @@ import pytest
 from titanlab.errors import ConfigError
 from titanlab.records.identity import Identity, identify
 from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.records.run_folder import RunFolder, create_run, open_run
-from titanlab.records.run_records import Status
+from titanlab.records.run_folder import RunFolder, Status, create_run, open_run
 
 CONFIG = {"name": "toy", "steps": 3, "optimizer": {"lr": 1e-5}}
 

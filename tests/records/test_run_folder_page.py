@@ -11,7 +11,7 @@ from titanlab.distributed.start_up import PHASES
 from titanlab.records.metrics_file import MetricsWriter, read_metrics
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.provenance import collect
-from titanlab.records.run_records import STATES, Status
+from titanlab.records.run_folder import STATES, Status
 from titanlab.techniques.profiler.memory import largest
 from titanlab.techniques.profiler.step_parts import EXPOSED, STEP
 from titanlab.techniques.profiler.step_parts import PHASES as PARTS

@@ -10,14 +10,14 @@ import pytest
 from titanlab.errors import ConfigError
 from titanlab.records.identity import Identity
 from titanlab.records.outcome import Outcome, OutcomeKind, write_end
-from titanlab.records.run_records import RunRecords
+from titanlab.records.run_folder import RunFolder
 
 
 @pytest.fixture
 def run(tmp_path):
     path = tmp_path / "sweep" / "small-model-0123abcd"
     path.mkdir(parents=True)
-    return RunRecords(path)
+    return RunFolder(path)
 
 
 def put(path, value):
@@ -51,7 +51,7 @@ def test_places_are_below_the_folder(run):
     ],
 )
 def test_the_name_of_a_folder_has_a_label_and_a_hash(folder, name, hash8):
-    run = RunRecords(Path("runs") / "sweep" / folder)
+    run = RunFolder(Path("runs") / "sweep" / folder)
     assert (run.name, run.hash8, run.sweep) == (name, hash8, "sweep")
 
 
@@ -148,7 +148,7 @@ def test_records_of_an_attempt_are_its_own(run):
 @pytest.mark.parametrize("damaged", ["text", 7, ["a"], True, None])
 def test_a_section_of_the_environment_that_is_no_mapping_is_missing(tmp_path, damaged):
     """Tables and reports read names below it."""
-    run = RunRecords(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     for name in ("code", "packages", "host", "environment"):
         put(run.path / "env.json", {name: damaged, "time": 1})
         assert run.env() == {"time": 1}

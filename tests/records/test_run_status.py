@@ -8,7 +8,7 @@ import time
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.records.run_records import Status, read_status, write_status
+from titanlab.records.run_folder import Status, read_status, write_status
 
 
 @pytest.fixture

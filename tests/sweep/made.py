@@ -14,8 +14,7 @@ from titanlab.launch.submission import Shape, Submission, write_submission
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.identity import identify
 from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.records.run_folder import RunFolder, create_run
-from titanlab.records.run_records import Status
+from titanlab.records.run_folder import RunFolder, Status, create_run
 from titanlab.sweep.sweep_folder import SweepFolder
 
 SUMMARY = {

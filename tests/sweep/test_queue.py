@@ -8,8 +8,7 @@ import pytest
 from tests.launch.slurm.printed import Answers, states, submission
 from titanlab.launch.contract import UNANSWERED, JobState
 from titanlab.launch.local.queue import LocalJob, write_local_job
-from titanlab.records.run_folder import RunFolder
-from titanlab.records.run_records import Status
+from titanlab.records.run_folder import RunFolder, Status
 from titanlab.sweep.reconcile import job_states, silence
 from titanlab.system.processes import born_at
 

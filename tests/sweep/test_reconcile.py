@@ -10,7 +10,7 @@ from tests.sweep.jobs import Jobs
 from titanlab.launch.contract import JobState, StopReason
 from titanlab.launch.watch import write_stop
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exception, from_exit
-from titanlab.records.run_records import Status
+from titanlab.records.run_folder import Status
 from titanlab.sweep import reconcile as reconciling
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.sweep_folder import SweepFolder

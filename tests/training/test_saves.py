@@ -24,7 +24,7 @@ from titanlab.distributed.ranks import ALONE, joined
 from titanlab.errors import ConfigError
 from titanlab.launch.attempt import check_own_checkpoint
 from titanlab.prove.parity import trace
-from titanlab.records.outcome import OutcomeKind, from_exit, kind_name
+from titanlab.records.outcome import OutcomeKind, classify, from_exit
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.files import FolderGone, disk_fault
 from titanlab.train import saves as module
@@ -94,7 +94,7 @@ def test_a_folder_that_is_moved_while_the_run_goes_on_does_not_come_back_in_its_
     moved = run.path.with_name(f"moved-{run.hash8}")
     with pytest.raises(FolderGone) as failure:
         tiny.as_rank(made, run, Mover(run, moved))
-    assert kind_name(failure.value) == "crash"
+    assert classify(failure.value) is OutcomeKind.CRASH
     assert "was moved or removed while the run went on" in disk_fault(failure.value)
     for write in (
         lambda: run.write_failure(from_exit(1, rank=0, attempt=1)),

@@ -23,7 +23,6 @@ from titanlab.checkpoint.blocks import DamagedCheckpoint
 from titanlab.checkpoint.older.metadata import METADATA
 from titanlab.errors import ConfigError
 from titanlab.records.run_folder import RunFolder
-from titanlab.records.run_records import RunRecords
 from titanlab.records.run_search import find_run
 from titanlab.system.files import StoreFault, read_bytes, user_path
 
@@ -32,7 +31,7 @@ OWNER = "run.json"
 _MOST_BYTES = 1 << 16
 
 
-def checkpoints_of(run: RunRecords) -> Place:
+def checkpoints_of(run: RunFolder) -> Place:
     """The folder of a run's checkpoints.
 
     In a store it is `checkpoint.folder/SWEEP/NAME-HASH8`, with the names that the run has got when it was made: its
@@ -57,10 +56,10 @@ def checkpoints_of(run: RunRecords) -> Place:
 
 def checkpoints_of_folder(path: Path) -> Place:
     """The folder of the checkpoints of the run in a folder, which may also be no run."""
-    return checkpoints_of(RunRecords(path))
+    return checkpoints_of(RunFolder(path))
 
 
-def claim_place(run: RunRecords) -> None:
+def claim_place(run: RunFolder) -> None:
     """Make the folder of a store this run's own, before its first attempt; it also shows whether the store takes files.
 
     Another run's checkpoints would else be taken for this run's: the same recipe has the same name on each host, and

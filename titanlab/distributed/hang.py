@@ -22,7 +22,7 @@ from titanlab.errors import ConfigError
 from titanlab.records.diagnosis import Diagnosis
 from titanlab.records.hang_file import HangRecord, read_hang
 from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.records.run_records import RunRecords
+from titanlab.records.run_folder import RunFolder
 from titanlab.system.text import trimmed
 
 STEP_KEY = "training.step_timeout_seconds"
@@ -39,8 +39,8 @@ _OWN_FILE_MODULES = (
     *("data/", "tracker/", "checkpoint/", "system/terminal.py", "system/files.py"),
     *("train/weights_", "train/hub_folders.py", "train/interchange.py", "train/starting_weights.py"),
     *("train/initialise.py",),
-    *("records/metrics_file.py", "records/run_folder.py", "records/run_records.py", "records/claim.py"),
-    *("records/outcome.py", "records/json_file.py"),
+    *("records/metrics_file.py", "records/run_folder.py", "records/claim.py", "records/outcome.py"),
+    *("records/json_file.py",),
 )
 _TORCH_FILE_MODULES = ("torch/distributed/checkpoint/", "torch/serialization.py")
 # How long the CPU time of the main thread is measured.
@@ -340,12 +340,12 @@ class HungAttempt:
     world: int
 
 
-def has_hung(run: RunRecords, attempt: int) -> bool:
+def has_hung(run: RunFolder, attempt: int) -> bool:
     """Whether ranks of an attempt have noted that they hang."""
     return any(note.kind is OutcomeKind.HANG for note in run.failures(attempt))
 
 
-def hung_attempt(run: RunRecords, attempt: int) -> HungAttempt:
+def hung_attempt(run: RunFolder, attempt: int) -> HungAttempt:
     """Read and diagnose the records of an attempt that hung."""
     records, damaged = read_hang(run, attempt)
     notes = run.failures(attempt)

@@ -35,8 +35,7 @@ from titanlab.records.logs import part_of, rank_log, text_at_end
 from titanlab.records.metrics_file import metrics_of
 from titanlab.records.outcome import KillEvidence, Outcome, OutcomeKind, from_exit
 from titanlab.records.provenance import collect
-from titanlab.records.run_folder import RunFolder
-from titanlab.records.run_records import Status
+from titanlab.records.run_folder import RunFolder, Status
 from titanlab.system.files import StoreFault, disk_fault
 from titanlab.system.processes import born_at, process_start
 

@@ -20,8 +20,7 @@ from titanlab.recipe.recipe import Recipe, resolve
 from titanlab.recipe.recipe_rules import check_all_but_data
 from titanlab.recipe.schema import LaunchSettings
 from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.records.run_folder import RunFolder
-from titanlab.records.run_records import RESTART
+from titanlab.records.run_folder import RESTART, RunFolder
 from titanlab.system.files import tells_of_disk, write_json
 
 # Ends of single processes or machines: another attempt may not have them.

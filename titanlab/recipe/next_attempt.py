@@ -20,7 +20,6 @@ from titanlab.recipe.recipe import Recipe, from_mapping, literal
 from titanlab.recipe.recipe_rules import check_pipeline
 from titanlab.records.identity import canonical
 from titanlab.records.run_folder import RunFolder
-from titanlab.records.run_records import RunRecords
 from titanlab.system.text import counted
 
 # Groups of which another preset may be chosen. None of them changes what a run computes, except by rounding.
@@ -181,7 +180,7 @@ def check_changeable(
             raise ConfigError(key, value, rule, f"{cure}changeable: {allowed}")
 
 
-def check_unedited(run: RunRecords) -> None:
+def check_unedited(run: RunFolder) -> None:
     """Check that a run's config.yaml still says what the run was made with: its folder has the hash of that.
 
     The keys that no identity covers may be edited: names, folders, the tracker, the launcher, logging.

@@ -1,4 +1,9 @@
-"""Who made a run hang: pure functions over the records of its ranks."""
+"""Who made a run hang: pure functions over the records of its ranks.
+
+The evidence, strongest first: a rank that does not answer; a rank that ended early; ranks that call different
+collectives; a rank that is outside of every collective. Ranks that wait are compared with their own earlier steps; then
+a rank counts that others wait for and that waits for nobody. Where this does not decide, no rank is named.
+"""
 
 from __future__ import annotations
 
@@ -221,7 +226,9 @@ def diagnose(
         return _different(mismatch, records, waits)
     apart = [rank for rank in sorted(records) if records[rank].state in ("stands", "computes")]
     if apart:
-        return _apart(apart, waits)
+        awaited = {peer for wait in waits.values() for peer in wait.on}
+        ranks = tuple(rank for rank in apart if rank in awaited) or tuple(apart)
+        return _with_waits(_listed({rank: waits[rank] for rank in ranks}), ranks, waits)
     return _waiting(records, waits, is_whole=not unread)
 
 
@@ -397,12 +404,6 @@ def _different(mismatch: Mismatch, records: Mapping[int, HangRecord], waits: Map
 def _with_sizes(call: Collective) -> str:
     sizes = ", ".join(str(list(size)) for size in call.sizes[:2])
     return f"{call.operation} of {sizes}" if sizes else call.operation
-
-
-def _apart(apart: Sequence[int], waits: Mapping[int, Wait]) -> Diagnosis:
-    awaited = {peer for wait in waits.values() for peer in wait.on}
-    ranks = tuple(rank for rank in apart if rank in awaited) or tuple(apart)
-    return _with_waits(_listed({rank: waits[rank] for rank in ranks}), ranks, waits)
 
 
 def _waiting(records: Mapping[int, HangRecord], waits: Mapping[int, Wait], *, is_whole: bool) -> Diagnosis:

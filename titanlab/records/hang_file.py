@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from titanlab.errors import ConfigError
 from titanlab.records.json_file import read_object
-from titanlab.records.run_records import RunRecords
+from titanlab.records.run_folder import RunFolder
 from titanlab.system.files import finite, write_text
 
 SCHEMA = 1
@@ -130,12 +130,12 @@ class HangRecord:
     collectives: tuple[Collective, ...]
 
 
-def hang_folder(run: RunRecords, attempt: int) -> Path:
+def hang_folder(run: RunFolder, attempt: int) -> Path:
     """The folder of an attempt's records of a hang."""
     return run.attempt_folder(attempt) / "hang"
 
 
-def write_hang(run: RunRecords, attempt: int, rank: int, record: Mapping[str, Any]) -> None:
+def write_hang(run: RunFolder, attempt: int, rank: int, record: Mapping[str, Any]) -> None:
     """Write a rank's record.
 
     Raises:
@@ -147,7 +147,7 @@ def write_hang(run: RunRecords, attempt: int, rank: int, record: Mapping[str, An
     write_text(folder / f"rank-{rank}.json", json.dumps(finite({"schema": SCHEMA, **record})) + "\n")
 
 
-def read_hang(run: RunRecords, attempt: int) -> tuple[dict[int, HangRecord], dict[int, str]]:
+def read_hang(run: RunFolder, attempt: int) -> tuple[dict[int, HangRecord], dict[int, str]]:
     """The records of an attempt by rank, and for damaged files the reason in one line."""
     records: dict[int, HangRecord] = {}
     damaged: dict[int, str] = {}

@@ -1,4 +1,8 @@
-"""What the ranks of a run print: files of lines, read from either end, and merged by time."""
+"""What the ranks of a run print: files of lines, read from either end, and merged by time.
+
+Files may be huge, still written, or no text. A line without a time follows the line before it. Lines of a rank that
+prints no times at all come at the end of their attempt: what such a rank prints is mostly its last words.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from titanlab.errors import ConfigError
 from titanlab.records.json_file import read_optional
-from titanlab.records.run_records import RunRecords
 from titanlab.system.files import write_json
+
+if TYPE_CHECKING:
+    # The folder of a run writes marks.
+    from titanlab.records.run_folder import RunFolder
 
 MOST_LINE_BYTES = 1 << 20
 """A longer line is cut into pieces, so that a file without line ends does not fill the memory."""
@@ -195,7 +202,7 @@ class Part:
     end: float
 
 
-def rank_logs(run: RunRecords) -> dict[int, Path]:
+def rank_logs(run: RunFolder) -> dict[int, Path]:
     """The logs of a run by rank, in the order of ranks."""
     logs = {}
     with contextlib.suppress(OSError):
@@ -205,18 +212,18 @@ def rank_logs(run: RunRecords) -> dict[int, Path]:
     return dict(sorted(logs.items()))
 
 
-def rank_log(run: RunRecords, rank: int) -> Path:
+def rank_log(run: RunFolder, rank: int) -> Path:
     """The file of a rank, which need not exist."""
     return run.logs / f"rank-{rank}.log"
 
 
-def write_marks(run: RunRecords, attempt: int) -> None:
+def write_marks(run: RunFolder, attempt: int) -> None:
     """Note the sizes of all logs, before an attempt adds to them."""
     sizes = {str(rank): size for rank, path in rank_logs(run).items() if (size := size_of(path))}
     write_json(run.attempt_folder(attempt) / MARKS, {"schema": SCHEMA, "bytes": sizes})
 
 
-def parts(run: RunRecords, rank: int, path: Path) -> list[Part]:
+def parts(run: RunFolder, rank: int, path: Path) -> list[Part]:
     """The parts of a rank's log, one for each attempt that may have written to it, oldest first.
 
     Attempts that earlier versions of titanlab have begun have no marks; what they wrote belongs to the attempt before.
@@ -242,7 +249,7 @@ def parts(run: RunRecords, rank: int, path: Path) -> list[Part]:
     return log_parts
 
 
-def part_of(run: RunRecords, rank: int, path: Path, attempt: int) -> Part:
+def part_of(run: RunFolder, rank: int, path: Path, attempt: int) -> Part:
     """The part of a rank's log that an attempt has written.
 
     Raises:
@@ -250,10 +257,8 @@ def part_of(run: RunRecords, rank: int, path: Path, attempt: int) -> Part:
     """
     size, numbers = size_of(path), run.attempts()
     start = _mark(run, attempt, rank)
-    if start is None and attempt != numbers[0]:
-        raise ConfigError("--attempt", attempt, "was begun before logs were marked", "leave --attempt out")
     later = [mark for number in numbers if number > attempt and (mark := _mark(run, number, rank)) is not None]
-    if start is None and len(numbers) > 1 and not later:
+    if start is None and (attempt != numbers[0] or (len(numbers) > 1 and not later)):
         raise ConfigError("--attempt", attempt, "was begun before logs were marked", "leave --attempt out")
     start = start or 0
     if start > size:
@@ -264,7 +269,7 @@ def part_of(run: RunRecords, rank: int, path: Path, attempt: int) -> Part:
     return Part(rank=rank, span=span, begin=_begin(run, attempt), end=_written(path))
 
 
-def _mark(run: RunRecords, attempt: int, rank: int) -> int | None:
+def _mark(run: RunFolder, attempt: int, rank: int) -> int | None:
     """The size of a rank's log when an attempt began; None if that was not recorded."""
     value = (read_optional(run.attempt_folder(attempt) / MARKS) or {}).get("bytes")
     if not isinstance(value, dict):
@@ -273,7 +278,7 @@ def _mark(run: RunRecords, attempt: int, rank: int) -> int | None:
     return size if isinstance(size, int) and size >= 0 else None
 
 
-def _begin(run: RunRecords, attempt: int) -> float:
+def _begin(run: RunFolder, attempt: int) -> float:
     """When an attempt began; 0 if that is not known."""
     time = (run.env(attempt) or {}).get("time") if attempt else None
     if not isinstance(time, int | float):

@@ -39,7 +39,10 @@ class MetricsWriter:
         self._clock = clock
         self._descriptor = open_to_write(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self._rest = b""
-        self._end_torn_line()
+        size = os.fstat(self._descriptor).st_size
+        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+            # End the incomplete line of an attempt that crashed, so that the next row starts a new line.
+            os.write(self._descriptor, b"\n")
         self.write(ATTEMPT, resumed_step, {})
 
     def write(self, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
@@ -69,12 +72,6 @@ class MetricsWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _end_torn_line(self) -> None:
-        """End the incomplete line of an attempt that crashed, so that the next row starts a new line."""
-        size = os.fstat(self._descriptor).st_size
-        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
-            os.write(self._descriptor, b"\n")
 
 
 def metrics_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,13 +119,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if (
-            isinstance(row, dict)
-            and isinstance(row.get("kind"), str)
-            and _are_integers(row.get("step"), row.get("attempt"))
-        ):
+        # `type`, because JSON's true is no number.
+        kinds = [type(row.get(key)) for key in ("kind", "step", "attempt")] if isinstance(row, dict) else None
+        if kinds == [str, int, int]:
             yield row
-
-
-def _are_integers(*values: object) -> bool:
-    return all(isinstance(value, int) and not isinstance(value, bool) for value in values)

@@ -1,4 +1,10 @@
-"""How runs end: the kinds of outcome, and the schema of result.json."""
+"""How runs end: the kinds of outcome, result.json, and what ends a run.
+
+Every run gets an outcome: `from_exception` and `classify` find the kind from an exception, `from_exit` from the exit
+code of a process that wrote no result, and `first_cause` selects the rank whose failure made the others fail.
+Exceptions are told by the names of their types and the text of their messages, so that torch is not imported. The texts
+are those of torch 2.11 to 2.13, NCCL, gloo, CUDA and the libraries that read data.
+"""
 
 from __future__ import annotations
 
@@ -18,122 +24,6 @@ from typing import Any
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.records.json_file import RESTORE, check_object, read_object
 from titanlab.system.files import FolderGone, disk_fault, finite, write_json
-
-_OOM = re.compile(
-    r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|std::bad_alloc"
-    r"|Memory allocation still failed|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation"
-    r"|unable to allocate .* for an array",
-    re.IGNORECASE,
-)
-# The loader's message when the address space is used up. With another cause, that cause follows these words.
-_NO_ADDRESS_SPACE = re.compile(r"failed to map segment from shared object(?!: Operation not permitted)")
-_THREAD_NOT_STARTED = re.compile(r"can't start new thread|(?:pthread_create|[Tt]hread creation) failed")
-_NODE = re.compile(
-    r"silent data corruption|uncorrectable (?:ECC|NVLink)|ECC error"
-    r"|GPU is lost|fallen off the bus|cudaErrorDevicesUnavailable"
-    r"|CUDA-capable device\(s\) is/are busy or unavailable|stale file handle|Input/output error|NVLink error",
-    re.IGNORECASE,
-)
-_HANG = re.compile(
-    r"watchdog caught collective operation timeout|collective operation timeout|timed out waiting"
-    r"|wait timeout after|Socket Timeout|timed out after \d+|client socket has timed out",
-    re.IGNORECASE,
-)
-# A peer has gone: another rank has the cause.
-_PEER_GONE = re.compile(
-    r"connection (?:was )?(?:closed|reset|refused|aborted)|broken pipe|remote process exited|ncclRemoteError"
-    r"|connection closed by (?:remote )?peer|failed to recv, got 0 bytes|NCCL communicator was aborted"
-    r"|recvValue failed",
-    re.IGNORECASE,
-)
-_NAN = re.compile(r"returned nan values|is not finite|non-?finite|(?:nan|inf) (?:loss|gradient)", re.IGNORECASE)
-
-# Libraries that a rank uses for nothing but data and its tokenizer.
-_DATA_PACKAGES = frozenset(
-    {"datasets", "huggingface_hub", "pyarrow", "sentencepiece", "tokenizers", "fsspec", "zlib", "lzma"}
-    | {"requests", "httpx", "aiohttp"}
-)
-# Types that bad content raises; other types point to a mistake in titanlab's code.
-_CONTENT_ERRORS = (OSError, ValueError, EOFError)
-_DATA_MODULE = "titanlab.data"
-
-
-def kind_name(error: BaseException) -> str:
-    """The kind of outcome (a value of `OutcomeKind`) for an exception."""
-    if isinstance(error, ConfigError):
-        return "data" if error.key.split(".")[0] == "data" else "infeasible"
-    if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "SignalException":
-        return "cancelled"
-    message = str(error)
-    if disk_fault(error) is not None:
-        return "crash"
-    if _is_oom(error, message):
-        return "oom"
-    if isinstance(error, FloatingPointError) or _NAN.search(message):
-        return "nan"
-    if _NODE.search(message) or getattr(error, "errno", None) in (errno.EIO, errno.ESTALE):
-        return "node_fail"
-    if _is_data(error):
-        return "data"
-    if isinstance(error, TimeoutError) or _HANG.search(message):
-        return "hang"
-    return "crash"
-
-
-def is_secondary(error: BaseException) -> bool:
-    """Whether the exception is a secondary failure: another rank has the cause."""
-    if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "SignalException":
-        return True
-    if isinstance(error, TitanlabError) or kind_name(error) == "data":
-        return False
-    # A collective times out because another rank does not take part.
-    return isinstance(error, ConnectionError) or bool(_PEER_GONE.search(str(error)) or _HANG.search(str(error)))
-
-
-def _is_oom(error: BaseException, message: str) -> bool:
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    if getattr(error, "errno", None) == errno.ENOMEM:
-        return True
-    if isinstance(error, ImportError) and _NO_ADDRESS_SPACE.search(message):
-        return True
-    return (isinstance(error, (RuntimeError, OSError)) and bool(_OOM.search(message))) or _lacks_thread_memory(message)
-
-
-def says_oom(text: str) -> bool:
-    """Whether the end of a process's log says that memory ran out."""
-    return bool(_OOM.search(text) or _NO_ADDRESS_SPACE.search(text)) or _lacks_thread_memory(text)
-
-
-def _lacks_thread_memory(message: str) -> bool:
-    """Whether a thread could not start because its stack did not fit into the limit of address space (RLIMIT_AS).
-
-    Without such a limit the cause is a limit on the number of processes, which is not a lack of memory.
-    """
-    limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-    return limited and bool(_THREAD_NOT_STARTED.search(message))
-
-
-def _is_data(error: BaseException) -> bool:
-    if any(_package(base) in _DATA_PACKAGES or base.__name__ == "DataError" for base in type(error).__mro__):
-        return True
-    return isinstance(error, _CONTENT_ERRORS) and _in_data_module(error.__traceback__)
-
-
-def _package(error_type: type) -> str:
-    return error_type.__module__.partition(".")[0]
-
-
-def _in_data_module(trace: TracebackType | None) -> bool:
-    """Whether the innermost titanlab frame of the traceback is in `titanlab.data`."""
-    innermost = ""
-    while trace is not None:
-        module = str(trace.tb_frame.f_globals.get("__name__", ""))
-        if module.partition(".")[0] == "titanlab":
-            innermost = module
-        trace = trace.tb_next
-    return innermost == _DATA_MODULE or innermost.startswith(_DATA_MODULE + ".")
-
 
 SCHEMA = 1
 # Types of the keys in JSON; a pair with None may be null.
@@ -267,9 +157,146 @@ def from_mapping(mapping: Mapping[str, Any]) -> Outcome:
     return Outcome(**{**values, "kind": OutcomeKind(values["kind"])})
 
 
+def read_end(path: Path) -> Outcome | None:
+    """The outcome in a file; None if there is no file.
+
+    Raises:
+        ConfigError: the file is damaged, or another version of titanlab wrote it.
+    """
+    value = read_object(path)
+    if value is None:
+        return None
+    check_object(path, value, schema=SCHEMA, kinds=KINDS)
+    try:
+        return from_mapping(value)
+    except (TitanlabError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError("kind", value.get("kind"), f"is no end of a run in {path}", RESTORE) from error
+
+
+def write_end(run: Path, path: Path, outcome: Outcome) -> None:
+    """Write an outcome into the folder of a run.
+
+    Raises:
+        FolderGone: the run's folder was moved or removed. Do not recreate it: it would hold a result without a run.
+        OSError: the outcome cannot be written. Whoever looks at the run next writes one, as for a killed run.
+    """
+    if not run.is_dir():
+        raise FolderGone(str(run))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, outcome.to_mapping(), durable=True)
+
+
+_OOM = re.compile(
+    r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|std::bad_alloc"
+    r"|Memory allocation still failed|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation"
+    r"|unable to allocate .* for an array",
+    re.IGNORECASE,
+)
+# The loader's message when the address space is used up. With another cause, that cause follows these words.
+_NO_ADDRESS_SPACE = re.compile(r"failed to map segment from shared object(?!: Operation not permitted)")
+_THREAD_NOT_STARTED = re.compile(r"can't start new thread|(?:pthread_create|[Tt]hread creation) failed")
+_NODE = re.compile(
+    r"silent data corruption|uncorrectable (?:ECC|NVLink)|ECC error"
+    r"|GPU is lost|fallen off the bus|cudaErrorDevicesUnavailable"
+    r"|CUDA-capable device\(s\) is/are busy or unavailable|stale file handle|Input/output error|NVLink error",
+    re.IGNORECASE,
+)
+_HANG = re.compile(
+    r"watchdog caught collective operation timeout|collective operation timeout|timed out waiting"
+    r"|wait timeout after|Socket Timeout|timed out after \d+|client socket has timed out",
+    re.IGNORECASE,
+)
+# A peer has gone: another rank has the cause.
+_PEER_GONE = re.compile(
+    r"connection (?:was )?(?:closed|reset|refused|aborted)|broken pipe|remote process exited|ncclRemoteError"
+    r"|connection closed by (?:remote )?peer|failed to recv, got 0 bytes|NCCL communicator was aborted"
+    r"|recvValue failed",
+    re.IGNORECASE,
+)
+_NAN = re.compile(r"returned nan values|is not finite|non-?finite|(?:nan|inf) (?:loss|gradient)", re.IGNORECASE)
+
+# Libraries that a rank uses for nothing but data and its tokenizer.
+_DATA_PACKAGES = frozenset(
+    {"datasets", "huggingface_hub", "pyarrow", "sentencepiece", "tokenizers", "fsspec", "zlib", "lzma"}
+    | {"requests", "httpx", "aiohttp"}
+)
+# Types that bad content raises; other types point to a mistake in titanlab's code.
+_CONTENT_ERRORS = (OSError, ValueError, EOFError)
+_DATA_MODULE = "titanlab.data"
+
+
 def classify(error: BaseException) -> OutcomeKind:
     """The kind of outcome for an exception that ended a run, from its type's name and its message."""
-    return OutcomeKind(kind_name(error))
+    if isinstance(error, ConfigError):
+        return OutcomeKind.DATA if error.key.split(".")[0] == "data" else OutcomeKind.INFEASIBLE
+    if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "SignalException":
+        return OutcomeKind.CANCELLED
+    message = str(error)
+    if disk_fault(error) is not None:
+        return OutcomeKind.CRASH
+    if _is_oom(error, message):
+        return OutcomeKind.OOM
+    if isinstance(error, FloatingPointError) or _NAN.search(message):
+        return OutcomeKind.NAN
+    if _NODE.search(message) or getattr(error, "errno", None) in (errno.EIO, errno.ESTALE):
+        return OutcomeKind.NODE_FAIL
+    if _is_data(error):
+        return OutcomeKind.DATA
+    if isinstance(error, TimeoutError) or _HANG.search(message):
+        return OutcomeKind.HANG
+    return OutcomeKind.CRASH
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Whether the exception is a secondary failure: another rank has the cause."""
+    if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "SignalException":
+        return True
+    if isinstance(error, TitanlabError) or classify(error) is OutcomeKind.DATA:
+        return False
+    # A collective times out because another rank does not take part.
+    return isinstance(error, ConnectionError) or bool(_PEER_GONE.search(str(error)) or _HANG.search(str(error)))
+
+
+def _is_oom(error: BaseException, message: str) -> bool:
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if getattr(error, "errno", None) == errno.ENOMEM:
+        return True
+    if isinstance(error, ImportError) and _NO_ADDRESS_SPACE.search(message):
+        return True
+    return (isinstance(error, (RuntimeError, OSError)) and bool(_OOM.search(message))) or _lacks_thread_memory(message)
+
+
+def says_oom(text: str) -> bool:
+    """Whether the end of a process's log says that memory ran out."""
+    return bool(_OOM.search(text) or _NO_ADDRESS_SPACE.search(text)) or _lacks_thread_memory(text)
+
+
+def _lacks_thread_memory(message: str) -> bool:
+    """Whether a thread could not start because its stack did not fit into the limit of address space (RLIMIT_AS).
+
+    Without such a limit the cause is a limit on the number of processes, which is not a lack of memory.
+    """
+    limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    return limited and bool(_THREAD_NOT_STARTED.search(message))
+
+
+def _is_data(error: BaseException) -> bool:
+    for base in type(error).__mro__:
+        if base.__module__.partition(".")[0] in _DATA_PACKAGES or base.__name__ == "DataError":
+            return True
+    return isinstance(error, _CONTENT_ERRORS) and _in_data_module(error.__traceback__)
+
+
+def _in_data_module(trace: TracebackType | None) -> bool:
+    """Whether the innermost titanlab frame of the traceback is in `titanlab.data`."""
+    innermost = ""
+    while trace is not None:
+        module = str(trace.tb_frame.f_globals.get("__name__", ""))
+        if module.partition(".")[0] == "titanlab":
+            innermost = module
+        trace = trace.tb_next
+    return innermost == _DATA_MODULE or innermost.startswith(_DATA_MODULE + ".")
 
 
 def from_exception(error: BaseException, *, step: int = 0, rank: int | None = None, attempt: int = 1) -> Outcome:
@@ -293,77 +320,6 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, TitanlabError) and error.exit_code == OutcomeKind.INFEASIBLE.exit_code:
         return error.exit_code
     return classify(error).exit_code
-
-
-@dataclass(frozen=True)
-class KillEvidence:
-    """What is known about who has sent SIGKILL.
-
-    Attributes:
-        by_kernel: whether it was the kernel, because memory ran out.
-        words: an end for "killed by SIGKILL: …".
-    """
-
-    by_kernel: bool
-    words: str
-
-
-def from_exit(
-    code: int, *, step: int = 0, rank: int | None = None, attempt: int = 1, memory: KillEvidence | None = None
-) -> Outcome:
-    """The outcome of a process that wrote no result, from its exit code.
-
-    Args:
-        code: both 128+N (shells) and -N (Python) mean that signal N ended the process.
-        memory: evidence about SIGKILL, see `MemoryKills.evidence`; None: there is none.
-    """
-    number = -code if code < 0 else code - 128 if 128 < code < 128 + 65 else None
-    # Exit code 0 without a result is no success: an out-of-memory handler may end a process with 0.
-    kind = _BY_EXIT_CODE.get(code, OutcomeKind.CRASH) if code else OutcomeKind.CRASH
-    if number is not None:
-        kind, cause, echo = _from_signal(number)
-        if number == signal.SIGKILL and memory is not None:
-            kind, cause = (OutcomeKind.OOM if memory.by_kernel else kind), f"killed by SIGKILL: {memory.words}"
-    elif kind is OutcomeKind.CRASH:
-        cause, echo = f"ended with exit code {code} and left no result; its log says more", False
-    else:
-        cause, echo = f"ended with exit code {code}: {kind.meaning}", False
-    return Outcome(
-        kind=kind,
-        step=step,
-        rank=rank,
-        attempt=attempt,
-        cause=cause,
-        exit_code=code if number is None else -number,
-        echo=echo,
-    )
-
-
-def first_cause(outcomes: Iterable[Outcome]) -> Outcome:
-    """Among the failures of several ranks, the failure that made the others fail.
-
-    A primary failure comes before a secondary one, a failure with a traceback before a bare exit code, then the
-    earliest comes first. Among ranks that hang, a rank that did not answer comes first, then the rank that did the
-    fewest steps.
-
-    Raises:
-        ValueError: there are no failures.
-    """
-    known = list(outcomes)
-    first = min(known, key=lambda end: (end.echo, end.traceback is None, end.ended, end.rank or 0))
-    if first.kind is not OutcomeKind.HANG:
-        return first
-    hung = [end for end in known if end.kind is OutcomeKind.HANG]
-    return min(
-        hung,
-        key=lambda end: (end.echo, not is_silent(end), end.traceback is None, end.step, end.ended, end.rank or 0),
-    )
-
-
-def is_silent(outcome: Outcome) -> bool:
-    """Whether another process wrote this outcome, for a rank that did not answer while others hung."""
-    has_no_evidence = outcome.traceback is None and outcome.exit_code is None
-    return outcome.kind is OutcomeKind.HANG and has_no_evidence and not outcome.echo
 
 
 def first_line(error: BaseException) -> str:
@@ -406,37 +362,74 @@ _SIGNALS: Mapping[int, tuple[OutcomeKind, str, bool]] = {
 }
 
 
-def _from_signal(number: int) -> tuple[OutcomeKind, str, bool]:
-    if number in _SIGNALS:
-        return _SIGNALS[number]
-    names = {int(known): known.name for known in signal.Signals}
-    return OutcomeKind.CRASH, f"ended by {names.get(number, f'signal {number}')}", False
+@dataclass(frozen=True)
+class KillEvidence:
+    """What is known about who has sent SIGKILL.
+
+    Attributes:
+        by_kernel: whether it was the kernel, because memory ran out.
+        words: an end for "killed by SIGKILL: …".
+    """
+
+    by_kernel: bool
+    words: str
 
 
-def read_end(path: Path) -> Outcome | None:
-    """The outcome in a file; None if there is no file.
+def from_exit(
+    code: int, *, step: int = 0, rank: int | None = None, attempt: int = 1, memory: KillEvidence | None = None
+) -> Outcome:
+    """The outcome of a process that wrote no result, from its exit code.
+
+    Args:
+        code: both 128+N (shells) and -N (Python) mean that signal N ended the process.
+        memory: evidence about SIGKILL, see `MemoryKills.evidence`; None: there is none.
+    """
+    number = -code if code < 0 else code - 128 if 128 < code < 128 + 65 else None
+    # Exit code 0 without a result is no success: an out-of-memory handler may end a process with 0.
+    kind = _BY_EXIT_CODE.get(code, OutcomeKind.CRASH) if code else OutcomeKind.CRASH
+    if number is not None:
+        names = {int(known): known.name for known in signal.Signals}
+        unknown = (OutcomeKind.CRASH, f"ended by {names.get(number, f'signal {number}')}", False)
+        kind, cause, echo = _SIGNALS.get(number, unknown)
+        if number == signal.SIGKILL and memory is not None:
+            kind, cause = (OutcomeKind.OOM if memory.by_kernel else kind), f"killed by SIGKILL: {memory.words}"
+    elif kind is OutcomeKind.CRASH:
+        cause, echo = f"ended with exit code {code} and left no result; its log says more", False
+    else:
+        cause, echo = f"ended with exit code {code}: {kind.meaning}", False
+    return Outcome(
+        kind=kind,
+        step=step,
+        rank=rank,
+        attempt=attempt,
+        cause=cause,
+        exit_code=code if number is None else -number,
+        echo=echo,
+    )
+
+
+def first_cause(outcomes: Iterable[Outcome]) -> Outcome:
+    """Among the failures of several ranks, the failure that made the others fail.
+
+    A primary failure comes before a secondary one, a failure with a traceback before a bare exit code, then the
+    earliest comes first. Among ranks that hang, a rank that did not answer comes first, then the rank that did the
+    fewest steps.
 
     Raises:
-        ConfigError: the file is damaged, or another version of titanlab wrote it.
+        ValueError: there are no failures.
     """
-    value = read_object(path)
-    if value is None:
-        return None
-    check_object(path, value, schema=SCHEMA, kinds=KINDS)
-    try:
-        return from_mapping(value)
-    except (TitanlabError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError("kind", value.get("kind"), f"is no end of a run in {path}", RESTORE) from error
+    known = list(outcomes)
+    first = min(known, key=lambda end: (end.echo, end.traceback is None, end.ended, end.rank or 0))
+    if first.kind is not OutcomeKind.HANG:
+        return first
+    hung = [end for end in known if end.kind is OutcomeKind.HANG]
+    return min(
+        hung,
+        key=lambda end: (end.echo, not is_silent(end), end.traceback is None, end.step, end.ended, end.rank or 0),
+    )
 
 
-def write_end(run: Path, path: Path, outcome: Outcome) -> None:
-    """Write an outcome into the folder of a run.
-
-    Raises:
-        FolderGone: the run's folder was moved or removed. Do not recreate it: it would hold a result without a run.
-        OSError: the outcome cannot be written. Whoever looks at the run next writes one, as for a killed run.
-    """
-    if not run.is_dir():
-        raise FolderGone(str(run))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, outcome.to_mapping(), durable=True)
+def is_silent(outcome: Outcome) -> bool:
+    """Whether another process wrote this outcome, for a rank that did not answer while others hung."""
+    has_no_evidence = outcome.traceback is None and outcome.exit_code is None
+    return outcome.kind is OutcomeKind.HANG and has_no_evidence and not outcome.echo

@@ -16,8 +16,7 @@ from typing import Any
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import UNANSWERED
 from titanlab.records.outcome import OutcomeKind
-from titanlab.records.run_folder import RunFolder
-from titanlab.records.run_records import STATES
+from titanlab.records.run_folder import STATES, RunFolder
 from titanlab.records.run_search import list_runs
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.system.text import counted, duration, grouped

@@ -23,8 +23,7 @@ from titanlab.launch.launchers import launcher_named
 from titanlab.launch.submission import Submission
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.provenance import code_fingerprint
-from titanlab.records.run_folder import RunFolder
-from titanlab.records.run_records import Status
+from titanlab.records.run_folder import RunFolder, Status
 from titanlab.sweep.columns import (
     COLUMNS,
     NAMES,

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from titanlab.records.outcome import OutcomeKind
-from titanlab.records.run_folder import RunFolder
-from titanlab.records.run_records import Status
+from titanlab.records.run_folder import RunFolder, Status
 from titanlab.sweep import listing
 from titanlab.sweep.enqueue import wake
 from titanlab.sweep.listing import ACTIVE, Row

@@ -1,4 +1,8 @@
-"""Reads and writes files, and explains the errors of disks."""
+"""Reads and writes files, and explains the errors of disks.
+
+Files are written atomically: a reader never sees a part of one. Folders may come from a stranger: named pipes, which
+may never answer, and links are traps.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,9 @@ from typing import Any, BinaryIO
 
 
 def write_text(path: Path, text: str, *, durable: bool = False) -> None:
-    """Replace a file atomically.
+    """Replace a file atomically, as UTF-8; its folder must exist.
 
     Args:
-        path: the file; its folder must exist.
-        text: its whole new content, written as UTF-8.
         durable: also wait until the data is on the disk, so that it survives a power failure.
     """
     write_bytes(path, text.encode(), durable=durable)
@@ -179,11 +181,7 @@ class StoreFault(OSError):
 
 
 class FolderGone(OSError):
-    """A run's folder was moved or removed while the run went on.
-
-    Args:
-        folder: where it was.
-    """
+    """A run's folder was moved or removed while the run went on."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(f"{_GONE} ({folder})")

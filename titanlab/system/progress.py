@@ -63,7 +63,7 @@ COLOURS = Style(done="\x1b[36m", rest="\x1b[2m", strong="\x1b[1m", faint="\x1b[2
 def plain_line(progress: Progress) -> str:
     """One line of a log, each number with its unit."""
     p = progress
-    parts = [_steps(p)]
+    parts = [f"step {p.step:>{len(str(p.steps))}}/{p.steps}"]
     if p.loss is not None:
         parts.append(f"loss {loss_text(p.loss)}")
     if p.grad_norm is not None:
@@ -204,10 +204,6 @@ def sparkline(values: Sequence[float]) -> str:
 def loss_text(loss: float) -> str:
     """A loss with four decimal places; `nan` or `inf` if it is not finite."""
     return f"{loss:.4f}" if math.isfinite(loss) else str(loss)
-
-
-def _steps(progress: Progress) -> str:
-    return f"step {progress.step:>{len(str(progress.steps))}}/{progress.steps}"
 
 
 def _speed(progress: Progress) -> str:

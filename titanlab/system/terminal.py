@@ -1,4 +1,10 @@
-"""Output of a run for people: a table at the start, a line of progress, a panel at the end."""
+"""Output of a run for people: a table at the start, a line of progress, a panel at the end.
+
+On a terminal the last line is redrawn in place: before the first step it names the phase that lasts, then it shows the
+progress. Every group of steps leaves a line, on a terminal as in a pipe or a log.
+`NO_COLOR` and dumb terminals are respected. Text of others cannot control the terminal. Failed output cannot end a run:
+text that cannot be written is dropped.
+"""
 
 from __future__ import annotations
 

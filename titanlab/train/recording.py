@@ -33,8 +33,7 @@ from titanlab.distributed.world import World
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.metrics_file import EXPERTS
 from titanlab.records.outcome import Outcome, OutcomeKind, classify, exit_code, is_secondary
-from titanlab.records.run_folder import RunFolder
-from titanlab.records.run_records import Status
+from titanlab.records.run_folder import RunFolder, Status
 from titanlab.system.files import disk_fault
 from titanlab.system.progress import Progress
 from titanlab.system.terminal import Console

@@ -14,8 +14,7 @@ from titanlab.cli import main
 from titanlab.cli import status as clean
 from titanlab.launch.local.queue import LocalJob, write_local_job
 from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.records.run_folder import RunFolder
-from titanlab.records.run_records import Status
+from titanlab.records.run_folder import RunFolder, Status
 from titanlab.sweep import clean as caches
 from titanlab.sweep import clean as items
 

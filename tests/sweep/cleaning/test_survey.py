@@ -10,7 +10,7 @@ from tests.checkpoint.test_contents import made as saved
 from tests.sweep.conftest import quiet
 from tests.sweep.made import Made, begin, end
 from titanlab.records.provenance import RECORD
-from titanlab.records.run_records import Status
+from titanlab.records.run_folder import Status
 from titanlab.sweep.clean import YOUNG_SECONDS, Survey, starting_points
 
 
