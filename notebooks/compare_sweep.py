@@ -29,7 +29,7 @@ from titanlab.report import figures, frames
 from titanlab.report import drawings
 from titanlab.report.analyses import ranking_text
 from titanlab.report.analyses import scaling_frame
-from titanlab.report.figures.scatter import pareto
+from titanlab.report.figures import pareto
 
 # %matplotlib inline
 

@@ -27,7 +27,7 @@ import pandas as pd
 
 from titanlab.report import drawings
 from titanlab.report.analyses import memory_frame
-from titanlab.report.figures.scatter import estimate_against_measurement
+from titanlab.report.figures import estimate_against_measurement
 from titanlab.report.frames import sweep_frame
 
 # %matplotlib inline

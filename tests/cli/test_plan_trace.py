@@ -8,7 +8,6 @@ import pytest
 
 from tests import tiny
 from titanlab.cli import main
-from titanlab.cli import plan_trace as verb
 from titanlab.costs.traffic_account import Row
 from titanlab.prove.declared import declared
 from titanlab.prove.traced_step import Comparison
@@ -33,7 +32,7 @@ def call(tmp_path, monkeypatch, capsys):
             traced = dataclasses.replace(one, update_traffic=rows, **changed)
             return Comparison(recipe=made, notes=("a note",), pairs=((one, traced),))
 
-        monkeypatch.setattr(verb, "trace", planted)
+        monkeypatch.setattr("titanlab.prove.traced_step.trace", planted)
         code = main(["plan", "--trace", *RECIPE, *arguments])
         return (code, *capsys.readouterr(), asked)
 

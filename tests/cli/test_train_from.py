@@ -6,7 +6,6 @@ import pytest
 
 from tests import tiny
 from titanlab.cli import resume, train
-from titanlab.cli import resume as train_from
 from titanlab.errors import ConfigError
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_search import list_runs
@@ -56,7 +55,7 @@ def test_the_refusal_to_train_longer_names_the_command_that_does(parent, capsys)
 def test_another_precision_from_an_earlier_checkpoint_and_on_another_layout(command, parent, monkeypatch):
     started = []
     done = Outcome(kind=OutcomeKind.DONE)
-    monkeypatch.setattr(train_from, "execute", lambda ready, console: started.append(ready.recipe) or done)
+    monkeypatch.setattr(resume, "execute", lambda ready, console: started.append(ready.recipe) or done)
     said = command(f"train --from {parent.path}/checkpoints/step-4 precision=bf16 parallelism=fsdp world=2 name=half")
     assert said.code == 0, said.err
     (recipe,) = started

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 
@@ -22,8 +21,7 @@ def verb(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., int]], None
     """Puts a function in place of what `titanlab status` calls."""
 
     def put(function: Callable[..., int]) -> None:
-        module = SimpleNamespace(main=function)
-        monkeypatch.setattr(verbs, "importlib", SimpleNamespace(import_module=lambda name: module))
+        monkeypatch.setattr(verbs, "main_of", lambda name: function)
 
     return put
 

@@ -17,7 +17,7 @@ from tests.docs.given import write_tokenizer
 from titanlab.cli import main
 from titanlab.data import source
 from titanlab.distributed.host import Host
-from titanlab.launch.execute import Ready
+from titanlab.launch.execute import Ready, prepare
 from titanlab.prove.forked import Ended
 from titanlab.prove.proof import Proof, Row
 from titanlab.recipe.recipe import Recipe, to_mapping
@@ -115,17 +115,10 @@ class Reader:
             patch(f"{module}.this_host", lambda: self._host)
         patch("titanlab.launch.execute.execute", began)
         patch("titanlab.cli.environment.checks", lambda *given, **more: [])
-        patch(
-            "titanlab.cli.resume.find_run_or_checkpoint",
-            lambda text, runs: (find_run(text.partition("/checkpoints/")[0], runs), None),
-        )
+        patch("titanlab.cli.resume.find_run_or_checkpoint", found)
         patch("titanlab.cli.resume.continue_run", lambda *given, **more: Outcome(kind=OutcomeKind.DONE))
         patch("titanlab.cli.resume.resubmit", lambda *given, **more: None)
-        patch(
-            "titanlab.cli.resume.find_run_or_checkpoint",
-            lambda text, runs, key: (find_run(text.partition("/checkpoints/")[0], runs), Path("step-00000008")),
-        )
-        patch("titanlab.cli.resume.prepare", lambda recipes, report: [None])
+        patch("titanlab.cli.resume.prepare", prepared_run)
         patch("titanlab.cli.resume.execute", lambda ready, console: Outcome(kind=OutcomeKind.DONE))
         patch("titanlab.cli.resume._submitted", lambda recipe, console: 0)
         # Whether Slurm is here is no matter of what is written.
@@ -137,7 +130,7 @@ class Reader:
         patch("titanlab.cli.sweep.follow", lambda folder: [])
         # tests/cli/proofs trains.
         for verb in ("parity", "rehearse"):
-            patch(f"titanlab.cli.proofs.{verb}.prepare", lambda: None)
+            patch(f"titanlab.cli.{verb}.prepare", lambda: None)
         patch("titanlab.cli.parity.Prover", lambda trainer: SimpleNamespace(rows=self._proved))
         patch("titanlab.cli.rehearse.train_in_ranks", self._rehearsed)
         read_request = plan.read_request
@@ -148,7 +141,7 @@ class Reader:
         said = SimpleNamespace(generate=lambda *given, **more: iter(["…"]))
         self._patch.setitem(sys.modules, "titanlab.train.generate", said)
         made = SimpleNamespace(kind="wandb", rows=3, folder=self._folder / "wandb")
-        patch("titanlab.cli.trackers.rebuild", lambda run, *given: [made])
+        patch("titanlab.train.rebuild.rebuild", lambda run, *given: [made])
         patch("titanlab.cli.weights.checkpoint_of", lambda text, runs, *, step: find_run(text, runs))
         patch("titanlab.cli.weights.from_run", lambda text, runs, **given: find_run(text, runs))
         patch("titanlab.cli.weights.write_hf", lambda origin, into, **given: self._exported(into))
@@ -191,6 +184,16 @@ def fingerprinted(data: Any) -> str:
 def shortened(request: Request) -> Request:
     """The first point of many: tests/sweep plans every file whole."""
     return replace(request, points=request.points[:1]) if len(request.points) > 4 else request
+
+
+def found(text: str, runs: str, key: str = "") -> tuple[RunFolder, Path | None]:
+    """The run of a checkpoint that need not be there; `train --from`, which names its key, finds one of it."""
+    return find_run(text.partition("/checkpoints/")[0], runs), Path("step-00000008") if key else None
+
+
+def prepared_run(recipes: Any, report: Any, **more: Any) -> Any:
+    """What `resume` prepares; nothing for `train --from`, whose checkpoint is not there."""
+    return prepare(recipes, report, **more) if more else [None]
 
 
 def began(ready: Ready, console: Any) -> Outcome:

@@ -181,7 +181,7 @@ def test_a_verb_says_it_in_a_line(monkeypatch, capsys, verb, trains):
     def verb_main(arguments):
         raise full("/runs/x")
 
-    monkeypatch.setattr(f"titanlab.cli.{verb}.main", verb_main)
+    monkeypatch.setattr(f"titanlab.cli.{verb}.{verb}_verb", verb_main)
     assert main([verb]) == 1
     said = capsys.readouterr().err
     assert said == f"error: {disk_fault(full('/runs/x'), ends_run=trains)}\n"

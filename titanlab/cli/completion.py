@@ -11,10 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from titanlab.cli.answers import answer
 from titanlab.cli.arguments import Arguments, parser_of
-from titanlab.cli.resume import FLAG
-from titanlab.cli.resume import train_from as train_from
+from titanlab.cli.compose import answer
+from titanlab.cli.resume import FLAG, train_from
 from titanlab.cli.verbs import VERBS, main_of
 from titanlab.errors import ConfigError
 from titanlab.recipe.flags import read_flags

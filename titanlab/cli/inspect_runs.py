@@ -42,7 +42,6 @@ from titanlab.records.logs import (
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_search import find_run
 from titanlab.sweep.listing import aligned
-from titanlab.sweep.watch import RunWatch
 from titanlab.system.files import finite, user_path
 from titanlab.system.terminal import Console, discard
 from titanlab.system.text import data_size, duration, harmless, shown_path
@@ -171,6 +170,9 @@ def _follow(
     run: RunFolder, rank: int | None, ends: Mapping[int, int], pattern: re.Pattern[bytes] | None, output: LogOutput
 ) -> None:
     """Print what is added, until the run ends."""
+    # Imported here, as below: the other verbs of this file need no table of a sweep.
+    from titanlab.sweep.watch import RunWatch
+
     growing = {number: Growing(rank_log(run, number), position) for number, position in ends.items()}
     watch, attempt, last_reason = RunWatch(run), run.newest_attempt(), ""
     while True:
@@ -223,6 +225,8 @@ def _without_logs(run: RunFolder) -> str:
     if result is not None:
         end = f"{result.kind.value}: {result.cause or result.kind.meaning}"
         return f"{name}: no rank has printed anything; it ended as {end}"
+    from titanlab.sweep.watch import RunWatch
+
     goes_on, why = RunWatch(run).goes_on()
     state = "unknown" if status is None else status.state
     return f"{name}: no rank has printed anything yet ({why or (state if goes_on else 'nobody has started it')})"

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titanlab.cli.arguments import Flags
 from titanlab.cli.compose import compose_one
@@ -31,8 +31,12 @@ from titanlab.system.terminal import Console
 from titanlab.system.text import counted, grouped
 from titanlab.techniques.schedule import plot as grid
 
+if TYPE_CHECKING:
+    from titanlab.prove.traced_step import Comparison
+
 # How many recipes a table shows.
 _TOP = 20
+_TRACED = ("declared", "traced", "difference")
 
 _HELP = """\
 titanlab plan: estimate memory and speed of layouts without a GPU, and rank those that fit
@@ -81,7 +85,7 @@ def _answered(args: Any, rest: list[str]) -> int:
     """Do what a command line asks for; returns the exit code."""
     if args.measure:
         # Imported here, as below: a plan needs neither sweeps nor jobs.
-        from titanlab.cli.plan_measure import measure
+        from titanlab.cli.plan_runs import measure
 
         return measure(rest, out=args.out)
     if args.calibrate is not None:
@@ -96,9 +100,7 @@ def _answered(args: Any, rest: list[str]) -> int:
             _explain(for_planning(recipe, stands=True), args, console)
             return 0
         if args.trace:
-            from titanlab.cli.plan_trace import run_trace
-
-            return run_trace(for_planning(recipe, stands=True), args.rank, console, as_json=args.json)
+            return _trace(for_planning(recipe, stands=True), args.rank, console, as_json=args.json)
         result = plan(for_planning(recipe), vary=args.vary, top=_TOP if args.top is None else args.top)
         if args.json:
             console.note(json.dumps(finite(search.plan_values(result)), indent=2, ensure_ascii=False))
@@ -231,3 +233,50 @@ def _account(account: Explanation) -> list[str]:
             f"peak in flight  {peaks} microbatches, by rank",
         ]
     return lines
+
+
+def _trace(recipe: Recipe, ranks: str, console: Console, *, as_json: bool) -> int:
+    """Trace, print the table, and return 0 if all figures are equal, else 1.
+
+    Args:
+        ranks: numbers with commas between them; empty: the first rank of each pipeline stage.
+
+    Raises:
+        ConfigError: there is no such rank, or the recipe cannot be traced.
+    """
+    # Imported here: a plan traces nothing.
+    from titanlab.prove.traced_step import comparison_values, trace
+
+    comparison = trace(recipe, _ranks(ranks))
+    if as_json:
+        console.note(json.dumps(comparison_values(comparison), indent=2, ensure_ascii=False))
+    else:
+        console.note("\n".join(_trace_lines(comparison)))
+    return 1 if comparison.differing else 0
+
+
+def _ranks(text: str) -> list[int] | None:
+    try:
+        return [int(part) for part in text.split(",")] if text else None
+    except ValueError:
+        raise ConfigError("--rank", text, "must be whole numbers with commas between them", "try --rank 0") from None
+
+
+def _trace_lines(comparison: Comparison) -> Sequence[str]:
+    from titanlab.costs.traffic_account import lines
+    from titanlab.prove.traced_step import comparison_rows
+
+    recipe, items, differing = comparison.recipe, comparison.items, comparison.differing
+    text = [f"{recipe.name}: {recipe.layout.label}, one step of {counted(len(comparison.pairs), 'rank')} traced"]
+    text += comparison.notes
+    text += ["", *aligned(("rank", "item", *_TRACED), comparison_rows(items), right=("rank", *_TRACED)), ""]
+    for _, traced in comparison.pairs:
+        text += [
+            f"the optimizer of rank {traced.rank}, for which nothing is declared: {line}"
+            for line in lines(traced.update_traffic)
+        ]
+    if not differing:
+        return [*text, f"all {len(items)} figures are equal"]
+    places = ", ".join(f"rank {item.rank}: {item.name}" for item in differing[:5])
+    more = f", and {len(differing) - 5} more" if len(differing) > 5 else ""
+    return [*text, f"{len(differing)} of {len(items)} figures differ: {places}{more}"]

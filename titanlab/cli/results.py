@@ -10,14 +10,12 @@ from pathlib import Path
 
 from titanlab.cli.arguments import Arguments
 from titanlab.errors import ConfigError
-from titanlab.sweep.comparison import COLUMN_OF, comparison
-from titanlab.sweep.listing import dropped, failures, gaps, runs
-from titanlab.sweep.ranking import drift_lines, rank, ranking_lines
-from titanlab.sweep.rows import look_at, write_table
 from titanlab.sweep.sweep_folder import SweepFolder, open_sweep
 from titanlab.system.files import finite, user_path
 from titanlab.system.terminal import Console
 from titanlab.system.text import counted
+
+_ENDINGS = (".html", ".htm")
 
 
 def collect_verb(arguments: Sequence[str]) -> int:
@@ -28,14 +26,17 @@ def collect_verb(arguments: Sequence[str]) -> int:
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
     args = parser.parse_args(arguments)
     sweep = open_sweep(args.sweep, args.runs)
+    # Imported here, as below: the planner and the table take time to import, and `--help` needs neither.
+    from titanlab.sweep import listing
+    from titanlab.sweep.comparison import comparison
+    from titanlab.sweep.ranking import drift_lines
+    from titanlab.sweep.rows import look_at, write_table
+
     rows = look_at(sweep, Console().warn, estimates=True)()
     files = write_table(rows, sweep.name, user_path(args.into or sweep.path))
-    lines = [f"{sweep.name}: {counted(len(runs(rows)), 'run')}"]
-    lines += [f"  {line}" for line in comparison(rows)]
-    lines += [f"  {line}" for line in drift_lines(rows)]
-    lines += [f"  {line}" for line in failures(rows)]
-    lines += [f"  {line}" for line in gaps(rows)]
-    lines += [f"  {line}" for line in dropped(rows)]
+    lines = [f"{sweep.name}: {counted(len(listing.runs(rows)), 'run')}"]
+    for section in (comparison, drift_lines, listing.failures, listing.gaps, listing.dropped):
+        lines += [f"  {line}" for line in section(rows)]
     lines += [f"table: {os.path.relpath(path)}" for path in files]
     with Console() as console:
         console.note("\n".join(lines))
@@ -55,6 +56,11 @@ def best_verb(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="the ranking as JSON; docs/comparing.md has the keys")
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
     args = parser.parse_args(arguments)
+    from titanlab.sweep.comparison import COLUMN_OF
+    from titanlab.sweep.listing import dropped
+    from titanlab.sweep.ranking import rank, ranking_lines
+    from titanlab.sweep.rows import look_at
+
     if args.by not in COLUMN_OF:
         raise ConfigError("--by", args.by, "is no figure to rank by", f"known: {', '.join(COLUMN_OF)}")
     limit = args.max_memory
@@ -73,9 +79,6 @@ def best_verb(arguments: Sequence[str]) -> int:
     return 0
 
 
-_ENDINGS = (".html", ".htm")
-
-
 def report_verb(arguments: Sequence[str]) -> int:
     """Write the report, and print its answer and where it is."""
     parser = Arguments("report", "Write a sweep's report: one HTML file, which opens without a network.")
@@ -91,7 +94,6 @@ def report_verb(arguments: Sequence[str]) -> int:
     if args.format is not None and args.figures is None:
         raise ConfigError("--format", args.format, "is that of figures", "add --figures FOLDER")
     sweep = open_sweep(args.sweep, args.runs)
-    # Imported here: the planner and the table take time to import, and `--help` needs neither.
     from titanlab.report.report import check_matplotlib, write_report
     from titanlab.sweep.rows import look_at
 

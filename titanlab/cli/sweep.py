@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from titanlab.cli.answers import answer
+from titanlab.cli.compose import answer
 from titanlab.errors import ConfigError
 from titanlab.launch.launchers import joined
 from titanlab.recipe.compose import Loader, conf_folder

@@ -19,7 +19,6 @@ from titanlab.techniques.tracker import wandb as wandb_upload
 from titanlab.techniques.tracker.tensorboard_schema import TensorBoard
 from titanlab.techniques.tracker.wandb import has_key
 from titanlab.techniques.tracker.wandb_schema import Wandb
-from titanlab.train.rebuild import rebuild
 from titanlab.train.tracked_run import has_repeated_steps, has_tracker, tracker_gap, waiting_files
 
 
@@ -98,6 +97,9 @@ def _merge(run: RunFolder, console: Console) -> bool:
 
 
 def _rebuild(run: RunFolder, console: Console) -> None:
+    # Imported here, as below: it needs Hydra, and `titanlab workspace` does not.
+    from titanlab.train.rebuild import rebuild
+
     for made in rebuild(run):
         console.note(f"{run.path.name}: {made.kind} has all {counted(made.rows, 'row')}: {made.folder}")
 
@@ -105,6 +107,8 @@ def _rebuild(run: RunFolder, console: Console) -> None:
 def _write(kind: str, runs: Sequence[RunFolder], console: Console) -> None:
     """Write a tracker's files for the runs that have ended and have none of it."""
     config = Wandb() if kind == Wandb.kind else TensorBoard()
+    from titanlab.train.rebuild import rebuild
+
     config.check_installed()
     for run in dict.fromkeys(runs):
         if has_tracker(run, kind):

@@ -13,9 +13,9 @@ def train_verb(arguments: Sequence[str]) -> int:
     """Returns the exit code of the first run that failed, or 0."""
     if any(argument == "--from" or argument.startswith("--from=") for argument in arguments):
         # Imported here, because a recipe of its own needs none of it.
-        from titanlab.cli import resume as train_from
+        from titanlab.cli.resume import train_from
 
-        return train_from.train_from(arguments)
+        return train_from(arguments)
     with Console() as console:
         # Of processes that torchrun has started, rank 0's worker alone has the terminal; launchers are asked below.
         shown = "RANK" not in os.environ
@@ -23,14 +23,12 @@ def train_verb(arguments: Sequence[str]) -> int:
         console.phase("composing the recipe" if shown and console.is_live else None)
         # Imported here: Hydra takes a third of a second, and the phase is to be seen before.
         with kept_imports():
-            from titanlab.cli.compose import compose_one
+            from titanlab.cli.compose import answer, compose_one
             from titanlab.launch.launchers import joined
             from titanlab.recipe.flags import read_flags
 
         flags = read_flags(arguments)
         if not flags.starts:
-            from titanlab.cli.answers import answer
-
             console.phase(None)
             answer(flags)
             return 0

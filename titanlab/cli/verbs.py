@@ -1,4 +1,4 @@
-"""`titanlab VERB …`: call the verb's module, and turn its errors into one line and an exit code."""
+"""`titanlab VERB …`: call the verb's function, and turn its errors into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from titanlab.system.terminal import (
     replace_unwritable,
 )
 
-# verb → (module, help text). A module is imported when its verb is called: some need torch, most do not.
+# verb → (module, help text). The module is imported when the verb is called; its function is named VERB_verb.
 VERBS = {
     "train": ("titanlab.cli.train", "run a recipe: titanlab train +recipe=quickstart training.steps=50"),
     "sweep": ("titanlab.cli.sweep", "run many: titanlab sweep +sweeps=quickstart_layouts --dry-run"),
@@ -204,7 +204,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def main_of(verb: str) -> Callable[[Sequence[str]], int]:
     """The function of a verb, whose module is imported for it."""
     with kept_imports():
-        verb_main: Callable[[Sequence[str]], int] = importlib.import_module(VERBS[verb][0]).main
+        module = importlib.import_module(VERBS[verb][0])
+    verb_main: Callable[[Sequence[str]], int] = getattr(module, f"{verb.replace('-', '_')}_verb")
     return verb_main
 
 

@@ -7,8 +7,7 @@ import shlex
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from titanlab.cli import main
-from titanlab.cli import tokens as verb
+from titanlab.cli import main, tokens
 
 
 @pytest.mark.parametrize(
@@ -24,7 +23,7 @@ def test_the_override_names_the_file(tmp_path, monkeypatch, capsys, flags, folde
         report("fetched tokenizer.json")
         return into / "tokenizer.json"
 
-    monkeypatch.setattr(verb, "download_tokenizer", download)
+    monkeypatch.setattr(tokens, "download_tokenizer", download)
     assert main(["download-tokenizer", "meta-llama/Llama-3.1-8B", *flags, "--token", "hf_x"]) == 0
     assert asked == [("meta-llama/Llama-3.1-8B", tmp_path / folder, "hf_x")]
     told, line = capsys.readouterr().out.splitlines()

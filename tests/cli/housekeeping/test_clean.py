@@ -10,8 +10,7 @@ import pytest
 
 from tests import tiny
 from tests.sweep.made import Made, begin, end
-from titanlab.cli import main
-from titanlab.cli import status as clean
+from titanlab.cli import main, status
 from titanlab.launch.local.queue import LocalJob, write_local_job
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder, Status
@@ -228,7 +227,7 @@ def test_the_user_is_asked(run, call, monkeypatch, answer, left):
         def readline(self):
             return answer
 
-    monkeypatch.setattr(clean.sys, "stdin", Keyboard())
+    monkeypatch.setattr(status.sys, "stdin", Keyboard())
     code, out, _ = call()
     assert (code, len(steps(run))) == (0, left)
     assert "? [y/N] " in out
@@ -350,7 +349,7 @@ def test_a_kind_that_is_given_twice_is_shown_once(run, call):
 
 
 def test_ctrl_c_says_what_is_removed_and_the_same_command_removes_the_rest(run, call, monkeypatch):
-    remove, removed = clean.remove_item, []
+    remove, removed = status.remove_item, []
 
     def interrupted(item):
         if removed:
@@ -358,12 +357,12 @@ def test_ctrl_c_says_what_is_removed_and_the_same_command_removes_the_rest(run, 
         removed.append(item.path.name)
         remove(item)
 
-    monkeypatch.setattr(clean, "remove_item", interrupted)
+    monkeypatch.setattr(status, "remove_item", interrupted)
     code, out, err = call("--yes")
     assert (code, len(steps(run))) == (130, 3)
     assert err == "error: interrupted; what is left can be removed by the same command\n"
     assert out.splitlines()[-1].startswith("removed 1 item, ")
-    monkeypatch.setattr(clean, "remove_item", remove)
+    monkeypatch.setattr(status, "remove_item", remove)
     assert call("--yes", "--what", "checkpoints")[0] == 0
     assert steps(run) == ["8"]
 

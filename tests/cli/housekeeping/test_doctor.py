@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from titanlab.cli import environment as doctor
+from titanlab.cli import environment
 from titanlab.cli.verbs import main
 from titanlab.doctor.checkup import Check
 from titanlab.launch.slurm_schema import Slurm
@@ -24,7 +24,7 @@ def given(monkeypatch):
         asked.append((str(runs), launch))
         return [Check(section="devices", name=each.name, find=lambda each=each: [each]) for each in FOUND]
 
-    monkeypatch.setattr(doctor, "checks", made)
+    monkeypatch.setattr(environment, "checks", made)
     return asked
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests import tiny
 from tests.sweep.made import Made, begin, end
-from titanlab.cli import inspect_runs as logs
+from titanlab.cli import inspect_runs
 from titanlab.cli.verbs import main
 from titanlab.records.run_folder import Status
 
@@ -122,7 +122,7 @@ def test_a_run_that_ended_without_logs_says_how(tmp_path, say):
 
 
 def test_following_goes_on_until_the_run_ends(run, say, monkeypatch):
-    monkeypatch.setattr(logs, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(inspect_runs, "_POLL_SECONDS", 0.02)
     write(run, 0, "10:00:00 old\n10:00:01 half")
     claimed, seen = threading.Event(), threading.Event()
 
@@ -164,7 +164,7 @@ def test_following_goes_on_until_the_run_ends(run, say, monkeypatch):
 
 
 def test_following_a_run_that_nobody_works_on_ends(run, say, monkeypatch):
-    monkeypatch.setattr(logs, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(inspect_runs, "_POLL_SECONDS", 0.02)
     write(run, 0, "text\n")
     run.write_status(Status(state="running", attempt=1, pid=2**22 + 1, updated=time.time() - 1000))
     code, out, err = say(run.path, "--follow", "--rank", 0)
@@ -176,7 +176,7 @@ def test_ctrl_c_ends_only_the_looking(run, say, monkeypatch):
     def interrupt(seconds):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(logs.time, "sleep", interrupt)
+    monkeypatch.setattr(inspect_runs.time, "sleep", interrupt)
     write(run, 0, "text\n")
     with run.claim():
         assert say(run.path, "--follow") == (0, "[rank 0] text\n", "")

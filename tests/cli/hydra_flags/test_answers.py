@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from titanlab.cli import answers, main
+from titanlab.cli import compose, main
 from titanlab.errors import ConfigError
 from titanlab.recipe.flags import read_flags
 
@@ -42,9 +42,9 @@ def test_hydra_that_exits_with_an_error_is_one_line(monkeypatch):
 
         return decorate
 
-    monkeypatch.setattr(answers.hydra, "main", gives_up)
+    monkeypatch.setattr(compose.hydra, "main", gives_up)
     with pytest.raises(ConfigError) as refused:
-        answers.answer(read_flags(["--cfg", "job"]))
+        compose.answer(read_flags(["--cfg", "job"]))
     assert str(refused.value) == "arguments=--cfg job: the reason; see `titanlab train --help`"
 
 

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from titanlab.cli import plan_runs as cluster_out
+from titanlab.cli import plan_runs
 from titanlab.errors import ConfigError
 from titanlab.recipe.schema import Cluster
 
@@ -49,6 +49,6 @@ def test_a_full_disk_is_one_line(monkeypatch, tmp_path):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(cluster_out, "write_text", full)
+    monkeypatch.setattr(plan_runs, "write_text", full)
     with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
-        cluster_out.write_cluster(tmp_path / "cluster" / "cores.yaml", Cluster(), "Measured.")
+        plan_runs.write_cluster(tmp_path / "cluster" / "cores.yaml", Cluster(), "Measured.")

@@ -48,7 +48,7 @@ def ranks(monkeypatch):
     monkeypatch.setattr("titanlab.cli.parity._Trainer", Trainer)
     monkeypatch.setattr("titanlab.cli.rehearse.train_in_ranks", ended)
     for verb in ("parity", "rehearse"):
-        monkeypatch.setattr(f"titanlab.cli.proofs.{verb}.prepare", lambda: None)
+        monkeypatch.setattr(f"titanlab.cli.{verb}.prepare", lambda: None)
     return trained, failing
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import titanlab
-from titanlab.cli.answers import answer
+from titanlab.cli.compose import answer
 from titanlab.errors import ConfigError
 from titanlab.recipe.compose import Loader
 from titanlab.recipe.flags import read_flags

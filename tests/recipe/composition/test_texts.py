@@ -3,7 +3,7 @@
 import pytest
 
 from tests.sweep.files import labels, plan, write_sweep
-from titanlab.cli.answers import answer
+from titanlab.cli.compose import answer
 from titanlab.recipe.compose import Loader
 from titanlab.recipe.flags import read_flags
 from titanlab.recipe.keys import as_typed

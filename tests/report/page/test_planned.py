@@ -6,7 +6,7 @@ import pytest
 
 from tests.report.page.plain import facts_in, facts_of, run
 from tests.sweep.made import begin, end
-from titanlab.report import panels as planned
+from titanlab.report import panels
 from titanlab.report.panels import estimated_splits, measured_splits, pipelines
 
 
@@ -96,9 +96,9 @@ def test_each_form_of_a_pipeline_is_drawn_once(made):
 
 def test_a_pipeline_with_too_many_actions_is_left_out(made, monkeypatch):
     done(made, "pp", pipeline=2, microbatch=1)
-    monkeypatch.setattr(planned, "MOST_CELLS", 47)
+    monkeypatch.setattr(panels, "MOST_CELLS", 47)
     assert pipelines(facts_in(made.folder)) == ([], ["pp2: 48 actions are too many for a page"])
-    monkeypatch.setattr(planned, "MOST_CELLS", 48)
+    monkeypatch.setattr(panels, "MOST_CELLS", 48)
     assert len(pipelines(facts_in(made.folder))[0]) == 1
 
 
@@ -107,7 +107,7 @@ def test_without_figures_of_the_machine_a_backward_pass_takes_two_forward_passes
     facts = facts_in(made.folder)
     (estimated,) = pipelines(facts)[0]
     assert estimated.unit == "s, estimated"
-    monkeypatch.setattr(planned, "timeline_of", lambda recipe, machine: None)
+    monkeypatch.setattr(panels, "timeline_of", lambda recipe, machine: None)
     (plain,) = pipelines(facts)[0]
     assert plain.unit == ""
     # Two microbatches through two stages: (2 + 1) forward and as many backward passes of twice the time.
