@@ -87,7 +87,7 @@ OTHERS: tuple[tuple[str, str, str], ...] = (
     (
         "docs/comparing.md",
         "equal2: No winner",
-        "printed for a real sweep of equal recipes; tests/cli/results/test_best.py",
+        "printed for a real sweep of equal recipes; tests/cli/test_best.py",
     ),
     ("docs/compile.md", "warning: step 3", "printed where a shape changes; tests/compile/test_watch.py"),
     ("docs/configuration.md", "mypackage/", "an outline of a package"),
@@ -106,7 +106,7 @@ OTHERS: tuple[tuple[str, str, str], ...] = (
     ("docs/profiling.md", "steps 6 to 8", "printed by a run"),
     ("docs/profiling.md", "memory up to step 8", "printed by a run"),
     ("docs/profiling.md", "cause   RuntimeError", "printed of a run without memory"),
-    ("docs/reports.md", "dp_r2 is the fastest", "printed for a real sweep; tests/cli/results/test_report.py"),
+    ("docs/reports.md", "dp_r2 is the fastest", "printed for a real sweep; tests/cli/test_report.py"),
     ("docs/run-folder.md", "runs/", "a list of files"),
     ("docs/schedules.md", "0F0,0F1", "a file; tests/docs/test_examples.py reads it"),
     ("docs/sweeps.md", "# @package _global_", "tests/cli/test_sweep.py plans it"),

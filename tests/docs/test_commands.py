@@ -53,9 +53,9 @@ ELSEWHERE = {
         "titanlab resume RUN --step 8",
     ): "tests/checkpoint/test_listing.py has a run with checkpoints",
     ("docs/checkpoints.md", "titanlab export RUN --into FOLDER --format dcp"): "tests/checkpoint/test_older.py does it",
-    ("docs/checkpoints.md", "titanlab import FOLDER --model llama3_1_8b"): "tests/cli/files/test_import_weights.py",
+    ("docs/checkpoints.md", "titanlab import FOLDER --model llama3_1_8b"): "tests/cli/test_import_weights.py",
     ("docs/proofs.md", "titanlab parity alone two-ranks"): "tests/parity/test_finished_runs.py compares runs",
-    ("docs/housekeeping.md", "titanlab repro RUN --into FOLDER"): "tests/cli/housekeeping/test_repro.py",
+    ("docs/housekeeping.md", "titanlab repro RUN --into FOLDER"): "tests/cli/test_repro.py",
     ("docs/models-of-your-own.md", "titanlab train model=gpt_tiny"): "tests/gpt/test_gpt_package.py installs the model",
     (
         "docs/models-of-your-own.md",

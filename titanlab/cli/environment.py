@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,7 @@ def doctor_verb(arguments: Sequence[str]) -> int:
     begin, rows = time.monotonic(), list[dict[str, Any]]()
     with Console() as console:
         section = ""
+        is_coloured = console.is_live and not os.environ.get("NO_COLOR") and sys.stdout.isatty()
         for check, findings in run_checks(checks(Path(args.runs), launch)):
             for finding in findings:
                 rows.append({"section": check.section, **asdict(finding)})
@@ -71,7 +72,7 @@ def doctor_verb(arguments: Sequence[str]) -> int:
                 if check.section != section:
                     section = check.section
                     console.note(section)
-                console.note("\n".join(_lines(finding, is_coloured=_is_coloured(console, os.environ))), coloured=True)
+                console.note("\n".join(_lines(finding, is_coloured=is_coloured)), coloured=True)
         counts = Counter(row["state"] for row in rows)
         if args.json:
             values = {"findings": rows, "counts": {state: counts[state] for state in (OK, WARN, FAIL)}}
@@ -103,10 +104,6 @@ def _lines(finding: Finding, *, is_coloured: bool) -> list[str]:
     if finding.hint:
         lines.append(f"        {'':<{_NAME_WIDTH}}  → {harmless(finding.hint)}")
     return lines
-
-
-def _is_coloured(console: Console, environ: Mapping[str, str]) -> bool:
-    return console.is_live and not environ.get("NO_COLOR") and sys.stdout.isatty()
 
 
 _FOLDER = "repro"

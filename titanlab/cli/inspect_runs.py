@@ -138,16 +138,14 @@ def _lines(
         rank: parts(run, rank, path) if attempt is None else [part_of(run, rank, path, attempt)]
         for rank, path in logs.items()
     }
-    cut = {rank: [_cut(part, ends[rank]) for part in of_rank] for rank, of_rank in by_rank.items()}
+    cut = {
+        rank: [replace(part, span=replace(part.span, end=min(part.span.end, ends[rank]))) for part in of_rank]
+        for rank, of_rank in by_rank.items()
+    }
     if tail is None:
         return merged(_timed(of_rank, pattern) for of_rank in cut.values())
-    lasts = [_last(of_rank, tail, pattern) for of_rank in cut.values()]
-    lines = list(merged(lasts))
+    lines = list(merged([_last(of_rank, tail, pattern) for of_rank in cut.values()]))
     return lines[len(lines) - min(tail, len(lines)) :]
-
-
-def _cut(part: Part, end: int) -> Part:
-    return replace(part, span=replace(part.span, end=min(part.span.end, end)))
 
 
 def _timed(of_rank: Sequence[Part], pattern: re.Pattern[bytes] | None) -> Iterator[Line]:

@@ -117,7 +117,8 @@ def measure(arguments: Sequence[str], *, out: Path | None) -> int:
         raise ConfigError(KEY, " ".join(arguments), rule, "give one value of each key")
     composed = composition[1]
     world = composed.world or _processes(composed)
-    sizes = [size for size in _ON_GPUS if _is_on_gpus(composed) and not _gives(arguments, size.partition("=")[0])]
+    given = {argument.partition("=")[0] for argument in arguments}
+    sizes = [size for size in _ON_GPUS if _is_on_gpus(composed) and size.partition("=")[0] not in given]
     own = [] if composed.world else [f"world={world}"]
     rest = (*all_arguments, *own, *sizes, f"training.global_batch={world}")
     code = run_study(SweepArguments(rest=rest, wait=True, force=True, whole=True))
@@ -158,10 +159,6 @@ def _is_on_gpus(recipe: Recipe) -> bool:
     if recipe.cluster.accelerator != "auto":
         return recipe.cluster.accelerator == "cuda"
     return bool(recipe.launch.runs_here) and this_host().accelerator == "cuda"
-
-
-def _gives(arguments: Sequence[str], key: str) -> bool:
-    return any(argument.partition("=")[0] == key for argument in arguments)
 
 
 def _newest(sweep: SweepFolder) -> RunFolder:

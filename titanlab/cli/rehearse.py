@@ -101,7 +101,10 @@ def _made(folder: Path) -> Path:
 
 def _rehearse(chosen: Chosen, args: Any, console: Console) -> int:
     folder = _made(args.keep) if args.keep is not None else Path(tempfile.mkdtemp(prefix="titanlab-rehearse-"))
-    results = [_broken(name, reason) for name, reason in chosen.broken]
+    infeasible = OutcomeKind.INFEASIBLE.value
+    results = [
+        Result(run=name, layout="", state=FAILED, outcome=infeasible, cause=reason) for name, reason in chosen.broken
+    ]
     try:
         return _rehearse_in(folder, chosen, results, args, console)
     finally:
@@ -152,10 +155,6 @@ def _trainer(*, keep: bool) -> Any:
         return ended
 
     return train
-
-
-def _broken(name: str, reason: str) -> Result:
-    return Result(run=name, layout="", state=FAILED, outcome=OutcomeKind.INFEASIBLE.value, cause=reason)
 
 
 def _heading(chosen: Chosen, rehearsals: Sequence[Rehearsal], steps: int) -> list[str]:

@@ -79,7 +79,8 @@ class SweepArguments:
 def sweep_verb(arguments: Sequence[str]) -> int:
     """Returns 0 after submission; with --wait the exit code of the first run that failed."""
     if any(argument in ("-h", "--help") for argument in arguments):
-        print(_HELP.format(sweeps=", ".join(_sweeps())))
+        sweeps = sorted(path.stem for path in (conf_folder() / "sweeps").glob("*.yaml"))
+        print(_HELP.format(sweeps=", ".join(sweeps)))
         return 0
     args = _parse(arguments)
     flags = read_flags(args.rest)
@@ -158,7 +159,3 @@ def _report(study: Study, submitted: Submitted, args: SweepArguments, console: C
     lines.append(f"submitted {count}: {jobs}" if count else "submitted 0: nothing is missing")
     lines.append(f"next: titanlab status {sweep_argument(folder_of(study).path)} --watch")
     console.note("\n".join(lines))
-
-
-def _sweeps() -> list[str]:
-    return sorted(path.stem for path in (conf_folder() / "sweeps").glob("*.yaml"))

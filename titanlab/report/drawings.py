@@ -61,7 +61,10 @@ def draw_scaling(scaling: DataFrame) -> Figure:
     label_bars(axis, labels, len(scaling))
     axis.set_xlabel("scaling efficiency: % of the tokens per second of one device of the reference")
     if shown["oversubscribed"].any():
-        _legend_of_oversubscribed(figure)
+        from matplotlib.patches import Patch
+
+        handles = [Patch(label=OVERSUBSCRIBED_TEXT, **OVERSUBSCRIBED)]
+        figure.legend(handles=handles, loc="outside lower left", fontsize=8.5, frameon=False)
     set_title(axis, "scaling efficiency by layout")
     return figure
 
@@ -178,10 +181,3 @@ def _first(frame: DataFrame, run: str, column: str) -> str:
 def _look(place: int) -> dict[str, Any]:
     style: Sequence[Any] = LINE_STYLES
     return {"color": SERIES[place % len(SERIES)], "linestyle": style[place // len(SERIES) % len(style)]}
-
-
-def _legend_of_oversubscribed(figure: Figure) -> None:
-    from matplotlib.patches import Patch
-
-    handles = [Patch(label=OVERSUBSCRIBED_TEXT, **OVERSUBSCRIBED)]
-    figure.legend(handles=handles, loc="outside lower left", fontsize=8.5, frameon=False)

@@ -15,7 +15,7 @@ from titanlab.prove import proof as parity_file
 from titanlab.records.provenance import redact, redacted_arguments
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.columns import COLUMNS, NUMBER, TEXT, TRUTH, WHOLE
-from titanlab.sweep.comparison import Entry, Group, groups
+from titanlab.sweep.comparison import Group, groups
 from titanlab.sweep.listing import runs
 from titanlab.sweep.ranking import Ranking, rank
 from titanlab.sweep.sweep_folder import SweepFolder
@@ -146,8 +146,12 @@ class Answer:
     @property
     def best(self) -> Group | None:
         """The recipe with the best figure; if none is ranked, one that has a run that is done. None: no run is done."""
-        first = self.ranking.first or next((entry for entry in self.ranking.entries if _is_done(entry)), None)
-        return first.group if first else None
+        if self.ranking.first is not None:
+            return self.ranking.first.group
+        groups_done = (
+            entry.group for entry in self.ranking.entries if any(row["outcome"] == "done" for row in entry.group.rows)
+        )
+        return next(groups_done, None)
 
     @cached_property
     def bands(self) -> Mapping[str, tuple[float, float]]:
@@ -172,10 +176,6 @@ def answer_of(facts: Facts, *, by: str) -> Answer:
     """Rank the recipes of a sweep by `tps`, `mfu` or `memory`."""
     ranking = rank(facts.rows, by=by)
     return Answer(ranking, ranking if by == "tps" else rank(facts.rows, by="tps"))
-
-
-def _is_done(entry: Entry) -> bool:
-    return any(row["outcome"] == "done" for row in entry.group.rows)
 
 
 # Keys that say who a run is, or where it is kept, and not what it computes.

@@ -39,7 +39,7 @@ def sweep_frame(path: Path | str) -> DataFrame:
 
     path = user_path(path)
     if not path.is_file():
-        sweep = _folder(path)
+        sweep = folder_of(path)
         return frame_of_rows(Table(sweep).rows(), sweep.name)
     try:
         return _frame(parquet.read_table(path))
@@ -81,7 +81,7 @@ def metrics_frame(path: Path | str, kind: str = TRAIN) -> DataFrame:
     """
     import pandas as pd
 
-    sweep = _folder(user_path(path))
+    sweep = folder_of(user_path(path))
     steps = []
     for row in Table(sweep).rows():
         # A run with unreadable files has no layout, and its metrics cannot be trusted.
@@ -98,7 +98,12 @@ def metrics_frame(path: Path | str, kind: str = TRAIN) -> DataFrame:
     return pd.DataFrame(steps) if steps else pd.DataFrame(columns=["run", "name", "layout.label", *METRICS])
 
 
-def _folder(path: Path) -> SweepFolder:
+def folder_of(path: Path) -> SweepFolder:
+    """The sweep in a folder.
+
+    Raises:
+        ConfigError: the path is no sweep's folder.
+    """
     sweep = SweepFolder(path.absolute())
     if not (sweep.manifest() or sweep.runs()):
         raise ConfigError("path", path, "is no sweep's folder", "try runs/NAME; `titanlab status` lists them")

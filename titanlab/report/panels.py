@@ -477,7 +477,11 @@ def _loads(facts: Facts) -> list[ExpertLoad]:
         key = repr((newest.step, newest.steps, newest.counts))
         load, labels = loads.get(key, (newest, []))
         loads[key] = replace(load, runs=[*dict.fromkeys([*load.runs, str(row["run"])])]), [*labels, group.label]
-    return [replace(load, label=_label(labels)) for load, labels in loads.values()]
+    named = []
+    for load, (first, *others) in loads.values():
+        more = f" and {counted(len(others), 'recipe')} with the same counts" if others else ""
+        named.append(replace(load, label=first + more))
+    return named
 
 
 def _load(metrics: Mapping[str, Any]) -> ExpertLoad | None:
@@ -494,11 +498,6 @@ def _load(metrics: Mapping[str, Any]) -> ExpertLoad | None:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MOST_TOKENS
-
-
-def _label(labels: list[str]) -> str:
-    more = len(labels) - 1
-    return labels[0] + (f" and {counted(more, 'recipe')} with the same counts" if more else "")
 
 
 def _table(loads: list[ExpertLoad]) -> Table:

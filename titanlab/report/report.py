@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titanlab.errors import ConfigError
 from titanlab.report.facts import Facts, answer_of, checked
+from titanlab.report.frames import folder_of
 from titanlab.report.sections import panels_of
 from titanlab.sweep.rows import Table
 from titanlab.sweep.sweep_folder import SweepFolder
@@ -88,9 +89,7 @@ def sweep_figures(path: Path | str, *, by: str = "tps") -> dict[str, TracedFigur
     Raises:
         ConfigError: matplotlib is missing, or the path is no sweep's folder.
     """
-    sweep = SweepFolder(user_path(path).absolute())
-    if not (sweep.manifest() or sweep.runs()):
-        raise ConfigError("path", path, "is no sweep's folder", "try runs/NAME; `titanlab status` lists them")
+    sweep = folder_of(user_path(path))
     check_matplotlib(sweep.name)
     facts = Facts(sweep, checked(Table(sweep).rows()), time.time())
     return {name: panel.figure for name, panel in panels_of(facts, answer_of(facts, by=by), by=by).items()}

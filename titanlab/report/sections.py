@@ -147,6 +147,7 @@ def _recipe(entry: Entry, place: int | None, answer: Answer) -> list[Cell]:
     band = None if entry.is_control else answer.bands.get(group.label)
     ends = Counter(map(word, group.rows))
     near = place is not None and (answer.ranking.is_within_noise if place == 1 else entry.is_within_noise) is True
+    speed = group.typical("tokens_per_second")
     return [
         Cell(text=group.label + (" *" if group.is_oversubscribed else ""), run=str(representative(group)["run"])),
         text(
@@ -154,7 +155,7 @@ def _recipe(entry: Entry, place: int | None, answer: Answer) -> list[Cell]:
         ),
         number(group.world),
         number(len(group.rows)),
-        number(_whole(group.typical("tokens_per_second"))),
+        number(round(speed) if speed is not None and speed >= 100 else speed),
         Cell(text="" if band is None else f"{_speed(band[0])} to {_speed(band[1])}", is_number=True),
         number(group.typical("mfu_percent"), digits=3),
         number(group.typical("memory_gib"), digits=3),
@@ -167,10 +168,6 @@ def _recipe(entry: Entry, place: int | None, answer: Answer) -> list[Cell]:
 
 def _speed(value: float) -> str:
     return grouped(value) if value >= 100 else significant(value)
-
-
-def _whole(value: float | None) -> float | None:
-    return round(value) if value is not None and value >= 100 else value
 
 
 def _differences(facts: Facts, answer: Answer) -> Section:

@@ -101,7 +101,11 @@ def printable(text: str, *, kept: str = "") -> str:
     """
     if text.isascii() and text.isprintable():
         return text
-    return "".join(letter if letter in kept else _shown(letter) for letter in text)
+    shown = [*_JOINERS, *kept]
+    return "".join(
+        "\N{REPLACEMENT CHARACTER}" if unicodedata.category(letter) in _UNPRINTABLE and letter not in shown else letter
+        for letter in text
+    )
 
 
 def label_text(text: str, *, most: int = _MOST_LETTERS) -> str:
@@ -121,11 +125,6 @@ def legend_text(text: str, *, most: int = _MOST_LETTERS) -> str:
     """A label of a legend, as `label_text`; matplotlib leaves out labels that begin with an underscore."""
     label = label_text(text, most=most)
     return f" {label}" if label.startswith("_") else label
-
-
-def _shown(letter: str) -> str:
-    hidden = unicodedata.category(letter) in _UNPRINTABLE and letter not in _JOINERS
-    return "\N{REPLACEMENT CHARACTER}" if hidden else letter
 
 
 def records_of(runs: DataFrame | Sequence[Mapping[str, Any]]) -> list[dict[Any, Any]]:

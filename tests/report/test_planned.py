@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.report.page.plain import facts_in, facts_of, run
+from tests.report.plain import facts_in, facts_of, run
 from tests.sweep.made import begin, end
 from titanlab.report import panels
 from titanlab.report.panels import estimated_splits, measured_splits, pipelines

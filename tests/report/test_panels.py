@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.report.page.plain import facts_in, facts_of, run
+from tests.report.plain import facts_in, facts_of, run
 from tests.sweep.made import begin, end, train
 from tests.sweep.table.plain import row
 from titanlab.report import panels

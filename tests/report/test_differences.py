@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.report.page.plain import facts_in
+from tests.report.plain import facts_in
 from tests.sweep.made import begin, end
 from titanlab.report.facts import _between, _flat, differences
 

@@ -330,7 +330,7 @@ def test_the_rows_need_not_be_of_the_right_types(made):
 
 
 def test_packages_of_the_page_are_in_the_wheel():
-    folder = Path(__file__).parents[3] / "titanlab" / "report" / "page"
+    folder = Path(__file__).parents[2] / "titanlab" / "report"
     assert {path.name for path in folder.iterdir() if path.suffix in (".html", ".css")} == {"page.html", "style.css"}
 
 

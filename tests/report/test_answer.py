@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.report.page.plain import facts_of, run
+from tests.report.plain import facts_of, run
 from tests.sweep.table.plain import row
 from titanlab.report.facts import answer_of
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from tests.report.page.plain import facts_in, facts_of, run
+from tests.report.plain import facts_in, facts_of, run
 from tests.sweep.made import begin, end
 from titanlab.report.facts import command_line, moment, sources
 

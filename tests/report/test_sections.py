@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.report.page.plain import facts_in, facts_of, run
+from tests.report.plain import facts_in, facts_of, run
 from tests.sweep.made import begin, end
 from tests.sweep.table.plain import row
 from titanlab.report.facts import answer_of
