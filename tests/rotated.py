@@ -1,7 +1,7 @@
 """Tests of the slower layer that are rows of products: the same proof for another layout, technique or size.
 
 They run with `make test-matrix`, and `.ci/run` runs another eighth of them for each commit. FILES keep rows in
-`make test`, and the covering rows of tests/parity run in every `.ci/run`. TESTS are single tests, each with its rows.
+`make test`, and the covering rows of tests/prove run in every `.ci/run`. TESTS are single tests, each with its rows.
 PAGES are those of the documentation whose commands take longest: they compile or train most often.
 """
 
@@ -18,9 +18,9 @@ FILES = (
     "tests/optimizer/test_muon.py",
     "tests/parallelism/test_deferred_taps.py",
     "tests/parallelism/test_pipeline.py",
-    "tests/parity/test_expert_parallelism.py",
-    "tests/parity/test_expert_techniques.py",
-    "tests/parity/test_experts.py",
+    "tests/prove/test_expert_parallelism.py",
+    "tests/prove/test_expert_techniques.py",
+    "tests/prove/test_experts.py",
     "tests/plan/test_activations.py",
     "tests/precision/test_float8.py",
     "tests/precision/test_float8_layouts.py",
@@ -47,7 +47,7 @@ TESTS = (
     "tests/benchmarks/test_gpu_session_rehearsal.py::test_pieces_are_rehearsed_on_a_bare_machine",
     "tests/compile/test_cache.py::test_a_run_that_is_killed_while_it_compiles_does_not_keep_the_next_from_training",
     # The same layouts in fp32 stay.
-    "tests/parity/test_expert_bf16.py::test_a_layout_trains_as_one_process",
+    "tests/prove/test_expert_bf16.py::test_a_layout_trains_as_one_process",
     "tests/weights/huggingface/test_round_trip.py::test_memory_does_not_grow_with_the_model",
 )
 PAGES = ("activation-checkpointing", "compile", "data", "elastic", "my-laptop", "precision", "profiling", "tracking")

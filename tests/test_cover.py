@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from tests.cover import cover, marks, pairs
-from tests.parity import parity_rows, technique_rows
+from tests.prove import parity_rows, technique_rows
 from titanlab.costs.layout import AXES
 
 

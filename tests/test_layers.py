@@ -29,7 +29,7 @@ LAYERS: list[list[str | tuple[str, ...]]] = [
     ["train"],
     ["launch"],
     ["plan"],
-    ["parity", "tracing", "doctor"],
+    ["prove", "doctor"],
     ["sweep"],
     ["report"],
     [("cli", "__main__")],

@@ -15,7 +15,7 @@ import pytest
 
 from tests import tiny
 from tests.cover import cover, marks
-from tests.parity.parity_rows import SCHEDULES
+from tests.prove.parity_rows import SCHEDULES
 from titanlab.costs.layout import AXES
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.prove import parity

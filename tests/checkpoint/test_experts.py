@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests import tiny
-from tests.parity.test_experts import MODELS, traced
+from tests.prove.test_experts import MODELS, traced
 from titanlab.checkpoint import store
 from titanlab.checkpoint.contents import read_contents
 from titanlab.checkpoint.folders import latest

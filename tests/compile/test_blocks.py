@@ -1,6 +1,6 @@
 """Compiled runs train as eager ones, and compile each function once: 5 steps, gradients and parameters compared.
 
-The bar is 1e-6 in fp32, relative, as `tests/parity/test_parity_matrix.py` measures it. Traced code (aot_eager) holds the same
+The bar is 1e-6 in fp32, relative, as `tests/prove/test_parity_matrix.py` measures it. Traced code (aot_eager) holds the same
 operations in the same order. Inductor fuses: it takes other exponentials and sums rows in another order, which is a few
 units of the last place (6e-8) in losses and gradients. Parameters show five times as much, because Adam divides by the
 gradient's own size: they have a bar of their own there.
@@ -66,7 +66,7 @@ def cache(tmp_path_factory):
     return str(tmp_path_factory.mktemp("inductor"))
 
 
-# tests/parity/test_technique_matrix.py compiles on layouts.
+# tests/prove/test_technique_matrix.py compiles on layouts.
 QUICK = ("alone",)
 # What runs in `make test-matrix`: other rows compile the same functions.
 OTHERS = (

@@ -14,7 +14,7 @@ import pytest
 
 from tests.until import until
 from titanlab.data import cache
-from titanlab.data import cache as fingerprint
+from titanlab.data import cache as data_cache
 from titanlab.errors import ConfigError
 
 
@@ -135,13 +135,13 @@ def test_fingerprint_is_of_contents_in_order(tmp_path: Path, cache: Path) -> Non
     a, b = tmp_path / "a.txt", tmp_path / "b.txt"
     a.write_text("one")
     b.write_text("two")
-    first = fingerprint.hash_of_files([a, b])
-    assert first == fingerprint.hash_of_files([a, b])
-    assert first != fingerprint.hash_of_files([b, a])
+    first = data_cache.hash_of_files([a, b])
+    assert first == data_cache.hash_of_files([a, b])
+    assert first != data_cache.hash_of_files([b, a])
     a.rename(tmp_path / "c.txt")
-    assert first == fingerprint.hash_of_files([tmp_path / "c.txt", b])
+    assert first == data_cache.hash_of_files([tmp_path / "c.txt", b])
     b.write_text("owt")
-    assert first != fingerprint.hash_of_files([tmp_path / "c.txt", b])
+    assert first != data_cache.hash_of_files([tmp_path / "c.txt", b])
 
 
 def test_fingerprint_is_remembered_until_a_file_changes(
@@ -150,21 +150,21 @@ def test_fingerprint_is_remembered_until_a_file_changes(
     file = tmp_path / "a.txt"
     file.write_text("one")
     # As if the file had been there for a while: a change of the last seconds is read again in any case.
-    monkeypatch.setattr(fingerprint, "_SETTLED_SECONDS", -time.time())
-    first = fingerprint.hash_of_files([file])
+    monkeypatch.setattr(data_cache, "_SETTLED_SECONDS", -time.time())
+    first = data_cache.hash_of_files([file])
     assert len(list((cache / "fingerprints").iterdir())) == 1
-    fingerprint._cached_hash.cache_clear()
-    monkeypatch.setattr(fingerprint, "_hash", lambda seen: pytest.fail("read again"))
-    assert fingerprint.hash_of_files([file]) == first
+    data_cache._cached_hash.cache_clear()
+    monkeypatch.setattr(data_cache, "_hash", lambda seen: pytest.fail("read again"))
+    assert data_cache.hash_of_files([file]) == first
     monkeypatch.undo()
     os.utime(file, ns=(1, 1))
     file.write_text("two")
-    assert fingerprint.hash_of_files([file]) != first
+    assert data_cache.hash_of_files([file]) != first
 
 
 def test_large_files_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 1000)
-    monkeypatch.setattr(fingerprint, "_BLOCK_BYTES", 10)
+    monkeypatch.setattr(data_cache, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(data_cache, "_BLOCK_BYTES", 10)
     file = tmp_path / "large"
     content = bytearray(5000)
     seen = set()
@@ -173,9 +173,9 @@ def test_large_files_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         if place is not None:
             changed[place] = 1
         file.write_bytes(changed)
-        seen.add(fingerprint.hash_of_files([file]))
+        seen.add(data_cache.hash_of_files([file]))
     file.write_bytes(bytes(5001))
-    seen.add(fingerprint.hash_of_files([file]))
+    seen.add(data_cache.hash_of_files([file]))
     assert len(seen) >= 5
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlab.data import cache as fingerprint
+from titanlab.data import cache as data_cache
 from titanlab.data.cache import hash_of_files, hash_of_values
 
 OLD = 1_000_000_000
@@ -16,7 +16,7 @@ OLD = 1_000_000_000
 @pytest.fixture(autouse=True)
 def forgotten() -> None:
     """No hash is known from an earlier test."""
-    fingerprint._cached_hash.cache_clear()
+    data_cache._cached_hash.cache_clear()
 
 
 def old(path: Path, content: bytes) -> Path:
@@ -33,7 +33,7 @@ def entries(cache: Path) -> list[Path]:
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that were just made count as settled: the time of a file's last change of status cannot be set."""
-    monkeypatch.setattr(fingerprint, "_SETTLED_SECONDS", -3600.0)
+    monkeypatch.setattr(data_cache, "_SETTLED_SECONDS", -3600.0)
 
 
 def test_values_have_a_hash_that_is_fixed_for_all_time() -> None:
@@ -76,9 +76,9 @@ def test_where_one_file_ends_and_the_next_begins_counts(tmp_path: Path, cache: P
 
 
 def test_large_files_are_read_at_places(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 100)
-    monkeypatch.setattr(fingerprint, "_BLOCK_BYTES", 4)
-    monkeypatch.setattr(fingerprint, "_BLOCKS", 3)
+    monkeypatch.setattr(data_cache, "WHOLE_BYTES", 100)
+    monkeypatch.setattr(data_cache, "_BLOCK_BYTES", 4)
+    monkeypatch.setattr(data_cache, "_BLOCKS", 3)
     content = bytearray(200)
     path = tmp_path / "a.bin"
 
@@ -109,9 +109,9 @@ def test_the_hash_is_kept_while_the_file_stays(
     first = hash_of_files([path])
     (entry,) = entries(cache)
     assert entry.read_text() == first
-    fingerprint._cached_hash.cache_clear()
+    data_cache._cached_hash.cache_clear()
     # Another process finds it, and does not read the file.
-    monkeypatch.setattr(fingerprint, "_hash", lambda versions: pytest.fail("it was read"))
+    monkeypatch.setattr(data_cache, "_hash", lambda versions: pytest.fail("it was read"))
     assert hash_of_files([path]) == first
 
 
@@ -137,7 +137,7 @@ def test_a_damaged_entry_is_made_again(tmp_path: Path, cache: Path, settled: Non
     first = hash_of_files([path])
     (entry,) = entries(cache)
     entry.write_text(content)
-    fingerprint._cached_hash.cache_clear()
+    data_cache._cached_hash.cache_clear()
     assert hash_of_files([path]) == first
     assert entry.read_text() == first
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.data.conftest import silent, text
-from tests.data.streams.test_indexed import global_steps
+from tests.data.test_indexed import global_steps
 from titanlab.data import hf_documents, source
 from titanlab.data.corpus import is_held_out
 from titanlab.data.schema import HuggingFace

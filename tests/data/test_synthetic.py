@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.data.streams.test_indexed import SEQ, global_steps
+from tests.data.test_indexed import SEQ, global_steps
 from titanlab.data import source
 from titanlab.data.schema import Synthetic
 

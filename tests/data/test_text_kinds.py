@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from tests.data.conftest import silent, text
-from tests.data.streams.test_indexed import SEQ, global_steps
+from tests.data.test_indexed import SEQ, global_steps
 from titanlab.data import source
-from titanlab.data import text as stdlib
+from titanlab.data import text as text_kinds
 from titanlab.data.corpus import is_held_out
 from titanlab.data.schema import Files, Stdlib
 from titanlab.data.shard_index import read_index
@@ -226,7 +226,7 @@ def test_stdlib_from_nothing_to_batches() -> None:
 def test_stdlib_comes_back_from_its_tokens() -> None:
     how = Stdlib()
     source.prepare(how, report=silent)
-    prepared = stdlib.StdlibSource(how)
+    prepared = text_kinds.StdlibSource(how)
     found = documents_in(prepared.folder, "train") + documents_in(prepared.folder, "validation")
     written = list(prepared.corpus.documents())
     assert len(found) == len(written)
@@ -242,12 +242,12 @@ def test_stdlib_leaves_out_what_differs_between_machines(tmp_path: Path) -> None
     ):  # fmt: skip
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
-    found = [str(file.relative_to(tmp_path)) for file in stdlib.source_files(tmp_path)]
+    found = [str(file.relative_to(tmp_path)) for file in text_kinds.source_files(tmp_path)]
     assert found == ["abc.py", "json/__init__.py", "json/decoder.py"]
 
 
 def test_python_without_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    monkeypatch.setattr(stdlib.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(text_kinds.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(ConfigError, match="came without the source of its library.*; try data=files"):
         source.fingerprint(Stdlib())
 

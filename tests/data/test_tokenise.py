@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.data.conftest import silent, text
-from tests.data.streams.test_indexed import global_steps
+from tests.data.test_indexed import global_steps
 from titanlab.data import source
 from titanlab.data.schema import Files, TokenFolder
 from titanlab.data.text import write_token_shards

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.data.conftest import silent
-from tests.data.streams.test_indexed import folder_of
+from tests.data.test_indexed import folder_of
 from titanlab.data import source
 from titanlab.data.schema import TokenFolder
 from titanlab.errors import ConfigError

@@ -35,8 +35,8 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"torchrun --nproc-per-node 8", "eight processes; tests/gpt/test_gpt_package.py starts four"),
     (r"torchrun .*prove.py|keys=", "tests/gpt/test_gpt_package.py runs them with the package of the page"),
     (r"titanlab train .*\+recipe=\w+_cpu", "16 processes; tests/recipe/test_recipes.py trains the twins"),
-    (r"titanlab train .*world=2 .*compile=block", "a minute of compilation; tests/parity trains such combinations"),
-    (r"titanlab train .*world=(4|8|16)", "many processes; tests/parity trains these axes with as many"),
+    (r"titanlab train .*world=2 .*compile=block", "a minute of compilation; tests/prove trains such combinations"),
+    (r"titanlab train .*world=(4|8|16)", "many processes; tests/prove trains these axes with as many"),
     (
         r"titanlab (train|sweep|resume|retry) .*(launch=|--config-dir ~)",
         "it submits; tests/slurm and tests/launch do so",
@@ -60,7 +60,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"titanlab export runs/single/small|titanlab import small-hf", "tests/weights/huggingface goes both ways"),
     (
         r"titanlab download-tokenizer",
-        "it needs a network and a token; tests/data/tokenizers/test_download.py has a hub of its own",
+        "it needs a network and a token; tests/data/test_download.py has a hub of its own",
     ),
     (r"titanlab sync", "it uploads; tests/cli/test_sync.py and tests/tracker/test_wandb.py have a server of their own"),
     (r"titanlab plan --(measure|calibrate)", "minutes; tests/cli/machines does it"),

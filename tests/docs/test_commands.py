@@ -54,7 +54,7 @@ ELSEWHERE = {
     ): "tests/checkpoint/test_listing.py has a run with checkpoints",
     ("docs/checkpoints.md", "titanlab export RUN --into FOLDER --format dcp"): "tests/checkpoint/test_older.py does it",
     ("docs/checkpoints.md", "titanlab import FOLDER --model llama3_1_8b"): "tests/cli/test_import_weights.py",
-    ("docs/proofs.md", "titanlab parity alone two-ranks"): "tests/parity/test_finished_runs.py compares runs",
+    ("docs/proofs.md", "titanlab parity alone two-ranks"): "tests/prove/test_finished_runs.py compares runs",
     ("docs/housekeeping.md", "titanlab repro RUN --into FOLDER"): "tests/cli/test_repro.py",
     ("docs/models-of-your-own.md", "titanlab train model=gpt_tiny"): "tests/gpt/test_gpt_package.py installs the model",
     (

@@ -1,6 +1,6 @@
 """A model that titanlab does not know trains in every layout as in one process.
 
-Bars as in tests/parity/test_parity_matrix.py: 1e-5, relative, in fp32.
+Bars as in tests/prove/test_parity_matrix.py: 1e-5, relative, in fp32.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tiny_gpt.fp64_schema import Fp64
 from tiny_gpt.gpt_schema import Gpt
 
 from tests import tiny
-from tests.parity.parity_rows import COMMON, SCHEDULES
+from tests.prove.parity_rows import COMMON, SCHEDULES
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.prove import parity
 from titanlab.prove.parity import compare

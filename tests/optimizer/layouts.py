@@ -90,7 +90,7 @@ def traced(made, run):
 
 
 def gentle(schema, **given):
-    """A config whose eps leaves gradients that are nothing but rounding alone (see tests/parity/parity_rows.py)."""
+    """A config whose eps leaves gradients that are nothing but rounding alone (see tests/prove/parity_rows.py)."""
     return schema(lr=1e-3, eps=1e-6, schedule=Schedule(warmup_steps=2), **given)
 
 

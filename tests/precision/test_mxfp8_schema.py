@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests import tiny
-from tests.parity.parity_rows import SCHEDULES
 from tests.precision.conftest import given, model_of, setting_is_refused_and_mended
+from tests.prove.parity_rows import SCHEDULES
 from titanlab.errors import ConfigError
 from titanlab.techniques.precision.float8_schema import Float8Rowwise, Mxfp8
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests import tiny
-from tests.parity.test_experts import MODELS
+from tests.prove.test_experts import MODELS
 from titanlab.errors import ConfigError
 from titanlab.techniques.ac.recomputation_schema import SelectiveOp
 

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from tests import tiny
 from tests.cover import marks
-from tests.parity.replayed_routing import Record, recorded, replayed
+from tests.prove.replayed_routing import Record, recorded, replayed
 from titanlab.costs.account import training_flops_per_token
 from titanlab.costs.layout import SHORT
 from titanlab.data import source

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from tests import tiny
 from tests.model.test_mixture_of_experts import model as made_layer
-from tests.parity.test_experts import SIZES, traced
+from tests.prove.test_experts import SIZES, traced
 from titanlab.costs import meter
 from titanlab.data import source
 from titanlab.errors import ConfigError

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.data import cache, tokenizers
-from titanlab.data import cache as fingerprints
 from titanlab.data.contract import DataSource, Separators
 from titanlab.data.corpus import is_held_out, matching
 from titanlab.data.schema import LOCAL_BUILDERS, HuggingFace
@@ -32,7 +31,7 @@ class HuggingFaceSource(DataSource):
         self.config = config
 
     def fingerprint(self) -> str:
-        return fingerprints.hash_of_values(self._content, self.config.streams)
+        return cache.hash_of_values(self._content, self.config.streams)
 
     def prepare(self, *, report: Report) -> None:
         # Reads and keeps the held-out documents, and trains a tokenizer if the config names none: once, not on every
@@ -100,13 +99,13 @@ class HuggingFaceSource(DataSource):
             else tokenizers.load(Path(config.tokenizer)).fingerprint
         )
         if config.path in LOCAL_BUILDERS:
-            location: list[object] = [config.path, fingerprints.hash_of_files(_local_files(config))]
+            location: list[object] = [config.path, cache.hash_of_files(_local_files(config))]
         elif os.path.isdir(config.path):
-            location = ["folder", fingerprints.hash_of_files(matching(config.path, "data.path")), config.data_files]
+            location = ["folder", cache.hash_of_files(matching(config.path, "data.path")), config.data_files]
         else:
             location = [config.path, config.data_files]
         held_out = [config.validation_split, config.validation_fraction, config.validation_documents]
-        return fingerprints.hash_of_values(
+        return cache.hash_of_values(
             ORDER, location, config.name, config.revision, config.split, held_out, config.text_field, tokenizer
         )
 
@@ -122,8 +121,7 @@ class HuggingFaceSource(DataSource):
         return read_index(folder, "data")
 
     def _make(self, folder: Path, report: Report) -> None:
-        from titanlab.data import hf_documents
-        from titanlab.data import shard_writer as writer
+        from titanlab.data import hf_documents, shard_writer
 
         config = self.config
         report(f"opening the dataset {config.path}")
@@ -141,7 +139,7 @@ class HuggingFaceSource(DataSource):
         else:
             file = tokenizers.find(Path(config.tokenizer))
         texts.close()
-        index = writer.write_documents(
+        index = shard_writer.write_documents(
             folder,
             _validation_documents(config, dataset),
             tokenizer=tokenizers.load(file),
@@ -160,9 +158,9 @@ def _local_files(config: HuggingFace) -> list[Path]:
 
 
 def _sample(texts: Iterator[str]) -> Iterator[str]:
-    from titanlab.data import new_tokenizer as training
+    from titanlab.data import new_tokenizer
 
-    left = training.SAMPLE_CHARACTERS
+    left = new_tokenizer.SAMPLE_CHARACTERS
     for text in texts:
         yield text
         if (left := left - len(text)) <= 0:

@@ -1,4 +1,10 @@
-"""Token shards as numbered sequences: reading them, their seeded order, the training stream and the held-out rows."""
+"""Token shards as numbered sequences: reading them, their seeded order, the training stream and the held-out rows.
+
+The order is a permutation of n numbers that is computed where it is needed and never stored: a Feistel network over the
+pairs (left, right) of Z_a × Z_b with a·b ≥ n, applied again until the result is below n (cycle walking): Black and
+Rogaway, "Ciphers with arbitrary finite domains" (CT-RSA 2002). The round function is the finaliser of splitmix64
+(Steele, Lea and Flood, OOPSLA 2014).
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlab.data import cache as fingerprint
+from titanlab.data import cache
 from titanlab.errors import ConfigError
 
 INDEX = "index.json"
@@ -149,9 +149,9 @@ def _shards(entries: Sequence[dict[str, Any]]) -> tuple[Shard, ...]:
 def fingerprint_of(folder: Path, index: Index) -> str:
     """A hash of the tokens in a folder; 32 hexadecimal digits."""
     if index.fingerprint:
-        return fingerprint.hash_of_values(VERSION, index.fingerprint)
+        return cache.hash_of_values(VERSION, index.fingerprint)
     files = [folder / shard.file for shard in (*index.train, *index.validation)]
-    return fingerprint.hash_of_values(VERSION, index.dtype, len(index.train), fingerprint.hash_of_files(files))
+    return cache.hash_of_values(VERSION, index.dtype, len(index.train), cache.hash_of_files(files))
 
 
 def write_index(folder: Path, index: Index) -> None:

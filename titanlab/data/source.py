@@ -1,4 +1,7 @@
-"""The functions that other folders call for every kind of data, and the rules that kinds of data share."""
+"""The functions that other folders call for every kind of data, and the rules that kinds of data share.
+
+This module does not import torch; it imports numpy only when data is opened. See `titanlab.data.contract`.
+"""
 
 from __future__ import annotations
 

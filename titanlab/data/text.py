@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from titanlab.data import cache, tokenizers
-from titanlab.data import cache as fingerprint
 from titanlab.data.contract import DOCUMENT_MASK, DataSource, Separators, check_separators
 from titanlab.data.corpus import Corpus, corpus_of, is_held_out
 from titanlab.data.schema import Files, Stdlib, Text, TokenFolder
@@ -61,7 +60,7 @@ class PreparedText(DataSource, Generic[TextConfig]):
         trained = ["trained", config.vocab_size]
         tokenizer = trained if config.tokenizer is None else tokenizers.load(Path(config.tokenizer)).fingerprint
         content = content_of(self.corpus)
-        return fingerprint.hash_of_values(ORDER, content, self.corpus.text_field, tokenizer, config.validation_fraction)
+        return cache.hash_of_values(ORDER, content, self.corpus.text_field, tokenizer, config.validation_fraction)
 
     def fingerprint(self) -> str:
         return self._fingerprint
@@ -148,7 +147,7 @@ def content_of(corpus: Corpus) -> str:
         ConfigError: a file cannot be read.
     """
     try:
-        return fingerprint.hash_of_files(corpus.files)
+        return cache.hash_of_files(corpus.files)
     except OSError as error:
         rule = f"cannot be read ({error.strerror})"
         raise ConfigError(corpus.key, error.filename or "", rule, "check its permissions") from error
@@ -191,18 +190,17 @@ def make_shards(
             raise ConfigError("data.tokenizer", tokenizer, rule, "give a tokenizer that was trained on such text")
     report(f"reading {len(corpus.files):,} files, {size / 1e6:,.1f} MB: {corpus.in_words()}")
     # Imported here: they need numpy or sentencepiece, and the checks do not.
-    from titanlab.data import new_tokenizer as training
-    from titanlab.data import shard_writer as writer
+    from titanlab.data import new_tokenizer, shard_writer
 
     if tokenizer is None:
         tokenizer_file = folder / "tokenizer.model"
-        sample = corpus.sample(training.SAMPLE_CHARACTERS)
+        sample = corpus.sample(new_tokenizer.SAMPLE_CHARACTERS)
         train_tokenizer(sample, vocab_size=vocab_size, file=tokenizer_file, report=report)
     else:
         tokenizer_file = tokenizers.find(Path(tokenizer))
     started = time.monotonic()
     report("tokenising")
-    index = writer.write_documents(
+    index = shard_writer.write_documents(
         folder,
         corpus.documents(),
         tokenizer=tokenizers.load(tokenizer_file),
@@ -225,11 +223,11 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, file: Path, report
     Raises:
         ConfigError: the texts are too few for the vocabulary.
     """
-    from titanlab.data import new_tokenizer as training
+    from titanlab.data import new_tokenizer
 
     started = time.monotonic()
     report(f"training a tokenizer of {vocab_size:,} pieces")
-    training.train_sentencepiece(texts, vocab_size=vocab_size, file=file)
+    new_tokenizer.train_sentencepiece(texts, vocab_size=vocab_size, file=file)
     report(f"trained it in {time.monotonic() - started:.1f} s")
 
 
@@ -355,7 +353,7 @@ def write_token_shards(
     """Tokenise files into a new folder of token shards, which appears complete or not at all.
 
     Args:
-        files: a file, folder or glob, several separated by `:`; as in `files_schema.Files`.
+        files: a file, folder or glob, several separated by `:`; as in `schema.Files`.
         folder: the folder to make, with its parent; it may exist if it is empty.
         tokenizer: a `.model`, a `tokenizer.json` or a folder with one; None: train one on the files.
         vocab_size: of the tokenizer to train.
@@ -413,7 +411,7 @@ def _write_to(
             tokenizer=config.tokenizer,
             vocab_size=vocab_size,
             validation_fraction=validation_fraction,
-            fingerprint=fingerprint.hash_of_values(
+            fingerprint=cache.hash_of_values(
                 ORDER, content, text_field, tokenizer_fingerprint, vocab_size, validation_fraction
             ),
             report=report,

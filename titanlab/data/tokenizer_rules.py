@@ -1,4 +1,9 @@
-"""Rules for the file of a tokenizer: its vocabulary, and the time that its regular expressions take."""
+"""Rules for the file of a tokenizer: its vocabulary, and the time that its regular expressions take.
+
+The tokenizers library matches with Oniguruma, which backtracks: a pattern such as `(a+)+$` can take practically for
+ever, in native code that cannot be interrupted. So patterns are tried in a process with a time limit, except those that
+are known to be harmless.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that tries a tokenizer for `expressions.py`.
+"""The process that tries a tokenizer for `tokenizer_rules.py`.
 
 python -m titanlab.data.tokenizer_trial FILE SECONDS TRIAL_SECONDS
 """

@@ -13,7 +13,7 @@ all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None)
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 STANDS_FOR_NCCL = "fake_nccl"
-"""Backend of a process group on CPU that sends nothing, but has NCCL's collectives; see `titanlab.tracing`."""
+"""Backend of a process group on CPU that sends nothing, but has NCCL's collectives; see `titanlab.prove.rank_trace`."""
 
 
 def gather_first(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Do two recipes train the same? Proofs that start runs."""
+"""Do two recipes train the same, do recipes train at all, and does a step do what its parts declare?"""

@@ -1,4 +1,7 @@
-"""Proofs: reduced recipes that train as one process does, in fp32 and in their own precision. Torch-free."""
+"""Proofs: reduced recipes that train as one process does, in fp32 and in their own precision. Torch-free.
+
+`parity.json` in the folder of a sweep has the newest proof of every run.
+"""
 
 from __future__ import annotations
 

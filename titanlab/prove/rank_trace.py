@@ -1,4 +1,7 @@
-"""One step of one rank of a world whose other ranks do not exist, on tensors without data."""
+"""One step of one rank, on tensors without data, in a world whose other ranks do not exist.
+
+It measures the rank's parameters, its optimizer's state, what it communicates, and what its blocks keep.
+"""
 
 from __future__ import annotations
 

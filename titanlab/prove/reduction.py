@@ -1,4 +1,10 @@
-"""Reduction: a recipe in a layout and a size that train in a second on a CPU. Torch-free."""
+"""Reduction: a recipe in a layout and a size that train in a second on a CPU. Torch-free.
+
+A layout of many processes is folded to layouts of few, which together exercise every one of its axes. The schedule and
+its stages, activation checkpointing, compiled parts, the optimizer, clipping, tied embeddings, shared heads and
+frequencies stay. Layers, widths, vocabulary, sequences and batch shrink to the least that the layouts need, and what a
+CPU lacks is replaced by what comes nearest; `Reduced.notes` says what.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The traced step: what the ranks of a recipe store, keep and send in a step, declared against traced. Torch-free."""
+"""The traced step: what ranks store, keep and send in a step, as traced and as declared. Torch-free.
+
+`trace` runs one step of the recipe's real assembly on tensors without data (`titanlab.prove.rank_trace`), in eager mode
+on a CPU and with few microbatches, and compares the result with what the parts of the recipe declare
+(`titanlab.prove.declared`).
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titanlab.errors import TitanlabError
-from titanlab.prove import proof as parity_file
+from titanlab.prove import proof
 from titanlab.records.provenance import redact, redacted_arguments
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.columns import COLUMNS, NUMBER, TEXT, TRUTH, WHOLE
@@ -364,9 +364,9 @@ class Parity(NamedTuple):
 def read_parity(folder: Path) -> Parity | None:
     """The comparisons in a sweep's folder; None: there is no file. A damaged file is a note."""
     try:
-        value = parity_file.read_parity(folder)
+        value = proof.read_parity(folder)
     except TitanlabError as error:
-        return Parity(note=f"{parity_file.PARITY_FILE} cannot be read: {error}")
+        return Parity(note=f"{proof.PARITY_FILE} cannot be read: {error}")
     if value is None:
         return None
     return Parity(value["time"], value["reference"], tuple(map(_row, value["rows"])))

@@ -8,8 +8,8 @@ import pytest
 
 from tests import tiny
 from tests.compile import test_blocks
-from tests.parity.technique_rows import AC
-from tests.parity.test_experts import BAR, MODELS, OnLayout, traced
+from tests.prove.technique_rows import AC
+from tests.prove.test_experts import BAR, MODELS, OnLayout, traced
 from titanlab.options import schema_of
 from titanlab.prove.parity import compare
 from titanlab.techniques.ac.recomputation_schema import SelectiveOp

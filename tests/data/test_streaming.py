@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.data.streams.test_packing import LENGTHS, SEQ, Counted
+from tests.data.test_packing import LENGTHS, SEQ, Counted
 from titanlab.data.stream import State, merge_states
 from titanlab.data.streaming import Position, ReadAhead, StreamingStream
 from titanlab.errors import ConfigError, DamagedPosition

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.parity.test_proof import large
+from tests.prove.test_proof import large
 from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
 from titanlab.prove.reduction import Folded, common_sizes, fold_recipe

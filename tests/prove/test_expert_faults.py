@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from tests import tiny
-from tests.parity.test_experts import BAR, recipe, traced
+from tests.prove.test_experts import BAR, recipe, traced
 from titanlab.costs import account
 from titanlab.prove.parity import compare
 from titanlab.train.balance import Balance

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from tests.parity.parity_rows import COMMON, OnLayout
 from tests.planted_schema import Planted
+from tests.prove.parity_rows import COMMON, OnLayout
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.prove import parity, tolerances
 from titanlab.prove.parity import Difference, compare

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.parity import documents
-from tests.parity.parity_rows import COMMON, OnLayout
+from tests.prove import documents
+from tests.prove.parity_rows import COMMON, OnLayout
 from tests.weights.huggingface import made as folders
 from titanlab.data.contract import Separators
 from titanlab.data.schema import Synthetic

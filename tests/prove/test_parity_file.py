@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.prove import proof as parity_file
+from titanlab.prove import proof
 from titanlab.prove.proof import Row, read_parity, write_parity
 
 ROW = Row(
@@ -56,7 +56,7 @@ def test_rows_of_runs_that_were_proved_again_replace_the_earlier_ones(tmp_path):
 def test_two_commands_that_write_at_once_lose_no_rows(tmp_path, monkeypatch):
     write_parity(tmp_path, [], reference="x")
     threads = []
-    write = parity_file.write_json
+    write = proof.write_json
 
     def slowly(path, value):
         if not threads:
@@ -67,7 +67,7 @@ def test_two_commands_that_write_at_once_lose_no_rows(tmp_path, monkeypatch):
             threads[0].join(0.1)
         write(path, value)
 
-    monkeypatch.setattr(parity_file, "write_json", slowly)
+    monkeypatch.setattr(proof, "write_json", slowly)
     write_parity(tmp_path, [mapping("a")], reference="x")
     threads[0].join()
     assert [row["run"] for row in read_parity(tmp_path)["rows"]] == ["a", "b"]

@@ -9,7 +9,7 @@ import os
 import pytest
 
 from tests import tiny
-from tests.parity.parity_rows import COMMON, OnLayout
+from tests.prove.parity_rows import COMMON, OnLayout
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.prove import parity
 from titanlab.prove.parity import compare

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from tests import tiny
-from tests.parity.test_proof import large
+from tests.prove.test_proof import large
 from titanlab.checkpoint.schema import AsyncPinned
 from titanlab.errors import ConfigError
 from titanlab.prove.proof import Candidate, plan_proofs
@@ -165,7 +165,7 @@ def test_heads_of_their_own_width_stay_so(tmp_path):
 
 
 def test_a_schedule_of_a_file_keeps_its_ranks_and_microbatches(tmp_path):
-    from tests.parity.parity_rows import SCHEDULES
+    from tests.prove.parity_rows import SCHEDULES
 
     given = {"pipeline": 2, "microbatch": 1, "pipeline_schedule": SCHEDULES["csv"]}
     (made,) = reduced(large(tmp_path, shard=4, **given))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.cover import cover
-from tests.parity.parity_rows import SCHEDULES, OnLayout
+from tests.prove.parity_rows import SCHEDULES, OnLayout
 from titanlab.options import schema_of
 
 # What every row and its reference have in common.

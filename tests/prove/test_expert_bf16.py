@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests import tiny
-from tests.parity.parity_rows import OnLayout
-from tests.parity.replayed_routing import recorded, replayed
-from tests.parity.test_experts import BAR, recipe, traced
+from tests.prove.parity_rows import OnLayout
+from tests.prove.replayed_routing import recorded, replayed
+from tests.prove.test_experts import BAR, recipe, traced
 from titanlab.prove.parity import compare
 
 # A number of bf16 is rounded by up to 2⁻⁹ of it, and a layout rounds other partial sums. A tensor's gradient has passed

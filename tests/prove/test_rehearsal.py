@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.parity.test_proof import large
+from tests.prove.test_proof import large
 from titanlab.prove.proof import Candidate
 from titanlab.prove.rehearsal import FAILED, OK, Rehearsal, Result, plan_rehearsals, rehearse
 from titanlab.records.outcome import Outcome, OutcomeKind

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from tests import tiny
-from tests.parity.planted_faults import traced
+from tests.prove.planted_faults import traced
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.prove import tolerances
 from titanlab.prove.parity import Difference, Trace

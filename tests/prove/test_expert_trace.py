@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import tiny
-from tests.tracing.test_rank_trace import accounts
+from tests.prove.test_rank_trace import accounts
 from titanlab.costs.traffic_account import flat
 from titanlab.prove.declared import declared
 from titanlab.prove.traced_step import Comparison

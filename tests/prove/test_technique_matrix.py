@@ -17,7 +17,7 @@ import pytest
 
 from tests import tiny
 from tests.cover import marks
-from tests.parity.technique_rows import ALWAYS, COVERING, ROWS, Row
+from tests.prove.technique_rows import ALWAYS, COVERING, ROWS, Row
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.prove import parity, tolerances
 from titanlab.prove.parity import Difference, compare

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import tiny
-from tests.parity.test_experts import BAR, OnLayout, recipe, reference, traced  # noqa: F401
+from tests.prove.test_experts import BAR, OnLayout, recipe, reference, traced  # noqa: F401
 from titanlab.prove.parity import compare
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveLayer
 

@@ -11,8 +11,7 @@ import pytest
 import tokenizers
 
 from titanlab.cli import main
-from titanlab.data import tokenizer_rules as expressions
-from titanlab.data import tokenizer_trial as trial
+from titanlab.data import tokenizer_rules, tokenizer_trial
 from titanlab.data.tiktoken_file import PATTERN
 from titanlab.data.tokenizer_rules import unknown_patterns
 from titanlab.data.tokenizers import load
@@ -64,18 +63,18 @@ def test_files_of_the_current_folder_with_names_of_modules_are_not_imported(made
 
 @pytest.mark.parametrize("pattern", [PATTERN, r"\p{N}{1,3}"])
 def test_known_patterns_need_no_trial(made, pattern, monkeypatch):
-    monkeypatch.setattr(expressions, "TRIAL_SECONDS", "no number")
+    monkeypatch.setattr(tokenizer_rules, "TRIAL_SECONDS", "no number")
     load(made(pattern))
 
 
 def test_a_process_that_crashes_is_told(made, monkeypatch):
-    monkeypatch.setattr(expressions, "module_command", lambda module: ["sh", "-c", "kill -SEGV $$"])
+    monkeypatch.setattr(tokenizer_rules, "module_command", lambda module: ["sh", "-c", "kill -SEGV $$"])
     with pytest.raises(ConfigError, match="a process that tries it ends with exit code -11, perhaps for lack of memor"):
         load(made(r"\w+|\W"))
 
 
 def test_a_process_that_hangs_is_ended(made, monkeypatch):
-    monkeypatch.setattr(expressions, "SECONDS", 0.01)
+    monkeypatch.setattr(tokenizer_rules, "SECONDS", 0.01)
     with pytest.raises(ConfigError, match=r"backtracks for more than 0 s in a trial"):
         load(made(r"\w+|\W"))
 
@@ -83,12 +82,12 @@ def test_a_process_that_hangs_is_ended(made, monkeypatch):
 def test_a_trial_reads_long_runs_of_the_characters_of_the_expressions():
     texts = []
     tokenizer = SimpleNamespace(encode=lambda text: texts.append(text) or [], decode=lambda ids: "")
-    trial.probe(tokenizer, ["(ß|q)+$"])
+    tokenizer_trial.probe(tokenizer, ["(ß|q)+$"])
     for character in "ßq(a0 ":
-        assert character * trial._RUN in texts[0], character
+        assert character * tokenizer_trial._RUN in texts[0], character
     # A file with thousands of expressions makes no text without end.
-    trial.probe(tokenizer, ["".join(map(chr, range(0x4E00, 0x6000)))])
-    assert len(texts[1]) < 60 * trial._RUN
+    tokenizer_trial.probe(tokenizer, ["".join(map(chr, range(0x4E00, 0x6000)))])
+    assert len(texts[1]) < 60 * tokenizer_trial._RUN
 
 
 def test_every_place_of_a_pattern_is_looked_into():
@@ -149,7 +148,7 @@ def changed(made):
     [(added_through, ENDLESS), *itertools.product([normalised_by, split_by, decoded_by], [ENDLESS, SLOW])],
 )
 def test_a_pattern_of_any_part_is_found_when_it_is_read(changed, part, pattern, monkeypatch, capfd):
-    monkeypatch.setattr(expressions, "TRIAL_SECONDS", 0.3)
+    monkeypatch.setattr(tokenizer_rules, "TRIAL_SECONDS", 0.3)
     file = changed(part(pattern))
     with pytest.raises(ConfigError, match=r"backtracks (without end|for more than 0.3 s of computing) ") as refused:
         load(file)
