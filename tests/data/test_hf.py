@@ -16,7 +16,7 @@ import pytest
 
 from tests.data.conftest import silent, text
 from tests.data.test_indexed import global_steps
-from titanlab.data import hf_documents, source
+from titanlab.data import hf, source
 from titanlab.data.corpus import is_held_out
 from titanlab.data.schema import HuggingFace
 from titanlab.data.tokenizers import load
@@ -65,9 +65,9 @@ def test_streams_share_the_documents(config: HuggingFace, streams: int) -> None:
     assert tokenizer is not None
     held_out = {each for each in TEXTS if is_held_out(each, 0.1)}
     seen: list[str] = []
-    dataset = hf_documents.open_dataset(config, "train")
+    dataset = hf.open_dataset(config, "train")
     for number in range(streams):
-        documents = hf_documents.StreamDocuments(dataset, changed(config, streams=streams), tokenizer, number, None)
+        documents = hf.StreamDocuments(dataset, changed(config, streams=streams), tokenizer, number, None)
         while documents.position()["epoch"] == 0:
             tokens = documents.next().tolist()
             if documents.position()["epoch"] == 0:
@@ -114,7 +114,7 @@ def test_other_columns_may_change_their_type_and_come_and_go(
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         (tmp_path / f"{file}.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = made(tmp_path / f"*.{kind}", model_file, path=kind, streams=1)
-    assert list(hf_documents.documents(hf_documents.open_dataset(config, "train"), config)) == written
+    assert list(hf.documents(hf.open_dataset(config, "train"), config)) == written
 
 
 def test_parquet_resumes_too(tmp_path: Path, model_file: Path, cache: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from titanlab.data.hf_documents import StreamDocuments, documents, text_of
+from titanlab.data.hf import StreamDocuments, documents, text_of
 from titanlab.data.schema import HuggingFace
 from titanlab.errors import ConfigError, DamagedPosition
 

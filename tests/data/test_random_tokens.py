@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from titanlab.data.contract import IGNORE
 from titanlab.data.random_tokens import RandomRows, RandomStream, sequences
-from titanlab.data.stream import IGNORE
 from titanlab.errors import ConfigError, DamagedPosition
 
 

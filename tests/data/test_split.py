@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from titanlab.data.contract import Separators
+from titanlab.data.contract import IGNORE, Separators
 from titanlab.data.indexed import Split, check_documents, check_tokens
 from titanlab.data.shard_index import Index, Shard
-from titanlab.data.stream import IGNORE
 from titanlab.errors import ConfigError
 
 

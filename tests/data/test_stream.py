@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from titanlab.data.stream import check_state, damaged, is_count, merge_states
+from titanlab.data.contract import check_state, damaged, is_count, merge_states
 from titanlab.errors import ConfigError, DamagedPosition
 
 

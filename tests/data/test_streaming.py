@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.test_packing import LENGTHS, SEQ, Counted
-from titanlab.data.stream import State, merge_states
+from titanlab.data.contract import State, merge_states
 from titanlab.data.streaming import Position, ReadAhead, StreamingStream
 from titanlab.errors import ConfigError, DamagedPosition
 

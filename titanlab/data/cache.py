@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from titanlab.data.stream import Report
+from titanlab.data.contract import Report
 from titanlab.errors import ConfigError
 from titanlab.records.claim import holder, name_holder
 from titanlab.system.files import home, user_path, write_text

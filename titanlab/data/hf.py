@@ -1,79 +1,74 @@
-"""data=hf: any dataset that Hugging Face `datasets` streams, such as C4."""
+"""data=hf: any dataset that Hugging Face `datasets` streams, such as C4, and the documents of its virtual streams."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import importlib
 import os
+import sys
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titanlab.data import cache, tokenizers
-from titanlab.data.contract import DataSource, Separators
-from titanlab.data.corpus import is_held_out, matching
+from titanlab.data.contract import Report, State, Stream, damaged, is_count
+from titanlab.data.corpus import is_held_out, matching, whole_characters
 from titanlab.data.schema import LOCAL_BUILDERS, HuggingFace
-from titanlab.data.shard_index import Index, is_whole, read_index
-from titanlab.data.source import check_streams, check_validation, check_vocab_size
-from titanlab.data.stream import Report, Rows, State, Stream
-from titanlab.data.text import check_tokenizer, train_tokenizer
-from titanlab.data.tokenizers import Tokenizer
+from titanlab.data.source import check_streams, check_validation
+from titanlab.data.text import CachedText, train_tokenizer
+from titanlab.data.tokenizers import Tokenizer, separators_of
 from titanlab.errors import ConfigError
+from titanlab.system.hub import check_reachable, is_offline
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from titanlab.data.streaming import Position
 
 ORDER = 1
 """Increased when a code change gives other tokens of the same dataset, or another order of them."""
 
 
-class HuggingFaceSource(DataSource):
+class HuggingFaceSource(CachedText[HuggingFace]):
     """A dataset that `datasets` streams."""
-
-    def __init__(self, config: HuggingFace) -> None:
-        self.config = config
 
     def fingerprint(self) -> str:
         return cache.hash_of_values(self._content, self.config.streams)
 
-    def prepare(self, *, report: Report) -> None:
-        # Reads and keeps the held-out documents, and trains a tokenizer if the config names none: once, not on every
-        # rank. A dataset that cannot be read fails here, before training starts.
-        cache.build(self._folder, lambda folder: self._make(folder, report), report=report, is_whole=is_whole)
+    @property
+    def name(self) -> str:
+        return self.config.path
 
-    def tokenizer(self) -> Tokenizer:
-        if self.config.tokenizer is not None:
-            return tokenizers.load(Path(self.config.tokenizer))
-        return tokenizers.load(self._folder / str(self._index.tokenizer))
-
-    def vocab_size(self) -> int:
-        return self._index.vocab_size
-
-    def separators(self) -> Separators:
-        return Separators(begin=self._index.bos_id, end=self._index.eos_id)
+    @property
+    def held_out(self) -> tuple[str, object]:
+        return "data.validation_documents", self.config.validation_documents
 
     def check(self, *, ranks: int, vocab_size: int, validation_sequences: int, **_: int) -> None:
         config = self.config
         check_streams(config.streams, ranks)
         if config.path in LOCAL_BUILDERS:
             _local_files(config)
-        expected = config.vocab_size if config.tokenizer is None else self.tokenizer().vocab_size
-        check_vocab_size(vocab_size, expected)
-        if config.document_mask and config.tokenizer is not None:
-            check_tokenizer(self.tokenizer())
+        self.check_tokens(vocab_size)
         if validation_sequences:
             if config.validation_split is None and not config.validation_fraction:
                 check_validation(None, "data.validation_fraction", config.validation_fraction)
             if not config.validation_documents:
-                check_validation(None, "data.validation_documents", config.validation_documents)
+                check_validation(None, *self.held_out)
 
-    def open_train(self, *, seed: int, ranks: int, state: State | None, **how: int) -> Stream:
+    def open_train(self, *, state: State | None, **how: Any) -> Stream:
+        from titanlab.data import streaming
+
         # The seed is not used: the documents come in the dataset's order, so that a position is a place in it.
-        from titanlab.data import hf_documents, streaming
-
-        dataset, reader = hf_documents.open_dataset(self.config, self.config.split), self.tokenizer()
+        del how["seed"]
+        dataset, reader = open_dataset(self.config, self.config.split), self.tokenizer()
         stream: Stream = streaming.StreamingStream(
-            lambda number, position: hf_documents.StreamDocuments(dataset, self.config, reader, number, position),
+            lambda number, position: StreamDocuments(dataset, self.config, reader, number, position),
             streams=self.config.streams,
             fingerprint=self.fingerprint(),
-            ranks=ranks,
             state=state,
             **how,
         )
@@ -81,23 +76,10 @@ class HuggingFaceSource(DataSource):
             stream = streaming.ReadAhead(stream, self.config.prefetch)
         return stream
 
-    def open_validation(self, **how: int) -> Rows:
-        from titanlab.data import indexed
-
-        documents = self.config.validation_documents
-        return indexed.open_validation(
-            self._folder, self._index, key="data.validation_documents", value=documents, **how
-        )
-
     @cached_property
     def _content(self) -> str:
         """A hash of everything but the number of streams."""
-        config = self.config
-        tokenizer = (
-            ["trained", config.vocab_size]
-            if config.tokenizer is None
-            else tokenizers.load(Path(config.tokenizer)).fingerprint
-        )
+        config, tokenizer = self.config, self.tokenizer_identity()
         if config.path in LOCAL_BUILDERS:
             location: list[object] = [config.path, cache.hash_of_files(_local_files(config))]
         elif os.path.isdir(config.path):
@@ -110,26 +92,21 @@ class HuggingFaceSource(DataSource):
         )
 
     @property
-    def _folder(self) -> Path:
+    def folder(self) -> Path:
         return cache.root() / "tokens" / f"hf-{self._content}"
 
-    @cached_property
-    def _index(self) -> Index:
-        folder = self._folder
-        if not folder.is_dir():
-            raise ConfigError("data", self.config.path, f"{folder} is missing", "prepare the data first")
-        return read_index(folder, "data")
-
-    def _make(self, folder: Path, report: Report) -> None:
-        from titanlab.data import hf_documents, shard_writer
+    def make(self, folder: Path, report: Report) -> None:
+        # Reads and keeps the held-out documents, and trains a tokenizer if the config names none: once, not on every
+        # rank. A dataset that cannot be read fails here, before training starts.
+        from titanlab.data import shard_writer
 
         config = self.config
         report(f"opening the dataset {config.path}")
-        dataset = hf_documents.open_dataset(config, config.split)
+        dataset = open_dataset(config, config.split)
         if dataset.num_shards < config.streams:
             files, readers = dataset.num_shards, -(-config.streams // dataset.num_shards)
             report(f"{config.path} has {files} files for {config.streams} streams: each is read up to {readers} times")
-        texts = (text for text in hf_documents.documents(dataset, config) if not _is_held_out(config, text))
+        texts = (text for text in documents(dataset, config) if not _is_held_out(config, text))
         first = next(texts, None)
         if first is None:
             raise ConfigError("data.path", config.path, f"has no text in {config.text_field}", "name another column")
@@ -168,17 +145,253 @@ def _sample(texts: Iterator[str]) -> Iterator[str]:
 
 
 def _validation_documents(config: HuggingFace, dataset: Any) -> Iterator[str]:
-    from titanlab.data import hf_documents
-
     if not config.validation_documents:
         return iter(())
     if config.validation_split is not None:
-        dataset = hf_documents.open_dataset(config, config.validation_split, "data.validation_split")
-        texts = hf_documents.documents(dataset, config)
+        dataset = open_dataset(config, config.validation_split, "data.validation_split")
+        texts = documents(dataset, config)
     else:
-        texts = (text for text in hf_documents.documents(dataset, config) if _is_held_out(config, text))
+        texts = (text for text in documents(dataset, config) if _is_held_out(config, text))
     return islice(texts, config.validation_documents)
 
 
 def _is_held_out(config: HuggingFace, text: str) -> bool:
     return config.validation_split is None and is_held_out(text, config.validation_fraction)
+
+
+class StreamDocuments:
+    """Training documents of virtual stream v of V, epoch after epoch.
+
+    With at least as many files (shards) as streams, stream v reads files v, v + V, …; with fewer files, the
+    streams that share a file take its documents in turn.
+
+    Args:
+        dataset: an HF `IterableDataset`, not shuffled.
+        config: of the data.
+        tokenizer: encodes the documents.
+        number: v.
+        position: result of `position`, to continue there; None starts at the beginning.
+    """
+
+    def __init__(
+        self, dataset: Any, config: HuggingFace, tokenizer: Tokenizer, number: int, position: Position | None
+    ) -> None:
+        self._config, self._tokenizer, self._number = config, tokenizer, number
+        self._dataset = dataset
+        self._files = min(dataset.num_shards, config.streams)
+        self._sharing = len(range(number % self._files, config.streams, self._files))
+        self._turn = number // self._files
+        self._epoch = self._seen = self._kept = 0
+        if position is not None:
+            _check_position(number, position)
+            self._epoch, self._seen, self._kept = position["epoch"], position["seen"], position["kept"]
+        self._open(position["dataset"] if position is not None else None)
+
+    def position(self) -> Position:
+        """The epoch, the numbers of documents seen and kept in it, and the state of the HF dataset."""
+        state = self._part.state_dict() if self._begun else self._start
+        return {"epoch": self._epoch, "seen": self._seen, "kept": self._kept, "dataset": state}
+
+    def next(self) -> npt.NDArray[np.uint32]:
+        """The next document, uint32 `[tokens]`.
+
+        Raises:
+            ConfigError: the dataset has no column `text_field`, or no text for this stream.
+        """
+        while True:
+            row = _next(self._rows, self._config)
+            if row is None:
+                self._begin_epoch()
+                continue
+            self._begun = True
+            self._seen += 1
+            if (self._seen - 1) % self._sharing != self._turn:
+                continue
+            text = text_of(row, self._config)
+            if text and not _is_held_out(self._config, text):
+                self._kept += 1
+                return self._tokenised(text)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._rows.close()
+
+    def _open(self, state: dict[str, Any] | None) -> None:
+        # After `load_state_dict`, an HF dataset's `state_dict` does not give the loaded state until a row is read.
+        self._start, self._begun = state, False
+        self._part = self._dataset.shard(num_shards=self._files, index=self._number % self._files, contiguous=False)
+        if state is not None:
+            self._part.load_state_dict(copy.deepcopy(state))
+        self._rows: Any = _rows(self._part)
+        if state is not None:
+            self._rows = self._after_first(self._rows, state)
+
+    def _after_first(self, rows: Any, state: dict[str, Any]) -> Any:
+        """The rows, of which the first is read now: `datasets` reads a state only then.
+
+        Raises:
+            ConfigError: `datasets` does not understand the state. That is no damage: another version may have saved it,
+                and the checkpoints before it have such states too.
+        """
+        try:
+            first = _next(rows, self._config)
+        except ConfigError as error:
+            # Other errors can come from the files too.
+            if not isinstance(error.__cause__, (TypeError, LookupError, AttributeError, OverflowError)):
+                raise
+            rule = f"datasets does not understand it ({type(error.__cause__).__name__})"
+            cure = "install the version of datasets that saved it, or resume from another checkpoint of the run"
+            raise ConfigError(f"data.parts.{self._number}.position.dataset", state, rule, cure) from error
+        return _with_first(first, rows)
+
+    def _begin_epoch(self) -> None:
+        if not self._kept:
+            raise ConfigError(
+                "data.streams",
+                self._config.streams,
+                f"stream {self._number} has no document: the dataset is too small for so many",
+                f"try data.streams={max(1, self._files // 2)}",
+            )
+        self._epoch, self._seen, self._kept = self._epoch + 1, 0, 0
+        self._open(None)
+
+    def _tokenised(self, text: str) -> npt.NDArray[np.uint32]:
+        import numpy as np
+
+        around, ids = separators_of(self._tokenizer), self._tokenizer.encode(text)
+        before, after = ([] if token is None else [token] for token in (around.begin, around.end))
+        return np.array([*before, *ids, *after], dtype=np.uint32)
+
+
+def _check_position(number: int, position: Position) -> None:
+    for name in ("epoch", "seen", "kept"):
+        if not is_count(position.get(name)):
+            raise damaged(f"parts.{number}.position.{name}", position.get(name), "must be a whole number from 0")
+    state = position.get("dataset")
+    if "dataset" not in position or not isinstance(state, dict | None):
+        raise damaged(f"parts.{number}.position.dataset", state, "must be a mapping or null")
+
+
+def documents(dataset: Any, config: HuggingFace) -> Iterator[str]:
+    """All texts of a dataset that are not empty, in order."""
+    rows = _rows(dataset)
+    with contextlib.closing(rows):
+        while (row := _next(rows, config)) is not None:
+            if text := text_of(row, config):
+                yield text
+
+
+def text_of(row: dict[str, Any], config: HuggingFace) -> str:
+    """The text of a row; empty where it is null.
+
+    Raises:
+        ConfigError: the row has no column `text_field`, or its value is not a string.
+    """
+    if config.text_field not in row:
+        raise ConfigError(
+            "data.text_field", config.text_field, f"is no column of {config.path}", f"it has: {', '.join(row)[:80]}"
+        )
+    text = row[config.text_field]
+    if text is not None and not isinstance(text, str):
+        raise ConfigError(
+            "data.text_field", config.text_field, f"holds {type(text).__name__}, no text", "name another column"
+        )
+    return whole_characters(text or "")
+
+
+def open_dataset(config: HuggingFace, split: str, key: str = "data.split") -> Any:
+    """Open an HF `IterableDataset`; reads only the dataset's description.
+
+    Raises:
+        ConfigError: there is no such dataset or split, or it cannot be reached.
+    """
+    if config.path not in LOCAL_BUILDERS and not os.path.exists(config.path) and not is_offline():
+        check_reachable(config.path, "data.path")
+    options = {"name": config.name, "revision": config.revision, "data_files": config.data_files or None}
+    try:
+        dataset = _library().load_dataset(config.path, split=split, streaming=True, **options)
+        return _text_only(dataset, config, split, options)
+    # `datasets` and its dependencies raise dozens of types, which share no other base class.
+    except Exception as error:
+        raise _explained(error, config, split, key) from error
+
+
+def _text_only(dataset: Any, config: HuggingFace, split: str, options: dict[str, Any]) -> Any:
+    """The dataset without its other columns, where `datasets` can leave them out.
+
+    It gives all files the types of the first, and refuses a file in which any column has another type.
+    """
+    name, library = config.text_field, _library()
+    kind = (dataset.features or {}).get(name)
+    if getattr(kind, "dtype", None) not in ("string", "large_string"):
+        return dataset
+    if config.path == "parquet":
+        return library.load_dataset(config.path, split=split, streaming=True, columns=[name], **options)
+    if config.path != "json":
+        return dataset
+    builder = library.load_dataset_builder(config.path, features=library.Features({name: kind}), **options)
+    cast = builder._cast_table  # it has no option for columns, as of datasets 5.2
+    builder._cast_table = lambda table, **more: cast(
+        table.select([column for column in table.column_names if column == name]), **more
+    )
+    return builder.as_streaming_dataset(split=split)
+
+
+def _explained(error: Exception, config: HuggingFace, split: str, key: str) -> ConfigError:
+    kinds = {base.__name__ for base in type(error).__mro__}
+    message = " ".join(str(error).split())[:160]
+    if "split" in message.lower() and "ValueError" in kinds:
+        return ConfigError(key, split, f"is no split of {config.path} ({message})", "name one that it has")
+    if "BuilderConfig" in message or "Config name is missing" in message:
+        return ConfigError("data.name", config.name, f"does not fit {config.path} ({message})", "name another")
+    if kinds & {"DatasetNotFoundError", "FileNotFoundError", "DataFilesNotFoundError", "EmptyDatasetError"}:
+        return ConfigError(
+            "data.path", config.path, f"was not found ({message})", "check the name; a gated dataset needs HF_TOKEN"
+        )
+    if kinds & {"ConnectionError", "OSError", "OfflineModeIsEnabled", "HTTPError", "TimeoutException"}:
+        return ConfigError(
+            "data.path", config.path, f"cannot be reached ({message})", "check the network, or try data=stdlib"
+        )
+    return ConfigError("data.path", config.path, f"cannot be opened ({message})", "check path, name and data_files")
+
+
+def _next(rows: Iterator[dict[str, Any]], config: HuggingFace) -> dict[str, Any] | None:
+    """The next row; None at the end."""
+    try:
+        return next(rows, None)
+    except OSError:
+        # The network or the disk failed, not the data: the caller decides whether to try again.
+        raise
+    except Exception as error:
+        message = " ".join(str(error).split())[:160]
+        raise ConfigError(
+            "data.path", config.path, f"has a part that cannot be read ({message})", "check its files"
+        ) from error
+
+
+def _rows(dataset: Any) -> Any:
+    # A generator, so that the caller can close it: an iterator has no `close`.
+    yield from dataset
+
+
+def _with_first(first: dict[str, Any] | None, rows: Any) -> Any:
+    with contextlib.closing(rows):
+        if first is not None:
+            yield first
+            yield from rows
+
+
+def _library() -> Any:
+    if "datasets" in sys.modules or "torch" in sys.modules:
+        return importlib.import_module("datasets")
+    # `datasets` imports torch if torch is installed, which takes 1.5 s and is not used here; it reads USE_TORCH
+    # while it is imported.
+    before = os.environ.get("USE_TORCH")
+    os.environ["USE_TORCH"] = "0"
+    try:
+        return importlib.import_module("datasets")
+    finally:
+        if before is None:
+            del os.environ["USE_TORCH"]
+        else:
+            os.environ["USE_TORCH"] = before

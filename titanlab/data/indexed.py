@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from titanlab.data.contract import Separators
+from titanlab.data.contract import IGNORE, Batch, Separators, State, check_state
 from titanlab.data.shard_index import INDEX, Index
 from titanlab.data.source import check_sequences, check_validation
-from titanlab.data.stream import IGNORE, Batch, State, check_state
 from titanlab.errors import ConfigError
 
 _CHECKED_TOKENS = 1 << 20
@@ -251,7 +250,7 @@ def rank_samples(start: int, *, global_batch: int, rank: int, ranks: int) -> ran
 
 
 class HeldOutRows:
-    """Rows of a validation split, spread evenly over it; see `stream.Rows`.
+    """Rows of a validation split, spread evenly over it; see `contract.Rows`.
 
     Args:
         split: of held-out tokens.

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from titanlab.data.contract import IGNORE, Batch, State, check_state
 from titanlab.data.indexed import keyed, mix, rank_samples
-from titanlab.data.stream import IGNORE, Batch, State, check_state
 
 _STRIDE = np.uint64(0x9E3779B97F4A7C15)
 _LOW = (1 << 32) - 1
@@ -35,7 +35,7 @@ def sequences(
 
 
 class RandomStream:
-    """An endless stream of random sequences; see `stream.Stream`."""
+    """An endless stream of random sequences; see `contract.Stream`."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class RandomStream:
 
 
 class RandomRows:
-    """Random rows that differ from those of every stream; see `stream.Rows`."""
+    """Random rows that differ from those of every stream; see `contract.Rows`."""
 
     def __init__(
         self,

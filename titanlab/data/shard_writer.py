@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 import numpy.typing as npt
 
+from titanlab.data.contract import Report
 from titanlab.data.shard_index import BYTES, Index, Shard, dtype_for, write_index
-from titanlab.data.stream import Report
 from titanlab.data.tokenizers import Tokenizer, keep, separators_in_words, separators_of
 
 SHARD_TOKENS = 1 << 30
@@ -115,7 +116,10 @@ def _can_encode_pieces(tokenizer: Tokenizer) -> bool:
 
 def _cut_tail(folder: Path, shards: list[Shard], fraction: float, token_bytes: int) -> dict[str, list[Shard]]:
     """Move the last tokens of the only split into a validation file."""
-    shards = [_renamed(folder, shard, f"train-{number:05d}.bin") for number, shard in enumerate(shards)]
+    shards = [
+        replace(shard, file=(folder / shard.file).rename(folder / f"train-{number:05d}.bin").name)
+        for number, shard in enumerate(shards)
+    ]
     last = shards[-1]
     wanted = max(2, round(fraction * sum(shard.tokens for shard in shards)))
     kept = max(last.tokens - wanted, last.tokens // 2)
@@ -123,13 +127,8 @@ def _cut_tail(folder: Path, shards: list[Shard], fraction: float, token_bytes: i
         file.seek(kept * token_bytes)
         (folder / "validation-00000.bin").write_bytes(file.read())
         file.truncate(kept * token_bytes)
-    shards[-1] = Shard(file=last.file, tokens=kept, documents=last.documents)
+    shards[-1] = replace(last, tokens=kept)
     return {"train": shards, "validation": [Shard(file="validation-00000.bin", tokens=last.tokens - kept)]}
-
-
-def _renamed(folder: Path, shard: Shard, name: str) -> Shard:
-    (folder / shard.file).rename(folder / name)
-    return Shard(file=name, tokens=shard.tokens, documents=shard.documents)
 
 
 class _SplitWriter:
@@ -156,7 +155,7 @@ class _SplitWriter:
         self._file.write(tokens.astype(self._dtype).data)
         self.tokens += len(tokens)
         last = self.shards[-1]
-        self.shards[-1] = Shard(file=last.file, tokens=last.tokens + len(tokens), documents=last.documents + 1)
+        self.shards[-1] = replace(last, tokens=last.tokens + len(tokens), documents=last.documents + 1)
 
     def _begin(self) -> IO[bytes]:
         if self._file is not None:

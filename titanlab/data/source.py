@@ -5,9 +5,19 @@ This module does not import torch; it imports numpy only when data is opened. Se
 
 from __future__ import annotations
 
-from titanlab.data.contract import DOCUMENT_MASK, DataConfig, Separators
+from titanlab.data.contract import (
+    DOCUMENT_MASK,
+    IGNORE,
+    Batch,
+    DataConfig,
+    Report,
+    Rows,
+    Separators,
+    State,
+    Stream,
+    merge_states,
+)
 from titanlab.data.shard_index import Index
-from titanlab.data.stream import IGNORE, Batch, Report, Rows, State, Stream, merge_states
 from titanlab.data.tokenizers import Tokenizer
 from titanlab.errors import ConfigError
 
@@ -116,13 +126,7 @@ def check_batch(global_batch: int, ranks: int) -> None:
     Raises:
         ConfigError: `global_batch` is no multiple of `ranks`.
     """
-    if global_batch % ranks:
-        raise ConfigError(
-            "training.global_batch",
-            global_batch,
-            f"must be a multiple of the {ranks} data-parallel processes",
-            f"try {multiples_around(global_batch, ranks)}",
-        )
+    _check_multiple("training.global_batch", global_batch, ranks)
 
 
 def check_vocab_size(of_model: int, of_data: int) -> None:
@@ -172,13 +176,13 @@ def check_streams(streams: int, ranks: int) -> None:
     Raises:
         ConfigError: `streams` is no multiple of `ranks`.
     """
-    if streams % ranks:
-        raise ConfigError(
-            "data.streams",
-            streams,
-            f"must be a multiple of the {ranks} data-parallel processes",
-            f"try {multiples_around(streams, ranks)}",
-        )
+    _check_multiple("data.streams", streams, ranks)
+
+
+def _check_multiple(key: str, value: int, ranks: int) -> None:
+    if value % ranks:
+        rule = f"must be a multiple of the {ranks} data-parallel processes"
+        raise ConfigError(key, value, rule, f"try {multiples_around(value, ranks)}")
 
 
 def multiples_around(value: int, step: int) -> str:

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from titanlab.data.contract import Batch, State, Stream, check_state, damaged, is_count
 from titanlab.data.indexed import rank_samples
 from titanlab.data.source import check_streams
-from titanlab.data.stream import Batch, State, Stream, check_state, damaged, is_count
 
 Position = dict[str, Any]
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from titanlab.data.contract import DataSource, Separators
+from titanlab.data.contract import DataSource, Report, Rows, Separators, State, Stream
 from titanlab.data.schema import Synthetic
 from titanlab.data.source import check_vocab_size
-from titanlab.data.stream import Report, Rows, State, Stream
 
 END = 0
 """The token that ends a document, where there are documents."""

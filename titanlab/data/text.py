@@ -16,28 +16,114 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from titanlab.data import cache, tokenizers
-from titanlab.data.contract import DOCUMENT_MASK, DataSource, Separators, check_separators
+from titanlab.data.contract import DOCUMENT_MASK, DataSource, Report, Rows, Separators, State, Stream, check_separators
 from titanlab.data.corpus import Corpus, corpus_of, is_held_out
 from titanlab.data.schema import Files, Stdlib, Text, TokenFolder
 from titanlab.data.shard_index import INDEX, Index, fingerprint_of, is_whole, read_index
 from titanlab.data.source import check_sequences, check_validation, check_vocab_size
-from titanlab.data.stream import Report, Rows, State, Stream
 from titanlab.data.tokenizers import Tokenizer
 from titanlab.errors import ConfigError
 
 ORDER = 1
 """Increased when a code change gives other tokens of the same corpus, or another order of them."""
-VALIDATION_KEY = "data.validation_fraction"
 
 _TRIED_CHARACTERS = 4096
 TextConfig = TypeVar("TextConfig", bound=Text)
 
 
-class PreparedText(DataSource, Generic[TextConfig]):
-    """A corpus that becomes token shards in the cache."""
+class ShardSource(DataSource):
+    """Token shards in a folder."""
+
+    @property
+    @abstractmethod
+    def folder(self) -> Path:
+        """Where the shards are; it may not exist before `prepare`."""
+
+    @property
+    @abstractmethod
+    def index(self) -> Index:
+        """The index of the shards.
+
+        Raises:
+            ConfigError: there are no shards.
+        """
+
+    @property
+    @abstractmethod
+    def held_out(self) -> tuple[str, object]:
+        """The config key that decides what is held out, and its value."""
+
+    def vocab_size(self) -> int:
+        return self.index.vocab_size
+
+    def separators(self) -> Separators:
+        return Separators(begin=self.index.bos_id, end=self.index.eos_id)
+
+    def open_train(self, *, state: State | None, **how: Any) -> Stream:
+        # Imported here: it needs numpy, and the checks do not.
+        from titanlab.data import indexed
+
+        return indexed.open_train(self.folder, self.index, fingerprint=self.fingerprint(), state=state, **how)
+
+    def open_validation(self, **how: int) -> Rows:
+        from titanlab.data import indexed
+
+        key, value = self.held_out
+        return indexed.open_validation(self.folder, self.index, key=key, value=value, **how)
+
+
+class CachedText(ShardSource, Generic[TextConfig]):
+    """Text that becomes token shards in the cache."""
 
     def __init__(self, config: TextConfig) -> None:
         self.config = config
+
+    @abstractmethod
+    def make(self, folder: Path, report: Report) -> None:
+        """Fill an empty folder with the shards."""
+
+    @property
+    def name(self) -> str:
+        """Names the data in errors."""
+        return self.config.kind
+
+    @cached_property
+    def index(self) -> Index:
+        folder = self.folder
+        if not folder.is_dir():
+            raise ConfigError("data", self.name, f"{folder} is missing", "prepare the data first")
+        return read_index(folder, "data")
+
+    def prepare(self, *, report: Report) -> None:
+        cache.build(self.folder, lambda folder: self.make(folder, report), report=report, is_whole=is_whole)
+
+    def tokenizer(self) -> Tokenizer:
+        # A tokenizer that the config names needs no corpus: text may be generated on a machine without the corpus.
+        if self.config.tokenizer is not None:
+            return tokenizers.load(Path(self.config.tokenizer))
+        index = self.index
+        return tokenizers.load(self.folder / str(index.tokenizer))
+
+    def tokenizer_identity(self) -> object:
+        """What decides the tokens of a text, as plain values."""
+        if self.config.tokenizer is None:
+            return ["trained", self.config.vocab_size]
+        return tokenizers.load(Path(self.config.tokenizer)).fingerprint
+
+    def check_tokens(self, vocab_size: int) -> None:
+        """Check the rules for the vocabulary of the model, of `vocab_size`, and for document masks.
+
+        Raises:
+            ConfigError: a rule is broken.
+        """
+        config = self.config
+        check_vocab_size(vocab_size, config.vocab_size if config.tokenizer is None else self.tokenizer().vocab_size)
+        if config.document_mask and config.tokenizer is not None:
+            check_tokenizer(self.tokenizer())
+
+
+class PreparedText(CachedText[TextConfig]):
+    """A corpus that becomes token shards in the cache."""
 
     @abstractmethod
     def find_corpus(self) -> Corpus:
@@ -56,79 +142,35 @@ class PreparedText(DataSource, Generic[TextConfig]):
     @cached_property
     def _fingerprint(self) -> str:
         """A hash of the texts, the tokenizer and the validation fraction; 32 hexadecimal digits."""
-        config = self.config
-        trained = ["trained", config.vocab_size]
-        tokenizer = trained if config.tokenizer is None else tokenizers.load(Path(config.tokenizer)).fingerprint
-        content = content_of(self.corpus)
-        return cache.hash_of_values(ORDER, content, self.corpus.text_field, tokenizer, config.validation_fraction)
+        tokenizer, content = self.tokenizer_identity(), content_of(self.corpus)
+        return cache.hash_of_values(ORDER, content, self.corpus.text_field, tokenizer, self.config.validation_fraction)
 
     def fingerprint(self) -> str:
         return self._fingerprint
 
     @property
     def folder(self) -> Path:
-        """The folder of the token shards; it may not exist yet."""
         return cache.root() / "tokens" / f"{self.config.kind}-{self.fingerprint()}"
 
-    @cached_property
-    def index(self) -> Index:
-        """The index of the token shards.
-
-        Raises:
-            ConfigError: the shards have not been made.
-        """
-        folder = self.folder
-        if not folder.is_dir():
-            raise ConfigError("data", self.config.kind, f"{folder} is missing", "prepare the data first")
-        return read_index(folder, "data")
-
-    def prepare(self, *, report: Report) -> None:
-        """Make the token shards, unless they exist."""
-        cache.build(self.folder, lambda folder: self._make(folder, report), report=report, is_whole=is_whole)
-
-    def tokenizer(self) -> Tokenizer:
-        # A tokenizer that the config names needs no corpus: text may be generated on a machine without the corpus.
-        if self.config.tokenizer is not None:
-            return tokenizers.load(Path(self.config.tokenizer))
-        index = self.index
-        return tokenizers.load(self.folder / str(index.tokenizer))
-
-    def vocab_size(self) -> int:
-        return self.index.vocab_size
-
-    def separators(self) -> Separators:
-        return Separators(begin=self.index.bos_id, end=self.index.eos_id)
+    @property
+    def held_out(self) -> tuple[str, object]:
+        return "data.validation_fraction", self.config.validation_fraction
 
     def check(self, *, seq_len: int, vocab_size: int, validation_sequences: int, **_: int) -> None:
-        config, folder = self.config, self.folder
+        folder = self.folder
         whole = folder.is_dir() and is_whole(folder)
         if not whole:
             # Before the vocabulary: a file without text must give its own error.
             self.corpus.check()
-        check_vocab_size(vocab_size, config.vocab_size if config.tokenizer is None else self.tokenizer().vocab_size)
-        if config.document_mask and config.tokenizer is not None:
-            check_tokenizer(self.tokenizer())
-        if validation_sequences and not config.validation_fraction:
-            check_validation(None, VALIDATION_KEY, config.validation_fraction)
+        self.check_tokens(vocab_size)
+        if validation_sequences and not self.config.validation_fraction:
+            check_validation(None, *self.held_out)
         if whole:
-            index = self.index
-            check_sequences(index, seq_len)
+            check_sequences(self.index, seq_len)
             if validation_sequences:
-                check_validation(index, VALIDATION_KEY, config.validation_fraction)
+                check_validation(self.index, *self.held_out)
 
-    def open_train(self, *, state: State | None, **how: Any) -> Stream:
-        # Imported here: it needs numpy, and the checks do not.
-        from titanlab.data import indexed
-
-        return indexed.open_train(self.folder, self.index, fingerprint=self.fingerprint(), state=state, **how)
-
-    def open_validation(self, **how: int) -> Rows:
-        from titanlab.data import indexed
-
-        rows: dict[str, Any] = {"key": VALIDATION_KEY, "value": self.config.validation_fraction, **how}
-        return indexed.open_validation(self.folder, self.index, **rows)
-
-    def _make(self, folder: Path, report: Report) -> None:
+    def make(self, folder: Path, report: Report) -> None:
         make_shards(
             folder,
             self.corpus,
@@ -279,19 +321,17 @@ def source_files(folder: Path) -> tuple[Path, ...]:
 
 
 @dataclass(frozen=True)
-class TokenFolderSource(DataSource):
+class TokenFolderSource(ShardSource):
     """The token shards in a folder."""
 
     config: TokenFolder
 
     @property
     def folder(self) -> Path:
-        """Where the shards are."""
         return Path(self.config.folder)
 
     @cached_property
     def index(self) -> Index:
-        """The folder's index."""
         return read_index(self.folder)
 
     def fingerprint(self) -> str:
@@ -309,11 +349,9 @@ class TokenFolderSource(DataSource):
         name = self.index.tokenizer
         return None if name is None else tokenizers.load(self.folder / name, "data.folder")
 
-    def vocab_size(self) -> int:
-        return self.index.vocab_size
-
-    def separators(self) -> Separators:
-        return Separators(begin=self.index.bos_id, end=self.index.eos_id)
+    @property
+    def held_out(self) -> tuple[str, object]:
+        return "data.folder", self.config.folder
 
     def check(self, *, seq_len: int, vocab_size: int, validation_sequences: int, **_: int) -> None:
         check_vocab_size(vocab_size, self.index.vocab_size)
@@ -321,19 +359,7 @@ class TokenFolderSource(DataSource):
         if self.config.document_mask:
             check_separators(self.separators(), whose=INDEX, cure="name bos_id or eos_id in it, or try false")
         if validation_sequences:
-            check_validation(self.index, "data.folder", self.config.folder)
-
-    def open_train(self, *, state: State | None, **how: Any) -> Stream:
-        # Imported here: it needs numpy, and the checks do not.
-        from titanlab.data import indexed
-
-        return indexed.open_train(self.folder, self.index, fingerprint=self.fingerprint(), state=state, **how)
-
-    def open_validation(self, **how: int) -> Rows:
-        from titanlab.data import indexed
-
-        folder = self.config.folder
-        return indexed.open_validation(self.folder, self.index, key="data.folder", value=folder, **how)
+            check_validation(self.index, *self.held_out)
 
 
 # What the cures of data=files name, and what it is on the command line.
@@ -369,7 +395,39 @@ def write_token_shards(
             `--tokenizer`, `--text-field`, `--vocab-size` and `--validation-fraction`, as on the command line.
     """
     try:
-        return _write_to(files, folder, tokenizer, vocab_size, text_field, validation_fraction, report)
+        config = Files(
+            files=files,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            text_field=text_field,
+            validation_fraction=validation_fraction,
+        )
+        corpus = corpus_of(config.files, text_field)
+        corpus.check()
+        tokenizer_fingerprint = (
+            None if config.tokenizer is None else tokenizers.load(Path(config.tokenizer)).fingerprint
+        )
+        content = content_of(corpus)
+        folder = folder.absolute()
+        temporary = _beside(folder)
+        try:
+            index = make_shards(
+                temporary,
+                corpus,
+                tokenizer=config.tokenizer,
+                vocab_size=vocab_size,
+                validation_fraction=validation_fraction,
+                fingerprint=cache.hash_of_values(
+                    ORDER, content, text_field, tokenizer_fingerprint, vocab_size, validation_fraction
+                ),
+                report=report,
+            )
+            temporary.rename(folder)
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return index
     except ConfigError as error:
         # The checks of data=files name config keys; here the values come from the command line.
         if not error.key.startswith("data"):
@@ -380,48 +438,6 @@ def write_token_shards(
         for text, here in _CURES.items():
             cure = cure.replace(text, here)
         raise ConfigError(key, error.value, error.rule, cure) from error
-
-
-def _write_to(
-    files: str,
-    folder: Path,
-    tokenizer: str | None,
-    vocab_size: int,
-    text_field: str,
-    validation_fraction: float,
-    report: Callable[[str], None],
-) -> Index:
-    config = Files(
-        files=files,
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        text_field=text_field,
-        validation_fraction=validation_fraction,
-    )
-    corpus = corpus_of(config.files, text_field)
-    corpus.check()
-    tokenizer_fingerprint = None if config.tokenizer is None else tokenizers.load(Path(config.tokenizer)).fingerprint
-    content = content_of(corpus)
-    folder = folder.absolute()
-    temporary = _beside(folder)
-    try:
-        index = make_shards(
-            temporary,
-            corpus,
-            tokenizer=config.tokenizer,
-            vocab_size=vocab_size,
-            validation_fraction=validation_fraction,
-            fingerprint=cache.hash_of_values(
-                ORDER, content, text_field, tokenizer_fingerprint, vocab_size, validation_fraction
-            ),
-            report=report,
-        )
-        temporary.rename(folder)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return index
 
 
 def _beside(folder: Path) -> Path:

@@ -155,7 +155,8 @@ class SentencePieceTokenizer:
         if self.vocab_size < 1:
             raise ConfigError(key, path, "is no SentencePiece model: it has no pieces", f"give a .model or {_JSON}")
         check_size(self.vocab_size, path, key)
-        own = _id_or_none(self._model.bos_id()), _id_or_none(self._model.eos_id())
+        begin, end = int(self._model.bos_id()), int(self._model.eos_id())
+        own = begin if begin >= 0 else None, end if end >= 0 else None
         found = _special_tokens(_declared(path), self._id_of, own, adds_begin=lambda token: True)
         self.bos_id, self.eos_id, self.lacking = found
         if (self.bos_id, self.eos_id) != own:
@@ -227,7 +228,9 @@ class HuggingFaceTokenizer:
         vocabulary: dict[str, int] = self._model.get_vocab(with_added_tokens=True)
         check_vocabulary(vocabulary, description, self.file, self._key)
         self.vocab_size = max(vocabulary.values()) + 1
-        begin, end = (_first_known(vocabulary, names) for names in (_BOS_NAMES, _EOS_NAMES))
+        begin, end = (
+            next((vocabulary[name] for name in names if name in vocabulary), None) for names in (_BOS_NAMES, _EOS_NAMES)
+        )
         found = _special_tokens(_declared(self.file), vocabulary.get, (begin, end), adds_begin=self._adds)
         self.bos_id, self.eos_id, self.lacking = found
         tokens = separators_of(self)
@@ -333,19 +336,11 @@ def _special_tokens(
     return begin, end, {role: names[role] for role, token in known.items() if token is None}
 
 
-def _first_known(vocabulary: dict[str, int], names: Sequence[str]) -> int | None:
-    return next((vocabulary[name] for name in names if name in vocabulary), None)
-
-
 def _name(declared: Any) -> str | None:
     """The text of a declared token; None: there is no such token."""
     # In older files the token is an object.
     name = declared.get("content") if isinstance(declared, dict) else declared
     return name if isinstance(name, str) else None
-
-
-def _id_or_none(token: int) -> int | None:
-    return int(token) if token >= 0 else None
 
 
 def _fingerprint(content: bytes) -> str:

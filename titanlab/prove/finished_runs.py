@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlab.costs import meter
-from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
 from titanlab.prove.proof import Row
 from titanlab.prove.reduction import comparable
@@ -136,7 +135,7 @@ def _compared(a: Logged, b: Logged, tokens: list[int]) -> Comparison:
             parts.append(f"{name} differs by {number:.1e}, more than {limit:.0e}")
     row = Row(
         run=b.run.path.name,
-        layout=f"{_layout(b).label} against {_layout(a).label}",
+        layout=f"{b.recipe.layout.label} against {a.recipe.layout.label}",
         precision=b.recipe.precision.kind,
         passed=not parts,
         reason="; ".join(parts),
@@ -151,10 +150,6 @@ def _compared(a: Logged, b: Logged, tokens: list[int]) -> Comparison:
         tokens=tokens[losses.index(max(losses))],
         first=(losses[0], norms[0]),
     )
-
-
-def _layout(logged: Logged) -> Layout:
-    return logged.recipe.layout
 
 
 def _relative(first: float | None, second: float | None) -> float:

@@ -169,11 +169,12 @@ def trace_rank(recipe: Recipe, rank: int) -> RankAccount:
             with traced(axes) as update:
                 optimizer.step()
                 assembled.after_update()
+        kept = (value for values in optimizer.state.values() for value in values.values())
         return RankAccount(
             rank=rank,
             parameters=sum(parameter.numel() for parameter in parameters.values()),
             parameter_bytes=_bytes(parameters.values()),
-            optimizer_bytes=_bytes(_tensors(optimizer.state)),
+            optimizer_bytes=_bytes(value for value in kept if isinstance(value, Tensor)),
             saved=saved.by_block,
             traffic=tuple(step.rows()),
             update_traffic=tuple(update.rows()),
@@ -200,7 +201,3 @@ def _plain(tensor: Any) -> list[Tensor]:
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-
-
-def _tensors(state: Mapping[Any, Mapping[str, Any]]) -> list[Tensor]:
-    return [value for values in state.values() for value in values.values() if isinstance(value, Tensor)]

@@ -291,15 +291,17 @@ def reduce_recipe(case: Folded, sizes: Sizes, *, steps: int, runs: str, saves: b
         ConfigError: it cannot be reduced.
     """
     recipe, layout = case.recipe, case.layout
-    notes = _Notes()
+    notes: list[str] = []
     model = _model(recipe, sizes, notes)
+    microbatch = sizes.global_batch // layout.data // case.microbatches
     training = replace(
         recipe.training,
         steps=steps,
         seq_len=sizes.seq_len,
         global_batch=sizes.global_batch,
-        microbatch=sizes.global_batch // layout.data // case.microbatches,
-        loss_chunk=_chunk(recipe, case, sizes),
+        microbatch=microbatch,
+        # If the original has chunks, about three in a microbatch.
+        loss_chunk=-(-microbatch * sizes.seq_len // layout.context // 3) if recipe.loss_chunk else 0,
         max_grad_norm=None if recipe.training.max_grad_norm is None else min(recipe.training.max_grad_norm, _NORM),
         validate_every=2 if saves and recipe.training.validate_every else 0,
         validation_sequences=sizes.global_batch,
@@ -313,7 +315,7 @@ def reduce_recipe(case: Folded, sizes: Sizes, *, steps: int, runs: str, saves: b
     )
     made = replace(
         recipe,
-        name=_name(case),
+        name=f"{safe_name(case.run, longest=60)}-{layout.label.replace('·', '-')}",
         sweep="reduced",
         runs=runs,
         repeat=0,
@@ -322,8 +324,8 @@ def reduce_recipe(case: Folded, sizes: Sizes, *, steps: int, runs: str, saves: b
         training=training,
         model=model,
         parallelism=_parallelism(case, notes),
-        precision=recipe.precision.reduced(layers=model.account().layers, note=notes.add),
-        ac=recipe.ac.reduced(note=notes.add),
+        precision=recipe.precision.reduced(layers=model.account().layers, note=notes.append),
+        ac=recipe.ac.reduced(note=notes.append),
         compile=_compiled(case, notes),
         optimizer=_optimizer(recipe, steps),
         data=_data(recipe, model.vocab_size, sizes),
@@ -341,7 +343,7 @@ def reduce_recipe(case: Folded, sizes: Sizes, *, steps: int, runs: str, saves: b
         raise ConfigError(
             "recipe", case.run, rule, "prove it in its own size: titanlab train, with few steps"
         ) from error
-    return Reduced(recipe=made, notes=tuple(notes.lines))
+    return Reduced(recipe=made, notes=tuple(notes))
 
 
 def _data(recipe: Recipe, vocab_size: int, sizes: Sizes) -> Synthetic:
@@ -349,15 +351,6 @@ def _data(recipe: Recipe, vocab_size: int, sizes: Sizes) -> Synthetic:
         return Synthetic(vocab_size=vocab_size, gaps=True)
     # A few documents in each sequence: some of one token, some cut by the sequence's end.
     return Synthetic(vocab_size=vocab_size, gaps=True, document_mask=True, document_tokens=sizes.seq_len // 4)
-
-
-def _chunk(recipe: Recipe, case: Folded, sizes: Sizes) -> int:
-    """Tokens of a chunk of the loss: if the original has chunks, about three in a microbatch."""
-    if not recipe.loss_chunk:
-        return 0
-    layout = case.layout
-    microbatch = sizes.global_batch // layout.data // case.microbatches
-    return -(-microbatch * sizes.seq_len // layout.context // 3)
 
 
 def in_fp32(recipe: Recipe) -> Recipe:
@@ -395,17 +388,7 @@ def comparable(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-class _Notes:
-    """Collects what is not as in the original."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def add(self, line: str) -> None:
-        self.lines.append(line)
-
-
-def _model(recipe: Recipe, sizes: Sizes, notes: _Notes) -> ModelConfig:
+def _model(recipe: Recipe, sizes: Sizes, notes: list[str]) -> ModelConfig:
     model = recipe.model
     reduced = model.reduced(sizes.model)
     if reduced is None:
@@ -413,33 +396,33 @@ def _model(recipe: Recipe, sizes: Sizes, notes: _Notes) -> ModelConfig:
         if count > _SMALL:
             rule = f"has {count:,} parameters, and its config has no method that reduces them"
             raise ConfigError("model", model.kind, rule, "add `reduced` to it (docs/models-of-your-own.md)")
-        notes.add(f"model={model.kind} is taken as it is: {count:,} parameters")
+        notes.append(f"model={model.kind} is taken as it is: {count:,} parameters")
         reduced = model
     if reduced.attention not in _CPU_KERNELS:
-        notes.add(f"model.attention={reduced.attention} needs a GPU: auto")
+        notes.append(f"model.attention={reduced.attention} needs a GPU: auto")
         reduced = replace(reduced, attention="auto")
     return reduced
 
 
-def _parallelism(case: Folded, notes: _Notes) -> Parallelism:
+def _parallelism(case: Folded, notes: list[str]) -> Parallelism:
     config = case.recipe.parallelism
     if config.async_tensor:
-        notes.add("parallelism.async_tensor needs GPUs: the same collectives, not interleaved with products")
+        notes.append("parallelism.async_tensor needs GPUs: the same collectives, not interleaved with products")
     if config.symmetric_memory:
-        notes.add("parallelism.symmetric_memory needs GPUs: the same collectives in other memory")
+        notes.append("parallelism.symmetric_memory needs GPUs: the same collectives in other memory")
     if config.split is not None:
-        notes.add("parallelism.split is for the real number of layers: stages are balanced")
+        notes.append("parallelism.split is for the real number of layers: stages are balanced")
     plain = replace(config, async_tensor=False, symmetric_memory=False, split=None)
     return plain.with_degrees(case.layout.degrees())
 
 
-def _compiled(case: Folded, notes: _Notes) -> Compile:
+def _compiled(case: Folded, notes: list[str]) -> Compile:
     config = case.recipe.compile
     if not config.compiles:
         return config
     backend, mode = config.backend, config.mode
     if backend == "cudagraphs" or (backend == "inductor" and not case.inductor):
-        notes.add(f"compile.backend={backend}: traced and compiled by aot_eager, without new kernels")
+        notes.append(f"compile.backend={backend}: traced and compiled by aot_eager, without new kernels")
         backend = "aot_eager"
     if mode in RECORDING or backend != "inductor":
         mode = "default"
@@ -452,15 +435,11 @@ def _optimizer(recipe: Recipe, steps: int) -> OptimizerConfig:
     return replace(optimizer, lr=_RATE, schedule=schedule)
 
 
-def _checkpoint(recipe: Recipe, notes: _Notes) -> CheckpointConfig:
+def _checkpoint(recipe: Recipe, notes: list[str]) -> CheckpointConfig:
     config = recipe.checkpoint
     if not (config.every or config.minutes or config.at_end):
         return NoCheckpoints()
-    config = config.reduced(note=notes.add)
+    config = config.reduced(note=notes.append)
     if config.folder is not None:
-        notes.add("checkpoint.folder is left alone: the checkpoint is written beside the run")
+        notes.append("checkpoint.folder is left alone: the checkpoint is written beside the run")
     return replace(config, every=2, minutes=0.0, keep=1, keep_every=0, load_from=None, folder=None)
-
-
-def _name(case: Folded) -> str:
-    return f"{safe_name(case.run, longest=60)}-{case.layout.label.replace('·', '-')}"

@@ -191,13 +191,10 @@ def different_ranks(recipe: Recipe) -> tuple[list[int], tuple[str, ...]]:
         else:
             chosen[key] = rank
     notes = (
-        f"rank {first} stands for {_listed(others)}, whose declarations are the same" for first, others in same.items()
+        f"rank {first} stands for {', '.join(map(str, others))}, whose declarations are the same"
+        for first, others in same.items()
     )
     return list(chosen.values()), tuple(notes)
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 def for_tracing(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
@@ -216,7 +213,8 @@ def for_tracing(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
             "parallelism.replicate", recipe.layout.replicate, rule, "try parallelism.shard, or precision=bf16"
         )
     if recipe.compile.compiles:
-        notes.append(f"compile={_compiled(recipe)} is traced in eager mode")
+        parts = [name for name, on in (("block", recipe.compile.blocks), ("loss", recipe.compile.loss)) if on]
+        notes.append(f"compile={'+'.join(parts)} is traced in eager mode")
         if recipe.ac.compiler_budget() is not None:
             notes.append(f"ac={recipe.ac.kind} is the compiler's: blocks keep all activations in the trace")
             recipe = dataclasses.replace(recipe, ac=NoCheckpointing())
@@ -238,10 +236,6 @@ def for_tracing(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
 
 def _is_gpu(recipe: Recipe) -> bool:
     return recipe.cluster.accelerator == "cuda"
-
-
-def _compiled(recipe: Recipe) -> str:
-    return "+".join(name for name, on in (("block", recipe.compile.blocks), ("loss", recipe.compile.loss)) if on)
 
 
 def _with_few_microbatches(recipe: Recipe) -> tuple[Recipe, list[str]]:

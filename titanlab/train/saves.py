@@ -10,7 +10,7 @@ from dataclasses import replace
 from titanlab.checkpoint.contract import OnlyModel, Target
 from titanlab.checkpoint.position import Position
 from titanlab.data import source
-from titanlab.data.stream import Stream
+from titanlab.data.contract import Stream
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.watchdog import Watchdog
 from titanlab.recipe.recipe import Recipe

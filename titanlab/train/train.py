@@ -28,7 +28,7 @@ from titanlab.checkpoint.folders import another, checkpoints_of, fall_back, find
 from titanlab.checkpoint.position import POSITION, Position
 from titanlab.checkpoint.saving import together
 from titanlab.data import source
-from titanlab.data.stream import Stream
+from titanlab.data.contract import Stream
 from titanlab.distributed.flight_recorder import topology
 from titanlab.distributed.mesh import Mesh, build_mesh
 from titanlab.distributed.ranks import Ranks
