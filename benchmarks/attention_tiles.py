@@ -1,8 +1,8 @@
 """Causal attention on a CPU in tiles of queries beside torch's kernel, forward and backward, by size and dtype.
 
 Prints one JSON object: processor time of torch's kernel in ms, and how many times as fast each tiling is, from the
-least of several alternated calls. `*` marks the tiling that `titanlab.techniques.model.tiled_attention` chooses. `--write` also
-keeps it under benchmarks/results/.
+least of several alternated calls. `*` marks the tiling that `titanlab.techniques.model.tiled_attention` chooses.
+`--write` also keeps it under benchmarks/results/.
 
     OMP_NUM_THREADS=1 python benchmarks/attention_tiles.py     about four minutes
 """

@@ -16,13 +16,15 @@ import titanlab
 
 PACKAGE = Path(titanlab.__file__).parent
 
+# Folders of titanlab/techniques/; each is a folder of its own for the rule.
+TECHNIQUES = ("model", "precision", "ac", "compile", "schedule", "optimizer", "tracker", "profiler")
 # Bottom to top. Folders, and the few loose modules, of one layer do not import each other. A list in a list is one
 # group: its members may.
 LAYERS: list[list[str | tuple[str, ...]]] = [
     ["errors"],
     ["system"],
     ["costs", ("options", "ranges"), "dtensor"],
-    ["model", "precision", "ac", "compile", "schedule", "optimizer", "tracker", "profiler", "cluster", "records"],
+    [*(f"techniques.{name}" for name in TECHNIQUES), "records"],
     ["parallelism", "distributed"],
     ["data", "checkpoint"],
     ["recipe"],
@@ -46,7 +48,7 @@ TORCH_FREE = ("errors", "system", "costs", "options", "ranges", "cluster", "reco
 # Last word of the name of a technique's torch-free module.
 DECLARES = ("schema", "account", "contract", "huggingface")
 # Folders that never import torch, and that import the rest inside functions only.
-TORCH_FREE_PARTS = ("data", "schedule")
+TORCH_FREE_PARTS = ("data", "techniques.schedule")
 # What the command line imports before it has anything to train.
 LIGHT_DOORS = (
     *("recipe.recipe", "recipe.composition.recipes", "plan.step_time"),
@@ -70,11 +72,17 @@ class Import(NamedTuple):
     kind: str = ""  # "types": for type checkers only; "implementation": where a config names its implementation
 
 
+def folder_of(module: str) -> str:
+    """`x` of `titanlab.x.y`, and `techniques.x` of `titanlab.techniques.x.y`."""
+    first, *rest = module.split(".")[1:]
+    return f"{first}.{rest[0]}" if first == "techniques" and rest else first
+
+
 def place(module: str) -> Place | None:
-    """Layer and folder of `titanlab.x.y`, or None if the table has no such folder."""
-    if module == "titanlab":
+    """Layer and folder of a module, or None if the table has no such folder."""
+    if module in ("titanlab", "titanlab.techniques"):
         return Place(-1, "titanlab")  # below everything: __init__ imports none of ours
-    folder = module.split(".")[1]
+    folder = folder_of(module)
     for number, groups in enumerate(LAYERS):
         for group in groups:
             members = (group,) if isinstance(group, str) else group
@@ -163,7 +171,7 @@ def violations(modules: Mapping[str, str]) -> list[str]:
                 and wanted.kind != "types"
                 and there.layer >= 0
                 and not is_torch_free(wanted.name)
-                and wanted.name.split(".")[1] not in TORCH_FREE_PARTS
+                and folder_of(wanted.name) not in TORCH_FREE_PARTS
             ):
                 found.append(f"{where}, from a torch-free module one that is not")
     try:
@@ -178,7 +186,7 @@ def _too_heavy(module: str, here: Place, wanted: Import) -> str | None:
         return None
     if is_torch_free(module):
         return "in a torch-free module"
-    part = module.split(".")[1]
+    part = folder_of(module)
     if part in TORCH_FREE_PARTS and wanted.name in ("torch", "torchao"):
         return f"and {part} is torch-free"
     if (part in TORCH_FREE_PARTS or part == "cli" or here.group == "cli") and not wanted.deferred:
@@ -230,11 +238,11 @@ def test_what_the_command_line_imports_first_is_light():
         ("titanlab.costs.layout", "from titanlab.train.train import train", "titanlab.costs.layout:1: imports titanlab.train.train, up from costs to train"),
         ("titanlab.costs.layout", "def f():\n    from titanlab.train import train", "titanlab.costs.layout:2: imports titanlab.train.train, up"),
         ("titanlab.costs.layout", "import importlib\nimportlib.import_module('titanlab.train.train')", "titanlab.costs.layout:2: imports titanlab.train.train"),
-        ("titanlab.techniques.model.llama", "import titanlab.techniques.optimizer.adamw", "titanlab.techniques.optimizer.adamw, which stands beside model"),
+        ("titanlab.techniques.model.llama", "import titanlab.techniques.optimizer.adamw", "titanlab.techniques.optimizer.adamw, which stands beside techniques.model"),
         ("titanlab.data.cache", "from titanlab.checkpoint import store", "titanlab.checkpoint.store, which stands beside data"),
         ("titanlab.techniques.model.llama_schema", "from titanlab.techniques.model import llama", "from a torch-free module one that is not"),
         ("titanlab.techniques.model.llama_account", "def f():\n    import torch.nn", "imports torch, in a torch-free module"),
-        ("titanlab.techniques.model.llama_schema", "class A:\n    def implementation(self):\n        from titanlab.techniques.optimizer import adamw", "which stands beside model"),
+        ("titanlab.techniques.model.llama_schema", "class A:\n    def implementation(self):\n        from titanlab.techniques.optimizer import adamw", "which stands beside techniques.model"),
         ("titanlab.records.outcome", "import pandas", "imports pandas, in a torch-free module"),
         ("titanlab.data.text", "def f():\n    import torch", "and data is torch-free"),
         ("titanlab.data.text", "import datasets", "must do so inside a function"),

@@ -21,6 +21,7 @@ import keyword
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -145,6 +146,12 @@ def schema_of(group: str, kind: str | None) -> type:
     return kinds[kind].schema
 
 
+def contract_of(group: str) -> str:
+    """The module with the classes from which a group's configs inherit."""
+    is_technique = (Path(__file__).parent / "techniques" / group).is_dir()
+    return f"titanlab.{'techniques.' if is_technique else ''}{group}.contract"
+
+
 @functools.cache
 def conf_packages() -> tuple[str, ...]:
     """Installed packages whose folders have YAMLs of config groups."""
@@ -165,13 +172,14 @@ def _combining_bases() -> dict[str, type]:
 
 def _own_schema_modules() -> Iterator[str]:
     package = importlib.import_module("titanlab")
-    for info in pkgutil.iter_modules(package.__path__, "titanlab."):
-        if info.ispkg:
-            folder = importlib.import_module(info.name)
-            modules = [module.name for module in pkgutil.iter_modules(folder.__path__, info.name + ".")]
-        else:
-            modules = [info.name]
-        yield from (name for name in modules if name.rpartition(".")[2].endswith("schema"))
+    folders = list(zip(package.__path__, ["titanlab."], strict=False))
+    for path, prefix in folders:
+        for info in pkgutil.iter_modules([path], prefix):
+            name = info.name.rpartition(".")[2]
+            if info.ispkg:
+                folders.append((f"{path}/{name}", f"{info.name}."))
+            elif name.endswith("schema"):
+                yield info.name
 
 
 def _others_schema_modules() -> Iterator[ModuleType]:

@@ -1,8 +1,8 @@
 """Hook of mkdocs: what the site has beside the pages of docs/.
 
-Pages of docs/ link to files of the repository, such as `../titanlab/techniques/model/llama.py`. In the repository these links
-open the file. For the site, each such file becomes a page with its text, and the link leads there. CONTRIBUTING.md and
-CHANGELOG.md become pages too. The decisions are listed in the order of their numbers.
+Pages of docs/ link to files of the repository, such as `../titanlab/techniques/model/llama.py`. In the repository these
+links open the file. For the site, each such file becomes a page with its text, and the link leads there.
+CONTRIBUTING.md and CHANGELOG.md become pages too. The decisions are listed in the order of their numbers.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from titanlab.options import schema_of
-from titanlab.techniques.optimizer.low_bit import _FORMATS, LowBitFactory
+from titanlab.techniques.optimizer.adamw import _FORMATS, LowBitFactory
 
 BLOCK, ROWS, COLUMNS = 16, 3, 64
 CPU = torch.device("cpu")

@@ -29,7 +29,7 @@ from titanlab.sweep.listing import aligned
 from titanlab.system.files import finite, user_path
 from titanlab.system.terminal import Console
 from titanlab.system.text import counted, grouped
-from titanlab.techniques.schedule import plot as grid
+from titanlab.techniques.schedule import plot
 
 if TYPE_CHECKING:
     from titanlab.prove.traced_step import Comparison
@@ -227,7 +227,7 @@ def _account(account: Explanation) -> list[str]:
         peaks = " ".join(f"{peak:.3g}" for peak in account.timeline.peak_in_flight)
         lines += [
             "",
-            *grid.rows(account.timeline, width=width, coloured=False),
+            *plot.rows(account.timeline, width=width, coloured=False),
             "",
             f"bubble          {100 * account.timeline.bubble_share:.1f} % of all ranks' time",
             f"peak in flight  {peaks} microbatches, by rank",

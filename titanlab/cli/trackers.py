@@ -15,7 +15,7 @@ from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import SweepFolder, find_run_or_sweep, open_sweep, readable
 from titanlab.system.terminal import Console
 from titanlab.system.text import counted
-from titanlab.techniques.tracker import wandb as wandb_upload
+from titanlab.techniques.tracker import wandb
 from titanlab.techniques.tracker.tensorboard_schema import TensorBoard
 from titanlab.techniques.tracker.wandb import has_key
 from titanlab.techniques.tracker.wandb_schema import Wandb
@@ -64,7 +64,7 @@ def sync_verb(arguments: Sequence[str]) -> int:
                     f"titanlab sync --tracker wandb {names}"
                 )
             return 0
-        lack = wandb_upload.lack()
+        lack = wandb.lack()
         if lack is not None and (args.rebuild or args.tracker is not None):
             # No error: the user asked for the files, and they are written.
             console.note(f"not uploaded: {lack}")
@@ -74,7 +74,7 @@ def sync_verb(arguments: Sequence[str]) -> int:
         merged = [run for run in runs if not has_repeated_steps(run) or _merge(run, console)]
         waiting = [files for run in merged if (files := waiting_files(run))]
         console.note(f"uploading {counted(sum(map(len, waiting)), 'file')} of wandb's")
-        wandb_upload.upload(waiting)
+        wandb.upload(waiting)
     return 0 if len(merged) == len(runs) else 1
 
 
@@ -153,7 +153,7 @@ def workspace_verb(arguments: Sequence[str]) -> int:
                 )
             sys.stdout.write(wandb_workspace.json_text(view) + "\n")
             return 0
-        if (lack := wandb_upload.lack()) is not None:
+        if (lack := wandb.lack()) is not None:
             raise lack
         for address in wandb_workspace.save(view):
             console.note(address)

@@ -161,7 +161,7 @@ class RoutedExperts:
         count: of experts; the first dim of each of their parameters.
         active: experts that a token is computed by.
         module: path in a block of the module with all parameters of experts.
-        balance: `bias`, `auxiliary_batch`, `auxiliary_sequence` or `none`; see `titanlab.techniques.model.llama_schema`.
+        balance: `bias`, `auxiliary_batch`, `auxiliary_sequence` or `none`; see `techniques.model.llama_schema`.
         bias_rate, auxiliary_weight: of the balance.
     """
 

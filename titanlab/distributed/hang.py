@@ -36,7 +36,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 # Modules of titanlab and of torch that read or write files: a rank in one of them waits for a disk, not for a rank.
 _OWN_FILE_MODULES = (
-    *("data/", "tracker/", "checkpoint/", "system/terminal.py", "system/files.py"),
+    *("data/", "techniques/tracker/", "checkpoint/", "system/terminal.py", "system/files.py"),
     *("train/weights_", "train/hub_folders.py", "train/interchange.py", "train/starting_weights.py"),
     *("train/initialise.py",),
     *("records/metrics_file.py", "records/run_folder.py", "records/claim.py", "records/outcome.py"),

@@ -21,7 +21,6 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from titanlab.costs.account import BLOCKS, ModelAccount
 from titanlab.errors import ConfigError
 from titanlab.parallelism import head_tail
-from titanlab.parallelism import head_tail as chunks
 from titanlab.parallelism.attention_kernels import choose
 from titanlab.parallelism.gather_kv import GatherKv
 from titanlab.parallelism.head_tail import Chunks
@@ -146,7 +145,7 @@ def attention(
     if starts is None:
         out, lse = head_tail.forward(exchange, q, k, v, chosen)
     else:
-        out, lse = chunks.forward_within(exchange, q, k, v, chosen, _chunks(starts, group))
+        out, lse = head_tail.forward_within(exchange, q, k, v, chosen, _chunks(starts, group))
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
@@ -171,7 +170,7 @@ def attention_backward(
     if starts is None:
         dq, dk, dv = head_tail.backward(exchange, *rows, chosen)
     else:
-        dq, dk, dv = chunks.backward_within(exchange, *rows, chosen, _chunks(starts, group))
+        dq, dk, dv = head_tail.backward_within(exchange, *rows, chosen, _chunks(starts, group))
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 

@@ -1,4 +1,13 @@
-"""Expert parallelism: each rank of a group has some of every block's experts, and tokens travel to them and back."""
+"""Expert parallelism: each rank of a group has some of every block's experts, and tokens travel to them and back.
+
+The ranks are neighbours on the axes shard, context and tensor, so the axis multiplies nothing: it is another view of
+the same ranks (`Mesh.experts`). A rank sends each of its tokens' rows to the ranks that have their experts (GShard,
+arXiv 2006.16668); no row is dropped, so the sizes of messages are known only when the router has chosen.
+
+`exchange` sends the rows. It is a custom operator, in eager mode and in compiled code. The sizes are values of tensors;
+for torch's functional all-to-all they would be as many variables of the graph as there are ranks. And activation
+checkpointing sees one named operator, whose results it can keep.
+"""
 
 from __future__ import annotations
 

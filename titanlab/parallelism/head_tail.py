@@ -160,8 +160,18 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 class Chunks:
     """A rank's two chunks, and the documents in them.
 
+    A document is one piece of a sequence, so one at most reaches from an earlier chunk into a later one: the document
+    of the later chunk's first row. The later chunk's first rows, as far as they are of that document, attend to all of
+    its keys in the earlier chunk, which are that chunk's last. So all work between two chunks is a full rectangle,
+    without a mask and without rows that attend to nothing; and where the document does not reach, there is nothing to
+    compute. Within a chunk, each document is causal attention by itself.
+
+    Keys, values and gradients are transferred as without documents, whatever is computed: no rank waits for a message
+    that another does not send.
+
     Args:
-        starts: see the module.
+        starts: [batch, seq] int64, on the CPU: the place in the whole sequence of the first token of each local token's
+            document.
         rank, ranks: of the context axis.
     """
 

@@ -1,4 +1,16 @@
-"""Deferred gradients of weights: the W of zero-bubble schedules (arXiv 2401.10241)."""
+"""Deferred gradients of weights: the W of zero-bubble schedules (arXiv 2401.10241).
+
+torch's own split backward walks the graph in Python for every microbatch and runs autograd once for every weight; it
+recomputes checkpointed blocks each time and compiled blocks twice, and FSDP2 gives wrong gradients where it frees
+parameters in between. Here only linear layers, which have nearly all of the work, defer their product during a
+backward for the inputs; everything else is computed at once.
+
+Compiled code must not have side effects, so in compiled blocks the factors of these products leave the code as
+gradients. A block gets two more input tensors (taps) for each of its linear layers, with the shapes of the layer's
+output and input. Their values are not used, but the layer's backward returns the two factors of its weight's gradient
+as the gradients of the taps. The weight itself gets no gradient in the compiled code, so the compiler removes that
+product.
+"""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def _short(schedule: Key, ranks: int, microbatches: int, stages: tuple[StageTime
 
 
 def _duration(program: _Program, ranks: int, stages: Sequence[StageTime], transfer: float) -> float:
-    """End of the last action; the same as `titanlab.techniques.schedule.timeline.simulate`, whose order is found once."""
+    """End of the last action; as `techniques.schedule.timeline.simulate` has it, whose order is found once."""
     durations = _durations(stages)
     times = [durations[kind][stage] for stage in range(len(stages)) for kind in _KINDS]
     free = [0.0] * ranks

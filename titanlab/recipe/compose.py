@@ -29,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 import titanlab
 from titanlab.errors import ConfigError
-from titanlab.options import PLUS, Option, combination, conf_packages, discover
+from titanlab.options import PLUS, Option, combination, conf_packages, contract_of, discover
 from titanlab.recipe import hydra_internal, strangers
 from titanlab.recipe.flags import Flags, check_files
 from titanlab.recipe.hydra_errors import composition_errors
@@ -353,7 +353,7 @@ def _check_schema(schema: type | None, group: str, kinds: Mapping[str | None, Op
         raise ConfigError(
             group, choice, "is made without a schema of this group", f"begin its YAML with defaults: {names}"
         )
-    contract, bases = f"titanlab.{group}.contract", () if schema is None else schema.__mro__
+    contract, bases = contract_of(group), () if schema is None else schema.__mro__
     if None not in kinds and contract not in [base.__module__ for base in bases]:
         # Only a package that was written for another version of titanlab has such a config.
         rule = f"has a config ({schema.__module__}) that inherits from no class of {contract}"

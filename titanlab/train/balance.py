@@ -1,7 +1,7 @@
 """How the load of experts is counted, balanced and recorded, over all ranks and microbatches of a step.
 
-Routers count in the backward pass (`titanlab.techniques.model.mixture_of_experts`). The counts travel in the step's only
-reduction, so every rank knows those of all blocks and computes the same biases (arXiv 2408.15664).
+Routers count in the backward pass (`titanlab.techniques.model.mixture_of_experts`). The counts travel in the step's
+only reduction, so every rank knows those of all blocks and computes the same biases (arXiv 2408.15664).
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Compiles a model's blocks, one graph each, and its loss; AsyncTP, and the memory of CUDA graphs."""
+"""Compiles a model's blocks, one graph each, and its loss.
+
+AsyncTP lets inductor fuse matrix products with adjacent collectives of tensor parallelism. What a recorded CUDA graph
+returns is overwritten when the next microbatch runs it again: `GraphMemory` copies what outlives a microbatch.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -84,8 +89,6 @@ def _compiled(function: Any, config: Compile, options: dict[str, Any], memory_bu
     torch._dynamo.config.capture_scalar_outputs = True
     backend: Any = config.backend
     if memory_budget is not None:
-        from titanlab.techniques.compile.backend import Budgeted
-
         backend, options = Budgeted(config.backend, tuple(options.items()), memory_budget), {}
     # Every microbatch has the same shape, so torch need not write a slower graph for all shapes.
     return torch.compile(function, backend=backend, fullgraph=True, dynamic=False, options=options or None)
@@ -151,7 +154,14 @@ _PATCHED = "titanlab_puts_states_first"
 
 
 def put_states_before_objects() -> None:
-    """Patch torch's partitioner to return states first, as its runtime expects. Later calls do nothing."""
+    """Patch torch's partitioner to return generator states first, as its runtime expects. Later calls do nothing.
+
+    A workaround for torch 2.13. A recomputation needs the generator's state of the forward pass; torch treats attention
+    as random even without dropout. On a CPU the forward graph returns this state. torch 2.13 returns it after objects
+    that are not tensors, such as the mesh of DTensor parameters, and then treats such an object as a tensor when it
+    saves them ("expected all tensors_saved_with_vc_check to be Tensors"), so that tensor parallelism with checkpointing
+    fails. No upstream issue is known. Delete this when tests/ac/test_parity.py passes without it.
+    """
     from torch._functorch import partitioners
 
     # torch 2.11 saves no such objects and lacks this function.
@@ -181,6 +191,9 @@ def put_states_before_objects() -> None:
 class GraphMemory:
     """Marks where microbatches begin, and copies what outlives them; without CUDA graphs it does nothing.
 
+    torch keeps one generation of results. Without being told where a microbatch begins it takes the end of any graph's
+    backward for the end of a step, and would free what the other blocks' backwards still need.
+
     Args:
         records: whether parts of the model are recorded as CUDA graphs.
     """
@@ -203,3 +216,34 @@ class GraphMemory:
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.clone()
+
+
+@dataclass(frozen=True)
+class Budgeted:
+    """A backend that keeps at most a share of a graph's activations and recomputes the others.
+
+    torch's budget is a setting of the process; here it applies only while this graph is split into forward and
+    backward. torch compares backends to reuse compilations, so equal instances have to compare equal.
+
+    Attributes:
+        name: of the backend.
+        options: of inductor.
+        budget: 1 keeps all activations, 0 only the inputs.
+    """
+
+    name: str
+    options: tuple[tuple[str, Any], ...]
+    budget: float
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        """Compile a graph."""
+        # Private in torch 2.11 to 2.13: returns a backend by name, also a backend of another package.
+        from torch._dynamo import lookup_backend
+        from torch._functorch import config as functorch_config
+
+        patches = {"config_patches": dict(self.options)} if self.options else {}
+        # The mesh of tensor parallelism is an input too; torch 2.13 cannot compute its size, which is zero.
+        known = hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size")
+        objects: dict[str, Any] = {"unsafe_treat_script_objects_as_zero_size": True} if known else {}
+        with functorch_config.patch(activation_memory_budget=self.budget, **objects):
+            return lookup_backend(self.name)(graph, inputs, **patches)

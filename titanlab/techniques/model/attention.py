@@ -1,4 +1,10 @@
-"""Causal attention of full sequences, with the kernel that a model's config names."""
+"""Causal attention of full sequences, with the kernel that a model's config names.
+
+FlashAttention 3 (arXiv 2407.08608) replaces torch's own flash kernel:
+`torch.nn.attention.activate_flash_attention_impl("FA3")` registers the package's kernels for the operators of torch's
+flash attention, in the whole process. Autograd, compilers, checkpointing and context parallelism call the same
+operators as before. Its fake results have the same shapes, so that compiled code does not change either.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +19,14 @@ from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlab.costs.attention_order import FLASH3, Capability, prefers_flash3, rules, with_one_flash
-from titanlab.techniques.model.documents import Documents, block_mask, document_attention, flex, visible
-from titanlab.techniques.model.documents import document_tiling as document_tiling
+from titanlab.techniques.model.documents import (
+    Documents,
+    block_mask,
+    document_attention,
+    document_tiling,
+    flex,
+    visible,
+)
 from titanlab.techniques.model.tiled_attention import tiled_attention, tiling
 
 FLASH3_PACKAGE = "flash_attn_interface"

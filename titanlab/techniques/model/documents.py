@@ -1,4 +1,12 @@
-"""Attention within the documents of packed sequences: where documents are, the forms that kernels take, and tiles on a CPU."""
+"""Attention within the documents of packed sequences: where documents are, masks for kernels, and tiles on a CPU.
+
+Sequences are packed: a row attends to the keys from its document's first token up to itself. `starts` [batch, seq]
+int64 is the place in the sequence of the first token of each token's document.
+
+On a CPU each document is cut into tiles of queries, each of which meets only its document's keys up to the tile's end;
+several short documents share one tile. As in `tiled_attention`, torch's kernel is called once for each tile, by one
+operator with its own backward, and FLOPs count the whole square.
+"""
 
 from __future__ import annotations
 

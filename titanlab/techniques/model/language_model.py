@@ -16,9 +16,9 @@ class LanguageModel(nn.Module):
 
     Positions are 0, 1, … by default. A model that masks documents also gets positions [batch, seq] and, as its third
     argument, `starts`: the place [batch, seq] of the first token of each token's document, a tensor or `HostStarts`, of
-    which `titanlab.techniques.model.documents.prepared` makes what attention takes. With some of its account's `pieces` set
-    to None or removed from `layers`, the model is a pipeline stage, whose inputs and outputs between stages are hidden
-    states [batch, seq, dim].
+    which `titanlab.techniques.model.documents.prepared` makes what attention takes. With some of its account's `pieces`
+    set to None or removed from `layers`, the model is a pipeline stage, whose inputs and outputs between stages are
+    hidden states [batch, seq, dim].
 
     Attributes:
         layers: the blocks, by index; FSDP shards each block separately.

@@ -1,4 +1,4 @@
-"""What a Llama declares: shapes, initial values, and operations with their FLOPs and what autograd saves. Torch-free."""
+"""What a Llama declares: shapes, initial values, operations with FLOPs, and what autograd saves. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Llamas in the form of Hugging Face transformers: config.json and names of tensors, both ways. Torch-free.
+"""Llamas, Qwen3 and Mixtral in the form of Hugging Face transformers: config.json and names of tensors. Torch-free.
 
-Sources: the config.json files of Llama 2, 3, 3.1 and 3.2, in the style of transformers 4 (`rope_theta`,
-`rope_scaling`) and of transformers 5 (`rope_parameters`).
+Sources: the config.json files of the released Qwen3-0.6B to Qwen3-32B, Qwen3-30B-A3B, Qwen3-235B-A22B, Mixtral-8x7B and
+Mixtral-8x22B, and the names of tensors in their files. Models with experts have one tensor for each expert.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 from titanlab.options import option
 from titanlab.techniques.model import llama_account
-from titanlab.techniques.model import llama_account as llama_block_account
 from titanlab.techniques.model.contract import ModelBuilder, ModelConfig, ReducedSizes
 from titanlab.techniques.model.llama_huggingface import LlamaFamily, MixtralFamily, Qwen3Family, Qwen3MoeFamily
 
@@ -89,7 +88,7 @@ class Llama(ModelConfig):
         return llama_account.account(self)
 
     def block_operations(self, *, batch: int, seq_len: int) -> list[Operation]:
-        return llama_block_account.block_operations(self, batch=batch, seq_len=seq_len)
+        return llama_account.block_operations(self, batch=batch, seq_len=seq_len)
 
     def edge_operations(self, *, batch: int, seq_len: int) -> list[Operation]:
         return llama_account.edge_operations(self, batch=batch, seq_len=seq_len)

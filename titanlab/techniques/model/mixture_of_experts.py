@@ -1,4 +1,10 @@
-"""A feed-forward of experts, of which a router chooses a few for each token (arXiv 1701.06538, 2101.03961, 2401.04088)."""
+"""A feed-forward of experts; a router chooses a few for each token (arXiv 1701.06538, 2101.03961, 2401.04088).
+
+No token is dropped: the tokens are sorted by expert, and each product multiplies all experts' tokens at once.
+`grouped_product` calls `torch.nn.functional.grouped_mm`. It is a custom operator because torch 2.13 traces that
+function (for compilation and for tensors without data) only in bfloat16, and because its gradients need strides that
+the function accepts. The function can be called directly when `torch._meta_registrations` has all dtypes.
+"""
 
 from __future__ import annotations
 

@@ -1,14 +1,260 @@
-"""optimizer=adamw: torch's fused AdamW, or torchao's arithmetic if new values are rounded stochastically."""
+"""optimizer=adamw, adamw_8bit, adamw_4bit and adamw_fp8: torch's fused AdamW, or torchao's arithmetic.
+
+torchao rounds new values stochastically, and keeps averages in few bits. It provides the number formats and the update
+of one parameter. Its optimizer class is not used, because its blocks cover the flattened shard of a rank. Here a block
+is inside a row, so that its scale does not depend on the layout; codes and scales are states that are sharded like
+their parameter, so `torch.distributed.checkpoint` can reshard them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titanlab.techniques.optimizer.adamw_schema import AdamW
+from titanlab.dtensor import local_part
+from titanlab.system.imports import import_quietly
+from titanlab.techniques.optimizer.adamw_schema import CODES, SCALE, AdamW, LowBit, Rounded, packs
 from titanlab.techniques.optimizer.contract import groups_by_decay
+
+AVERAGES = {"exp_avg": True, "exp_avg_sq": False}  # name → has a sign
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """The storage format of an average.
+
+    Attributes:
+        dtype: of the codes.
+        per_code: number of elements in one code.
+        wrap: `wrap(codes, scale, shape, signed=)` makes torchao's tensor from `codes` [rows, columns / per_code] and
+            `scale` [rows, columns / block]; it shares their storage.
+    """
+
+    dtype: torch.dtype
+    per_code: int
+    wrap: Callable[..., Tensor]
+
+
+class LowBitAdamW(torch.optim.Optimizer):
+    """AdamW for this rank's parameters.
+
+    Args:
+        config: learning rate, betas and the rest; `rounding`.
+        parameters: by name, plain tensors or DTensors.
+        states: format of the averages of matrices; None: the dtype of the parameter.
+        block_size: elements of a row that share a scale.
+    """
+
+    def __init__(
+        self,
+        config: Rounded,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        states: Format | None = None,
+        block_size: int = 1,
+    ) -> None:
+        defaults = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps, "weight_decay": 0.0}
+        super().__init__(groups_by_decay(parameters.values(), config.weight_decay), defaults)
+        self._format, self._block_size = states, block_size
+        self._stochastic = config.rounding != "nearest"
+        self._names = {parameter: name for name, parameter in parameters.items()}
+        self._update = _update_function()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update the parameters that have a gradient."""
+        with self._own_randomness():
+            for group in self.param_groups:
+                lr = torch.tensor(group["lr"], dtype=torch.float32)
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._step(parameter, group, lr)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state as torch does, but keep the dtypes of codes and scales: torch would cast them."""
+        super().load_state_dict(state_dict)
+        keys = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, parameter in zip(keys, parameters, strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                if name.endswith((CODES, SCALE)):
+                    self.state[parameter][name] = value.to(parameter.device)
+
+    def _step(self, parameter: nn.Parameter, group: dict[str, Any], lr: Tensor) -> None:
+        state = self.state[parameter]
+        if not state:
+            state.update(self._begin(parameter))
+        state["step"] += 1
+        local, gradient = local_part(parameter), local_part(parameter.grad)
+        if not local.numel():
+            return
+        stochastic = self._stochastic and parameter.dtype == torch.bfloat16
+        if stochastic:
+            torch.manual_seed(self._seed(parameter, int(state["step"])))
+        averages = [self._view(state, name, local) for name in AVERAGES]
+        update = torch.compile(self._update, fullgraph=True, dynamic=False) if _compiles(local) else self._update
+        with _without_limit() if _compiles(local) else contextlib.nullcontext():
+            update(
+                local.detach(),
+                gradient,
+                state["step"],
+                *averages,
+                None,
+                lr,
+                *group["betas"],
+                group["weight_decay"],
+                group["eps"],
+                True,
+                stochastic,
+            )
+
+    def _begin(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        state = {"step": torch.tensor(0.0)}
+        for name in AVERAGES:
+            if self._format is not None and self._packs(parameter):
+                columns = parameter.shape[-1]
+                state[f"{name}{CODES}"] = _zeros(parameter, columns // self._format.per_code, self._format.dtype)
+                state[f"{name}{SCALE}"] = _zeros(parameter, columns // self._block_size, torch.float32)
+            else:
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
+
+    def _packs(self, parameter: nn.Parameter) -> bool:
+        """Whether every rank's part of a row consists of complete blocks; the same on every rank."""
+        return packs(parameter.shape, block_size=self._block_size, cuts_of_rows=_cuts_of_rows(parameter))
+
+    def _view(self, state: dict[str, Tensor], name: str, local: Tensor) -> Tensor:
+        if name in state:
+            view: Tensor = local_part(state[name])
+            return view
+        assert self._format is not None
+        codes, scale = local_part(state[f"{name}{CODES}"]), local_part(state[f"{name}{SCALE}"])
+        return self._format.wrap(codes, scale.view(-1), local.shape, signed=AVERAGES[name])
+
+    def _seed(self, parameter: nn.Parameter, step: int) -> int:
+        """The seed of one update's rounding, from the parameter's name, the step, and the offsets of this rank's part.
+
+        So ranks with copies of a part round equally, and a resumed run rounds like an uninterrupted run.
+        """
+        begins: tuple[int, ...] = (0,) * parameter.ndim
+        if isinstance(parameter, DTensor):
+            _, begins = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+        text = f"{self._names[parameter]}/{step}/{begins}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+    @contextlib.contextmanager
+    def _own_randomness(self) -> Iterator[None]:
+        """Restore torch's random generators after a step."""
+        if not self._stochastic:
+            yield
+            return
+        devices = {p.device.index or 0 for p in self._names if p.device.type == "cuda"}
+        with torch.random.fork_rng(devices=sorted(devices)):
+            yield
+
+
+def _cuts_of_rows(parameter: Tensor) -> int:
+    """Number of ranks over which each row is sharded."""
+    cuts = 1
+    if isinstance(parameter, DTensor):
+        for axis, placement in enumerate(parameter.placements):
+            if placement.is_shard(parameter.ndim - 1) and parameter.ndim > 1:
+                cuts *= parameter.device_mesh.size(axis)
+    return cuts
+
+
+def _zeros(parameter: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """Zeros with another number of columns than the parameter, sharded like the parameter."""
+    local = local_part(parameter)
+    part = columns // _cuts_of_rows(parameter)
+    zeros = torch.zeros((*local.shape[:-1], part), dtype=dtype, device=local.device)
+    if not isinstance(parameter, DTensor):
+        return zeros
+    shape = torch.Size((*parameter.shape[:-1], columns))
+    stride = torch.empty(shape, device="meta").stride()
+    sharded = DTensor.from_local(
+        zeros, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+    )
+    # The mesh of offloaded parameters is on another device.
+    return sharded.to(parameter.device)
+
+
+def _compiles(local: Tensor) -> bool:
+    # On a CPU, compilation takes longer than the training of the small models that fit.
+    return local.device.type != "cpu"
+
+
+def _without_limit() -> contextlib.AbstractContextManager[None]:
+    """Raise torch's limit of recompilations: the update is compiled for every shape of a parameter."""
+    import torch._dynamo.config
+
+    limit: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=10_000)
+    return limit
+
+
+def _update_function() -> Callable[..., None]:
+    update: Callable[..., None] = import_quietly("torchao.optim.adam").single_param_adam
+    return update
+
+
+class LowBitFactory:
+    """AdamW with averages in few bits for matrices whose rows consist of complete blocks."""
+
+    def __init__(self, config: LowBit) -> None:
+        self._config = config
+
+    def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        """See `OptimizerFactory`."""
+        config, device = self._config, next(iter(parameters.values())).device
+        states = _FORMATS[config.kind](config.block_size, device)
+        return LowBitAdamW(config, parameters, states=states, block_size=config.block_size)
+
+
+def _eight_bits(block_size: int, device: torch.device) -> Format:
+    packed = import_quietly("torchao.optim.subclass_8bit").OptimState8bit
+    # The value of every code; signed and unsigned averages have different tables.
+    tables = {signed: packed.zeros((block_size,), signed, block_size, device).qmap for signed in (True, False)}
+
+    def wrap(codes: Tensor, scale: Tensor, shape: torch.Size, *, signed: bool) -> Tensor:
+        tensor: Tensor = packed(codes, scale, tables[signed], signed)
+        return tensor
+
+    return Format(dtype=torch.uint8, per_code=1, wrap=wrap)
+
+
+def _four_bits(block_size: int, device: torch.device) -> Format:
+    packed = import_quietly("torchao.optim.subclass_4bit").OptimState4bit
+    tables = {signed: packed.zeros((block_size,), signed, block_size, device).qmap for signed in (True, False)}
+
+    def wrap(codes: Tensor, scale: Tensor, shape: torch.Size, *, signed: bool) -> Tensor:
+        tensor: Tensor = packed(codes.view(-1), scale, tables[signed], signed, shape)
+        return tensor
+
+    return Format(dtype=torch.uint8, per_code=2, wrap=wrap)
+
+
+def _fp8(block_size: int, device: torch.device) -> Format:
+    packed = import_quietly("torchao.optim.subclass_fp8").OptimStateFp8
+
+    def wrap(codes: Tensor, scale: Tensor, shape: torch.Size, *, signed: bool) -> Tensor:
+        tensor: Tensor = packed(codes, scale)
+        return tensor
+
+    return Format(dtype=torch.float8_e4m3fn, per_code=1, wrap=wrap)
+
+
+_FORMATS = {"adamw_8bit": _eight_bits, "adamw_4bit": _four_bits, "adamw_fp8": _fp8}
 
 
 class AdamWFactory:
@@ -22,9 +268,6 @@ class AdamWFactory:
         config = self._config
         in_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in parameters.values())
         if in_bf16 and config.rounding != "nearest":
-            # Imported here: it imports torchao, which takes 3 s.
-            from titanlab.techniques.optimizer.low_bit import LowBitAdamW
-
             return LowBitAdamW(config, parameters)
         return torch.optim.AdamW(
             groups_by_decay(parameters.values(), config.weight_decay),

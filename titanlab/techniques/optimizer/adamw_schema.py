@@ -185,7 +185,7 @@ class LowBit(Rounded):
 
     def implementation(self) -> OptimizerFactory:
         """Torchao's arithmetic, with averages in the format of this kind."""
-        from titanlab.techniques.optimizer.low_bit import LowBitFactory
+        from titanlab.techniques.optimizer.adamw import LowBitFactory
 
         return LowBitFactory(self)
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from torch import nn
-
 from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""The precisions that only cast (FSDP2 casts parameters when it gathers them), and the casts around parts in float32."""
+"""Precisions that only cast (FSDP2 casts parameters when it gathers them), and the casts around parts in float32."""
 
 from __future__ import annotations
 

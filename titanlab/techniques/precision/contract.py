@@ -182,8 +182,8 @@ class Precision(Protocol):
         """Replace modules of a model on the meta device, in place.
 
         A linear layer with another `forward` names its product in the attribute `product`
-        (`titanlab.techniques.precision.product`). Without it no code may compute in the layer's place: tensor parallelism, fused
-        projections and a loss in chunks are refused.
+        (`titanlab.techniques.precision.product`). Without it no code may compute in the layer's place: tensor
+        parallelism, fused projections and a loss in chunks are refused.
 
         Args:
             device: on which the model will compute.

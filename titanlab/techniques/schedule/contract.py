@@ -16,8 +16,8 @@ from titanlab.techniques.schedule.timeline import peak_in_flight
 class PipelineSchedule(Protocol):
     """The config of a schedule; its methods give the placement of stages and the actions of each rank.
 
-    A schedule needs no torch, so its config is its implementation. The base classes in `titanlab.techniques.schedule.contract`
-    implement everything but `actions`.
+    A schedule needs no torch, so its config is its implementation. The base classes below implement everything but
+    `actions`.
     """
 
     kind: str

@@ -18,7 +18,11 @@ F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
 @option("schedule", "dualpipe_v")
 @dataclass(kw_only=True)
 class DualPipeV(VShaped):
-    """DualPipe over stages laid out as a V."""
+    """DualPipe (arXiv 2412.19437, section 3.2.1) over stages laid out as a V.
+
+    The order is that of github.com/deepseek-ai/DualPipe, dualpipe/dualpipev.py. Where that code runs a forward and a
+    backward pass at the same time, here the forward pass comes first; a runtime may overlap them.
+    """
 
     kind: str = "dualpipe_v"
 
@@ -97,7 +101,7 @@ def _dualpipe_v_of_rank(rank: int, *, ranks: int, microbatches: int) -> list[Act
 @option("schedule", "gpipe")
 @dataclass(kw_only=True)
 class GPipe(OneStage):
-    """All microbatches forward, then all backward."""
+    """All microbatches forward, then all backward (arXiv 1811.06965)."""
 
     kind: str = "gpipe"
 
@@ -121,7 +125,14 @@ class GPipe(OneStage):
 
 @dataclass(kw_only=True)
 class _Interleaved(Looped):
-    """A schedule that runs microbatches in rounds; its subclasses say when the backward passes begin."""
+    """A schedule that runs microbatches in rounds; its subclasses say when the backward passes begin.
+
+    In a round, a rank runs some microbatches through its first stage, then the same through its second, and so on;
+    backward passes go from its last stage to its first (depth first, arXiv 2104.04473). In the paper a round has as
+    many microbatches as there are ranks, so their total is a multiple of the ranks. Here rounds are as equal as
+    possible and have at least as many microbatches as there are ranks, so any total works; if rounds are equal, the
+    order is torch's.
+    """
 
     # How many more forward passes a rank runs before its first backward pass than the next rank does.
     _lead_per_rank: ClassVar[int]
@@ -217,7 +228,7 @@ def _in_turn(passes: list[tuple[Kind, list[tuple[int, int]], int]]) -> list[Acti
 @option("schedule", "looped_bfs")
 @dataclass(kw_only=True)
 class LoopedBFS(Looped):
-    """All microbatches run through one stage before the rank's next stage begins."""
+    """All microbatches run through one stage before the rank's next stage begins (arXiv 2211.05953)."""
 
     kind: str = "looped_bfs"
 
@@ -243,7 +254,10 @@ class LoopedBFS(Looped):
 @option("schedule", "1f1b")
 @dataclass(kw_only=True)
 class OneFOneB(OneStage):
-    """Forward and backward passes alternate as soon as the first gradient can arrive."""
+    """Forward and backward passes alternate as soon as the first gradient can arrive.
+
+    PipeDream-Flush (arXiv 2006.09503); PipeDream (arXiv 1806.03377).
+    """
 
     kind: str = "1f1b"
 
@@ -269,13 +283,15 @@ class OneFOneB(OneStage):
         return orders
 
 
-ZBV_F, ZBV_I, ZBV_W = Kind.FORWARD, Kind.INPUT, Kind.WEIGHT
-
-
 @option("schedule", "zbv")
 @dataclass(kw_only=True)
 class ZBV(VShaped):
-    """Zero bubble over stages laid out as a V."""
+    """Zero bubble over stages laid out as a V (arXiv 2401.10241, section 6).
+
+    A rank is never idle between its first and its last action if F, I and W take the same time and there are at least
+    2·ranks − 1 microbatches. Ranks still begin and end at different times. In the paper a rank that has ended begins
+    the next step; here all ranks end a step together, because they compute the norm of the gradients.
+    """
 
     kind: str = "zbv"
 
@@ -298,24 +314,24 @@ def _zbv_of_rank(rank: int, *, ranks: int, microbatches: int) -> ActionList:
     down, up = rank, 2 * ranks - 1 - rank  # the rank's stages in the first and in the second half of the V
     order = ActionList()
     # Warm-up: forward passes of the first half of the V, then of both halves, then backward passes of the second half.
-    order.add(down, *[ZBV_F] * (2 * (ranks - rank) - 1))
+    order.add(down, *[F] * (2 * (ranks - rank) - 1))
     for _ in range(rank):
-        order.add(up, ZBV_F)
-        order.add(down, ZBV_F)
+        order.add(up, F)
+        order.add(down, F)
     for _ in range(ranks - rank):
-        order.add(up, ZBV_F, ZBV_I, ZBV_W)
+        order.add(up, F, I, W)
     # Steady: forward and backward through both stages, until the first half has run all microbatches.
     for _ in range(microbatches - ranks):
-        if order.done(down, ZBV_F) < microbatches:
-            order.add(down, ZBV_F)
-        order.add(down, ZBV_I, ZBV_W)
-        order.add(up, ZBV_F, ZBV_I, ZBV_W)
+        if order.done(down, F) < microbatches:
+            order.add(down, F)
+        order.add(down, I, W)
+        order.add(up, F, I, W)
     # Cool-down: gradients of inputs first; those of weights fill idle time.
     for _ in range(rank):
-        order.add(down, ZBV_I)
-        order.add(up, ZBV_I)
+        order.add(down, I)
+        order.add(up, I)
     for _ in range(ranks - rank):
-        order.add(down, ZBV_I, ZBV_W)
-    order.add(up, *[ZBV_W] * rank)
-    order.add(down, *[ZBV_W] * rank)
+        order.add(down, I, W)
+    order.add(up, *[W] * rank)
+    order.add(down, *[W] * rank)
     return order

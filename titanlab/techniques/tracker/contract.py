@@ -1,4 +1,8 @@
-"""The contract of a tracker: config, the object that takes the metrics, what it gets of a run, and its record. Torch-free."""
+"""The contract of a tracker. Torch-free.
+
+It has the config, the object that takes the metrics, the description of the run that this object gets, and
+attempts/N/tracker.json: the rows that a tracker has taken, so that a run can report those that it lacks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""tracker=jsonl, which does nothing, and tracker=[…]: several that get the same rows; an error of one never reaches the others."""
+"""tracker=jsonl, which does nothing, and tracker=[…], several trackers that get the same rows.
+
+An error of one tracker never reaches the others.
+"""
 
 from __future__ import annotations
 

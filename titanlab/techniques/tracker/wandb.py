@@ -1,4 +1,14 @@
-"""tracker=wandb: one writer process per run, so that wandb can neither stop nor slow down training; its mode, files and upload."""
+"""tracker=wandb: one writer process per run, so that wandb can neither stop nor slow down the training process.
+
+The training process never imports wandb: the import takes a second and holds the GIL, and wandb starts threads and
+waits for its service when the interpreter ends. The training process sends rows through a pipe and never waits: rows
+that do not fit into the pipe wait in a bounded queue. If the writer dies, hangs or cannot log in, the user gets one
+warning, and attempts/N/tracker.json shows the missing rows. A writer that cannot get online is replaced by one that
+writes offline and gets all rows again. The writer runs `wandb_writer.py`.
+
+Each start has a folder in the run's folder, `wandb/[offline-]run-DATE-ID/` with the file `run-ID.wandb`; `upload` sends
+the files of offline starts with `wandb sync`.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,18 @@
-"""Signals that a process and its descendants ignore, even if they install handlers.
+"""The process that logs to wandb: it reads messages from stdin and writes events to stdout, both as JSON lines.
 
-Most programs keep a signal ignored that was ignored when they started. A Go program that calls `signal.Notify` gets the
-signal nevertheless; wandb's service does so and ends. A seccomp filter lets the system call that installs the handler
-succeed without effect. The filter can go when wandb's service has an option to ignore signals.
+The training process starts it as `python -m titanlab.techniques.tracker.wandb_writer`:
+
+    {"start": {...}}  {"log": {"step": 5, "metrics": {...}}}  …  {"finish": {"summary": {...}, "exit_code": 0}}
+
+Events: `started`, `refused` (wandb cannot get online; the process ends), `trouble` (with a text for the user),
+`finished`. All other output of this process and of wandb goes to logs/wandb.log; attempts/N/tracker.json has the rows
+that wandb has taken.
+
+Slurm and terminals send signals to every process of a run. This process and wandb's service, which it starts, ignore
+them: they end after the training process has closed the pipe or has died. Most programs keep a signal ignored that was
+ignored when they started. A Go program that calls `signal.Notify` gets the signal nevertheless; wandb's service does so
+and ends. A seccomp filter lets the system call that installs the handler succeed without effect. The filter can go when
+wandb's service has an option to ignore signals.
 """
 
 from __future__ import annotations
