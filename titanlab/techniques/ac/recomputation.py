@@ -32,7 +32,6 @@ class WholeBlocks:
         self._config = config
 
     def apply(self, blocks: Mapping[int, nn.Module]) -> None:
-        """See `ActivationCheckpointing`."""
         for number, block in blocks.items():
             if self._config.recomputes(number):
                 checkpoint_block(block)

@@ -40,7 +40,6 @@ class NoCheckpointing(ACConfig):
     kind: str = "none"
 
     def describe(self) -> str:
-        """None."""
         return ""
 
 
@@ -52,7 +51,6 @@ class FullCheckpointing(ACConfig):
     kind: str = "full"
 
     def recomputes(self, number: int) -> bool:
-        """Every block."""
         return True
 
 
@@ -91,7 +89,6 @@ class SelectiveLayer(ACConfig):
         return (number % self.every == 0) is not self.keep
 
     def reduced(self, *, note: Callable[[str], None]) -> ACConfig:
-        """See `ACConfig`."""
         if self.every <= _LEAST_BLOCKS:
             return self
         note(f"ac.every={self.every} is more than the blocks allow: {_LEAST_BLOCKS}")
@@ -135,7 +132,6 @@ class MemoryBudget(ACConfig):
         return round(least + self.budget * (most - least))
 
     def compiler_budget(self) -> float:
-        """The budget."""
         return self.budget
 
     def check(self, setting: Setting) -> None:

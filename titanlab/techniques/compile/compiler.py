@@ -46,7 +46,6 @@ class TorchCompiler:
         async_group: dist.ProcessGroup | None = None,
         memory_budget: float | None = None,
     ) -> None:
-        """See `Compiler`."""
         if not self._config.blocks:
             return
         options = inductor_options(self._config)
@@ -57,7 +56,6 @@ class TorchCompiler:
             block.forward = _compiled(block.forward, self._config, options, memory_budget)
 
     def compile_loss(self, function: F) -> F:
-        """See `Compiler`."""
         if not self._config.loss:
             return function
         compiled: F = _compiled(function, self._config, inductor_options(self._config), None)

@@ -215,7 +215,6 @@ class LowBitFactory:
         self._config = config
 
     def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        """See `OptimizerFactory`."""
         config, device = self._config, next(iter(parameters.values())).device
         states = _FORMATS[config.kind](config.block_size, device)
         return LowBitAdamW(config, parameters, states=states, block_size=config.block_size)
@@ -264,7 +263,6 @@ class AdamWFactory:
         self._config = config
 
     def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        """See `OptimizerFactory`."""
         config = self._config
         in_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in parameters.values())
         if in_bf16 and config.rounding != "nearest":

@@ -141,7 +141,6 @@ class MuonFactory:
         self._config = config
 
     def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        """See `OptimizerFactory`."""
         config = self._config
         matrices = [p for name, p in parameters.items() if config.applies_to(name, p.ndim)]
         chosen = set(matrices)

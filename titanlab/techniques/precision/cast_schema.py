@@ -65,7 +65,6 @@ class Parts(PrecisionConfig):
                 raise ConfigError(KEY, shown, rule, f"name both, {EMBEDDING} and {HEAD}, or neither")
 
     def reduced(self, *, layers: int, note: Callable[[str], None]) -> PrecisionConfig:
-        """See `PrecisionConfig`."""
         return replace(self, fp32_parts=parts_within(layers, self.fp32_parts, key=KEY, note=note))
 
 

@@ -169,11 +169,9 @@ class Float8(Bf16):
         return self.emulate == "true"
 
     def emulated(self) -> PrecisionConfig:
-        """See `PrecisionConfig`."""
         return replace(self, emulate="true")
 
     def reduced(self, *, layers: int, note: Callable[[str], None]) -> PrecisionConfig:
-        """See `PrecisionConfig`."""
         note(f"precision={self.kind} is emulated: the same rounding, in 32 bits")
         return replace(
             self,
@@ -239,7 +237,6 @@ class Float8(Bf16):
             raise ConfigError("precision.skip", _typed(self.skip), rule, f"try [{HEAD}], or precision=bf16")
 
     def check_device(self, *, accelerator: str, device: str) -> None:
-        """See PrecisionConfig."""
         capability = hardware.compute_capability(device)
         if accelerator == "cpu":
             self.check_capability(None, "a CPU")

@@ -37,7 +37,6 @@ class MemoryProfiler(Profiler):
         self._snapshots: _Snapshots | None = None
 
     def connect(self, links: Links) -> None:
-        """Remember what the run offers."""
         self._links = links
 
     def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:

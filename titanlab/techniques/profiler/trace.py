@@ -76,11 +76,9 @@ class TraceProfiler(Profiler):
         self._profile: profile | None = None
 
     def connect(self, links: Links) -> None:
-        """Remember what the run offers."""
         self._links = links
 
     def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
-        """Remember where files go."""
         self._traces, self._rank, self._attempt = traces, rank, attempt
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
 
@@ -129,7 +127,6 @@ class BreakdownProfiler(Profiler):
         self._window: _Window | None = None
 
     def connect(self, links: Links) -> None:
-        """Remember what the run offers."""
         self._links = links
 
     def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:

@@ -39,7 +39,6 @@ class DualPipeV(VShaped):
             raise ConfigError("schedule", self.kind, rule, cure)
 
     def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
-        """Always."""
         return True
 
     def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
@@ -47,7 +46,6 @@ class DualPipeV(VShaped):
         return ranks + 0.5
 
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
-        """Actions by rank."""
         self.check_pipeline(ranks=ranks, microbatches=microbatches)
         return [_dualpipe_v_of_rank(rank, ranks=ranks, microbatches=microbatches) for rank in range(ranks)]
 
@@ -106,15 +104,12 @@ class GPipe(OneStage):
     kind: str = "gpipe"
 
     def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
-        """Never."""
         return False
 
     def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
-        """All microbatches."""
         return microbatches
 
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
-        """Actions by rank."""
         orders = []
         for rank in range(ranks):
             order = ActionList()
@@ -144,7 +139,6 @@ class _Interleaved(Looped):
         return min(lead + 1, self.stages_per_rank * microbatches) / self.stages_per_rank
 
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
-        """Actions by rank."""
         microbatches_by_round = rounds(ranks=ranks, microbatches=microbatches)
         longest = len(microbatches_by_round[0])
         orders = []
@@ -176,7 +170,6 @@ class Interleaved1F1B(_Interleaved):
     _lead_per_rank: ClassVar[int] = 2
 
     def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
-        """Never."""
         return False
 
     def _backward_begins(self, rank: int, lead: int) -> list[tuple[Kind, int]]:
@@ -193,7 +186,6 @@ class InterleavedZeroBubble(_Interleaved):
     _lead_per_rank: ClassVar[int] = 1
 
     def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
-        """Always."""
         return True
 
     def _backward_begins(self, rank: int, lead: int) -> list[tuple[Kind, int]]:
@@ -233,11 +225,9 @@ class LoopedBFS(Looped):
     kind: str = "looped_bfs"
 
     def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
-        """Never."""
         return False
 
     def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
-        """All microbatches."""
         return microbatches
 
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
@@ -262,7 +252,6 @@ class OneFOneB(OneStage):
     kind: str = "1f1b"
 
     def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
-        """Never."""
         return False
 
     def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
@@ -270,7 +259,6 @@ class OneFOneB(OneStage):
         return min(ranks, microbatches)
 
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
-        """Actions by rank."""
         orders = []
         for rank in range(ranks):
             # The number of stages from this rank to the last: after that many, the first gradient can arrive.
@@ -296,7 +284,6 @@ class ZBV(VShaped):
     kind: str = "zbv"
 
     def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
-        """Always."""
         return True
 
     def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
@@ -304,7 +291,6 @@ class ZBV(VShaped):
         return min(ranks, microbatches)
 
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
-        """Actions by rank."""
         # The construction needs 2·ranks − 1 microbatches; for fewer, the actions of the others are left out.
         count = max(2 * ranks - 1, microbatches)
         return [_zbv_of_rank(rank, ranks=ranks, microbatches=count).up_to(microbatches) for rank in range(ranks)]
