@@ -2,13 +2,14 @@
 
 import json
 import os
-import pickle
 from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
-from torch.distributed.checkpoint.metadata import Metadata
 
+from titanlab.checkpoint.folders import INDEX
+from titanlab.checkpoint.index import index_bytes
+from titanlab.checkpoint.position import POSITION
 from titanlab.checkpoint.schema import Async, Off, Sync
 from titanlab.data.schema import Synthetic
 from titanlab.distributed.ranks import ALONE, joined
@@ -30,8 +31,6 @@ from titanlab.techniques.tracker.several_schema import Jsonl
 from titanlab.train import train as story
 
 VOCABULARY = 256
-EMPTY_METADATA = pickle.dumps(Metadata({}, storage_data={}))
-"""The `.metadata` of a checkpoint without tensors."""
 
 _SAVES = {"sync": Sync, "async": Async, "off": Off}
 
@@ -110,8 +109,13 @@ def changed(made: Recipe, **given) -> Recipe:
     return resolve(made, world=None, accelerator="cpu", device="cpu")
 
 
-# A checkpoint's `.metadata` that has no entries, written by hand: what makes a real one imports torch.
-EMPTY_METADATA = (
-    b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}("
-    b"\x8c\x13state_dict_metadata}\x8c\x0cstorage_data}ub."
-)
+def write_checkpoint(folder, position):
+    """A checkpoint without tensors: as much as is read before ranks start.
+
+    Args:
+        position: content of position.json, a mapping or text.
+    """
+    content = (position if isinstance(position, str) else json.dumps(position)).encode()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / POSITION).write_bytes(content)
+    (folder / INDEX).write_bytes(index_bytes(position=content, objects={}, tensors={}, files=[]))

@@ -3,15 +3,14 @@
 import pytest
 
 from tests import tiny
-from tests.checkpoint.test_folders import made as empty
 from titanlab.checkpoint.contents import check_checkpoint, check_step, read_contents
+from titanlab.checkpoint.folders import step_folder
 from titanlab.errors import ConfigError
 
 
 def made(folder, step):
-    """A checkpoint of the older format, without tensors."""
-    path = empty(folder, step)
-    (path / ".metadata").write_bytes(tiny.EMPTY_METADATA)
+    path = step_folder(folder, step)
+    tiny.write_checkpoint(path, {"step": step, "parameters": {"a.weight": [2, 3]}})
     return path
 
 
@@ -36,9 +35,9 @@ def test_the_same_models_checkpoint_is_taken(tmp_path):
 @pytest.mark.parametrize("text", ["", "{}", "not JSON", None])
 def test_a_position_that_cannot_be_read_is_said(tmp_path, text):
     path = made(tmp_path, 1)
-    (path / "position.json").unlink()
-    if text is not None:
-        (path / "position.json").write_text(text)
+    tiny.write_checkpoint(path, text or "")
+    if text is None:
+        (path / "position.json").unlink()
     with pytest.raises(ConfigError, match=r"^run=.*(cannot be read \(\w+\)|position.json is missing); give another"):
         check_checkpoint(path, {"a.weight": (2, 3)}, "run")
 

@@ -11,9 +11,8 @@ import torch.distributed.checkpoint as dcp
 
 from tests.checkpoint.one_process import saved, trained
 from titanlab.checkpoint.blocks import DamagedCheckpoint
-from titanlab.checkpoint.contents import read_contents
 from titanlab.checkpoint.dcp_export import write_dcp
-from titanlab.checkpoint.older.metadata import SavedState
+from titanlab.train.dcp_folder import DcpContents, contents_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 
@@ -43,24 +42,17 @@ def test_torch_reads_what_was_written(tmp_path):
     assert torch.equal(read(tmp_path / "out", "optimizer.state.bias.exp_avg", (2,)), average)
 
 
-def test_the_folder_is_a_checkpoint_of_the_older_format(tmp_path):
+def test_load_from_reads_the_folder(tmp_path):
     write_dcp(saved(tmp_path / "run", 5, recipe="ab" * 32), tmp_path / "out", "run")
-    contents = read_contents(tmp_path / "out", "run")
-    assert isinstance(contents.entries, SavedState)
+    contents = contents_of(tmp_path / "out", "run")
+    assert isinstance(contents, DcpContents)
+    assert contents.names == {"model.weight", "model.bias", *STATES}
     assert (contents.saved.position.step, contents.saved.recipe) == (5, "ab" * 32)
     # Other layouts cannot use states of generators.
     assert contents.saved.generators == {}
     files = json.loads((tmp_path / "out" / "position.json").read_text())["files"]
     written = {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir() if path.name != "position.json"}
     assert files == written
-
-
-def test_it_can_be_written_again(tmp_path):
-    made = trained()
-    write_dcp(saved(tmp_path / "run", 5, made=made), tmp_path / "one", "run")
-    write_dcp(tmp_path / "one", tmp_path / "two", "run")
-    assert names(tmp_path / "two") == names(tmp_path / "one")
-    assert torch.equal(read(tmp_path / "two", "model.weight", (2, 3)), made[0].weight)
 
 
 @pytest.mark.parametrize("prefix", ["", "module."])

@@ -14,7 +14,7 @@ from tests.prove.test_experts import MODELS, traced
 from titanlab.checkpoint import store
 from titanlab.checkpoint.contents import read_contents
 from titanlab.checkpoint.folders import latest
-from titanlab.checkpoint.reader import read_into, reader_of
+from titanlab.checkpoint.reader import read_into
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.prove import parity
 from titanlab.train import train
@@ -45,7 +45,7 @@ def loaded(made, run):
 def saved(run):
     """The optimizer's averages in a run's checkpoint: full tensors by name."""
     checkpoint = latest(run.checkpoints)
-    reader = reader_of(checkpoint, read_contents(checkpoint, "run"), "run")
+    reader = read_contents(checkpoint, "run").reader(checkpoint, "run")
     metadata = reader.read_metadata()
     found = {}
     for name, entry in metadata.state_dict_metadata.items():

@@ -1,9 +1,8 @@
 """Names of checkpoints, and which of them count."""
 
-import json
-
 import pytest
 
+from tests import tiny
 from titanlab.checkpoint.blocks import DamagedCheckpoint
 from titanlab.checkpoint.contents import check_checkpoint
 from titanlab.checkpoint.folders import (
@@ -24,11 +23,9 @@ from titanlab.errors import ConfigError
 
 def made(folder, step, *, whole=True, shapes=None):
     path = step_folder(folder, step)
-    path.mkdir(parents=True)
-    (path / "__0_0.distcp").write_bytes(b"")
-    (path / "position.json").write_text(json.dumps({"step": step, "parameters": shapes or {"a.weight": [2, 3]}}))
-    if whole:
-        (path / ".metadata").write_bytes(b"")
+    tiny.write_checkpoint(path, {"step": step, "parameters": shapes or {"a.weight": [2, 3]}})
+    if not whole:
+        (path / "index.json").unlink()
     return path
 
 
@@ -138,7 +135,7 @@ def test_of_a_symbolic_link_only_the_link_is_removed(tmp_path):
     assert latest(tmp_path) == link
     assert remove(link) is None
     assert not link.is_symlink()
-    assert (elsewhere / ".metadata").exists()
+    assert (elsewhere / "index.json").exists()
 
 
 def test_whatever_stands_in_the_place_of_a_checkpoint_is_removed(tmp_path):
@@ -199,9 +196,8 @@ def test_forms_of_a_checkpoint_s_path(tmp_path, monkeypatch, form):
 def test_a_damaged_one_is_refused_with_the_one_before_it(tmp_path):
     made(tmp_path, 1)
     path = made(tmp_path, 2)
-    position = json.loads((path / "position.json").read_text())
-    (path / "position.json").write_text(json.dumps({**position, "files": {"__0_0.distcp": 5}}))
+    (path / "position.json").write_text("{}")
     with pytest.raises(
-        ConfigError, match=r"its file __0_0.distcp has 0 bytes, .*the one before it is .*step-00000001$"
+        ConfigError, match=r"its file position.json has other bytes .*the one before it is .*step-00000001$"
     ):
         check_checkpoint(path, {"a.weight": (2, 3)}, "run")

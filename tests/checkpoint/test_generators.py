@@ -11,11 +11,9 @@ import pytest
 import torch
 
 from titanlab.checkpoint.blocks import DamagedCheckpoint
-from titanlab.checkpoint.older.metadata import SavedState, SavedTensor
 from titanlab.checkpoint.store import (
     generator_states,
     restore_generators,
-    saved_states,
     set_generators,
     state_bytes,
     states_of_bytes,
@@ -101,40 +99,3 @@ BAD = {
 def test_what_is_no_state_is_damage(name):
     with pytest.raises(DamagedCheckpoint, match=r"^run=here: holds no state of a generator \(\w+Error\)"):
         restore_generators(BAD[name], ALONE, HERE, "run")
-
-
-def older(objects=(), **tensors):
-    return SavedState(
-        tensors={
-            f"generators.{name}": SavedTensor(dtype=dtype, size=size, boxes=())
-            for name, (dtype, size) in tensors.items()
-        },
-        objects=frozenset(objects),
-        places={},
-        version=None,
-    )
-
-
-CURRENT = {"cpu": torch.zeros(2, dtype=torch.uint8), "python": torch.zeros(2, dtype=torch.uint8)}
-
-
-def test_room_is_made_for_what_an_older_checkpoint_has_of_a_rank():
-    assert saved_states(CURRENT, older(), 0, HERE, "run") == {}
-    saved = older(["generators.1.python"], **{"1.cpu": ("uint8", (5056,)), "0.cpu": ("uint8", (3,))})
-    made = saved_states(CURRENT, saved, 1, HERE, "run")
-    assert list(made) == ["cpu", "python"]
-    assert (made["cpu"].dtype, made["cpu"].shape, made["python"]) == (torch.uint8, (5056,), None)
-    assert list(saved_states(CURRENT, saved, 0, HERE, "run")) == ["cpu"]
-    assert saved_states(CURRENT, saved, 2, HERE, "run") == {}
-    # torch's own state is never an object.
-    assert saved_states(CURRENT, older(["generators.0.cpu"]), 0, HERE, "run") == {}
-
-
-@pytest.mark.parametrize(
-    ("dtype", "size"), [("float32", (5,)), ("uint8", ()), ("uint8", (2, 2)), ("uint8", ((1 << 16) + 1,))]
-)
-def test_an_entry_that_is_no_state_is_damage(dtype, size):
-    with pytest.raises(DamagedCheckpoint, match=r"^run=here: generators\.0\.cpu is no state of a generator"):
-        saved_states(CURRENT, older(**{"0.cpu": (dtype, size)}), 0, HERE, "run")
-    made = saved_states(CURRENT, older(**{"0.cpu": ("uint8", (1 << 16,))}), 0, HERE, "run")
-    assert made["cpu"].shape == (1 << 16,)

@@ -17,9 +17,7 @@ def run(tmp_path):
 
 
 def saved(folder, step):
-    folder.mkdir()
-    (folder / ".metadata").write_bytes(tiny.EMPTY_METADATA)
-    (folder / "position.json").write_text(f'{{"step": {step}, "parameters": {{}}}}')
+    tiny.write_checkpoint(folder, {"step": step, "parameters": {}})
     return folder
 
 

@@ -11,8 +11,7 @@ from titanlab.errors import ConfigError
 def run(tmp_path):
     run = tiny.begin(tiny.recipe(tmp_path / "runs"))
     for step in (4, 8):
-        step_folder(run.checkpoints, step).mkdir()
-        (step_folder(run.checkpoints, step) / ".metadata").write_bytes(tiny.EMPTY_METADATA)
+        tiny.write_checkpoint(step_folder(run.checkpoints, step), "")
     return run
 
 

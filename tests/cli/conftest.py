@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
 import re
@@ -129,11 +128,8 @@ def saved_run(tmp_path: Path) -> Path:
     made = tiny.recipe(tmp_path / "runs", shard=2)
     identity = identify(made, data="tiny", hardware="cpu")
     run = create_run(made.runs, name="toy", identity=identity, config=to_mapping(made))
-    step = run.checkpoints / "step-00000003"
-    step.mkdir()
-    (step / ".metadata").write_bytes(tiny.EMPTY_METADATA)
     shapes = {name: list(shape) for name, shape in llama_account.account(made.model).parameters.items()}
-    (step / "position.json").write_text(json.dumps({"step": 3, "parameters": shapes}))
+    tiny.write_checkpoint(run.checkpoints / "step-00000003", {"step": 3, "parameters": shapes})
     return run.path
 
 

@@ -236,10 +236,7 @@ def stuff(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "saving": None,
     }.items():
         step = folder / run / "checkpoints" / ("step-00000300" if position else "step-00000300.part")
-        step.mkdir(parents=True)
-        (step / ".metadata").write_bytes(tiny.EMPTY_METADATA)
-        if position:
-            (step / "position.json").write_text(position)
+        tiny.write_checkpoint(step, position or "")
     return folder
 
 

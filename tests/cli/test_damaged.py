@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests import tiny
 from tests.sweep.made import Made, begin, end, train
 from titanlab.checkpoint.folders import step_folder
 from titanlab.cli import main
@@ -30,10 +31,7 @@ def made(tmp_path, monkeypatch):
         begin(run)
         train(run)
         end(run, "crash", cause="planted")
-    folder = step_folder(bad.checkpoints, 4)
-    folder.mkdir()
-    (folder / ".metadata").write_text("")
-    (folder / "position.json").write_text('{"step": 4, "parameters": {}}')
+    tiny.write_checkpoint(step_folder(bad.checkpoints, 4), {"step": 4, "parameters": {}})
     return sweep, bad, good
 
 

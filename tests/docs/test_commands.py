@@ -52,7 +52,10 @@ ELSEWHERE = {
         "docs/checkpoints.md",
         "titanlab resume RUN --step 8",
     ): "tests/checkpoint/test_listing.py has a run with checkpoints",
-    ("docs/checkpoints.md", "titanlab export RUN --into FOLDER --format dcp"): "tests/checkpoint/test_older.py does it",
+    (
+        "docs/checkpoints.md",
+        "titanlab export RUN --into FOLDER --format dcp",
+    ): "tests/weights/test_dcp_checkpoint.py does it",
     ("docs/checkpoints.md", "titanlab import FOLDER --model llama3_1_8b"): "tests/cli/test_import_weights.py",
     ("docs/proofs.md", "titanlab parity alone two-ranks"): "tests/prove/test_finished_runs.py compares runs",
     ("docs/housekeeping.md", "titanlab repro RUN --into FOLDER"): "tests/cli/test_repro.py",

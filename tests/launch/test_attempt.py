@@ -45,10 +45,9 @@ def stopped(recipe, *steps, noted=True):
     run = tiny.begin(recipe)
     shapes = {name: list(shape) for name, shape in recipe.model.account().parameters.items()}
     for step in steps:
-        folder = step_folder(run.checkpoints, step)
-        folder.mkdir()
-        (folder / ".metadata").write_bytes(tiny.EMPTY_METADATA)
-        write_position(folder, step, parameters=shapes, samples=step * recipe.training.global_batch)
+        write_position(
+            step_folder(run.checkpoints, step), step, parameters=shapes, samples=step * recipe.training.global_batch
+        )
     if steps and noted:
         run.note_saved(1, max(steps))
     return run
@@ -56,7 +55,7 @@ def stopped(recipe, *steps, noted=True):
 
 def write_position(folder, step, *, parameters, samples, tokens=1):
     position = {"step": step, "tokens": tokens, "data": {"samples": samples}, "parameters": parameters}
-    (folder / "position.json").write_text(json.dumps(position))
+    tiny.write_checkpoint(folder, position)
 
 
 def copy_of(run):
@@ -128,7 +127,7 @@ def test_a_run_does_not_go_back_to_a_checkpoint_with_an_impossible_position(tmp_
     recipe = tiny.recipe(tmp_path)
     run = stopped(recipe, 2, 4, 6)
     position = step_folder(run.checkpoints, 4) / "position.json"
-    position.write_text(json.dumps({**json.loads(position.read_text()), **changed}))
+    tiny.write_checkpoint(position.parent, {**json.loads(position.read_text()), **changed})
     before = copy_of(run)
     with pytest.raises(ConfigError, match=f"^run=.*{rule}; give another checkpoint .*step-00000002$"):
         go_back(run, recipe, step_folder(run.checkpoints, 4), print)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import shutil
 import signal
@@ -327,11 +326,8 @@ def stopped_at(recipe, starts, console, steps, *, noted):
     (run,) = list_runs(recipe.runs)
     shapes = {name: list(shape) for name, shape in llama_account.account(recipe.model).parameters.items()}
     for step in steps:
-        folder = step_folder(run.checkpoints, step)
-        folder.mkdir()
-        (folder / ".metadata").write_bytes(tiny.EMPTY_METADATA)
         position = {"step": step, "tokens": step, "data": {"samples": step * recipe.training.global_batch}}
-        (folder / "position.json").write_text(json.dumps({**position, "parameters": shapes}))
+        tiny.write_checkpoint(step_folder(run.checkpoints, step), {**position, "parameters": shapes})
     if noted:
         run.note_saved(1, max(steps))
     return run
@@ -409,10 +405,13 @@ def test_damage_that_ranks_find_in_the_chosen_checkpoint_is_one_line(tmp_path, s
 def test_damaged_checkpoints_are_passed_over_in_a_line_each(tmp_path, starts, console, said):
     recipe = tiny.recipe(tmp_path)
     run = stopped_at(recipe, starts, console, [2, 4, 6], noted=True)
-    (step_folder(run.checkpoints, 6) / ".metadata").write_bytes(b"torn")
+    (step_folder(run.checkpoints, 6) / "index.json").write_bytes(b"torn")
     (step_folder(run.checkpoints, 4) / "position.json").unlink()
     execute(ready(recipe), console)
-    assert "goes on from step 4: step-00000006 its .metadata is damaged" in said.getvalue()
+    assert (
+        "goes on from step 4: step-00000006 is damaged: its file index.json is no index of a checkpoint"
+        in said.getvalue()
+    )
     line = "goes on from step 2: step-00000004 is damaged: its file position.json is missing; it is kept as step-"
     assert line in said.getvalue()
     assert (latest(run.checkpoints), run.attempts()) == (step_folder(run.checkpoints, 2), [1, 2])

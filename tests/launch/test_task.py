@@ -183,10 +183,7 @@ def test_a_run_in_other_hands_is_not_done_twice(jobs, monkeypatch, capsys):
 
 def test_what_is_refused_at_the_start_is_a_result_too(jobs):
     run = jobs.run(2, steps=3)
-    saved = run.checkpoints / "step-00000001"
-    saved.mkdir()
-    (saved / ".metadata").write_bytes(tiny.EMPTY_METADATA)
-    (saved / "position.json").write_text('{"step": 1, "parameters": {}}')
+    tiny.write_checkpoint(run.checkpoints / "step-00000001", {"step": 1, "parameters": {}})
     codes, said = ended(jobs.start(run, 2))
     result = run.result()
     assert (codes, result.kind, run.attempts()) == ([2, 2], OutcomeKind.INFEASIBLE, [1]), said

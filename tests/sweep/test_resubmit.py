@@ -1,6 +1,5 @@
 """The next attempt of one run goes through a launcher, after every check, and a refusal changes nothing."""
 
-import json
 import re
 from dataclasses import replace
 
@@ -35,11 +34,8 @@ def save(run, *steps):
         name: list(shape) for name, shape in llama_account.account(from_mapping(run.config()).model).parameters.items()
     }
     for step in steps:
-        folder = step_folder(run.checkpoints, step)
-        folder.mkdir(parents=True)
-        (folder / ".metadata").write_bytes(tiny.EMPTY_METADATA)
         position = {"step": step, "tokens": 384 * step, "data": {"samples": 12 * step}, "parameters": shapes}
-        (folder / "position.json").write_text(json.dumps(position))
+        tiny.write_checkpoint(step_folder(run.checkpoints, step), position)
 
 
 def saved(run):
@@ -114,7 +110,7 @@ def test_without_an_answer_of_the_scheduler_nothing_changes(slurm, hung):
 def test_a_damaged_newest_checkpoint_is_passed_over_before_the_job_waits(slurm, hung):
     run, recipe = hung
     save(run, 2, 4)
-    (step_folder(run.checkpoints, 4) / "position.json").write_text("{")
+    tiny.write_checkpoint(step_folder(run.checkpoints, 4), "{")
     lines = []
     resubmit(run, recipe, lines.append)
     assert saved(run) == ["step-00000002", "step-00000004.damaged"]

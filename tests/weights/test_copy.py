@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tests.weights.conftest import FORMATS, Tensors
 from titanlab.errors import ConfigError
 from titanlab.system.foreign import Foreign
-from titanlab.train import weights_folder as weights_source
+from titanlab.train import weights_folder
 from titanlab.train.weights_folder import in_halves
 from titanlab.train.weights_tensors import write_weights
 
@@ -65,7 +65,7 @@ def test_the_digest_is_of_names_shapes_formats_and_contents(tmp_path):
 
 
 def test_large_tensors_are_read_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(weights_source, "CHUNK_BYTES", 24)
+    monkeypatch.setattr(weights_folder, "CHUNK_BYTES", 24)
     source = Tensors(a=A)
     first = written(tmp_path / "c", source)
     assert source.reads == [("a", [0, 0], [2, 3]), ("a", [2, 0], [2, 3])]
@@ -75,7 +75,7 @@ def test_large_tensors_are_read_in_pieces(tmp_path, monkeypatch):
 
 
 def test_rows_of_a_head_are_turned_and_stay_together(tmp_path, monkeypatch):
-    monkeypatch.setattr(weights_source, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(weights_folder, "CHUNK_BYTES", 1)
     rows = torch.arange(16.0).view(8, 2)
     source = Tensors(wq=rows)
     written(tmp_path / "c", source, foreign={"wq": Foreign(name="q", head=4)})

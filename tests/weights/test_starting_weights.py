@@ -191,7 +191,7 @@ def test_files_that_exchange_their_names_are_another_content(tmp_path):
     assert module._sampled([tmp_path / "a", tmp_path / "b"]) != first
 
 
-def test_a_pipe_among_the_files_of_an_older_checkpoint_does_not_stop_the_fingerprint(run, monkeypatch):
+def test_a_pipe_among_the_files_of_a_dcp_folder_does_not_stop_the_fingerprint(run, monkeypatch):
     """To open it would wait for a writer."""
     recipe, begun = run
     checkpoint = begun.checkpoints / "step-00000001"

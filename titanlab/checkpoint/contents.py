@@ -1,30 +1,30 @@
-"""What a checkpoint of either format contains, read and checked without torch and without its tensors."""
+"""What checkpoints contain, read and checked without torch and without tensors; the rows of their list."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from titanlab.checkpoint.address_schema import Place, StorePath
-from titanlab.checkpoint.blocks import BlockReader, DamagedCheckpoint, DamagedFile, checksum, one_line, read_regular
+from titanlab.checkpoint.blocks import BlockReader, DamagedFile, checksum, one_line, read_regular
 from titanlab.checkpoint.folders import (
     ASIDE,
     DAMAGED,
     INDEX,
     PART,
     another,
+    damaged,
     find,
-    has_pickle,
     is_checkpoint,
     is_step_name,
     step_of,
     steps_in_store,
 )
 from titanlab.checkpoint.index import Index, OtherFormat
-from titanlab.checkpoint.older.metadata import SavedState, read_saved
 from titanlab.checkpoint.position import (
     MOST_BYTES,
     POSITION,
@@ -35,8 +35,31 @@ from titanlab.checkpoint.position import (
 from titanlab.errors import ConfigError
 from titanlab.techniques.optimizer.adamw_schema import CODES
 
+if TYPE_CHECKING:
+    from titanlab.checkpoint.reader import Reader
+
 # Before the names of parameters in those of an optimizer's states.
 _STATES = "optimizer.state."
+
+
+class Readable(Protocol):
+    """What a run can load: a checkpoint, or a folder of another format that has a position.json too."""
+
+    @property
+    def saved(self) -> SavedPosition:
+        """The content of position.json."""
+
+    @property
+    def names(self) -> AbstractSet[str]:
+        """The names of all entries."""
+
+    def reader(self, checkpoint: Place, key: str) -> Reader:
+        """Reads the tensors.
+
+        Args:
+            checkpoint: the folder whose contents these are.
+            key: for errors.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +68,21 @@ class Contents:
 
     Attributes:
         saved: position.json.
-        entries: index.json; of the older format `.metadata`.
+        entries: index.json.
     """
 
     saved: SavedPosition
-    entries: Index | SavedState
+    entries: Index
+
+    @property
+    def names(self) -> AbstractSet[str]:
+        return self.entries.tensors.keys() | self.entries.objects.keys()
+
+    def reader(self, checkpoint: Place, key: str) -> Reader:
+        # Imported here: it imports torch.
+        from titanlab.checkpoint.reader import ShardReader
+
+        return ShardReader(checkpoint, self.entries, key)
 
 
 def read_contents(checkpoint: Place, key: str) -> Contents:
@@ -60,10 +93,6 @@ def read_contents(checkpoint: Place, key: str) -> Contents:
         ConfigError: it is of a later format.
     """
     cure = another(checkpoint)
-    if has_pickle(checkpoint):
-        saved = read_position(checkpoint, key, cure=cure)
-        check_files(checkpoint, saved.files, key, cure=cure)
-        return Contents(saved=saved, entries=read_saved(checkpoint, key))
     index = indexed(checkpoint, key)
     try:
         content = read_regular(checkpoint / POSITION, MOST_BYTES)
@@ -100,15 +129,13 @@ def indexed(checkpoint: Place, key: str) -> Index:
         raise _unreadable(checkpoint, key, INDEX, error) from error
 
 
-def damaged(checkpoint: Place, key: str, reason: object) -> DamagedCheckpoint:
-    """The error about a damaged checkpoint, which names the one before it."""
-    if not is_checkpoint(checkpoint):
-        rule = "was removed while it was read"
-        return DamagedCheckpoint(key, checkpoint, rule, "try again: its run keeps newer ones (checkpoint.keep)")
-    return DamagedCheckpoint(key, checkpoint, f"is damaged: {one_line(reason)}", another(checkpoint))
-
-
-def check_checkpoint(checkpoint: Place, parameters: Mapping[str, tuple[int, ...]], key: str) -> SavedPosition:
+def check_checkpoint(
+    checkpoint: Place,
+    parameters: Mapping[str, tuple[int, ...]],
+    key: str,
+    *,
+    read: Callable[[Place, str], Readable] = read_contents,
+) -> SavedPosition:
     """Check that a checkpoint fits a model, and that its entries can be read, before any rank starts.
 
     Returns:
@@ -118,7 +145,7 @@ def check_checkpoint(checkpoint: Place, parameters: Mapping[str, tuple[int, ...]
         DamagedCheckpoint: it is damaged or would run code.
         ConfigError: it belongs to another model.
     """
-    saved = read_contents(checkpoint, key).saved
+    saved = read(checkpoint, key).saved
     saved_shapes = dict(saved.parameters)
     declared = {name: list(shape) for name, shape in parameters.items()}
     if saved_shapes == declared:
@@ -141,7 +168,7 @@ def check_whole(checkpoint: Place, saved: SavedPosition, key: str) -> None:
         )
 
 
-def check_optimizer(checkpoint: Place, contents: Contents, names: Sequence[str], key: str) -> None:
+def check_optimizer(checkpoint: Place, contents: Readable, names: Sequence[str], key: str) -> None:
     """Check that a checkpoint has the optimizer's state in the form that this optimizer and layout need.
 
     Args:
@@ -151,7 +178,7 @@ def check_optimizer(checkpoint: Place, contents: Contents, names: Sequence[str],
         ConfigError: one of them has few bits there and not here, or the other way round; or no parameter has such a
             state there.
     """
-    known = {*contents.entries.tensors, *contents.entries.objects}
+    known = contents.names
     layout = f"resume under its layout ({_degrees(contents.saved)}), or one with its tensor degree"
     weights = f"or take its weights only: init_from={checkpoint}"
     for name in names:
@@ -243,7 +270,6 @@ class ListedCheckpoint:
         step: in its name.
         state: `complete`; `unfinished`: its save has not ended; `put aside`: the user has gone back to an earlier
             step; `damaged`.
-        format: `safetensors`, or `dcp` for the earlier format, which has no checksums.
         bytes: of its files.
         saved: when it was complete, in seconds since the epoch.
         verified: whether all its bytes were read and are those that were saved; None: they were not read.
@@ -253,7 +279,6 @@ class ListedCheckpoint:
     name: str
     step: int
     state: str
-    format: str
     bytes: int
     saved: float
     verified: bool | None
@@ -272,22 +297,18 @@ def list_checkpoints(folder: Place, *, verifies: bool) -> list[ListedCheckpoint]
     return sorted(rows, key=lambda row: (row.step, row.name))
 
 
-def verify(checkpoint: Place, key: str) -> bool:
-    """Read a checkpoint and compare every block with its checksum. Returns False if it has no checksums.
+def verify(checkpoint: Place, key: str) -> None:
+    """Read a checkpoint and compare every block with its checksum.
 
     Raises:
         ConfigError: it is damaged, or of a later format.
     """
-    entries = read_contents(checkpoint, key).entries
-    if not isinstance(entries, Index):
-        return False
-    for file in entries.files:
+    for file in read_contents(checkpoint, key).entries.files:
         try:
             with BlockReader(checkpoint / file.name, file.size, file.checksums) as reader:
                 reader.verify()
         except DamagedFile as error:
             raise damaged(checkpoint, key, error) from error
-    return True
 
 
 def _rows_in_store(folder: StorePath, *, verifies: bool) -> list[ListedCheckpoint]:
@@ -303,7 +324,6 @@ def _rows_in_store(folder: StorePath, *, verifies: bool) -> list[ListedCheckpoin
             name=name,
             step=int(match[1]),
             state=state if problem is None else "damaged",
-            format="safetensors",
             bytes=sum(file.size for file in files.values()),
             saved=max(file.modified for file in files.values()),
             verified=verified,
@@ -317,12 +337,12 @@ def _examined(path: Place, *, verifies: bool) -> tuple[bool | None, str | None]:
     """Whether all bytes are those that were saved (None: not known), and what is wrong."""
     try:
         if verifies:
-            # Without checksums nothing is known about the bytes.
-            return verify(path, "run") or None, None
-        read_contents(path, "run")
+            verify(path, "run")
+        else:
+            read_contents(path, "run")
     except ConfigError as error:
         return False if verifies else None, error.rule
-    return None, None
+    return verifies or None, None
 
 
 def _row(path: Path, *, verifies: bool) -> ListedCheckpoint | None:
@@ -337,7 +357,6 @@ def _row(path: Path, *, verifies: bool) -> ListedCheckpoint | None:
         name=path.name,
         step=int(match[1]),
         state=state,
-        format="dcp" if has_pickle(path) else "safetensors",
         bytes=sum(file.st_size for file in files),
         saved=path.stat().st_mtime,
         verified=verified,

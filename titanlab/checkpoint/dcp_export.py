@@ -14,9 +14,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from titanlab.checkpoint.address_schema import Place
 from titanlab.checkpoint.contents import read_contents
-from titanlab.checkpoint.index import Index
 from titanlab.checkpoint.position import POSITION, position_bytes
-from titanlab.checkpoint.reader import Reader, read_into, reader_of
+from titanlab.checkpoint.reader import Reader, read_into
 from titanlab.system.files import refusal, write_bytes
 
 # Before the names of parameters in titanlab's checkpoints.
@@ -60,10 +59,9 @@ def write_dcp(checkpoint: Place, into: Path, key: str, *, prefix: str = _OWN_PRE
         OSError: the disk takes no more.
     """
     contents = read_contents(checkpoint, key)
-    reader = reader_of(checkpoint, contents, key)
+    reader = contents.reader(checkpoint, key)
     metadata = reader.read_metadata()
-    objects = contents.entries.objects if isinstance(contents.entries, Index) else {}
-    state: dict[str, Any] = dict(objects)
+    state: dict[str, Any] = dict(contents.entries.objects)
     written: dict[str, str] = {}
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):

@@ -19,8 +19,7 @@ from titanlab.checkpoint.address_schema import (
     is_address,
     place_of,
 )
-from titanlab.checkpoint.blocks import DamagedCheckpoint
-from titanlab.checkpoint.older.metadata import METADATA
+from titanlab.checkpoint.blocks import DamagedCheckpoint, one_line
 from titanlab.errors import ConfigError
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_search import find_run
@@ -92,6 +91,8 @@ def claim_place(run: RunFolder) -> None:
 
 # The file that lists what a checkpoint contains; `titanlab.checkpoint.index` writes it.
 INDEX = "index.json"
+# The file that lists what a folder of torch.distributed.checkpoint contains: a pickle.
+METADATA = ".metadata"
 PART = ".part"
 # Suffix of a checkpoint that is newer than the one from which the user has restarted: kept, but not used any more.
 ASIDE = ".aside"
@@ -154,14 +155,11 @@ def is_checkpoint(path: Place) -> bool:
     """Whether a folder has files of a checkpoint; in a store, whether it has the index."""
     if isinstance(path, StorePath):
         return objects.exists(path / INDEX)
-    return has_pickle(path) or os.path.lexists(path / INDEX) or any(path.glob("rank-*.safetensors"))
+    return os.path.lexists(path / INDEX) or any(path.glob("rank-*.safetensors"))
 
 
 def has_pickle(checkpoint: Place) -> TypeGuard[Path]:
-    """Whether a checkpoint is of the older format: entries of torch.distributed.checkpoint, and a pickle about them.
-
-    No store has ever had one.
-    """
+    """Whether a folder is one of torch.distributed.checkpoint; stores hold titanlab's own checkpoints only."""
     return (
         isinstance(checkpoint, Path)
         and os.path.lexists(checkpoint / METADATA)
@@ -213,7 +211,7 @@ def find(text: str, key: str) -> Place:
         raise ConfigError(
             key, text, "there is no such folder", "give the folder of a run, or of one of its checkpoints"
         )
-    if is_checkpoint(path):
+    if is_checkpoint(path) or has_pickle(path):
         return path
     newest = latest(checkpoints_of_folder(path)) or latest(path)
     if newest is None:
@@ -341,6 +339,14 @@ def another(checkpoint: Place) -> str:
     return _COPY if older is None else f"{_ANOTHER}: the one before it is {older}"
 
 
+def damaged(checkpoint: Place, key: str, reason: object) -> DamagedCheckpoint:
+    """The error about a damaged checkpoint, which names the one before it."""
+    if not is_checkpoint(checkpoint):
+        rule = "was removed while it was read"
+        return DamagedCheckpoint(key, checkpoint, rule, "try again: its run keeps newer ones (checkpoint.keep)")
+    return DamagedCheckpoint(key, checkpoint, f"is damaged: {one_line(reason)}", another(checkpoint))
+
+
 _STEP_NAME = re.compile(r"step-([0-9]+)")
 T = TypeVar("T")
 
@@ -356,7 +362,7 @@ def read_while_kept(choose: Callable[[], Place], read: Callable[[Place], T], war
         try:
             return read(checkpoint)
         except (ConfigError, OSError):
-            if is_checkpoint(checkpoint):
+            if is_checkpoint(checkpoint) or has_pickle(checkpoint):
                 raise
         warn(f"{checkpoint.name} was removed while it was read (checkpoint.keep of its run): the next one is read")
 

@@ -61,9 +61,8 @@ class SavedPosition:
     Attributes:
         position: the run's progress.
         parameters: shapes of the model's parameters, by name.
-        files: sizes in bytes of the checkpoint's files of tensors, by name; empty in checkpoints of older versions.
-        generators: states of the random generators, by rank and by name; empty in checkpoints of older versions, which
-            have them among the tensors.
+        files: sizes in bytes of the checkpoint's files of tensors, by name.
+        generators: states of the random generators, by rank and by name; empty in a folder of `export --format dcp`.
         recipe: SHA-256 of the identity of the run that has saved it; None: not known.
         contents: `MODEL` if it has no optimizer; None: it has everything.
     """

@@ -6,8 +6,8 @@ import contextlib
 import io
 import json
 import os
+from abc import abstractmethod
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,18 +25,32 @@ from torch.futures import Future
 
 from titanlab.checkpoint.address_schema import Place
 from titanlab.checkpoint.blocks import BLOCK, BlockReader, DamagedFile
-from titanlab.checkpoint.contents import Contents, damaged
-from titanlab.checkpoint.folders import another
+from titanlab.checkpoint.folders import another, damaged
 from titanlab.checkpoint.index import BYTES, FILE, ITEM_BYTES, START, Index, IndexedTensor
 from titanlab.checkpoint.index_reader import needed_spans
-from titanlab.checkpoint.older.reader import PickledPlanner, PickledReader, set_in
 from titanlab.checkpoint.shards import bytes_of, dtype_named
 from titanlab.errors import ConfigError
 from titanlab.records.outcome import OutcomeKind, classify, first_line
 
 
-class ShardReader(dcp.StorageReader):
-    """A storage for `torch.distributed.checkpoint`.
+class Reader(dcp.StorageReader):
+    """A storage for `torch.distributed.checkpoint` that reports faults of the files as ConfigError.
+
+    Attributes:
+        checkpoint: folder of one step.
+        named_by: the config key or argument that names the checkpoint, for errors.
+    """
+
+    checkpoint: Place
+    named_by: str
+
+    @abstractmethod
+    def planner(self) -> dcp.DefaultLoadPlanner:
+        """A new planner that reads entries that are not tensors without running code."""
+
+
+class ShardReader(Reader):
+    """Reads a checkpoint of titanlab.
 
     Args:
         checkpoint: folder of one step.
@@ -44,7 +58,6 @@ class ShardReader(dcp.StorageReader):
         key: for errors.
 
     Attributes:
-        checkpoint, named_by: the arguments `checkpoint` and `key`.
         blocks_read: how many blocks this rank has read and verified.
     """
 
@@ -52,6 +65,9 @@ class ShardReader(dcp.StorageReader):
         self.checkpoint, self.named_by = checkpoint, key
         self.blocks_read = 0
         self._index = index
+
+    def planner(self) -> dcp.DefaultLoadPlanner:
+        return JsonPlanner()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing to do: a reader reads one checkpoint."""
@@ -210,9 +226,6 @@ def _as_torch(tensor: IndexedTensor) -> TensorStorageMetadata:
     )
 
 
-Reader = ShardReader | PickledReader
-
-
 class JsonPlanner(dcp.DefaultLoadPlanner):
     """Reads entries that are not tensors from JSON: DefaultLoadPlanner would unpickle them."""
 
@@ -221,18 +234,12 @@ class JsonPlanner(dcp.DefaultLoadPlanner):
         set_in(self.original_state_dict, self.mappings[read_item.dest_index.fqn], json.loads(value.read()))
 
 
-def reader_of(checkpoint: Place, contents: Contents, key: str) -> Reader:
-    """The reader of a checkpoint whose contents are known."""
-    entries = contents.entries
-    if isinstance(entries, Index):
-        return ShardReader(checkpoint, entries, key)
-    assert isinstance(checkpoint, Path), "a store has no checkpoint of the older format"
-    return PickledReader(checkpoint, entries, key)
-
-
-def planner_of(reader: Reader) -> dcp.DefaultLoadPlanner:
-    """A new planner for a reader."""
-    return JsonPlanner() if isinstance(reader, ShardReader) else PickledPlanner()
+def set_in(state: Any, path: Sequence[Any], value: Any) -> None:
+    """Set an entry of nested mappings and lists."""
+    *folders, last = path
+    for step in folders:
+        state = state[step]
+    state[last] = value
 
 
 def read_into(state: dict[str, Any], reader: Reader, metadata: Metadata) -> None:
@@ -245,7 +252,7 @@ def read_into(state: dict[str, Any], reader: Reader, metadata: Metadata) -> None
     Raises:
         DamagedCheckpoint: a file is missing or damaged.
     """
-    planner = planner_of(reader)
+    planner = reader.planner()
     planner.set_up_planner(state, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     plan = reader.prepare_local_plan(planner.create_local_plan())
@@ -262,7 +269,7 @@ def load_state(state: dict[str, Any], reader: Reader) -> None:
         ConfigError: the checkpoint belongs to another model.
     """
     try:
-        dcp.load(state, storage_reader=reader, planner=planner_of(reader))
+        dcp.load(state, storage_reader=reader, planner=reader.planner())
     except dcp.CheckpointException as error:
         # The exception has the errors of all ranks; a ConfigError among them is the clearest message.
         failures = [failure for failure, _ in error.failures.values()]

@@ -1,7 +1,15 @@
-"""States of the random generators in a checkpoint: bytes in position.json, so that no pickle is needed to read them.
+"""A run's checkpoints on disk: one folder per step, complete or absent.
 
-Older checkpoints have them as tensors, or the states of Python and numpy as pickled objects; these are read without
-running code.
+All ranks write a checkpoint into `step-N.part`. When all files are on the disk, rank 0 renames it to `step-N`, so a
+folder without the suffix is complete. A remote store has no rename: there all ranks write to `step-N`, which is
+complete when it has its index, the last file that is written.
+
+    step-00000100/
+        rank-00000.safetensors   the tensors of model and optimizer that this rank has written
+        index.json               where each part of a tensor is; a checksum of each block of every file
+        position.json            everything else: step, tokens, position in the data, generators, loss scale, tracker id
+
+The states of the random generators are bytes in position.json, so that no pickle is needed to read them.
 """
 
 from __future__ import annotations
@@ -9,7 +17,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from titanlab.checkpoint.address_schema import Place, StorePath
 from titanlab.checkpoint.blocks import DamagedCheckpoint
-from titanlab.checkpoint.contents import Contents, check_optimizer, check_whole, read_contents
+from titanlab.checkpoint.contents import Readable, check_optimizer, check_whole, read_contents
 from titanlab.checkpoint.contract import OnlyModel
 from titanlab.checkpoint.folders import (
     PART,
@@ -27,9 +35,8 @@ from titanlab.checkpoint.folders import (
     step_folder,
     step_of,
 )
-from titanlab.checkpoint.older.metadata import SavedState
 from titanlab.checkpoint.position import MODEL, Position, SavedPosition
-from titanlab.checkpoint.reader import load_state, reader_of
+from titanlab.checkpoint.reader import load_state
 from titanlab.checkpoint.saving import (
     Begun,
     Planned,
@@ -45,8 +52,6 @@ from titanlab.checkpoint.shards import dtype_named
 from titanlab.checkpoint.writer import Staged
 from titanlab.distributed.world import World
 
-_MOST_BYTES = 1 << 16
-"""Size limit of one generator's state; the largest, as JSON, takes 8 KiB."""
 _WORDS = 624
 
 
@@ -75,30 +80,7 @@ def states_of_bytes(states: Mapping[str, bytes], current: Mapping[str, Tensor]) 
     return {name: torch.frombuffer(bytearray(states[name]), dtype=torch.uint8) for name in current if states.get(name)}
 
 
-def saved_states(
-    current: Mapping[str, Tensor], saved: SavedState, rank: int, checkpoint: Place, key: str
-) -> dict[str, Any]:
-    """Make the tensors into which the states of a rank in an older checkpoint are read; empty if it has none.
-
-    A checkpoint of fewer ranks or of another device lacks some states; those generators keep the state of the seed.
-
-    Raises:
-        DamagedCheckpoint: an entry of the checkpoint is not the state of a generator.
-    """
-    states: dict[str, Any] = {}
-    for name, state in current.items():
-        entry = f"generators.{rank}.{name}"
-        if entry in saved.objects and name in ("python", "numpy"):
-            states[name] = None
-        elif entry in saved.tensors:
-            tensor = saved.tensors[entry]
-            if tensor.dtype != "uint8" or len(tensor.size) != 1 or tensor.size[0] > _MOST_BYTES:
-                raise DamagedCheckpoint(key, checkpoint, f"{entry} is no state of a generator", another(checkpoint))
-            states[name] = torch.empty(tensor.size, dtype=state.dtype)
-    return states
-
-
-def restore_generators(states: Mapping[str, Any], world: World, checkpoint: Place, key: str) -> None:
+def restore_generators(states: Mapping[str, Tensor], world: World, checkpoint: Place, key: str) -> None:
     """Set the generators to the states.
 
     Raises:
@@ -111,7 +93,7 @@ def restore_generators(states: Mapping[str, Any], world: World, checkpoint: Plac
         raise DamagedCheckpoint(key, checkpoint, rule, another(checkpoint)) from error
 
 
-def set_generators(states: Mapping[str, Any], world: World) -> None:
+def set_generators(states: Mapping[str, Tensor], world: World) -> None:
     """Set the generators to states of `generator_states`."""
     if "cpu" in states:
         torch.set_rng_state(states["cpu"])
@@ -138,8 +120,8 @@ def _packed(state: Any) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
 
 
-def _unpacked(state: Any) -> Any:
-    return json.loads(bytes(state.tolist())) if isinstance(state, Tensor) else state
+def _unpacked(state: Tensor) -> Any:
+    return json.loads(bytes(state.tolist()))
 
 
 # Settings of the optimizer, such as the rate: the recipe decides them, so they are not saved.
@@ -292,7 +274,7 @@ def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     world: World,
-    contents: Contents | None = None,
+    read: Callable[[Place, str], Readable] = read_contents,
 ) -> Position:
     """Read a checkpoint that any layout wrote into model, optimizer and generators; all ranks call it together.
 
@@ -301,30 +283,22 @@ def load(
 
     Args:
         key: the config key or argument that names the checkpoint, for the error.
-        contents: of the checkpoint, if they have been read; None: they are read here.
+        read: reads the contents, also of another format.
 
     Raises:
         DamagedCheckpoint: the checkpoint is damaged.
         ConfigError: it belongs to another model.
     """
-    checkpoint_contents = together(world, lambda: contents or read_contents(folder, key))
-    check_whole(folder, checkpoint_contents.saved, key)
+    contents = together(world, lambda: read(folder, key))
+    check_whole(folder, contents.saved, key)
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     current = generator_states(world)
     whole = _state(model, optimizer)
-    entries = checkpoint_contents.entries
-    if isinstance(entries, SavedState):
-        # Older checkpoints have everything among the entries.
-        states = together(world, lambda: saved_states(current, entries, world.rank, folder, key))
-        state = _saved_part(whole, settings=entries.names)
-        if states:
-            state["generators"] = {str(world.rank): states}
-    else:
-        states = states_of_bytes(checkpoint_contents.saved.generators.get(world.rank, {}), current)
-        state = _saved_part(whole)
+    states = states_of_bytes(contents.saved.generators.get(world.rank, {}), current)
+    state = _saved_part(whole)
     names = [f"optimizer.{name}" for name in state["optimizer"]]
-    together(world, lambda: check_optimizer(folder, checkpoint_contents, names, key))
-    load_state(state, reader_of(folder, checkpoint_contents, key))
+    together(world, lambda: check_optimizer(folder, contents, names, key))
+    load_state(state, contents.reader(folder, key))
     try:
         together(world, lambda: restore_generators(states, world, folder, key))
     except DamagedCheckpoint:
@@ -339,10 +313,12 @@ def load(
     )
     for group, kept in zip(optimizer.param_groups, settings, strict=True):
         group.update(kept)
-    return checkpoint_contents.saved.position
+    return contents.saved.position
 
 
-def load_model(folder: Place, key: str, model: nn.Module) -> None:
+def load_model(
+    folder: Place, key: str, model: nn.Module, *, read: Callable[[Place, str], Readable] = read_contents
+) -> None:
     """Read only the model of a checkpoint.
 
     Args:
@@ -353,7 +329,7 @@ def load_model(folder: Place, key: str, model: nn.Module) -> None:
         ConfigError: it belongs to another model.
     """
     state = {"model": model.state_dict()}
-    load_state(state, reader_of(folder, read_contents(folder, key), key))
+    load_state(state, read(folder, key).reader(folder, key))
     model.load_state_dict(state["model"])
 
 
@@ -364,17 +340,9 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     return {"model": model_state, "optimizer": optimizer_state}
 
 
-def _saved_part(state: Mapping[str, Any], *, settings: Collection[str] = ()) -> dict[str, Any]:
-    """The state without the settings of the optimizer.
-
-    Args:
-        settings: names of entries that are kept all the same: older checkpoints have settings too.
-    """
-    kept = {
-        name: value
-        for name, value in state["optimizer"].items()
-        if not name.startswith(_SETTINGS) or f"optimizer.{name}" in settings
-    }
+def _saved_part(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state without the settings of the optimizer."""
+    kept = {name: value for name, value in state["optimizer"].items() if not name.startswith(_SETTINGS)}
     return {"model": state["model"], "optimizer": kept}
 
 

@@ -376,7 +376,7 @@ def _show(run: RunFolder, attempt: int, console: Console, *, as_json: bool) -> N
     console.note("\n".join([f"{run.path.name}, attempt {attempt}: {diagnosis.verdict}", "", *table_lines(rows)]))
 
 
-_CHECKPOINT_HEADINGS = ("step", "size", "saved", "format", "state", "")
+_CHECKPOINT_HEADINGS = ("step", "size", "saved", "state", "")
 
 
 def checkpoints_verb(arguments: Sequence[str]) -> int:
@@ -406,14 +406,11 @@ def checkpoints_verb(arguments: Sequence[str]) -> int:
 
 def _cells(row: ListedCheckpoint, now: float) -> list[str]:
     state = f"{row.state}, verified" if row.verified else row.state
-    if row.state == "complete" and row.format == "dcp":
-        state = "complete, without checksums"
     age = f"{duration(max(now - row.saved, 0.0))} ago"
     return [
         str(row.step),
         data_size(row.bytes),
         age,
-        row.format,
         state,
         (row.problem or "").removeprefix("is damaged: "),
     ]

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlab.checkpoint.address_schema import Place
-from titanlab.checkpoint.folders import find, has_pickle, read_while_kept
-from titanlab.checkpoint.older.metadata import METADATA
+from titanlab.checkpoint.folders import METADATA, find, has_pickle, read_while_kept
 from titanlab.cli.arguments import Arguments, bytes_of
 from titanlab.cli.compose import compose
 from titanlab.distributed.host import this_host

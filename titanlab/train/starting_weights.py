@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlab.checkpoint.address_schema import Place, is_address
-from titanlab.checkpoint.contents import check_checkpoint, check_step, check_whole, indexed, read_contents
+from titanlab.checkpoint.contents import check_checkpoint, check_step, check_whole, indexed
 from titanlab.checkpoint.folders import find, has_pickle
 from titanlab.errors import ConfigError
 from titanlab.records.config_file import read_config
 from titanlab.system.files import user_path
 from titanlab.techniques.model.contract import ModelConfig
+from titanlab.train.dcp_folder import contents_of
 from titanlab.train.hub_folders import CONFIG, is_hf_folder, open_hf
 from titanlab.train.weights_folder import (
     Biases,
@@ -51,7 +52,9 @@ def check_beginning(recipe: Recipe) -> None:
     check_start(recipe)
     if recipe.checkpoint.load_from is not None:
         checkpoint = find(recipe.checkpoint.load_from, "checkpoint.load_from")
-        saved = check_checkpoint(checkpoint, recipe.model.account().parameters, "checkpoint.load_from")
+        saved = check_checkpoint(
+            checkpoint, recipe.model.account().parameters, "checkpoint.load_from", read=contents_of
+        )
         check_whole(checkpoint, saved, "checkpoint.load_from")
         check_step(checkpoint, saved, recipe.training.steps)
 
@@ -72,7 +75,7 @@ def check_start(recipe: Recipe) -> None:
     if source is None:
         checkpoint = _checkpoint(recipe.init_from)
         _check_model(recipe.init_from, _model_of_run(checkpoint), recipe.model)
-        check_checkpoint(checkpoint, recipe.model.account().parameters, KEY)
+        check_checkpoint(checkpoint, recipe.model.account().parameters, KEY, read=contents_of)
         return
     _check_model(recipe.init_from, source.model, recipe.model)
     if source.copies:
@@ -144,10 +147,10 @@ def fill_start(
 
     init_from = recipe.init_from
     checkpoint = choose(lambda: _checkpoint(init_from))
-    load_model(checkpoint, KEY, model)
+    load_model(checkpoint, KEY, model, read=contents_of)
     if not recipe.model.account().experts:
         return {}
-    routing = read_contents(checkpoint, KEY).saved.position.routing
+    routing = contents_of(checkpoint, KEY).saved.position.routing
     saved = biases_of(_model_of_run(checkpoint) or recipe.model, routing, KEY, checkpoint)
     return biases_of(recipe.model, saved, KEY, checkpoint)
 

@@ -47,6 +47,7 @@ from titanlab.techniques.optimizer.contract import rate_factor
 from titanlab.techniques.profiler.contract import Links, Profiler
 from titanlab.techniques.profiler.memory import named_before_steps, named_consumers
 from titanlab.train.assemble import Assembled, assemble
+from titanlab.train.dcp_folder import contents_of
 from titanlab.train.faults import RepeatedStep, Rollbacks
 from titanlab.train.recording import Recorder, StepEnd, StepEnds, open_recorder
 from titanlab.train.saves import Saves
@@ -359,7 +360,7 @@ def load_start(
     """
 
     def loaded(folder: Place, key: str) -> tuple[Position, T]:
-        position = store.load(folder, key, model=model, optimizer=optimizer, world=world)
+        position = store.load(folder, key, model=model, optimizer=optimizer, world=world, read=contents_of)
         if key != "run":
             # The checkpoint's tracker id belongs to the other run.
             position = replace(position, tracker=None)

@@ -1,4 +1,14 @@
-"""Weights in files, torch-free: sources that read one box of a tensor at a time, and titanlab's own weights folder."""
+"""Weights in files, torch-free: sources that read one box of a tensor at a time, and titanlab's own weights folder.
+
+    weights.json                     the model, its context, the biases of routers, a digest of the content
+    weights-00001-of-00003.safetensors …, weights.index.json
+    conf/model/NAME.yaml             the model as an option: --config-dir FOLDER/conf model=NAME
+    tokenizer/                       if the source has one
+    generation_config.json           if the source has one
+
+A folder appears complete or not at all: it is filled as `….part` and then renamed. Biases of routers are no parameters:
+a checkpoint has them beside its tensors.
+"""
 
 from __future__ import annotations
 
@@ -332,10 +342,10 @@ def model_of(mapping: Mapping[str, Any]) -> ModelConfig:
         ConfigError: no installed package has this kind of model, or a value breaks a rule.
     """
     schema = schema_of("model", mapping["kind"])
-    for field in dataclasses.fields(schema):
+    for entry in dataclasses.fields(schema):
         # A config checks ranges, not types: those are checked where people write values.
-        if field.type in (int, "int") and type(value := mapping.get(field.name, 0)) is not int:
-            raise TypeError(f"{field.name} is no whole number: {value!r}")
+        if entry.type in (int, "int") and type(value := mapping.get(entry.name, 0)) is not int:
+            raise TypeError(f"{entry.name} is no whole number: {value!r}")
     try:
         model: ModelConfig = schema(**mapping)
     except (ValueError, OverflowError) as error:

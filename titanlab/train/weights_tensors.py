@@ -12,7 +12,6 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +19,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from titanlab.checkpoint.address_schema import Place
 from titanlab.checkpoint.contents import read_contents
-from titanlab.checkpoint.older.metadata import read_saved
-from titanlab.checkpoint.older.reader import PickledReader
-from titanlab.checkpoint.reader import Reader, read_into, reader_of
+from titanlab.checkpoint.reader import Reader, read_into
 from titanlab.errors import ConfigError
 from titanlab.system.foreign import Foreign
 from titanlab.techniques.model.contract import ModelConfig
+from titanlab.train.dcp_folder import read_saved
+from titanlab.train.dcp_reader import DcpReader
 from titanlab.train.initialise import local_part, plain_name
 from titanlab.train.weights_folder import (
     CHUNK_BYTES,
@@ -37,26 +36,6 @@ from titanlab.train.weights_folder import (
     chunks,
     in_halves,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-from typing import TYPE_CHECKING
-
-from torch import Tensor
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-from typing import TYPE_CHECKING
-
-from torch import Tensor
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 _ALIGNMENT = 8
 
@@ -153,7 +132,7 @@ def run_source(checkpoint: Place, model: ModelConfig, key: str) -> CheckpointSou
         ConfigError: the checkpoint lacks a parameter, or a parameter is not a tensor of a floating-point format.
     """
     contents = read_contents(checkpoint, key)
-    reader = reader_of(checkpoint, contents, key)
+    reader = contents.reader(checkpoint, key)
     biases = biases_of(model, contents.saved.position.routing, key, checkpoint)
     return CheckpointSource(reader, reader.read_metadata(), PREFIXES[0], model, biases)
 
@@ -167,7 +146,7 @@ def dcp_source(folder: Path, model: ModelConfig, key: str) -> CheckpointSource:
     Raises:
         ConfigError: as `run_source`, or a parameter has another shape.
     """
-    reader = PickledReader(folder, read_saved(folder, key), key)
+    reader = DcpReader(folder, read_saved(folder, key), key)
     metadata = reader.read_metadata()
     shapes = model.account().parameters
     saved = metadata.state_dict_metadata

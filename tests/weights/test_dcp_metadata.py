@@ -1,4 +1,4 @@
-"""`.metadata` of an older checkpoint: what torch has written is read, and values that it never writes are named."""
+"""`.metadata` of a folder of DCP: what torch has written is read, and values that it never writes are named."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from titanlab.checkpoint.blocks import DamagedCheckpoint
-from titanlab.checkpoint.older import metadata
-from titanlab.checkpoint.older.metadata import SavedPlace, SavedTensor, read_saved
+from titanlab.checkpoint.index import ITEM_BYTES
+from titanlab.train import dcp_folder
+from titanlab.train.dcp_folder import SavedPlace, SavedTensor, read_saved
 
 
 def tensor(size=(4, 2), *boxes, dtype=torch.float32):
@@ -67,7 +68,6 @@ def test_what_torch_writes_is_read(tmp_path):
     saved = read(tmp_path, of(planner_data={"x": ("model", "x")}, storage_meta=meta, version="1.0.0"))
     assert saved.tensors == {"x": SavedTensor(dtype="float32", size=(4, 2), boxes=tuple(HALVES))}
     assert saved.objects == {"n"}
-    assert saved.names == {"x", "n"}
     assert saved.version == "1.0.0"
     assert saved.places == {
         ("x", (2, 0), 1): SavedPlace(relative_path="__0_0.distcp", offset=5, length=16),
@@ -77,10 +77,10 @@ def test_what_torch_writes_is_read(tmp_path):
 
 def test_an_empty_one_is_read(tmp_path):
     saved = read(tmp_path, of({}, {}))
-    assert (saved.tensors, saved.objects, saved.places, saved.names) == ({}, frozenset(), {}, frozenset())
+    assert (saved.tensors, saved.objects, saved.places) == ({}, frozenset(), {})
 
 
-@pytest.mark.parametrize("name", metadata.DTYPES)
+@pytest.mark.parametrize("name", ITEM_BYTES)
 def test_every_dtype_is_read(tmp_path, name):
     saved = read(tmp_path, of({"s": tensor((), ((), ()), dtype=getattr(torch, name))}, {}))
     assert saved.tensors == {"s": SavedTensor(dtype=name, size=(), boxes=(((), ()),))}
@@ -170,9 +170,9 @@ def test_what_is_no_file_is_refused(tmp_path, monkeypatch):
         read_saved(tmp_path, "run")
     (tmp_path / ".metadata").rmdir()
     content = pickle.dumps(of())
-    monkeypatch.setattr(metadata, "MOST_BYTES", len(content))
+    monkeypatch.setattr(dcp_folder, "MOST_BYTES", len(content))
     read(tmp_path, content)
-    monkeypatch.setattr(metadata, "MOST_BYTES", len(content) - 1)
+    monkeypatch.setattr(dcp_folder, "MOST_BYTES", len(content) - 1)
     assert refusal(tmp_path, content) == f"has {len(content)} bytes, and {len(content) - 1} are the most"
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of the older format and plain ones of DCP: read under any layout, and written for other tools."""
+"""Folders of DCP that other tools write and read: `export --format dcp`, `import` and `checkpoint.load_from`."""
 
 import errno
 import os
@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests import older_format, tiny
+from tests import tiny
 from tests.pool import RankFailure
-from titanlab.checkpoint.folders import has_pickle, latest, step_folder
+from titanlab.checkpoint.folders import latest, step_folder
 from titanlab.cli import main
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.prove.parity import trace
@@ -34,31 +34,6 @@ def straight(pool, tmp_path_factory):
     made = tiny.recipe(tmp_path_factory.mktemp("straight"), steps=4, every=2, keep=0, shard=2)
     run = tiny.begin(made)
     return pool.run(2, trained, made, run)[0][0], made, run
-
-
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_a_run_goes_on_from_the_older_format_and_saves_in_the_new_one(pool, tmp_path, straight, world):
-    made = tiny.recipe(tmp_path, steps=2, shard=2)
-    run = tiny.begin(made)
-    before = pool.run(2, older_format.trained, made, run)[0]
-    assert has_pickle(latest(run.checkpoints))
-    made = tiny.changed(made, steps=4, shard=world)
-    after, _ = pool.run(world, trained, made, tiny.begin(made, run))[0]
-    assert before + after == (straight[0] if world == 2 else pytest.approx(straight[0], rel=1e-5))
-    assert not has_pickle(latest(run.checkpoints))
-
-
-def test_damage_of_the_older_format_falls_back_too(pool, tmp_path):
-    made = tiny.recipe(tmp_path, steps=4, every=2, keep=0)
-    run = tiny.begin(made)
-    pool.run(1, older_format.trained, made, run)
-    (path,) = step_folder(run.checkpoints, 4).glob("*.distcp")
-    content = path.read_bytes()
-    path.write_bytes(bytes(64) + content[64:])
-    made = tiny.changed(made, steps=6)
-    losses, _ = pool.run(1, trained, made, tiny.begin(made, run))[0]
-    assert len(losses) == 4
-    assert (run.checkpoints / "step-00000004.damaged").is_dir()
 
 
 @alone

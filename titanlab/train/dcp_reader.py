@@ -1,12 +1,12 @@
-"""torch's reader and planner for checkpoints of the older format, changed so that no code in a checkpoint runs."""
+"""torch's reader and planner for folders of torch.distributed.checkpoint, changed so that no code in a folder runs."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -24,28 +24,29 @@ from torch.futures import Future
 
 from titanlab.checkpoint.blocks import DamagedCheckpoint
 from titanlab.checkpoint.folders import another
-from titanlab.checkpoint.older.metadata import SavedState, SavedTensor
-from titanlab.checkpoint.older.numpy_state import is_numpy_state, read_numpy_state
+from titanlab.checkpoint.reader import Reader, set_in
 from titanlab.errors import ConfigError
 
+if TYPE_CHECKING:
+    from titanlab.train.dcp_folder import SavedState, SavedTensor
 
-class PickledReader(dcp.FileSystemReader):
+
+class DcpReader(Reader, dcp.FileSystemReader):
     """Reads `.metadata` as data, and reports faults of the files as ConfigError.
 
     Args:
-        checkpoint: folder of one step.
-        saved: the entries of the checkpoint.
+        saved: the entries of the folder.
         key: for errors.
-
-    Attributes:
-        saved, checkpoint, named_by: the arguments `saved`, `checkpoint` and `key`.
     """
+
+    checkpoint: Path
 
     def __init__(self, checkpoint: Path, saved: SavedState, key: str) -> None:
         super().__init__(checkpoint)
-        self.saved = saved
-        self.checkpoint = checkpoint
-        self.named_by = key
+        self.saved, self.checkpoint, self.named_by = saved, checkpoint, key
+
+    def planner(self) -> dcp.DefaultLoadPlanner:
+        return DcpPlanner()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Make torch's Metadata from `saved`; FileSystemReader would call pickle.load."""
@@ -71,22 +72,13 @@ class PickledReader(dcp.FileSystemReader):
             return super().read_data(plan, planner)
 
 
-class PickledPlanner(dcp.DefaultLoadPlanner):
+class DcpPlanner(dcp.DefaultLoadPlanner):
     """Reads objects without running code: DefaultLoadPlanner calls torch.load with weights_only=False."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put one object into the state."""
-        name = read_item.dest_index.fqn
-        loaded = read_numpy_state(value) if is_numpy_state(name) else torch.load(value, weights_only=True)
-        set_in(self.original_state_dict, self.mappings[name], loaded)
-
-
-def set_in(state: Any, path: Sequence[Any], value: Any) -> None:
-    """Set an entry of nested mappings and lists."""
-    *folders, last = path
-    for step in folders:
-        state = state[step]
-    state[last] = value
+        loaded = torch.load(value, weights_only=True)
+        set_in(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
 
 
 def _as_torch(tensor: SavedTensor) -> TensorStorageMetadata:

@@ -1,32 +1,37 @@
-"""The `.metadata` of an older checkpoint, read without torch and without running its code.
+"""A folder of torch.distributed.checkpoint, which `export --format dcp` and torchtitan write: its `.metadata`, as data.
 
-torch.distributed.checkpoint writes this file as a pickle: `FileSystemReader.read_metadata` calls `pickle.load`, which
-runs any code in the file. A checkpoint may come from an untrusted source, so its pickle is read as data
-(`inert_pickle`), and the type and range of each value are checked. This can go when torch's checkpoints have no pickle.
+The file is a pickle, a program that can call functions of any module, and `FileSystemReader.read_metadata` runs it. A
+folder may come from an untrusted source. Here every name in a pickle becomes a class of this module that records its
+arguments, and names that are not on the list are refused. Nothing is imported, torch included, and the pickle can
+change only classes that exist for one reading. Then the type and range of each value are checked. This can go when
+torch's checkpoints have no pickle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+import pickle
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from titanlab.checkpoint.address_schema import Place
 from titanlab.checkpoint.blocks import DamagedCheckpoint
-from titanlab.checkpoint.older.inert_pickle import Inert, UnreadablePickle, read_inert
+from titanlab.checkpoint.contents import Readable, read_contents
+from titanlab.checkpoint.folders import METADATA, another, has_pickle
+from titanlab.checkpoint.index import ITEM_BYTES
+from titanlab.checkpoint.position import SavedPosition, check_files, read_position
 
-METADATA = ".metadata"
+if TYPE_CHECKING:
+    from titanlab.train.dcp_reader import DcpReader
+
 # The metadata of a checkpoint of 405B parameters over 512 ranks has about a fifth of this size.
 MOST_BYTES = 1 << 30
 _CURE = "give a checkpoint that titanlab has saved, from a source that you trust"
 
 _TYPES = "torch.distributed.checkpoint.metadata"
 _FILES = "torch.distributed.checkpoint.filesystem"
-DTYPES = (
-    *("float64", "float32", "float16", "bfloat16", "complex64", "complex128", "bool"),
-    *("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
-    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
-)
 _NAMES = frozenset(
     [
         *((_TYPES, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
@@ -35,13 +40,75 @@ _NAMES = frozenset(
         (_FILES, "_StorageInfo"),
         ("torch", "Size"),
         ("torch.serialization", "_get_layout"),
-        *(("torch", name) for name in DTYPES),
+        *(("torch", name) for name in ITEM_BYTES),
         # The path of the checkpoint; the module's name depends on the version of Python.
         *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
         # Python before 3.12 writes a member of an enumeration as getattr(class, name). Nothing calls it here.
         ("builtins", "getattr"),
     ]
 )
+
+
+class UnreadablePickle(ValueError):
+    """The bytes are not a pickle, or it asks for a name that its reader does not expect."""
+
+
+class Inert:
+    """Records how a pickle would make an object: the constructor's arguments and the state.
+
+    Attributes:
+        name: module and name of the class or function, joined by a dot.
+        args: arguments of the call.
+        state: argument of `__setstate__`; None: it is not called.
+    """
+
+    name = ""
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: Any) -> Inert:
+        """Record the arguments."""
+        instance = super().__new__(cls)
+        instance.args, instance.state = args, None
+        return instance
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def read_inert(content: bytes, names: Collection[tuple[str, str]]) -> Any:
+    """Read a pickle: plain values, and an `Inert` in place of every other object.
+
+    A name that is not called, such as that of a dtype, becomes a subclass of Inert.
+
+    Args:
+        content: the pickle.
+        names: pairs of module and name that the pickle may ask for.
+
+    Raises:
+        UnreadablePickle: the pickle asks for another name, or is damaged.
+    """
+    try:
+        return _Unpickler(content, names).load()
+    except UnreadablePickle:
+        raise
+    except Exception as error:
+        # Damaged bytes can be any opcodes, which can raise any exception.
+        raise UnreadablePickle(f"is damaged ({type(error).__name__})") from error
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, content: bytes, names: Collection[tuple[str, str]]) -> None:
+        super().__init__(io.BytesIO(content))
+        self._names = names
+        self._classes: dict[tuple[str, str], type[Inert]] = {}
+
+    def find_class(self, module: str, name: str) -> type[Inert]:
+        """Called by every opcode that imports."""
+        if (module, name) not in self._names:
+            raise UnreadablePickle(f"asks for {module}.{name}, which could run code")
+        # A new class for each reading, so that the pickle cannot change a class for later readings.
+        return self._classes.setdefault((module, name), type("Named", (Inert,), {"name": f"{module}.{name}"}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,17 +158,46 @@ class SavedState:
     places: Mapping[tuple[str, tuple[int, ...] | None, int | None], SavedPlace]
     version: str | None
 
+
+@dataclass(frozen=True, kw_only=True)
+class DcpContents:
+    """A folder of `export --format dcp`, as `checkpoint.load_from` and `init_from` read it; see `Readable`."""
+
+    saved: SavedPosition
+    entries: SavedState
+
     @property
     def names(self) -> frozenset[str]:
         """The names of all entries."""
-        return self.objects | self.tensors.keys()
+        return self.entries.objects | self.entries.tensors.keys()
+
+    def reader(self, checkpoint: Place, key: str) -> DcpReader:
+        # Imported here: it imports torch.
+        from titanlab.train.dcp_reader import DcpReader
+
+        assert isinstance(checkpoint, Path)
+        return DcpReader(checkpoint, self.entries, key)
+
+
+def contents_of(checkpoint: Place, key: str) -> Readable:
+    """The contents of a checkpoint of titanlab or of a folder of `export --format dcp`, as `read_contents` reads them.
+
+    Raises:
+        DamagedCheckpoint: it is damaged, or has a value that no run saves; or the folder is another tool's, which does
+            not say where in the data it stands.
+    """
+    if not has_pickle(checkpoint):
+        return read_contents(checkpoint, key)
+    cure = another(checkpoint)
+    saved = read_position(checkpoint, key, cure=cure)
+    check_files(checkpoint, saved.files, key, cure=cure)
+    return DcpContents(saved=saved, entries=read_saved(checkpoint, key))
 
 
 def read_saved(checkpoint: Path, key: str) -> SavedState:
-    """Read a checkpoint's metadata without running code in it.
+    """Read the metadata of a folder without running code in it.
 
     Args:
-        checkpoint: folder of one step.
         key: for errors.
 
     Raises:
@@ -157,7 +253,7 @@ def _dtype(node: Any) -> str:
     _expect(_is(node, f"{_TYPES}.TensorProperties") and isinstance(node.state, tuple), "properties of a tensor")
     dtype = node.state[0] if node.state else None
     name = dtype.name.removeprefix("torch.") if isinstance(dtype, type) and issubclass(dtype, Inert) else ""
-    _expect(name in DTYPES, "a dtype")
+    _expect(name in ITEM_BYTES, "a dtype")
     return name
 
 

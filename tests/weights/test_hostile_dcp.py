@@ -1,31 +1,25 @@
-"""Checkpoints of the older format from strangers: nothing in one is executed; what is no checkpoint is one line."""
+"""Folders of DCP from strangers: nothing in one is executed; what is no checkpoint is one line."""
 
 import io
 import json
 import os
 import pickle
-import random
 import shutil
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tests import older_format, tiny
-from titanlab.checkpoint.folders import latest
-from titanlab.checkpoint.older import metadata
-from titanlab.checkpoint.older.inert_pickle import UnreadablePickle, read_inert
-from titanlab.checkpoint.older.metadata import METADATA, read_saved
-from titanlab.checkpoint.older.numpy_state import read_numpy_state
-from titanlab.checkpoint.store import restore_generators
+from tests import tiny
+from titanlab.checkpoint.dcp_export import write_dcp
+from titanlab.checkpoint.folders import METADATA, latest
 from titanlab.cli import main
 from titanlab.errors import ConfigError
+from titanlab.train import dcp_folder
+from titanlab.train.dcp_folder import UnreadablePickle, read_inert, read_saved
 
 
-def resumed(made, run):
+def started(made, run):
     try:
         tiny.as_rank(made, run)
     except ConfigError as error:
@@ -34,25 +28,25 @@ def resumed(made, run):
 
 
 @pytest.fixture(scope="module")
-def trained_run(pool, tmp_path_factory):
-    """A run of two steps that has saved one checkpoint."""
-    made = tiny.recipe(tmp_path_factory.mktemp("saved"), steps=2)
+def exported(pool, tmp_path_factory):
+    """The recipe of a run of two steps, and a folder of DCP with its checkpoint."""
+    folder = tmp_path_factory.mktemp("saved")
+    made = tiny.recipe(folder, steps=2)
     run = tiny.begin(made)
-    pool.run(1, older_format.trained, made, run)
-    return made, run
+    pool.run(1, started, made, run)
+    write_dcp(latest(run.checkpoints), folder / "dcp", "run")
+    return made, folder / "dcp"
 
 
 @pytest.fixture
-def copied(trained_run, tmp_path):
-    """A copy of the run that a test may spoil, whose recipe has one more step to do."""
-    made, run = trained_run
-    path = tmp_path / "runs" / run.path.parent.name / run.path.name
-    shutil.copytree(run.path, path)
-    (path / "result.json").unlink(missing_ok=True)
+def copied(exported, tmp_path):
+    """A recipe that starts from a copy of the folder, which a test may spoil."""
+    made, folder = exported
+    copy = shutil.copytree(folder, tmp_path / "dcp")
     # Whoever forges a file forges its size in position.json too.
-    position = latest(path / "checkpoints") / "position.json"
-    position.write_text(json.dumps({**json.loads(position.read_text()), "files": {}}))
-    return tiny.changed(made, steps=3), type(run)(path)
+    position = json.loads((copy / "position.json").read_text())
+    (copy / "position.json").write_text(json.dumps({**position, "files": {}}))
+    return tiny.changed(made, runs=str(tmp_path / "runs"), steps=3, load_from=str(copy)), copy
 
 
 class Payload:
@@ -107,7 +101,7 @@ def test_no_opcode_runs_code(tmp_path):
     ran = tmp_path / "ran"
     for name, program in programs(ran).items():
         with pytest.raises(UnreadablePickle):
-            metadata._state(read_inert(program, metadata._NAMES), most_chunks=100)
+            dcp_folder._state(read_inert(program, dcp_folder._NAMES), most_chunks=100)
         assert not ran.exists(), name
     # Each of them that torch's own reader can load does run: the programs are what they say.
     with pytest.raises(AttributeError):
@@ -117,7 +111,7 @@ def test_no_opcode_runs_code(tmp_path):
 
 
 def test_no_place_of_the_metadata_runs_code(copied, tmp_path):
-    checkpoint = latest(copied[1].checkpoints)
+    _, checkpoint = copied
     content = (checkpoint / METADATA).read_bytes()
     ran = tmp_path / "ran"
     for _, planted in spoiled(content, Payload(ran)):
@@ -127,30 +121,18 @@ def test_no_place_of_the_metadata_runs_code(copied, tmp_path):
     assert not ran.exists()
 
 
-@pytest.mark.parametrize("verb", ["resume", "export", "generate", "init_from", "checkpoint.load_from"])
-def test_no_verb_runs_the_code_of_a_checkpoint(copied, tmp_path, capsys, verb):
-    made, run = copied
+@pytest.mark.parametrize("key", ["init_from", "checkpoint.load_from"])
+def test_no_run_starts_with_the_code_of_a_folder(copied, tmp_path, capsys, key):
+    made, checkpoint = copied
     ran = tmp_path / "ran"
-    (latest(run.checkpoints) / METADATA).write_bytes(pickle.dumps(Payload(ran)))
-    if verb == "generate":
-        run.tokenizer.mkdir()
-        alphabet = {each: number for number, each in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-        Tokenizer(models.BPE(alphabet, [])).save(str(run.tokenizer / "tokenizer.json"))
+    (checkpoint / METADATA).write_bytes(pickle.dumps(Payload(ran)))
     train = ["train", "model=debug", "data=synthetic", "cluster=cpu", f"runs={tmp_path / 'new'}", *_shape(made)]
-    arguments = {
-        "resume": ["resume", str(run.path)],
-        "export": ["export", str(run.path), "--into", str(tmp_path / "out")],
-        "generate": ["generate", str(run.path)],
-        "init_from": [*train, f"init_from={run.path}"],
-        "checkpoint.load_from": [*train, f"checkpoint.load_from={run.path}"],
-    }[verb]
-    assert main(arguments) == 2
+    assert main([*train, f"{key}={checkpoint}"]) == 2
     shown = capsys.readouterr()
     assert len(shown.err.splitlines()) == 1
     assert "posix.system" in shown.err
     assert not ran.exists()
     assert not (tmp_path / "new").exists()
-    assert not (tmp_path / "out").exists()
 
 
 def _shape(made):
@@ -176,80 +158,15 @@ def _saved(value):
     return file.getvalue()
 
 
-@pytest.mark.parametrize("entry", ["a weight", "an option of the optimizer", "a generator", "garbage"])
-def test_no_entry_of_a_checkpoint_runs_code(pool, copied, tmp_path, entry):
-    made, run = copied
+@pytest.mark.parametrize("content", ["code", "garbage"])
+def test_no_entry_of_a_folder_runs_code(pool, copied, tmp_path, content):
+    made, checkpoint = copied
     ran = tmp_path / "ran"
-    checkpoint = latest(run.checkpoints)
-    state = read_saved(checkpoint, "run")
-    name = {
-        "a weight": next(name for name in state.tensors if name.startswith("model.")),
-        "an option of the optimizer": next(iter(state.objects)),
-        "a generator": "generators.0.cpu",
-        "garbage": next(name for name in state.tensors if name.startswith("model.")),
-    }[entry]
-    _replaced(checkpoint, name, b"no tensor" * 9 if entry == "garbage" else _saved(Payload(ran)))
-    tiny.begin(made, run)
-    (said,) = pool.run(1, resumed, made, run)
+    name = next(name for name in read_saved(checkpoint, "run").tensors if name.startswith("model."))
+    _replaced(checkpoint, name, b"no tensor" * 9 if content == "garbage" else _saved(Payload(ran)))
+    (said,) = pool.run(1, started, made, tiny.begin(made))
     assert "a file is damaged, or asks for more than tensors" in said
     assert not ran.exists()
-
-
-def test_states_of_generators_saved_as_pickles_are_read_and_run_nothing(pool, copied, tmp_path):
-    made, run = copied
-    checkpoint = latest(run.checkpoints)
-    python, numpy = random.Random(5).getstate(), np.random.RandomState(5).get_state()
-    found = pickle.loads((checkpoint / METADATA).read_bytes())
-    for name, value in (("python", python), ("numpy", numpy)):
-        entry = f"generators.0.{name}"
-        found.state_dict_metadata[entry] = dcp.metadata.BytesStorageMetadata()
-        index = next(index for index in found.storage_data if index.fqn == entry)
-        place = found.storage_data.pop(index)
-        place.relative_path, place.offset, place.length = f"{name}.distcp", 0, len(_saved(value))
-        found.storage_data[dcp.metadata.MetadataIndex(entry)] = place
-        (checkpoint / f"{name}.distcp").write_bytes(_saved(value))
-    (checkpoint / METADATA).write_bytes(pickle.dumps(found))
-    tiny.begin(made, run)
-    assert pool.run(1, drawn_after_loading, made, run) == [
-        (random.Random(5).random(), np.random.RandomState(5).random_sample())
-    ]
-
-    shutil.rmtree(latest(run.checkpoints))
-    ran = tmp_path / "ran"
-    (checkpoint / "numpy.distcp").write_bytes(_saved(Payload(ran)))
-    found.storage_data[dcp.metadata.MetadataIndex("generators.0.numpy")].length = len(_saved(Payload(ran)))
-    (checkpoint / METADATA).write_bytes(pickle.dumps(found))
-    assert "UnreadablePickle" in pool.run(1, resumed, made, run)[0]
-    assert not ran.exists()
-
-
-class _Draws:
-    """Draws once when training begins its first step."""
-
-    drawn = None
-
-    def with_gradients(self, step, model):
-        if self.drawn is None:
-            self.drawn = (random.random(), np.random.random_sample())  # noqa: NPY002
-
-    def after_step(self, step, totals):
-        pass
-
-    def at_end(self, model):
-        pass
-
-
-def drawn_after_loading(made, run):
-    observer = _Draws()
-    tiny.as_rank(made, run, observer)
-    return observer.drawn
-
-
-def test_a_position_beyond_the_words_is_no_state_of_numpys_generator(copied):
-    _, words, _, _, _ = np.random.RandomState(5).get_state()
-    assert read_numpy_state(io.BytesIO(_saved(("MT19937", words, 700, 0, 0.0))))[2] == 700
-    with pytest.raises(ConfigError, match="holds no state of a generator"):
-        restore_generators({"numpy": ("MT19937", words.tolist(), 700, 0, 0.0)}, None, Path("here"), "run")
 
 
 def _with(content, change):
@@ -259,7 +176,7 @@ def _with(content, change):
 
 
 def test_damaged_metadata_is_one_line(copied, monkeypatch):
-    checkpoint = latest(copied[1].checkpoints)
+    _, checkpoint = copied
     content = (checkpoint / METADATA).read_bytes()
 
     def out_of_the_folder(found):
@@ -294,7 +211,7 @@ def test_damaged_metadata_is_one_line(copied, monkeypatch):
             read_saved(checkpoint, "run")
     (checkpoint / METADATA).write_bytes(content)
     assert read_saved(checkpoint, "run").tensors
-    monkeypatch.setattr(metadata, "MOST_BYTES", 100)
+    monkeypatch.setattr(dcp_folder, "MOST_BYTES", 100)
     with pytest.raises(ConfigError, match=r"bytes, and 100 are the most"):
         read_saved(checkpoint, "run")
     (checkpoint / METADATA).unlink()
@@ -306,7 +223,7 @@ def test_damaged_metadata_is_one_line(copied, monkeypatch):
 
 
 def test_the_metadata_is_read_as_torch_reads_it(copied):
-    checkpoint = latest(copied[1].checkpoints)
+    _, checkpoint = copied
     theirs = dcp.FileSystemReader(checkpoint).read_metadata()
     ours = read_saved(checkpoint, "run")
     assert {*ours.tensors, *ours.objects} == set(theirs.state_dict_metadata)

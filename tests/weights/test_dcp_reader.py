@@ -1,4 +1,4 @@
-"""The reader of older checkpoints: what torch wrote is read, damage is one line, and no code of a file runs."""
+"""The reader of folders of DCP: what torch wrote is read, damage is one line, and no code of a file runs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from titanlab.checkpoint.blocks import DamagedCheckpoint
-from titanlab.checkpoint.older.metadata import read_saved
-from titanlab.checkpoint.older.reader import PickledPlanner, PickledReader, set_in
-from titanlab.checkpoint.reader import read_into
+from titanlab.checkpoint.reader import read_into, set_in
+from titanlab.train.dcp_folder import read_saved
+from titanlab.train.dcp_reader import DcpPlanner, DcpReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 
 
 def made(folder, state):
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
-    return PickledReader(folder, read_saved(folder, "run"), "run")
+    return DcpReader(folder, read_saved(folder, "run"), "run")
 
 
 def refusal(reader, state):
@@ -91,7 +91,7 @@ def test_an_error_of_the_disk_is_no_damage(tmp_path, monkeypatch):
 
     monkeypatch.setattr(dcp.FileSystemReader, "read_data", fails)
     with pytest.raises(OSError, match="Input/output error"):
-        reader.read_data(None, PickledPlanner())
+        reader.read_data(None, DcpPlanner())
 
 
 @pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError])
@@ -103,7 +103,7 @@ def test_want_of_memory_is_no_damage(tmp_path, monkeypatch, kind):
 
     monkeypatch.setattr(dcp.FileSystemReader, "read_data", fails)
     with pytest.raises(kind):
-        reader.read_data(None, PickledPlanner())
+        reader.read_data(None, DcpPlanner())
 
 
 def test_a_value_is_set_where_its_path_leads():

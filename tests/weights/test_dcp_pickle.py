@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from titanlab.checkpoint.older.inert_pickle import Inert, UnreadablePickle, read_inert
+from titanlab.train.dcp_folder import Inert, UnreadablePickle, read_inert
 
 
 class Thing:

@@ -1,1 +1,0 @@
-"""Reads checkpoints of an earlier format, which have pickles, without running code in them."""
