@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from titanlab.checkpoint import store
+from titanlab.checkpoint.contract import Target
 from titanlab.checkpoint.position import Position
 from titanlab.distributed.world import World
 
@@ -22,7 +23,8 @@ def trained(seed=0, size=3):
     return model, optimizer
 
 
-def saved(folder, step=1, *, made=None, keep=0, **given):
+def saved(folder, step=1, *, made=None, keep=0, only_model=None, **given):
     """Save a checkpoint of a small model. Returns its folder."""
     model, optimizer = made or trained()
-    return store.save(folder, Position(step=step), model=model, optimizer=optimizer, world=ALONE, keep=keep, **given)
+    target = Target(folder=folder, model=model, optimizer=optimizer, world=ALONE, keep=keep, **given)
+    return store.save(target, Position(step=step), only_model=only_model)

@@ -32,7 +32,7 @@ def test_each_checkpoint_is_a_line_by_step(run, says):
     code, out, err = says(run)
     assert (code, err) == (0, "")
     heading, *rows = [line.split() for line in out.splitlines()]
-    assert heading == ["step", "size", "saved", "format", "state"]
+    assert heading == ["step", "size", "saved", "state"]
     assert [(row[0], row[-1]) for row in rows] == [("1", "complete"), ("2", "complete")]
     rows = json.loads(says(run, "--json")[1])
     assert [(row["step"], row["state"], row["problem"], row["verified"]) for row in rows] == [

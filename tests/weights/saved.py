@@ -8,6 +8,7 @@ from torch import nn
 from tests import tiny
 from tests.checkpoint.one_process import ALONE
 from titanlab.checkpoint import store
+from titanlab.checkpoint.contract import Target
 from titanlab.checkpoint.position import Position
 
 
@@ -31,7 +32,7 @@ def save(run, model, *, step=1, seed=0, **position):
     made = module(model, seed)
     optimizer = torch.optim.SGD(made.parameters())
     position = Position(step=step, **position)
-    return store.save(run.checkpoints, position, model=made, optimizer=optimizer, world=ALONE, keep=0)
+    return store.save(Target(folder=run.checkpoints, model=made, optimizer=optimizer, world=ALONE, keep=0), position)
 
 
 def run_of(folder, **given):

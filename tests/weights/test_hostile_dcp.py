@@ -11,12 +11,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests import tiny
-from titanlab.checkpoint.dcp_export import write_dcp
 from titanlab.checkpoint.folders import METADATA, latest
 from titanlab.cli import main
 from titanlab.errors import ConfigError
 from titanlab.train import dcp_folder
 from titanlab.train.dcp_folder import UnreadablePickle, read_inert, read_saved
+from titanlab.train.dcp_tensors import write_dcp
 
 
 def started(made, run):

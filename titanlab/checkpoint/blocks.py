@@ -63,7 +63,6 @@ class StoreSink:
         self._is_finished = False
 
     def write(self, content: memoryview) -> None:
-        """Append bytes."""
         with store_errors(self._path):
             self._file.write(content)
 
@@ -183,7 +182,6 @@ class DiskSink:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def write(self, content: memoryview) -> None:
-        """Append bytes."""
         while len(content):
             content = content[os.write(self._descriptor, content) :]
 
@@ -211,7 +209,6 @@ class DiskSource:
         self.size = os.fstat(self._descriptor).st_size
 
     def read(self, target: memoryview, at: int) -> None:
-        """Fill bytes with the range that begins at `at`."""
         filled = 0
         while filled < len(target):
             count = os.preadv(self._descriptor, [target[filled:]], at + filled)
@@ -220,7 +217,6 @@ class DiskSource:
             filled += count
 
     def close(self) -> None:
-        """Close it."""
         os.close(self._descriptor)
 
 
@@ -236,7 +232,7 @@ class BlockWriter:
     """
 
     def __init__(self, path: Place, size: int = 0) -> None:
-        self._sink = _sink(path, size)
+        self._sink: Sink = StoreSink(path, size) if isinstance(path, StorePath) else DiskSink(path)
         self._buffer = memoryview(bytearray(_BUFFER))
         self._filled = 0
         self.size = 0
@@ -295,7 +291,7 @@ class BlockReader:
 
     def __init__(self, path: Place, size: int, checksums: Sequence[int]) -> None:
         self._name, self._size, self._checksums = path.name, size, checksums
-        self._source = _source(path)
+        self._source: Source = StoreSource(path) if isinstance(path, StorePath) else DiskSource(path)
         self._edge_number, self._edge = -1, memoryview(b"")
         self.blocks_read = 0
         actual = self._source.size
@@ -354,18 +350,6 @@ class BlockReader:
             if checksum(target[start : start + BLOCK]) != self._checksums[block]:
                 place = f"in its block {block} of 1 MiB"
                 raise DamagedFile(f"its file {self._name} has other bytes than were saved, {place}")
-
-
-def _sink(path: Place, size: int) -> Sink:
-    if not isinstance(path, StorePath):
-        return DiskSink(path)
-    return StoreSink(path, size)
-
-
-def _source(path: Place) -> Source:
-    if not isinstance(path, StorePath):
-        return DiskSource(path)
-    return StoreSource(path)
 
 
 def open_regular(path: Path) -> int:

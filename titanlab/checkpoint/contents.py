@@ -20,8 +20,7 @@ from titanlab.checkpoint.folders import (
     damaged,
     find,
     is_checkpoint,
-    is_step_name,
-    step_of,
+    step_named,
     steps_in_store,
 )
 from titanlab.checkpoint.index import Index, OtherFormat
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
 
 # Before the names of parameters in those of an optimizer's states.
 _STATES = "optimizer.state."
+KEY = "checkpoint.load_from"
 
 
 class Readable(Protocol):
@@ -179,7 +179,8 @@ def check_optimizer(checkpoint: Place, contents: Readable, names: Sequence[str],
             state there.
     """
     known = contents.names
-    layout = f"resume under its layout ({_degrees(contents.saved)}), or one with its tensor degree"
+    degrees = " ".join(f"parallelism.{axis}={degree}" for axis, degree in contents.saved.position.layout.items())
+    layout = f"resume under its layout ({one_line(degrees)}), or one with its tensor degree"
     weights = f"or take its weights only: init_from={checkpoint}"
     for name in names:
         if name not in known and known & {f"{name}{CODES}", name.removesuffix(CODES)}:
@@ -215,15 +216,8 @@ def _unreadable(checkpoint: Place, key: str, name: str, error: OSError) -> Confi
     return ConfigError(key, checkpoint, reason, another(checkpoint))
 
 
-def _degrees(saved: SavedPosition) -> str:
-    return one_line(" ".join(f"parallelism.{axis}={degree}" for axis, degree in saved.position.layout.items()))
-
-
 def _shape(shape: list[int] | None) -> str:
     return "absent" if shape is None else one_line("×".join(str(size) for size in shape))
-
-
-KEY = "checkpoint.load_from"
 
 
 def parent_of(load_from: str | None) -> dict[str, Any]:
@@ -239,7 +233,10 @@ def parent_of(load_from: str | None) -> dict[str, Any]:
         if isinstance(checkpoint, Path):
             # The path may be relative, and lead to the checkpoint by a link.
             checkpoint = checkpoint.resolve()
-        step = _step(checkpoint)
+        # The folder may have another name, if it was copied out of its run.
+        step = step_named(checkpoint)
+        if step is None:
+            step = read_position(checkpoint, KEY, cure=another(checkpoint)).position.step
     except ConfigError:
         # The run may be made again when its checkpoint is gone; it has begun then, and has its record.
         return {}
@@ -248,13 +245,6 @@ def parent_of(load_from: str | None) -> dict[str, Any]:
         run = checkpoint.parent.parent
         name = f"{run.parent.name}/{run.name}" if (run / "config.yaml").is_file() else name
     return {"parent_run": name, "parent_step": step}
-
-
-def _step(checkpoint: Place) -> int:
-    """The step of a checkpoint, whose folder may have another name if it was copied out of its run."""
-    if is_step_name(checkpoint.name):
-        return step_of(checkpoint)
-    return read_position(checkpoint, KEY, cure=another(checkpoint)).position.step
 
 
 _NAME = re.compile(r"step-([0-9]+)((?:\.[a-z]+)?)(?:-[0-9]+)?")
@@ -288,12 +278,40 @@ class ListedCheckpoint:
 def list_checkpoints(folder: Place, *, verifies: bool) -> list[ListedCheckpoint]:
     """All checkpoints in a run's folder of checkpoints, by step.
 
+    In a store a folder without an index is no checkpoint: its save has not ended.
+
     Args:
         verifies: read every byte of those that are complete. Otherwise only index and position are read.
     """
-    if isinstance(folder, StorePath):
-        return _rows_in_store(folder, verifies=verifies)
-    rows = [row for path in folder.glob("step-*") if (row := _row(path, verifies=verifies)) is not None]
+    stored = steps_in_store(folder) if isinstance(folder, StorePath) else {}
+    rows = []
+    for path in folder.glob("step-*") if isinstance(folder, Path) else [folder / name for name in stored]:
+        match = _NAME.fullmatch(path.name)
+        state = _STATE_OF_SUFFIX.get(match[2]) if match else None
+        if match is None or state is None:
+            continue
+        if isinstance(path, Path):
+            if not path.is_dir() or (state == "complete" and not is_checkpoint(path)):
+                continue
+        elif INDEX not in stored[path.name]:
+            continue
+        verified, problem = _examined(path, verifies=verifies) if state == "complete" else (None, None)
+        if isinstance(path, Path):
+            size, saved = sum(file.lstat().st_size for file in path.iterdir()), path.stat().st_mtime
+        else:
+            files = stored[path.name].values()
+            size, saved = sum(file.size for file in files), max(file.modified for file in files)
+        rows.append(
+            ListedCheckpoint(
+                name=path.name,
+                step=int(match[1]),
+                state=state if problem is None else "damaged",
+                bytes=size,
+                saved=saved,
+                verified=verified,
+                problem=problem,
+            )
+        )
     return sorted(rows, key=lambda row: (row.step, row.name))
 
 
@@ -311,28 +329,6 @@ def verify(checkpoint: Place, key: str) -> None:
             raise damaged(checkpoint, key, error) from error
 
 
-def _rows_in_store(folder: StorePath, *, verifies: bool) -> list[ListedCheckpoint]:
-    """The checkpoints that have their index; what a save leaves that has not ended is no checkpoint."""
-    rows = []
-    for name, files in steps_in_store(folder).items():
-        match = _NAME.fullmatch(name)
-        state = _STATE_OF_SUFFIX.get(match[2]) if match else None
-        if match is None or state is None or INDEX not in files:
-            continue
-        verified, problem = _examined(folder / name, verifies=verifies) if state == "complete" else (None, None)
-        row = ListedCheckpoint(
-            name=name,
-            step=int(match[1]),
-            state=state if problem is None else "damaged",
-            bytes=sum(file.size for file in files.values()),
-            saved=max(file.modified for file in files.values()),
-            verified=verified,
-            problem=problem,
-        )
-        rows.append(row)
-    return sorted(rows, key=lambda row: (row.step, row.name))
-
-
 def _examined(path: Place, *, verifies: bool) -> tuple[bool | None, str | None]:
     """Whether all bytes are those that were saved (None: not known), and what is wrong."""
     try:
@@ -343,22 +339,3 @@ def _examined(path: Place, *, verifies: bool) -> tuple[bool | None, str | None]:
     except ConfigError as error:
         return False if verifies else None, error.rule
     return verifies or None, None
-
-
-def _row(path: Path, *, verifies: bool) -> ListedCheckpoint | None:
-    match = _NAME.fullmatch(path.name)
-    state = _STATE_OF_SUFFIX.get(match[2]) if match else None
-    if match is None or state is None or not path.is_dir() or (state == "complete" and not is_checkpoint(path)):
-        return None
-    verified, problem = _examined(path, verifies=verifies) if state == "complete" else (None, None)
-    state = state if problem is None else "damaged"
-    files = [file.lstat() for file in path.iterdir()]
-    return ListedCheckpoint(
-        name=path.name,
-        step=int(match[1]),
-        state=state,
-        bytes=sum(file.st_size for file in files),
-        saved=path.stat().st_mtime,
-        verified=verified,
-        problem=problem,
-    )

@@ -53,11 +53,6 @@ def checkpoints_of(run: RunFolder) -> Place:
     return StorePath(folder.rstrip("/")) / str(values["sweep"]) / f"{values['name']}-{identity.hash8}"
 
 
-def checkpoints_of_folder(path: Path) -> Place:
-    """The folder of the checkpoints of the run in a folder, which may also be no run."""
-    return checkpoints_of(RunFolder(path))
-
-
 def claim_place(run: RunFolder) -> None:
     """Make the folder of a store this run's own, before its first attempt; it also shows whether the store takes files.
 
@@ -106,17 +101,13 @@ _COPY = "give another checkpoint, or a whole copy of this one"
 
 def step_folder(folder: Place, step: int) -> Place:
     """The folder of one step's checkpoint."""
-    return folder / step_name(step)
+    return folder / f"step-{step:08d}"
 
 
-def step_name(step: int) -> str:
-    """The name of one step's checkpoint."""
-    return f"step-{step:08d}"
-
-
-def is_step_name(name: str) -> bool:
-    """Whether a name is that of a step's checkpoint, which may be short (`step-8`)."""
-    return _STEP.fullmatch(name) is not None
+def step_named(checkpoint: Place) -> int | None:
+    """The step in a name, which may be short (`step-8`); None: the name is another."""
+    match = _STEP.fullmatch(checkpoint.name)
+    return int(match[1]) if match else None
 
 
 def step_of(checkpoint: Place) -> int:
@@ -136,8 +127,8 @@ def checkpoints(folder: Place) -> list[Place]:
     complete: list[Place]
     if isinstance(folder, StorePath):
         complete = [folder / name for name, files in steps_in_store(folder).items() if INDEX in files]
-        return sorted((path for path in complete if _STEP.fullmatch(path.name)), key=step_of)
-    complete = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and is_checkpoint(path)]
+        return sorted((path for path in complete if step_named(path) is not None), key=step_of)
+    complete = [path for path in folder.glob("step-*") if step_named(path) is not None and is_checkpoint(path)]
     return sorted(complete, key=lambda path: (step_of(path), path.name))
 
 
@@ -204,16 +195,16 @@ def find(text: str, key: str) -> Place:
     if is_address(text):
         return _find_in_store(text, key)
     path = user_path(text)
-    step = _STEP.fullmatch(path.name)
+    step = step_named(path)
     if step is not None and not path.exists():
-        path = path.parent / step_name(int(step[1]))
+        path = path.parent / f"step-{step:08d}"
     if not path.exists():
         raise ConfigError(
             key, text, "there is no such folder", "give the folder of a run, or of one of its checkpoints"
         )
     if is_checkpoint(path) or has_pickle(path):
         return path
-    newest = latest(checkpoints_of_folder(path)) or latest(path)
+    newest = latest(checkpoints_of(RunRecords(path))) or latest(path)
     if newest is None:
         raise ConfigError(key, text, "holds no complete checkpoint", "give the folder of a run that has saved one")
     return newest
@@ -223,8 +214,8 @@ def _find_in_store(text: str, key: str) -> Place:
     check_address(key, text)
     check_installed(key, text)
     path = StorePath(text.rstrip("/"))
-    step = _STEP.fullmatch(path.name)
-    known = [path] if step is None else [path, step_folder(path.parent, int(step[1]))]
+    step = step_named(path)
+    known = [path] if step is None else [path, step_folder(path.parent, step)]
     checkpoint = next((place for place in known if is_checkpoint(place)), None) or latest(path)
     if checkpoint is None:
         cure = "give the address of a checkpoint, or of the folder that holds the checkpoints of a run"
@@ -347,7 +338,6 @@ def damaged(checkpoint: Place, key: str, reason: object) -> DamagedCheckpoint:
     return DamagedCheckpoint(key, checkpoint, f"is damaged: {one_line(reason)}", another(checkpoint))
 
 
-_STEP_NAME = re.compile(r"step-([0-9]+)")
 T = TypeVar("T")
 
 
@@ -378,10 +368,10 @@ def find_run_or_checkpoint(text: str, runs: Path | str, key: str = "run") -> tup
     for candidate in (user_path(text), user_path(runs) / text):
         # The unresolved path first: a checkpoint may be a symbolic link to a folder outside the run.
         for path in (Path(os.path.abspath(candidate)), candidate.resolve()):
-            step = _STEP_NAME.fullmatch(path.name)
-            folder = path.parent if step else path
+            step = step_named(path)
+            folder = path if step is None else path.parent
             if folder.name != "checkpoints" or not (folder.parent / "config.yaml").is_file():
                 continue
             run = RunFolder(folder.parent)
-            return run, None if step is None else of_step(checkpoints_of(run), int(step[1]), key, text)
+            return run, None if step is None else of_step(checkpoints_of(run), step, key, text)
     return find_run(text, runs), None

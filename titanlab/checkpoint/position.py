@@ -12,6 +12,7 @@ from typing import Any
 
 from titanlab.checkpoint.address_schema import Place, StorePath
 from titanlab.checkpoint.blocks import DamagedCheckpoint, DamagedFile, one_line, read_regular
+from titanlab.checkpoint.folders import step_named
 from titanlab.checkpoint.index import strict_json
 from titanlab.checkpoint.objects import objects_below
 from titanlab.errors import ConfigError
@@ -126,7 +127,7 @@ def read_position(checkpoint: Place, key: str, *, cure: str, content: bytes | No
         if not is_valid(value):
             rule = f"its {POSITION} has {name}={one_line(json.dumps(value))}: {wanted}"
             raise DamagedCheckpoint(key, checkpoint, rule, cure)
-    step_in_name = _step_in_name(checkpoint)
+    step_in_name = step_named(checkpoint)
     if step_in_name not in (None, step):
         rule = f"its {POSITION} is of step {step}, and the folder's name says {step_in_name}"
         raise DamagedCheckpoint(key, checkpoint, rule, cure)
@@ -166,15 +167,11 @@ def check_progress(
     elif global_batch and tokens > step * tokens_per_step:
         most = step * tokens_per_step
         rule = f"its {POSITION} has tokens={tokens}, and {step} steps of this run have {most} at most"
-    elif global_batch and isinstance(samples, int) and not _may_stand(samples, step, global_batch):
+    # Rollbacks leave out the samples of whole steps.
+    elif global_batch and isinstance(samples, int) and (samples < step * global_batch or samples % global_batch):
         rule = f"its {POSITION} has data.samples={samples}, and {step} steps of this run take {step * global_batch}"
     if rule is not None:
         raise DamagedCheckpoint(key, checkpoint, rule, cure)
-
-
-def _may_stand(samples: int, step: int, global_batch: int) -> bool:
-    """Whether a run can have taken these samples after a step: rollbacks leave out those of whole steps."""
-    return samples >= step * global_batch and samples % global_batch == 0
 
 
 def check_files(checkpoint: Place, files: Mapping[str, int], key: str, *, cure: str) -> None:
@@ -194,12 +191,6 @@ def check_files(checkpoint: Place, files: Mapping[str, int], key: str, *, cure: 
         if actual != size:
             rule = f"is damaged: its file {name} has {actual} bytes, and had {size} when it was saved"
             raise DamagedCheckpoint(key, checkpoint, rule, cure)
-
-
-def _step_in_name(checkpoint: Place) -> int | None:
-    """The step in a folder's name; None for a folder with a name of the user's choice."""
-    word, _, digits = checkpoint.name.partition("-")
-    return int(digits) if word == "step" and digits.isdecimal() and digits.isascii() else None
 
 
 def _is_count(value: Any) -> bool:

@@ -7,7 +7,7 @@ import io
 import json
 import os
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -76,7 +76,12 @@ class ShardReader(Reader):
         """The index, as DCP's planner takes it."""
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         entries |= {name: BytesStorageMetadata() for name in self._index.objects}
-        entries |= {name: _as_torch(tensor) for name, tensor in self._index.tensors.items()}
+        entries |= {
+            name: metadata_of(
+                tensor.dtype, tensor.shape, zip(tensor.offsets.tolist(), tensor.sizes.tolist(), strict=True)
+            )
+            for name, tensor in self._index.tensors.items()
+        }
         return Metadata(state_dict_metadata=entries)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
@@ -101,7 +106,9 @@ class ShardReader(Reader):
             if item.type is LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(json.dumps(self._index.objects[item.storage_index.fqn]).encode()))
                 continue
-            tensor, number = self._chunk_of(item)
+            tensor, number = self._index.tensors[item.storage_index.fqn], item.storage_index.index
+            if number is None:
+                number = tensor.chunk_at(item.storage_index.offset or ())
             chunk = tensor.chunks[number]
             key = (int(chunk[FILE]), int(chunk[START]), item.storage_index.fqn, number)
             parts.setdefault(key, []).append(item)
@@ -117,14 +124,6 @@ class ShardReader(Reader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """False: DCP never chooses this storage by itself."""
         return False
-
-    def _chunk_of(self, item: ReadItem) -> tuple[IndexedTensor, int]:
-        """The tensor of an item, and the number of its chunk."""
-        tensor = self._index.tensors[item.storage_index.fqn]
-        number = item.storage_index.index
-        if number is None:
-            number = tensor.chunk_at(item.storage_index.offset or ())
-        return tensor, number
 
     def _read_parts(
         self, parts: Sequence[tuple[tuple[int, int, str, int], list[ReadItem]]], planner: LoadPlanner
@@ -215,14 +214,18 @@ def _joined(spans: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]
     return joined
 
 
-def _as_torch(tensor: IndexedTensor) -> TensorStorageMetadata:
+def metadata_of(
+    dtype: str, shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]
+) -> TensorStorageMetadata:
+    """A tensor, as DCP's planner takes it.
+
+    Args:
+        boxes: offsets and sizes of its parts.
+    """
     return TensorStorageMetadata(
-        properties=TensorProperties(dtype=dtype_named(tensor.dtype)),
-        size=torch.Size(tensor.shape),
-        chunks=[
-            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-            for offsets, sizes in zip(tensor.offsets.tolist(), tensor.sizes.tolist(), strict=True)
-        ],
+        properties=TensorProperties(dtype=dtype_named(dtype)),
+        size=torch.Size(shape),
+        chunks=[ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)) for offsets, sizes in boxes],
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -49,21 +50,7 @@ class SyncSaver(Saver):
 
     def save_last(self, position: Position, only_model: OnlyModel | None = None) -> None:
         """Write and publish."""
-        target = self._target
-        store.save(
-            target.folder,
-            position,
-            model=target.model,
-            optimizer=target.optimizer,
-            world=target.world,
-            keep=target.keep,
-            keep_every=target.keep_every,
-            plans=self._plans,
-            recipe=target.recipe,
-            warn=target.warn,
-            saved=target.saved,
-            only_model=only_model,
-        )
+        store.save(self._target, position, plans=self._plans, only_model=only_model)
         self.saved_step = position.step
 
     def wait(self) -> None:
@@ -83,12 +70,12 @@ class AsyncSaver(Saver):
     def __init__(self, target: Target, buffer: HostBuffer | None = None) -> None:
         self._target = target
         self._plans = Plans()
-        self._beside = target.world.beside()
+        # The thread's lines for the user. The console belongs to the main thread.
+        self._warnings: list[str] = []
+        self._beside = replace(target, world=target.world.beside(), warn=self._warnings.append)
         self._buffer = buffer or HostBuffer()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        # The thread's lines for the user. The console belongs to the main thread.
-        self._warnings: list[str] = []
         self.saved_step = 0
 
     @property
@@ -99,16 +86,7 @@ class AsyncSaver(Saver):
     def save(self, position: Position) -> None:
         """Plan with all ranks, copy, and start the thread."""
         assert self._thread is None, "the last save is under way"
-        target = self._target
-        begun = store.begin(
-            target.folder,
-            position,
-            model=target.model,
-            optimizer=target.optimizer,
-            world=target.world,
-            plans=self._plans,
-            recipe=target.recipe,
-        )
+        begun = store.begin(self._target, position, plans=self._plans)
         # An error of one rank goes to all of them in the thread, where they agree.
         staged = self._staged(begun.planned)
         self._thread = threading.Thread(
@@ -149,17 +127,8 @@ class AsyncSaver(Saver):
         return result
 
     def _complete(self, begun: Begun, staged: Callable[[], Staged], step: int) -> None:
-        target = self._target
         try:
-            store.complete(
-                begun,
-                staged,
-                self._beside,
-                keep=target.keep,
-                keep_every=target.keep_every,
-                warn=self._warnings.append,
-                saved=target.saved,
-            )
+            store.complete(begun, staged, self._beside)
             self.saved_step = step
         except BaseException as error:
             self._error = error
@@ -184,15 +153,12 @@ class PinnedSaver(AsyncSaver):
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         copied = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
-            staged, error = attempted(lambda: planned.stage(self._buffer))
+            staged = super()._staged(planned)
             copied.record(self._stream)
         self._copied = copied
 
-        def result() -> Staged:
+        def waited() -> Staged:
             copied.synchronize()
-            if staged is None:
-                assert error is not None
-                raise error
-            return staged
+            return staged()
 
-        return result
+        return waited

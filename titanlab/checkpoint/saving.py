@@ -1,4 +1,7 @@
-"""The steps of a save, which all ranks do together: plan, make the folder, stage, write, publish."""
+"""The steps of a save, which all ranks do together: plan, make the folder, stage, write, publish.
+
+Only planning and staging use the model, so that training may go on while copies are written.
+"""
 
 from __future__ import annotations
 
@@ -150,14 +153,12 @@ class _LastPlan:
 
 def _outline(state: Mapping[str, Any]) -> dict[str, Any]:
     """What a plan depends on, by the names of the entries."""
-    return {
-        name: (type(value), value.shape, value.dtype, _cut(value)) if isinstance(value, Tensor) else None
-        for name, value in state.items()
-    }
-
-
-def _cut(tensor: Tensor) -> Any:
-    return (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else None
+    outline: dict[str, Any] = dict.fromkeys(state)
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            cut = (value.placements, value.device_mesh) if isinstance(value, DTensor) else None
+            outline[name] = (type(value), value.shape, value.dtype, cut)
+    return outline
 
 
 def _planned_together(

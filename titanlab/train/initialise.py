@@ -75,7 +75,7 @@ def _fill(parameter: Tensor, init: Init, state: int) -> None:
     elif init.kind == "zeros" or init.std == 0:
         local.zero_()
     elif local.numel():
-        strides = _strides(parameter.shape)
+        strides = [math.prod(parameter.shape[dim + 1 :]) for dim in range(parameter.dim())]
         start = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
         _fill_box(local, init.std, state + (start + 1) * _GAMMA, strides)
 
@@ -99,10 +99,6 @@ def local_part(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
     if tuple(shape) != tuple(local.shape) and local.numel():
         raise ValueError(f"a shard of shape {tuple(local.shape)} where {tuple(shape)} was expected")
     return local, offsets
-
-
-def _strides(shape: Sequence[int]) -> list[int]:
-    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
 def _fill_box(local: Tensor, std: float, state: int, strides: Sequence[int]) -> None:

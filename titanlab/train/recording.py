@@ -23,7 +23,7 @@ from titanlab.checkpoint.address_schema import StorePath
 from titanlab.checkpoint.folders import checkpoints_of, latest
 from titanlab.checkpoint.position import Position
 from titanlab.costs import meter
-from titanlab.costs.account import ModelAccount, training_flops_per_token
+from titanlab.costs.account import training_flops_per_token
 from titanlab.costs.meter import Meter, Work
 from titanlab.costs.traffic_account import flat, lines
 from titanlab.distributed.mesh import Mesh
@@ -440,18 +440,13 @@ def _scaling(totals: Totals) -> dict[str, object]:
 CONVENTION = "6(N−N_emb)+12·L·H·Q·T"
 
 
-def model_account(recipe: Recipe) -> ModelAccount:
-    """The account of the recipe's model."""
-    return recipe.model.account()
-
-
 def work(recipe: Recipe, device: torch.device) -> Work:
     """The constants for computing TFLOP/s and MFU from throughput."""
     compute, note = Dtypes.of(recipe.precision.formats()).compute, recipe.precision.mfu_note
     peak, source = peak_flops(recipe.cluster, device, compute)
     return Work(
         devices=recipe.layout.world,
-        flops_per_token=training_flops_per_token(model_account(recipe), seq_len=recipe.training.seq_len),
+        flops_per_token=training_flops_per_token(recipe.model.account(), seq_len=recipe.training.seq_len),
         convention=CONVENTION,
         peak_flops=peak,
         peak_source=f"{source}; {note}" if note else source,
@@ -463,45 +458,40 @@ def start_rows(
     recipe: Recipe, run: RunFolder, device: torch.device, constants: Work, position: Position
 ) -> list[tuple[str, object]]:
     """The rows of the table at the start."""
-    account = model_account(recipe)
-    training = recipe.training
+    account = recipe.model.account()
+    training, cluster = recipe.training, recipe.cluster
     vocabulary = grouped(account.vocab_size)
     accumulation = recipe.local_batch // recipe.microbatch
     batch = f"{counted(training.global_batch, 'sequence')} of {grouped(training.seq_len)}"
     if accumulation > 1:
         batch += f", in {accumulation} microbatches of {recipe.microbatch}"
     processes = f"{recipe.layout.world} process" + ("es" if recipe.layout.world > 1 else "")
+    parameters = grouped(account.parameter_count)
+    if account.experts is not None:
+        parameters += f", of which {grouped(account.active_count)} compute a token"
+    techniques: list[tuple[str, object]] = []
+    if checkpointing := recipe.ac.describe():
+        techniques.append(("checkpointing", checkpointing))
+    if compiled := " and ".join(name for name in ("blocks", "loss") if getattr(recipe.compile, name)):
+        techniques.append(("compiled", f"{compiled}, by {recipe.compile.backend}"))
+    peak = "unknown: no MFU"
+    if constants.peak_flops is not None:
+        peak = f"{trimmed(constants.peak_flops / 1e12)} TFLOP/s ({constants.peak_source})"
     rows: list[tuple[str, object]] = [
         ("model", f"{recipe.model.kind}, {account.layers} layers of {grouped(account.dim)}, vocabulary {vocabulary}"),
-        ("parameters", _parameters(account)),
+        ("parameters", parameters),
         ("layout", f"{recipe.layout.label}, {processes} on {device.type}"),
-        ("precision", _precision(recipe, account)),
-        *_techniques(recipe),
+        ("precision", recipe.precision.describe(account, accelerator=cluster.accelerator, device=str(cluster.device))),
+        *techniques,
         ("tokens per step", f"{grouped(recipe.tokens_per_step)} ({batch})"),
         ("FLOPs per token", f"{short(constants.flops_per_token)} ({CONVENTION})"),
-        ("peak per device", _peak(constants)),
+        ("peak per device", peak),
         ("data", recipe.data.kind),
         ("steps", grouped(training.steps)),
         ("folder", shown_path(run.path)),
     ]
     if position.step:
         rows.insert(0, ("resumes at step", grouped(position.step)))
-    return rows
-
-
-def _parameters(account: ModelAccount) -> str:
-    count = grouped(account.parameter_count)
-    return count if account.experts is None else f"{count}, of which {grouped(account.active_count)} compute a token"
-
-
-def _techniques(recipe: Recipe) -> list[tuple[str, object]]:
-    """Rows about activation checkpointing and compilation, if the recipe has them."""
-    compiled = " and ".join(name for name in ("blocks", "loss") if getattr(recipe.compile, name))
-    rows: list[tuple[str, object]] = []
-    if checkpointing := recipe.ac.describe():
-        rows.append(("checkpointing", checkpointing))
-    if compiled:
-        rows.append(("compiled", f"{compiled}, by {recipe.compile.backend}"))
     return rows
 
 
@@ -532,23 +522,14 @@ def next_steps(outcome: Outcome, run: RunFolder) -> list[str]:
     """Suggested commands after this outcome."""
     folder = shlex.quote(shown_path(run.path))
     if outcome.kind is OutcomeKind.DONE:
-        sample = [f'titanlab generate {folder} --prompt "def "'] if _can_generate(run) else []
+        # A remote store is not asked again whether it has a checkpoint.
+        place = checkpoints_of(run)
+        can_generate = run.tokenizer.is_dir() and (isinstance(place, StorePath) or latest(place) is not None)
+        sample = [f'titanlab generate {folder} --prompt "def "'] if can_generate else []
         return [*sample, f"less {folder}/metrics.jsonl"]
     if outcome.kind.may_continue:
         return [f"titanlab resume {folder}"]
     return [f"less {folder}/logs/rank-0.log"]
-
-
-def _can_generate(run: RunFolder) -> bool:
-    """Whether the run has a tokenizer and a checkpoint. A remote store is not asked again."""
-    place = checkpoints_of(run)
-    return run.tokenizer.is_dir() and (isinstance(place, StorePath) or latest(place) is not None)
-
-
-def _peak(constants: Work) -> str:
-    if constants.peak_flops is None:
-        return "unknown: no MFU"
-    return f"{trimmed(constants.peak_flops / 1e12)} TFLOP/s ({constants.peak_source})"
 
 
 def slow_precision(recipe: Recipe, device: torch.device) -> str | None:
@@ -561,8 +542,3 @@ def slow_precision(recipe: Recipe, device: torch.device) -> str | None:
     supported = torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")()
     rule = f"this CPU has no units for {name}, and multiplies tens of times more slowly than in fp32"
     return None if supported else f"precision={recipe.precision.kind}: {rule}; try precision=fp32"
-
-
-def _precision(recipe: Recipe, account: ModelAccount) -> str:
-    cluster = recipe.cluster
-    return recipe.precision.describe(account, accelerator=cluster.accelerator, device=str(cluster.device))

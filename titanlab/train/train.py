@@ -123,7 +123,7 @@ def train(
         mesh = build_mesh(recipe.layout, world.device.type)
         watchdog.learn(topology(mesh))
         start_up.begin("model", "building the model")
-        profiler = profiler_of(recipe)
+        profiler = recipe.profiler.implementation()
         assembled = assemble(recipe, world, mesh, phase=profiler.phase)
         watchdog.learn(topology(mesh, assembled.messages))
         model = assembled.model
@@ -399,14 +399,6 @@ def _restored(restore: Callable[[Position], T], position: Position, checkpoint: 
     except DamagedPosition as error:
         rule = f"its {POSITION} has {one_line(error.problem)}"
         raise DamagedCheckpoint(key, checkpoint, rule, another(checkpoint)) from error
-
-
-__all__ = ["named_before_steps", "named_consumers", "profiled", "profiler_of"]
-
-
-def profiler_of(recipe: Recipe) -> Profiler:
-    """The recipe's profiler, which has not been started."""
-    return recipe.profiler.implementation()
 
 
 @contextlib.contextmanager

@@ -223,8 +223,6 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 
 Biases = Mapping[str, Sequence[float]]
-
-
 """By block (`layers.0`, …), the number that is added to each expert's probability for the choice."""
 
 

@@ -24,7 +24,7 @@ from titanlab.errors import ConfigError
 from titanlab.system.foreign import Foreign
 from titanlab.techniques.model.contract import ModelConfig
 from titanlab.train.dcp_folder import read_saved
-from titanlab.train.dcp_reader import DcpReader
+from titanlab.train.dcp_tensors import DcpReader
 from titanlab.train.initialise import local_part, plain_name
 from titanlab.train.weights_folder import (
     CHUNK_BYTES,
