@@ -51,7 +51,7 @@ DECLARES = ("schema", "account", "contract", "huggingface")
 TORCH_FREE_PARTS = ("data", "techniques.schedule")
 # What the command line imports before it has anything to train.
 LIGHT_DOORS = (
-    *("recipe.recipe", "recipe.composition.recipes", "plan.step_time"),
+    *("recipe.recipe", "recipe.compose", "plan.step_time"),
     *("cli.verbs", "cli.compose", "cli.plan"),
 )
 

@@ -19,7 +19,7 @@ ALLOWED = {
     "sweep/space.py": {"local"},  # in names of runs, an option of any group that needs its group's name
     # Environment variables that are recorded, that configs may read, and that differ between any two runs.
     "records/provenance.py": {"SLURM_"},
-    "recipe/composition/strangers.py": {"SLURM_JOB_ID", "SLURM_TMPDIR", "SLURM_CLUSTER_NAME"},
+    "recipe/strangers.py": {"SLURM_JOB_ID", "SLURM_TMPDIR", "SLURM_CLUSTER_NAME"},
     "sweep/repro.py": {"SLURM_"},
 }
 

@@ -204,7 +204,7 @@ def find(text: str, key: str) -> Place:
         )
     if is_checkpoint(path) or has_pickle(path):
         return path
-    newest = latest(checkpoints_of(RunRecords(path))) or latest(path)
+    newest = latest(checkpoints_of(RunFolder(path))) or latest(path)
     if newest is None:
         raise ConfigError(key, text, "holds no complete checkpoint", "give the folder of a run that has saved one")
     return newest

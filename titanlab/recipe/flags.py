@@ -1,4 +1,10 @@
-"""Parses Hydra's flags before Hydra does, and rejects settings of Hydra that titanlab does not read."""
+"""Parses Hydra's flags before Hydra does, and rejects settings of Hydra that titanlab does not read.
+
+An error in a flag is one line, and flags may stand between overrides. A setting of Hydra that titanlab does not read
+would have no effect. titanlab reads `hydra.searchpath`, `hydra.sweeper` of a sweep, `hydra.job.name` (as
+`${hydra:job.name}`) and the texts of the help pages. `titanlab.sweep.request` checks `hydra.launcher`, because it knows
+the points.
+"""
 
 from __future__ import annotations
 

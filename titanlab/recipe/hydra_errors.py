@@ -1,4 +1,10 @@
-"""Turns errors of Hydra and OmegaConf into ConfigErrors: one line with key, value, rule and cure."""
+"""Turns errors of Hydra and OmegaConf into ConfigErrors: one line with key, value, rule and cure.
+
+Hydra raises one type, ConfigCompositionException, for most mistakes in overrides and defaults lists, and only its text
+has the key, the value and the file. `read_message` recognises these texts; no other code depends on the wording of an
+error. `tests/recipe/test_hydra_texts.py` makes the installed Hydra raise each of these errors. If a later Hydra words
+one differently, the error still shows the override that Hydra quotes.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +113,7 @@ def _missing_config(error: MissingConfigException, flags: Mapping[str, str | Non
     group, _, option = name.rpartition("/")
     file = file_that_names(str(error)) if error.options is None else None
     if file is not None and PLUS in file:
-        # A list of options: `combinations`.
+        # A list of options: `keys.with_combinations`.
         options = sorted(str(kind) for kind in discover().get(group, {}))
     elif file is not None:
         return ConfigError(group, option, f"there is no such config, which {file} names", f"mend {file}.yaml")

@@ -1,4 +1,24 @@
-"""Uses and replacements of Hydra's private API, each with its reason. Written for Hydra 1.3."""
+"""Uses and replacements of Hydra's private API, each with its reason. Written for Hydra 1.3.
+
+- The parser of Hydra's flags: only `hydra.main` uses it, but a mistake in a flag has to become a ConfigError.
+- The sources from which Hydra reads configs: folders of YAMLs, folders in packages, and schemas. Hydra has no public
+  way to check a file before it is used, to read a file once for many compositions, or to replace a source. The classes
+  here have the names of Hydra's own classes, so that Hydra does not register its own again and finds the source of
+  schemas by its name.
+- What Hydra does again for every composition. Hydra reads and copies some forty configs, and merges them one into the
+  other. A process here keeps each config that it has read until its content changes, and gives Hydra copies where Hydra
+  changes them. It also keeps the merged configs of a defaults list that is composed for the second time: values that a
+  command line or a point of a sweep sets are merged afterwards, so that compositions with other values share them.
+- What `${group}` in a defaults list can refer to: Hydra collects it for every file, and here it is collected where a
+  defaults list refers to a group.
+- Options that Hydra never reads, because an earlier folder of the search path has an option of the same name: these are
+  refused, for every verb and flag.
+- The names of Hydra's own sweeper and launcher: no public name tells them from those of plugins.
+- The conversion of one value of a sweep: Hydra's public iterator returns it as it was parsed, with quotes.
+
+Other modules use the public API only, except for the grammar of overrides in `keys.py`. Each part can go when Hydra
+makes the same function public.
+"""
 
 from __future__ import annotations
 
@@ -292,7 +312,7 @@ class StructuredConfigSource(structured_config_source.StructuredConfigSource):
         return Same(self.store._load(self._normalize_file_name(config_path)).node)
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """The config of a schema, which replaces the empty one that `recipes.register` has stored."""
+        """The config of a schema, which replaces the empty one that `compose.register` has stored."""
         several = _combination_at(config_path)
         if several is not None:
             node: Any = several.schema

@@ -1,4 +1,13 @@
-"""The keys that a recipe can have, their types, and the values of YAMLs and overrides read by these types."""
+"""The keys that a recipe can have, their types, and the values of YAMLs and overrides read by these types.
+
+What is text by the type of its key is the text as typed; `null` is still null. YAML reads a scalar before anything asks
+for its type: `5e2` is 500.0, `12:00:00` 43200, `off` false, `017` 15. Hydra reads `5e2` as 500.0 and `1_000` as 1000.
+`load` keeps such texts in files, and `as_typed` on the command line.
+OmegaConf's reader of YAML and Hydra's grammar have no public names.
+
+Several options of one group at once, `tracker=[wandb,tensorboard]`, are one option that combines them, each under
+its own key: `tracker/wandb+tensorboard`. Hydra merges the options of a list into one config.
+"""
 
 from __future__ import annotations
 

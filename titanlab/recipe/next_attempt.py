@@ -1,4 +1,8 @@
-"""The recipe of a run's next attempt, or of a new run that changes another's: a frozen config and overrides."""
+"""The recipe of a run's next attempt, or of a new run that changes another's: a frozen config and overrides.
+
+The next attempt may have another layout, schedule, AC policy or launcher; a new run may change the rest too. The global
+batch stays, and so does the order of tokens, which depends on no layout: the microbatch adapts.
+"""
 
 from __future__ import annotations
 

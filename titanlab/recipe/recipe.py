@@ -42,7 +42,10 @@ if TYPE_CHECKING:
     from titanlab.techniques.profiler.contract import ProfilerConfig
     from titanlab.techniques.schedule.contract import PipelineSchedule
     from titanlab.techniques.tracker.contract import TrackerConfig
-
+else:
+    # OmegaConf accepts dataclasses and Any as types of fields, but no Protocol.
+    ACConfig = CheckpointConfig = DataConfig = ModelConfig = OptimizerConfig = Any
+    LaunchSettings = PrecisionConfig = PipelineSchedule = ProfilerConfig = TrackerConfig = Any
 
 _COMPARE = "compare it with `titanlab train --cfg job`"
 # Options by their schema and the text of their content.

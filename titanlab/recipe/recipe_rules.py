@@ -1,4 +1,7 @@
-"""The rules that cross config groups: layout, batch and schedule against the model, and the memory of the host."""
+"""The rules that cross config groups: layout, batch and schedule against the model, and the memory of the host.
+
+The rules about memory are lower bounds: a recipe that passes may still run out of memory, and then ends as `oom`.
+"""
 
 from __future__ import annotations
 

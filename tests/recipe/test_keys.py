@@ -7,7 +7,7 @@ import pytest
 
 from titanlab.recipe.keys import _TORCHTITAN, advice, find_key, known_keys, unknown_key
 
-CONF = Path(__file__).parents[3] / "conf"
+CONF = Path(__file__).parents[2] / "conf"
 
 
 def test_the_keys_of_the_recipe_come_before_those_of_options():

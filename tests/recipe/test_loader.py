@@ -66,9 +66,9 @@ def test_a_folder_of_one_command_line_is_not_searched_for_the_next(tmp_path):
     assert "mine" not in loader().options("model")
 
 
-def test_internals_of_hydra_are_used_in_three_files_whose_names_say_so():
+def test_internals_of_hydra_are_used_in_one_file():
     users = {path.name for path in PACKAGE.rglob("*.py") if "hydra._internal" in path.read_text()}
-    assert users == {"hydra_internal.py", "hydra_sources.py", "hydra_loader.py"}
+    assert users == {"hydra_internal.py"}
 
 
 def test_an_option_in_quotes_is_chosen(tmp_path):
