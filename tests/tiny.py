@@ -26,6 +26,7 @@ from titanlab.techniques.model.llama_schema import Llama
 from titanlab.techniques.optimizer.adamw_schema import AdamW
 from titanlab.techniques.optimizer.contract import Schedule
 from titanlab.techniques.precision.cast_schema import Bf16, Fp32
+from titanlab.techniques.profiler.profilers_schema import Off as NoProfiler
 from titanlab.techniques.schedule.published_schema import OneFOneB
 from titanlab.techniques.tracker.several_schema import Jsonl
 from titanlab.train import train as story
@@ -55,6 +56,7 @@ def recipe(runs, **given) -> Recipe:
         # A peak that is given need not be measured.
         cluster=Cluster(accelerator="cpu", peak_tflops=1.0),
         tracker=Jsonl(),
+        profiler=given.pop("profiler", None) or NoProfiler(),
         launch=Local(),
         **_taken(given, Recipe),
     )

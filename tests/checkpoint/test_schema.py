@@ -9,7 +9,7 @@ from titanlab.checkpoint.savers import AsyncSaver, NoSaver, SyncSaver
 from titanlab.checkpoint.schema import Async, AsyncPinned, Off, Sync
 from titanlab.errors import ConfigError
 from titanlab.recipe.next_attempt import overridden
-from titanlab.recipe.recipe import from_mapping, to_mapping
+from titanlab.recipe.recipe import to_mapping
 from titanlab.records.identity import canonical
 
 
@@ -41,13 +41,8 @@ def test_pinned_memory_is_refused_on_cpu():
         AsyncPinned().check(Setting())
 
 
-def test_a_config_of_before_there_were_kinds_saves_synchronously(tmp_path):
-    config = to_mapping(tiny.recipe(tmp_path, every=3))
-    for name in ("kind", "minutes", "keep_every", "last", "last_dtype"):
-        config["checkpoint"].pop(name)
-    made = from_mapping(config)
-    assert made.checkpoint == Sync(every=3)
-    assert canonical(made) == canonical(tiny.recipe(tmp_path, every=3, saves="async"))
+def test_how_a_run_saves_is_no_part_of_its_identity(tmp_path):
+    assert canonical(tiny.recipe(tmp_path, every=3)) == canonical(tiny.recipe(tmp_path, every=3, saves="async"))
 
 
 def test_how_a_run_saves_may_change_between_its_attempts(tmp_path):

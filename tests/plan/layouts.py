@@ -19,6 +19,7 @@ from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.model.llama_schema import Llama
 from titanlab.techniques.optimizer.adamw_schema import AdamW
 from titanlab.techniques.precision.cast_schema import Bf16
+from titanlab.techniques.profiler.profilers_schema import Off as NoProfiler
 from titanlab.techniques.schedule.published_schema import OneFOneB
 from titanlab.techniques.tracker.several_schema import Jsonl
 
@@ -39,6 +40,7 @@ def planned(*, world: int = 8, batch: int = 16, seq_len: int = 2048, memory_gb: 
         "data": Synthetic(),
         "checkpoint": Sync(),
         "tracker": Jsonl(),
+        "profiler": NoProfiler(),
         "launch": Local(),
         "cluster": Cluster(accelerator="cuda", device="NVIDIA H100 80GB HBM3", per_node=8, memory_gb=memory_gb,
                            link_gb_per_second=450, network_gb_per_second=50),

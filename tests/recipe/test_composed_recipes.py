@@ -30,12 +30,6 @@ def test_a_composed_config_becomes_the_recipe(tmp_path):
     assert to_recipe(OmegaConf.structured(recipe), {}, "config") == recipe
 
 
-def test_a_config_that_is_older_than_the_profiler_has_none(tmp_path):
-    config = OmegaConf.structured(tiny.recipe(tmp_path))
-    config.profiler = "???"
-    assert to_recipe(config, {}, "config").profiler == Off()
-
-
 def test_a_group_becomes_the_dataclass_of_its_schema():
     node = OmegaConf.structured(AdamW(lr=1e-3, betas=[0.8, 0.9]))
     assert to_group(node, "optimizer", KINDS) == AdamW(lr=1e-3, betas=[0.8, 0.9])

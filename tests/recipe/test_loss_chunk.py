@@ -6,7 +6,7 @@ import pytest
 
 from tests import tiny
 from titanlab.errors import ConfigError
-from titanlab.recipe.recipe import from_mapping, needs_whole_logits, resolve, to_mapping
+from titanlab.recipe.recipe import needs_whole_logits
 from titanlab.recipe.recipe_rules import check
 from titanlab.records.identity import identify
 from titanlab.techniques.model.llama_schema import Llama
@@ -46,13 +46,6 @@ def test_only_runs_with_chunks_have_other_names(tmp_path):
     assert (
         hash_of(large(tmp_path)) == hash_of(large(tmp_path, loss_chunk=1024)) != hash_of(large(tmp_path, loss_chunk=0))
     )
-
-
-def test_a_run_of_an_older_version_goes_on_with_whole_logits(tmp_path):
-    older = to_mapping(large(tmp_path))
-    del older["training"]["loss_chunk"]
-    made = resolve(from_mapping(older), world=None, accelerator="cpu", device="cpu")
-    assert made.training.loss_chunk == 0
 
 
 class Headless(Llama):

@@ -143,11 +143,34 @@ def test_a_frozen_recipe_is_checked_field_by_field(change, key, rule):
     assert rule in refused.value.rule
 
 
-def test_a_group_that_is_missing_is_told():
+@pytest.mark.parametrize(
+    ("group", "key", "line"),
+    [
+        ("precision", "", "precision=null: is a group that every config has; "),
+        ("profiler", "", "profiler=null: is a group that every config has; "),
+        ("checkpoint", "kind", "checkpoint.kind=null: no installed package offers this option; known: "),
+        (
+            "training",
+            "loss_chunk",
+            "training.loss_chunk=null: is not in this config, and the default of this version, -1, ",
+        ),
+    ],
+)
+def test_a_config_of_an_earlier_version_is_told(group, key, line):
     mapping = to_mapping(tiny.recipe("runs"))
-    del mapping["precision"]
-    with pytest.raises(ConfigError, match="precision"):
+    if key:
+        del mapping[group][key]
+    else:
+        del mapping[group]
+    with pytest.raises(ConfigError) as refused:
         from_mapping(mapping)
+    assert str(refused.value).startswith(line)
+
+
+def test_a_key_that_is_missing_has_its_default_where_it_means_the_same():
+    mapping = to_mapping(tiny.recipe("runs"))
+    del mapping["model"]["fused"]
+    assert from_mapping(mapping) == tiny.recipe("runs")
 
 
 # Resolving

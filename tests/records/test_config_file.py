@@ -1,5 +1,6 @@
 """config.yaml: what is written is what every reader gets."""
 
+import re
 import time
 
 import hypothesis.strategies as st
@@ -9,7 +10,7 @@ from hypothesis import given
 from omegaconf import OmegaConf
 
 from titanlab.errors import ConfigError
-from titanlab.records.config_file import config_text, excess, read_config
+from titanlab.records.config_file import config_text, excess, parse_yaml, read_config
 
 SCALARS = (
     st.none()
@@ -103,6 +104,25 @@ def test_aliases_are_counted_and_not_expanded(text, much):
     start = time.process_time()
     assert (excess(text) is not None) is much
     assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a: [1\nb: 2", "expected ',' or ']'"),
+        ("a: *b", "found undefined alias"),
+        ("[" * 20_000, "it is nested too deeply"),
+        (laughs(9), "its aliases stand for too many values"),
+        ("a: &a [*a]", "its aliases stand for too many values"),
+        ("a: 2026-13-45", "month must be in 1..12"),
+        ("a: 1" + "0" * 10_000, "Exceeds the limit"),
+    ],
+    ids=["broken", "undefined", "deep", "aliases", "ring", "date", "digits"],
+)
+def test_a_yaml_that_cannot_be_read_is_one_line(text, reason):
+    with pytest.raises(ValueError, match=re.escape(reason)) as refused:
+        parse_yaml(text)
+    assert len(str(refused.value).splitlines()) == 1
 
 
 def test_a_config_of_a_run_that_expands_is_one_line(tmp_path):

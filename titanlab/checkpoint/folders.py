@@ -24,6 +24,7 @@ from titanlab.errors import ConfigError
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_search import find_run
 from titanlab.system.files import StoreFault, read_bytes, user_path
+from titanlab.system.json_text import parse_json
 
 OWNER = "run.json"
 """The object that says which run's checkpoints a folder of a store holds."""
@@ -69,10 +70,10 @@ def claim_place(run: RunFolder) -> None:
     identity = run.identity()
     own = {"sha256": identity.sha256 if identity else "", "created": run.created()}
     try:
-        owner = json.loads(objects.read_all(place / OWNER, _MOST_BYTES))
+        owner = parse_json(objects.read_all(place / OWNER, _MOST_BYTES))
     except FileNotFoundError:
         owner = None
-    except (ValueError, RecursionError):
+    except ValueError:
         owner = {}
     if owner == own:
         return

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from titanlab.checkpoint.blocks import checksum
+from titanlab.system.json_text import parse_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -171,9 +172,9 @@ def strict_json(content: bytes) -> Any:
 
     Raises:
         ValueError: the content is something else.
-        RecursionError: it is nested too deep.
     """
-    return json.loads(content, object_pairs_hook=_object, parse_constant=_refuse_constant)
+    # Each number of an index has a limit of its own.
+    return parse_json(content, parse_int=None, object_pairs_hook=_object, parse_constant=_refuse_constant)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def read_index(checkpoint: Place) -> Index:
         raise DamagedFile(f"its file {INDEX} has other bytes than were saved")
     try:
         return _index(strict_json(content))
-    except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         if isinstance(error, DamagedFile):
             raise DamagedFile(f"its file {INDEX} {error}") from error
         raise DamagedFile(f"its file {INDEX} is no JSON ({type(error).__name__})") from error

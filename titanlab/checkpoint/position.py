@@ -115,7 +115,7 @@ def read_position(checkpoint: Place, key: str, *, cure: str, content: bytes | No
         # The file may be whole: the disk or its permissions are at fault.
         reason = f"its {POSITION} cannot be read ({error.strerror or type(error).__name__})"
         raise ConfigError(key, checkpoint, reason, cure) from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpoint(key, checkpoint, f"cannot be read ({type(error).__name__})", cure) from error
     known = {field.name for field in fields(Position)}
     for name, value in saved.items():

@@ -10,7 +10,6 @@ import gzip
 import hashlib
 import importlib
 import io
-import json
 import lzma
 import os
 import zlib
@@ -23,6 +22,7 @@ from typing import Any, cast
 
 from titanlab.errors import ConfigError
 from titanlab.system.foreign import LFS_POINTER
+from titanlab.system.json_text import parse_json
 
 _LINES = {".jsonl", ".ndjson", ".json"}
 _PACKED = {".gz", ".bz2", ".xz", ".zst"}
@@ -175,10 +175,10 @@ class Corpus:
                 if not line.strip():
                     continue
                 try:
-                    row = json.loads(line)
+                    row = parse_json(line)
                 except UnicodeDecodeError as error:
                     raise self._not_utf8(f"{file}:{number}") from error
-                except (ValueError, RecursionError) as error:
+                except ValueError as error:
                     raise ConfigError(
                         self.key, f"{file}:{number}", f"is not JSON ({error})", "one JSON object a line is expected"
                     ) from error

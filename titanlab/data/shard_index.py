@@ -17,6 +17,7 @@ from typing import Any
 
 from titanlab.data import cache
 from titanlab.errors import ConfigError
+from titanlab.system.json_text import parse_json
 
 INDEX = "index.json"
 FORMAT = "titanlab-tokens"
@@ -84,10 +85,10 @@ def read_index(folder: Path, key: str = "data.folder") -> Index:
     if not folder.is_dir():
         raise ConfigError(key, folder, "is no folder", cure)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(key, folder, f"has no {INDEX}", cure) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(key, path, f"cannot be read ({error})", cure) from error
     try:
         index = _parsed(content)

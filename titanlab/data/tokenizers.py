@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ from titanlab.distributed.host import cores
 from titanlab.errors import ConfigError
 from titanlab.system.files import write_bytes
 from titanlab.system.foreign import LFS_POINTER
+from titanlab.system.json_text import parse_json
 
 _MODEL, _JSON, _CONFIG = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
 # Beside a tokenizer_config.json of before 2023, which does not list the added tokens, this file names the special ones.
@@ -209,8 +209,8 @@ class HuggingFaceTokenizer:
         cure = f"give the {_JSON} of a model, or a .model"
         try:
             text = content.decode()
-            description = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            description = parse_json(text)
+        except ValueError as error:
             raise ConfigError(key, path, f"is no {_JSON} ({str(error)[:80]})", cure) from error
         self.file, self._key = path, key
         if not tried and (patterns := unknown_patterns(description)):
@@ -297,8 +297,8 @@ def _refusing(path: Path, key: str, rule: str, cure: str) -> Iterator[None]:
 
 def declared_in(path: Path) -> dict[str, Any]:
     """The entries of a tokenizer_config.json; none if there is no such file, or if it is damaged."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    with contextlib.suppress(OSError, ValueError):
+        content = parse_json(path.read_text(encoding="utf-8-sig"))
         if isinstance(content, dict):
             return content
     return {}

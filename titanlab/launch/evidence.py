@@ -234,7 +234,7 @@ def _file(runs: Path) -> Path:
 def _parsed(line: str) -> BadHost | None:
     try:
         value: Any = loaded(line)
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
     if not isinstance(value, Mapping) or not _HOST.fullmatch(str(value.get("host"))):
         return None

@@ -34,6 +34,7 @@ from titanlab.launch.processes import KILL_SECONDS, Escalation, worker_command, 
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exit, says_oom
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.files import read_text
+from titanlab.system.json_text import parse_json
 from titanlab.system.processes import STOPPED, process_state
 
 
@@ -221,9 +222,9 @@ def write_stop(attempt: Path, reason: StopReason) -> StopReason:
 def read_stop(attempt: Path) -> StopReason | None:
     """The reason in an attempt's folder; None if there is none."""
     try:
-        value = json.loads(read_text(attempt / STOP_FILE))
+        value = parse_json(read_text(attempt / STOP_FILE))
         return StopReason(kind=OutcomeKind(value["kind"]), cause=str(value["cause"]))
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

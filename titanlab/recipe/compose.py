@@ -35,7 +35,6 @@ from titanlab.recipe.flags import Flags, check_files
 from titanlab.recipe.hydra_errors import composition_errors
 from titanlab.recipe.keys import Space, as_typed, choice_of, unknown_key, with_combinations
 from titanlab.recipe.recipe import Recipe
-from titanlab.techniques.profiler.profilers_schema import Off
 
 # Hydra's grammar takes letters of ASCII only without quotes.
 _PLAIN = re.compile(r"[A-Za-z_][\w./-]*", re.ASCII)
@@ -295,10 +294,6 @@ def to_recipe(config: DictConfig, choices: Mapping[str, Any], name: str | None) 
     if OmegaConf.get_type(config) is not Recipe:
         raise ConfigError("--config-name", name, "composes no recipe", "begin its defaults with recipe_schema")
     groups = discover()
-    if OmegaConf.is_missing(config, "profiler"):
-        # A config of the user's own that is older than the group.
-        with open_dict(config):
-            config.profiler = OmegaConf.structured(Off)
     for group, kinds in groups.items():
         if group in config and not OmegaConf.is_missing(config, group):
             _check_schema(OmegaConf.get_type(config, group), group, kinds, choices.get(group))

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf
 
@@ -24,6 +23,7 @@ from titanlab.errors import ConfigError
 from titanlab.recipe import strangers
 from titanlab.recipe.hydra_errors import ARGUMENTS, HELP
 from titanlab.recipe.hydra_internal import flag_parser
+from titanlab.records.config_file import parse_yaml
 from titanlab.system.files import home
 
 # Flags that make Hydra print something instead of running; it obeys only one of them at a time.
@@ -220,8 +220,8 @@ def _set_by(key: str, flags: Mapping[str, str | None], text: str = "") -> str:
         folder = flags.get(flag)
         for path in sorted(Path(folder).rglob("*.yaml")) if folder else ():
             try:
-                content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError, yaml.YAMLError):
+                content = parse_yaml(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError):
                 continue
             node = content
             for name in ("defaults",) if key == "defaults" else ("hydra", *key.split(".")):

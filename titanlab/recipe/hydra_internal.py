@@ -247,7 +247,6 @@ class FileConfigSource(file_config_source.FileConfigSource):
             return super().load_config(config_path)
         key = (self.provider, state)
         if key not in self._results:
-            strangers.check_size(file)
             result = _read(self, config_path, Path(file))
             content = OmegaConf.to_container(result.config, resolve=False)
             group, _, option = config_path.removesuffix(".yaml").rpartition("/")
@@ -340,10 +339,12 @@ def _read(source: ConfigSource, config_path: str, file: Any) -> ConfigResult:
     """The content of a YAML, which may be in an archive.
 
     Raises:
-        ConfigError: it is no mapping.
+        ConfigError: it is no mapping, or too large.
     """
     with file.open(encoding="utf-8") as stream:
-        header = ConfigSource._get_header_dict(stream.read(512))
+        text = stream.read()
+        strangers.check_size(text, file)
+        header = ConfigSource._get_header_dict(text[:512])
         stream.seek(0)
         group = config_path.rpartition("/")[0].replace("/", ".")
         package = (header["package"] or "_group_").replace("_group_", group)

@@ -28,7 +28,6 @@ from titanlab.ranges import ranged
 from titanlab.recipe.schema import Cluster, Training
 from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.optimizer.contract import WARMUP_STEPS
-from titanlab.techniques.profiler.profilers_schema import Off
 from titanlab.techniques.schedule.split import split as balanced
 
 if TYPE_CHECKING:
@@ -51,8 +50,6 @@ _COMPARE = "compare it with `titanlab train --cfg job`"
 # Options by their schema and the text of their content.
 _OPTIONS: dict[tuple[type, str], Any] = {}
 _MOST_OPTIONS = 1024
-# Kinds of groups that had none when older runs wrote their configs.
-_FIRST_KINDS: Mapping[str, str] = {"checkpoint": "sync"}
 
 
 @ranged("")
@@ -98,8 +95,6 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.init_from not in (None, MISSING) and is_address(self.init_from):
             check_address("init_from", self.init_from)
-        if self.profiler == MISSING:
-            self.profiler = Off()
 
     @property
     def layout(self) -> Layout:
@@ -177,13 +172,10 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
     """The recipe that `to_mapping` wrote, checked field by field.
 
     Raises:
-        ConfigError: an option is not installed, a key is unknown or a value has the wrong type.
+        ConfigError: an option is not installed, a key is unknown, a value has the wrong type, or a group or a key is
+            missing with which this version would compute something else.
     """
     groups = discover()
-    # Runs of earlier versions have no such group and no such key.
-    mapping = {"profiler": {"kind": "off"}, **mapping}
-    if isinstance(mapping.get("training"), Mapping):
-        mapping["training"] = {"loss_chunk": 0, **mapping["training"]}
     options = {group: _option(group, content) for group, content in mapping.items() if group in groups}
     others = {key: value for key, value in mapping.items() if key not in groups}
     with _told_in_one_line("", mapping):
@@ -199,13 +191,19 @@ def _option(group: str, content: Any) -> Any:
     if not isinstance(content, Mapping):
         raise ConfigError(group, content, "must be a mapping", _COMPARE)
     kinds = discover()[group]
-    kind = content.get("kind", _FIRST_KINDS.get(group)) if None not in kinds else None
-    known = schema_of(group, kind), repr(content)
+    kind = content.get("kind") if None not in kinds else None
+    schema = schema_of(group, kind)
+    known = schema, repr(content)
     if known not in _OPTIONS:
         with _told_in_one_line(group, content):
             made = OmegaConf.to_object(
                 OmegaConf.merge(_schema_node(group, kind, content), OmegaConf.create(literal(content)))
             )
+        for item in dataclasses.fields(schema):
+            default = getattr(made, item.name)
+            if item.name not in content and item.metadata.get("before", default) != default:
+                rule = f"is not in this config, and the default of this version, {default}, is another recipe"
+                raise ConfigError(f"{group}.{item.name}", None, rule, "use the version that made it")
         if len(_OPTIONS) >= _MOST_OPTIONS:
             _OPTIONS.clear()
         _OPTIONS[known] = made

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -23,7 +22,6 @@ from omegaconf import OmegaConf
 from titanlab.errors import ConfigError
 from titanlab.options import conf_packages, discover
 from titanlab.records.config_file import excess
-from titanlab.system.files import read_text
 
 VARIABLES = (
     *("HOME", "USER", "LOGNAME", "HOSTNAME", "PWD", "TMPDIR", "SCRATCH", "WORK", "PROJECT", "XDG_CACHE_HOME"),
@@ -91,15 +89,15 @@ def check_file(content: Any, group: str, option: str, file: str) -> None:
         raise ConfigError(path, value, f"{_RULE}: {file}", _CURE)
 
 
-def check_size(file: str) -> None:
+def check_size(text: str, file: object) -> None:
     """Check that a YAML neither overflows the stack nor stands for more values than memory has room for.
 
     Raises:
         ConfigError: it does.
     """
     # What cannot be read is Hydra's to name.
-    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
-        if (reason := excess(read_text(Path(file)))) is not None:
+    with contextlib.suppress(yaml.YAMLError):
+        if (reason := excess(text)) is not None:
             raise ConfigError("file", file, reason, "write the values themselves")
 
 

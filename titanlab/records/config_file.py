@@ -1,15 +1,12 @@
-"""config.yaml of a run, written so that YAML 1.1 and YAML 1.2 readers get the same values.
-
-A YAML of a stranger is measured first: nine lines with aliases (`&a`, `*a`) can stand for a billion values, and
-libyaml's loader overflows the stack of the process on deep nesting (PyYAML 6).
-"""
+"""config.yaml of a run, written so that YAML 1.1 and YAML 1.2 readers get the same values; and YAMLs of strangers."""
 
 from __future__ import annotations
 
 import functools
 import marshal
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,14 +88,12 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     try:
         text = read_text(path)
-        if (reason := excess(text)) is not None:
-            raise yaml.YAMLError(reason)
         config = _by_sections(text)
         if config is None:
-            config = yaml.load(text, Loader=_LOADER)
+            config = parse_yaml(text)
     except FileNotFoundError:
         raise ConfigError("run", path.parent, "has no config.yaml", "name the folder of a run") from None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except (OSError, ValueError) as error:
         rule = f"its config.yaml cannot be read ({' '.join(str(error).split())})"
         raise ConfigError("run", path.parent, rule, "restore that file") from None
     if not isinstance(config, dict):
@@ -132,9 +127,9 @@ def _section(text: str) -> bytes | None:
     if not plain or any(character in text for character in '&*!|>%#"\t') or not all(map(_is_closed, lines)):
         return None
     try:
-        value = yaml.load(text, Loader=_LOADER)
+        value = parse_yaml(text)
         return marshal.dumps(value) if isinstance(value, dict) and len(value) == 1 else None
-    except (ValueError, RecursionError, yaml.YAMLError):
+    except ValueError:
         return None
 
 
@@ -143,70 +138,59 @@ def _is_closed(line: str) -> bool:
     return line.count("'") % 2 == 0 and line.count("[") == line.count("]") and line.count("{") == line.count("}")
 
 
+def parse_yaml(text: str) -> Any:
+    """The values of a YAML, which may come from a stranger.
+
+    Raises:
+        ValueError: it is no YAML, or `excess` has a reason not to read it. The message is one line.
+    """
+    try:
+        if (reason := excess(text)) is not None:
+            raise ValueError(reason)
+        return yaml.load(text, Loader=_LOADER)
+    except (RecursionError, yaml.YAMLError) as error:
+        raise ValueError(" ".join(str(error).split())) from error
+
+
 def excess(text: str) -> str | None:
     """What is too much in a YAML, in words; None if it can be read.
 
-    Raises:
-        yaml.YAMLError: it is no YAML.
-    """
-    if is_too_deep(text):
-        return "it is nested too deeply"
-    return "its aliases stand for too many values" if expands(text) else None
-
-
-def is_too_deep(text: str) -> bool:
-    """Whether a YAML is nested more than MOST_DEPTH deep.
+    libyaml's loader overflows the stack of the process on deep nesting (PyYAML 6), and nine lines with aliases (`&a`,
+    `*a`) can stand for a billion values. The parser's events show both before anything is made.
 
     Raises:
         yaml.YAMLError: it is no YAML.
     """
+    has_aliases = "&" in text and "*" in text
     # Every level takes a bracket, or a column of a line.
-    if text.count("[") + text.count("{") + max(map(len, text.splitlines()), default=0) <= MOST_DEPTH:
-        return False
-    depth = 0
+    deepest = text.count("[") + text.count("{") + max(map(len, text.splitlines()), default=0)
+    if deepest <= MOST_DEPTH and not has_aliases:
+        return None
+    # The values of each anchor with its aliases replaced, and those of the collections that are open.
+    sizes: dict[str, float] = {}
+    counts: list[float] = [0]
+    anchors: list[str | None] = []
     for event in yaml.parse(text, Loader=_LOADER):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MOST_DEPTH:
-            return True
-    return False
-
-
-def expands(text: str) -> bool:
-    """Whether the values of a YAML are more than MOST_VALUES once each alias is replaced, or contain themselves.
-
-    Args:
-        text: not nested too deeply.
-
-    Raises:
-        yaml.YAMLError: it is no YAML.
-    """
-    if "&" not in text or "*" not in text:
-        return False
-    root = yaml.compose(text, Loader=_LOADER)
-    sizes: dict[int, int] = {}
-    # Nodes whose values are being counted, each with those of its nodes that are still to be visited.
-    path = [(root, _inner(root))] if root is not None else []
-    within = {id(root)}
-    while path:
-        node, left = path[-1]
-        inner = next(left, None)
-        if inner is None:
-            sizes[id(node)] = 1 + sum(sizes[id(child)] for child in _inner(node))
-            if sizes[id(node)] > MOST_VALUES:
-                return True
-            within.discard(id(node))
-            path.pop()
-        elif id(inner) in within:
-            return True
-        elif id(inner) not in sizes:
-            within.add(id(inner))
-            path.append((inner, _inner(inner)))
-    return False
-
-
-def _inner(node: Any) -> Iterator[Any]:
-    if isinstance(node, yaml.MappingNode):
-        for pair in node.value:
-            yield from pair
-    elif isinstance(node, yaml.SequenceNode):
-        yield from node.value
+        if isinstance(event, yaml.CollectionStartEvent):
+            counts.append(1)
+            anchors.append(event.anchor)
+            if len(anchors) > MOST_DEPTH:
+                return "it is nested too deeply"
+            # An alias within its own anchor never ends.
+            size, anchor = math.inf, event.anchor
+        elif isinstance(event, yaml.CollectionEndEvent):
+            size, anchor = counts.pop(), anchors.pop()
+            counts[-1] += size
+        elif isinstance(event, yaml.AliasEvent):
+            counts[-1] += sizes.get(event.anchor, 0)
+            continue
+        elif isinstance(event, yaml.ScalarEvent):
+            size, anchor = 1, event.anchor
+            counts[-1] += 1
+        else:
+            continue
+        if anchor is not None:
+            sizes[anchor] = size
+        if has_aliases and counts[-1] > MOST_VALUES:
+            return "its aliases stand for too many values"
+    return None

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from titanlab.errors import ConfigError
 from titanlab.system.files import read_text
+from titanlab.system.json_text import parse_json
 
 RESTORE = "restore that file, or the run's folder"
-# What a float cannot hold has more digits than these. Whoever compares or writes it as one would get an error.
-_HUGE = re.compile(r"[0-9]{309}")
 _KINDS = {str: "text", int: "a whole number", float: "a number", dict: "a mapping"}
 
 
@@ -33,7 +31,7 @@ def read_object(path: Path, *, cure: str = RESTORE) -> dict[str, Any] | None:
     except OSError as error:
         rule = f"cannot be read ({error.strerror or type(error).__name__})"
         raise ConfigError("run", path, rule, "ask its owner for permission") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError("run", path, f"is no JSON ({error})", cure) from error
     if not isinstance(value, dict):
         raise ConfigError("run", path, f"holds {type(value).__name__} and no object", cure)
@@ -70,28 +68,18 @@ def read_optional(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file that nothing depends on; None if the file is missing or cannot be read."""
     try:
         value = loaded(read_text(path))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def _whole(digits: str) -> int:
-    value = int(digits)
-    try:
-        float(value)
-    except OverflowError:
-        raise ValueError("a number in it is larger than any float") from None
-    return value
 
 
 def loaded(text: str) -> Any:
     """The value of a JSON text.
 
     Raises:
-        ValueError: it is no JSON.
-        RecursionError: it is nested too deeply.
+        ValueError: it is no JSON; see `parse_json`.
     """
-    value = json.loads(text, parse_int=_whole if _HUGE.search(text) else None)
+    value = parse_json(text)
     if "\\u" not in text:
         return value
     # JSON can spell half of a surrogate pair, which no terminal and no table can write.

@@ -15,6 +15,7 @@ from typing import Any
 
 from titanlab.errors import ConfigError
 from titanlab.system.files import finite, open_to_write, read_bytes
+from titanlab.system.json_text import parse_json
 
 ATTEMPT = "attempt"
 TRAIN = "train"
@@ -116,8 +117,8 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         raise ConfigError("run", path, rule, "restore that file, or remove it") from error
     for line in text.split(b"\n"):
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
+            row = parse_json(line)
+        except ValueError:
             continue
         # `type`, because JSON's true is no number.
         kinds = [type(row.get(key)) for key in ("kind", "step", "attempt")] if isinstance(row, dict) else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -18,6 +17,7 @@ from typing import Any
 
 import titanlab
 from titanlab.system.files import read_text
+from titanlab.system.json_text import parse_json
 from titanlab.system.processes import output_of
 
 # In a snapshot of the code, this file has the git state of the repository that was copied.
@@ -79,9 +79,9 @@ def git_state(package: Path) -> GitState | None:
 
 def _recorded(record: Path) -> GitState | None:
     try:
-        git = json.loads(read_text(record)).get("git")
+        git = parse_json(read_text(record)).get("git")
         known = {field.name: git[field.name] for field in fields(GitState)} if git else None
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return None if known is None else GitState(**{**known, "untracked": tuple(known["untracked"])})
 

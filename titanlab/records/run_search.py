@@ -120,7 +120,7 @@ def point_of(run: RunFolder) -> Mapping[str, Any]:
 def _point(line: str, path: Path, number: int) -> dict[str, Any]:
     try:
         value: Any = loaded(line)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError("sweep", path, f"line {number} is no JSON", _CURE) from error
     fits = isinstance(value, dict) and isinstance(value.setdefault("point", {}), dict)
     if not fits or not isinstance(value.get("run"), str | None) or not isinstance(value.get("dropped"), dict | None):

@@ -7,7 +7,6 @@ download continues.
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.system.files import write_json
 from titanlab.system.hub import explained, is_absent, unreachable
+from titanlab.system.json_text import parse_json
 from titanlab.techniques.model.contract import HuggingFaceFamily, ModelConfig
 from titanlab.train.weights_folder import (
     CONTEXT,
@@ -241,8 +241,8 @@ def fetch_model(repo: str, *, revision: str | None, token: str | None, key: str,
             raise ConfigError(key, repo, rule, "name a model whose files include one") from error
         raise explained(error, repo, key) from error
     try:
-        content = json.loads(config.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        content = parse_json(config.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ConfigError(key, repo, f"its {CONFIG} is no JSON", "name another revision") from error
     family_for(content if isinstance(content, dict) else {})
     report(f"fetching {repo}")

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import json
 import math
 import os
 import shutil
@@ -31,6 +30,7 @@ from titanlab.errors import ConfigError
 from titanlab.options import schema_of
 from titanlab.system.files import StoreFault
 from titanlab.system.foreign import LFS_POINTER, Foreign
+from titanlab.system.json_text import parse_json
 from titanlab.techniques.model.contract import ModelConfig
 
 if TYPE_CHECKING:
@@ -383,10 +383,10 @@ def read_object(path: Path, key: str) -> dict[str, Any]:
         ConfigError: the file is missing or has no JSON object.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(key, path.parent, f"has no {path.name}", "name a folder that has one") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:80]
         raise ConfigError(key, path, f"cannot be read ({reason})", "fetch the file again") from error
     if not isinstance(value, dict):

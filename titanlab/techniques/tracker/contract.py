@@ -7,7 +7,6 @@ attempts/N/tracker.json: the rows that a tracker has taken, so that a run can re
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from titanlab.system.files import read_text, write_json
+from titanlab.system.json_text import parse_json
 
 if TYPE_CHECKING:
     from titanlab.costs.setting import Setting
@@ -86,8 +86,8 @@ def write_record(path: Path, record: Record) -> None:
 def read_record(path: Path) -> Record | None:
     """Read a record; None if there is none, if its schema differs, or if a value is of another kind."""
     try:
-        value = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError):
+        value = parse_json(read_text(path))
+    except (OSError, ValueError):
         return None
     if not isinstance(value, Mapping) or value.get("schema") != RECORD_SCHEMA:
         return None
