@@ -7,7 +7,7 @@ from titanlab.options import option
 
 
 @option("data", "planted")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Planted(DataConfig):
     kind: str = "planted"
     vocab_size: int = 256

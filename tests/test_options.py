@@ -56,7 +56,9 @@ def installed(monkeypatch):
 
 def a_module(name: str, group: str, kind: str) -> ModuleType:
     module = ModuleType(name)
-    schema = dataclasses.make_dataclass("Made", [("kind", str, dataclasses.field(default=kind))], kw_only=True)
+    schema = dataclasses.make_dataclass(
+        "Made", [("kind", str, dataclasses.field(default=kind))], kw_only=True, frozen=True
+    )
     schema.__module__ = name
     module.Made = option(group, kind)(schema)
     return module
@@ -87,7 +89,7 @@ def test_a_config_names_its_implementation():
 
 
 def test_a_schema_must_name_its_kind():
-    @dataclass(kw_only=True)
+    @dataclass(frozen=True, kw_only=True)
     class Other:
         kind: str = "another"
 
@@ -130,3 +132,9 @@ def test_a_package_that_cannot_be_imported_is_named(installed):
     installed("titanlab.options", "nowhere.gpt_schema")
     with pytest.raises(ConfigError, match=r"titanlab.options=nowhere.gpt_schema: cannot be imported \(ModuleNotFound"):
         discover()
+
+
+def test_a_config_that_is_not_frozen_is_refused():
+    schema = dataclasses.make_dataclass("Loose", [("kind", str, dataclasses.field(default="loose"))], kw_only=True)
+    with pytest.raises(TypeError, match=r"^Loose: a config is a @dataclass\(frozen=True, kw_only=True\)$"):
+        option("optimizer", "loose")(schema)

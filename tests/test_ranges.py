@@ -38,7 +38,7 @@ def fields_of(schema: type, kind: type, prefix: str = "") -> list[tuple[str, ...
     for name, declared in ((each.name, hints[each.name]) for each in dataclasses.fields(schema)):
         if dataclasses.is_dataclass(declared):
             found += [(name, *inner) for inner in fields_of(declared, kind)]
-        elif kind in (declared, *typing.get_args(declared)) and typing.get_origin(declared) not in (list, dict):
+        elif kind in (declared, *typing.get_args(declared)) and typing.get_origin(declared) not in (tuple, dict):
             found.append((name,))
     return found
 

@@ -50,9 +50,11 @@ class Option:
 
 
 def option(group: str, kind: str | None = None) -> Callable[[T], T]:
-    """Mark a dataclass as the schema of a config group, or of one kind in it; its numbers are checked (`ranged`)."""
+    """Mark a frozen dataclass as the schema of a config group, or of one kind in it; `ranged` checks its numbers."""
 
     def mark(schema: T) -> T:
+        if not (dataclasses.is_dataclass(schema) and schema.__dataclass_params__.frozen):  # type: ignore[attr-defined]
+            raise TypeError(f"{schema.__qualname__}: a config is a @dataclass(frozen=True, kw_only=True)")
         if kind is not None:
             defaults = {field.name: field.default for field in dataclasses.fields(schema)}
             if defaults.get("kind") != kind:
@@ -102,7 +104,7 @@ def combination(group: str, name: str) -> Option | None:
             raise ConfigError(group, shown, f"{part!r} is no word", "rename that option's file: letters, digits and _")
     fields: list[Any] = [("kind", str, dataclasses.field(default=name)), *((part, Any, _MISSING) for part in parts)]
     schema = dataclasses.make_dataclass(
-        base.__name__, fields, bases=(base,), kw_only=True, namespace={"__module__": base.__module__}
+        base.__name__, fields, bases=(base,), kw_only=True, frozen=True, namespace={"__module__": base.__module__}
     )
     return Option(group=group, kind=name, schema=schema)
 

@@ -1,4 +1,4 @@
-"""Checks the size of every number of a config before any code uses it.
+"""Checks the size of every number of a config before any code uses it, and makes all of its values hashable.
 
 A number with too many digits makes endless loops and huge tables before any other rule is checked.
 """
@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from titanlab.errors import ConfigError
 
@@ -24,7 +24,7 @@ _DIGITS = 40  # most digits of a number in a message
 
 
 def ranged(prefix: str) -> Callable[[T], T]:
-    """Class decorator: check the numbers of a config dataclass whenever an instance is made.
+    """Class decorator: check the numbers of a config dataclass whenever an instance is made; lists become tuples.
 
     Whole numbers: an absolute value of at most `MOST`, or the field's `metadata={"most": …}` (None: another rule
     checks it). Floats: finite. Fields whose names end in `_seconds`: at most `MOST_SECONDS`.
@@ -46,12 +46,50 @@ def ranged(prefix: str) -> Callable[[T], T]:
             construct(self, *positional, **keywords)
             # Finiteness is checked after the schema's own rules, which give better advice.
             for field in fields.values():
-                _check_finite(field, prefix, getattr(self, field.name, None))
+                value = getattr(self, field.name, None)
+                _check_finite(field, prefix, value)
+                if isinstance(value, list | dict):
+                    # OmegaConf makes lists and dictionaries, and so do callers.
+                    object.__setattr__(self, field.name, hashable(value))
 
         schema.__init__ = checked  # type: ignore[misc]
         return schema
 
     return decorate
+
+
+class FrozenDict(dict[Any, Any]):
+    """A dictionary as a value of a config: hashable, because nothing changes it."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("a config is never changed: make another with dataclasses.replace")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FrozenDict, (dict(self),)
+
+
+def hashable(value: Any) -> Any:
+    """The same value with tuples for lists, and a `FrozenDict` for each dictionary."""
+    if isinstance(value, list | tuple):
+        return tuple(map(hashable, value))
+    if isinstance(value, dict):
+        return FrozenDict({key: hashable(inner) for key, inner in value.items()})
+    return value
+
+
+def plain(value: Any) -> Any:
+    """A config, or a value of one, as dictionaries, lists and scalars, in the order of its fields."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: plain(inner) for key, inner in value.items()}
+    return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def check_whole(key: str, value: int, most: int = MOST, *, cure: str = "give a smaller number") -> None:

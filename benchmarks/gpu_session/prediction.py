@@ -11,7 +11,6 @@ from typing import Any
 from titanlab.cli.compose import compose
 from titanlab.costs import hardware
 from titanlab.costs.account import Share, training_flops_per_token
-from titanlab.costs.config_key import key_of
 from titanlab.errors import ConfigError
 from titanlab.plan.activations import Batch, saved_bytes
 from titanlab.plan.explanation import explain
@@ -85,13 +84,13 @@ def predicted(recipe: Recipe) -> dict[str, Any]:
 def activation_bytes(recipe: Recipe) -> int:
     """What the blocks keep of a microbatch between forward and backward, as the policy of checkpointing declares it."""
     share = Share(element_bytes=recipe.precision.formats().compute_bytes, accelerator=recipe.cluster.accelerator)
-    batch = Batch(key_of(recipe.model), key_of(recipe.ac), share, recipe.microbatch, recipe.training.seq_len)
+    batch = Batch(recipe.model, recipe.ac, share, recipe.microbatch, recipe.training.seq_len)
     return saved_bytes(batch, recipe.model.account().layers)
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
     """Bytes of one checkpoint: parameters and optimizer state."""
-    whole = Sharding(key_of(recipe.model), key_of(recipe.precision), key_of(recipe.optimizer), 1, 1)
+    whole = Sharding(recipe.model, recipe.precision, recipe.optimizer, 1, 1)
     saved = added(stored_pieces(whole).values())
     return saved.parameters + saved.optimizer
 

@@ -20,7 +20,7 @@ def operation(name, *keeps):
 BLOCK = [operation("norm", X), operation("product", X, Y), operation("sum")]
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Odd(ACConfig):
     """Blocks with an odd number are recomputed."""
 
@@ -30,7 +30,7 @@ class Odd(ACConfig):
         return bool(number % 2)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Bare(ACConfig):
     """A policy that defines nothing."""
 

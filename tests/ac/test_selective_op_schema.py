@@ -88,7 +88,6 @@ def test_of_equally_similar_names_it_is_always_the_same():
     }
 
 
-def test_configs_do_not_share_their_lists(tmp_path):
-    SelectiveOp().saved.append("x")
-    assert SelectiveOp().saved == list(PAPER)
+def test_the_default_is_the_papers_list(tmp_path):
+    assert SelectiveOp().saved == PAPER
     tiny.recipe(tmp_path, ac=SelectiveOp())

@@ -219,7 +219,7 @@ from titanlab.techniques.optimizer.contract import Scheduled
 from titanlab.options import option
 
 @option("optimizer", "cautious")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Cautious(Scheduled):
     kind: str = "cautious"
     caution: float = 0.5

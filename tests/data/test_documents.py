@@ -154,7 +154,7 @@ def test_tokens_of_another_tool_need_only_one_of_the_ids(tmp_path: Path, cache: 
     assert source.separators(config).starts(np.arange(48, 56)[None]).tolist() == [[0, 0, 2, 2, 2, 2, 2, 2]]
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Masked(Planted):
     """A kind of data that has the key, and whose source does not say which tokens separate documents."""
 

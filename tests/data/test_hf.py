@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,7 @@ def test_named_validation_split(tmp_path: Path, model_file: Path, cache: Path) -
         rows = [{"text": f"{split} {text(number)}"} for number in range(20)]
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = made(folder, model_file, path=str(folder), data_files=[], validation_split="validation", streams=2)
-    config.validation_documents = 5
+    config = replace(config, validation_documents=5)
     source.prepare(config, report=silent)
     rows = list(source.open_validation(config, seq_len=16, sequences=10**6, rank=0, ranks=1))
     shown = load(model_file).decode([int(token) for row, _ in rows for token in row])

@@ -49,13 +49,13 @@ def test_files_of_this_machine_are_found_from_another_folder_too(tmp_path, monke
     monkeypatch.setenv("HOME", "/home/me")
     files = ["corpus/*.jsonl", "~/x.json", "/a/../b.json", "hf://datasets/a/b.json", "https://x/y.json.gz"]
     made = HuggingFace(path="json", data_files=files).data_files
-    assert made == [f"{tmp_path}/corpus/*.jsonl", "/home/me/x.json", "/b.json", *files[3:]]
+    assert made == (f"{tmp_path}/corpus/*.jsonl", "/home/me/x.json", "/b.json", *files[3:])
     assert HuggingFace(path="json", data_files=made).data_files == made
 
 
 def test_files_of_a_dataset_are_names_in_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert HuggingFace(path="allenai/c4", data_files=["en/*.gz"]).data_files == ["en/*.gz"]
+    assert HuggingFace(path="allenai/c4", data_files=["en/*.gz"]).data_files == ("en/*.gz",)
 
 
 def test_a_folder_is_a_folder_from_everywhere_and_a_name_of_the_hub_is_a_name(tmp_path, monkeypatch):
@@ -73,6 +73,5 @@ def test_a_folder_of_a_format_s_name_does_not_hide_the_format(tmp_path, monkeypa
     assert HuggingFace(path="json", data_files=["a.json"]).path == "json"
 
 
-def test_configs_do_not_share_their_lists():
-    HuggingFace(path="a/b").data_files.append("x")
-    assert HuggingFace(path="a/b").data_files == []
+def test_a_dataset_of_the_hub_has_no_files():
+    assert HuggingFace(path="a/b").data_files == ()

@@ -86,7 +86,7 @@ class LettersSource(DataSource):
     open_validation = partialmethod(_note, "open_validation")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Letters(DataConfig):
     kind: str = "letters"
     source: Any = field(default_factory=LettersSource)
@@ -151,7 +151,7 @@ def test_paths_hold_from_any_working_directory(tmp_path: Path, monkeypatch: pyte
     assert Files(files="a/*.txt:~/b").files == f"{tmp_path}/a/*.txt:/home/somebody/b"
     assert TokenFolder(folder="tokens").folder == f"{tmp_path}/tokens"
     assert Stdlib(tokenizer="t.model").tokenizer == f"{tmp_path}/t.model"
-    assert HuggingFace(path="json", data_files=["a", "hf://b"]).data_files == [f"{tmp_path}/a", "hf://b"]
+    assert HuggingFace(path="json", data_files=["a", "hf://b"]).data_files == (f"{tmp_path}/a", "hf://b")
     assert HuggingFace(path="allenai/c4").path == "allenai/c4"
     (tmp_path / "here").mkdir()
     assert HuggingFace(path="here").path == f"{tmp_path}/here"

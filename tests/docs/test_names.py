@@ -17,7 +17,7 @@ from tests.docs.test_commands import help_of
 from titanlab.options import discover
 from titanlab.recipe.compose import conf_folder, register
 from titanlab.recipe.keys import known_keys
-from titanlab.recipe.recipe import Recipe
+from titanlab.recipe.recipe import Recipe, schema_node
 
 GROUPS = {path.name for path in conf_folder().iterdir() if path.is_dir()}
 OVERRIDE = re.compile(r"'?[+~]?[a-z][\w.]*=\S.*")
@@ -82,7 +82,7 @@ def wrong_value(names, override):
     for name, schema in [(each, schema) for each in names for schema in keys()[each]]:
         try:
             for value in values:
-                OmegaConf.update(OmegaConf.structured(schema), name.partition(".")[2] or name, value)
+                OmegaConf.update(schema_node(schema), name.partition(".")[2] or name, value)
         except OmegaConfBaseException as error:
             wrong = str(error).splitlines()[0]
         else:

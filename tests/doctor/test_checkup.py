@@ -24,7 +24,7 @@ class PagerLauncher(Launcher):
         yield ok("pager", f"calls {self._config.number}")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Pager(LaunchConfig):
     """A launcher of another package."""
 

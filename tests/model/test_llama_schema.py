@@ -8,6 +8,8 @@ from omegaconf import OmegaConf
 from tests.model.published import NAMES, load
 from titanlab.errors import ConfigError
 from titanlab.options import schema_of
+from titanlab.ranges import plain
+from titanlab.recipe.recipe import schema_node
 from titanlab.techniques.model.llama_schema import Llama
 
 
@@ -68,7 +70,7 @@ def test_cures_work(dim, heads, kv_heads):
 @pytest.mark.parametrize("name", NAMES)
 def test_models_are_valid_and_convert_through_omegaconf(name):
     config = load(name)
-    structured = OmegaConf.merge(OmegaConf.structured(schema_of("model", config.kind)), vars(config))
+    structured = OmegaConf.merge(schema_node(schema_of("model", config.kind)), plain(config))
     assert OmegaConf.to_object(structured) == config
 
 

@@ -50,7 +50,7 @@ def test_impossible_values_are_refused(change, key):
 
 def test_values_at_the_ends_of_their_ranges_are_taken():
     config = AdamW(betas=[0.0, 0.0], weight_decay=0.0, rounding="nearest")
-    assert (config.betas, config.weight_decay, config.rounding) == ([0.0, 0.0], 0.0, "nearest")
+    assert (config.betas, config.weight_decay, config.rounding) == ((0.0, 0.0), 0.0, "nearest")
 
 
 def test_a_small_model_has_a_larger_eps_and_the_other_fields():

@@ -1,6 +1,7 @@
 """FSDP2 over symmetric memory, without GPUs: what each unit is told, in which order, and that sums stay the same."""
 
 import os
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -37,7 +38,7 @@ def test_every_unit_sums_and_then_divides(pool, tmp_path, layout):
         # Behind the rule's back, which refuses a CPU.
         made = tiny.recipe(tmp_path, name=f"run-{symmetric}", steps=3, at_end=False, **layout)
         run = tiny.begin(made)
-        made.parallelism.symmetric_memory = symmetric
+        made = replace(made, parallelism=replace(made.parallelism, symmetric_memory=symmetric))
         found.append(pool.run(world, traced, made, run)[0])
     (plain, none), (trace, told) = found
     assert none == []

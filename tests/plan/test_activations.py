@@ -7,7 +7,6 @@ import pytest
 from tests import tiny
 from tests.plan.kept import LOG_PROBABILITY_BYTES, allocated_before_backward, most_between_actions
 from titanlab.costs.account import Share
-from titanlab.costs.config_key import key_of
 from titanlab.plan.activations import deferred_bytes
 from titanlab.plan.memory import _Ranks, memory
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer, SelectiveOp
@@ -86,11 +85,11 @@ def test_a_pipelines_ranks_keep_what_is_planned(pool, tmp_path, schedule, policy
 def test_between_its_halves_a_backward_keeps_the_factors_of_its_products():
     model = tiny.Llama(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=192, vocab_size=256)
     tokens, share = 2 * 32, Share(element_bytes=2)
-    found = deferred_bytes(key_of(model), share, 2, 32)
+    found = deferred_bytes(model, share, 2, 32)
     # Inputs of q, k and v, of o, of gate and up, and of down; gradients of their outputs.
     assert found[""] == 2 * tokens * ((64 + 64 + 64 + 192) + (64 + 32 + 32 + 64) + (192 + 192 + 64))
     assert found["output"] == 2 * tokens * (64 + 256)
     assert found["tok_embeddings"] == found["norm"] == 0
-    halved = deferred_bytes(key_of(model), Share(element_bytes=2, tensor=2), 2, 32)
+    halved = deferred_bytes(model, Share(element_bytes=2, tensor=2), 2, 32)
     # Tensor parallelism cuts heads, columns and the vocabulary; what the products read and write in common is whole.
     assert halved[""] == 2 * tokens * ((64 + 32 + 64 + 96) + (32 + 16 + 16 + 64) + (96 + 96 + 64))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from titanlab.costs.config_key import key_of
 from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.plan.activations import _of_rank, _peaks, _totals, peaks, totals
@@ -21,7 +20,7 @@ def all_peaks(schedule, *, ranks, microbatches):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_largest_sum_is_that_of_the_timeline(kind):
     schedule = discover()["schedule"][kind].schema()
-    found = all_peaks(key_of(schedule), ranks=4, microbatches=8)
+    found = all_peaks(schedule, ranks=4, microbatches=8)
     orders = schedule.actions(ranks=4, microbatches=8)
     stages = len(schedule.placement(ranks=4)) // 4
     assert [max(sum(moment) for moment in rank) / stages for rank in found] == [peak_in_flight(o) for o in orders]
@@ -30,7 +29,7 @@ def test_the_largest_sum_is_that_of_the_timeline(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("microbatches", [13, 16, 30])
 def test_many_microbatches_are_as_all_their_actions_say(kind, microbatches):
-    key = key_of(discover()["schedule"][kind].schema())
+    key = discover()["schedule"][kind].schema()
     found = all_peaks(key, ranks=3, microbatches=microbatches)
     assert found == [_peaks(key, 3, microbatches, rank) for rank in range(3)]
     assert totals(key, ranks=3, microbatches=microbatches) == _totals(key, 3, microbatches)
@@ -39,8 +38,8 @@ def test_many_microbatches_are_as_all_their_actions_say(kind, microbatches):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("saved", "deferred"), [(5, 0), (5, 3), (3, 5)])
 def test_where_stages_are_alike_totals_say_as_much_as_all_moments(kind, saved, deferred):
-    of = {"schedule": key_of(discover()["schedule"][kind].schema()), "ranks": 4, "microbatches": 12}
-    apiece = len(of["schedule"].value.placement(ranks=4)) // 4
+    of = {"schedule": discover()["schedule"][kind].schema(), "ranks": 4, "microbatches": 12}
+    apiece = len(of["schedule"].placement(ranks=4)) // 4
     own = [saved] * apiece + [deferred] * apiece
     moments = [
         max(sum(n * bytes_ for n, bytes_ in zip(moment, own, strict=True)) for moment in rank)
@@ -61,4 +60,4 @@ def test_a_microbatch_is_in_one_of_two_states_until_the_end_of_its_backward():
 
 def test_too_few_microbatches_are_the_schedules_error():
     with pytest.raises(ConfigError, match="at least 8 microbatches"):
-        peaks(key_of(discover()["schedule"]["dualpipe_v"].schema()), ranks=4, microbatches=4, rank=0)
+        peaks(discover()["schedule"]["dualpipe_v"].schema(), ranks=4, microbatches=4, rank=0)

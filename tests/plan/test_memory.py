@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 
 from tests.plan.recipes import SMALL, made
-from titanlab.costs.config_key import key_of
 from titanlab.errors import ConfigError
 from titanlab.plan.memory import ITEMS, RankMemory, memory, most_memory
 from titanlab.plan.stages import model_facts
@@ -43,7 +42,7 @@ def test_each_rank_of_a_pipeline_has_all_items(degrees):
 
 
 def test_parameters_are_exact_and_shared_out():
-    account = model_facts(key_of(SMALL)).account
+    account = model_facts(SMALL).account
     count = sum(_product(shape) for shape in account.parameters.values())
     assert parameters(small()) == 4 * count
     assert parameters(small(shard=4)) == pytest.approx(4 * count / 4, rel=1e-3)

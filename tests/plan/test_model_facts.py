@@ -8,7 +8,6 @@ import pytest
 
 from tests.plan.recipes import SMALL
 from titanlab.costs.account import ModelAccount
-from titanlab.costs.config_key import key_of
 from titanlab.plan.stages import block_operations, edge_operations, flops_per_token, model_facts
 
 
@@ -28,7 +27,7 @@ class Whole:
 
 @pytest.mark.parametrize(("layers", "middle"), [(1, 0), (2, 1), (3, 1), (21, 10)])
 def test_a_model_that_cannot_be_cut_is_one_piece_without_a_name(layers, middle):
-    facts = model_facts(key_of(Whole(layers)))
+    facts = model_facts(Whole(layers))
     assert (facts.before, facts.after) == ((), ("",))
     assert list(facts.sample.parameters) == ["table.weight", f"layers.{middle}.w.weight"]
     assert facts.sample.layers == 1
@@ -37,7 +36,7 @@ def test_a_model_that_cannot_be_cut_is_one_piece_without_a_name(layers, middle):
 @pytest.mark.parametrize("tied", [False, True])
 def test_one_block_stands_for_itself(tied):
     model = dataclasses.replace(SMALL, layers=1, tied_embeddings=tied)
-    facts = model_facts(key_of(model))
+    facts = model_facts(model)
     assert facts.block == "layers.0"
     assert facts.sample.parameters == facts.account.parameters
     assert facts.sample.parameter_count == facts.account.parameter_count
@@ -47,7 +46,7 @@ def test_one_block_stands_for_itself(tied):
 
 def test_flops_and_operations_are_those_of_the_sizes_that_are_asked_for():
     """A token's attention grows with the sequence: 12 FLOPs for each layer, head and position."""
-    key = key_of(SMALL)
+    key = SMALL
     assert flops_per_token(key, 96) - flops_per_token(key, 32) == 12 * 6 * 256 * 64
     for operations in (block_operations, edge_operations):
         assert {each.output[0] for each in operations(key, 3, 32)} == {3}

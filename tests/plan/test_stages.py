@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.plan.recipes import SMALL, made
-from titanlab.costs.config_key import key_of
 from titanlab.errors import ConfigError
-from titanlab.plan.stages import Unkeyed, model_facts, parts_of, placement_of, stages_of, treatments
+from titanlab.plan.stages import model_facts, parts_of, placement_of, stages_of, treatments
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveLayer
 from titanlab.techniques.schedule.published_schema import Interleaved1F1B
 
-MODEL, SPLIT = key_of(SMALL), key_of(made().parallelism.split)
+MODEL, SPLIT = SMALL, made().parallelism.split
 
 
 @pytest.mark.parametrize(
@@ -19,9 +18,9 @@ MODEL, SPLIT = key_of(SMALL), key_of(made().parallelism.split)
 )
 def test_stages_have_all_pieces_in_order(ranks, schedule):
     recipe = made(model=SMALL, schedule=schedule)
-    stages = stages_of(MODEL, key_of(recipe.schedule), SPLIT, ranks, 1024)
+    stages = stages_of(MODEL, recipe.schedule, SPLIT, ranks, 1024)
     assert [piece for stage in stages for piece in stage] == list(model_facts(MODEL).account.pieces)
-    assert len(stages) == len(placement_of(key_of(recipe.schedule), ranks))
+    assert len(stages) == len(placement_of(recipe.schedule, ranks))
     blocks = [number for stage in stages for number in parts_of(stage).blocks]
     assert blocks == list(range(SMALL.layers))
 
@@ -36,7 +35,7 @@ def test_pieces_that_are_no_blocks_are_edges():
 
 def test_more_stages_than_pieces_are_refused_in_one_line():
     with pytest.raises(ConfigError) as caught:
-        stages_of(MODEL, key_of(made().schedule), SPLIT, 16, 1024)
+        stages_of(MODEL, made().schedule, SPLIT, 16, 1024)
     assert "\n" not in str(caught.value)
 
 
@@ -50,13 +49,7 @@ def test_the_sample_is_the_edges_and_one_block():
 
 
 def test_treatments_name_the_first_block_of_each():
-    assert treatments(key_of(FullCheckpointing()), 3) == ((0,), (0, 0, 0))
-    first, kind_of = treatments(key_of(SelectiveLayer(every=3)), 6)
+    assert treatments(FullCheckpointing(), 3) == ((0,), (0, 0, 0))
+    first, kind_of = treatments(SelectiveLayer(every=3), 6)
     assert (len(first), [kind_of[number] for number in first]) == (2, [0, 1])
     assert sorted(kind_of).count(kind_of[first[0]]) in (2, 4)
-
-
-def test_what_a_cache_does_not_look_at_is_equal_to_all_of_its_kind():
-    assert Unkeyed(1) == Unkeyed(2)
-    assert hash(Unkeyed(1)) == hash(Unkeyed([]))
-    assert Unkeyed(1) != 1

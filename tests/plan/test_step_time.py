@@ -7,7 +7,6 @@ import pytest
 
 from tests.plan.recipes import LLAMA_8B, SMALL, made
 from titanlab.costs.account import EXCHANGE, training_flops_per_token
-from titanlab.costs.config_key import key_of
 from titanlab.costs.traffic_account import Coordinate, step_traffic
 from titanlab.plan.exchange import context_rows, sharding_of, tensor_rows
 from titanlab.plan.machine import Efficiencies, machine_of
@@ -203,7 +202,7 @@ def test_accumulated_microbatches_are_reduced_once():
 )
 def test_bytes_are_those_of_the_formulas(recipe):
     """Bytes of one block times the blocks, and of the edges, are what the formulas say of the whole model."""
-    facts, machine = model_facts(key_of(recipe.model)), machine_of(recipe)
+    facts, machine = model_facts(recipe.model), machine_of(recipe)
     step = step_of(recipe, account=facts.sample)
     layers, edges = recipe.model.layers, (*facts.before, *facts.after)
     expected = step_traffic(step_of(recipe), Coordinate())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tests.plan.layouts import SMALL
-from titanlab.costs.config_key import key_of
 from titanlab.plan.memory import Sharding, added, representatives, stored_pieces
 from titanlab.techniques.optimizer.adamw_schema import AdamW
 from titanlab.techniques.precision.cast_schema import Bf16, Fp32
@@ -12,7 +11,7 @@ ACCOUNT = SMALL.account()
 
 
 def whole(precision, *, tensor=1, fsdp=1):
-    sharding = Sharding(key_of(SMALL), key_of(precision), key_of(AdamW()), tensor, fsdp)
+    sharding = Sharding(SMALL, precision, AdamW(), tensor, fsdp)
     return added(stored_pieces(sharding).values())
 
 
@@ -30,6 +29,6 @@ def test_in_one_precision_everything_has_its_width():
 
 
 def test_blocks_are_alike_and_other_pieces_stand_for_themselves():
-    like = representatives(key_of(SMALL))
+    like = representatives(SMALL)
     assert {like[f"layers.{number}"] for number in range(6)} == {"layers.0"}
     assert like["tok_embeddings"] == "tok_embeddings"

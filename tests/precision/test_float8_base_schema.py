@@ -180,7 +180,7 @@ def test_in_a_proof_it_is_emulated_and_names_no_blocks_that_are_not_there():
     notes = []
     config = Float8Rowwise(emulate="false", skip=["output", "layers.0", "layers.7"], fp32_parts=["norm", "layers.9"])
     reduced = config.reduced(layers=2, note=notes.append)
-    assert (reduced.emulate, reduced.skip, reduced.fp32_parts) == ("auto", ["output", "layers.0"], ["norm"])
+    assert (reduced.emulate, reduced.skip, reduced.fp32_parts) == ("auto", ("output", "layers.0"), ("norm",))
     assert notes == [
         "precision=float8_rowwise is emulated: the same rounding, in 32 bits",
         "precision.skip names blocks that the reduced model lacks",

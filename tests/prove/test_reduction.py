@@ -119,12 +119,12 @@ def test_what_a_cpu_lacks_is_replaced_and_said(tmp_path):
         "compile.backend=inductor:",
     ]
     assert (made.recipe.compile.backend, made.recipe.compile.mode) == ("aot_eager", "default")
-    assert (made.recipe.precision.skip, made.recipe.precision.fp32_parts) == (["output"], [])
+    assert (made.recipe.precision.skip, made.recipe.precision.fp32_parts) == (("output",), ())
     (kept,) = reduced(candidate, inductor=True)
     assert kept.recipe.compile.backend == "inductor"
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EverySecondBit(PrecisionConfig):
     """A precision of another package, with a field that has the name of another precision's."""
 

@@ -14,7 +14,7 @@ from titanlab.prove.tolerances import FP32, RUNS
 from titanlab.techniques.precision.cast_schema import Bf16
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Narrow(Bf16):
     """A precision of another package whose name says nothing about its bits."""
 

@@ -1,6 +1,6 @@
 """Composed configs become dataclasses, each value of a group with a schema of that group; where folders are looked up."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
@@ -12,6 +12,7 @@ from titanlab.errors import ConfigError
 from titanlab.options import Option, discover, option
 from titanlab.recipe import compose as recipes
 from titanlab.recipe.compose import PackagesOnSearchPath, conf_folder, to_group, to_recipe
+from titanlab.recipe.recipe import schema_node
 from titanlab.techniques.optimizer.adamw_schema import AdamW
 from titanlab.techniques.optimizer.contract import Scheduled
 from titanlab.techniques.profiler.profilers_schema import Off
@@ -27,11 +28,11 @@ def refused(action, *given):
 
 def test_a_composed_config_becomes_the_recipe(tmp_path):
     recipe = tiny.recipe(tmp_path, shard=2)
-    assert to_recipe(OmegaConf.structured(recipe), {}, "config") == recipe
+    assert to_recipe(schema_node(recipe), {}, "config") == recipe
 
 
 def test_a_group_becomes_the_dataclass_of_its_schema():
-    node = OmegaConf.structured(AdamW(lr=1e-3, betas=[0.8, 0.9]))
+    node = schema_node(AdamW(lr=1e-3, betas=[0.8, 0.9]))
     assert to_group(node, "optimizer", KINDS) == AdamW(lr=1e-3, betas=[0.8, 0.9])
 
 
@@ -40,12 +41,12 @@ def test_a_group_without_a_schema_is_told_the_schemas_that_there_are():
     assert said.startswith("optimizer=null: is made without a schema of this group; begin its YAML with defaults: [")
     assert "[adamw_schema, _self_] or [" in said
     # That of another group is none.
-    said = refused(to_group, OmegaConf.structured(Off), "optimizer", KINDS)
+    said = refused(to_group, schema_node(Off), "optimizer", KINDS)
     assert said.startswith("optimizer=null: is made without a schema of this group")
 
 
 def test_the_kind_selects_nothing():
-    node = OmegaConf.structured(AdamW(lr=1e-3))
+    node = schema_node(AdamW(lr=1e-3))
     node.kind = "muon"
     assert refused(to_group, node, "optimizer", KINDS) == (
         "optimizer.kind=muon: says which schema the group has, and it has that of adamw; "
@@ -55,7 +56,7 @@ def test_the_kind_selects_nothing():
 
 @pytest.mark.parametrize("place", ["", "schedule"])
 def test_a_key_of_no_schema_is_refused_wherever_it_was_added(place):
-    node = OmegaConf.structured(AdamW(lr=1e-3))
+    node = schema_node(AdamW(lr=1e-3))
     inner = node[place] if place else node
     with open_dict(inner):
         inner.colour = "red"
@@ -64,25 +65,25 @@ def test_a_key_of_no_schema_is_refused_wherever_it_was_added(place):
 
 
 def test_an_added_key_of_a_recipe_is_refused(tmp_path):
-    config = OmegaConf.structured(tiny.recipe(tmp_path))
+    config = schema_node(tiny.recipe(tmp_path))
     with open_dict(config):
         config.colour = "red"
     assert refused(to_recipe, config, {}, "config").startswith("colour=red: is no key of this recipe")
 
 
 @option("optimizer", "early")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Foreign:
     kind: str = "early"
     lr: float = 1.0e-3
 
 
 @option("optimizer", "early")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Incomplete(Scheduled):
     kind: str = "early"
     lr: float = 1.0e-3
-    betas: list[float] = field(default_factory=list)
+    betas: tuple[float, ...] = ()
 
 
 @pytest.mark.parametrize(
@@ -107,8 +108,8 @@ class Incomplete(Scheduled):
 def test_a_config_without_the_contract_of_its_group_is_refused(tmp_path, monkeypatch, schema, rule):
     early = Option(group="optimizer", kind="early", schema=schema)
     monkeypatch.setattr(recipes, "discover", lambda: {**discover(), "optimizer": {**KINDS, "early": early}})
-    config = OmegaConf.structured(tiny.recipe(tmp_path))
-    config.optimizer = OmegaConf.structured(schema)
+    config = schema_node(tiny.recipe(tmp_path))
+    config.optimizer = schema_node(schema)
     assert refused(to_recipe, config, {"optimizer": "early"}, "config") == (
         f"optimizer=early: has a config ({__name__}) {rule}"
     )

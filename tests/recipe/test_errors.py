@@ -11,6 +11,7 @@ from titanlab.errors import ConfigError
 from titanlab.recipe.compose import Loader
 from titanlab.recipe.flags import read_flags
 from titanlab.recipe.hydra_errors import composition_errors
+from titanlab.recipe.recipe import schema_node
 
 
 def translated(error, overrides=(), flags=None):
@@ -108,7 +109,7 @@ def recipe(tmp_path_factory):
 
 def refused(recipe, key, value, overrides=None):
     """What is said of a value that the recipe does not take."""
-    node = OmegaConf.structured(recipe)
+    node = schema_node(recipe)
     with pytest.raises(ConfigError) as raised, composition_errors(overrides or [f"{key}={value}"]):
         OmegaConf.update(node, key, value, merge=True)
         OmegaConf.to_container(node, resolve=True, throw_on_missing=True)

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from titanlab.options import discover, schema_of
 from titanlab.recipe.compose import conf_folder
+from titanlab.recipe.recipe import schema_node
 
 FILES = sorted(path for group in discover() for path in (conf_folder() / group).glob("*.yaml"))
 
@@ -30,7 +31,7 @@ def inherited(path: Path) -> Any:
     assert own == "_self_"
     group = path.parent.name
     if base.endswith("schema"):
-        return OmegaConf.structured(schema_of(group, base.removesuffix("schema").removesuffix("_") or None))
+        return schema_node(schema_of(group, base.removesuffix("schema").removesuffix("_") or None))
     option = path.with_name(f"{base}.yaml")
     return OmegaConf.merge(inherited(option), contents(option)[1])
 

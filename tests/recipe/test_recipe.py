@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import itertools
 import math
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +21,9 @@ from omegaconf import OmegaConf
 from tests import tiny
 from titanlab.errors import ConfigError
 from titanlab.options import discover
+from titanlab.ranges import plain
 from titanlab.recipe.compose import conf_folder, register
-from titanlab.recipe.recipe import Recipe, from_mapping, resolve, to_mapping
+from titanlab.recipe.recipe import Recipe, from_mapping, resolve, schema_node, to_mapping
 from titanlab.recipe.recipe_rules import check
 from titanlab.records.config_file import config_text
 from titanlab.records.identity import identify
@@ -340,14 +344,30 @@ def test_longest_name_is_a_folder(tmp_path: Path):
         tiny.recipe(tmp_path, name=name + "x")
 
 
-def test_a_changed_recipe_changes_no_other_one(tmp_path):
-    """Equal groups are checked once, and each recipe has its own objects."""
+def test_a_recipe_is_frozen_and_the_key_of_a_table(tmp_path):
     mapping = to_mapping(tiny.recipe(tmp_path))
-    one, other = from_mapping(mapping), from_mapping(mapping)
-    one.training.steps += 1
-    one.optimizer.schedule.warmup_steps = 77
-    assert to_mapping(other) == mapping
-    assert to_mapping(from_mapping(mapping)) == mapping
+    mapping["cluster"]["efficiencies"] = {"matmul": 0.5}
+    one, other = from_mapping(mapping), from_mapping(copy.deepcopy(mapping))
+    assert {one: 1}[other] == {pickle.loads(pickle.dumps(one)): 1}[other] == {copy.deepcopy(one): 1}[other] == 1
+    assert {one: 1}.get(dataclasses.replace(other, seed=7)) is None
+    for config, name in ((one, "seed"), (one.training, "steps"), (one.optimizer.schedule, "warmup_steps")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(config, name, 77)
+    with pytest.raises(TypeError, match=r"never changed: make another with dataclasses\.replace"):
+        one.cluster.efficiencies["matmul"] = 0.7
+    assert to_mapping(one) == mapping
+
+
+@pytest.mark.parametrize("group", sorted(discover()))
+def test_the_configs_of_every_group_are_hashable(group):
+    made = []
+    for option in discover()[group].values():
+        # Some options need a value from a person; models need all of their sizes.
+        with contextlib.suppress(ConfigError, TypeError):
+            made.append(option.schema())
+            assert hash(made[-1]) == hash(option.schema())
+            assert schema_node(option.schema) == OmegaConf.create(plain(made[-1]))
+    assert made or group == "model"
 
 
 def test_an_error_has_the_value_of_an_unknown_key(tmp_path):

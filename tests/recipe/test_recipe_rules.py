@@ -35,8 +35,7 @@ def test_names_become_folders(tmp_path, key, value, cure):
 
 @pytest.mark.parametrize(("key", "value"), [("repeat", -1), ("seed", -1), ("seed", 2**63)])
 def test_numbers_of_the_recipe_itself(tmp_path, key, value):
-    made = tiny.recipe(tmp_path)
-    setattr(made, key, value)
+    made = replace(tiny.recipe(tmp_path), **{key: value})
     with pytest.raises(ConfigError, match=f"^{key}={value}: .*; try 0$"):
         check_all_but_data(made)
 
@@ -81,7 +80,7 @@ def test_kernels_of_attention_have_their_devices(tmp_path, attention, accelerato
         check(resolved(made, model=replace(made.model, attention=attention), cluster=cluster))
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Exact(PrecisionConfig):
     """A precision of another package that computes in 32 bits."""
 

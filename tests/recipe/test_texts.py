@@ -37,7 +37,7 @@ def texts(recipe: Recipe) -> tuple:
 
 @pytest.mark.parametrize("text", TYPED)
 def test_a_text_is_the_text_as_typed_through_every_door(tmp_path, text):
-    expected = (text, text, [text, "a"], text, [text])
+    expected = (text, text, (text, "a"), text, (text,))
     groups = "launch=slurm", "tracker=wandb"
     overrides = [f"name={text}", f"launch.partition={text}", f"launch.preamble=[{text},a]", f"tracker.tags=[ {text} ]"]
     recipe = composed(*groups, *overrides, f"+launch.environment.X={text}")

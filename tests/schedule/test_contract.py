@@ -12,7 +12,7 @@ from titanlab.techniques.schedule.contract import OneStage, PipelineSchedule
 ACTIONS = ("0F0 0F1 0B0 0B1", "1F0 1I0 1W0 1F1 1B1")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Given(OneStage):
     """A schedule that defines its actions alone."""
 

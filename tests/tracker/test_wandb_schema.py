@@ -55,7 +55,7 @@ def test_every_mode_that_writes_needs_the_package(monkeypatch, mode):
 def test_a_rebuild_writes_offline_and_loses_no_row():
     config = Wandb(mode="online", project="mine", tags=["a"], finish_seconds=1, queue_rows=10)
     rebuilt = config.for_rebuild(1_000_000)
-    assert (rebuilt.mode, rebuilt.project, rebuilt.tags) == ("offline", "mine", ["a"])
+    assert (rebuilt.mode, rebuilt.project, rebuilt.tags) == ("offline", "mine", ("a",))
     # All rows and the summary wait at once, and there is time for some thousand rows a second.
     assert rebuilt.queue_rows > 1_000_000
     assert rebuilt.finish_seconds > 1_000_000 / 5_000

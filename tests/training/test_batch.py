@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -76,7 +77,7 @@ def test_positions_in_documents_restart_and_their_starts_are_those_of_the_whole_
     separators = SimpleNamespace(starts=lambda tokens: asked.append(tokens.shape) or starts)
     monkeypatch.setattr(module.source, "separators", lambda data: separators)
     recipe = tiny.recipe(tmp_path, context=context)
-    recipe.data.document_mask = True
+    recipe = replace(recipe, data=replace(recipe.data, document_mask=True))
     chosen = positions_of(recipe, ALONE, on(context - 1))
     documents = to_device_of(recipe, ALONE, on(context - 1), reports_loss=True)(batch()).documents
     assert isinstance(documents, Packed)

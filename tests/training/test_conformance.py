@@ -14,7 +14,7 @@ SIZES = {"dim": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_dim": 48, "voca
 NORM, WQ = "norm.weight", "layers.0.attention.wq.weight"
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Wrong(Llama):
     """A Llama some of whose answers are replaced: `edit`, by method, changes what it says."""
 

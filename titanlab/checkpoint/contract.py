@@ -149,7 +149,7 @@ class Saver(Protocol):
         """Is called before the model changes, so that copies of it which a device makes are complete."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Intervals(CheckpointConfig):
     """The fields that all kinds share. A dataclass that inherits from it defines `kind` and `implementation`.
 

@@ -15,7 +15,7 @@ _NO_IDENTITY = {"identity": False}
 
 
 @option("checkpoint", "off")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Off(Intervals):
     """Nothing is saved. `load_from` still says what the run starts from."""
 
@@ -36,7 +36,7 @@ class Off(Intervals):
 
 
 @option("checkpoint", "sync")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Sync(Intervals):
     """The training waits until a checkpoint is on the disk. It needs no memory beside the model's."""
 
@@ -49,7 +49,7 @@ class Sync(Intervals):
 
 
 @option("checkpoint", "async")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Async(Intervals):
     """The training waits for a copy in host memory, and goes on while a thread writes it.
 
@@ -65,7 +65,7 @@ class Async(Intervals):
 
 
 @option("checkpoint", "async_pinned")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class AsyncPinned(Intervals):
     """As async on GPUs: the copy goes to pinned memory, on a stream of its own, while the next step computes."""
 

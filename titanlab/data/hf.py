@@ -83,9 +83,9 @@ class HuggingFaceSource(CachedText[HuggingFace]):
         if config.path in LOCAL_BUILDERS:
             location: list[object] = [config.path, cache.hash_of_files(_local_files(config))]
         elif os.path.isdir(config.path):
-            location = ["folder", cache.hash_of_files(matching(config.path, "data.path")), config.data_files]
+            location = ["folder", cache.hash_of_files(matching(config.path, "data.path")), list(config.data_files)]
         else:
-            location = [config.path, config.data_files]
+            location = [config.path, list(config.data_files)]
         held_out = [config.validation_split, config.validation_fraction, config.validation_documents]
         return cache.hash_of_values(
             ORDER, location, config.name, config.revision, config.split, held_out, config.text_field, tokenizer

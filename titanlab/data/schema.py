@@ -13,7 +13,7 @@ SMALLEST_VOCABULARY = 320
 """256 bytes, three special tokens and room for the characters of a plain text."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Text(DataConfig):
     """Text that becomes tokens.
 
@@ -49,7 +49,7 @@ class Text(DataConfig):
                 "try 0.01, or 0 to hold nothing out",
             )
         if self.tokenizer is not None:
-            self.tokenizer = absolute(self.tokenizer)
+            object.__setattr__(self, "tokenizer", absolute(self.tokenizer))
 
 
 def absolute(path: str) -> str:
@@ -58,7 +58,7 @@ def absolute(path: str) -> str:
 
 
 @option("data", "files")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Files(Text):
     """Text, JSONL or parquet files.
 
@@ -87,7 +87,7 @@ class Files(Text):
         if any(os.pathsep in absolute(part) for part in parts):
             rule = f"is relative to {os.getcwd()}, whose {os.pathsep!r} separates files"
             raise ConfigError("data.files", self.files, rule, "start in a folder without, or give an absolute path")
-        self.files = os.pathsep.join(map(absolute, parts))
+        object.__setattr__(self, "files", os.pathsep.join(map(absolute, parts)))
         if not self.text_field:
             raise ConfigError("data.text_field", self.text_field, "names no field", "try text")
 
@@ -98,7 +98,7 @@ class Files(Text):
 
 
 @option("data", "stdlib")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Stdlib(Text):
     """The source of this Python's standard library: real text on every machine, without a network."""
 
@@ -117,7 +117,7 @@ LOCAL_BUILDERS = ("json", "parquet", "text", "csv", "arrow")
 
 
 @option("data", "hf")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class HuggingFace(Text):
     """Any dataset that Hugging Face `datasets` can stream.
 
@@ -141,7 +141,7 @@ class HuggingFace(Text):
     path: str = field(default="", metadata={"identity": False})
     name: str | None = None
     revision: str | None = None
-    data_files: list[str] = field(default_factory=list, metadata={"identity": False})
+    data_files: tuple[str, ...] = field(default=(), metadata={"identity": False})
     split: str = "train"
     validation_split: str | None = None
     validation_documents: int = 1000
@@ -170,9 +170,10 @@ class HuggingFace(Text):
                 raise ConfigError(
                     "data.data_files", [], f"path={self.path} needs files", "try 'data.data_files=[corpus/*.jsonl]'"
                 )
-            self.data_files = [file if "://" in file else absolute(file) for file in self.data_files]
+            files = tuple(file if "://" in file else absolute(file) for file in self.data_files)
+            object.__setattr__(self, "data_files", files)
         elif os.path.isdir(os.path.expanduser(self.path)):
-            self.path = absolute(self.path)
+            object.__setattr__(self, "path", absolute(self.path))
 
     def _default(self, name: str) -> object:
         return type(self).__dataclass_fields__[name].default
@@ -184,7 +185,7 @@ class HuggingFace(Text):
 
 
 @option("data", "tokens")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TokenFolder(DataConfig):
     """Existing token shards, made by `titanlab tokenize` or by another tool.
 
@@ -207,7 +208,7 @@ class TokenFolder(DataConfig):
                 "names no folder",
                 "make one with `titanlab tokenize`: data.folder=<it>",
             )
-        self.folder = absolute(self.folder)
+        object.__setattr__(self, "folder", absolute(self.folder))
 
     def implementation(self) -> DataSource:
         from titanlab.data.text import TokenFolderSource
@@ -216,7 +217,7 @@ class TokenFolder(DataConfig):
 
 
 @option("data", "synthetic")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Synthetic(DataConfig):
     """Random tokens, computed and not read: for benchmarks, in which no step may wait for data.
 

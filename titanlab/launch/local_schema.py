@@ -10,7 +10,7 @@ from titanlab.options import option
 
 
 @option("launch", "local")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Local(LaunchConfig):
     """Processes on this host.
 

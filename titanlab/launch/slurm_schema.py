@@ -22,7 +22,7 @@ _GPU_FLAGS = ("gpus-per-node", "gres")
 
 
 @option("launch", "slurm")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Slurm(LaunchConfig):
     """Jobs of a Slurm cluster. For keys that are null, the site's default applies.
 
@@ -73,10 +73,10 @@ class Slurm(LaunchConfig):
     min_world: int | None = None
     threads: int | None = field(default=None, metadata={"most": 10_000})
     python: str | None = None
-    preamble: list[str] = field(default_factory=list)
+    preamble: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
-    container: list[str] = field(default_factory=list)
-    srun_arguments: list[str] = field(default_factory=list)
+    container: tuple[str, ...] = ()
+    srun_arguments: tuple[str, ...] = ()
     extra: dict[str, str | int | float | bool | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -61,9 +61,17 @@ class Shape:
 class Placed(Protocol):
     """The part of a resolved recipe from which a shape is derived."""
 
-    world: int | None
-    cluster: Cluster
-    launch: LaunchSettings
+    @property
+    def world(self) -> int | None:
+        """The number of processes."""
+
+    @property
+    def cluster(self) -> Cluster:
+        """The machines."""
+
+    @property
+    def launch(self) -> LaunchSettings:
+        """The way jobs are started."""
 
     @property
     def layout(self) -> Layout:

@@ -18,7 +18,7 @@ CHOICES = {
 
 
 @option("parallelism")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Parallelism:
     """The degrees of a layout, and options of its axes; one degree may be -1 and follows from the world size.
 
@@ -55,7 +55,7 @@ class Parallelism:
     loss_parallel: bool = True
     async_tensor: bool = False
     context_method: str = "ring"
-    split: list[Any] | None = None
+    split: tuple[Any, ...] | None = None
     reshard_after_forward: str = "auto"
     cpu_offload: bool = False
     symmetric_memory: bool = field(default=False, metadata={"before": False})

@@ -10,11 +10,13 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from titanlab.costs.account import Activation, Operation, Share, kept
-from titanlab.costs.config_key import Key
 from titanlab.costs.setting import chunk_bytes
 from titanlab.plan.pipeline_time import shorter
 from titanlab.plan.stages import actions_of, block_operations, edge_operations, model_facts, placement_of, treatments
+from titanlab.techniques.ac.contract import ACConfig
+from titanlab.techniques.model.contract import ModelConfig
 from titanlab.techniques.schedule.action import Action, Kind
+from titanlab.techniques.schedule.contract import PipelineSchedule
 
 # Bytes for each logit while the loss is computed, beside the logits' own width c. Eager: in the forward pass logits,
 # their copy in float32 and log-probabilities; in the backward pass log-probabilities, their gradient, and that of the
@@ -29,8 +31,8 @@ _LARGEST_TOGETHER = 3
 class Batch(NamedTuple):
     """The shape of a microbatch and its share on a rank; the key of a cache."""
 
-    model: Key
-    ac: Key
+    model: ModelConfig
+    ac: ACConfig
     share: Share
     microbatch: int
     seq_len: int
@@ -64,7 +66,7 @@ def saved_bytes(batch: Batch, layers: int) -> int:
 @functools.lru_cache(maxsize=8192)
 def _kinds(batch: Batch, layers: int) -> tuple[tuple[BlockBytes, ...], tuple[int, ...]]:
     """The different blocks, and the number in them of each block."""
-    block, ac, share = block_operations(batch.model, batch.microbatch, batch.seq_len), batch.ac.value, batch.share
+    block, ac, share = block_operations(batch.model, batch.microbatch, batch.seq_len), batch.ac, batch.share
     first, kind_of = treatments(batch.ac, layers)
     kinds = []
     for number in first:
@@ -77,13 +79,13 @@ def _kinds(batch: Batch, layers: int) -> tuple[tuple[BlockBytes, ...], tuple[int
 
 
 @functools.lru_cache(maxsize=4096)
-def _all_bytes(model: Key, share: Share, microbatch: int, seq_len: int) -> int:
+def _all_bytes(model: ModelConfig, share: Share, microbatch: int, seq_len: int) -> int:
     """Bytes of all that autograd keeps of a block without checkpointing."""
     return share.bytes_of(kept(block_operations(model, microbatch, seq_len)))
 
 
 @functools.lru_cache(maxsize=4096)
-def gradients_together(model: Key, share: Share, microbatch: int, seq_len: int) -> int:
+def gradients_together(model: ModelConfig, share: Share, microbatch: int, seq_len: int) -> int:
     """Bytes of gradients of activations that exist together in the backward pass of a block."""
     block = block_operations(model, microbatch, seq_len)
     tensors = [tensor for operation in block for tensor in operation.keeps]
@@ -92,13 +94,13 @@ def gradients_together(model: Key, share: Share, microbatch: int, seq_len: int) 
 
 
 @functools.lru_cache(maxsize=4096)
-def edge_bytes(model: Key, share: Share, microbatch: int, seq_len: int) -> dict[str, int]:
+def edge_bytes(model: ModelConfig, share: Share, microbatch: int, seq_len: int) -> dict[str, int]:
     """Bytes that pieces before and after the blocks keep, by name."""
     return {edge.name: share.bytes_of(kept([edge])) for edge in edge_operations(model, microbatch, seq_len)}
 
 
 @functools.lru_cache(maxsize=4096)
-def deferred_bytes(model: Key, share: Share, microbatch: int, seq_len: int) -> dict[str, int]:
+def deferred_bytes(model: ModelConfig, share: Share, microbatch: int, seq_len: int) -> dict[str, int]:
     """Bytes between the two halves of a split backward, by name of an edge; a block has an empty name.
 
     The gradients of weights need the inputs of linear layers, and the gradients of their outputs; all else is freed
@@ -108,7 +110,7 @@ def deferred_bytes(model: Key, share: Share, microbatch: int, seq_len: int) -> d
 
 
 @functools.lru_cache(maxsize=1024)
-def _factors(model: Key, microbatch: int, seq_len: int) -> Mapping[str, Sequence[Activation]]:
+def _factors(model: ModelConfig, microbatch: int, seq_len: int) -> Mapping[str, Sequence[Activation]]:
     """The factors of the products that are the gradients of weights, by name of an edge; a block has an empty name."""
     of_edges = {edge.name: tuple(_factors_of([edge])) for edge in edge_operations(model, microbatch, seq_len)}
     return {"": tuple(_factors_of(block_operations(model, microbatch, seq_len))), **of_edges}
@@ -123,7 +125,7 @@ def _factors_of(operations: Iterable[Operation]) -> Iterator[Activation]:
 
 
 def loss_bytes(
-    model: Key,
+    model: ModelConfig,
     share: Share,
     microbatch: int,
     seq_len: int,
@@ -177,7 +179,7 @@ _COMPARED = 4
 
 
 @functools.lru_cache(maxsize=4096)
-def peaks(schedule: Key, *, ranks: int, microbatches: int, rank: int) -> Moments:
+def peaks(schedule: PipelineSchedule, *, ranks: int, microbatches: int, rank: int) -> Moments:
     """The moments of a rank in which its memory may be largest: no much larger one has as many of every stage.
 
     The order of numbers is that of the rank's stages.
@@ -186,7 +188,7 @@ def peaks(schedule: Key, *, ranks: int, microbatches: int, rank: int) -> Moments
 
 
 @functools.lru_cache(maxsize=4096)
-def totals(schedule: Key, *, ranks: int, microbatches: int) -> tuple[Totals, ...]:
+def totals(schedule: PipelineSchedule, *, ranks: int, microbatches: int) -> tuple[Totals, ...]:
     """By rank: the totals of the moments in which its memory may be largest if its stages are alike.
 
     Without the moments of which another one has as many.
@@ -205,7 +207,7 @@ def _steady(value_of: Callable[[int], T], ranks: int, microbatches: int) -> T:
 
 
 @functools.lru_cache(maxsize=4096)
-def _totals(schedule: Key, ranks: int, microbatches: int) -> tuple[Totals, ...]:
+def _totals(schedule: PipelineSchedule, ranks: int, microbatches: int) -> tuple[Totals, ...]:
     return tuple(map(_totals_of, actions_of(schedule, ranks, microbatches)))
 
 
@@ -235,7 +237,7 @@ def _totals_of(order: Sequence[Action]) -> Totals:
 
 
 @functools.lru_cache(maxsize=4096)
-def _peaks(schedule: Key, ranks: int, microbatches: int, rank: int) -> Moments:
+def _peaks(schedule: PipelineSchedule, ranks: int, microbatches: int, rank: int) -> Moments:
     stages = [stage for stage, owner in enumerate(placement_of(schedule, ranks)) if owner == rank]
     return _of_rank(actions_of(schedule, ranks, microbatches)[rank], stages)
 

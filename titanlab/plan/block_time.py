@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from titanlab.costs.account import EXCHANGE, STYLES, Operation, is_in_block
-from titanlab.costs.config_key import Key
 from titanlab.costs.layout import Layout
 from titanlab.costs.traffic_account import Row
 from titanlab.plan.block_work import Kernel, Part, kernel_seconds, work_of
@@ -17,7 +16,6 @@ from titanlab.plan.exchange import axis_in, context_rows, exchange_rows, expert_
 from titanlab.plan.machine import Axis, Machine
 from titanlab.plan.stages import (
     ModelFacts,
-    Unkeyed,
     block_operations,
     edge_operations,
     model_facts,
@@ -26,6 +24,8 @@ from titanlab.plan.stages import (
 from titanlab.recipe.communication import repeats_in_block, step_of
 from titanlab.recipe.recipe import Recipe
 from titanlab.techniques.ac.contract import ACConfig
+from titanlab.techniques.model.contract import ModelConfig
+from titanlab.techniques.precision.contract import PrecisionConfig
 
 # Bytes that the loss moves for each logit. Separate kernels in float32: cast 2 + 4, log-softmax 4 + 4, its backward 8 +
 # 4, cast back 4 + 2. Compiled: two passes forward over 2 bytes, one backward that reads and writes 2.
@@ -72,8 +72,8 @@ class PieceTime(NamedTuple):
 class Shape:
     """Everything but checkpointing on which the time of a block depends, as the key of a cache."""
 
-    model: Key
-    precision: Key
+    model: ModelConfig
+    precision: PrecisionConfig
     machine: Machine
     microbatch: int
     seq_len: int
@@ -90,6 +90,8 @@ class Shape:
     chunks_loss: bool
     async_tensor: bool
     context_method: str
+    # One of the recipes of this shape.
+    recipe: Recipe = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -121,12 +123,12 @@ def _sum(pieces: Iterable[PieceTime]) -> PieceTime:
     return PieceTime(*map(sum, zip(*pieces, strict=True)))
 
 
-def shape_of(recipe: Recipe, machine: Machine, model: Key, precision: Key) -> Shape:
+def shape_of(recipe: Recipe, machine: Machine) -> Shape:
     """The shape of a resolved recipe's blocks."""
     layout, config = recipe.layout, recipe.parallelism
     return Shape(
-        model=model,
-        precision=precision,
+        model=recipe.model,
+        precision=recipe.precision,
         machine=machine,
         microbatch=recipe.microbatch,
         seq_len=recipe.training.seq_len,
@@ -142,6 +144,7 @@ def shape_of(recipe: Recipe, machine: Machine, model: Key, precision: Key) -> Sh
         chunks_loss=recipe.loss_chunk > 0,
         async_tensor=config.async_tensor,
         context_method=config.context_method,
+        recipe=recipe,
     )
 
 
@@ -158,10 +161,11 @@ class _OperationTime(NamedTuple):
 class _Shaped:
     """The times of one shape, without and with checkpointing."""
 
-    def __init__(self, shape: Shape, recipe: Recipe) -> None:
-        self.shape, self.machine, self.recipe = shape, shape.machine, recipe
+    def __init__(self, shape: Shape) -> None:
+        self.shape, self.machine, self.recipe = shape, shape.machine, shape.recipe
+        recipe = shape.recipe
         self.facts: ModelFacts = model_facts(shape.model)
-        formats = shape.precision.value.formats()
+        formats = shape.precision.formats()
         # Without the degrees that the key leaves out.
         step = step_of(recipe, account=self.facts.sample)
         self.step = replace(step, layout=shape.inner, microbatches=1)
@@ -175,7 +179,7 @@ class _Shaped:
             fused=shape.fuses_blocks,
             plan=step.account.plan,
             prefix=f"{self.facts.block}.",
-            products=shape.precision.value.products(self.facts.sample),
+            products=shape.precision.products(self.facts.sample),
         )
         self.operations = block_operations(shape.model, shape.microbatch, shape.seq_len)
         self.times = self._times(self.operations, self.part)
@@ -298,19 +302,19 @@ def exposed(compute: float, exchange: float, machine: Machine) -> float:
     return machine.efficiencies.overlap * min(compute, exchange) + abs(compute - exchange) - compute
 
 
-def model_time(shape: Shape, ac: Key, recipe: Recipe) -> ModelTime:
+def model_time(shape: Shape, ac: ACConfig) -> ModelTime:
     """The times of all pieces of a recipe with this shape and policy of checkpointing."""
-    return _cached(_shaped(shape, Unkeyed(recipe)), ac)
+    return _cached(_shaped(shape), ac)
 
 
 @functools.lru_cache(maxsize=4096)
-def _shaped(shape: Shape, recipe: Unkeyed[Recipe]) -> _Shaped:
-    return _Shaped(shape, recipe.value)
+def _shaped(shape: Shape) -> _Shaped:
+    return _Shaped(shape)
 
 
 @functools.lru_cache(maxsize=16384)
-def _cached(shaped: _Shaped, ac: Key) -> ModelTime:
+def _cached(shaped: _Shaped, ac: ACConfig) -> ModelTime:
     first, kind_of = treatments(ac, shaped.facts.account.layers)
-    kinds = tuple(shaped.block(number, ac.value) for number in first)
+    kinds = tuple(shaped.block(number, ac) for number in first)
     times = ModelTime(kinds=kinds, kind_of=kind_of, edges=shaped.edges, once=shaped.once(), whole=kinds[0])
     return replace(times, whole=total(times, kind_of, shaped.edges))

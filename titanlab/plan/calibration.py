@@ -17,6 +17,7 @@ from titanlab.plan.machine import LIMITS, Efficiencies, Machine, machine_of
 from titanlab.plan.memory import exchanged_bytes, most_memory, reserved_bytes
 from titanlab.plan.pipeline_time import simulated_time
 from titanlab.plan.step_time import step_time
+from titanlab.ranges import plain
 from titanlab.recipe.recipe import Recipe, literal
 from titanlab.recipe.schema import Cluster
 from titanlab.records.config_file import config_text
@@ -223,7 +224,7 @@ def cluster_file(cluster: Cluster, comment: str) -> str:
     Args:
         comment: one line, how the values were found.
     """
-    values = {name: _rounded(value) for name, value in dataclasses.asdict(cluster).items() if value not in (None, {})}
+    values = {name: _rounded(value) for name, value in plain(cluster).items() if value not in (None, {})}
     return f"defaults: [schema, _self_]\n# {comment}\n{config_text(literal(values))}"
 
 

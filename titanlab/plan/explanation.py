@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from titanlab.costs.config_key import key_of
 from titanlab.costs.traffic_account import Coordinate, Row, step_traffic
 from titanlab.errors import ConfigError
 from titanlab.plan.block_time import model_time, shape_of
@@ -77,7 +76,7 @@ def estimate_or_reason(recipe: Recipe) -> Estimate | str:
     except ConfigError as error:
         return error.problem
     reserved = reserved_bytes(recipe, machine, most_memory(recipe))
-    whole = Sharding(key_of(recipe.model), key_of(recipe.precision), key_of(recipe.optimizer), 1, 1)
+    whole = Sharding(recipe.model, recipe.precision, recipe.optimizer, 1, 1)
     saved = added(stored_pieces(whole).values())
     limit = machine.memory_bytes * (1 - MARGIN)
     return Estimate(
@@ -128,11 +127,11 @@ def explain(recipe: Recipe) -> Explanation:
 
 def timeline_of(recipe: Recipe, machine: Machine) -> Timeline | None:
     """The simulated timeline of a recipe's pipeline, in seconds; None: it has none."""
-    layout, model, schedule = recipe.layout, key_of(recipe.model), key_of(recipe.schedule)
+    layout, model, schedule = recipe.layout, recipe.model, recipe.schedule
     if layout.pipeline == 1:
         return None
-    times = model_time(shape_of(recipe, machine, model, key_of(recipe.precision)), key_of(recipe.ac), recipe)
-    split, ranks = key_of(recipe.parallelism.split), layout.pipeline
+    times = model_time(shape_of(recipe, machine), recipe.ac)
+    split, ranks = recipe.parallelism.split, layout.pipeline
     stages = rank_stages(times, model, schedule, split, ranks, recipe.training.seq_len).pipeline
     assert stages is not None
     durations = {

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from titanlab.costs.account import ModelAccount, Share, is_in_block
-from titanlab.costs.config_key import Key, key_of
 from titanlab.costs.layout import Layout, hidden_shape
 from titanlab.costs.shard_account import account_for, cuts_of, gathered_part, stored_part
 from titanlab.costs.traffic_account import Coordinate, step_traffic
@@ -33,8 +32,9 @@ from titanlab.plan.machine import Machine
 from titanlab.plan.stages import model_facts, parts_of, placement_of, stages_of
 from titanlab.recipe.communication import step_of
 from titanlab.recipe.recipe import Recipe
-from titanlab.techniques.optimizer.contract import Stored
-from titanlab.techniques.precision.contract import matched
+from titanlab.techniques.model.contract import ModelConfig
+from titanlab.techniques.optimizer.contract import OptimizerConfig, Stored
+from titanlab.techniques.precision.contract import PrecisionConfig, matched
 
 ITEMS = (
     "parameters",
@@ -126,11 +126,11 @@ class _Ranks:
     def __init__(self, recipe: Recipe) -> None:
         layout, formats, config = recipe.layout, recipe.precision.formats(), recipe.parallelism
         self.recipe, self.layout, self.config = recipe, layout, config
-        self.model, self.schedule = key_of(recipe.model), key_of(recipe.schedule)
+        self.model, self.schedule = recipe.model, recipe.schedule
         self.account = model_facts(self.model).account
         self.sums = layout.data_parallelism(mixed=formats.mixed)
         shards = layout.fsdp if self.sums == "fsdp2" else 1
-        options = key_of(recipe.precision), key_of(recipe.optimizer)
+        options = recipe.precision, recipe.optimizer
         self.sharding = Sharding(self.model, *options, layout.tensor, shards, layout.expert)
         self.pieces = stored_pieces(self.sharding)
         self.share = Share(
@@ -142,12 +142,10 @@ class _Ranks:
             expert=layout.expert,
         )
         self.shape = (self.model, self.share, recipe.microbatch, recipe.training.seq_len)
-        batch = Batch(self.model, key_of(recipe.ac), self.share, recipe.microbatch, recipe.training.seq_len)
+        batch = Batch(self.model, recipe.ac, self.share, recipe.microbatch, recipe.training.seq_len)
         self.blocks = block_bytes(batch, self.account.layers)
         self.edges = edge_bytes(*self.shape)
-        self.stages = stages_of(
-            self.model, self.schedule, key_of(config.split), layout.pipeline, recipe.training.seq_len
-        )
+        self.stages = stages_of(self.model, self.schedule, config.split, layout.pipeline, recipe.training.seq_len)
         self.parts = tuple(map(parts_of, self.stages))
         shape = hidden_shape(
             layout,
@@ -322,9 +320,9 @@ def added(parts: Iterable[PieceBytes]) -> PieceBytes:
 class Sharding(NamedTuple):
     """How the parameters of a recipe are stored; the key of a cache."""
 
-    model: Key
-    precision: Key
-    optimizer: Key
+    model: ModelConfig
+    precision: PrecisionConfig
+    optimizer: OptimizerConfig
     tensor: int
     fsdp: int
     expert: int = 1
@@ -341,7 +339,7 @@ def stored_pieces(sharding: Sharding) -> Mapping[str, PieceBytes]:
 
 
 @functools.lru_cache(maxsize=256)
-def representatives(model: Key) -> Mapping[str, str]:
+def representatives(model: ModelConfig) -> Mapping[str, str]:
     """By piece, the first piece with parameters of the same names and shapes."""
     account = model_facts(model).account
     first: dict[tuple[tuple[str, tuple[int, ...]], ...], str] = {}
@@ -364,19 +362,19 @@ class _Formats(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _formats(model: Key, precision: Key) -> _Formats:
-    account, formats = model_facts(model).account, precision.value.formats()
+def _formats(model: ModelConfig, precision: PrecisionConfig) -> _Formats:
+    account, formats = model_facts(model).account, precision.formats()
     return _Formats(
         master=formats.master_bytes,
         compute=formats.compute_bytes,
         reduce=formats.reduce_bytes,
         wide=frozenset(matched(account, formats.fp32_parts)),
-        float8=precision.value.float8_gathered(account),
+        float8=precision.float8_gathered(account),
     )
 
 
 @functools.lru_cache(maxsize=256)
-def _names(model: Key) -> Mapping[str, Sequence[str]]:
+def _names(model: ModelConfig) -> Mapping[str, Sequence[str]]:
     """Names of parameters by piece; a model that cannot be cut is one piece without a name."""
     account = model_facts(model).account
     names: dict[str, list[str]] = {piece: [] for piece in account.pieces or ("",)}
@@ -389,7 +387,7 @@ def _names(model: Key) -> Mapping[str, Sequence[str]]:
 
 
 def _piece(sharding: Sharding, account: ModelAccount, names: Sequence[str], formats: _Formats) -> PieceBytes:
-    optimizer, parts = sharding.optimizer.value, []
+    optimizer, parts = sharding.optimizer, []
     layout = Layout(shard=sharding.fsdp, tensor=sharding.tensor, expert=sharding.expert)
     account = account_for(account, layout)
     for name in names:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
-from titanlab.costs.config_key import Key
 from titanlab.plan.stages import actions_of, placement_of
 from titanlab.techniques.schedule.action import Kind, executed
+from titanlab.techniques.schedule.contract import PipelineSchedule
 from titanlab.techniques.schedule.timeline import simulate
 
 # Times of stages are rounded to this share of their mean, so that recipes with similar stages share a simulation.
@@ -83,7 +83,7 @@ class PipelineEstimate(Protocol):
     """Gives the time of a pipeline: `simulated_time`, `pipeline_time` or `least_time`."""
 
     def __call__(
-        self, schedule: Key, stages: Stages, *, ranks: int, microbatches: int, transfer: float
+        self, schedule: PipelineSchedule, stages: Stages, *, ranks: int, microbatches: int, transfer: float
     ) -> PipelineTime:
         """Time of all microbatches.
 
@@ -94,16 +94,20 @@ class PipelineEstimate(Protocol):
         ...
 
 
-def simulated_time(schedule: Key, stages: Stages, *, ranks: int, microbatches: int, transfer: float) -> PipelineTime:
+def simulated_time(
+    schedule: PipelineSchedule, stages: Stages, *, ranks: int, microbatches: int, transfer: float
+) -> PipelineTime:
     """Every action is simulated with the times of its stage."""
-    orders = schedule.value.actions(ranks=ranks, microbatches=microbatches)
+    orders = schedule.actions(ranks=ranks, microbatches=microbatches)
     durations = _durations(stages.stages)
     whole = simulate(orders, stages.placement, durations, transfer=transfer).duration
     without = simulate(orders, stages.placement, durations).duration if transfer else whole
     return PipelineTime(whole, whole - without)
 
 
-def pipeline_time(schedule: Key, stages: Stages, *, ranks: int, microbatches: int, transfer: float) -> PipelineTime:
+def pipeline_time(
+    schedule: PipelineSchedule, stages: Stages, *, ranks: int, microbatches: int, transfer: float
+) -> PipelineTime:
     """Few microbatches are simulated, once for all recipes with similar stages; the others come at their pace."""
     few = shorter(ranks, microbatches)
     bubble, hops = _short(schedule, ranks, few, stages.rounded)
@@ -117,7 +121,9 @@ def pipeline_time(schedule: Key, stages: Stages, *, ranks: int, microbatches: in
     return PipelineTime(seconds, hops * transfer)
 
 
-def least_time(schedule: Key, stages: Stages, *, ranks: int, microbatches: int, transfer: float) -> PipelineTime:
+def least_time(
+    schedule: PipelineSchedule, stages: Stages, *, ranks: int, microbatches: int, transfer: float
+) -> PipelineTime:
     """A bound: `pipeline_time` is never less. Nothing is simulated, and messages take no time."""
     idle = least_idle(schedule, stages.placement, stages.rounded, microbatches)
     return PipelineTime(idle * _ROUNDING * stages.mean + stages.busy * microbatches, 0.0)
@@ -144,7 +150,7 @@ class _Program(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _program(schedule: Key, ranks: int, microbatches: int) -> _Program:
+def _program(schedule: PipelineSchedule, ranks: int, microbatches: int) -> _Program:
     placement = placement_of(schedule, ranks)
     index = {kind: number for number, kind in enumerate(_KINDS)}
     actions: list[tuple[int, int, int]] = []
@@ -158,7 +164,9 @@ def _program(schedule: Key, ranks: int, microbatches: int) -> _Program:
 
 
 @functools.lru_cache(maxsize=16384)
-def _short(schedule: Key, ranks: int, microbatches: int, stages: tuple[StageTime, ...]) -> tuple[float, float]:
+def _short(
+    schedule: PipelineSchedule, ranks: int, microbatches: int, stages: tuple[StageTime, ...]
+) -> tuple[float, float]:
     """Idle time of the busiest rank in a step, and the number of transfers that the step waits for."""
     program = _program(schedule, ranks, microbatches)
     by_rank = [0.0] * ranks
@@ -196,7 +204,9 @@ def _durations(stages: Sequence[StageTime]) -> dict[Kind, list[float]]:
 
 
 @functools.lru_cache(maxsize=16384)
-def least_idle(schedule: Key, placement: tuple[int, ...], stages: tuple[StageTime, ...], microbatches: int) -> float:
+def least_idle(
+    schedule: PipelineSchedule, placement: tuple[int, ...], stages: tuple[StageTime, ...], microbatches: int
+) -> float:
     """How much longer than its busiest rank computes a pipeline takes at least, if messages take no time.
 
     Every rank waits twice. At the beginning, the first microbatch has to pass the stages before its own, and all stages
@@ -211,7 +221,7 @@ def least_idle(schedule: Key, placement: tuple[int, ...], stages: tuple[StageTim
     """
     ranks = 1 + max(placement)
     splits = splits_backward(schedule, ranks, microbatches)
-    kept = schedule.value.peak_in_flight(ranks=ranks, microbatches=microbatches)
+    kept = schedule.peak_in_flight(ranks=ranks, microbatches=microbatches)
     backward = [stage.inputs if splits else stage.inputs + stage.weights for stage in stages]
     # Sums over the stages before each one, and over those after it.
     forward_before = [0.0, *accumulate(stage.forward for stage in stages)]
@@ -234,9 +244,9 @@ def least_idle(schedule: Key, placement: tuple[int, ...], stages: tuple[StageTim
 
 
 @functools.lru_cache(maxsize=4096)
-def splits_backward(schedule: Key, ranks: int, microbatches: int) -> bool:
+def splits_backward(schedule: PipelineSchedule, ranks: int, microbatches: int) -> bool:
     """See `PipelineSchedule`."""
-    splits: bool = ranks > 1 and schedule.value.splits_backward(ranks=ranks, microbatches=microbatches)
+    splits: bool = ranks > 1 and schedule.splits_backward(ranks=ranks, microbatches=microbatches)
     return splits
 
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from titanlab.costs.account import Share
-from titanlab.costs.config_key import Key, key_of
 from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
 from titanlab.plan.activations import Batch, deferred_bytes, saved_bytes
@@ -31,6 +30,10 @@ from titanlab.plan.space import Choice, Point, Space
 from titanlab.plan.stages import model_facts, placement_of
 from titanlab.plan.step_time import StepTime, least_seconds, step_time
 from titanlab.recipe.recipe import Recipe
+from titanlab.techniques.ac.contract import ACConfig
+from titanlab.techniques.compile.schema import Compile
+from titanlab.techniques.precision.contract import PrecisionConfig
+from titanlab.techniques.schedule.contract import PipelineSchedule
 
 
 class Group(NamedTuple):
@@ -43,9 +46,9 @@ class Group(NamedTuple):
     compile: Choice
 
     @property
-    def options(self) -> tuple[int, int, int]:
+    def options(self) -> tuple[ACConfig, PrecisionConfig, Compile]:
         """Its policy of checkpointing, precision and compilation, as the key of a table."""
-        return id(self.ac.value), id(self.precision.value), id(self.compile.value)
+        return self.ac.value, self.precision.value, self.compile.value
 
     def point(self, layout: Layout, schedule: Choice) -> Point:
         """One of its recipes."""
@@ -61,9 +64,9 @@ class MemoryBound:
 
     def __init__(self, space: Space) -> None:
         self._recipe, self._space = space.recipe, space
-        self._whole: dict[tuple[int, int, int, int], PieceBytes] = {}
-        self._saved: dict[tuple[int, int, int, int, int, int], tuple[float, float]] = {}
-        self._kept: dict[tuple[int, ...], tuple[float, float]] = {}
+        self._whole: dict[tuple[PrecisionConfig, int, int, int], PieceBytes] = {}
+        self._saved: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._kept: dict[tuple[object, ...], tuple[float, float]] = {}
 
     def least(self, group: Group, schedules: Sequence[Choice]) -> float:
         """Bytes for a group.
@@ -87,17 +90,17 @@ class MemoryBound:
     def _stored(self, group: Group) -> PieceBytes:
         """What one rank stores and gathers of the whole model."""
         layout = group.layouts[0]
-        key = id(group.precision.value), layout.tensor, layout.data * layout.context, layout.expert
+        key = group.precision.value, layout.tensor, layout.data * layout.context, layout.expert
         if key not in self._whole:
-            model, optimizer = key_of(self._recipe.model), key_of(self._recipe.optimizer)
-            sharding = Sharding(model, key_of(group.precision.value), optimizer, *key[1:])
+            model, optimizer = self._recipe.model, self._recipe.optimizer
+            sharding = Sharding(model, group.precision.value, optimizer, *key[1:])
             self._whole[key] = added(stored_pieces(sharding).values())
         return self._whole[key]
 
     def _activations(self, group: Group) -> tuple[float, float]:
         """What all blocks keep of one microbatch, and what of it between the halves of a split backward."""
         layout, precision = group.layouts[0], group.precision.value
-        key = id(group.ac.value), id(precision), layout.tensor, layout.context, group.microbatch, layout.expert
+        key = group.ac.value, precision, layout.tensor, layout.context, group.microbatch, layout.expert
         if key not in self._saved:
             share = Share(
                 element_bytes=precision.formats().compute_bytes,
@@ -107,9 +110,9 @@ class MemoryBound:
                 sequence_parallel=self._recipe.parallelism.sequence_parallel,
                 expert=layout.expert,
             )
-            model, seq_len = key_of(self._recipe.model), self._recipe.training.seq_len
+            model, seq_len = self._recipe.model, self._recipe.training.seq_len
             layers = model_facts(model).account.layers
-            batch = Batch(model, key_of(group.ac.value), share, group.microbatch, seq_len)
+            batch = Batch(model, group.ac.value, share, group.microbatch, seq_len)
             self._saved[key] = (
                 saved_bytes(batch, layers),
                 layers * deferred_bytes(model, share, group.microbatch, seq_len)[""],
@@ -122,11 +125,11 @@ class MemoryBound:
         The first number is of schedules with whole backward passes, the second of those that split them; infinite
         without such a schedule.
         """
-        key = (ranks, microbatches, *map(id, schedules))
+        key = (ranks, microbatches, *(schedule.value for schedule in schedules))
         if key not in self._kept:
             fewest = {False: math.inf, True: math.inf}
             for schedule in schedules:
-                splits = splits_backward(key_of(schedule.value), ranks, microbatches)
+                splits = splits_backward(schedule.value, ranks, microbatches)
                 kept = schedule.value.peak_in_flight(ranks=ranks, microbatches=microbatches)
                 fewest[splits] = min(fewest[splits], kept)
             self._kept[key] = fewest[False], fewest[True]
@@ -258,8 +261,7 @@ class Ranking:
         key = (*group.options, group.microbatch, layout.tensor, layout.context, layout.expert)
         if key not in self._known_times:
             recipe = self.space.recipe_of(group.point(layout, self.space.schedules(layout)[0]))
-            shape = shape_of(recipe, self.machine, key_of(recipe.model), key_of(recipe.precision))
-            self._known_times[key] = model_time(shape, key_of(recipe.ac), recipe)
+            self._known_times[key] = model_time(shape_of(recipe, self.machine), recipe.ac)
         return self._known_times[key]
 
     def _compute_bound(self, group: Group) -> float:
@@ -302,7 +304,7 @@ class Ranking:
         """The schedules of a pipeline, whether each splits the backward, and `_before_last_rank`."""
         key = ranks, microbatches
         if key not in self._known_shares:
-            keys = [key_of(schedule.value) for schedule in schedules]
+            keys = [schedule.value for schedule in schedules]
             self._known_shares[key] = [
                 (schedule, splits_backward(own, ranks, microbatches), _before_last_rank(own, ranks))
                 for schedule, own in zip(schedules, keys, strict=True)
@@ -350,7 +352,7 @@ class Ranking:
 
 
 @functools.lru_cache(maxsize=4096)
-def _before_last_rank(schedule: Key, ranks: int) -> float:
+def _before_last_rank(schedule: PipelineSchedule, ranks: int) -> float:
     """Share of the stages that a microbatch passes before it reaches the last rank for the first time."""
     placement = placement_of(schedule, ranks)
     return max(map(placement.index, set(placement))) / len(placement)

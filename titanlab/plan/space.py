@@ -5,7 +5,6 @@ The options of the varied groups are discovered, so that options of other packag
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import itertools
@@ -16,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from titanlab.costs.account import ModelAccount
-from titanlab.costs.config_key import key_of
 from titanlab.costs.layout import Layout, divisors
 from titanlab.costs.shard_account import account_for
 from titanlab.errors import ConfigError
@@ -266,23 +264,23 @@ class Space:
 
     def recipe_of(self, point: Point) -> Recipe:
         """The recipe of a point."""
-        # A copy: a new recipe would check each of its numbers again.
-        recipe = object.__new__(Recipe)
-        recipe.__dict__.update(self.recipe.__dict__)
-        recipe.world = point.layout.world
-        recipe.parallelism = self._parallelism(point.layout)
-        recipe.training = self._training(point.microbatch)
-        recipe.schedule = point.schedule.value
-        recipe.ac = point.ac.value
-        recipe.precision = point.precision.value
-        recipe.compile = point.compile.value
-        return recipe
+        return dataclasses.replace(
+            self.recipe,
+            world=point.layout.world,
+            parallelism=self._parallelism(point.layout),
+            training=self._training(point.microbatch),
+            schedule=point.schedule.value,
+            ac=point.ac.value,
+            precision=point.precision.value,
+            compile=point.compile.value,
+        )
 
     def broken_rule(self, recipe: Recipe) -> str:
         """The first rule of recipes that a recipe of the space breaks; empty: none."""
         # Rules look at each parameter, and blocks are alike: an account with one block answers much sooner.
-        light = copy.copy(recipe)
-        light.model, light.schedule = _Lighter(recipe.model, self._account), Remembered(recipe.schedule)  # type: ignore[assignment]
+        lighter: Any = _Lighter(recipe.model, self._account)
+        remembered: Any = Remembered(recipe.schedule)
+        light = dataclasses.replace(recipe, model=lighter, schedule=remembered)
         for model in (light, recipe):
             try:
                 check_all_but_data(model)
@@ -367,7 +365,7 @@ class Space:
     @property
     def _account(self) -> Any:
         # The edges and one block: the rules ask each parameter, and blocks are alike.
-        facts = model_facts(key_of(self.recipe.model))
+        facts = model_facts(self.recipe.model)
         return self._kept("account", lambda: dataclasses.replace(
             facts.sample, layers=facts.account.layers, pieces=facts.account.pieces
         ))  # fmt: skip

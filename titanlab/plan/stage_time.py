@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from titanlab.costs.account import is_in_block
-from titanlab.costs.config_key import Key
 from titanlab.plan.block_time import ModelTime, total
 from titanlab.plan.pipeline_time import Stages, StageTime, stages_of
 from titanlab.plan.stages import placement_of
 from titanlab.plan.stages import stages_of as parts_of
+from titanlab.techniques.model.contract import ModelConfig
+from titanlab.techniques.schedule.contract import PipelineSchedule
 
 
 class RankTime(NamedTuple):
@@ -42,7 +43,14 @@ class RankStages:
 
 
 @functools.lru_cache(maxsize=16384)
-def rank_stages(times: ModelTime, model: Key, schedule: Key, split: Key, ranks: int, seq_len: int) -> RankStages:
+def rank_stages(
+    times: ModelTime,
+    model: ModelConfig,
+    schedule: PipelineSchedule,
+    split: tuple[Any, ...] | None,
+    ranks: int,
+    seq_len: int,
+) -> RankStages:
     """The stages of a recipe; without a pipeline, one."""
     if ranks == 1:
         return RankStages(busiest=_stage(times, _Part(times.kind_of, tuple(times.edges))), pipeline=None)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from titanlab.costs.account import ModelAccount, Operation, block_name, is_in_block, training_flops_per_token
-from titanlab.costs.config_key import Key, key_of
 from titanlab.recipe.recipe import stage_pieces
+from titanlab.techniques.ac.contract import ACConfig
+from titanlab.techniques.model.contract import ModelConfig
 from titanlab.techniques.schedule.action import Action
+from titanlab.techniques.schedule.contract import PipelineSchedule
 
 
 # Long lists: few of them are kept.
 @functools.lru_cache(maxsize=64)
-def actions_of(schedule: Key, ranks: int, microbatches: int) -> Sequence[Sequence[Action]]:
+def actions_of(schedule: PipelineSchedule, ranks: int, microbatches: int) -> Sequence[Sequence[Action]]:
     """Actions by rank."""
-    actions: Sequence[Sequence[Action]] = schedule.value.actions(ranks=ranks, microbatches=microbatches)
+    actions: Sequence[Sequence[Action]] = schedule.actions(ranks=ranks, microbatches=microbatches)
     return actions
 
 
@@ -29,26 +31,10 @@ class Remembered:
 
     def actions(self, *, ranks: int, microbatches: int) -> Sequence[Sequence[Action]]:
         """See `PipelineSchedule`."""
-        return actions_of(key_of(self._schedule), ranks, microbatches)
+        return actions_of(self._schedule, ranks, microbatches)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._schedule, name)
-
-
-T = TypeVar("T")
-
-
-class Unkeyed(Generic[T]):
-    """A value that a cache does not look at: the rest of its key decides the result."""
-
-    def __init__(self, value: T) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Unkeyed)
-
-    def __hash__(self) -> int:
-        return 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,9 +56,9 @@ class ModelFacts:
 
 
 @functools.lru_cache(maxsize=256)
-def model_facts(model: Key) -> ModelFacts:
+def model_facts(model: ModelConfig) -> ModelFacts:
     """The facts of the model with this config."""
-    account: ModelAccount = model.value.account()
+    account: ModelAccount = model.account()
     block = block_name(account.layers // 2)
     pieces = account.pieces or ("",)
     blocks = [place for place, piece in enumerate(pieces) if is_in_block(piece)]
@@ -87,27 +73,27 @@ def model_facts(model: Key) -> ModelFacts:
 
 
 @functools.lru_cache(maxsize=1024)
-def flops_per_token(model: Key, seq_len: int) -> int:
+def flops_per_token(model: ModelConfig, seq_len: int) -> int:
     """See `titanlab.costs.account.training_flops_per_token`."""
     return training_flops_per_token(model_facts(model).account, seq_len=seq_len)
 
 
 @functools.lru_cache(maxsize=1024)
-def block_operations(model: Key, microbatch: int, seq_len: int) -> tuple[Operation, ...]:
+def block_operations(model: ModelConfig, microbatch: int, seq_len: int) -> tuple[Operation, ...]:
     """The operations of a block for a microbatch."""
-    return tuple(model.value.block_operations(batch=microbatch, seq_len=seq_len))
+    return tuple(model.block_operations(batch=microbatch, seq_len=seq_len))
 
 
 @functools.lru_cache(maxsize=1024)
-def edge_operations(model: Key, microbatch: int, seq_len: int) -> tuple[Operation, ...]:
+def edge_operations(model: ModelConfig, microbatch: int, seq_len: int) -> tuple[Operation, ...]:
     """The operations outside blocks for a microbatch."""
-    return tuple(model.value.edge_operations(batch=microbatch, seq_len=seq_len))
+    return tuple(model.edge_operations(batch=microbatch, seq_len=seq_len))
 
 
 @functools.lru_cache(maxsize=256)
-def treatments(ac: Key, layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def treatments(ac: ACConfig, layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The first block of each treatment, and the number of the treatment of each block."""
-    all_treatments = [ac.value.treatment(number) for number in range(layers)]
+    all_treatments = [ac.treatment(number) for number in range(layers)]
     different = list(dict.fromkeys(all_treatments))
     return tuple(map(all_treatments.index, different)), tuple(map(different.index, all_treatments))
 
@@ -133,7 +119,9 @@ def parts_of(pieces: tuple[str, ...]) -> Parts:
     )
 
 
-def stages_of(model: Key, schedule: Key, split: Key, ranks: int, seq_len: int) -> tuple[tuple[str, ...], ...]:
+def stages_of(
+    model: ModelConfig, schedule: PipelineSchedule, split: tuple[Any, ...] | None, ranks: int, seq_len: int
+) -> tuple[tuple[str, ...], ...]:
     """By stage.
 
     Raises:
@@ -145,11 +133,13 @@ def stages_of(model: Key, schedule: Key, split: Key, ranks: int, seq_len: int) -
 
 
 @functools.lru_cache(maxsize=4096)
-def _stages(model: Key, placement: tuple[int, ...], split: Key, seq_len: int) -> tuple[tuple[str, ...], ...]:
+def _stages(
+    model: ModelConfig, placement: tuple[int, ...], split: tuple[Any, ...] | None, seq_len: int
+) -> tuple[tuple[str, ...], ...]:
     # The shares of the pieces do not depend on the microbatch.
     stages = stage_pieces(
         model_facts(model).account,
-        split=split.value,
+        split=split,
         placement=placement,
         block=block_operations(model, 1, seq_len),
         edges=edge_operations(model, 1, seq_len),
@@ -158,6 +148,6 @@ def _stages(model: Key, placement: tuple[int, ...], split: Key, seq_len: int) ->
 
 
 @functools.lru_cache(maxsize=4096)
-def placement_of(schedule: Key, ranks: int) -> tuple[int, ...]:
+def placement_of(schedule: PipelineSchedule, ranks: int) -> tuple[int, ...]:
     """The rank of each stage."""
-    return (0,) if ranks == 1 else tuple(schedule.value.placement(ranks=ranks))
+    return (0,) if ranks == 1 else tuple(schedule.placement(ranks=ranks))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from titanlab.costs.config_key import Key, key_of
 from titanlab.costs.layout import Layout, hidden_shape
 from titanlab.costs.traffic_account import TOTALS_BYTES
 from titanlab.plan.block_time import exposed, model_time, shape_of
@@ -17,9 +16,11 @@ from titanlab.plan.memory import Sharding as Stored
 from titanlab.plan.memory import stored_pieces
 from titanlab.plan.pipeline_time import PipelineEstimate, Stages, least_time, pipeline_time
 from titanlab.plan.stage_time import RankTime, rank_stages
-from titanlab.plan.stages import Unkeyed, flops_per_token, model_facts
+from titanlab.plan.stages import flops_per_token, model_facts
 from titanlab.recipe.communication import step_of
 from titanlab.recipe.recipe import Recipe
+from titanlab.techniques.model.contract import ModelConfig
+from titanlab.techniques.precision.contract import PrecisionConfig
 
 # How often a step reads or writes the gradients outside of the optimizer: for their norm 1, to scale them 2, to set
 # them to zero 1.
@@ -77,10 +78,10 @@ class _Estimate:
 
     def __init__(self, recipe: Recipe, machine: Machine) -> None:
         self.recipe, self.machine, self.layout = recipe, machine, recipe.layout
-        self.model, self.precision = key_of(recipe.model), key_of(recipe.precision)
+        self.model, self.precision = recipe.model, recipe.precision
         self.facts = model_facts(self.model)
         self.formats = recipe.precision.formats()
-        self.times = model_time(shape_of(recipe, machine, self.model, self.precision), key_of(recipe.ac), recipe)
+        self.times = model_time(shape_of(recipe, machine), recipe.ac)
         self.microbatches = recipe.microbatches
         self.fsdp = self.layout.data_parallelism(mixed=self.formats.mixed) == "fsdp2"
         reshards = recipe.parallelism.frees_after_forward
@@ -121,7 +122,7 @@ class _Estimate:
         """The parts of a step that its blocks and the pipeline take, and the sums of the busiest rank."""
         recipe = self.recipe
         stages = rank_stages(
-            self.times, self.model, key_of(recipe.schedule), key_of(recipe.parallelism.split), self.layout.pipeline,
+            self.times, self.model, recipe.schedule, recipe.parallelism.split, self.layout.pipeline,
             recipe.training.seq_len,
         )  # fmt: skip
         busiest = stages.busiest
@@ -142,7 +143,7 @@ class _Estimate:
     def _pipeline(self, pipeline: PipelineEstimate, stages: Stages, parts: dict[str, float]) -> None:
         """Add a pipeline's bubble, and what sending adds."""
         estimate = pipeline(
-            key_of(self.recipe.schedule),
+            self.recipe.schedule,
             stages,
             ranks=self.layout.pipeline,
             microbatches=self.microbatches,
@@ -212,7 +213,7 @@ class _Estimate:
 
     def _optimizer(self, rank: RankTime) -> float:
         """Time to read and write parameters, gradients and states, on the busiest rank."""
-        optimizer, shards = key_of(self.recipe.optimizer), self.layout.fsdp if self.fsdp else 1
+        optimizer, shards = self.recipe.optimizer, self.layout.fsdp if self.fsdp else 1
         pieces = stored_pieces(
             Stored(self.model, self.precision, optimizer, self.layout.tensor, shards, self.layout.expert)
         )
@@ -225,14 +226,7 @@ class _Estimate:
         return moved / (self.machine.memory_bytes_per_second * self.machine.efficiencies.fused_memory)
 
     def _unit(self, pieces: tuple[str, ...]) -> Sharding:
-        return _units(
-            self.model,
-            self.precision,
-            self.layout,
-            self.machine,
-            pieces,
-            Unkeyed(self.recipe),
-        )
+        return _sharding(_Unit(self.model, self.precision, self.layout, self.machine, pieces, self.recipe))
 
 
 def freed_and_kept(blocks: int, *, reshards: bool) -> tuple[int, int]:
@@ -244,9 +238,20 @@ def freed_and_kept(blocks: int, *, reshards: bool) -> tuple[int, int]:
     return freed, blocks - freed
 
 
+@dataclass(frozen=True)
+class _Unit:
+    """What decides how some pieces are sharded: the key of a cache."""
+
+    model: ModelConfig
+    precision: PrecisionConfig
+    layout: Layout
+    machine: Machine
+    pieces: tuple[str, ...]
+    # One of the recipes with these values.
+    recipe: Recipe = field(compare=False, repr=False)
+
+
 @functools.lru_cache(maxsize=16384)
-def _units(
-    model: Key, precision: Key, layout: Layout, machine: Machine, pieces: tuple[str, ...], recipe: Unkeyed[Recipe]
-) -> Sharding:
-    step = step_of(recipe.value, account=model_facts(model).sample)
-    return sharding_of(step, pieces, machine)
+def _sharding(unit: _Unit) -> Sharding:
+    step = step_of(unit.recipe, account=model_facts(unit.model).sample)
+    return sharding_of(step, unit.pieces, unit.machine)

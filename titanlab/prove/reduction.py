@@ -8,7 +8,6 @@ CPU lacks is replaced by what comes nearest; `Reduced.notes` says what.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from titanlab.errors import ConfigError
 from titanlab.launch.launchers import on_this_host
 from titanlab.parallelism.schema import Parallelism
 from titanlab.prove.tolerances import LEAST_EPS
+from titanlab.ranges import plain
 from titanlab.recipe.recipe import Recipe, resolve
 from titanlab.recipe.recipe_rules import check
 from titanlab.recipe.schema import Cluster
@@ -378,12 +378,12 @@ def comparable(recipe: Recipe) -> dict[str, Any]:
     """What recipes must have in common to train the same: model, data, batch, optimizer, clipping, order of data."""
     training = recipe.training
     return {
-        **{f"model.{key}": value for key, value in dataclasses.asdict(recipe.model).items() if key != "attention"},
+        **{f"model.{key}": value for key, value in plain(recipe.model).items() if key != "attention"},
         "training.seq_len": training.seq_len,
         "training.global_batch": training.global_batch,
         "training.max_grad_norm": training.max_grad_norm,
-        **{f"optimizer.{key}": value for key, value in dataclasses.asdict(recipe.optimizer).items()},
-        **{f"data.{key}": value for key, value in dataclasses.asdict(recipe.data).items()},
+        **{f"optimizer.{key}": value for key, value in plain(recipe.optimizer).items()},
+        **{f"data.{key}": value for key, value in plain(recipe.data).items()},
         "seed": recipe.seed,
     }
 

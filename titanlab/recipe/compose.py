@@ -34,7 +34,7 @@ from titanlab.recipe import hydra_internal, strangers
 from titanlab.recipe.flags import Flags, check_files
 from titanlab.recipe.hydra_errors import composition_errors
 from titanlab.recipe.keys import Space, as_typed, choice_of, unknown_key, with_combinations
-from titanlab.recipe.recipe import Recipe
+from titanlab.recipe.recipe import Recipe, schema_node
 
 # Hydra's grammar takes letters of ASCII only without quotes.
 _PLAIN = re.compile(r"[A-Za-z_][\w./-]*", re.ASCII)
@@ -264,7 +264,7 @@ def register() -> None:
     strangers.replace_resolvers()
     store = ConfigStore.instance()
     if store.get_type("recipe_schema.yaml") is not ObjectType.CONFIG:
-        store.store(name="recipe_schema", node=Recipe)
+        store.store(name="recipe_schema", node=schema_node(Recipe))
         store.store(group="hydra/sweeper", name="space", node=Space)
     for group, kinds in discover().items():
         for option in kinds.values():
@@ -297,10 +297,10 @@ def to_recipe(config: DictConfig, choices: Mapping[str, Any], name: str | None) 
     for group, kinds in groups.items():
         if group in config and not OmegaConf.is_missing(config, group):
             _check_schema(OmegaConf.get_type(config, group), group, kinds, choices.get(group))
+    _check_keys(config, "")
     recipe: Recipe = OmegaConf.to_object(config)  # type: ignore[assignment]
     for group, kinds in groups.items():
         _check_kind(getattr(recipe, group, None), group, kinds)
-    _check_keys(recipe, "")
     return recipe
 
 
@@ -311,9 +311,9 @@ def to_group(node: DictConfig, group: str, kinds: Mapping[str | None, Option]) -
         ConfigError: in the same cases as `to_recipe`.
     """
     _check_schema(OmegaConf.get_type(node), group, kinds, None)
+    _check_keys(node, f"{group}.")
     config = OmegaConf.to_object(node)
     _check_kind(config, group, kinds)
-    _check_keys(config, f"{group}.")
     return config
 
 
@@ -380,11 +380,12 @@ def _check_kind(config: Any, group: str, kinds: Mapping[str | None, Option]) -> 
         raise ConfigError(f"{group}.kind", kind, rule, f"leave it out, and choose with {group}=…")
 
 
-def _check_keys(node: Any, prefix: str) -> None:
+def _check_keys(node: DictConfig, prefix: str) -> None:
     """Check that every key belongs to a schema: `+key=value` can add keys that nothing reads."""
-    fields = {field.name for field in dataclasses.fields(node)}
-    for name, value in vars(node).items():
+    fields = {field.name for field in dataclasses.fields(OmegaConf.get_type(node))}  # type: ignore[arg-type]
+    for name in map(str, node):
         if name not in fields:
-            raise unknown_key(prefix + name, value)
-        if dataclasses.is_dataclass(value):
-            _check_keys(value, f"{prefix}{name}.")
+            raise unknown_key(prefix + name, node[name])
+        schema = None if OmegaConf.is_missing(node, name) else OmegaConf.get_type(node, name)
+        if dataclasses.is_dataclass(schema):
+            _check_keys(node[name], f"{prefix}{name}.")

@@ -54,6 +54,7 @@ from titanlab.errors import ConfigError
 from titanlab.options import PLUS, Option, combination, combining_groups, discover
 from titanlab.recipe import strangers
 from titanlab.recipe.keys import choice_of, load
+from titanlab.recipe.recipe import schema_node
 
 # Before the names of the classes of Hydra's own sweeper and launcher, `_target_` in their configs.
 _OWN_PLUGINS = "hydra._internal.core_plugins.basic_"
@@ -320,7 +321,10 @@ class StructuredConfigSource(structured_config_source.StructuredConfigSource):
                 node = {"defaults": [several.schema_name, *parts, "_self_"]}
             where = f"{self.scheme()}://{self.path}"
             return ConfigResult(
-                config=OmegaConf.structured(node), path=where, provider=self.provider, header={"package": None}
+                config=schema_node(node),
+                path=where,
+                provider=self.provider,
+                header={"package": None},
             )
         self._convert(config_path)
         return super().load_config(config_path)
@@ -332,7 +336,7 @@ class StructuredConfigSource(structured_config_source.StructuredConfigSource):
             return
         stored = self.store._load(self._normalize_file_name(config_path)).node
         if OmegaConf.get_type(stored) is not option.schema:
-            self.store.store(group=option.group, name=option.schema_name, node=option.schema)
+            self.store.store(group=option.group, name=option.schema_name, node=schema_node(option.schema))
 
 
 def _read(source: ConfigSource, config_path: str, file: Any) -> ConfigResult:

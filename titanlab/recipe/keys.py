@@ -231,7 +231,7 @@ def _default(field: dataclasses.Field[Any]) -> str | None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, list):
+    if isinstance(value, tuple):
         return f"[{','.join(map(str, value))}]"
     # An empty text and `???` (OmegaConf's sign for a missing value) are no values to suggest.
     return str(value) if isinstance(value, int | float | str) and value not in ("", "???") else None
@@ -241,7 +241,7 @@ def _words(declared: Any) -> str:
     parts = typing.get_args(declared)
     if typing.get_origin(declared) in (typing.Union, types.UnionType):
         return " or ".join("null" if part is type(None) else _words(part) for part in parts)
-    if typing.get_origin(declared) is list:
+    if typing.get_origin(declared) is tuple:
         return {int: "a list of whole numbers", float: "a list of numbers"}.get(parts[0], "a list of texts")
     if dataclasses.is_dataclass(declared):
         return "keys of its own"
@@ -343,8 +343,8 @@ def _leaves(declared: Any) -> Iterator[Any]:
     if typing.get_origin(declared) in (typing.Union, types.UnionType):
         for part in parts:
             yield from _leaves(part)
-    elif typing.get_origin(declared) in (list, dict):
-        yield from _leaves(parts[-1])
+    elif typing.get_origin(declared) in (tuple, dict):
+        yield from _leaves(parts[-1] if typing.get_origin(declared) is dict else parts[0])
     else:
         yield declared
 

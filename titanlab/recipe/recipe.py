@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import math
@@ -13,18 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from titanlab.checkpoint.address_schema import check_address, is_address
 from titanlab.costs.account import ModelAccount, Operation, is_in_block
-from titanlab.costs.config_key import Key, key_of
 from titanlab.costs.layout import Layout, resolve_layout
 from titanlab.costs.setting import AUTO, automatic
 from titanlab.errors import ConfigError
 from titanlab.options import discover, schema_of
 from titanlab.parallelism.schema import Parallelism
-from titanlab.ranges import ranged
+from titanlab.ranges import plain, ranged
 from titanlab.recipe.schema import Cluster, Training
 from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.optimizer.contract import WARMUP_STEPS
@@ -53,7 +51,7 @@ _MOST_OPTIONS = 1024
 
 
 @ranged("")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Root of a configuration; each field after `init_from` is a config group.
 
@@ -133,22 +131,27 @@ class Recipe:
 
 def needs_whole_logits(recipe: Recipe) -> tuple[str, str] | None:
     """Why the head and the loss of a resolved recipe cannot be computed in chunks, and the cure; None: they can."""
-    account = _account(key_of(recipe.model))
+    account = _account(recipe.model)
     if not account.head:
         return "the model does not name its head", "try 0, or name it in the model's account"
     if recipe.layout.tensor > 1 and not recipe.parallelism.loss_parallel:
         return "loss_parallel=false gathers whole logits", "try 0, or parallelism.loss_parallel=true"
-    # Asked in this order: a search asks of thousands of recipes, and sorting a model's layers takes a millisecond.
-    if not recipe.precision.splits_products and account.head in recipe.precision.products(account):
+    if not recipe.precision.splits_products and _multiplies_head(recipe.model, recipe.precision):
         rule = f"the head multiplies in {recipe.precision.kind}, which computes both of its gradients at once"
         return rule, f"try 0, or precision.skip=[{account.head}]"
     return None
 
 
 @functools.lru_cache(maxsize=256)
-def _account(model: Key) -> ModelAccount:
-    account: ModelAccount = model.value.account()
-    return account
+def _account(model: ModelConfig) -> ModelAccount:
+    return model.account()
+
+
+@functools.lru_cache(maxsize=256)
+def _multiplies_head(model: ModelConfig, precision: PrecisionConfig) -> bool:
+    """Whether a precision has a product of its own for the head; sorting a model's layers takes a millisecond."""
+    account = _account(model)
+    return account.head in precision.products(account)
 
 
 def pieces_by_stage(recipe: Recipe) -> list[tuple[str, ...]]:
@@ -179,7 +182,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
     options = {group: _option(group, content) for group, content in mapping.items() if group in groups}
     others = {key: value for key, value in mapping.items() if key not in groups}
     with _told_in_one_line("", mapping):
-        merged: Any = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(literal(others)))
+        merged: Any = OmegaConf.merge(schema_node(Recipe), OmegaConf.create(literal(others)))
     for item in dataclasses.fields(Recipe):
         if item.default is MISSING and item.name not in options:
             raise ConfigError(item.name, None, "is a group that every config has", _COMPARE)
@@ -207,8 +210,7 @@ def _option(group: str, content: Any) -> Any:
         if len(_OPTIONS) >= _MOST_OPTIONS:
             _OPTIONS.clear()
         _OPTIONS[known] = made
-    # A copy: whoever changes it changes no other recipe.
-    return copy.deepcopy(_OPTIONS[known])
+    return _OPTIONS[known]
 
 
 @contextlib.contextmanager
@@ -226,17 +228,30 @@ def _told_in_one_line(within: str, content: Mapping[str, Any]) -> Iterator[None]
 
 def _schema_node(group: str, kind: Any, content: Mapping[str, Any]) -> Any:
     """The schema of a group's content; where it combines several options, each of them has its own."""
-    node = OmegaConf.structured(schema_of(group, kind))
+    node = schema_node(schema_of(group, kind))
     if kind not in discover()[group]:
-        for name in node:
+        for name in map(str, node):
             if name != "kind" and isinstance(content.get(name), Mapping):
-                node[name] = OmegaConf.structured(schema_of(group, content[name].get("kind")))
+                node[name] = schema_node(schema_of(group, content[name].get("kind")))
     return node
+
+
+def schema_node(schema: Any) -> DictConfig:
+    """A schema's defaults as a node into which values can be merged; OmegaConf makes frozen dataclasses read-only."""
+    root: DictConfig = OmegaConf.structured(schema)
+    nodes = [root]
+    while nodes:
+        node = nodes.pop()
+        OmegaConf.set_readonly(node, None)
+        # `_get_node`: the public ways resolve a value, or refuse one that is missing.
+        nodes += [inner for name in node if isinstance(inner := node._get_node(name), DictConfig)]
+    return root
 
 
 def to_mapping(recipe: Recipe) -> dict[str, Any]:
     """The recipe as nested dictionaries of plain values, in the order of its fields."""
-    return dataclasses.asdict(recipe)
+    mapping: dict[str, Any] = plain(recipe)
+    return mapping
 
 
 def resolve(recipe: Recipe, *, world: int | None, accelerator: str, device: str) -> Recipe:

@@ -5,10 +5,11 @@ The rules about memory are lower bounds: a recipe that passes may still run out 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from titanlab.costs.account import STYLES, ModelAccount, cut_dim, parameter_style
 from titanlab.costs.hardware import compute_capability
@@ -572,9 +573,10 @@ def check_host_memory(recipe: Recipe, host: Host, *, processes: int) -> None:
         raise ConfigError(f"training.{key}", getattr(training, key), rule, cure)
 
 
-def _largest_size(model: object) -> tuple[str, int]:
+def _largest_size(model: Any) -> tuple[str, int]:
     """The largest whole number among a model's fields: the likely mistake in a model that is too large."""
-    sizes = {name: value for name, value in vars(model).items() if type(value) is int}
+    values = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+    sizes = {name: value for name, value in values.items() if type(value) is int}
     name = max(sizes, key=lambda field: sizes[field], default="kind")
     return f"model.{name}", sizes.get(name, 0)
 

@@ -14,7 +14,7 @@ ON_NAN = ("stop", "skip", "rollback")
 
 
 @option("training")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Training:
     """The training loop.
 
@@ -87,8 +87,8 @@ class Training:
         if self.microbatch is not None and self.microbatch < 1:
             raise ConfigError("training.microbatch", self.microbatch, "must be at least 1", "try 1, or null for all")
         if self.loss_chunk is None:
-            self.loss_chunk = 0
-        if self.loss_chunk < AUTO:
+            object.__setattr__(self, "loss_chunk", 0)
+        if self.loss_chunk is not None and self.loss_chunk < AUTO:
             cure = "try 1024, 0 for whole logits, or -1 to choose by their size"
             raise ConfigError("training.loss_chunk", self.loss_chunk, "is a number of tokens", cure)
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
@@ -99,7 +99,7 @@ ACCELERATORS = ("auto", "cpu", "cuda")
 
 
 @option("cluster")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """The machines of a run.
 

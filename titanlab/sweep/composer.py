@@ -26,7 +26,7 @@ from titanlab.options import discover
 from titanlab.recipe.compose import Composed, Loader, to_group, to_recipe
 from titanlab.recipe.hydra_errors import composition_errors
 from titanlab.recipe.keys import find_key
-from titanlab.recipe.recipe import Recipe
+from titanlab.recipe.recipe import Recipe, schema_node
 from titanlab.sweep.space import Values, canonical_text
 
 Choices = tuple[tuple[str, str], ...]
@@ -260,7 +260,7 @@ class SharedFields:
         self._groups = discover()
         self._made: dict[tuple[Any, ...], Any] = {}
         self._references: dict[tuple[str, int], frozenset[str] | None] = {}
-        self._root = OmegaConf.structured(Recipe)
+        self._root = schema_node(Recipe)
 
     def keys(
         self, config: DictConfig, nodes: Mapping[str, DictConfig], values: Sequence[tuple[str, Any]]

@@ -10,7 +10,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from titanlab.errors import ConfigError
 from titanlab.launch.contract import LaunchConfig, States
 from titanlab.launch.launchers import launcher_named
 from titanlab.launch.submission import HANDING_OVER, Shape, Submission, drop_submission, write_submission
+from titanlab.ranges import plain
 from titanlab.records.claim import claimed
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
@@ -117,7 +118,7 @@ def enqueue(folder: SweepFolder, items: Sequence[Item], report: Callable[[str], 
             created=max([time.time(), *(run.created() or 0.0 for run in runs)]),
             code=code.as_posix(),
             shape=first.shape,
-            launch=_plain(first.launch),
+            launch=plain(first.launch),
             runs=tuple(run.path.name for run in runs),
             changes={item.run: item.changes for item in group if item.changes},
             batch=submitted[0].batch if submitted else secrets.token_hex(5),
@@ -184,7 +185,7 @@ def arrays(items: Sequence[Item], *, answered: bool = True) -> Iterator[list[Ite
     """
     groups: dict[str, list[Item]] = {}
     for item in items:
-        key = json.dumps([asdict(item.shape), _plain(item.launch)], sort_keys=True, default=str)
+        key = json.dumps([plain(item.shape), plain(item.launch)], sort_keys=True, default=str)
         groups.setdefault(key, []).append(item)
     max_arrays: dict[str, int | None] = {}
     for group in groups.values():
@@ -193,12 +194,6 @@ def arrays(items: Sequence[Item], *, answered: bool = True) -> Iterator[list[Ite
             max_arrays[kind] = launcher_named(kind).max_array(is_answered=answered)
         most = max_arrays[kind] or len(group)
         yield from (group[first : first + most] for first in range(0, len(group), most))
-
-
-def _plain(launch: LaunchConfig) -> dict[str, Any]:
-    """A launcher's config as plain values."""
-    config: Any = launch
-    return asdict(config)
 
 
 def _described(submission: Submission) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from titanlab.costs import meter
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.plan.calibration import Measured
+from titanlab.ranges import plain
 from titanlab.recipe.next_attempt import frozen_recipe
 from titanlab.recipe.recipe import Recipe
 from titanlab.recipe.schema import Cluster
@@ -172,7 +173,7 @@ def _common(recipe: Recipe, env: Mapping[str, Any]) -> dict[str, str]:
         threads = str(env.get("threads") or told or "an unknown number of")
         device = f"{host.get('cpu') or 'cpu'}, {threads} {'thread' if threads == '1' else 'threads'} a process"
     fitted = {*_FITTED, *(_FITTED_ON_CPUS if recipe.cluster.accelerator == "cpu" else ())}
-    facts = {name: value for name, value in dataclasses.asdict(recipe.cluster).items() if name not in fitted}
+    facts = {name: value for name, value in plain(recipe.cluster).items() if name not in fitted}
     return {
         "machine": device,
         "cluster": repr(facts),

@@ -21,6 +21,7 @@ from titanlab.data import source
 from titanlab.distributed.host import Host, check_host, this_host
 from titanlab.errors import ConfigError
 from titanlab.launch.submission import check_cluster, shape_of
+from titanlab.ranges import plain
 from titanlab.recipe.compose import Loader
 from titanlab.recipe.recipe import Recipe, resolve, shortened_warmup
 from titanlab.recipe.recipe_rules import check_all_but_data, check_data, check_host_memory
@@ -330,7 +331,7 @@ class DataOnce:
 
 
 def _plain(recipe: Recipe) -> Any:
-    return [type(recipe.data).__qualname__, dataclasses.asdict(recipe.data)]
+    return [type(recipe.data).__qualname__, plain(recipe.data)]
 
 
 def starting_order(points: Sequence[Point]) -> list[int]:

@@ -26,7 +26,7 @@ from titanlab.recipe.flags import Flags, read_flags
 from titanlab.recipe.hydra_errors import composition_errors, value_error
 from titanlab.recipe.hydra_internal import is_hydras_own, plain_value
 from titanlab.recipe.keys import Key, Space, advice, as_typed, find_key, known_keys, unknown_key
-from titanlab.recipe.recipe import Recipe
+from titanlab.recipe.recipe import Recipe, schema_node
 from titanlab.recipe.strangers import own_start_error
 from titanlab.sweep.space import (
     LIMIT,
@@ -291,7 +291,7 @@ def _check_types(known: Sequence[Key], key: str, values: Sequence[Any]) -> None:
     # Created once, because that takes longer than a thousand values.
     nodes = [
         (
-            OmegaConf.structured(Recipe if schema.option is None else schema.option.schema),
+            schema_node(Recipe if schema.option is None else schema.option.schema),
             # Not the given key: where several options are chosen, that has the option's name in it.
             schema.name if schema.option is None else schema.name.removeprefix(f"{schema.option.group}."),
         )

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ def python(script, *arguments, given=None, **environment):
 
 def test_the_environment_is_set_before_torch_is_imported(tmp_path):
     made = tiny.recipe(tmp_path, deterministic=True)
-    made.launch.threads = 3
+    made = replace(made, launch=Local(threads=3))
     done = python(UP_TO_TORCH, tiny.begin(made).path, PYTORCH_ALLOC_CONF="mine")
     assert done.returncode == 0, done.stderr
     there = json.loads(done.stdout)
@@ -80,8 +81,7 @@ def test_more_threads_than_cores_are_refused_in_one_line(tmp_path, name):
     assert json.loads(done.stdout)[name] == "3"
     rule = "2 processes on this host would use more threads than there are cores; each uses 3"
     assert done.stderr == f"warning: {name}=99: {rule} (launch.threads overrides it)\n"
-    made.launch.threads = 99
-    done = python(UP_TO_TORCH, tiny.begin(made, run).path, **given, **{name: "4"})
+    done = python(UP_TO_TORCH, tiny.begin(replace(made, launch=Local(threads=99)), run).path, **given, **{name: "4"})
     assert (json.loads(done.stdout)[name], done.stderr) == ("99", "")
 
 
@@ -109,8 +109,7 @@ def test_a_recipe_that_is_handed_over_needs_no_attempt(tmp_path):
     ],
 )
 def test_a_persons_own_settings_win(tmp_path, monkeypatch, ranks, threads, there, expected):
-    made = tiny.recipe(tmp_path)
-    made.launch = Local(threads=threads)
+    made = replace(tiny.recipe(tmp_path), launch=Local(threads=threads))
     monkeypatch.delenv("OMP_NUM_THREADS")
     for name, value in there.items():
         monkeypatch.setenv(name, value)

@@ -82,7 +82,7 @@ def test_expert_parallelism_goes_with_every_policy_and_with_compilation():
 
 def test_tensor_parallelism_stays_in_a_node_if_something_does():
     recipe = planned(world=8, batch=8)
-    recipe.cluster = dataclasses.replace(recipe.cluster, per_node=2)
+    recipe = dataclasses.replace(recipe, cluster=dataclasses.replace(recipe.cluster, per_node=2))
     space = ranking_of(recipe).space
     assert {layout.tensor for layout in space.layouts()} == {1, 2}
     assert space.dropped[BEYOND_NODE] > 0

@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 
 from tests.plan.recipes import SMALL, made
-from titanlab.costs.config_key import key_of
 from titanlab.plan import block_time
 from titanlab.plan.block_time import PieceTime, exposed, model_time, shape_of, total
 from titanlab.plan.machine import machine_of
@@ -21,8 +20,8 @@ MACHINE = machine_of(made())
 
 
 def times_of(recipe):
-    shape = shape_of(recipe, MACHINE, key_of(recipe.model), key_of(recipe.precision))
-    return model_time(shape, key_of(recipe.ac), recipe)
+    shape = shape_of(recipe, MACHINE)
+    return model_time(shape, recipe.ac)
 
 
 def fresh(recipe):

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.schedule.conftest import KINDS, Schedule
-from titanlab.costs.config_key import key_of
 from titanlab.plan.pipeline_time import StageTime, least_idle
 from titanlab.techniques.schedule.action import Kind
 from titanlab.techniques.schedule.published_schema import OneFOneB
@@ -34,7 +33,7 @@ def test_no_simulation_is_shorter(data, kind, ranks, stages_per_rank, microbatch
         microbatches * sum(sum(stage) for stage, owner in zip(stages, placement, strict=True) if owner == rank)
         for rank in range(ranks)
     )
-    idle = least_idle(key_of(schedule.config), tuple(placement), stages, microbatches)
+    idle = least_idle(schedule.config, tuple(placement), stages, microbatches)
     assert 0 <= idle <= (whole - busiest) * (1 + 1e-9) + 1e-9
 
 
@@ -42,5 +41,5 @@ def test_no_simulation_is_shorter(data, kind, ranks, stages_per_rank, microbatch
 def test_equal_stages_idle_as_the_formula_says(ranks, microbatches):
     """(p − 1)·(F + B): arXiv 2104.04473, section 2.2. The bound is exact."""
     stages = (StageTime(1.0, 1.0, 1.0),) * ranks
-    idle = least_idle(key_of(OneFOneB()), tuple(range(ranks)), stages, microbatches)
+    idle = least_idle(OneFOneB(), tuple(range(ranks)), stages, microbatches)
     assert idle == pytest.approx((ranks - 1) * 3.0)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.plan.recipes import SMALL, made
-from titanlab.costs.config_key import key_of
 from titanlab.plan.block_time import ModelTime, PieceTime, total
 from titanlab.plan.stage_time import rank_stages
 from titanlab.plan.stages import stages_of
 from titanlab.techniques.schedule.published_schema import ZBV, Interleaved1F1B, OneFOneB
 
-MODEL, SPLIT, SEQ = key_of(SMALL), key_of(made().parallelism.split), 1024
+MODEL, SPLIT, SEQ = SMALL, made().parallelism.split, 1024
 # Powers of ten, so that every sum says which pieces it has: the second kind of block is recomputed.
 PLAIN = PieceTime(1.0, 2.0, 3.0, 0.0, 0.1, 0.2, 0.01, 0.02)
 AGAIN = PLAIN._replace(recomputed=100.0)
@@ -30,7 +29,7 @@ def blocks_and_edges(pieces):
 
 
 def test_without_a_pipeline_the_only_rank_has_everything():
-    found = rank_stages(times(), MODEL, key_of(OneFOneB()), SPLIT, 1, SEQ)
+    found = rank_stages(times(), MODEL, OneFOneB(), SPLIT, 1, SEQ)
     rank = found.busiest
     assert found.pipeline is None
     assert (rank.blocks, rank.edges) == (6, tuple(EDGES))
@@ -45,7 +44,7 @@ def test_without_a_pipeline_the_only_rank_has_everything():
 @pytest.mark.parametrize("schedule", [OneFOneB(), Interleaved1F1B(), ZBV()], ids=lambda schedule: schedule.kind)
 def test_the_busiest_rank_is_the_one_with_the_most_seconds(schedule, ranks):
     """The seconds of each rank, from the names of its pieces and the kinds of its blocks."""
-    stages, placement = stages_of(MODEL, key_of(schedule), SPLIT, ranks, SEQ), schedule.placement(ranks=ranks)
+    stages, placement = stages_of(MODEL, schedule, SPLIT, ranks, SEQ), schedule.placement(ranks=ranks)
     seconds, pieces = [0.0] * ranks, [[] for _ in range(ranks)]
     for names, rank in zip(stages, placement, strict=True):
         blocks, edges = blocks_and_edges(names)
@@ -53,7 +52,7 @@ def test_the_busiest_rank_is_the_one_with_the_most_seconds(schedule, ranks):
         seconds[rank] += sum(EDGES[name].forward for name in edges)
         pieces[rank] += names
     most = max(range(ranks), key=seconds.__getitem__)
-    found = rank_stages(times(), MODEL, key_of(schedule), SPLIT, ranks, SEQ)
+    found = rank_stages(times(), MODEL, schedule, SPLIT, ranks, SEQ)
     blocks, edges = blocks_and_edges(pieces[most])
     assert found.pipeline is not None
     assert found.pipeline.busiest == most
@@ -67,7 +66,7 @@ def test_blocks_that_are_recomputed_are_counted_where_they_are():
     """Two stages: the same kinds in another order of blocks move the time from one rank to the other."""
     heavy_first, heavy_last = (1, 1, 0, 0, 0, 0), (0, 0, 0, 0, 1, 1)
     found = [
-        rank_stages(times(kinds), MODEL, key_of(OneFOneB()), SPLIT, 2, SEQ).busiest.block_backward
+        rank_stages(times(kinds), MODEL, OneFOneB(), SPLIT, 2, SEQ).busiest.block_backward
         for kinds in (heavy_first, heavy_last)
     ]
     # The head makes the last rank the busiest one in both.

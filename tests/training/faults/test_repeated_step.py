@@ -1,6 +1,7 @@
 """Steps that run twice: they change no bit of a training, and a bit that differs ends it with rank and parameter."""
 
 import os
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -87,10 +88,9 @@ def test_a_bit_that_differs_ends_the_run_and_names_rank_and_parameter(pool, tmp_
 
 def test_a_rule_on_gpus(tmp_path, monkeypatch):
     made = tiny.recipe(tmp_path, check_every=4)
-    made.cluster.accelerator = "cuda"
+    made = replace(made, cluster=replace(made.cluster, accelerator="cuda"))
     with pytest.raises(
         ConfigError, match=r"training\.check_every=4: compares bits, and without training\.deterministic"
     ):
         recipe_rules._check_every(made)
-    made.training.deterministic = True
-    recipe_rules._check_every(made)
+    recipe_rules._check_every(replace(made, training=replace(made.training, deterministic=True)))

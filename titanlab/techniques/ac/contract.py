@@ -22,6 +22,10 @@ class ACConfig(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Any]]
     kind: str
 
+    def __hash__(self) -> int:
+        """A config is a frozen dataclass, whose fields make its hash."""
+        return object.__hash__(self)
+
     def recomputes(self, number: int) -> bool:
         """Whether block `number` keeps only its input and is recomputed in the backward pass."""
         return False

@@ -33,7 +33,7 @@ _LEAST_BLOCKS = 2
 
 
 @option("ac", "none")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class NoCheckpointing(ACConfig):
     """Blocks keep all activations that the backward pass needs."""
 
@@ -44,7 +44,7 @@ class NoCheckpointing(ACConfig):
 
 
 @option("ac", "full")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class FullCheckpointing(ACConfig):
     """Every block keeps only its input and is recomputed in the backward pass (arXiv 1604.06174)."""
 
@@ -55,7 +55,7 @@ class FullCheckpointing(ACConfig):
 
 
 @option("ac", "selective_layer")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SelectiveLayer(ACConfig):
     """Every n-th block is recomputed and the others keep all activations, or the reverse.
 
@@ -105,7 +105,7 @@ BACKENDS = ("inductor", "aot_eager", "aot_eager_decomp_partition")
 
 
 @option("ac", "memory_budget")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryBudget(ACConfig):
     """torch's compiler chooses the activations that each block keeps, with the least recomputation in the budget.
 
@@ -184,7 +184,7 @@ PAPER = (
 
 
 @option("ac", "selective_op")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SelectiveOp(ACConfig):
     """Every block keeps its input and the results of some operators; the other results are recomputed.
 
@@ -195,7 +195,7 @@ class SelectiveOp(ACConfig):
     """
 
     kind: str = "selective_op"
-    saved: list[str] = field(default_factory=lambda: list(PAPER))
+    saved: tuple[str, ...] = PAPER
     every_other_matmul: bool = True
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ RECORDING = ("reduce-overhead", "max-autotune")
 
 
 @option("compile")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Compile:
     """The parts of a model that torch compiles.
 

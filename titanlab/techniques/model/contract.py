@@ -56,6 +56,10 @@ class ModelConfig(Protocol):
     attention: str = "auto"
     masks_documents: ClassVar[bool] = False
 
+    def __hash__(self) -> int:
+        """A config is a frozen dataclass, whose fields make its hash."""
+        return object.__hash__(self)
+
     @abstractmethod
     def account(self) -> ModelAccount:
         """Parameters by name in the module's order, the sizes that cost estimates need, and the pipeline's pieces."""

@@ -20,7 +20,7 @@ ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "efficient", "math", "flash3", "
 
 
 @option("model", "llama")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Llama(ModelConfig):
     """A decoder-only transformer of the Llama family (arXiv 2302.13971, 2307.09288, 2407.21783).
 
@@ -196,7 +196,7 @@ def nearest(usable: list[int], value: int) -> str:
 BALANCES = ("bias", "auxiliary_batch", "auxiliary_sequence", "none")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ExpertFields(ModelConfig):
     """The fields of models whose feed-forwards are experts.
 
@@ -274,7 +274,7 @@ def check_experts(count: int, active: int) -> None:
 
 
 @option("model", "mixtral")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Mixtral(ExpertFields, Llama):
     """A Mixtral (arXiv 2401.04088): a Llama whose feed-forwards are experts.
 
@@ -307,7 +307,7 @@ class Mixtral(ExpertFields, Llama):
 
 
 @option("model", "qwen3")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Qwen3(Llama):
     """A dense Qwen3 (arXiv 2505.09388, section 2): a Llama whose queries and keys are normalised in each head.
 
@@ -350,7 +350,7 @@ class Qwen3(Llama):
 
 
 @option("model", "qwen3_moe")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Qwen3Moe(ExpertFields, Qwen3):
     """A Qwen3 whose feed-forwards are experts (arXiv 2505.09388, section 2); every block has them, none is shared.
 

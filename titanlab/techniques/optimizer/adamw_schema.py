@@ -18,7 +18,7 @@ from titanlab.techniques.optimizer.contract import STEP_BYTES, OptimizerConfig, 
 ROUNDINGS = ("auto", "nearest", "stochastic")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Averaged(Scheduled):
     """Adam with decoupled weight decay (arXiv 1711.05101).
 
@@ -30,7 +30,7 @@ class Averaged(Scheduled):
         weight_decay: of parameters with two or more dimensions; norms and biases do not decay. The default is theirs.
     """
 
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    betas: tuple[float, ...] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
 
@@ -52,7 +52,7 @@ class Averaged(Scheduled):
         return 2 * parameter.part_bytes + STEP_BYTES
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Rounded(Averaged):
     """AdamW with a choice of the rounding to bfloat16.
 
@@ -87,7 +87,7 @@ class Rounded(Averaged):
 
 
 @option("optimizer", "adamw")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class AdamW(Rounded):
     """torch's AdamW, fused."""
 
@@ -129,7 +129,7 @@ def packs(shape: Sequence[int], *, block_size: int, cuts_of_rows: int) -> bool:
     return shape[-1] % (block_size * cuts_of_rows) == 0
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LowBit(Rounded):
     """AdamW that stores the two averages of every matrix in few bits, with one scale per block.
 
@@ -191,7 +191,7 @@ class LowBit(Rounded):
 
 
 @option("optimizer", "adamw_8bit")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class AdamW8bit(LowBit):
     """AdamW with 8-bit averages (arXiv 2110.02861)."""
 
@@ -199,7 +199,7 @@ class AdamW8bit(LowBit):
 
 
 @option("optimizer", "adamw_4bit")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class AdamW4bit(LowBit):
     """AdamW with 4-bit averages (arXiv 2309.01507)."""
 
@@ -209,7 +209,7 @@ class AdamW4bit(LowBit):
 
 
 @option("optimizer", "adamw_fp8")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class AdamWFp8(LowBit):
     """AdamW with averages in float8 e4m3 (after arXiv 2409.12517)."""
 

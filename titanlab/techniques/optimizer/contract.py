@@ -21,7 +21,7 @@ WARMUP_STEPS = 200
 DECAYS = ("linear", "cosine", "sqrt")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
     """Warm-up, then a constant rate, then decay.
 
@@ -117,6 +117,10 @@ class OptimizerConfig(Protocol):
     schedule: Schedule
     tolerances: ClassVar[Mapping[str, float]] = {}
 
+    def __hash__(self) -> int:
+        """A config is a frozen dataclass, whose fields make its hash."""
+        return object.__hash__(self)
+
     def check(self, setting: Setting) -> None:
         """Check that the rest of the recipe fits this optimizer.
 
@@ -154,7 +158,7 @@ class OptimizerFactory(Protocol):
         """
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Scheduled(OptimizerConfig):
     """The fields that all optimizers share. A dataclass that inherits from it defines `kind` and `implementation`."""
 

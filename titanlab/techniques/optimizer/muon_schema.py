@@ -17,7 +17,7 @@ ADJUSTMENTS = ("match_rms_adamw", "original")
 
 
 @option("optimizer", "muon")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Muon(Averaged):
     """Muon for the matrices of blocks, AdamW for all else (K. Jordan et al., 2024; at scale: arXiv 2502.16982).
 

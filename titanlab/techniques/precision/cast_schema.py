@@ -30,7 +30,7 @@ def check_reduce(reduce: str, known: tuple[str, ...], why: str) -> None:
         raise ConfigError("precision.reduce", reduce, why, f"try {' or '.join(known)}")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Parts(PrecisionConfig):
     """The config field of pieces that compute in float32 while the rest computes in 16 bits.
 
@@ -39,7 +39,7 @@ class Parts(PrecisionConfig):
             `layers.0`, and patterns such as `layers.*`. Their inputs and outputs are cast; logits stay in float32.
     """
 
-    fp32_parts: list[str] = field(default_factory=list, metadata={"before": []})
+    fp32_parts: tuple[str, ...] = field(default=(), metadata={"before": ()})
 
     def check(self, setting: Setting) -> None:
         """Check that the model has every part, and that a tied table does not need two dtypes.
@@ -68,7 +68,7 @@ class Parts(PrecisionConfig):
         return replace(self, fp32_parts=parts_within(layers, self.fp32_parts, key=KEY, note=note))
 
 
-def parts_within(layers: int, names: list[str], *, key: str, note: Callable[[str], None]) -> list[str]:
+def parts_within(layers: int, names: tuple[str, ...], *, key: str, note: Callable[[str], None]) -> tuple[str, ...]:
     """The names of parts without those of blocks that a model of `layers` blocks lacks.
 
     Args:
@@ -76,7 +76,8 @@ def parts_within(layers: int, names: list[str], *, key: str, note: Callable[[str
         note: is called with a line if the model lacks one.
     """
     numbers = [str(number) for number in range(layers)]
-    kept = [part for part in names if (match := _LAYER.search(part)) is None or fnmatch.filter(numbers, match[1])]
+    fits = [part for part in names if (match := _LAYER.search(part)) is None or fnmatch.filter(numbers, match[1])]
+    kept = tuple(fits)
     if kept != names:
         note(f"{key} names blocks that the reduced model lacks")
     return kept
@@ -102,7 +103,7 @@ _UNKNOWN_REDUCE = "is no dtype that bf16 gradients are summed in"
 
 
 @option("precision", "bf16")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Bf16(Parts):
     """Forward and backward in bfloat16; parameters and optimizer state in float32.
 
@@ -134,7 +135,7 @@ class Bf16(Parts):
 
 
 @option("precision", "bf16_full")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Bf16Full(PrecisionConfig):
     """All stored values in bfloat16: parameters, gradients and the states of the optimizer.
 
@@ -166,7 +167,7 @@ LARGEST = 2.0**127
 
 
 @option("precision", "fp16")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Fp16(Parts):
     """Forward and backward in float16 with a scaled loss, so that gradients do not vanish; float32 master weights.
 
@@ -223,7 +224,7 @@ class Fp16(Parts):
 
 
 @option("precision", "fp32")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Fp32(PrecisionConfig):
     """Everything in float32.
 

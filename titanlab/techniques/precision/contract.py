@@ -114,6 +114,10 @@ class PrecisionConfig(Protocol):
     splits_products: ClassVar[bool] = True
     multiple: ClassVar[int] = 1
 
+    def __hash__(self) -> int:
+        """A config is a frozen dataclass, whose fields make its hash."""
+        return object.__hash__(self)
+
     @abstractmethod
     def formats(self) -> Formats:
         """The number formats of the run."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from titanlab.costs import hardware
@@ -44,7 +44,7 @@ class Conversion:
         return text
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Float8(Bf16):
     """Linear layers multiply in float8; everything else is as in bf16, with float32 master weights.
 
@@ -59,7 +59,7 @@ class Float8(Bf16):
     """
 
     kind: str = ""
-    skip: list[str] = field(default_factory=lambda: [HEAD])
+    skip: tuple[str, ...] = (HEAD,)
     strict: bool = False
     emulate: str = "auto"
 
@@ -81,7 +81,7 @@ class Float8(Bf16):
     def __post_init__(self) -> None:
         super().__post_init__()
         # The command line gives a bare true or false as a boolean.
-        self.emulate = str(self.emulate).lower()
+        object.__setattr__(self, "emulate", str(self.emulate).lower())
         if self.emulate not in EMULATE:
             raise ConfigError(
                 "precision.emulate", self.emulate, "no such choice", f"choose one of {', '.join(EMULATE)}"
@@ -282,7 +282,7 @@ def _typed(names: Sequence[str]) -> str:
     return f"[{','.join(names)}]"
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TorchaoFloat8(Float8):
     """The three recipes of torchao's `float8`."""
 
@@ -296,7 +296,7 @@ class TorchaoFloat8(Float8):
 
 
 @option("precision", "float8_tensorwise")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Float8Tensorwise(TorchaoFloat8):
     """Float8 with one scale for each input, weight and gradient: the fastest kernels, and the coarsest rounding.
 
@@ -336,7 +336,7 @@ class Float8Tensorwise(TorchaoFloat8):
 
 
 @option("precision", "float8_rowwise")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Float8Rowwise(TorchaoFloat8):
     """Float8 with a power of two as scale for each row and column of a product: finer than tensorwise."""
 
@@ -349,7 +349,7 @@ class Float8Rowwise(TorchaoFloat8):
 
 
 @option("precision", "float8_rowwise_with_gw_hp")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Float8RowwiseWithGwHp(TorchaoFloat8):
     """Rowwise float8, but gradients of weights are multiplied in bfloat16: the finest of the three."""
 
@@ -366,7 +366,7 @@ class Float8RowwiseWithGwHp(TorchaoFloat8):
 
 
 @option("precision", "mxfp8")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Mxfp8(Float8):
     """Float8 with a power of two as scale for every 32 neighbouring elements, the format of Blackwell GPUs.
 

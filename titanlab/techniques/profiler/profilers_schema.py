@@ -10,7 +10,7 @@ from titanlab.techniques.profiler.contract import Profiler, ProfilerConfig
 
 
 @option("profiler", "off")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Off(ProfilerConfig):
     """No profiler."""
 
@@ -23,7 +23,7 @@ class Off(ProfilerConfig):
 
 
 @option("profiler", "memory")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Memory(ProfilerConfig):
     """The peak of memory by phase of the step, as metrics; on GPUs also snapshots, at out-of-memory too.
 
@@ -57,7 +57,7 @@ class Memory(ProfilerConfig):
         return MemoryProfiler(self)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RecordedWindows(ProfilerConfig):
     """The schedule of the recorded windows; each has one step of warm-up before it.
 
@@ -87,7 +87,7 @@ class RecordedWindows(ProfilerConfig):
 
 
 @option("profiler", "trace")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Trace(RecordedWindows):
     """Traces of operations and kernels (Kineto), one file for each rank and window, for Perfetto.
 
@@ -107,7 +107,7 @@ class Trace(RecordedWindows):
 
 
 @option("profiler", "breakdown")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Breakdown(RecordedWindows):
     """What the time of a step goes to, as metrics, from steps that torch.profiler records."""
 

@@ -18,7 +18,7 @@ NODE, WORLD = "node", "world"
 
 
 @option("profiler", "rates")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Rates(ProfilerConfig):
     """Rates of the machine, measured once before the first step: products, attention, memory, collectives.
 

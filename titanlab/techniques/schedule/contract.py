@@ -22,6 +22,10 @@ class PipelineSchedule(Protocol):
 
     kind: str
 
+    def __hash__(self) -> int:
+        """A config is a frozen dataclass, whose fields make its hash."""
+        return object.__hash__(self)
+
     def check(self, setting: Setting) -> None:
         """Check that the rest of the recipe fits this schedule.
 
@@ -102,7 +106,7 @@ class OneStage(PipelineSchedule):
         return looped(ranks=ranks)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Looped(PipelineSchedule):
     """A schedule with several stages per rank, placed round-robin.
 
@@ -130,7 +134,7 @@ class Looped(PipelineSchedule):
         return looped(ranks=ranks, stages_per_rank=self.stages_per_rank)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class VShaped(PipelineSchedule):
     """A schedule with two stages per rank, placed on the ranks in order and then in reverse.
 

@@ -85,7 +85,7 @@ def _actions(text: str, path: str | Path, place: str) -> Iterator[Action]:
 
 
 @option("schedule", "csv")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CsvSchedule(PipelineSchedule):
     """The actions in a file.
 
@@ -102,7 +102,7 @@ class CsvSchedule(PipelineSchedule):
             cure = "write one with `titanlab schedule 1f1b --csv my.csv`: schedule.file=my.csv"
             raise ConfigError(KEY, self.file, "names no file", cure)
         # Ranks need not start in the same folder.
-        self.file = str(user_path(self.file).absolute())
+        object.__setattr__(self, "file", str(user_path(self.file).absolute()))
 
     def fixed_size(self) -> tuple[int, int]:
         """The numbers of lines, and of microbatches in them."""

@@ -16,7 +16,7 @@ F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
 
 
 @option("schedule", "dualpipe_v")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DualPipeV(VShaped):
     """DualPipe (arXiv 2412.19437, section 3.2.1) over stages laid out as a V.
 
@@ -97,7 +97,7 @@ def _dualpipe_v_of_rank(rank: int, *, ranks: int, microbatches: int) -> list[Act
 
 
 @option("schedule", "gpipe")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class GPipe(OneStage):
     """All microbatches forward, then all backward (arXiv 1811.06965)."""
 
@@ -118,7 +118,7 @@ class GPipe(OneStage):
         return orders
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Interleaved(Looped):
     """A schedule that runs microbatches in rounds; its subclasses say when the backward passes begin.
 
@@ -161,7 +161,7 @@ class _Interleaved(Looped):
 
 
 @option("schedule", "interleaved_1f1b")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Interleaved1F1B(_Interleaved):
     """1F1B with several stages per rank (arXiv 2104.04473, section 2.2)."""
 
@@ -177,7 +177,7 @@ class Interleaved1F1B(_Interleaved):
 
 
 @option("schedule", "interleaved_zero_bubble")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class InterleavedZeroBubble(_Interleaved):
     """Interleaved 1F1B that computes gradients of weights in otherwise idle time (ZB-H1, arXiv 2401.10241)."""
 
@@ -218,7 +218,7 @@ def _in_turn(passes: list[tuple[Kind, list[tuple[int, int]], int]]) -> list[Acti
 
 
 @option("schedule", "looped_bfs")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LoopedBFS(Looped):
     """All microbatches run through one stage before the rank's next stage begins (arXiv 2211.05953)."""
 
@@ -242,7 +242,7 @@ class LoopedBFS(Looped):
 
 
 @option("schedule", "1f1b")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class OneFOneB(OneStage):
     """Forward and backward passes alternate as soon as the first gradient can arrive.
 
@@ -272,7 +272,7 @@ class OneFOneB(OneStage):
 
 
 @option("schedule", "zbv")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ZBV(VShaped):
     """Zero bubble over stages laid out as a V (arXiv 2401.10241, section 6).
 

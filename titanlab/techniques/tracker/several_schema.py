@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @option("tracker", "jsonl")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Jsonl(TrackerConfig):
     """Only the run's own metrics.jsonl."""
 

@@ -11,7 +11,7 @@ from titanlab.techniques.tracker.contract import Tracker, TrackerConfig
 
 
 @option("tracker", "tensorboard")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TensorBoard(TrackerConfig):
     """Event files in the run's folder, for `tensorboard --logdir runs`.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from titanlab.errors import ConfigError
 from titanlab.options import option
@@ -15,7 +15,7 @@ _NAME = re.compile(r"[^/\\#?%:]{1,128}")
 
 
 @option("tracker", "wandb")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Wandb(TrackerConfig):
     """Weights & Biases, in a separate process.
 
@@ -35,7 +35,7 @@ class Wandb(TrackerConfig):
     project: str | None = None
     entity: str | None = None
     group: str | None = None
-    tags: list[str] = field(default_factory=list)
+    tags: tuple[str, ...] = ()
     finish_seconds: float = 10.0
     queue_rows: int = 10_000
 

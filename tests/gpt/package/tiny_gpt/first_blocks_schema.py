@@ -9,7 +9,7 @@ from titanlab.techniques.ac.contract import ACConfig
 
 
 @option("ac", "first_blocks")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class FirstBlocks(ACConfig):
     """The first `count` blocks keep nothing but their input, the others all."""
 

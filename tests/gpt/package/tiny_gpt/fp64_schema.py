@@ -9,7 +9,7 @@ from titanlab.techniques.precision.contract import Formats, PrecisionConfig
 
 
 @option("precision", "fp64")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Fp64(PrecisionConfig):
     """Everything in 64-bit floating point: what fp32 itself can be held to."""
 

@@ -30,7 +30,7 @@ TENSOR_PLAN = {
 
 
 @option("model", "gpt")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Gpt(ModelConfig):
     """A decoder-only transformer like GPT-2: LayerNorm, learned positions, GELU, biases.
 
