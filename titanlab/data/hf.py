@@ -307,7 +307,7 @@ def open_dataset(config: HuggingFace, split: str, key: str = "data.split") -> An
     """
     if config.path not in LOCAL_BUILDERS and not os.path.exists(config.path) and not is_offline():
         check_reachable(config.path, "data.path")
-    options = {"name": config.name, "revision": config.revision, "data_files": config.data_files or None}
+    options = {"name": config.name, "revision": config.revision, "data_files": list(config.data_files) or None}
     try:
         dataset = _library().load_dataset(config.path, split=split, streaming=True, **options)
         return _text_only(dataset, config, split, options)
