@@ -4,6 +4,7 @@ import pytest
 
 from tests.sweep.files import labels, plan, write_sweep
 from titanlab.cli.compose import answer
+from titanlab.errors import ConfigError
 from titanlab.recipe.compose import Loader
 from titanlab.recipe.flags import read_flags
 from titanlab.recipe.keys import as_typed
@@ -111,8 +112,33 @@ def test_null_numbers_truth_values_and_references_are_read_as_before(tmp_path):
     )
     recipe = from_file(tmp_path, "recipe", file, "checkpoint.last_dtype=null", "parallelism.loss_parallel=false")
     assert (recipe.init_from, recipe.checkpoint.load_from, recipe.checkpoint.last_dtype) == (None, None, None)
-    assert (recipe.seed, recipe.optimizer.lr, recipe.training.steps) == (15, 5e-4, 1000)
+    assert (recipe.seed, recipe.optimizer.lr, recipe.training.steps) == (17, 5e-4, 1000)
     assert (recipe.name, recipe.parallelism.loss_parallel) == (recipe.model.kind, False)
+
+
+@pytest.mark.parametrize(("text", "number"), [("017", 17), ("+0_17", 17), ("00", 0), ("0", 0)])
+def test_a_number_with_a_leading_zero_is_decimal_in_a_file_as_on_the_command_line(tmp_path, text, number):
+    (tmp_path / "space").mkdir()
+    file = f"# @package _global_\ndefaults: [quickstart, _self_]\nseed: {text}\n"
+    recipe = from_file(tmp_path, "recipe", file)
+    assert (recipe.seed, composed(f"seed={text}").seed) == (number, number)
+    space = f"hydra: {{mode: MULTIRUN, sweeper: {{space: {{product: {{seed: [{text}, 3]}}}}}}}}\n"
+    sweep = (
+        "# @package _global_\ndefaults: [{override /data: synthetic}, {override /hydra/sweeper: space}]\n"
+        f"training: {{steps: 3}}\n{space}"
+    )
+    planned = plan(*write_sweep(tmp_path / "space", sweep)).planned
+    assert [each.recipe.seed for each in planned] == [number, 3]
+
+
+@pytest.mark.parametrize(("key", "text"), [("training.steps", "1:30"), ("optimizer.lr", "1:30.5")])
+def test_a_time_is_no_number_in_a_file_as_on_the_command_line(tmp_path, key, text):
+    group, name = key.split(".")
+    file = f"# @package _global_\ndefaults: [quickstart, _self_]\n{group}: {{{name}: {text}}}\n"
+    with pytest.raises(ConfigError, match=rf"Value '{text}' of type 'str' could not be converted .*recipe/mine.yaml"):
+        from_file(tmp_path, "recipe", file)
+    with pytest.raises(ConfigError, match=rf"^{key}={text}: must be a"):
+        composed(f"{key}={text}")
 
 
 def test_an_option_may_have_the_name_of_a_number(tmp_path):

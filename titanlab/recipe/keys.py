@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import re
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -279,6 +280,8 @@ def _combined(text: str) -> str:
 
 _SWEEPER = "hydra.sweeper"
 _TEXT = "tag:yaml.org,2002:str"
+# YAML 1.1 reads these in base 8 or 60. OmegaConf turns text into numbers in base 10.
+_OTHER_BASE = re.compile(r"[-+]?(0_*[0-7][0-7_]*|[0-9][0-9_.]*:[0-9_.:]+)")
 _READ = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool"))
 
 
@@ -297,7 +300,7 @@ def load(source: str | TextIO, name: str) -> Any:
         if root is None:
             return None
         for node, key in _scalars(root, name):
-            if node.tag in _READ and is_text(key, node.value):
+            if node.tag in _READ and (_OTHER_BASE.fullmatch(node.value) or is_text(key, node.value)):
                 node.tag = _TEXT
         return loader.construct_document(root)
     finally:
