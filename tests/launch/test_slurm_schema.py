@@ -23,6 +23,8 @@ from titanlab.launch.slurm_schema import Slurm
         ({"extra": {"ntasks_per_node": 1}}, "launch.extra.ntasks_per_node=1: is titanlab's own"),
         ({"extra": {"job-name": "x"}}, "launch.extra.job-name=x: is titanlab's own"),
         ({"extra": {"time=5 --wrap": "x"}}, "launch.extra=time=5 --wrap: is no flag of sbatch"),
+        ({"extra": {"exclusive": "yes"}}, "launch.extra.exclusive=yes: is text, and .* takes none; try true"),
+        ({"extra": {"use_min_nodes": "Off"}}, "launch.extra.use_min_nodes=Off: is text, and this flag .*; try false"),
         ({"extra": {"": "x"}}, "launch.extra=: is no flag of sbatch"),
         ({"cpus_per_task": -1}, "launch.cpus_per_task=-1: must be at least 1; try 8, or null"),
         ({"array_parallelism": 0}, "launch.array_parallelism=0: must be at least 1; try 8, or null"),

@@ -18,6 +18,8 @@ _OURS = frozenset(
         *["nodes", "ntasks", "ntasks-per-node", "gpus-per-node"],
     ]
 )
+# Flags of sbatch that take no yes or no. Other flags do: kill-on-invalid-dep=yes.
+_BARE = frozenset("contiguous exclusive hold overcommit oversubscribe reboot spread-job use-min-nodes wait".split())
 _GPU_FLAGS = ("gpus-per-node", "gres")
 
 
@@ -49,7 +51,8 @@ class Slurm(LaunchConfig):
         environment: environment variables of the processes, such as {NCCL_DEBUG: WARN}.
         container: words before the command, such as [apptainer, exec, --nv, image.sif].
         srun_arguments: further arguments of srun.
-        extra: further flags of sbatch: {reservation: mine, exclusive: true}.
+        extra: further flags of sbatch: {reservation: mine, exclusive: true}. true: the flag without a value; false and
+            null leave it out; everything else is its value as typed.
     """
 
     kind: str = "slurm"
@@ -113,12 +116,15 @@ class Slurm(LaunchConfig):
         self._check_extra()
 
     def _check_extra(self) -> None:
-        for name in self.extra:
+        for name, value in self.extra.items():
             if not _FLAG.fullmatch(name):
                 raise ConfigError("launch.extra", name, "is no flag of sbatch", "write it long, without the dashes")
             if name.replace("_", "-") in _OURS:
                 rule = "is titanlab's own, from the layout, the cluster and other keys of launch"
-                raise ConfigError(f"launch.extra.{name}", self.extra[name], rule, "leave it out")
+                raise ConfigError(f"launch.extra.{name}", value, rule, "leave it out")
+            if name.replace("_", "-") in _BARE and str(value).lower() in ("yes", "on", "no", "off"):
+                cure = f"try {str(value).lower() in ('yes', 'on')}".lower()
+                raise ConfigError(f"launch.extra.{name}", value, "is text, and this flag of sbatch takes none", cure)
 
     @property
     def title(self) -> str:

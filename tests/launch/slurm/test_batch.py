@@ -89,9 +89,16 @@ def test_gpus_are_asked_for_unless_the_site_does_not_manage_them(sweep):
 
 def test_further_flags_are_passed_on_unless_they_are_off(sweep):
     extra = {"reservation": "mine", "exclusive": True, "nice": 0, "comment": None, "hold": False}
+    extra["kill-on-invalid-dep"] = "yes"
     given = flags(Slurm(extra=extra, requeue=False), sweep)["additional_parameters"]
     # 0 equals False in Python, and is a value.
-    assert given == {"no-requeue": True, "reservation": "mine", "exclusive": True, "nice": 0}
+    assert given == {
+        "no-requeue": True,
+        "reservation": "mine",
+        "exclusive": True,
+        "nice": 0,
+        "kill-on-invalid-dep": "yes",
+    }
 
 
 @pytest.mark.parametrize(
