@@ -6,6 +6,7 @@ reads the runs' own files only: it asks no scheduler.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +19,8 @@ from titanlab.launch.contract import UNANSWERED
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import STATES, RunFolder
 from titanlab.records.run_search import list_runs
-from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.sweep.reconcile import close_dead_runs
+from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 from titanlab.system.text import counted, duration, grouped
 from titanlab.techniques.ac.recomputation_schema import NoCheckpointing
 
@@ -252,7 +254,7 @@ class Overview:
 
 
 def overview(runs: Path | str) -> Overview:
-    """Read the status of every run under a folder."""
+    """Read the status of every run under a folder. A run of which no process is left, and no job, gets its result."""
     by_sweep: dict[Path, list[RunFolder]] = {}
     for run in list_runs(runs):
         by_sweep.setdefault(run.path.parent, []).append(run)
@@ -261,6 +263,8 @@ def overview(runs: Path | str) -> Overview:
 
 
 def _row(sweep: SweepFolder, members: list[RunFolder]) -> dict[str, Any]:
+    with contextlib.suppress(ConfigError):  # Of a damaged submission; `titanlab status SWEEP` names it.
+        close_dead_runs(sweep, jobs_of(sweep, sweep.submissions()))
     statuses, words = [], Counter[str]()
     for run in members:
         try:

@@ -1,5 +1,7 @@
 """All sweeps of a folder of runs, one line each."""
 
+import time
+
 import pytest
 
 from tests.sweep.made import Made, begin, end, train
@@ -48,16 +50,33 @@ def test_sweeps_are_counted_by_how_their_runs_ended(tmp_path):
 
 
 def test_the_sweep_that_was_heard_of_last_is_first(tmp_path):
-    for name, updated in (("old", 1000.0), ("new", 3000.0), ("middle", 2000.0)):
+    times = {"new": time.time() - 1000, "middle": time.time() - 2000, "old": time.time() - 3000}
+    for name, updated in times.items():
         begin(run := Made(tmp_path / "runs", name).run("a"))
-        train(run, updated=updated)
+        # This host sees no process of another one.
+        train(run, updated=updated, host="elsewhere")
     unread = Made(tmp_path / "runs", "unread").run("a")
     (unread.path / "status.json").write_text("{")
     # Made just now.
     Made(tmp_path / "runs", "waits").run("a")
     found = overview(tmp_path / "runs")
     assert [row["sweep"] for row in found.rows] == ["waits", "new", "middle", "old", "unread"]
-    assert [row["updated"] for row in found.rows[1:]] == [3000.0, 2000.0, 1000.0, None]
+    assert [row["updated"] for row in found.rows[1:]] == [*times.values(), None]
+
+
+def test_a_run_whose_processes_were_all_killed_gets_its_result_from_whoever_looks(tmp_path):
+    made = Made(tmp_path / "runs", "first")
+    direct, queued = made.run("direct"), made.run("queued", seed=1)
+    for run in (direct, queued):
+        begin(run)
+        # A process that is no more.
+        train(run, updated=time.time() - 60, pid=2**22 + 1)
+    # What becomes of it, its job's scheduler knows.
+    made.submit(queued)
+    (found,) = overview(tmp_path / "runs").rows
+    assert found["states"] == {"crash": 1, "running": 1}
+    assert direct.result().cause.startswith("its processes were killed, or their host ended, and left no result")
+    assert queued.result() is None
 
 
 def test_lines_leave_out_what_no_sweep_has():
