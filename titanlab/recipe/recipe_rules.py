@@ -359,7 +359,10 @@ def _check_fsdp_cuts(layout: Layout, cuts: Sequence[_CutParameter]) -> None:
             f"with tensor={layout.tensor}, cannot cut the {shape[0]} rows of {name} "
             f"into {layout.tensor * layout.fsdp} equal parts{by_columns}"
         )
-        usable = [n for n in range(1, 2 * degree) if not any(uneven(layout.fsdp // degree * n))]
+        # FSDP2 cuts this parameter only into as many parts as divide its rows or its columns.
+        parts = {*divisors(shape[0]), *divisors(math.prod(shape[1:2]))}
+        degrees = {n * degree // layout.fsdp for n in parts if n * degree % layout.fsdp == 0}
+        usable = [n for n in degrees if n < 2 * degree and not any(uneven(layout.fsdp // degree * n))]
         cure = f"{_try(key, usable, degree)}, or parallelism.tensor=1" if usable else "try parallelism.tensor=1"
         raise ConfigError(key, degree, rule, cure)
 
