@@ -76,7 +76,7 @@ def test_layers_that_can_be_cut(given):
         (4, {}, {"seq_len": 6}, "must divide the 6 tokens that a process has of a microbatch; try parallelism.tensor=1 or 2"),
         (2, {}, {"shard": 3}, "parallelism.shard=3: with tensor=2, cannot cut the 10 rows of table.weight into 6 equal"),
         # The degrees that work are found without trying all smaller ones.
-        (2, {}, {"shard": 10**12 + 1}, "nor its 8 columns into 1000000000001; try parallelism.shard=4 or 8, or parallelism"),
+        (2, {}, {"shard": 2_000_000_001}, "nor its 8 columns into 2000000001; try parallelism.shard=4 or 8, or parallelism"),
         (2, {}, {"context": 3, "seq_len": 12}, "parallelism.context=3: with tensor=2, cannot cut the 10 rows"),
     ],
 )  # fmt: skip
