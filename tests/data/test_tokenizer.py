@@ -43,6 +43,14 @@ def test_json_tokenizer_gives_every_text_back(json_file: Path, written: str) -> 
     assert tokenizer.encode_many([written, "a"]) == [ids, tokenizer.encode("a")]
 
 
+def test_dropout_of_merges_is_off(json_file: Path, tmp_path: Path) -> None:
+    content = json.loads(json_file.read_text())
+    content["model"]["dropout"] = 0.9
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    written = Path(json.__file__).read_text()
+    assert load(tmp_path).encode(written) == load(json_file).encode(written)
+
+
 def test_python_source_comes_back(model_file: Path) -> None:
     tokenizer = load(model_file)
     for name in ("argparse.py", "tabnanny.py", "this.py", "html/entities.py"):

@@ -221,8 +221,12 @@ class HuggingFaceTokenizer:
         self._set_up(content, description)
 
     def _set_up(self, content: bytes, description: Any) -> None:
+        tokenizers: Any = importlib.import_module("tokenizers")
         self._model.no_truncation()
         self._model.no_padding()
+        if isinstance(self._model.model, tokenizers.models.BPE):
+            # Dropout merges at random: a text would have other tokens at each start.
+            self._model.model.dropout = None
         # Text that looks like a special token is encoded as text.
         self._model.encode_special_tokens = True
         vocabulary: dict[str, int] = self._model.get_vocab(with_added_tokens=True)
