@@ -6,6 +6,7 @@ import os
 import sys
 
 import pytest
+import yaml
 
 from titanlab.cli import compose, main
 from titanlab.errors import ConfigError
@@ -67,3 +68,17 @@ def test_hydras_help_names_no_flag_that_is_refused(here, capsys):
     assert "--multirun,-m : " in out
     assert "--config-path,-cp : " in out
     assert "--info,-i : " in out
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_config_in_a_pipe_is_yaml_whose_control_characters_are_escapes(here, capsys, monkeypatch, terminal):
+    (here / "own" / "recipe").mkdir(parents=True)
+    text = '# @package _global_\ndefaults: [quickstart, _self_]\nname: "a\\eb\\u202Ec"\n'
+    (here / "own" / "recipe" / "mine.yaml").write_text(text)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    assert main(["train", "--config-dir", "own", "+recipe=mine", "--cfg", "job"]) == 0
+    out = capsys.readouterr().out
+    (name,) = [line for line in out.splitlines() if line.startswith("name:")]
+    assert ("\x1b" in name, "\u202e" in name) == (False, not terminal)
+    if not terminal:
+        assert yaml.safe_load(out)["name"] == "a\x1bb\u202ec"
