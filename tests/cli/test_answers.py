@@ -78,7 +78,9 @@ def test_a_config_in_a_pipe_is_yaml_whose_control_characters_are_escapes(here, c
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     assert main(["train", "--config-dir", "own", "+recipe=mine", "--cfg", "job"]) == 0
     out = capsys.readouterr().out
-    (name,) = [line for line in out.splitlines() if line.startswith("name:")]
+    # On a terminal, another line may stand before it.
+    name = out.partition("name: ")[2].partition("\n")[0]
+    assert name
     assert ("\x1b" in name, "\u202e" in name) == (False, not terminal)
     if not terminal:
         assert yaml.safe_load(out)["name"] == "a\x1bb\u202ec"
