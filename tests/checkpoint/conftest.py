@@ -1,10 +1,11 @@
-"""A fixture of tests of savers: what they save."""
+"""Fixtures of tests of checkpoints: what savers save, and an object store."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.checkpoint.savers.targets import ALONE, trained
+from tests.checkpoint.targets import ALONE, trained
+from tests.object_store.running import running
 from titanlab.checkpoint.contract import Target
 
 
@@ -16,3 +17,11 @@ def target(tmp_path):
         return Target(model=model, optimizer=optimizer, **made)
 
     return make
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """An emulated object store, which answers at once after an error."""
+    monkeypatch.setattr("titanlab.checkpoint.objects._WAITS", (0.0, 0.0))
+    with running() as server:
+        yield server

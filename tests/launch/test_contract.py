@@ -15,7 +15,7 @@ KINDS = ("local", "slurm")
 VARIABLES = ("SLURM_", "SUBMITIT_", "SBATCH_")
 # Names that decide nothing about a launcher, and why they are there.
 ALLOWED = {
-    "checkpoint/remote/address_schema.py": {"local"},  # a scheme of addresses: `local:/folder`
+    "checkpoint/address_schema.py": {"local"},  # a scheme of addresses: `local:/folder`
     "sweep/space.py": {"local"},  # in names of runs, an option of any group that needs its group's name
     # Environment variables that are recorded, that configs may read, and that differ between any two runs.
     "records/provenance.py": {"SLURM_"},

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.checkpoint.savers.targets import Gate, saved_by, sums, trained
+from tests.checkpoint.targets import Gate, saved_by, sums, trained
 from tests.pool import RankFailure
 from titanlab.checkpoint import saving as begun
 from titanlab.checkpoint.contract import Target

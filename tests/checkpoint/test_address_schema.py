@@ -74,7 +74,7 @@ def test_a_store_whose_package_is_missing_is_refused_with_its_name(monkeypatch):
 
 
 def test_the_page_and_the_refusals_say_which_stores_are_tested():
-    page = Path(__file__).parents[3] / "docs" / "checkpoints.md"
+    page = Path(__file__).parents[2] / "docs" / "checkpoints.md"
     assert TESTED in " ".join(page.read_text().split())
     for check, text in ((check_address, "https://host/folder"), (check_installed, "memory://bucket")):
         with pytest.raises(ConfigError, match=TESTED):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.checkpoint.savers.targets import saved_by
+from tests.checkpoint.targets import saved_by
 from titanlab.checkpoint.contract import OnlyModel
 from titanlab.checkpoint.folders import checkpoints
 from titanlab.checkpoint.position import Position

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.checkpoint.savers.targets import saved_by, sums, trained
+from tests.checkpoint.targets import saved_by, sums, trained
 from titanlab.checkpoint.contract import Target
 from titanlab.checkpoint.position import Position
 from titanlab.checkpoint.savers import AsyncSaver, SyncSaver
