@@ -58,7 +58,7 @@ def uploads(monkeypatch):
         for path in () if fails.now else map(Path, command[6:]):
             path.with_name(f"{path.name}.synced").touch()
 
-    monkeypatch.setattr(wandb_upload, "subprocess", SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL))
+    monkeypatch.setattr(wandb_upload, "subprocess", SimpleNamespace(**{**vars(subprocess), "run": run}))
     monkeypatch.setattr(wandb_upload.socket, "create_connection", lambda *_, **__: SimpleNamespace(close=lambda: None))
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     return given, fails

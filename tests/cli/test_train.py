@@ -61,6 +61,6 @@ def test_ctrl_c_before_anything_starts_is_one_line(monkeypatch, capsys):
     def interrupted(arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(verbs.importlib, "import_module", lambda name: SimpleNamespace(main=interrupted))
+    monkeypatch.setattr(verbs.importlib, "import_module", lambda name: SimpleNamespace(train_verb=interrupted))
     assert verbs.main(["train"]) == 130
     assert capsys.readouterr().err == "error: interrupted; nothing was started\n"

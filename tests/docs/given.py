@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -17,6 +16,7 @@ from tests.docs.pages import ROOT, blocks
 from tests.sweep.made import Made, begin, end, train
 from tests.weights.huggingface import made as hf
 from titanlab.launch.slurm_schema import Slurm
+from titanlab.ranges import plain
 from titanlab.records.config_file import config_text
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
@@ -42,7 +42,7 @@ def write_all(folder: Path) -> None:
     for number, kind in enumerate(OutcomeKind):
         run = layouts.run("fsdp-bf16" if kind is OutcomeKind.OOM else kind.value, seed=number)
         cluster = {**run.config()["cluster"], "per_node": 8}
-        config = {**run.config(), "launch": dataclasses.asdict(Slurm()), "cluster": cluster}
+        config = {**run.config(), "launch": plain(Slurm()), "cluster": cluster}
         (run.path / "config.yaml").write_text(config_text(config))
         _end(run, kind.value)
     # A folder of groups of the reader's own, with a recipe that begins as one of titanlab's.

@@ -8,7 +8,7 @@ from tests.docs.pages import ROOT, read
 
 PAGE = "docs/security.md"
 PARSING = re.compile(
-    r"pickle\.(?:loads?|Unpickler)\b|torch\.load\(|yaml\.(?:safe_load|load|compose|parse)\(|json\.loads?\(|safe_open\("
+    r"pickle\.(?:loads?|Unpickler)\b|torch\.load\(|yaml\.(?:safe_load|load|compose|parse)\(|json\.loads?\(|\bparse_json\(|\bparse_yaml\(|safe_open\("
     r"|np\.(?:memmap|fromfile|load)\(|SentencePieceProcessor\(|Tokenizer\.from_\w+\(|\.load_dataset\(|csv\.reader\("
     r"|read_object\(|read_optional\(|read_regular\(|read_config\("
 )
