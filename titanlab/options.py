@@ -174,14 +174,9 @@ def _combining_bases() -> dict[str, type]:
 
 def _own_schema_modules() -> Iterator[str]:
     package = importlib.import_module("titanlab")
-    folders = list(zip(package.__path__, ["titanlab."], strict=False))
-    for path, prefix in folders:
-        for info in pkgutil.iter_modules([path], prefix):
-            name = info.name.rpartition(".")[2]
-            if info.ispkg:
-                folders.append((f"{path}/{name}", f"{info.name}."))
-            elif name.endswith("schema"):
-                yield info.name
+    for info in pkgutil.walk_packages(package.__path__, "titanlab."):
+        if not info.ispkg and info.name.endswith("schema"):
+            yield info.name
 
 
 def _others_schema_modules() -> Iterator[ModuleType]:

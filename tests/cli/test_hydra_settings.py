@@ -9,7 +9,7 @@ import pytest
 PRIMARY = (
     "defaults: [recipe_schema, {training: default}, {model: debug}, {parallelism: single}, {schedule: 1f1b}, "
     '{precision: fp32}, {ac: none}, {compile: "off"}, {optimizer: adamw}, {data: synthetic}, {checkpoint: default}, '
-    "{cluster: local}, {tracker: jsonl}, {profiler: "off"}, {launch: local}, _self_]\n"
+    "{cluster: local}, {tracker: jsonl}, {profiler: 'off'}, {launch: local}, _self_]\n"
 )
 
 

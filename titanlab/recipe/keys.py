@@ -183,7 +183,7 @@ def advice(name: str) -> str:
     siblings = [known.rpartition(".")[2] for known in names if group and known.rpartition(".")[0] == group]
     near = [known for known in names if known.endswith(f".{name}")]  # Users may remember only the end of a key.
     if len(near) > 1:
-        return f"did you mean {' or '.join(near)}?"
+        return f"did you mean {' or '.join(sorted(near))}?"
     # Keys of the same group are alike by their group: of these, the ends are compared. The group itself was not meant.
     others = [known for known in names if not siblings or not f"{known}.".startswith(f"{group}.")]
     near += difflib.get_close_matches(name, others, n=1, cutoff=0.85)

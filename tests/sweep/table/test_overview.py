@@ -75,7 +75,7 @@ def test_a_run_whose_processes_were_all_killed_gets_its_result_from_whoever_look
     made.submit(queued)
     (found,) = overview(tmp_path / "runs").rows
     assert found["states"] == {"crash": 1, "running": 1}
-    assert direct.result().cause.startswith("its processes were killed, or their host ended, and left no result")
+    assert direct.result().cause.startswith("its processes left no result: they were killed")
     assert queued.result() is None
 
 
