@@ -70,7 +70,7 @@ def test_nothing_is_loaded_from_elsewhere(site):
 def test_files_of_the_repository_that_pages_link_to_are_pages(site):
     page = (site / "models.html").read_text()
     assert 'href="source/titanlab/techniques/model/llama.py.html"' in page
-    source = (site / "source" / "titanlab" / "model" / "llama.py.html").read_text()
+    source = (site / "source" / "titanlab" / "techniques" / "model" / "llama.py.html").read_text()
     assert "class Llama" in re.sub(r"<[^>]+>", "", source)
     assert 'href="extending.html"' in (site / "contributing.html").read_text()
 
