@@ -5,7 +5,7 @@ import re
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.system.foreign import Foreign
+from titanlab.techniques.model.contract import Foreign
 from titanlab.techniques.model.llama_schema import Llama
 
 FAMILY = Llama.hugging_face()

@@ -4,7 +4,7 @@ import pytest
 
 from tests.model.published import load
 from titanlab.errors import ConfigError
-from titanlab.system.foreign import Foreign
+from titanlab.techniques.model.contract import Foreign
 
 NAMES = ["qwen3_moe_debug", "mixtral_debug"]
 MODELS = {name: load(name) for name in NAMES}

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tests.weights.conftest import FORMATS, Tensors
 from titanlab.errors import ConfigError
-from titanlab.system.foreign import Foreign
+from titanlab.techniques.model.contract import Foreign
 from titanlab.train import weights_folder
 from titanlab.train.weights_folder import in_halves
 from titanlab.train.weights_tensors import write_weights

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from titanlab.errors import ConfigError
-from titanlab.system.foreign import Foreign
+from titanlab.techniques.model.contract import Foreign
 from titanlab.train import weights_folder as module
 from titanlab.train.weights_folder import (
     CHUNK_BYTES,

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from titanlab.checkpoint.blocks import checksum
-from titanlab.system.json_text import parse_json
+from titanlab.system.files import parse_json
 
 if TYPE_CHECKING:
     import numpy as np

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from titanlab.errors import ConfigError
-from titanlab.system.foreign import LFS_POINTER
-from titanlab.system.json_text import parse_json
+from titanlab.system.files import LFS_POINTER, parse_json
 
 _LINES = {".jsonl", ".ndjson", ".json"}
 _PACKED = {".gz", ".bz2", ".xz", ".zst"}

@@ -17,7 +17,7 @@ from typing import Any
 
 from titanlab.data import cache
 from titanlab.errors import ConfigError
-from titanlab.system.json_text import parse_json
+from titanlab.system.files import parse_json
 
 INDEX = "index.json"
 FORMAT = "titanlab-tokens"

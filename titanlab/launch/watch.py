@@ -33,8 +33,7 @@ from titanlab.launch.job import Job, say
 from titanlab.launch.processes import KILL_SECONDS, Escalation, worker_command, worker_environment
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exit, says_oom
 from titanlab.records.run_folder import RunFolder
-from titanlab.system.files import read_text
-from titanlab.system.json_text import parse_json
+from titanlab.system.files import parse_json, read_text
 from titanlab.system.processes import STOPPED, process_state
 
 

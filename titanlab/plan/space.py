@@ -21,7 +21,7 @@ from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.parallelism.schema import Parallelism
 from titanlab.plan.stages import Remembered, model_facts
-from titanlab.recipe import recipe_rules as layout_rules
+from titanlab.recipe import recipe_rules
 from titanlab.recipe.recipe import Recipe
 from titanlab.recipe.recipe_rules import check_all_but_data
 from titanlab.techniques.compile.schema import Compile
@@ -316,7 +316,7 @@ class Space:
         return {}
 
     def _context_broken(self, context: int) -> str:
-        return self._violation("context", context, lambda: layout_rules.check_context(
+        return self._violation("context", context, lambda: recipe_rules.check_context(
             Layout(context=context), self._account, seq_len=self.recipe.training.seq_len,
             kernel=self.recipe.model.attention,
         ))  # fmt: skip
@@ -325,9 +325,9 @@ class Space:
         layout = Layout(tensor=layout.tensor, shard=layout.fsdp, expert=layout.expert)
         seq_len = self.recipe.training.seq_len
         experts = self._violation(
-            "expert", layout, lambda: layout_rules.check_expert(layout, self.recipe.parallelism, self._account)
+            "expert", layout, lambda: recipe_rules.check_expert(layout, self.recipe.parallelism, self._account)
         )
-        return experts or self._violation("tensor", layout, lambda: layout_rules.check_tensor(
+        return experts or self._violation("tensor", layout, lambda: recipe_rules.check_tensor(
             layout, self._whole_sequences, account_for(self._account, layout), seq_len=seq_len, microbatch=1
         ))  # fmt: skip
 
@@ -339,14 +339,14 @@ class Space:
         if layout.tensor == 1:
             return ""
         key = (layout.tensor, layout.context, microbatch)
-        return self._violation("tokens", key, lambda: layout_rules.check_tensor(
+        return self._violation("tokens", key, lambda: recipe_rules.check_tensor(
             Layout(tensor=layout.tensor, context=layout.context), self._tokens_config, self._account,
             seq_len=self.recipe.training.seq_len, microbatch=microbatch,
         ))  # fmt: skip
 
     def _pipeline_broken(self, pipeline: int, schedule: Choice, microbatches: int) -> str:
         config = self.recipe.parallelism
-        return self._violation("pipeline", (pipeline, schedule.name, microbatches), lambda: layout_rules.check_pipeline(
+        return self._violation("pipeline", (pipeline, schedule.name, microbatches), lambda: recipe_rules.check_pipeline(
             Layout(pipeline=pipeline), config, self._account, schedule.value, microbatches=microbatches,
         ))  # fmt: skip
 

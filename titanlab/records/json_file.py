@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.errors import ConfigError
-from titanlab.system.files import read_text
-from titanlab.system.json_text import parse_json
+from titanlab.system.files import parse_json, read_text
 
 RESTORE = "restore that file, or the run's folder"
 _KINDS = {str: "text", int: "a whole number", float: "a number", dict: "a mapping"}

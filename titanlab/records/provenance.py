@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import titanlab
-from titanlab.system.files import read_text
-from titanlab.system.json_text import parse_json
+from titanlab.system.files import parse_json, read_text
 from titanlab.system.processes import output_of
 
 # In a snapshot of the code, this file has the git state of the repository that was copied.

@@ -1,4 +1,4 @@
-"""Reads and writes files, and explains the errors of disks.
+"""Reads and writes files, parses JSON, and explains the errors of disks.
 
 Files are written atomically: a reader never sees a part of one. Folders may come from a stranger: named pipes, which
 may never answer, and links are traps.
@@ -16,6 +16,9 @@ import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""Beginning of the small file that a clone without Git LFS has in place of a large one."""
 
 
 def write_text(path: Path, text: str, *, durable: bool = False) -> None:
@@ -250,3 +253,30 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         if isinstance(failures, dict):
             waiting += [pair[0] for pair in failures.values() if isinstance(pair, tuple) and pair]
         waiting += [cause for cause in (current.__cause__, current.__context__) if cause is not None]
+
+
+# The digits of the largest float: Python cannot compare a longer whole number with a float, or make it one.
+_MOST_DIGITS = 308
+
+
+def parse_json(text: str | bytes, **hooks: Any) -> Any:
+    """The value of a JSON text.
+
+    Args:
+        hooks: further arguments of `json.loads`; `parse_int=None` leaves the length of numbers unchecked, and is faster
+            for texts of a million numbers.
+
+    Raises:
+        ValueError: it is no JSON in UTF-8, is nested too deeply, or has a whole number that no float can hold. The
+            message is one line.
+    """
+    try:
+        return json.loads(text, **{"parse_int": _whole_number, **hooks})
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError("a number in it is larger than any float")
+    return int(digits)

@@ -16,9 +16,8 @@ from typing import Any
 from titanlab.data.tokenizers import declared_in
 from titanlab.errors import ConfigError
 from titanlab.options import discover
-from titanlab.system.files import write_json
+from titanlab.system.files import parse_json, write_json
 from titanlab.system.hub import explained, is_absent, unreachable
-from titanlab.system.json_text import parse_json
 from titanlab.techniques.model.contract import HuggingFaceFamily, ModelConfig
 from titanlab.train.weights_folder import (
     CONTEXT,

@@ -22,8 +22,7 @@ from titanlab.recipe.next_attempt import check_unedited
 from titanlab.recipe.recipe import literal, path_override
 from titanlab.records.config_file import config_text
 from titanlab.system.files import write_json
-from titanlab.system.foreign import Foreign
-from titanlab.techniques.model.contract import ModelConfig
+from titanlab.techniques.model.contract import Foreign, ModelConfig
 from titanlab.train import hub_folders as hf
 from titanlab.train import weights_folder as ours
 from titanlab.train.hub_folders import copy_tokenizer, write_tokenizer_config

@@ -28,10 +28,8 @@ from safetensors import SafetensorError, safe_open
 from titanlab.costs.account import block_name
 from titanlab.errors import ConfigError
 from titanlab.options import schema_of
-from titanlab.system.files import StoreFault
-from titanlab.system.foreign import LFS_POINTER, Foreign
-from titanlab.system.json_text import parse_json
-from titanlab.techniques.model.contract import ModelConfig
+from titanlab.system.files import LFS_POINTER, StoreFault, parse_json
+from titanlab.techniques.model.contract import Foreign, ModelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

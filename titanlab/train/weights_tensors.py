@@ -21,8 +21,7 @@ from titanlab.checkpoint.address_schema import Place
 from titanlab.checkpoint.contents import read_contents
 from titanlab.checkpoint.reader import Reader, read_into
 from titanlab.errors import ConfigError
-from titanlab.system.foreign import Foreign
-from titanlab.techniques.model.contract import ModelConfig
+from titanlab.techniques.model.contract import Foreign, ModelConfig
 from titanlab.train.dcp_folder import read_saved
 from titanlab.train.dcp_tensors import DcpReader
 from titanlab.train.initialise import local_part, plain_name

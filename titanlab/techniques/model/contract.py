@@ -11,11 +11,36 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 if TYPE_CHECKING:
     from titanlab.costs.account import Init, ModelAccount, Operation
     from titanlab.costs.setting import Setting
-    from titanlab.system.foreign import Foreign
     from titanlab.techniques.model.language_model import LanguageModel
 
 # The config of the models of one kind.
 Model = TypeVar("Model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foreign:
+    """One parameter in another library.
+
+    Attributes:
+        name: the parameter's name in that library.
+        head: width w of a head if the order of its rows differs: rotary pairs are (0, w/2), (1, w/2 + 1), … there
+            and (0, 1), (2, 3), … here; 0: the same order.
+        stack: names of the tensors there whose stack, along a new first dim, is the parameter here; then `name` is for
+            people. Empty: one tensor.
+    """
+
+    name: str
+    head: int = 0
+    stack: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all its tensors there."""
+        return self.stack or (self.name,)
+
+    def shape_there(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of each of these tensors, from that of the parameter."""
+        return shape[1:] if self.stack else shape
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from titanlab.costs.account import block_name
 from titanlab.errors import ConfigError
-from titanlab.system.foreign import Foreign
-from titanlab.techniques.model.contract import HuggingFaceFamily
+from titanlab.techniques.model.contract import Foreign, HuggingFaceFamily
 from titanlab.techniques.model.llama_account import EMBEDDING, HEAD
 
 if TYPE_CHECKING:

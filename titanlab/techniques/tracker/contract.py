@@ -14,8 +14,7 @@ from dataclasses import Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from titanlab.system.files import read_text, write_json
-from titanlab.system.json_text import parse_json
+from titanlab.system.files import parse_json, read_text, write_json
 
 if TYPE_CHECKING:
     from titanlab.costs.setting import Setting
