@@ -174,9 +174,16 @@ def _combining_bases() -> dict[str, type]:
 
 def _own_schema_modules() -> Iterator[str]:
     package = importlib.import_module("titanlab")
-    for info in pkgutil.walk_packages(package.__path__, "titanlab."):
-        if not info.ispkg and info.name.endswith("schema"):
-            yield info.name
+    # By path: importing the packages on the way would import what some of them are made of, such as figures.
+    folders = [(path, "titanlab.") for path in package.__path__]
+    names = []
+    for path, prefix in folders:
+        for info in pkgutil.iter_modules([path], prefix):
+            if info.ispkg:
+                folders.append((f"{path}/{info.name.removeprefix(prefix)}", f"{info.name}."))
+            elif info.name.endswith("schema"):
+                names.append(info.name)
+    yield from dict.fromkeys(names)
 
 
 def _others_schema_modules() -> Iterator[ModuleType]:
