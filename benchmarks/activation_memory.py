@@ -60,7 +60,7 @@ class Stack(nn.Module):
     def __init__(self, config: Llama, dtype: torch.dtype) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = llama.Llama(config, seq_len=1).layers.to(dtype)
+        self.layers = llama.LlamaModel(config, seq_len=1).layers.to(dtype)
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)

@@ -52,7 +52,7 @@ def measure(config: Llama, *, seq: int, batch: int, method: str) -> dict[str, fl
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model = llama.Llama(config, seq_len=seq)
+    model = llama.LlamaModel(config, seq_len=seq)
     tokens = torch.randint(config.vocab_size, (batch, seq + 1))
     if ranks > 1:
         group = dist.group.WORLD

@@ -28,9 +28,9 @@ from titanlab.cli.compose import compose
 from titanlab.costs.layout import Layout
 from titanlab.plan.machine import allocator_excess, machine_of
 from titanlab.plan.pipeline_time import simulated_time
-from titanlab.plan.ranking import Ranked, Ranking
+from titanlab.plan.ranking import Ranked, RecipeRanking
 from titanlab.plan.search import for_planning
-from titanlab.plan.space import Space, choices_of
+from titanlab.plan.space import LayoutSpace, choices_of
 from titanlab.plan.step_time import step_time
 from titanlab.system.text import significant
 
@@ -130,7 +130,7 @@ def kind_of(layout: Layout) -> str:
 
 
 @dataclass(kw_only=True)
-class SpaceOfKind(Space):
+class SpaceOfKind(LayoutSpace):
     """The layouts of a space that are of one kind."""
 
     kind: str
@@ -155,13 +155,13 @@ def row(arguments: Sequence[str]) -> dict[str, Values]:
             choices=choices_of(recipe),
             kind=kind,
         )
-        ranking = Ranking(space=space, machine=machine, limit=limit, excess=allocator_excess())
+        ranking = RecipeRanking(space=space, machine=machine, limit=limit, excess=allocator_excess())
         near = _near(ranking)
         found[kind] = _values(min(near, key=_simplicity)) if near else _nothing(ranking)
     return found
 
 
-def _near(ranking: Ranking) -> list[Ranked]:
+def _near(ranking: RecipeRanking) -> list[Ranked]:
     """The fastest layout and those that are as fast, at most `MOST`."""
     count = MOST // 8
     while True:
@@ -193,7 +193,7 @@ def _values(one: Ranked) -> Values:
     }
 
 
-def _nothing(ranking: Ranking) -> Values:
+def _nothing(ranking: RecipeRanking) -> Values:
     """Why there is no layout of a kind."""
     if ranking.least is not None:
         return {"none": f"≥ {ranking.least[0] / 1e9:,.0f} GB"}

@@ -278,3 +278,12 @@ def test_what_points_down_is_allowed():
         "titanlab.train.train": "from titanlab.techniques.model import llama",
     }
     assert violations(package) == []
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    files: dict[str, list[Path]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name, []).append(path.relative_to(PACKAGE))
+    assert {name: paths for name, paths in files.items() if len(paths) > 1} == {}

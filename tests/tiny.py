@@ -10,7 +10,7 @@ import numpy as np
 from titanlab.checkpoint.folders import INDEX
 from titanlab.checkpoint.index import index_bytes
 from titanlab.checkpoint.position import POSITION
-from titanlab.checkpoint.schema import Async, Off, Sync
+from titanlab.checkpoint.schema import Async, NoCheckpoints, Sync
 from titanlab.data.schema import Synthetic
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.launch.local_schema import Local
@@ -26,14 +26,14 @@ from titanlab.techniques.model.llama_schema import Llama
 from titanlab.techniques.optimizer.adamw_schema import AdamW
 from titanlab.techniques.optimizer.contract import Schedule
 from titanlab.techniques.precision.cast_schema import Bf16, Fp32
-from titanlab.techniques.profiler.profilers_schema import Off as NoProfiler
+from titanlab.techniques.profiler.profilers_schema import NoProfiling as NoProfiler
 from titanlab.techniques.schedule.published_schema import OneFOneB
 from titanlab.techniques.tracker.several_schema import Jsonl
 from titanlab.train import train as story
 
 VOCABULARY = 256
 
-_SAVES = {"sync": Sync, "async": Async, "off": Off}
+_SAVES = {"sync": Sync, "async": Async, "off": NoCheckpoints}
 
 
 def recipe(runs, **given) -> Recipe:

@@ -6,7 +6,7 @@ import pytest
 
 from tests import tiny
 from titanlab.checkpoint.savers import AsyncSaver, NoSaver, SyncSaver
-from titanlab.checkpoint.schema import Async, AsyncPinned, Off, Sync
+from titanlab.checkpoint.schema import Async, AsyncPinned, NoCheckpoints, Sync
 from titanlab.errors import ConfigError
 from titanlab.recipe.next_attempt import overridden
 from titanlab.recipe.recipe import to_mapping
@@ -14,7 +14,7 @@ from titanlab.records.identity import canonical
 
 
 def test_a_config_names_its_saver(target):
-    assert isinstance(Off().implementation(target()), NoSaver)
+    assert isinstance(NoCheckpoints().implementation(target()), NoSaver)
     assert isinstance(Sync().implementation(target()), SyncSaver)
     assert isinstance(Async().implementation(target()), AsyncSaver)
 
@@ -22,8 +22,8 @@ def test_a_config_names_its_saver(target):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Off(every=5), r"checkpoint.every=5: checkpoint=off saves nothing"),
-        (lambda: Off(minutes=5), r"checkpoint.minutes=5: checkpoint=off saves nothing"),
+        (lambda: NoCheckpoints(every=5), r"checkpoint.every=5: checkpoint=off saves nothing"),
+        (lambda: NoCheckpoints(minutes=5), r"checkpoint.minutes=5: checkpoint=off saves nothing"),
         (lambda: Sync(minutes=-1), r"checkpoint.minutes=-1: must not be negative"),
         (lambda: Sync(every=300, keep_every=1000), r"keep_every=1000: no multiple of checkpoint.every=300.*try 900"),
     ],

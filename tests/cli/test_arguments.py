@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlab.cli.arguments import Arguments, Flags, bytes_of, parser_of
+from titanlab.cli.arguments import Arguments, FlagParser, bytes_of, parser_of
 from titanlab.errors import ConfigError
 from titanlab.system.files import user_path
 
@@ -124,7 +124,7 @@ def test_what_is_no_size_is_refused(text):
 
 
 @pytest.mark.parametrize("kind", [Path, user_path])
-@pytest.mark.parametrize("make", [lambda: Arguments("verb", "What it does."), lambda: Flags("verb")])
+@pytest.mark.parametrize("make", [lambda: Arguments("verb", "What it does."), lambda: FlagParser("verb")])
 @pytest.mark.parametrize("text", ["", " "])
 def test_a_path_without_a_name_is_not_the_current_folder(kind, make, text):
     made = make()

@@ -8,9 +8,9 @@ import pytest
 
 from tests import tiny
 from titanlab.cli import main
-from titanlab.costs.traffic_account import Row
+from titanlab.costs.traffic_account import TrafficRow
 from titanlab.prove.declared import declared
-from titanlab.prove.traced_step import Comparison
+from titanlab.prove.traced_step import TraceComparison
 
 RECIPE = ["+recipe=llama3_1_8b_8gpus", "cluster=h100"]
 
@@ -28,9 +28,9 @@ def call(tmp_path, monkeypatch, capsys):
 
             asked.append((recipe.name, ranks))
             one = declared(made, 0)
-            rows = (Row(axis="shard", kind="all_reduce", count=1, bytes=420, wire_bytes=735),)
+            rows = (TrafficRow(axis="shard", kind="all_reduce", count=1, bytes=420, wire_bytes=735),)
             traced = dataclasses.replace(one, update_traffic=rows, **changed)
-            return Comparison(recipe=made, notes=("a note",), pairs=((one, traced),))
+            return TraceComparison(recipe=made, notes=("a note",), pairs=((one, traced),))
 
         monkeypatch.setattr("titanlab.prove.traced_step.trace", planted)
         code = main(["plan", "--trace", *RECIPE, *arguments])

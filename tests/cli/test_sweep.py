@@ -14,7 +14,7 @@ from tests.sweep.fake_slurm.cluster import FakeSlurm
 from tests.sweep.files import sweep_text, write_sweep
 from tests.sweep.study.test_sweep_files import EXPECTED
 from titanlab.cli import main
-from titanlab.launch.submission import Shape, shape_of
+from titanlab.launch.submission import JobShape, shape_of
 from titanlab.recipe.compose import conf_folder
 from titanlab.records.identity import identify
 from titanlab.records.outcome import OutcomeKind
@@ -154,7 +154,7 @@ def test_hydra_answers_for_sweeps_too(command, sweep):
 
 def test_a_plan_counts_what_is_there_already():
     found = plan_study(["data=synthetic", "optimizer.schedule.warmup_steps=0", "seed=range(0,5)"])
-    shape = Shape(processes=16, nodes=2, tasks_per_node=8, gpus_per_node=8, minutes=90)
+    shape = JobShape(processes=16, nodes=2, tasks_per_node=8, gpus_per_node=8, minutes=90)
     actions = [("submit", None), ("done", "done"), ("running", None), ("queued", None), ("ended", "oom")]
     decisions = [
         Decision(planned=each, run_name=f"run-{action}", action=action, outcome=outcome, shape=shape)

@@ -73,7 +73,7 @@ def fused_operators(precision):
     config = Llama(dim=128, layers=1, heads=8, kv_heads=4, ffn_dim=256, vocab_size=128)
     chosen = schema_of("precision", precision)()
     with torch.device("meta"):
-        model = llama.Llama(config, seq_len=64)
+        model = llama.LlamaModel(config, seq_len=64)
     # As on a GPU that multiplies in float8.
     with patch.object(float8, "emulates", lambda config, device: False):
         chosen.implementation().convert(model, torch.device("cpu"))

@@ -4,7 +4,14 @@ import pytest
 
 from tests.plan.layouts import SMALL
 from titanlab.costs.layout import Layout
-from titanlab.costs.traffic_account import Coordinate, Row, Step, Traffic, context_of_block, forward_context_of_block
+from titanlab.costs.traffic_account import (
+    Coordinate,
+    Step,
+    Traffic,
+    TrafficRow,
+    context_of_block,
+    forward_context_of_block,
+)
 
 BLOCK = "layers.0"
 # 2 sequences of 64 tokens, cut in 4, with 4 heads of 32 keys or values in float32.
@@ -63,13 +70,17 @@ def test_a_whole_step_sends_keys_and_values_twice_and_their_gradients_once():
 def test_an_all_gather_has_the_parts_of_all_ranks():
     made = step(context_method="all_gather")
     assert rows(forward_context_of_block, 1, made) == {
-        "all_gather": Row(axis="context", kind="all_gather", count=1, bytes=2 * 4 * WHOLE, wire_bytes=2 * 3 * WHOLE)
+        "all_gather": TrafficRow(
+            axis="context", kind="all_gather", count=1, bytes=2 * 4 * WHOLE, wire_bytes=2 * 3 * WHOLE
+        )
     }
     whole = rows(context_of_block, 1, made)
     assert (whole["all_gather"].count, whole["all_gather"].bytes) == (2, 2 * 2 * 4 * WHOLE)
     returned = 2 * (2 * WHOLE + HALF)
     # It keeps none of what it returns.
-    assert whole["all_to_all"] == Row(axis="context", kind="all_to_all", count=1, bytes=returned, wire_bytes=returned)
+    assert whole["all_to_all"] == TrafficRow(
+        axis="context", kind="all_to_all", count=1, bytes=returned, wire_bytes=returned
+    )
 
 
 def test_without_context_parallelism_nothing_is_sent():

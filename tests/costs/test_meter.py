@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanlab.costs import meter as names
-from titanlab.costs.meter import Meter, Work
+from titanlab.costs.meter import Meter, RunWork
 
 
 class Clock:
@@ -22,7 +22,7 @@ class Clock:
 
 
 def metered(clock, **given):
-    work = Work(devices=2, flops_per_token=3e9, convention="6N", peak_flops=1e12, peak_source="datasheet")
+    work = RunWork(devices=2, flops_per_token=3e9, convention="6N", peak_flops=1e12, peak_source="datasheet")
     meter = Meter(given.pop("work", work), clock=clock, **given)
     meter.begin()
     return meter
@@ -156,7 +156,7 @@ def test_a_pause_ends_with_an_exception_too():
 
 def test_without_a_peak_there_is_no_mfu():
     clock = Clock()
-    meter = metered(clock, work=Work(devices=1, flops_per_token=1e9))
+    meter = metered(clock, work=RunWork(devices=1, flops_per_token=1e9))
     clock.run(1.0)
     meter.end_step(tokens=1000)
     assert meter.window().mfu_percent is None
@@ -167,7 +167,7 @@ def test_without_a_peak_there_is_no_mfu():
 
 def test_a_share_of_more_than_the_peak_is_no_mfu():
     clock = Clock()
-    meter = metered(clock, work=Work(devices=1, flops_per_token=1e9, peak_flops=0.9e12))
+    meter = metered(clock, work=RunWork(devices=1, flops_per_token=1e9, peak_flops=0.9e12))
     clock.run(1.0)
     meter.end_step(tokens=1000)
     assert meter.window().mfu_percent is None
@@ -253,7 +253,7 @@ def test_time_left_follows_the_last_steps():
 
 def test_steps_before_the_beginning_are_a_mistake():
     with pytest.raises(RuntimeError, match=r"before Meter\.begin"):
-        Meter(Work(devices=1, flops_per_token=1.0)).end_step(tokens=1)
+        Meter(RunWork(devices=1, flops_per_token=1.0)).end_step(tokens=1)
 
 
 EVENTS = st.lists(st.tuples(st.sampled_from(["work", "data", "pause", "step"]), st.integers(0, 4096)), max_size=60)
@@ -299,7 +299,7 @@ def test_a_summary_has_the_quartiles_of_the_steps_after_warm_up():
 
 def test_float8_may_exceed_the_peak_of_bfloat16():
     clock = Clock()
-    meter = metered(clock, work=Work(devices=1, flops_per_token=1e9, peak_flops=0.8e12, may_exceed_peak=True))
+    meter = metered(clock, work=RunWork(devices=1, flops_per_token=1e9, peak_flops=0.8e12, may_exceed_peak=True))
     clock.run(1.0)
     meter.end_step(tokens=1000)
     assert meter.window().mfu_percent == 125.0

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from titanlab.data import source
 from titanlab.data.schema import TokenFolder
-from titanlab.data.shard_index import Index, Shard, write_index
+from titanlab.data.shard_index import ShardIndex, TokenShard, write_index
 from titanlab.errors import ConfigError
 
 SEQ = 8
@@ -24,16 +24,18 @@ SEQ = 8
 def folder_of(folder: Path, train: Sequence[int], validation: Sequence[int] = (), dtype: str = "uint16") -> TokenFolder:
     """Shards of so many tokens each; every token is its own place in the whole."""
     folder.mkdir(parents=True)
-    shards: dict[str, list[Shard]] = {"train": [], "validation": []}
+    shards: dict[str, list[TokenShard]] = {"train": [], "validation": []}
     next_token = 0
     for name, sizes in (("train", train), ("validation", validation)):
         for number, size in enumerate(sizes):
             np.arange(next_token, next_token + size).astype(dtype).tofile(folder / f"{name}-{number}.bin")
-            shards[name].append(Shard(file=f"{name}-{number}.bin", tokens=size))
+            shards[name].append(TokenShard(file=f"{name}-{number}.bin", tokens=size))
             next_token += size
     write_index(
         folder,
-        Index(dtype=dtype, vocab_size=next_token, train=tuple(shards["train"]), validation=tuple(shards["validation"])),
+        ShardIndex(
+            dtype=dtype, vocab_size=next_token, train=tuple(shards["train"]), validation=tuple(shards["validation"])
+        ),
     )
     return TokenFolder(folder=str(folder))
 
@@ -149,7 +151,7 @@ def test_large_tokens_are_kept(tmp_path: Path) -> None:
     folder = tmp_path / "large"
     folder.mkdir()
     np.array([0, 2**32 - 2, 70000, 5], dtype="<u4").tofile(folder / "a.bin")
-    write_index(folder, Index(dtype="uint32", vocab_size=2**32 - 1, train=(Shard(file="a.bin", tokens=4),)))
+    write_index(folder, ShardIndex(dtype="uint32", vocab_size=2**32 - 1, train=(TokenShard(file="a.bin", tokens=4),)))
     stream = source.open_train(TokenFolder(folder=str(folder)), seed=0, seq_len=3, global_batch=1, rank=0, ranks=1)
     assert stream.next_batch().tokens.tolist() == [[0, 2**32 - 2, 70000]]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from titanlab.data.shard_index import Index, Shard
+from titanlab.data.shard_index import ShardIndex, TokenShard
 from titanlab.data.source import (
     check_batch,
     check_sequences,
@@ -18,13 +18,13 @@ from titanlab.data.source import (
 from titanlab.errors import ConfigError
 
 
-def index(train: tuple[int, ...] = (), validation: tuple[int, ...] = ()) -> Index:
+def index(train: tuple[int, ...] = (), validation: tuple[int, ...] = ()) -> ShardIndex:
     """Files of so many tokens."""
-    return Index(
+    return ShardIndex(
         dtype="uint16",
         vocab_size=9,
-        train=tuple(Shard(file="t", tokens=tokens) for tokens in train),
-        validation=tuple(Shard(file="v", tokens=tokens) for tokens in validation),
+        train=tuple(TokenShard(file="t", tokens=tokens) for tokens in train),
+        validation=tuple(TokenShard(file="v", tokens=tokens) for tokens in validation),
     )
 
 

@@ -8,16 +8,26 @@ from typing import Any
 
 import pytest
 
-from titanlab.data.shard_index import Index, Shard, dtype_for, fingerprint_of, is_whole, read_index, write_index
+from titanlab.data.shard_index import (
+    ShardIndex,
+    TokenShard,
+    dtype_for,
+    fingerprint_of,
+    is_whole,
+    read_index,
+    write_index,
+)
 from titanlab.errors import ConfigError
 
 
-def made(folder: Path, **changes: Any) -> Index:
+def made(folder: Path, **changes: Any) -> ShardIndex:
     """Three files and their index."""
     folder.mkdir(exist_ok=True)
-    train = (Shard(file="train-00000.bin", tokens=10, documents=2), Shard(file="train-00001.bin", tokens=1))
+    train = (TokenShard(file="train-00000.bin", tokens=10, documents=2), TokenShard(file="train-00001.bin", tokens=1))
     given: dict[str, Any] = {"dtype": "uint16", "vocab_size": 100, "bos_id": 1, "eos_id": 2}
-    index = Index(**{**given, "train": train, "validation": (Shard(file="validation-00000.bin", tokens=5),), **changes})
+    index = ShardIndex(
+        **{**given, "train": train, "validation": (TokenShard(file="validation-00000.bin", tokens=5),), **changes}
+    )
     for shard in (*index.train, *index.validation):
         (folder / shard.file).write_bytes(bytes(shard.tokens * (2 if index.dtype == "uint16" else 4)))
     write_index(folder, index)
@@ -40,18 +50,18 @@ def refusal(folder: Path) -> str:
 
 
 def test_tokens_and_sequences_are_counted() -> None:
-    index = Index(
+    index = ShardIndex(
         dtype="uint16",
         vocab_size=9,
-        train=tuple(Shard(file=str(tokens), tokens=tokens) for tokens in (0, 1, 8, 9, 17)),
-        validation=(Shard(file="v", tokens=3),),
+        train=tuple(TokenShard(file=str(tokens), tokens=tokens) for tokens in (0, 1, 8, 9, 17)),
+        validation=(TokenShard(file="v", tokens=3),),
     )
     assert (index.tokens("train"), index.tokens("validation")) == (35, 3)
     assert [shard.file for shard in index.split("validation")] == ["v"]
     # A sequence of 8 needs 9 tokens.
     assert (index.sequences("train", 8), index.sequences("validation", 8)) == (3, 0)
     assert index.sequences("train", 1) == 0 + 0 + 7 + 8 + 16
-    empty = Index(dtype="uint16", vocab_size=9)
+    empty = ShardIndex(dtype="uint16", vocab_size=9)
     assert (empty.tokens("train"), empty.sequences("train", 8)) == (0, 0)
 
 
@@ -72,9 +82,9 @@ def test_an_index_comes_back(tmp_path: Path, dtype: str) -> None:
 def test_four_lines_are_enough(tmp_path: Path) -> None:
     left_out = dict.fromkeys(["bos_id", "eos_id", "tokenizer", "fingerprint", "train", "validation"], ...)
     rewritten(tmp_path, **left_out)
-    assert read_index(tmp_path) == Index(dtype="uint16", vocab_size=100)
+    assert read_index(tmp_path) == ShardIndex(dtype="uint16", vocab_size=100)
     rewritten(tmp_path, validation=[], train=[{"file": "train-00000.bin", "tokens": 10}])
-    assert read_index(tmp_path).train == (Shard(file="train-00000.bin", tokens=10, documents=0),)
+    assert read_index(tmp_path).train == (TokenShard(file="train-00000.bin", tokens=10, documents=0),)
 
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
@@ -162,7 +172,7 @@ def test_the_fingerprint_is_of_the_tokens(tmp_path: Path) -> None:
 
 
 def test_a_fingerprint_that_the_index_has_is_taken(tmp_path: Path) -> None:
-    index = Index(dtype="uint16", vocab_size=9, fingerprint="ab", train=(Shard(file="none", tokens=3),))
-    other = Index(dtype="uint16", vocab_size=9, fingerprint="cd")
+    index = ShardIndex(dtype="uint16", vocab_size=9, fingerprint="ab", train=(TokenShard(file="none", tokens=3),))
+    other = ShardIndex(dtype="uint16", vocab_size=9, fingerprint="cd")
     assert fingerprint_of(tmp_path, index) == fingerprint_of(tmp_path / "elsewhere", index)
     assert fingerprint_of(tmp_path, index) != fingerprint_of(tmp_path, other)

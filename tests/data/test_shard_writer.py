@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from titanlab.data import shard_writer
-from titanlab.data.shard_index import Index, read_index
+from titanlab.data.shard_index import ShardIndex, read_index
 from titanlab.data.shard_writer import pieces_of, write_documents
 
 
@@ -42,7 +42,7 @@ def written(
     tokenizer: Letters | None = None,
     held_out: Callable[[str], bool] = lambda text: False,
     **given: float,
-) -> Index:
+) -> ShardIndex:
     folder.mkdir(exist_ok=True)
     file = folder.parent / "tokenizer.model"
     file.write_bytes(b"its file")
@@ -63,7 +63,7 @@ def written(
     return index
 
 
-def tokens_of(folder: Path, index: Index, split: str) -> list[list[int]]:
+def tokens_of(folder: Path, index: ShardIndex, split: str) -> list[list[int]]:
     """The tokens of each file."""
     dtype = np.dtype(index.dtype).newbyteorder("<")
     return [np.fromfile(folder / shard.file, dtype=dtype).tolist() for shard in index.split(split)]

@@ -10,17 +10,17 @@ import pytest
 
 from titanlab.data.contract import IGNORE, Separators
 from titanlab.data.indexed import Split, check_documents, check_tokens
-from titanlab.data.shard_index import Index, Shard
+from titanlab.data.shard_index import ShardIndex, TokenShard
 from titanlab.errors import ConfigError
 
 
-def made(folder: Path, *files: Sequence[int], dtype: str = "uint16", vocab_size: int = 1000) -> Index:
+def made(folder: Path, *files: Sequence[int], dtype: str = "uint16", vocab_size: int = 1000) -> ShardIndex:
     """Files of these tokens."""
     shards = []
     for number, tokens in enumerate(files):
         np.array(tokens, dtype=np.dtype(dtype).newbyteorder("<")).tofile(folder / f"{number}.bin")
-        shards.append(Shard(file=f"{number}.bin", tokens=len(tokens)))
-    return Index(dtype=dtype, vocab_size=vocab_size, bos_id=1, eos_id=2, train=tuple(shards))
+        shards.append(TokenShard(file=f"{number}.bin", tokens=len(tokens)))
+    return ShardIndex(dtype=dtype, vocab_size=vocab_size, bos_id=1, eos_id=2, train=tuple(shards))
 
 
 def rows(split: Split, *numbers: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -58,7 +58,7 @@ def test_large_tokens_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_split_of_nothing_has_no_sequence(tmp_path: Path) -> None:
-    for index in (Index(dtype="uint16", vocab_size=9), made(tmp_path, []), made(tmp_path, range(3))):
+    for index in (ShardIndex(dtype="uint16", vocab_size=9), made(tmp_path, []), made(tmp_path, range(3))):
         split = Split(tmp_path, index, "train", 3)
         assert split.sequences == 0
     assert Split(tmp_path, made(tmp_path, range(3)), "validation", 3).padded_rows() == 0

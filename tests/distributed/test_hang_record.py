@@ -6,7 +6,7 @@ import pytest
 
 from titanlab.distributed import hang
 from titanlab.distributed.hang import Topology, stack_of, stack_of_error
-from titanlab.records.hang_file import Collective, Group, Messages, parse_hang
+from titanlab.records.hang_file import Collective, GroupRecord, Messages, parse_hang
 
 
 def recorded(frames, **changes):
@@ -64,7 +64,7 @@ def test_a_record_has_the_place_of_the_rank_among_the_others():
     assert (written["coordinates"], written["source"]) == ({"shard": 1}, None)
     found = parse_hang({"schema": 1, **written})
     assert (found.rank, found.state, found.phase, found.step, found.seconds, found.limit) == tuple(how.values())
-    assert found.groups == {"1": Group("shard", (0, 2))}
+    assert found.groups == {"1": GroupRecord("shard", (0, 2))}
     assert found.messages == Messages(runs=True, stages=(0, 2), sent={1: 3}, received={}, waiting=None)
     assert found.collectives == (
         Collective("1", 4, "all_reduce", ((8,), ()), ("Float",), is_message=False, is_done=True),

@@ -11,7 +11,7 @@ from tests.sweep.jobs import Jobs, ended
 from titanlab.distributed.ranks import ALONE
 from titanlab.errors import ConfigError
 from titanlab.launch import group as rendezvous
-from titanlab.launch.group import Group, Rendezvous, ranks_in
+from titanlab.launch.group import RankGroup, Rendezvous, ranks_in
 from titanlab.launch.local_schema import Local
 from titanlab.launch.submission import write_submission
 from titanlab.records.outcome import Outcome, OutcomeKind
@@ -59,7 +59,7 @@ def test_rank_0_decides_and_tells_the_others(tmp_path):
     recipe = replace(tiny.recipe(tmp_path, shard=4), launch=Local(restarts=5, min_world=1))
     run = tiny.begin(recipe)
     job, said = _Stub(run, 4), []
-    group = Group(job, said.append)
+    group = RankGroup(job, said.append)
 
     def dies(rank):
         outcome = Outcome(kind=OutcomeKind.CRASH, attempt=1, step=3, rank=rank)
@@ -83,7 +83,7 @@ def test_a_job_does_not_train_another_recipe_under_the_name_of_its_run(tmp_path)
     file = run.path / "config.yaml"
     file.write_text(file.read_text().replace("  lr: 0.001\n", "  lr: 0.1\n"))
     with pytest.raises(ConfigError, match=r"^optimizer.lr=0.1: the run was made with 0.001, by its identity.json"):
-        Group(_Stub(run, 1), print).recipe()
+        RankGroup(_Stub(run, 1), print).recipe()
 
 
 @pytest.mark.full

@@ -10,9 +10,9 @@ import pytest
 from tests import tiny
 from titanlab.distributed.ranks import ALONE
 from titanlab.errors import ConfigError
-from titanlab.launch.contract import Place
+from titanlab.launch.contract import ProcessPlace
 from titanlab.launch.job import Job, received_signals, say, submitted
-from titanlab.launch.submission import Shape, Submission, write_submission
+from titanlab.launch.submission import JobShape, Submission, write_submission
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.outcome import Outcome, OutcomeKind
 
@@ -24,7 +24,9 @@ def run(tmp_path):
 
 def job_of(run, *, launcher="slurm", restart=0, rank=0, **given):
     ranks = tiny.replace(ALONE, rank=rank, world=4)
-    place = Place(launcher=launcher, job_id="12_1", raw_job_id="14", restart=restart, ranks=ranks, nodes=("n1", "n2"))
+    place = ProcessPlace(
+        launcher=launcher, job_id="12_1", raw_job_id="14", restart=restart, ranks=ranks, nodes=("n1", "n2")
+    )
     return Job(**{"run": run, "place": place, "token": "aa", "index": 1, **given})
 
 
@@ -109,7 +111,7 @@ def test_facts_are_plain(run):
 
 
 def test_a_submission_is_found_by_its_token(tmp_path):
-    shape = Shape(processes=1, tasks_per_node=1)
+    shape = JobShape(processes=1, tasks_per_node=1)
     for token in ("aa", "bb"):
         given = {"launcher": "local", "code": "", "shape": shape, "launch": {}, "runs": ("one",)}
         write_submission(tmp_path, Submission(token=token, **given))

@@ -11,7 +11,7 @@ from tests.sweep.jobs import Jobs
 from titanlab.distributed.ranks import ALONE
 from titanlab.launch import evidence as memory_kills
 from titanlab.launch import watch as rank_watch
-from titanlab.launch.contract import Place, StopReason
+from titanlab.launch.contract import ProcessPlace, StopReason
 from titanlab.launch.evidence import MemoryKills
 from titanlab.launch.group import requeue_after
 from titanlab.launch.job import Job
@@ -178,7 +178,7 @@ def test_nobody_waits_for_ranks_that_have_all_spoken(run, monkeypatch):
     ],
 )
 def test_what_is_put_back_into_the_queue(run, monkeypatch, kind, launch, restart, has_saved, asked):
-    place = Place(
+    place = ProcessPlace(
         launcher="slurm", job_id="12_0", raw_job_id="12", restart=restart, index=0, ranks=ALONE, nodes=("n1",)
     )
     called = []
@@ -190,7 +190,9 @@ def test_what_is_put_back_into_the_queue(run, monkeypatch, kind, launch, restart
 
 
 def test_only_a_person_is_in_a_hurry(run):
-    local = Place(launcher="local", job_id="1", raw_job_id="1", restart=0, index=None, ranks=ALONE, nodes=("n1",))
+    local = ProcessPlace(
+        launcher="local", job_id="1", raw_job_id="1", restart=0, index=None, ranks=ALONE, nodes=("n1",)
+    )
     twice = [(int(signal.SIGTERM), 10.0), (int(signal.SIGTERM), 15.0)]
     assert Job(run=run, place=local, token="aa", index=0, signals=twice).is_hurried
     assert not Job(run=run, place=local, token="aa", index=0, signals=twice[:1]).is_hurried

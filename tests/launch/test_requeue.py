@@ -8,7 +8,7 @@ import pytest
 from tests import tiny
 from titanlab.distributed.ranks import ALONE
 from titanlab.launch import group as module
-from titanlab.launch.contract import Place
+from titanlab.launch.contract import ProcessPlace
 from titanlab.launch.group import fewest_nodes, requeue_after, requeue_without_rank_0
 from titanlab.launch.local_schema import Local
 from titanlab.recipe.recipe import to_mapping
@@ -35,7 +35,7 @@ class Launcher:
 
 def job_of(recipe, *, rank=0, taken=(), **launch):
     run = tiny.begin(recipe)
-    place = Place(
+    place = ProcessPlace(
         launcher="slurm",
         job_id="12_0",
         raw_job_id="12",

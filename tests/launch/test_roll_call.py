@@ -10,15 +10,15 @@ import pytest
 from tests import tiny
 from titanlab.distributed.ranks import ALONE
 from titanlab.launch import group as roll_call
-from titanlab.launch.contract import Place
-from titanlab.launch.group import Group, Loss, answer_call, lost_ranks, node_of
+from titanlab.launch.contract import ProcessPlace
+from titanlab.launch.group import Loss, RankGroup, answer_call, lost_ranks, node_of
 from titanlab.launch.local_schema import Local
 from titanlab.records.outcome import Outcome, OutcomeKind
 
 
 def place(world=6, nodes=("n1", "n2", "n3")):
     ranks = replace(ALONE, world=world)
-    return Place(launcher="slurm", job_id="12_0", raw_job_id="12", ranks=ranks, nodes=nodes)
+    return ProcessPlace(launcher="slurm", job_id="12_0", raw_job_id="12", ranks=ranks, nodes=nodes)
 
 
 class Job:
@@ -83,7 +83,7 @@ def test_a_stopped_job_waits_for_nobody(run):
 
 
 def decided(job, recipe, said, kind=OutcomeKind.CRASH):
-    group = Group(job, said.append)
+    group = RankGroup(job, said.append)
     outcome = Outcome(kind=kind, attempt=1, step=3, rank=1, cause="Connection closed by peer", echo=True)
     outcome = group.called(outcome, recipe)
     return group, outcome, group.goes_on_after(outcome, recipe)
@@ -128,7 +128,7 @@ def test_without_min_world_nobody_is_asked(run, recipe):
 
 def test_spare_ranks_take_the_places_of_lost_ones(run, recipe):
     job = Job(run, taken=["n2"])
-    group = Group(job, lambda line: None)
+    group = RankGroup(job, lambda line: None)
     small = replace(tiny.recipe(run.path.parent.parent.parent, shard=2), launch=recipe.launch)
     group.members = (0, 2)
     all_but(run, 2, 3)
@@ -144,6 +144,6 @@ def test_a_job_that_starts_on_fewer_nodes_is_smaller(run, recipe):
     said = []
     job = Job(run, where=place(world=5, nodes=("n1",)))
     job.config = lambda: {**run.config(), "launch": {**run.config()["launch"], "restarts": 5, "min_world": 2}}
-    group = Group(job, said.append)
+    group = RankGroup(job, said.append)
     assert (group.recipe().layout.world, group.members) == (4, (0, 1, 2, 3))
     assert said[0].startswith("the job has 5 processes: dp_s6 becomes dp_s4, the most data-parallel processes")

@@ -7,7 +7,7 @@ from tests import tiny
 from titanlab.errors import ConfigError
 from titanlab.launch.local_schema import Local
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.launch.submission import Shape, shape_from, shape_of
+from titanlab.launch.submission import JobShape, shape_from, shape_of
 from titanlab.recipe.schema import Cluster
 
 GPUS = {"accelerator": "cuda", "device": "NVIDIA H200"}
@@ -47,7 +47,9 @@ def test_what_launch_says_is_in_the_shape(tmp_path):
 
 def test_on_this_host_a_job_is_one_node(tmp_path):
     cpu = Cluster(accelerator="cpu", device="cpu")
-    assert shape_of(recipe(tmp_path, cluster=cpu, launch=Local(), shard=16)) == Shape(processes=16, tasks_per_node=16)
+    assert shape_of(recipe(tmp_path, cluster=cpu, launch=Local(), shard=16)) == JobShape(
+        processes=16, tasks_per_node=16
+    )
     gpu = shape_of(recipe(tmp_path, cluster=Cluster(**GPUS), launch=Local(), shard=2))
     assert (gpu.nodes, gpu.gpus_per_node, gpu.gpu_hours) == (1, 2, None)
 

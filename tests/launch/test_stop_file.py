@@ -11,7 +11,7 @@ import pytest
 from tests.sweep.jobs import Jobs
 from titanlab.distributed.ranks import ALONE
 from titanlab.launch import watch as stop_file
-from titanlab.launch.contract import Place, StopReason
+from titanlab.launch.contract import ProcessPlace, StopReason
 from titanlab.launch.job import Job
 from titanlab.launch.launchers import launcher_named
 from titanlab.launch.slurm import job as slurm_job
@@ -32,7 +32,9 @@ NEAR_LIMIT = "JobState=RUNNING Reason=None Restarts=0 EndTime=2026-11-22T01:02:0
 
 
 def place(launcher="slurm"):
-    return Place(launcher=launcher, job_id="12_0", raw_job_id="12", restart=0, index=0, ranks=ALONE, nodes=("n1",))
+    return ProcessPlace(
+        launcher=launcher, job_id="12_0", raw_job_id="12", restart=0, index=0, ranks=ALONE, nodes=("n1",)
+    )
 
 
 @pytest.mark.parametrize(

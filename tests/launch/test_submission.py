@@ -7,7 +7,7 @@ import pytest
 
 from titanlab.errors import ConfigError
 from titanlab.launch.submission import (
-    Shape,
+    JobShape,
     Submission,
     claim_sweep,
     drop_submission,
@@ -19,7 +19,7 @@ from titanlab.launch.submission import (
 )
 from titanlab.records.json_file import read_optional
 
-SHAPE = Shape(processes=8, nodes=2, tasks_per_node=4, memory_gib=1.5)
+SHAPE = JobShape(processes=8, nodes=2, tasks_per_node=4, memory_gib=1.5)
 
 
 def submission(token="aa", created=1.0, runs=("one", "two"), **given):
@@ -138,7 +138,7 @@ def test_keys_of_other_versions_are_left_out_and_missing_ones_have_their_default
     )
     (read,) = submissions(sweep)
     assert (read.batch, read.places, read.changes, read.state) == ("", (), {}, "intent")
-    assert read.shape == Shape(processes=1, tasks_per_node=1)
+    assert read.shape == JobShape(processes=1, tasks_per_node=1)
 
 
 def test_one_process_at_a_time_claims_a_sweep(sweep):

@@ -13,7 +13,7 @@ from tests.until import until
 from titanlab.distributed.ranks import ALONE
 from titanlab.launch import group as rendezvous
 from titanlab.launch import task
-from titanlab.launch.contract import LaunchConfig, Launcher, Place
+from titanlab.launch.contract import LaunchConfig, Launcher, ProcessPlace
 from titanlab.launch.job import Job
 from titanlab.launch.local_schema import Local
 from titanlab.launch.slurm.launcher import SlurmLauncher
@@ -166,7 +166,7 @@ def test_one_without_memory(jobs, gibibytes):
 def ranks_of(run, *, launcher, world):
     """The same job as each of its ranks sees it."""
     return [
-        Job(run=run, place=Place(launcher=launcher, job_id="12", raw_job_id="12", ranks=ranks, nodes=("n1",)), token="aa", index=0)
+        Job(run=run, place=ProcessPlace(launcher=launcher, job_id="12", raw_job_id="12", ranks=ranks, nodes=("n1",)), token="aa", index=0)
         for ranks in (replace(ALONE, rank=rank, world=world) for rank in range(world))
     ]  # fmt: skip
 
@@ -213,7 +213,7 @@ def test_one_that_was_put_back_and_whose_dead_start_holds_the_run_goes_back_agai
         monkeypatch.setattr(task, name, 0.1)
     put_back = []
     monkeypatch.setattr(SlurmLauncher, "requeue", lambda self, place: put_back.append(place.restart))
-    place = Place(
+    place = ProcessPlace(
         launcher="slurm", job_id="12", raw_job_id="12", restart=restart, index=None, ranks=ALONE, nodes=("n1",)
     )
     launch = {"requeue": True, "max_requeues": 20}
@@ -263,7 +263,7 @@ def test_a_host_is_remembered_unless_all_jobs_run_on_it(tmp_path, monkeypatch, c
     remembered = []
     monkeypatch.setattr(task, "default_config", {config.kind: config}.__getitem__)
     monkeypatch.setattr(task, "note_bad_host", lambda run, outcome, host: remembered.append(host))
-    place = Place(launcher=config.kind, job_id="1", raw_job_id="1", ranks=ALONE, nodes=("n1",))
+    place = ProcessPlace(launcher=config.kind, job_id="1", raw_job_id="1", ranks=ALONE, nodes=("n1",))
     job = Job(run=tiny.begin(tiny.recipe(tmp_path)), place=place, token="t", index=0)
     task._remember_host(job, Outcome(kind=OutcomeKind.HANG))
     assert remembered == hosts

@@ -17,7 +17,7 @@ SEQ = 24
 
 def built(config, *, seq_len=SEQ, seed=1, std=None):
     """A model with initial values, or with larger ones under which every term shows in the logits."""
-    model = llama.Llama(config, seq_len=seq_len)
+    model = llama.LlamaModel(config, seq_len=seq_len)
     initialise(model, initial_values(config), seed)
     if std is not None:
         generator = torch.Generator().manual_seed(seed)
@@ -172,7 +172,7 @@ def test_meta_then_materialised_is_the_same_model():
     for tied in (False, True):
         config = load("debug", tied_embeddings=tied)
         with torch.device("meta"):
-            model = llama.Llama(config, seq_len=SEQ)
+            model = llama.LlamaModel(config, seq_len=SEQ)
         assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
         model.to_empty(device="cpu")
         model.init_buffers("cpu")
@@ -205,7 +205,7 @@ def test_tied_weights_are_one():
 def test_buffers_are_fp32_whatever_the_parameters_are():
     torch.set_default_dtype(torch.bfloat16)
     try:
-        model = llama.Llama(load("debug"), seq_len=SEQ)
+        model = llama.LlamaModel(load("debug"), seq_len=SEQ)
     finally:
         torch.set_default_dtype(torch.float32)
     assert model.norm.weight.dtype == torch.bfloat16
@@ -259,7 +259,7 @@ def tied_under_fsdp():
     plain = built(config)
     plain(tokens).square().mean().backward()
     with torch.device("meta"):
-        model = llama.Llama(config, seq_len=SEQ)
+        model = llama.LlamaModel(config, seq_len=SEQ)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for part in (*model.layers.values(), model):
         fully_shard(part, mesh=mesh)

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.model.published import FLOPS_PER_TOKEN, NAMES, PARAMETERS, load
 from titanlab.costs.account import forward_flops, training_flops_per_token
 from titanlab.techniques.model import llama_account
-from titanlab.techniques.model.llama import Llama
+from titanlab.techniques.model.llama import LlamaModel
 from titanlab.techniques.model.llama_account import block_operations
 
 BATCH, SEQ = 2, 16
@@ -28,7 +28,7 @@ SMALL = {
 
 def on_meta(config):
     with torch.device("meta"):
-        return Llama(config, seq_len=SEQ)
+        return LlamaModel(config, seq_len=SEQ)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,7 +5,7 @@ import torch
 
 from tests.model.published import load
 from titanlab.errors import ConfigError
-from titanlab.techniques.model.llama import Llama
+from titanlab.techniques.model.llama import LlamaModel
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_heads_need_not_divide_the_stream():
 
 def test_queries_and_keys_have_unit_mean_square_in_each_head():
     """Whatever the size of the stream, because each head is normalised before it is rotated."""
-    model = Llama(load("qwen3_debug", layers=1), seq_len=8)
+    model = LlamaModel(load("qwen3_debug", layers=1), seq_len=8)
     torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2) if parameter.ndim > 1 else torch.nn.init.ones_(parameter)

@@ -71,7 +71,7 @@ def scheduled(name, ranks, microbatches):
 
 def model():
     torch.manual_seed(0)
-    return llama.Llama(CONFIG, seq_len=SEQ)
+    return llama.LlamaModel(CONFIG, seq_len=SEQ)
 
 
 def stage_of(number, stages):

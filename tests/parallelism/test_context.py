@@ -146,7 +146,9 @@ def halves_swapped():
 
 def planted(monkeypatch, name):
     if name == "later blocks as if they were earlier":
-        monkeypatch.setattr(ring, "Block", lambda k, v, later, chunks: head_tail.Block(k, v, False, chunks))
+        monkeypatch.setattr(
+            ring, "KeysAndValues", lambda k, v, later, chunks: head_tail.KeysAndValues(k, v, False, chunks)
+        )
     elif name == "the wrong half":
         monkeypatch.setattr(ring, "first_halves", lambda pair: tuple(x[:, x.shape[1] // 2 :] for x in pair))
     elif name == "a part replaces what was there":
@@ -283,7 +285,7 @@ def llama_errors(method, tied):
     results = []
     for spread in (False, True):
         torch.manual_seed(0)
-        model = llama.Llama(config, seq_len=SEQ)
+        model = llama.LlamaModel(config, seq_len=SEQ)
         places = own(torch.arange(SEQ)[None])[0] if spread else torch.arange(SEQ)
         if spread:
             spread_attention(model, "attention.inner", method=method, group=group)
@@ -364,7 +366,7 @@ def test_attention_that_is_not_causal_is_not_replaced(name):
     module, how = ATTENTIONS[name]
     config = Llama(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=96, vocab_size=64)
     with torch.device("meta"):
-        model = llama.Llama(config, seq_len=SEQ)
+        model = llama.LlamaModel(config, seq_len=SEQ)
     model.layers["1"].attention.inner = module
     refused = pytest.raises(ConfigError) if how else contextlib.nullcontext()
     random = torch.random.get_rng_state()

@@ -50,7 +50,7 @@ def counted(function):
 )
 def test_a_compiled_block_leaves_the_products_of_its_weights_for_later(policy):
     torch.manual_seed(0)
-    model = llama.Llama(CONFIG, seq_len=SEQ)
+    model = llama.LlamaModel(CONFIG, seq_len=SEQ)
     whole = copy.deepcopy(model)
     for each in (model, whole):
         POLICIES[policy].implementation().apply(dict(enumerate(each.layers.values())))
@@ -78,7 +78,7 @@ def test_a_compiled_block_leaves_the_products_of_its_weights_for_later(policy):
 
 
 def test_without_gradients_nothing_is_set_aside():
-    model = llama.Llama(CONFIG, seq_len=SEQ)
+    model = llama.LlamaModel(CONFIG, seq_len=SEQ)
     Compile(blocks=True, backend="eager").implementation().compile_blocks(model.layers.values())
     DeferredWeights(model)
     with torch.no_grad():

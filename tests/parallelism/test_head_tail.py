@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from titanlab.parallelism.head_tail import (
-    Block,
+    KeysAndValues,
     accumulator,
     backward,
     forward,
@@ -56,9 +56,9 @@ class Others:
             half = k.shape[1] // 2
             # Of an earlier rank only its head comes before this rank's rows; of a later one all comes before the tail.
             yield (
-                Block(k, v, True, owned(other, self.ranks))
+                KeysAndValues(k, v, True, owned(other, self.ranks))
                 if later
-                else Block(k[:, :half], v[:, :half], False, owned(other, self.ranks)[:1])
+                else KeysAndValues(k[:, :half], v[:, :half], False, owned(other, self.ranks)[:1])
             )
 
     def give(self, gradients, into):

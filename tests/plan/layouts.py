@@ -10,8 +10,8 @@ from titanlab.data.schema import Synthetic
 from titanlab.launch.local_schema import Local
 from titanlab.parallelism.schema import Parallelism
 from titanlab.plan.machine import machine_of
-from titanlab.plan.ranking import Ranking
-from titanlab.plan.space import Choices, Space, choices_of
+from titanlab.plan.ranking import RecipeRanking
+from titanlab.plan.space import Choices, LayoutSpace, choices_of
 from titanlab.recipe.recipe import Recipe
 from titanlab.recipe.schema import Cluster, Training
 from titanlab.techniques.ac.recomputation_schema import NoCheckpointing
@@ -19,7 +19,7 @@ from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.model.llama_schema import Llama
 from titanlab.techniques.optimizer.adamw_schema import AdamW
 from titanlab.techniques.precision.cast_schema import Bf16
-from titanlab.techniques.profiler.profilers_schema import Off as NoProfiler
+from titanlab.techniques.profiler.profilers_schema import NoProfiling as NoProfiler
 from titanlab.techniques.schedule.published_schema import OneFOneB
 from titanlab.techniques.tracker.several_schema import Jsonl
 
@@ -51,9 +51,9 @@ def planned(*, world: int = 8, batch: int = 16, seq_len: int = 2048, memory_gb: 
     return dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, schedule=schedule))
 
 
-def ranking_of(recipe: Recipe, *, limit: float | None = None, **less: Any) -> Ranking:
+def ranking_of(recipe: Recipe, *, limit: float | None = None, **less: Any) -> RecipeRanking:
     """The ranking of a recipe's world; `less`: choices in place of all."""
     machine = machine_of(recipe)
     choices: Choices = dataclasses.replace(choices_of(recipe), **less)
-    space = Space(recipe=recipe, world=recipe.layout.world, per_node=machine.per_node, choices=choices)
-    return Ranking(space=space, machine=machine, limit=limit or machine.memory_bytes, excess=1.0)
+    space = LayoutSpace(recipe=recipe, world=recipe.layout.world, per_node=machine.per_node, choices=choices)
+    return RecipeRanking(space=space, machine=machine, limit=limit or machine.memory_bytes, excess=1.0)

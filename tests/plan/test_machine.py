@@ -14,7 +14,7 @@ from titanlab.errors import ConfigError
 from titanlab.plan.machine import (
     FILE,
     LIMITS,
-    Axis,
+    AxisPlacement,
     Efficiencies,
     allocator_excess,
     axis_of,
@@ -85,12 +85,12 @@ def test_an_unknown_device(device):
 @pytest.mark.parametrize(
     ("name", "axis"),
     [
-        ("tensor", Axis(ranks=4, in_node=4, nodes=1)),
-        ("context", Axis(ranks=4, in_node=2, nodes=2)),
-        ("shard", Axis(ranks=2, in_node=1, nodes=2)),
-        ("fsdp", Axis(ranks=8, in_node=2, nodes=4)),
-        ("replicate", Axis(ranks=2, in_node=1, nodes=2)),
-        ("world", Axis(ranks=64, in_node=8, nodes=8)),
+        ("tensor", AxisPlacement(ranks=4, in_node=4, nodes=1)),
+        ("context", AxisPlacement(ranks=4, in_node=2, nodes=2)),
+        ("shard", AxisPlacement(ranks=2, in_node=1, nodes=2)),
+        ("fsdp", AxisPlacement(ranks=8, in_node=2, nodes=4)),
+        ("replicate", AxisPlacement(ranks=2, in_node=1, nodes=2)),
+        ("world", AxisPlacement(ranks=64, in_node=8, nodes=8)),
     ],
 )
 def test_inner_axes_fill_nodes_first(name, axis):
@@ -100,18 +100,18 @@ def test_inner_axes_fill_nodes_first(name, axis):
 
 def test_time_of_a_gather_by_hand():
     machine = dataclasses.replace(machine_of(made()), efficiencies=Efficiencies(link=0.5, network=0.25))
-    inside = Axis(ranks=8, in_node=8, nodes=1)
+    inside = AxisPlacement(ranks=8, in_node=8, nodes=1)
     # 10 µs, 7 hops of 1.9 µs, and 7/8 of 1 GB at half of 450 GB/s.
     expected = 10e-6 + 7 * 1.9e-6 + 0.875e9 / 225e9
     assert machine.collective_seconds(inside, 0.875e9) == pytest.approx(expected, rel=1e-12)
-    between = Axis(ranks=16, in_node=8, nodes=2)
+    between = AxisPlacement(ranks=16, in_node=8, nodes=2)
     # One of 15 hops leaves the node. Eight adapters at a quarter of 50 GB/s are slower than the link.
     expected = 20e-6 + 14 * 1.9e-6 + 14e-6 + 1e9 / 100e9
     assert machine.collective_seconds(between, 1e9) == pytest.approx(expected, rel=1e-12)
 
 
 def test_one_rank_sends_nothing():
-    assert machine_of(made()).collective_seconds(Axis(ranks=1, in_node=1, nodes=1), 1e12) == 0.0
+    assert machine_of(made()).collective_seconds(AxisPlacement(ranks=1, in_node=1, nodes=1), 1e12) == 0.0
 
 
 def test_efficiencies_of_a_cluster_replace_the_fitted_ones():

@@ -7,7 +7,7 @@ import pytest
 
 from tests.plan.recipes import made
 from titanlab.errors import ConfigError
-from titanlab.plan.machine import Axis, allocator_excess, machine_of
+from titanlab.plan.machine import AxisPlacement, allocator_excess, machine_of
 from titanlab.plan.measured_machine import doubts, lines, measured_cluster
 from titanlab.recipe.schema import Cluster
 
@@ -55,7 +55,7 @@ def test_a_cpu_reaches_what_was_measured():
     assert found.memory_bytes_per_second * shares.fused_memory == pytest.approx(8e9)
     assert shares.launch_seconds == 4e-6
     assert (found.process_bytes, found.allocator_excess, found.notes) == (0.4e9, 1.0, ())
-    axis = Axis(ranks=2, in_node=2, nodes=1)
+    axis = AxisPlacement(ranks=2, in_node=2, nodes=1)
     for size in SIZES:
         assert found.collective_seconds(axis, size / 2) == pytest.approx(FIXED + size / 2 / BANDWIDTH, rel=1e-3)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.plan.layouts import SMALL
-from titanlab.plan.memory import Sharding, added, representatives, stored_pieces
+from titanlab.plan.memory import ShardedStorage, added, representatives, stored_pieces
 from titanlab.techniques.optimizer.adamw_schema import AdamW
 from titanlab.techniques.precision.cast_schema import Bf16, Fp32
 
@@ -11,7 +11,7 @@ ACCOUNT = SMALL.account()
 
 
 def whole(precision, *, tensor=1, fsdp=1):
-    sharding = Sharding(SMALL, precision, AdamW(), tensor, fsdp)
+    sharding = ShardedStorage(SMALL, precision, AdamW(), tensor, fsdp)
     return added(stored_pieces(sharding).values())
 
 

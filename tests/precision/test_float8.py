@@ -20,7 +20,7 @@ from titanlab.distributed.ranks import ALONE, joined
 from titanlab.distributed.world import open_world
 from titanlab.parallelism.chunked_loss import ChunkedLoss
 from titanlab.parallelism.pipeline_weights import linear
-from titanlab.plan.block_work import Part, work_of
+from titanlab.plan.block_work import RankWork, work_of
 from titanlab.prove import parity
 from titanlab.recipe.schema import Cluster
 from titanlab.techniques.model import llama_account
@@ -110,7 +110,7 @@ def test_experts_multiply_in_bf16(kind):
     assert told == f"{kind().kind}: 8 linear layers, not output, experts in bfloat16, emulated"
     # The planner's time is that of the same formats.
     assert set(kind().products(account)) == set(attention)
-    part = Part(
+    part = RankWork(
         tensor=1, context=1, sequence_parallel=True, expert=2, dtype="bfloat16", width=2, fused=False,
         plan=account.plan, prefix="layers.0.", products=kind().products(account),
     )  # fmt: skip

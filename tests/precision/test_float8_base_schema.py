@@ -8,7 +8,7 @@ import pytest
 from tests import tiny
 from tests.precision.conftest import given, model_of, setting_is_refused_and_mended
 from titanlab.errors import ConfigError
-from titanlab.techniques.precision.contract import Product
+from titanlab.techniques.precision.contract import ProductFormat
 from titanlab.techniques.precision.float8_schema import (
     Conversion,
     Float8Rowwise,
@@ -155,7 +155,7 @@ def test_products_are_those_of_the_converted_layers():
     products = Float8Rowwise(skip=["output", "feed_forward"]).products(account)
     assert list(products) == [f"layers.0.{name}" for name in NAMES[:4]]
     assert set(products.values()) == {
-        Product(forward=eights, input_gradient=eights, weight_gradient=eights, cast_bytes=10.0, cast_kernels=4)
+        ProductFormat(forward=eights, input_gradient=eights, weight_gradient=eights, cast_bytes=10.0, cast_kernels=4)
     }
     assert Float8Rowwise().product_bits() == 8
 

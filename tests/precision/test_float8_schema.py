@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.precision.conftest import given, model_of, setting_is_refused_and_mended
-from titanlab.techniques.precision.contract import Product
+from titanlab.techniques.precision.contract import ProductFormat
 from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -41,7 +41,7 @@ def test_only_tensorwise_weights_are_gathered_in_float8_and_only_if_they_are_con
 
 def test_scales_by_row_are_finer_and_dearer():
     products = {schema: schema().product() for schema in (Float8Tensorwise, Float8Rowwise, Float8RowwiseWithGwHp)}
-    assert products[Float8RowwiseWithGwHp] == Product(
+    assert products[Float8RowwiseWithGwHp] == ProductFormat(
         forward=EIGHTS, input_gradient=EIGHTS, weight_gradient="bfloat16", cast_bytes=6.0, cast_kernels=2
     )
     for schema in (Float8Tensorwise, Float8Rowwise):

@@ -29,7 +29,7 @@ BAD = 3
 class Told:
     """What a rank tells of a run: its trace, how it ended, totals by step, parameters as they were before each update."""
 
-    trace: parity.Trace
+    trace: parity.TrainingTrace
     kind: OutcomeKind
     step: int
     totals: list = field(default_factory=list)

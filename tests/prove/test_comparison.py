@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from titanlab.costs.traffic_account import Row
+from titanlab.costs.traffic_account import TrafficRow
 from titanlab.prove.declared import RankAccount
-from titanlab.prove.traced_step import Comparison, comparison_rows, comparison_values
+from titanlab.prove.traced_step import TraceComparison, comparison_rows, comparison_values
 
-GATHER = Row(axis="shard", kind="all_gather", count=2, bytes=64, wire_bytes=32)
+GATHER = TrafficRow(axis="shard", kind="all_gather", count=2, bytes=64, wire_bytes=32)
 DECLARED = RankAccount(
     rank=3, parameters=10, parameter_bytes=40, optimizer_bytes=80, saved={0: 5, 1: 5, 2: 7, 4: 7}, traffic=(GATHER,)
 )
@@ -16,7 +16,7 @@ DECLARED = RankAccount(
 
 def compared(tiny_recipe=None, **changed):
     traced = dataclasses.replace(DECLARED, **changed)
-    return Comparison(recipe=tiny_recipe, notes=(), pairs=((DECLARED, traced),))
+    return TraceComparison(recipe=tiny_recipe, notes=(), pairs=((DECLARED, traced),))
 
 
 def test_equal_accounts_have_no_difference():
@@ -35,7 +35,7 @@ def test_equal_accounts_have_no_difference():
 
 
 def test_every_figure_can_differ():
-    other = Row(axis="tensor", kind="all_reduce", count=1, bytes=8, wire_bytes=8)
+    other = TrafficRow(axis="tensor", kind="all_reduce", count=1, bytes=8, wire_bytes=8)
     found = compared(
         parameters=11, parameter_bytes=44, optimizer_bytes=0, saved={0: 5, 1: 6, 2: 7}, traffic=(GATHER, other)
     )

@@ -8,7 +8,7 @@ from tests import tiny
 from tests.prove.test_rank_trace import accounts
 from titanlab.costs.traffic_account import flat
 from titanlab.prove.declared import declared
-from titanlab.prove.traced_step import Comparison
+from titanlab.prove.traced_step import TraceComparison
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveOp
 from titanlab.techniques.model.llama_schema import Mixtral, Qwen3Moe
 from titanlab.techniques.schedule.published_schema import ZBV
@@ -60,6 +60,6 @@ def test_what_is_traced_is_what_is_declared(pool, tmp_path, name):
     ranks = sorted({0, made.world - 1})
     (traced,) = pool.run(1, accounts, made, ranks)
     pairs = tuple((declared(made, rank), own) for rank, own in zip(ranks, traced, strict=True))
-    assert Comparison(recipe=made, notes=(), pairs=pairs).differing == []
+    assert TraceComparison(recipe=made, notes=(), pairs=pairs).differing == []
     for one, own in pairs:
         assert flat(one.traffic) == flat(own.traffic)

@@ -17,7 +17,7 @@ from tests.planted_schema import Planted
 from tests.prove.parity_rows import COMMON, OnLayout
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.prove import parity, tolerances
-from titanlab.prove.parity import Difference, compare
+from titanlab.prove.parity import TraceDifference, compare
 
 pytestmark = pytest.mark.on_page
 BAR = tolerances.FP32
@@ -87,7 +87,7 @@ def references(pool, tmp_path_factory):
 @pytest.fixture(scope="module")
 def found():
     """Differences by number of the row; written to the page where all have been measured."""
-    measured: dict[int, Difference] = {}
+    measured: dict[int, TraceDifference] = {}
     yield measured
     if os.environ.get("TITANLAB_WRITE_PARITY") == "1" and len(measured) == len(ROWS):
         text = PAGE.read_text()

@@ -21,7 +21,7 @@ from titanlab.data import source
 from titanlab.data.schema import Synthetic
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.prove import parity, tolerances
-from titanlab.prove.parity import Difference, Trace, compare
+from titanlab.prove.parity import TraceDifference, TrainingTrace, compare
 from titanlab.recipe.recipe import Recipe
 from titanlab.techniques.model import llama, llama_account
 from titanlab.techniques.optimizer.contract import rate_factor
@@ -109,7 +109,7 @@ class BareLoop:
 
     def __init__(self, made: Recipe) -> None:
         self.made = made
-        self.model = llama.Llama(made.model, seq_len=made.training.seq_len)
+        self.model = llama.LlamaModel(made.model, seq_len=made.training.seq_len)
         initialise(self.model, llama_account.initial_values(made.model), made.seed)
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -124,7 +124,7 @@ class BareLoop:
             ]
         )
 
-    def trace(self) -> Trace:
+    def trace(self) -> TrainingTrace:
         made, model = self.made, self.model
         stream = source.open_train(
             made.data, seed=made.seed, seq_len=made.training.seq_len, global_batch=made.training.global_batch, rank=0, ranks=1
@@ -139,7 +139,7 @@ class BareLoop:
             betas=tuple(made.optimizer.betas),
             eps=made.optimizer.eps,
         )
-        found = Trace()
+        found = TrainingTrace()
         for step in range(1, made.training.steps + 1):
             batch = stream.next_batch()
             logits = self.logits(torch.from_numpy(batch.tokens))
@@ -258,7 +258,7 @@ def test_a_planted_fault_is_found(pool, traces, tmp_path, faulty, kind, found_in
 def a_trace(**changes):
     whole = {"a": torch.ones(3), "b": torch.full((2, 2), 2.0)}
     found = {"losses": [2.0, 1.0], "grad_norms": [1.0, 1.0], "gradients": whole, "parameters": whole}
-    return Trace(**{**found, **changes})
+    return TrainingTrace(**{**found, **changes})
 
 
 def test_differences_are_relative_and_name_the_tensor():
@@ -288,7 +288,7 @@ def test_what_is_not_finite_is_the_largest_difference(bad):
 def test_a_zero_of_the_reference_is_held_to():
     zero = {"a": torch.zeros(3)}
     same = compare(a_trace(gradients=zero, losses=[0.0]), a_trace(gradients=zero, losses=[0.0]))
-    assert same == Difference(loss=0.0, grad_norm=0.0, gradient=(0.0, "a"), parameter=(0.0, "b"))
+    assert same == TraceDifference(loss=0.0, grad_norm=0.0, gradient=(0.0, "a"), parameter=(0.0, "b"))
     assert compare(a_trace(losses=[0.0]), a_trace(losses=[1e-6])).loss > 1
     assert compare(a_trace(gradients=zero), a_trace(gradients={"a": torch.full((3,), 1e-6)})).gradient[0] > 1
 

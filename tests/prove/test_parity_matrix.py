@@ -18,7 +18,7 @@ from tests.cover import marks
 from tests.prove.parity_rows import ALWAYS, COVERING, KINDS, ROWS, Row
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.prove import parity, tolerances
-from titanlab.prove.parity import Difference, compare
+from titanlab.prove.parity import TraceDifference, compare
 
 pytestmark = pytest.mark.on_page
 BAR = tolerances.FP32
@@ -46,7 +46,7 @@ def references(pool, tmp_path_factory):
 @pytest.fixture(scope="module")
 def found():
     """Differences by row, in the order of the table; written to the page where all have been measured."""
-    measured: dict[Row, Difference] = {}
+    measured: dict[Row, TraceDifference] = {}
     yield measured
     if os.environ.get("TITANLAB_WRITE_PARITY") == "1" and len(measured) == len(ROWS):
         PAGE.write_text(page([(row, measured[row]) for row in ROWS]))
@@ -91,7 +91,7 @@ def cells(row: Row) -> list[str]:
     return [f"| {row.kind}", row.label, str(row.layout.world)]
 
 
-def page(rows: list[tuple[Row, Difference]]) -> str:
+def page(rows: list[tuple[Row, TraceDifference]]) -> str:
     lines = [
         "# Parity of layouts",
         "",

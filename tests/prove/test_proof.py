@@ -12,8 +12,8 @@ from tests import tiny
 from tests.prove.planted_faults import traced
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.prove import tolerances
-from titanlab.prove.parity import Difference, Trace
-from titanlab.prove.proof import Candidate, Prover, Row, exceeded, plan_proofs, too_exact
+from titanlab.prove.parity import TraceDifference, TrainingTrace
+from titanlab.prove.proof import Candidate, ProofRow, Prover, exceeded, plan_proofs, too_exact
 from titanlab.techniques.model.llama_schema import Llama
 from titanlab.techniques.precision.cast_schema import Bf16
 from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8Tensorwise
@@ -130,13 +130,13 @@ def test_a_planted_fault_is_found(rows_of, tmp_path, fault, given, precision, fo
 
 def test_what_the_numbers_alone_show_of_a_precision(tmp_path):
     recipe = large(tmp_path, precision=Bf16()).recipe
-    near, far = (Difference(loss=0, grad_norm=0, gradient=(by, "a"), parameter=(0, "a")) for by in (1e-5, 1e-2))
+    near, far = (TraceDifference(loss=0, grad_norm=0, gradient=(by, "a"), parameter=(0, "a")) for by in (1e-5, 1e-2))
     assert "it computes in another precision" in too_exact(recipe, near, far)
     assert not too_exact(recipe, far, far)
 
 
 def test_a_difference_that_is_not_a_number_exceeds_every_tolerance():
-    difference = Difference(loss=float("nan"), grad_norm=0, gradient=(0, "a"), parameter=(float("inf"), "b"))
+    difference = TraceDifference(loss=float("nan"), grad_norm=0, gradient=(0, "a"), parameter=(float("inf"), "b"))
     limits = dict.fromkeys(("loss", "grad_norm", "gradient", "parameter"), 1.0)
     assert (
         exceeded(difference, limits)
@@ -155,7 +155,9 @@ def untrained(failing=()):
         if recipe.layout.world in failing:
             raise TitanlabError("crash: LookupError: a planted fault")
         tensors = {"a": torch.ones(2)}
-        return [Trace(losses=[1.0], grad_norms=[1.0], gradients=tensors, parameters=tensors)] * recipe.layout.world
+        return [
+            TrainingTrace(losses=[1.0], grad_norms=[1.0], gradients=tensors, parameters=tensors)
+        ] * recipe.layout.world
 
     return train, calls
 
@@ -189,4 +191,4 @@ def test_what_cannot_be_reduced_is_a_row_beside_others_and_an_error_alone(tmp_pa
     assert proofs[0].reduced is None
     assert proofs[1].reduced.notes == ("model=llama is taken as it is: 131,392 parameters",)
     (row,) = Prover(untrained()[0]).rows(proofs[0])
-    assert row == Row(run="dp_s2", layout="dp_s2", precision="", passed=False, reason=proofs[0].reason)
+    assert row == ProofRow(run="dp_s2", layout="dp_s2", precision="", passed=False, reason=proofs[0].reason)

@@ -8,7 +8,7 @@ from tests import tiny
 from titanlab.costs.traffic_account import flat
 from titanlab.prove.declared import declared
 from titanlab.prove.rank_trace import trace_rank
-from titanlab.prove.traced_step import Comparison
+from titanlab.prove.traced_step import TraceComparison
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveLayer, SelectiveOp
 from titanlab.techniques.optimizer.muon_schema import Muon
 from titanlab.techniques.precision.cast_schema import Fp16
@@ -61,7 +61,7 @@ def test_what_is_traced_is_what_is_declared(pool, tmp_path, name):
     ranks = sorted({0, made.world - 1})
     (traced,) = pool.run(1, accounts, made, ranks)
     pairs = tuple((declared(made, rank), own) for rank, own in zip(ranks, traced, strict=True))
-    found = Comparison(recipe=made, notes=(), pairs=pairs)
+    found = TraceComparison(recipe=made, notes=(), pairs=pairs)
     assert found.differing == []
     for one, own in pairs:
         # Rows that the comparison does not show: bytes on the wire.
@@ -72,7 +72,7 @@ def test_what_is_traced_is_what_is_declared(pool, tmp_path, name):
 def test_a_stage_may_have_no_block(pool, tmp_path):
     made = recipe(tmp_path, {"pipeline": 2, "split": ["output"], "precision": Fp16()})
     ((own,),) = pool.run(1, accounts, made, [1])
-    found = Comparison(recipe=made, notes=(), pairs=((declared(made, 1), own),))
+    found = TraceComparison(recipe=made, notes=(), pairs=((declared(made, 1), own),))
     assert (found.differing, own.saved) == ([], {})
 
 

@@ -20,7 +20,7 @@ from tests.cover import marks
 from tests.prove.technique_rows import ALWAYS, COVERING, ROWS, Row
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.prove import parity, tolerances
-from titanlab.prove.parity import Difference, compare
+from titanlab.prove.parity import TraceDifference, compare
 
 pytestmark = pytest.mark.on_page
 BAR = tolerances.FP32
@@ -61,7 +61,7 @@ def references(train):
 @pytest.fixture(scope="module")
 def found():
     """Differences by row; written to the page where all have been measured."""
-    measured: dict[Row, tuple[Difference, Difference | None]] = {}
+    measured: dict[Row, tuple[TraceDifference, TraceDifference | None]] = {}
     yield measured
     if os.environ.get("TITANLAB_WRITE_PARITY") == "1" and len(measured) == len(ROWS):
         PAGE.write_text(page([(row, *measured[row]) for row in ROWS]))
@@ -110,7 +110,7 @@ def cells(row: Row) -> list[str]:
     return [row.label, row.precision, row.ac, row.backend or "eager", str(row.layout.world)]
 
 
-def page(rows: list[tuple[Row, Difference, Difference | None]]) -> str:
+def page(rows: list[tuple[Row, TraceDifference, TraceDifference | None]]) -> str:
     lines = [
         "# Parity of techniques",
         "",

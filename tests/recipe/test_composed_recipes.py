@@ -15,7 +15,7 @@ from titanlab.recipe.compose import PackagesOnSearchPath, conf_folder, to_group,
 from titanlab.recipe.recipe import schema_node
 from titanlab.techniques.optimizer.adamw_schema import AdamW
 from titanlab.techniques.optimizer.contract import Scheduled
-from titanlab.techniques.profiler.profilers_schema import Off
+from titanlab.techniques.profiler.profilers_schema import NoProfiling
 
 KINDS = discover()["optimizer"]
 
@@ -41,7 +41,7 @@ def test_a_group_without_a_schema_is_told_the_schemas_that_there_are():
     assert said.startswith("optimizer=null: is made without a schema of this group; begin its YAML with defaults: [")
     assert "[adamw_schema, _self_] or [" in said
     # That of another group is none.
-    said = refused(to_group, schema_node(Off), "optimizer", KINDS)
+    said = refused(to_group, schema_node(NoProfiling), "optimizer", KINDS)
     assert said.startswith("optimizer=null: is made without a schema of this group")
 
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import pytest
 
 from titanlab.records.diagnosis import Mismatch, deviation, first_mismatch, group_key, signature
-from titanlab.records.hang_file import Collective, Group, HangRecord
+from titanlab.records.hang_file import Collective, GroupRecord, HangRecord
 
 
 def call(operation: str, sequence: int, *sizes: int, group: str = "0", is_message: bool = False) -> Collective:
     return Collective(group, sequence, operation, (tuple(sizes),), ("float32",), is_message, is_done=True)
 
 
-def record(calls: Sequence[Collective], *, rank: int = 0, groups: dict[str, Group] | None = None) -> HangRecord:
+def record(calls: Sequence[Collective], *, rank: int = 0, groups: dict[str, GroupRecord] | None = None) -> HangRecord:
     return HangRecord(
         rank=rank,
         state="waits",
@@ -25,7 +25,7 @@ def record(calls: Sequence[Collective], *, rank: int = 0, groups: dict[str, Grou
         activity="",
         source=None,
         stack=(),
-        groups={"0": Group("data", (0, 1, 2))} if groups is None else groups,
+        groups={"0": GroupRecord("data", (0, 1, 2))} if groups is None else groups,
         messages=None,
         collectives=tuple(calls),
     )
@@ -104,20 +104,20 @@ def test_messages_do_not_count() -> None:
 def test_a_group_that_a_rank_does_not_know_is_left_out() -> None:
     calls = [[call("all_reduce", 1, rank, group="9")] for rank in range(2)]
     assert mismatch_of(*calls) is None
-    records = {rank: record(each, groups={"9": Group("data", ())}) for rank, each in enumerate(calls)}
+    records = {rank: record(each, groups={"9": GroupRecord("data", ())}) for rank, each in enumerate(calls)}
     assert first_mismatch(records) is None
 
 
 def test_groups_of_one_name_and_other_ranks_are_apart() -> None:
     records = {
-        rank: record([call("all_reduce", 1, rank)], groups={"0": Group("shard", ranks)})
+        rank: record([call("all_reduce", 1, rank)], groups={"0": GroupRecord("shard", ranks)})
         for rank, ranks in enumerate([(0, 1), (2, 3)])
     }
     assert first_mismatch(records) is None
 
 
 def test_a_difference_that_shows_who_is_wrong_comes_first() -> None:
-    groups = {"0": Group("a", (0, 1)), "1": Group("b", (0, 1, 2))}
+    groups = {"0": GroupRecord("a", (0, 1)), "1": GroupRecord("b", (0, 1, 2))}
     calls = {
         0: [call("all_reduce", 1, 4), call("all_reduce", 1, 4, group="1")],
         1: [call("broadcast", 1, 4), call("all_reduce", 1, 4, group="1")],
@@ -129,7 +129,7 @@ def test_a_difference_that_shows_who_is_wrong_comes_first() -> None:
 
 
 def test_a_group_is_known_by_name_and_ranks() -> None:
-    one = record([], groups={"7": Group("shard", (0, 1))})
+    one = record([], groups={"7": GroupRecord("shard", (0, 1))})
     assert (group_key(one, "7"), group_key(one, "8")) == (("7", (0, 1)), ("8", ()))
 
 

@@ -5,11 +5,11 @@ import os
 import pytest
 
 from titanlab.records import logs
-from titanlab.records.logs import Growing, Span, backward, complete_end, forward, open_log
+from titanlab.records.logs import FileSpan, Growing, backward, complete_end, forward, open_log
 
 
 def span(path, start=0, end=None):
-    return Span(path=path, start=start, end=path.stat().st_size if end is None else end)
+    return FileSpan(path=path, start=start, end=path.stat().st_size if end is None else end)
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,8 @@ def test_what_is_no_file_is_refused_and_what_is_missing_is_empty(tmp_path):
     with pytest.raises(OSError, match="is no regular file"):
         open_log(tmp_path / "pipe")
     for name in ("pipe", "missing"):
-        assert list(forward(Span(path=tmp_path / name, start=0, end=9))) == []
-        assert list(backward(Span(path=tmp_path / name, start=0, end=9))) == []
+        assert list(forward(FileSpan(path=tmp_path / name, start=0, end=9))) == []
+        assert list(backward(FileSpan(path=tmp_path / name, start=0, end=9))) == []
         assert Growing(tmp_path / name).read(last=True) == []
 
 

@@ -34,7 +34,7 @@ def test_status():
 def test_result():
     assert {field.name for field in dataclasses.fields(Outcome)} <= keys("result.json")
     clock = iter(range(10))
-    measured = meter.Meter(meter.Work(devices=1, flops_per_token=1.0), clock=lambda: next(clock))
+    measured = meter.Meter(meter.RunWork(devices=1, flops_per_token=1.0), clock=lambda: next(clock))
     assert set(measured.summary()) <= keys("result.json") | keys("metrics.jsonl")
 
 
@@ -51,7 +51,7 @@ def test_metrics(tmp_path):
     with MetricsWriter(tmp_path / "metrics.jsonl", attempt=1) as writer:
         writer.write("train", 1, {})
     clock = iter(range(10))
-    measured = meter.Meter(meter.Work(devices=1, flops_per_token=1.0), clock=lambda: next(clock))
+    measured = meter.Meter(meter.RunWork(devices=1, flops_per_token=1.0), clock=lambda: next(clock))
     measured.begin()
     measured.end_step(tokens=1)
     named = {meter.LOSS, meter.GRAD_NORM, meter.LEARNING_RATE, meter.TOKENS_SEEN, meter.VALIDATION_LOSS}

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.sweep.table.plain import row
 from titanlab.report.facts import Facts
-from titanlab.sweep.rows import Table
+from titanlab.sweep.rows import SweepTable
 from titanlab.sweep.sweep_folder import SweepFolder
 
 
@@ -22,7 +22,7 @@ def facts_of(*rows: dict[str, Any], folder: Path | str = "/nowhere/layouts") -> 
 
 def facts_in(folder: SweepFolder) -> Facts:
     """The facts of a sweep's folder."""
-    return Facts(folder, Table(folder).rows(), 0.0)
+    return Facts(folder, SweepTable(folder).rows(), 0.0)
 
 
 def run(name: str, recipe: str = "dp_s2", speed: float | None = 1000.0, **given: Any) -> dict[str, Any]:

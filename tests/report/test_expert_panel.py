@@ -11,7 +11,7 @@ from titanlab.records.metrics_file import read_metrics
 from titanlab.report.facts import Facts, checked
 from titanlab.report.panels import expert_panel
 from titanlab.report.report import sweep_figures, write_report
-from titanlab.sweep.rows import Table
+from titanlab.sweep.rows import SweepTable
 
 EVEN = [[10, 10, 10, 10], [10, 10, 10, 10]]
 SKEWED = [[40, 0, 0, 0], [5, 15, 10, 10]]
@@ -30,7 +30,7 @@ def run_of(made, name, *rows, **given):
 
 def panel_of(made):
     made.write()
-    return expert_panel(Facts(made.folder, checked(Table(made.folder).rows()), 0.0))
+    return expert_panel(Facts(made.folder, checked(SweepTable(made.folder).rows()), 0.0))
 
 
 def test_the_newest_row_of_each_recipe_is_drawn_and_equal_ones_once(made):
@@ -57,7 +57,7 @@ def test_a_sweep_without_experts_has_no_such_figure(made, tmp_path):
     run_of(made, "fsdp", shard=2)
     assert panel_of(made) is None
     assert "experts" not in sweep_figures(made.folder.path)
-    page = write_report(made.folder, Table(made.folder).rows(), into=tmp_path / "page.html").file.read_text()
+    page = write_report(made.folder, SweepTable(made.folder).rows(), into=tmp_path / "page.html").file.read_text()
     assert "Load of the experts" not in page
 
 
@@ -86,7 +86,9 @@ def test_counts_that_no_run_writes_are_passed_over(made, counts):
 def test_the_page_has_the_map_with_its_words_and_values(made, tmp_path):
     run = run_of(made, "fsdp", (4, SKEWED), shard=2)
     made.write()
-    report = write_report(made.folder, Table(made.folder).rows(), into=tmp_path / "page.html", figures=tmp_path / "f")
+    report = write_report(
+        made.folder, SweepTable(made.folder).rows(), into=tmp_path / "page.html", figures=tmp_path / "f"
+    )
     page = report.file.read_text()
     assert "Load of the experts" in page
     # The picture is in the page, and names its run.

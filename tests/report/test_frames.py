@@ -10,7 +10,7 @@ from titanlab.costs import meter
 from titanlab.errors import ConfigError
 from titanlab.report.frames import metrics_frame, sweep_frame
 from titanlab.sweep.columns import NAMES
-from titanlab.sweep.rows import Table, write_table
+from titanlab.sweep.rows import SweepTable, write_table
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_a_value_of_another_kind_than_its_column_is_missing(mixed):
 
 
 def test_what_collect_wrote_reads_the_same(mixed, tmp_path):
-    file, _ = write_table(Table(mixed.folder).rows(), "layouts", tmp_path / "into")
+    file, _ = write_table(SweepTable(mixed.folder).rows(), "layouts", tmp_path / "into")
     pd.testing.assert_frame_equal(sweep_frame(file), sweep_frame(str(mixed.folder.path)))
 
 

@@ -14,7 +14,7 @@ from tests.report.sweeps import NAMES, SCRIPT, hostile, losses, mixed, summary
 from tests.sweep.made import Made, begin, end, train
 from titanlab.report.report import write_report
 from titanlab.sweep.columns import NAMES as COLUMNS
-from titanlab.sweep.rows import Table
+from titanlab.sweep.rows import SweepTable
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 METRICS = re.compile(r"(loss_metrics|breakdown)/\S+|n_tokens_seen|config\.yaml")
@@ -56,7 +56,7 @@ class Page(HTMLParser):
 
 
 def written(made, **given) -> Page:
-    rows = given.pop("rows", None) or Table(made.folder).rows()
+    rows = given.pop("rows", None) or SweepTable(made.folder).rows()
     into = made.folder.path / "report.html"
     write_report(made.folder, rows, into=into, **given)
     return Page(into.read_text(encoding="utf-8"))
@@ -111,7 +111,7 @@ def test_every_mark_can_be_traced_to_a_run_folder_and_a_column(shared, page):
 
 def test_values_of_the_table_are_those_of_the_columns(shared, page):
     values = page.text.split('<section id="throughput"')[1].split("<details>")[1].partition("</figure>")[0]
-    rows = {row["run"]: row for row in Table(shared.folder).rows() if row["run"]}
+    rows = {row["run"]: row for row in SweepTable(shared.folder).rows() if row["run"]}
     shown = re.findall(r'<tr data-run="([^"]+)">.*?</th><td[^>]*><bdi>([\d,.]*)</bdi>', values)
     assert len(shown) == len(rows)
     for run, text in shown:
@@ -142,7 +142,7 @@ def test_nothing_of_a_strangers_files_is_a_part_of_the_page(made):
 def test_links_lead_to_run_folders_wherever_the_page_lies(made, tmp_path):
     one_run(made)
     into = tmp_path / "elsewhere" / "my report.html"
-    write_report(made.folder, Table(made.folder).rows(), into=into)
+    write_report(made.folder, SweepTable(made.folder).rows(), into=into)
     page = Page(into.read_text())
     links = {attributes["href"] for attributes in page.all("a") if not attributes["href"].startswith("#")}
     assert links
@@ -251,7 +251,7 @@ def test_configs_are_compared_with_the_best(page):
 
 
 def test_estimates_that_the_rows_have(made):
-    rows = Table(mixed(made).folder).rows()
+    rows = SweepTable(mixed(made).folder).rows()
     for row in rows:
         row["estimate.step_seconds"] = row["step_seconds"]
         row["estimate.memory_gib"] = 0.5
@@ -321,7 +321,7 @@ def test_damaged_parity_is_a_note(made, text):
 
 def test_the_rows_need_not_be_of_the_right_types(made):
     one_run(made)
-    rows = Table(made.folder).rows()
+    rows = SweepTable(made.folder).rows()
     for row in rows:
         row.update(
             {"tokens_per_second": "fast", "memory_gib": float("nan"), "loss": {}, "mfu_percent": True, "cause": 3}
@@ -336,6 +336,6 @@ def test_packages_of_the_page_are_in_the_wheel():
 
 def test_files_that_change_while_they_are_read(made):
     one_run(made)
-    rows = Table(made.folder).rows()
+    rows = SweepTable(made.folder).rows()
     shutil.rmtree(next(iter(made.folder.runs())).path)
     assert written(made, rows=rows).words["provenance"]

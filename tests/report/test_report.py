@@ -8,7 +8,7 @@ import pytest
 from tests.report.sweeps import many, mixed
 from titanlab.errors import ConfigError
 from titanlab.report.report import sweep_figures, write_report
-from titanlab.sweep.rows import Table
+from titanlab.sweep.rows import SweepTable
 from titanlab.sweep.sweep_folder import SweepFolder
 
 
@@ -17,7 +17,7 @@ def test_figures_for_papers(made, tmp_path):
     figures = sweep_figures(made.folder.path)
     assert list(figures) == ["pareto", "throughput", "step-time", "loss", "timeline"]
     into, folder = tmp_path / "report.html", tmp_path / "figures"
-    report = write_report(made.folder, Table(made.folder).rows(), into=into, figures=folder, format="svg")
+    report = write_report(made.folder, SweepTable(made.folder).rows(), into=into, figures=folder, format="svg")
     assert report.figures == [folder / f"{name}.svg" for name in figures]
     assert {path.name for path in folder.iterdir()} == {path.name for path in report.figures}
     assert report.sentence in into.read_text().replace("&gt;", ">")
@@ -53,6 +53,6 @@ def test_a_thousand_runs_in_ten_seconds_and_five_megabytes(tmp_path):
     write_report(SweepFolder(sweep.path), [], into=tmp_path / "empty.html")  # what is imported once
     begin = time.process_time()
     into = tmp_path / "report.html"
-    write_report(SweepFolder(sweep.path), Table(sweep).rows(), into=into)
+    write_report(SweepFolder(sweep.path), SweepTable(sweep).rows(), into=into)
     assert time.process_time() - begin < 10
     assert into.stat().st_size < 5_000_000

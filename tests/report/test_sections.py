@@ -10,13 +10,13 @@ from tests.sweep.table.plain import row
 from titanlab.report.facts import answer_of
 from titanlab.report.panels import Panel
 from titanlab.report.sections import panels_of, sections_of
-from titanlab.report.tables import Table
+from titanlab.report.tables import PageTable
 
 
 def panel(name, **given):
     """A panel of which only the words are looked at."""
     words = {"title": name.title(), "caption": "", "description": "", "columns": [], "figure": None}
-    return Panel(name=name, values=Table(caption="", headings=[], rows=[]), **{**words, **given})
+    return Panel(name=name, values=PageTable(caption="", headings=[], rows=[]), **{**words, **given})
 
 
 # Those that every report has.

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests import tiny
 from tests.planted_package import install_planted
 from tests.planted_schema import Planted
-from titanlab.launch.submission import Shape, Submission, write_submission
+from titanlab.launch.submission import JobShape, Submission, write_submission
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.identity import identify
 from titanlab.records.run_folder import RunFolder, create_run
@@ -52,7 +52,7 @@ class Jobs:
             code="code",
             state="submitted",
             job_id="7",
-            shape=Shape(processes=world, tasks_per_node=world),
+            shape=JobShape(processes=world, tasks_per_node=world),
             launch={},
             runs=(run.path.name,),
         )

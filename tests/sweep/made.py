@@ -10,7 +10,7 @@ from typing import Any
 from tests import tiny
 from titanlab.costs import meter
 from titanlab.launch.contract import JobState
-from titanlab.launch.submission import Shape, Submission, write_submission
+from titanlab.launch.submission import JobShape, Submission, write_submission
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.identity import identify
 from titanlab.records.outcome import Outcome, OutcomeKind
@@ -76,7 +76,7 @@ class Made:
 
     def submit(self, *runs: RunFolder, launcher: str = "slurm", job_id: str | None = "12", **given: Any) -> Submission:
         """Hand runs over, as one array."""
-        shape = Shape(
+        shape = JobShape(
             processes=1, nodes=1, tasks_per_node=1, cpus_per_task=None, gpus_per_node=0, memory_gib=None, minutes=None
         )
         submitted = Submission(

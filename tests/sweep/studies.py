@@ -8,8 +8,8 @@ from titanlab.launch.slurm_schema import Slurm
 from titanlab.recipe.recipe import Recipe
 from titanlab.recipe.schema import Cluster
 from titanlab.records.identity import identify
-from titanlab.sweep.plan import Dropped, Planned, Study
-from titanlab.sweep.space import Point
+from titanlab.sweep.plan import Dropped, PlannedRun, Study
+from titanlab.sweep.space import SweepPoint
 
 NODES = {"per_node": 4, "nodes": 4}
 
@@ -22,7 +22,7 @@ def study(runs, points, *, launch=None, cluster=NODES, name="layouts", origin="s
         made = dataclasses.replace(
             made,
             sweep=name,
-            name=Point(values=values).label,
+            name=SweepPoint(values=values).label,
             launch=launch or Local(),
             cluster=Cluster(accelerator="cpu", device="cpu", peak_tflops=1.0, **cluster),
         )
@@ -32,13 +32,13 @@ def study(runs, points, *, launch=None, cluster=NODES, name="layouts", origin="s
         origin=origin,
         definition={"overrides": [], "space": {"list": list(points)}, "where": [], "repeats": 1},
         planned=tuple(planned),
-        dropped=tuple(Dropped(point=Point(values=values), stage="rule", reason="is wrong") for values in dropped),
+        dropped=tuple(Dropped(point=SweepPoint(values=values), stage="rule", reason="is wrong") for values in dropped),
     )
 
 
-def _planned(made: Recipe, values) -> Planned:
+def _planned(made: Recipe, values) -> PlannedRun:
     identity = identify(made, data="tiny", hardware="cpu", repeat=made.repeat)
-    return Planned(point=Point(values=values), recipe=made, identity=identity)
+    return PlannedRun(point=SweepPoint(values=values), recipe=made, identity=identity)
 
 
 def seeds(count: int, *, shard: int = 1):

@@ -8,7 +8,7 @@ from tests.sweep.made import SUMMARY, Made, begin, end, train
 from titanlab.costs import meter
 from titanlab.errors import ConfigError
 from titanlab.sweep.measured_runs import measured_sweep
-from titanlab.sweep.rows import Table
+from titanlab.sweep.rows import SweepTable
 
 RESIDENT, OF_ALL = "memory/max_resident(GiB)", "memory/max_over_ranks(GiB)"
 
@@ -38,7 +38,7 @@ def done(made, name, seconds=0.25, *, env=None, metrics=None, cores=2, **given):
 
 
 def read(made):
-    return measured_sweep(made.folder, Table(made.folder, code="c0de").rows())
+    return measured_sweep(made.folder, SweepTable(made.folder, code="c0de").rows())
 
 
 def reasons(found):

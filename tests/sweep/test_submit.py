@@ -15,7 +15,7 @@ from titanlab.launch.slurm_schema import Slurm
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.sweep.enqueue import check_folder
 from titanlab.sweep.reconcile import reconcile
-from titanlab.sweep.rows import Table
+from titanlab.sweep.rows import SweepTable
 from titanlab.sweep.submit import check_study, decide, folder_of, silence_of, submit
 
 MIXED = [*seeds(2), *seeds(2, shard=2), {"shard": 6}, {"shard": 12}]
@@ -187,7 +187,7 @@ def test_force_that_sbatch_refuses_leaves_runs_to_submit(slurm, tmp_path):
         submit(wanted, quiet, force=True)
     reconcile(folder)
     assert [run.result() for run in folder.runs()] == [None, None]
-    assert [(row["state"], row["outcome"], row["job_id"]) for row in Table(folder).rows()] == [
+    assert [(row["state"], row["outcome"], row["job_id"]) for row in SweepTable(folder).rows()] == [
         ("prepared", None, None)
     ] * 2
     slurm.set()

@@ -5,7 +5,7 @@ import pytest
 
 from tests.sweep.studies import seeds, study
 from titanlab.errors import ConfigError
-from titanlab.launch.submission import Shape, Submission, claim_sweep, drop_submission, write_submission
+from titanlab.launch.submission import JobShape, Submission, claim_sweep, drop_submission, write_submission
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.run_folder import create_run
 from titanlab.sweep.sweep_folder import SweepFolder, find_run_or_sweep, jobs_of, open_sweep
@@ -25,7 +25,7 @@ def folder(tmp_path):
 
 
 def submission(created, *runs, **given):
-    shape = Shape(processes=1, tasks_per_node=1)
+    shape = JobShape(processes=1, tasks_per_node=1)
     return Submission(launcher="slurm", created=created, code="code/x", shape=shape, launch={}, runs=runs, **given)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 import time
 
-from titanlab.system.processes import Answer, ask, output_of
+from titanlab.system.processes import CommandResult, ask, output_of
 
 
 def test_an_answer_is_what_was_said():
     script = r"import sys, os; sys.stdout.buffer.write(b'a\r\n\xff\n'); sys.stderr.write('no\n way\n'); sys.exit(3)"
     answer = ask(sys.executable, "-c", script)
-    assert answer == Answer(code=3, output="a\r\n\ufffd\n", errors="no\n way\n")
+    assert answer == CommandResult(code=3, output="a\r\n\ufffd\n", errors="no\n way\n")
     assert answer.complaint == "no way"
     assert output_of(sys.executable, "-c", script) is None
     assert output_of(sys.executable, "-c", "print('yes')") == "yes\n"

@@ -18,7 +18,7 @@ from titanlab.costs import meter
 from titanlab.data import source
 from titanlab.data.schema import Files, HuggingFace
 from titanlab.prove import parity
-from titanlab.prove.parity import Trace, compare
+from titanlab.prove.parity import TrainingTrace, compare
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.techniques.compile.watch import RECOMPILATIONS
@@ -34,7 +34,7 @@ SINGLE_AND_FSDP = [pytest.param({}, id="single"), pytest.param({"shard": 2}, id=
 class Told:
     """What one rank tells of an attempt: its trace, its outcome, and what its generators gave by step."""
 
-    trace: Trace
+    trace: TrainingTrace
     kind: OutcomeKind
     step: int
     drawn: dict[int, tuple[float, ...]] = field(default_factory=dict)

@@ -21,7 +21,7 @@ from titanlab.data.schema import Files
 from titanlab.distributed.stop import StopRequest
 from titanlab.prove import parity
 from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.techniques.model.llama import Llama
+from titanlab.techniques.model.llama import LlamaModel
 from titanlab.techniques.model.llama_schema import Llama as LlamaConfig
 from titanlab.train import train as story
 from titanlab.train.totals import Totals
@@ -170,7 +170,7 @@ def held_out(pool, tmp_path_factory):
 def test_the_validation_loss_is_the_mean_over_all_labels_that_are_held_out(held_out):
     """In plain PyTorch: each sequence by itself, with the parameters of the run's end."""
     data, trace, losses = held_out("single", {})
-    model = Llama(LlamaConfig(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=192, vocab_size=320), seq_len=32)
+    model = LlamaModel(LlamaConfig(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=192, vocab_size=320), seq_len=32)
     model.load_state_dict(trace.parameters)
     rows = source.open_validation(data, seq_len=32, sequences=100, rank=0, ranks=1)
     tokens, labels = (torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True))

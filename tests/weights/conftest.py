@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from titanlab.train.weights_folder import Entry
+from titanlab.train.weights_folder import TensorEntry
 
 FORMATS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
@@ -17,7 +17,8 @@ class Tensors:
     def __init__(self, **tensors):
         self.tensors, self.reads = tensors, []
         self.entries = {
-            name: Entry(dtype=FORMATS[tensor.dtype], shape=tuple(tensor.shape)) for name, tensor in tensors.items()
+            name: TensorEntry(dtype=FORMATS[tensor.dtype], shape=tuple(tensor.shape))
+            for name, tensor in tensors.items()
         }
 
     def read(self, name, offsets, sizes):

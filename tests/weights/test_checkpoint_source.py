@@ -10,7 +10,7 @@ from tests.checkpoint.storage import write
 from titanlab.errors import ConfigError
 from titanlab.techniques.model.llama_schema import Llama
 from titanlab.train import weights_tensors
-from titanlab.train.weights_folder import Entry
+from titanlab.train.weights_folder import TensorEntry
 from titanlab.train.weights_tensors import dcp_source, run_source
 
 MODEL = Llama(dim=16, layers=1, heads=2, kv_heads=1, ffn_dim=24, vocab_size=32)
@@ -40,7 +40,9 @@ def test_any_box_of_each_parameter_is_read(tmp_path, make):
     tensors = weights()
     source = make(tmp_path / "c", tensors)
     assert (source.model, source.biases) == (MODEL, {})
-    assert source.entries == {name: Entry(dtype="F32", shape=tuple(tensor.shape)) for name, tensor in tensors.items()}
+    assert source.entries == {
+        name: TensorEntry(dtype="F32", shape=tuple(tensor.shape)) for name, tensor in tensors.items()
+    }
     assert list(source.entries) == list(MODEL.account().parameters)
     for name, tensor in tensors.items():
         assert torch.equal(source.read(name, [0] * tensor.ndim, tensor.shape), tensor)

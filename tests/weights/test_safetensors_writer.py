@@ -7,19 +7,19 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from titanlab.train.weights_folder import Entry
+from titanlab.train.weights_folder import TensorEntry
 from titanlab.train.weights_tensors import SafetensorsWriter, index_of, split_in_files, torch_dtype
 
 
 def of(**sizes):
     """Vectors of so many numbers of 4 bytes."""
-    return {name: Entry(dtype="F32", shape=(size,)) for name, size in sizes.items()}
+    return {name: TensorEntry(dtype="F32", shape=(size,)) for name, size in sizes.items()}
 
 
 def test_the_library_reads_what_was_written_in_pieces(tmp_path):
     x, y = torch.arange(6.0).view(3, 2), torch.tensor([1.5, -2.0], dtype=torch.bfloat16)
     entries = {
-        "x": Entry(dtype="F32", shape=(3, 2)), "y": Entry(dtype="BF16", shape=(2,)), "e": Entry(dtype="F16", shape=(0, 4)),
+        "x": TensorEntry(dtype="F32", shape=(3, 2)), "y": TensorEntry(dtype="BF16", shape=(2,)), "e": TensorEntry(dtype="F16", shape=(0, 4)),
     }  # fmt: skip
     path = tmp_path / "a.safetensors"
     with SafetensorsWriter(path, entries) as writer:

@@ -15,8 +15,8 @@ from titanlab.techniques.model.contract import Foreign
 from titanlab.train import weights_folder as module
 from titanlab.train.weights_folder import (
     CHUNK_BYTES,
-    Entry,
     SafetensorsSource,
+    TensorEntry,
     check_entries,
     chunks,
     in_halves,
@@ -40,7 +40,7 @@ def source_of(folder, tensors, foreign):
     [("F32", (3, 2), 24), ("BF16", (5,), 10), ("F16", (), 2), ("F32", (0, 7), 0), ("BF16", (2**20, 2**20), 2**41)],
 )
 def test_the_size_of_a_tensor(dtype, shape, nbytes):
-    assert Entry(dtype=dtype, shape=shape).nbytes == nbytes
+    assert TensorEntry(dtype=dtype, shape=shape).nbytes == nbytes
 
 
 def test_any_box_of_a_tensor_is_read(tmp_path):
@@ -81,7 +81,7 @@ def test_rows_are_put_in_pairs_and_back():
 
 def test_the_format_of_most_tensors_is_the_usual_one():
     def of(*dtypes):
-        entries = {str(number): Entry(dtype=dtype, shape=()) for number, dtype in enumerate(dtypes)}
+        entries = {str(number): TensorEntry(dtype=dtype, shape=()) for number, dtype in enumerate(dtypes)}
         return usual_dtype(SafetensorsSource(model=None, entries=entries, files={}, foreign={}))
 
     assert of("F32") == "float32"
@@ -108,11 +108,11 @@ def test_the_format_of_most_tensors_is_the_usual_one():
 )
 def test_a_tensor_is_cut_into_boxes_of_whole_rows(monkeypatch, shape, rows, most, expected):
     monkeypatch.setattr(module, "CHUNK_BYTES", most)
-    assert list(chunks(Entry(dtype="F32", shape=shape), rows=rows)) == expected
+    assert list(chunks(TensorEntry(dtype="F32", shape=shape), rows=rows)) == expected
 
 
 def test_pieces_are_whole_heads_and_bounded():
-    entry = Entry(dtype="BF16", shape=(128256, 16384))
+    entry = TensorEntry(dtype="BF16", shape=(128256, 16384))
     found = list(chunks(entry, rows=128))
     assert sum(sizes[0] for _, sizes in found) == 128256
     assert all(sizes[0] * 16384 * 2 <= CHUNK_BYTES and sizes[0] % 128 == 0 for _, sizes in found[:-1])
@@ -126,7 +126,7 @@ def test_the_tensors_of_several_files_are_found(tmp_path):
     )
     entries, places = read_entries(dict.fromkeys([tmp_path / "1.safetensors", tmp_path / "2.safetensors"]), "x")
     assert entries == {
-        "a": Entry(dtype="F32", shape=(2, 3)), "b": Entry(dtype="BF16", shape=(4,)), "c": Entry(dtype="I8", shape=()),
+        "a": TensorEntry(dtype="F32", shape=(2, 3)), "b": TensorEntry(dtype="BF16", shape=(4,)), "c": TensorEntry(dtype="I8", shape=()),
     }  # fmt: skip
     assert {name: path.name for name, path in places.items()} == {
         "a": "1.safetensors", "b": "2.safetensors", "c": "2.safetensors",
@@ -174,7 +174,7 @@ def test_a_damaged_file_is_one_line(tmp_path, content, rule):
 
 
 def test_a_folder_has_exactly_the_tensors_of_its_model():
-    entries = {"a": Entry(dtype="F32", shape=(2, 3)), "b": Entry(dtype="BF16", shape=())}
+    entries = {"a": TensorEntry(dtype="F32", shape=(2, 3)), "b": TensorEntry(dtype="BF16", shape=())}
     check_entries(HERE, "x", {"b": (), "a": (2, 3)}, entries)
     check_entries(HERE, "x", {}, {})
 
@@ -189,7 +189,7 @@ def test_a_folder_has_exactly_the_tensors_of_its_model():
     ],
 )
 def test_a_tensor_that_does_not_fit_its_config_is_named(expected, said):
-    entries = {"a": Entry(dtype="F32", shape=(2, 3)), "b": Entry(dtype="BF16", shape=())}
+    entries = {"a": TensorEntry(dtype="F32", shape=(2, 3)), "b": TensorEntry(dtype="BF16", shape=())}
     with pytest.raises(ConfigError) as caught:
         check_entries(HERE, "x", expected, entries)
     assert str(caught.value) == f"x=here: its config and its tensors disagree: {said}; fetch the folder again, whole"
@@ -199,4 +199,4 @@ def test_quantised_weights_are_refused():
     with pytest.raises(
         ConfigError, match="^x=here: a is kept as I8, which is no format of plain weights; give weights in "
     ):
-        check_entries(HERE, "x", {"a": (2,)}, {"a": Entry(dtype="I8", shape=(2,))})
+        check_entries(HERE, "x", {"a": (2,)}, {"a": TensorEntry(dtype="I8", shape=(2,))})

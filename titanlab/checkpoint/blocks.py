@@ -157,7 +157,7 @@ class Sink(Protocol):
         """Give up what is not finished."""
 
 
-class Source(Protocol):
+class RangeSource(Protocol):
     """A file that is read in ranges.
 
     Attributes:
@@ -291,7 +291,7 @@ class BlockReader:
 
     def __init__(self, path: Place, size: int, checksums: Sequence[int]) -> None:
         self._name, self._size, self._checksums = path.name, size, checksums
-        self._source: Source = StoreSource(path) if isinstance(path, StorePath) else DiskSource(path)
+        self._source: RangeSource = StoreSource(path) if isinstance(path, StorePath) else DiskSource(path)
         self._edge_number, self._edge = -1, memoryview(b"")
         self.blocks_read = 0
         actual = self._source.size

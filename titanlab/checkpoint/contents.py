@@ -23,7 +23,7 @@ from titanlab.checkpoint.folders import (
     step_named,
     steps_in_store,
 )
-from titanlab.checkpoint.index import Index, OtherFormat
+from titanlab.checkpoint.index import CheckpointIndex, OtherFormat
 from titanlab.checkpoint.position import (
     MOST_BYTES,
     POSITION,
@@ -72,7 +72,7 @@ class Contents:
     """
 
     saved: SavedPosition
-    entries: Index
+    entries: CheckpointIndex
 
     @property
     def names(self) -> AbstractSet[str]:
@@ -109,7 +109,7 @@ def read_contents(checkpoint: Place, key: str) -> Contents:
     return Contents(saved=saved, entries=index)
 
 
-def indexed(checkpoint: Place, key: str) -> Index:
+def indexed(checkpoint: Place, key: str) -> CheckpointIndex:
     """The index of a checkpoint.
 
     Raises:

@@ -111,7 +111,7 @@ class IndexedFile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Index:
+class CheckpointIndex:
     """The content of index.json.
 
     Attributes:

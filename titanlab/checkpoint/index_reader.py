@@ -23,7 +23,7 @@ from titanlab.checkpoint.index import (
     FORMAT,
     ITEM_BYTES,
     START,
-    Index,
+    CheckpointIndex,
     IndexedFile,
     IndexedTensor,
     OtherFormat,
@@ -136,7 +136,7 @@ _FILE_NAME = re.compile(r"rank-[0-9]{5,9}\.safetensors")
 _HEX = re.compile(r"[0-9a-f]{16}")
 
 
-def read_index(checkpoint: Place) -> Index:
+def read_index(checkpoint: Place) -> CheckpointIndex:
     """Read and check index.json.
 
     Raises:
@@ -158,7 +158,7 @@ def read_index(checkpoint: Place) -> Index:
         raise DamagedFile(f"its file {INDEX} is no JSON ({type(error).__name__})") from error
 
 
-def _index(node: Any) -> Index:
+def _index(node: Any) -> CheckpointIndex:
     version = node.get("format") if isinstance(node, dict) else None
     if type(version) is int and version != FORMAT:
         raise OtherFormat(f"has the format {version}, and this version of titanlab reads {FORMAT}")
@@ -175,7 +175,7 @@ def _index(node: Any) -> Index:
     _expect(not objects.keys() & tensors.keys(), "different names of tensors and objects")
     ranges = [tensor.chunks[:, :FIRST_OFFSET] for tensor in tensors.values()]
     _expect(not ranges or not overlap(np.concatenate(ranges)), "chunks whose bytes are apart")
-    return Index(
+    return CheckpointIndex(
         position_bytes=_count(position["bytes"]),
         position_checksum=int(position["checksum"], 16),
         objects=objects,

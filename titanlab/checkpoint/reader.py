@@ -26,7 +26,7 @@ from torch.futures import Future
 from titanlab.checkpoint.address_schema import Place
 from titanlab.checkpoint.blocks import BLOCK, BlockReader, DamagedFile
 from titanlab.checkpoint.folders import another, damaged
-from titanlab.checkpoint.index import BYTES, FILE, ITEM_BYTES, START, Index, IndexedTensor
+from titanlab.checkpoint.index import BYTES, FILE, ITEM_BYTES, START, CheckpointIndex, IndexedTensor
 from titanlab.checkpoint.index_reader import needed_spans
 from titanlab.checkpoint.shards import bytes_of, dtype_named
 from titanlab.errors import ConfigError
@@ -61,7 +61,7 @@ class ShardReader(Reader):
         blocks_read: how many blocks this rank has read and verified.
     """
 
-    def __init__(self, checkpoint: Place, index: Index, key: str) -> None:
+    def __init__(self, checkpoint: Place, index: CheckpointIndex, key: str) -> None:
         self.checkpoint, self.named_by = checkpoint, key
         self.blocks_read = 0
         self._index = index

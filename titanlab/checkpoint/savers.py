@@ -11,7 +11,7 @@ import torch
 from titanlab.checkpoint import store
 from titanlab.checkpoint.contract import OnlyModel, Saver, Target
 from titanlab.checkpoint.position import Position
-from titanlab.checkpoint.saving import Begun, Planned, Plans, attempted
+from titanlab.checkpoint.saving import Begun, PlannedSave, Plans, attempted
 from titanlab.checkpoint.writer import HostBuffer, Staged
 
 
@@ -114,7 +114,7 @@ class AsyncSaver(Saver):
     def before_update(self) -> None:
         """The copy was complete when `save` returned."""
 
-    def _staged(self, planned: Planned) -> Callable[[], Staged]:
+    def _staged(self, planned: PlannedSave) -> Callable[[], Staged]:
         """Copy; return a function for the thread that returns the copy, or raises the error."""
         staged, error = attempted(lambda: planned.stage(self._buffer))
 
@@ -149,7 +149,7 @@ class PinnedSaver(AsyncSaver):
             torch.cuda.current_stream(self._device).wait_event(self._copied)
             self._copied = None
 
-    def _staged(self, planned: Planned) -> Callable[[], Staged]:
+    def _staged(self, planned: PlannedSave) -> Callable[[], Staged]:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         copied = torch.cuda.Event()
         with torch.cuda.stream(self._stream):

@@ -28,7 +28,7 @@ from titanlab.checkpoint.folders import (
     rename,
     step_of,
 )
-from titanlab.checkpoint.shards import Shard
+from titanlab.checkpoint.shards import CheckpointShard
 from titanlab.checkpoint.writer import (
     CheckpointWriter,
     HostBuffer,
@@ -91,7 +91,7 @@ def _portable(error: Exception) -> Exception:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
+class PlannedSave:
     """A save that all ranks have agreed on.
 
     Attributes:
@@ -119,7 +119,7 @@ class Plans:
     def __init__(self) -> None:
         self._last: _LastPlan | None = None
 
-    def plan(self, state: Mapping[str, Any], folder: Place, world: World) -> Planned:
+    def plan(self, state: Mapping[str, Any], folder: Place, world: World) -> PlannedSave:
         """Agree with all ranks on who writes what; `dcp.save` does the same at its beginning.
 
         Args:
@@ -135,11 +135,11 @@ class Plans:
         if all(world.gather(stays)):
             assert last is not None
             writer.shards = last.shards
-            return Planned(planner=planner, plan=planner.finish_plan(last.plan), writer=writer)
+            return PlannedSave(planner=planner, plan=planner.finish_plan(last.plan), writer=writer)
         own = _planned_together(planner, writer, world, failure)
         assert outline is not None
         self._last = _LastPlan(outline=outline, plan=own, shards=writer.shards)
-        return Planned(planner=planner, plan=planner.finish_plan(own), writer=writer)
+        return PlannedSave(planner=planner, plan=planner.finish_plan(own), writer=writer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ class _LastPlan:
 
     outline: Mapping[str, Any]
     plan: SavePlan
-    shards: Sequence[Shard]
+    shards: Sequence[CheckpointShard]
 
 
 def _outline(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,7 +218,7 @@ class Begun:
         part, final: the folder, without and with its name.
     """
 
-    planned: Planned
+    planned: PlannedSave
     part: Place
     final: Place
 

@@ -16,7 +16,7 @@ _NO_IDENTITY = {"identity": False}
 
 @option("checkpoint", "off")
 @dataclass(frozen=True, kw_only=True)
-class Off(Intervals):
+class NoCheckpoints(Intervals):
     """Nothing is saved. `load_from` still says what the run starts from."""
 
     kind: str = field(default="off", metadata=_NO_IDENTITY)

@@ -152,7 +152,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shard:
+class CheckpointShard:
     """A rank's file.
 
     Attributes:
@@ -168,7 +168,7 @@ class Shard:
     size: int
 
 
-def shard_of(plan: SavePlan, rank: int) -> Shard:
+def shard_of(plan: SavePlan, rank: int) -> CheckpointShard:
     """The file of a rank whose part of the save plan is given; every rank computes the same.
 
     Raises:
@@ -214,7 +214,7 @@ def shard_of(plan: SavePlan, rank: int) -> Shard:
             )
         )
         start += size
-    return Shard(
+    return CheckpointShard(
         name=f"rank-{rank:05d}.safetensors",
         header=len(header).to_bytes(8, "little") + header,
         chunks=chunks,

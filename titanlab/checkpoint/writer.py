@@ -27,7 +27,15 @@ from titanlab.checkpoint.blocks import BlockWriter
 from titanlab.checkpoint.folders import INDEX
 from titanlab.checkpoint.index import IndexedFile, index_bytes
 from titanlab.checkpoint.position import POSITION, Position, SavedPosition, position_bytes
-from titanlab.checkpoint.shards import Chunk, Shard, bytes_of, check_coverage, dtype_named, shard_of, without_duplicates
+from titanlab.checkpoint.shards import (
+    CheckpointShard,
+    Chunk,
+    bytes_of,
+    check_coverage,
+    dtype_named,
+    shard_of,
+    without_duplicates,
+)
 from titanlab.dtensor import local_part
 from titanlab.records.outcome import first_line
 from titanlab.system.files import StoreFault, write_bytes
@@ -84,7 +92,7 @@ class Staged:
         content: all bytes of its file, if the tensors were copied.
     """
 
-    shard: Shard
+    shard: CheckpointShard
     tensors: Sequence[Tensor]
     objects: Mapping[str, str]
     content: Tensor | None = None
@@ -148,7 +156,7 @@ class CheckpointWriter(dcp.StorageWriter):
     def __init__(self, folder: Place, rank: int) -> None:
         self.folder, self.rank = folder, rank
         self.position = SavedPosition(position=Position(), parameters={}, files={})
-        self.shards: Sequence[Shard] = ()
+        self.shards: Sequence[CheckpointShard] = ()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing to do: a writer writes one checkpoint."""

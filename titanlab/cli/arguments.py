@@ -43,7 +43,7 @@ class _Parser(argparse.ArgumentParser):
         print(self.format_help(), end="", file=file)
 
 
-class Flags(_Parser):
+class FlagParser(_Parser):
     """Parses the flags of a verb that takes overrides of a recipe beside them, and prints a help of its own."""
 
     def __init__(self, verb: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.errors import ConfigError
-from titanlab.prove.proof import Candidate, Row
+from titanlab.prove.proof import Candidate, ProofRow
 from titanlab.recipe.compose import conf_folder
 from titanlab.recipe.flags import read_flags
 from titanlab.recipe.next_attempt import check_unedited
@@ -28,7 +28,7 @@ BROKEN = ("layout", "composition", "rule")
 
 
 @dataclass(kw_only=True)
-class Chosen:
+class ProofCandidates:
     """Recipes, and where their results are kept.
 
     Attributes:
@@ -59,7 +59,7 @@ class Chosen:
             )
 
 
-def choose(arguments: Sequence[str], runs: str) -> Chosen:
+def choose(arguments: Sequence[str], runs: str) -> ProofCandidates:
     """The recipes of overrides, of a recipe's or a sweep's name, or of a sweep that was submitted.
 
     Raises:
@@ -122,7 +122,7 @@ def one_recipe(expression: str) -> Candidate:
     return Candidate(run=" ".join(words), recipe=chosen.candidates[0].recipe)
 
 
-def _of_command_line(arguments: Sequence[str]) -> Chosen:
+def _of_command_line(arguments: Sequence[str]) -> ProofCandidates:
     flags = read_flags(arguments)
     if not flags.starts or not flags.overrides:
         raise ConfigError("arguments", " ".join(arguments), "name no recipe", "try +recipe=quickstart, or +sweeps=NAME")
@@ -139,7 +139,7 @@ def _of_command_line(arguments: Sequence[str]) -> Chosen:
     broken = [(drop.point.label, drop.reason) for drop in study.dropped if drop.stage in BROKEN]
     left_out = [(drop.point.label, drop.reason) for drop in study.dropped if drop.stage not in BROKEN]
     named = f"{study.name} ({study.origin})"
-    return Chosen(
+    return ProofCandidates(
         title=study.planned[0].recipe.name if study.name == SINGLE else named,
         candidates=candidates,
         broken=broken,
@@ -148,9 +148,9 @@ def _of_command_line(arguments: Sequence[str]) -> Chosen:
     )
 
 
-def _of_folder(sweep: SweepFolder) -> Chosen:
+def _of_folder(sweep: SweepFolder) -> ProofCandidates:
     """The recipes of the runs in a sweep's folder, as they were submitted."""
-    chosen = Chosen(title=f"{sweep.name} ({sweep.path})", candidates=[], folder=sweep.path)
+    chosen = ProofCandidates(title=f"{sweep.name} ({sweep.path})", candidates=[], folder=sweep.path)
     for run in sweep.runs():
         try:
             check_unedited(run)
@@ -172,7 +172,7 @@ def _of_folder(sweep: SweepFolder) -> Chosen:
 _HEADINGS = ("", "run", "layout", "precision", "loss", "grad norm", "gradient", "parameter", "tolerance")
 
 
-def left_out_lines(chosen: Chosen) -> list[str]:
+def left_out_lines(chosen: ProofCandidates) -> list[str]:
     """A line about the points that a sweep leaves out on purpose."""
     if not chosen.left_out:
         return []
@@ -203,7 +203,7 @@ def sizes_and_notes(proofs: Sequence[Any], steps: int) -> list[str]:
     return [*lines, *(f"on this CPU: {note}" for note in notes), *unfit]
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table(rows: Sequence[ProofRow]) -> list[str]:
     """The rows with aligned columns; without the names of tensors where a terminal is too narrow for them."""
     lines = _aligned(rows, with_names=True)
     if sys.stdout.isatty() and max(map(len, lines)) > shutil.get_terminal_size().columns:
@@ -211,13 +211,13 @@ def table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _aligned(rows: Sequence[Row], *, with_names: bool) -> list[str]:
+def _aligned(rows: Sequence[ProofRow], *, with_names: bool) -> list[str]:
     cells = [_cells(row, with_names=with_names) for row in rows]
     figures = _HEADINGS[4:6] if with_names else _HEADINGS[4:]
     return aligned(_HEADINGS, cells, right=figures)
 
 
-def _cells(row: Row, *, with_names: bool) -> tuple[str, ...]:
+def _cells(row: ProofRow, *, with_names: bool) -> tuple[str, ...]:
     return (
         "PASS" if row.passed else "FAIL",
         row.run,
@@ -233,7 +233,7 @@ def _cells(row: Row, *, with_names: bool) -> tuple[str, ...]:
     )
 
 
-def _tolerance(row: Row) -> str:
+def _tolerance(row: ProofRow) -> str:
     if row.tolerance is None:
         return ""
     if not isinstance(row.tolerance, dict):

@@ -23,10 +23,10 @@ from titanlab.launch.evidence import bad_hosts, clear_bad_hosts, host_names
 from titanlab.launch.submission import jobs_folder, submissions
 from titanlab.records.diagnosis import rank_rows, table_lines
 from titanlab.records.logs import (
+    FileSpan,
     Growing,
     Line,
-    Part,
-    Span,
+    LogPart,
     backward,
     complete_end,
     forward,
@@ -148,18 +148,18 @@ def _lines(
     return lines[len(lines) - min(tail, len(lines)) :]
 
 
-def _timed(of_rank: Sequence[Part], pattern: re.Pattern[bytes] | None) -> Iterator[Line]:
+def _timed(of_rank: Sequence[LogPart], pattern: re.Pattern[bytes] | None) -> Iterator[Line]:
     for part in of_rank:
         for line in timed(forward(part.span), part.rank, begin=part.begin, end=part.end):
             if pattern is None or pattern.search(line.text):
                 yield line
 
 
-def _last(of_rank: Sequence[Part], tail: int, pattern: re.Pattern[bytes] | None) -> list[Line]:
+def _last(of_rank: Sequence[LogPart], tail: int, pattern: re.Pattern[bytes] | None) -> list[Line]:
     if not of_rank:
         return []
     first, last = of_rank[0], of_rank[-1]
-    whole = Span(path=last.span.path, start=first.span.start, end=last.span.end)
+    whole = FileSpan(path=last.span.path, start=first.span.start, end=last.span.end)
     texts = (text for text in backward(whole) if pattern is None or pattern.search(text))
     return timed_from_end(list(itertools.islice(texts, tail))[::-1], last.rank, end=last.end)
 

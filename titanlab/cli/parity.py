@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlab.cli.arguments import Flags, check_number
+from titanlab.cli.arguments import FlagParser, check_number
 from titanlab.cli.candidates import (
-    Chosen,
+    ProofCandidates,
     choose,
     is_name,
     is_recipe,
@@ -23,7 +23,7 @@ from titanlab.cli.candidates import (
 from titanlab.errors import ConfigError
 from titanlab.prove.finished_runs import NOT_COMPARED, compare_runs
 from titanlab.prove.forked import RunFailed, prepare, train_in_ranks
-from titanlab.prove.proof import Proof, Prover, Row, plan_proofs, write_parity
+from titanlab.prove.proof import Proof, ProofRow, Prover, plan_proofs, write_parity
 from titanlab.prove.reduction import MOST_PROCESSES, comparable
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import OutcomeKind
@@ -33,7 +33,7 @@ from titanlab.system.terminal import Console
 from titanlab.system.text import counted, shown_path
 
 if TYPE_CHECKING:
-    from titanlab.prove.parity import Trace
+    from titanlab.prove.parity import TrainingTrace
 
 _STEPS = 3
 _MOST_STEPS = 100
@@ -87,7 +87,7 @@ def parity_verb(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
-    parser = Flags("parity")
+    parser = FlagParser("parity")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--processes", type=int)
     parser.add_argument("--only", default="")
@@ -152,7 +152,7 @@ def _runs(pair: tuple[str, str], runs: str) -> tuple[Any, Any] | None:
     return None
 
 
-def _of_pair(pair: tuple[str, str]) -> Chosen:
+def _of_pair(pair: tuple[str, str]) -> ProofCandidates:
     """Two recipes that train the same model on the same data.
 
     Raises:
@@ -167,7 +167,9 @@ def _of_pair(pair: tuple[str, str]) -> Chosen:
     candidates = [first] if first == second else [first, second]
     if first.run == second.run and first != second:
         raise AssertionError("one expression has two recipes")
-    return Chosen(title="two recipes" if len(candidates) > 1 else "one recipe, given twice", candidates=candidates)
+    return ProofCandidates(
+        title="two recipes" if len(candidates) > 1 else "one recipe, given twice", candidates=candidates
+    )
 
 
 def _compare(first: Any, second: Any, args: Any, console: Console) -> int:
@@ -195,12 +197,12 @@ def _compare(first: Any, second: Any, args: Any, console: Console) -> int:
     return _verdict([row], console)
 
 
-def _prove(chosen: Chosen, args: Any, console: Console) -> int:
+def _prove(chosen: ProofCandidates, args: Any, console: Console) -> int:
     if not chosen.candidates:
         name, reason = chosen.broken[0]
         raise ConfigError("run", name, reason, "mend it, or prove another")
     folder = Path(tempfile.mkdtemp(prefix="titanlab-parity-"))
-    rows: list[Row] = []
+    rows: list[ProofRow] = []
     trainer, code = _Trainer(), 0
     steps, most = args.steps or _STEPS, args.processes or MOST_PROCESSES
     try:
@@ -214,7 +216,7 @@ def _prove(chosen: Chosen, args: Any, console: Console) -> int:
                 rows.append(row)
                 if not args.json:
                     console.note(f"[{number}/{len(proofs)}] {_line(row)}")
-        rows += [Row(run=name, layout="", precision="", passed=False, reason=why) for name, why in chosen.broken]
+        rows += [ProofRow(run=name, layout="", precision="", passed=False, reason=why) for name, why in chosen.broken]
     except KeyboardInterrupt:
         console.error(f"interrupted; {counted(len(rows), 'row')} of {counted(len(chosen.candidates), 'recipe')} done")
         code = OutcomeKind.CANCELLED.exit_code
@@ -243,9 +245,9 @@ class _Trainer:
     def __init__(self) -> None:
         self.failed = False
 
-    def __call__(self, recipe: Recipe) -> Sequence[Trace]:
+    def __call__(self, recipe: Recipe) -> Sequence[TrainingTrace]:
         # Imported here: it imports torch.
-        from titanlab.prove.parity import Trace, Tracer
+        from titanlab.prove.parity import Tracer, TrainingTrace
 
         ended = train_in_ranks(
             recipe, lambda made, run, ranks: Tracer(made.layout, run.path / f"trace-{ranks.rank}.pt")
@@ -253,12 +255,12 @@ class _Trainer:
         if ended.outcome.kind is not OutcomeKind.DONE:
             self.failed = True
             raise RunFailed(ended)
-        traces = [Trace.load(ended.run.path / f"trace-{rank}.pt") for rank in range(recipe.layout.world)]
+        traces = [TrainingTrace.load(ended.run.path / f"trace-{rank}.pt") for rank in range(recipe.layout.world)]
         shutil.rmtree(ended.run.path, ignore_errors=True)
         return traces
 
 
-def _kept(chosen: Chosen, rows: Sequence[Row], console: Console) -> str | None:
+def _kept(chosen: ProofCandidates, rows: Sequence[ProofRow], console: Console) -> str | None:
     """Keep the rows with the sweep. Returns the file as text."""
     if chosen.folder is None or not rows:
         return None
@@ -269,21 +271,21 @@ def _kept(chosen: Chosen, rows: Sequence[Row], console: Console) -> str | None:
         return None
 
 
-def _heading(chosen: Chosen, proofs: Sequence[Proof], steps: int) -> list[str]:
+def _heading(chosen: ProofCandidates, proofs: Sequence[Proof], steps: int) -> list[str]:
     lines = [f"{chosen.title}: {counted(len(chosen.candidates), 'recipe')}, each held to {REFERENCE}"]
     lines += sizes_and_notes([proof for proof in proofs if proof.reduced], steps)
     lines += left_out_lines(chosen)
     return lines
 
 
-def _line(row: Row) -> str:
+def _line(row: ProofRow) -> str:
     """One row as a line of progress."""
     word = "PASS" if row.passed else "FAIL"
     named = "  ".join(part for part in (word, row.run, row.layout, row.precision) if part)
     return named if row.passed else f"{named}: {row.reason}"
 
 
-def _verdict(rows: Sequence[Row], console: Console) -> int:
+def _verdict(rows: Sequence[ProofRow], console: Console) -> int:
     failed = [row for row in rows if not row.passed]
     for row in failed:
         console.note("  ".join(part for part in ("FAIL", row.run, row.precision) if part) + f": {row.reason}")

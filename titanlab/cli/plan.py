@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from titanlab.cli.arguments import Flags
+from titanlab.cli.arguments import FlagParser
 from titanlab.cli.compose import compose_one
 from titanlab.errors import ConfigError
 from titanlab.plan import search
@@ -32,7 +32,7 @@ from titanlab.system.text import counted, grouped
 from titanlab.techniques.schedule import plot
 
 if TYPE_CHECKING:
-    from titanlab.prove.traced_step import Comparison
+    from titanlab.prove.traced_step import TraceComparison
 
 # How many recipes a table shows.
 _TOP = 20
@@ -111,7 +111,7 @@ def _answered(args: Any, rest: list[str]) -> int:
 
 def _parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     """The verb's own flags, and the rest of the command line."""
-    parser = Flags("plan")
+    parser = FlagParser("plan")
     parser.add_argument("--top", type=int)
     parser.add_argument("--vary", default="")
     parser.add_argument("--plot", type=user_path)
@@ -262,7 +262,7 @@ def _ranks(text: str) -> list[int] | None:
         raise ConfigError("--rank", text, "must be whole numbers with commas between them", "try --rank 0") from None
 
 
-def _trace_lines(comparison: Comparison) -> Sequence[str]:
+def _trace_lines(comparison: TraceComparison) -> Sequence[str]:
     from titanlab.costs.traffic_account import lines
     from titanlab.prove.traced_step import comparison_rows
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titanlab.cli.arguments import Flags, check_number
-from titanlab.cli.candidates import Chosen, choose, left_out_lines, sizes_and_notes
+from titanlab.cli.arguments import FlagParser, check_number
+from titanlab.cli.candidates import ProofCandidates, choose, left_out_lines, sizes_and_notes
 from titanlab.errors import ConfigError
 from titanlab.prove.forked import log_of, prepare, train_in_ranks
 from titanlab.prove.reduction import MOST_PROCESSES
@@ -67,7 +67,7 @@ def rehearse_verb(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
-    parser = Flags("rehearse")
+    parser = FlagParser("rehearse")
     parser.add_argument("--only", default="")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--processes", type=int, default=MOST_PROCESSES)
@@ -99,7 +99,7 @@ def _made(folder: Path) -> Path:
     return folder.absolute()
 
 
-def _rehearse(chosen: Chosen, args: Any, console: Console) -> int:
+def _rehearse(chosen: ProofCandidates, args: Any, console: Console) -> int:
     folder = _made(args.keep) if args.keep is not None else Path(tempfile.mkdtemp(prefix="titanlab-rehearse-"))
     infeasible = OutcomeKind.INFEASIBLE.value
     results = [
@@ -112,7 +112,7 @@ def _rehearse(chosen: Chosen, args: Any, console: Console) -> int:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _rehearse_in(folder: Path, chosen: Chosen, results: list[Result], args: Any, console: Console) -> int:
+def _rehearse_in(folder: Path, chosen: ProofCandidates, results: list[Result], args: Any, console: Console) -> int:
     """Rehearse with runs in a folder, and add to the results. Returns the exit code."""
     rehearsals = plan_rehearsals(
         chosen.candidates, steps=args.steps, runs=str(folder), most=args.processes, inductor=args.inductor
@@ -157,7 +157,7 @@ def _trainer(*, keep: bool) -> Any:
     return train
 
 
-def _heading(chosen: Chosen, rehearsals: Sequence[Rehearsal], steps: int) -> list[str]:
+def _heading(chosen: ProofCandidates, rehearsals: Sequence[Rehearsal], steps: int) -> list[str]:
     lines = [f"{chosen.title}: {counted(len(chosen.candidates), 'recipe')}"]
     lines += sizes_and_notes([rehearsal for rehearsal in rehearsals if rehearsal.reduced], steps)
     return lines + left_out_lines(chosen)

@@ -14,7 +14,7 @@ from titanlab.cli.arguments import Arguments
 from titanlab.errors import ConfigError
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
-from titanlab.sweep.clean import CACHES, KINDS, Item, Refused, Survey, cached, remove_item
+from titanlab.sweep.clean import CACHES, KINDS, Refused, Removable, Survey, cached, remove_item
 from titanlab.sweep.enqueue import cancel
 from titanlab.sweep.listing import aligned, details, failure_text, overview
 from titanlab.sweep.rows import look_at
@@ -174,7 +174,9 @@ def _chosen(name: str | None, root: Path) -> tuple[list[SweepFolder], RunFolder 
     return [SweepFolder(run_or_sweep.path.parent)], run_or_sweep, run_or_sweep.path.parent.parent
 
 
-def _show(console: Console, survey: Survey, items: Sequence[Item], kinds: Sequence[str], *, lists_all: bool) -> None:
+def _show(
+    console: Console, survey: Survey, items: Sequence[Removable], kinds: Sequence[str], *, lists_all: bool
+) -> None:
     counts, sizes = Counter(item.kind for item in survey.items), Counter[str]()
     for item in survey.items:
         sizes[item.kind] += item.bytes
@@ -201,7 +203,7 @@ def _show(console: Console, survey: Survey, items: Sequence[Item], kinds: Sequen
         console.note(f"{counted(len(survey.busy), 'run')} at work or in a queue left alone: {names}")
 
 
-def _agrees(items: Sequence[Item]) -> bool:
+def _agrees(items: Sequence[Removable]) -> bool:
     """Ask the user.
 
     Raises:
@@ -216,7 +218,7 @@ def _agrees(items: Sequence[Item]) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _remove(console: Console, items: Sequence[Item]) -> int:
+def _remove(console: Console, items: Sequence[Removable]) -> int:
     freed, removed, code = 0, 0, 0
     for item in items:
         try:

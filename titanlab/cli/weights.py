@@ -23,7 +23,7 @@ from titanlab.system.text import harmless_lines
 from titanlab.techniques.model.contract import ModelConfig
 from titanlab.train.hub_folders import fetch_model
 from titanlab.train.interchange import (
-    Origin,
+    WeightsOrigin,
     checkpoint_of,
     from_dcp,
     from_folder,
@@ -66,7 +66,7 @@ def import_verb(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _origin(args: argparse.Namespace, into: Path, console: Console) -> Origin:
+def _origin(args: argparse.Namespace, into: Path, console: Console) -> WeightsOrigin:
     folder = _folder(args.source, args.revision, args.token, console)
     check_apart(folder, into)
     if has_pickle(folder):
@@ -183,7 +183,7 @@ def _export(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _write(origin: Origin, args: argparse.Namespace, console: Console, *, name: str, shard_bytes: int) -> None:
+def _write(origin: WeightsOrigin, args: argparse.Namespace, console: Console, *, name: str, shard_bytes: int) -> None:
     if args.format == "titanlab":
         line = write_ours(origin, args.into, name=name, dtype=args.dtype, shard_bytes=shard_bytes, report=console.note)
         console.note(line)

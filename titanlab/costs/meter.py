@@ -50,7 +50,7 @@ PAUSED_SECONDS = "time_metrics/paused(s)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class RunWork:
     """The constants of a run's throughput.
 
     Attributes:
@@ -121,7 +121,7 @@ class Meter:
 
     def __init__(
         self,
-        work: Work,
+        work: RunWork,
         *,
         warmup_steps: int = 0,
         tokens_seen: int = 0,

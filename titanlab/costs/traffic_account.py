@@ -29,7 +29,7 @@ TOTALS_BYTES = 7 * 8
 _LOSS_BYTES = 2 * 4  # two float32 numbers per token, see `titanlab.parallelism.loss`
 
 
-def step_traffic(step: Step, rank: Coordinate) -> list[Row]:
+def step_traffic(step: Step, rank: Coordinate) -> list[TrafficRow]:
     """The communication of one rank in a step, before the optimizer."""
     traffic = Traffic()
     for number, pieces in step.stages_of(rank):
@@ -414,7 +414,7 @@ _RECEIVES = ("recv", "barrier")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class TrafficRow:
     """The operations of one kind on one axis, of one rank in a step.
 
     Attributes:
@@ -454,11 +454,11 @@ class Traffic:
         sums[1] += times * size
         sums[2] += times * (size - own if own is not None else wire_bytes(kind, size, ranks=ranks))
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TrafficRow]:
         """The rows of the table: axes from outermost to innermost, kinds in alphabetical order."""
         return sorted(
             (
-                Row(axis=axis, kind=kind, count=count, bytes=size, wire_bytes=wire)
+                TrafficRow(axis=axis, kind=kind, count=count, bytes=size, wire_bytes=wire)
                 for (axis, kind), (count, size, wire) in self._sums.items()
             ),
             key=lambda row: (_order(row.axis), row.axis, row.kind),
@@ -479,7 +479,7 @@ def wire_bytes(kind: str, size: int, *, ranks: int) -> int:
     return _RING[kind] * size * (ranks - 1) // ranks if kind in _RING else size
 
 
-def lines(rows: Iterable[Row]) -> list[str]:
+def lines(rows: Iterable[TrafficRow]) -> list[str]:
     """One line of text per axis: `shard: 12 all_gather 25.2 MB, 7 reduce_scatter 12.6 MB`."""
     by_axis: dict[str, list[str]] = {}
     for row in rows:
@@ -487,7 +487,7 @@ def lines(rows: Iterable[Row]) -> list[str]:
     return [f"{axis}: {', '.join(parts)}" for axis, parts in by_axis.items()]
 
 
-def flat(rows: Iterable[Row]) -> dict[str, int]:
+def flat(rows: Iterable[TrafficRow]) -> dict[str, int]:
     """The table as one mapping for trackers: `traffic/shard/all_gather_bytes` → bytes, and so on."""
     table = {}
     for row in rows:

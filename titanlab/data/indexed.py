@@ -17,14 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from titanlab.data.contract import IGNORE, Batch, Separators, State, check_state
-from titanlab.data.shard_index import INDEX, Index
+from titanlab.data.shard_index import INDEX, ShardIndex
 from titanlab.data.source import check_sequences, check_validation
 from titanlab.errors import ConfigError
 
 _CHECKED_TOKENS = 1 << 20
 
 
-def check_tokens(folder: Path, index: Index, key: str = "data.folder") -> None:
+def check_tokens(folder: Path, index: ShardIndex, key: str = "data.folder") -> None:
     """Check that the first 2^20 tokens of every file are below `vocab_size`.
 
     Raises:
@@ -41,7 +41,7 @@ def check_tokens(folder: Path, index: Index, key: str = "data.folder") -> None:
             )
 
 
-def check_documents(folder: Path, index: Index, separators: Separators, key: str) -> None:
+def check_documents(folder: Path, index: ShardIndex, separators: Separators, key: str) -> None:
     """Check that a document ends in the first 2^20 tokens of at least one file.
 
     Raises:
@@ -63,7 +63,7 @@ class Split:
     at a file's end, less than a sequence, are not used.
     """
 
-    def __init__(self, folder: Path, index: Index, name: str, seq_len: int) -> None:
+    def __init__(self, folder: Path, index: ShardIndex, name: str, seq_len: int) -> None:
         self.seq_len = seq_len
         self.files = [
             # A plain ndarray view: every indexing of an `np.memmap` costs some microseconds more.
@@ -116,7 +116,7 @@ def _rows(table: npt.NDArray[Any], numbers: npt.NDArray[np.int64]) -> npt.NDArra
     return rows
 
 
-def _stored(index: Index) -> np.dtype[Any]:
+def _stored(index: ShardIndex) -> np.dtype[Any]:
     return np.dtype(index.dtype).newbyteorder("<")
 
 
@@ -280,7 +280,7 @@ class HeldOutRows:
 
 def open_train(
     folder: Path,
-    index: Index,
+    index: ShardIndex,
     *,
     fingerprint: str,
     seed: int,
@@ -303,7 +303,7 @@ def open_train(
 
 
 def open_validation(
-    folder: Path, index: Index, *, seq_len: int, sequences: int, rank: int, ranks: int, key: str, value: object
+    folder: Path, index: ShardIndex, *, seq_len: int, sequences: int, rank: int, ranks: int, key: str, value: object
 ) -> HeldOutRows:
     """The held-out rows of a folder of token shards.
 

@@ -27,7 +27,7 @@ BYTES = {"uint16": 2, "uint32": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shard:
+class TokenShard:
     """One file of tokens; `documents` is the writer's count, 0 where it is not known."""
 
     file: str
@@ -36,7 +36,7 @@ class Shard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Index:
+class ShardIndex:
     """The content of `index.json`.
 
     Attributes:
@@ -53,14 +53,14 @@ class Index:
     eos_id: int | None = None
     tokenizer: str | None = None
     fingerprint: str | None = None
-    train: tuple[Shard, ...] = ()
-    validation: tuple[Shard, ...] = ()
+    train: tuple[TokenShard, ...] = ()
+    validation: tuple[TokenShard, ...] = ()
 
     def tokens(self, split: str) -> int:
         """Tokens of `train` or `validation`."""
         return sum(shard.tokens for shard in self.split(split))
 
-    def split(self, name: str) -> tuple[Shard, ...]:
+    def split(self, name: str) -> tuple[TokenShard, ...]:
         """Files of `train` or `validation`."""
         return self.train if name == "train" else self.validation
 
@@ -74,7 +74,7 @@ def dtype_for(vocab_size: int) -> str:
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
-def read_index(folder: Path, key: str = "data.folder") -> Index:
+def read_index(folder: Path, key: str = "data.folder") -> ShardIndex:
     """Read and check a folder's index, and check that its files have the lengths in it.
 
     Raises:
@@ -113,7 +113,7 @@ def is_whole(folder: Path) -> bool:
     return True
 
 
-def _parsed(content: dict[str, Any]) -> Index:
+def _parsed(content: dict[str, Any]) -> ShardIndex:
     if content["format"] != FORMAT or content["version"] != VERSION:
         raise ValueError(f"format {content['format']!r} version {content['version']!r}, not {FORMAT!r} {VERSION}")
     if content["dtype"] not in BYTES:
@@ -121,7 +121,7 @@ def _parsed(content: dict[str, Any]) -> Index:
     vocab_size = int(content["vocab_size"])
     if not 0 < vocab_size <= 1 << 8 * BYTES[content["dtype"]]:
         raise ValueError(f"vocab_size {vocab_size} does not fit {content['dtype']}")
-    return Index(
+    return ShardIndex(
         dtype=content["dtype"],
         vocab_size=vocab_size,
         bos_id=_token(content.get("bos_id")),
@@ -137,9 +137,9 @@ def _token(value: Any) -> int | None:
     return None if value is None else int(value)
 
 
-def _shards(entries: Sequence[dict[str, Any]]) -> tuple[Shard, ...]:
+def _shards(entries: Sequence[dict[str, Any]]) -> tuple[TokenShard, ...]:
     shards = tuple(
-        Shard(file=str(entry["file"]), tokens=int(entry["tokens"]), documents=int(entry.get("documents", 0)))
+        TokenShard(file=str(entry["file"]), tokens=int(entry["tokens"]), documents=int(entry.get("documents", 0)))
         for entry in entries
     )
     if outside := [shard.file for shard in shards if Path(shard.file).name != shard.file]:
@@ -147,7 +147,7 @@ def _shards(entries: Sequence[dict[str, Any]]) -> tuple[Shard, ...]:
     return shards
 
 
-def fingerprint_of(folder: Path, index: Index) -> str:
+def fingerprint_of(folder: Path, index: ShardIndex) -> str:
     """A hash of the tokens in a folder; 32 hexadecimal digits."""
     if index.fingerprint:
         return cache.hash_of_values(VERSION, index.fingerprint)
@@ -155,6 +155,6 @@ def fingerprint_of(folder: Path, index: Index) -> str:
     return cache.hash_of_values(VERSION, index.dtype, len(index.train), cache.hash_of_files(files))
 
 
-def write_index(folder: Path, index: Index) -> None:
+def write_index(folder: Path, index: ShardIndex) -> None:
     content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(index)}
     (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

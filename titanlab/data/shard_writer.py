@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titanlab.data.contract import Report
-from titanlab.data.shard_index import BYTES, Index, Shard, dtype_for, write_index
+from titanlab.data.shard_index import BYTES, ShardIndex, TokenShard, dtype_for, write_index
 from titanlab.data.tokenizers import Tokenizer, keep, separators_in_words, separators_of
 
 SHARD_TOKENS = 1 << 30
@@ -32,7 +32,7 @@ def write_documents(
     held_out: Callable[[str], bool],
     tail_fraction: float = 0.0,
     shard_tokens: int = SHARD_TOKENS,
-) -> Index:
+) -> ShardIndex:
     """Tokenise documents into a folder that exists and is empty.
 
     Args:
@@ -58,7 +58,7 @@ def write_documents(
     shards = {name: split.shards for name, split in splits.items()}
     if tail_fraction > 0 and any(shards.values()) and not all(shards.values()):
         shards = _cut_tail(folder, shards["train"] or shards["validation"], tail_fraction, BYTES[dtype])
-    index = Index(
+    index = ShardIndex(
         dtype=dtype,
         vocab_size=tokenizer.vocab_size,
         bos_id=separators_of(tokenizer).begin,
@@ -114,7 +114,7 @@ def _can_encode_pieces(tokenizer: Tokenizer) -> bool:
     return tokenizer.decode(tokenizer.encode("a\n") + tokenizer.encode("b")) == "a\nb"
 
 
-def _cut_tail(folder: Path, shards: list[Shard], fraction: float, token_bytes: int) -> dict[str, list[Shard]]:
+def _cut_tail(folder: Path, shards: list[TokenShard], fraction: float, token_bytes: int) -> dict[str, list[TokenShard]]:
     """Move the last tokens of the only split into a validation file."""
     shards = [
         replace(shard, file=(folder / shard.file).rename(folder / f"train-{number:05d}.bin").name)
@@ -128,14 +128,14 @@ def _cut_tail(folder: Path, shards: list[Shard], fraction: float, token_bytes: i
         (folder / "validation-00000.bin").write_bytes(file.read())
         file.truncate(kept * token_bytes)
     shards[-1] = replace(last, tokens=kept)
-    return {"train": shards, "validation": [Shard(file="validation-00000.bin", tokens=last.tokens - kept)]}
+    return {"train": shards, "validation": [TokenShard(file="validation-00000.bin", tokens=last.tokens - kept)]}
 
 
 class _SplitWriter:
     """Appends documents to `<name>-<number>.bin`, and begins a new file when the last one is long enough."""
 
     def __init__(self, folder: Path, name: str, dtype: str, shard_tokens: int) -> None:
-        self.shards: list[Shard] = []
+        self.shards: list[TokenShard] = []
         self.tokens = 0
         self._folder, self._name, self._shard_tokens = folder, name, shard_tokens
         self._file: IO[bytes] | None = None
@@ -161,5 +161,5 @@ class _SplitWriter:
         if self._file is not None:
             self._file.close()
         name = f"{self._name}-{len(self.shards):05d}.bin"
-        self.shards.append(Shard(file=name, tokens=0))
+        self.shards.append(TokenShard(file=name, tokens=0))
         return (self._folder / name).open("wb")

@@ -17,7 +17,7 @@ from titanlab.data.contract import (
     Stream,
     merge_states,
 )
-from titanlab.data.shard_index import Index
+from titanlab.data.shard_index import ShardIndex
 from titanlab.data.tokenizers import Tokenizer
 from titanlab.errors import ConfigError
 
@@ -144,7 +144,7 @@ def check_vocab_size(of_model: int, of_data: int) -> None:
         )
 
 
-def check_sequences(index: Index, seq_len: int) -> None:
+def check_sequences(index: ShardIndex, seq_len: int) -> None:
     """Check that there is at least one sequence to train on.
 
     Raises:
@@ -160,7 +160,7 @@ def check_sequences(index: Index, seq_len: int) -> None:
         )
 
 
-def check_validation(index: Index | None, key: str, value: object) -> None:
+def check_validation(index: ShardIndex | None, key: str, value: object) -> None:
     """Check that there are held-out tokens to validate on; `index` is None if the config excludes them.
 
     Raises:

@@ -19,7 +19,7 @@ from titanlab.data import cache, tokenizers
 from titanlab.data.contract import DOCUMENT_MASK, DataSource, Report, Rows, Separators, State, Stream, check_separators
 from titanlab.data.corpus import Corpus, corpus_of, is_held_out
 from titanlab.data.schema import Files, Stdlib, Text, TokenFolder
-from titanlab.data.shard_index import INDEX, Index, fingerprint_of, is_whole, read_index
+from titanlab.data.shard_index import INDEX, ShardIndex, fingerprint_of, is_whole, read_index
 from titanlab.data.source import check_sequences, check_validation, check_vocab_size
 from titanlab.data.tokenizers import Tokenizer
 from titanlab.errors import ConfigError
@@ -41,7 +41,7 @@ class ShardSource(DataSource):
 
     @property
     @abstractmethod
-    def index(self) -> Index:
+    def index(self) -> ShardIndex:
         """The index of the shards.
 
         Raises:
@@ -88,7 +88,7 @@ class CachedText(ShardSource, Generic[TextConfig]):
         return self.config.kind
 
     @cached_property
-    def index(self) -> Index:
+    def index(self) -> ShardIndex:
         folder = self.folder
         if not folder.is_dir():
             raise ConfigError("data", self.name, f"{folder} is missing", "prepare the data first")
@@ -215,7 +215,7 @@ def make_shards(
     validation_fraction: float,
     fingerprint: str,
     report: Report,
-) -> Index:
+) -> ShardIndex:
     """Fill an empty folder with the token shards of a corpus; without `tokenizer`, train one first.
 
     Raises:
@@ -331,7 +331,7 @@ class TokenFolderSource(ShardSource):
         return Path(self.config.folder)
 
     @cached_property
-    def index(self) -> Index:
+    def index(self) -> ShardIndex:
         return read_index(self.folder)
 
     def fingerprint(self) -> str:
@@ -375,7 +375,7 @@ def write_token_shards(
     text_field: str = "text",
     validation_fraction: float = 0.01,
     report: Callable[[str], None],
-) -> Index:
+) -> ShardIndex:
     """Tokenise files into a new folder of token shards, which appears complete or not at all.
 
     Args:

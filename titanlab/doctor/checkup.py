@@ -104,12 +104,12 @@ def run_checks(checks: Sequence[Check]) -> Iterator[tuple[Check, list[Finding]]]
 
     No check takes longer than its limit, and no error of a check is raised.
     """
-    started = [_Running(check) for check in checks]
+    started = [_RunningCheck(check) for check in checks]
     for running in started:
         yield running.check, running.findings()
 
 
-class _Running:
+class _RunningCheck:
     """A check in a thread of its own, which does not keep the process alive."""
 
     def __init__(self, check: Check) -> None:

@@ -17,7 +17,7 @@ from titanlab.records.outcome import OutcomeKind
 
 if TYPE_CHECKING:
     from titanlab.distributed.ranks import Ranks
-    from titanlab.launch.submission import Shape, Submission
+    from titanlab.launch.submission import JobShape, Submission
     from titanlab.recipe.recipe import Recipe
     from titanlab.system.text import Finding
 
@@ -94,7 +94,7 @@ class StopReason:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ProcessPlace:
     """The place of a process in its job.
 
     Attributes:
@@ -199,7 +199,7 @@ class Launcher(Protocol):
         """Why the scheduler does not answer, in one line; None if it answers."""
         return None
 
-    def check(self, jobs: Sequence[tuple[LaunchConfig, Shape]]) -> None:
+    def check(self, jobs: Sequence[tuple[LaunchConfig, JobShape]]) -> None:
         """Check that jobs can be submitted, as far as the scheduler can say before.
 
         Raises:
@@ -286,7 +286,7 @@ class Launcher(Protocol):
 
     # In a process of a job
 
-    def place_in(self, environ: Mapping[str, str]) -> Place:
+    def place_in(self, environ: Mapping[str, str]) -> ProcessPlace:
         """The place that this launcher gave to a process of a job.
 
         Raises:
@@ -294,7 +294,7 @@ class Launcher(Protocol):
         """
         raise NotImplementedError
 
-    def addresses(self, place: Place, environ: Mapping[str, str]) -> Iterator[str]:
+    def addresses(self, place: ProcessPlace, environ: Mapping[str, str]) -> Iterator[str]:
         """Names under which the first of several nodes may be reachable, best first."""
         yield from place.nodes[:1]
 
@@ -302,11 +302,11 @@ class Launcher(Protocol):
         """Cores that were given to this process; None: it shares the host's cores."""
         return None
 
-    def name_job(self, place: Place, name: str) -> None:
+    def name_job(self, place: ProcessPlace, name: str) -> None:
         """Give one job of an array its own name, if the scheduler allows that to the job's owner."""
         return  # the default; mypy takes an empty body for an abstract method
 
-    def stop_reason(self, signal_name: str, place: Place, *, signal_seconds: float) -> StopReason:
+    def stop_reason(self, signal_name: str, place: ProcessPlace, *, signal_seconds: float) -> StopReason:
         """The meaning of a signal to a job that titanlab itself has not sent.
 
         Args:
@@ -314,15 +314,15 @@ class Launcher(Protocol):
         """
         return StopReason(kind=OutcomeKind.PREEMPTED, cause=f"asked to end by {signal_name}; the run can be resumed")
 
-    def requeue(self, place: Place) -> str | None:
+    def requeue(self, place: ProcessPlace) -> str | None:
         """Put the job of this process back into the queue. Returns why that failed; None if it worked."""
         return "this launcher has no queue"
 
-    def lost_nodes(self, place: Place) -> frozenset[str]:
+    def lost_nodes(self, place: ProcessPlace) -> frozenset[str]:
         """Names of the nodes that the scheduler has taken from this running job because they failed."""
         return frozenset()
 
-    def requeue_on_fewer(self, place: Place, *, least: int, most: int) -> str | None:
+    def requeue_on_fewer(self, place: ProcessPlace, *, least: int, most: int) -> str | None:
         """Put the job of this process back into the queue, to start on fewer nodes too.
 
         Args:

@@ -21,7 +21,7 @@ from typing import Any
 from titanlab.distributed.ranks import ALONE, Ranks, look_seconds
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.launch import restarts
-from titanlab.launch.contract import Place
+from titanlab.launch.contract import ProcessPlace
 from titanlab.launch.job import Job, say
 from titanlab.launch.restarts import Restart, Restarts, change, reduced
 from titanlab.recipe.next_attempt import check_unedited
@@ -159,17 +159,17 @@ def lost_ranks(job: Job, attempt: int, *, known: Collection[int] = (), seconds: 
         time.sleep(_ANSWER_POLL_SECONDS)
 
 
-def node_of(place: Place, rank: int) -> str:
+def node_of(place: ProcessPlace, rank: int) -> str:
     """The node of a rank; the ranks of a job fill its nodes in order, equally many on each."""
     return place.nodes[min(rank // ranks_per_node(place), len(place.nodes) - 1)]
 
 
-def ranks_per_node(place: Place) -> int:
+def ranks_per_node(place: ProcessPlace) -> int:
     """How many ranks of the job each of its nodes has."""
     return max(1, place.ranks.world // max(1, len(place.nodes)))
 
 
-def _loss(place: Place, lost: Collection[int], gone: Collection[int], seconds: float) -> Loss:
+def _loss(place: ProcessPlace, lost: Collection[int], gone: Collection[int], seconds: float) -> Loss:
     if not lost:
         return Loss()
     per_node = ranks_per_node(place)
@@ -296,7 +296,7 @@ _END_POLL_SECONDS = 2.0
 _ALONE_SECONDS = 60.0
 
 
-class Group:
+class RankGroup:
     """The ranks of one start of a job, as rank 0 sees them.
 
     Args:

@@ -16,7 +16,7 @@ import titanlab
 from titanlab.distributed.ranks import free_port
 from titanlab.distributed.stop import ONE_REQUEST_SECONDS, STOP_SIGNALS, handled
 from titanlab.errors import ConfigError
-from titanlab.launch.contract import Launcher, Place
+from titanlab.launch.contract import Launcher, ProcessPlace
 from titanlab.launch.launchers import launcher_named
 from titanlab.launch.submission import Submission, submissions
 from titanlab.records.outcome import OutcomeKind
@@ -39,7 +39,7 @@ class Job:
     """
 
     run: RunFolder
-    place: Place
+    place: ProcessPlace
     token: str
     index: int
     launch: Mapping[str, Any] = field(default_factory=dict)
@@ -143,7 +143,7 @@ def say(text: str) -> None:
 _LOOPBACK = "127.0.0.1"
 
 
-def address_of(launcher: Launcher, place: Place, environ: Mapping[str, str]) -> str:
+def address_of(launcher: Launcher, place: ProcessPlace, environ: Mapping[str, str]) -> str:
     """The address under which all ranks reach rank 0, which is this process: MASTER_ADDR, or the launcher's.
 
     Raises:

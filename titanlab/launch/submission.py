@@ -28,7 +28,7 @@ from titanlab.system.files import write_json
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class JobShape:
     """The resources of a job; jobs of one shape are submitted together.
 
     Attributes:
@@ -78,13 +78,13 @@ class Placed(Protocol):
         """The parallel degrees."""
 
 
-def shape_from(mapping: Mapping[str, Any]) -> Shape:
+def shape_from(mapping: Mapping[str, Any]) -> JobShape:
     """The shape that `to_mapping` wrote."""
-    known = Shape.__dataclass_fields__
-    return Shape(**{key: value for key, value in mapping.items() if key in known})
+    known = JobShape.__dataclass_fields__
+    return JobShape(**{key: value for key, value in mapping.items() if key in known})
 
 
-def shape_of(recipe: Placed) -> Shape:
+def shape_of(recipe: Placed) -> JobShape:
     """The shape of a resolved recipe's job.
 
     Raises:
@@ -94,12 +94,12 @@ def shape_of(recipe: Placed) -> Shape:
     assert world is not None, "a resolved recipe has its world"
     on_gpus = cluster.accelerator == "cuda"
     if launch.runs_here:
-        return Shape(processes=world, tasks_per_node=world, gpus_per_node=world if on_gpus else 0)
+        return JobShape(processes=world, tasks_per_node=world, gpus_per_node=world if on_gpus else 0)
     check_cluster(cluster, launch)
     assert cluster.per_node is not None
     nodes = _nodes(world, cluster.per_node, cluster.nodes, together=recipe.layout.tensor)
     tasks = world // nodes
-    return Shape(
+    return JobShape(
         processes=world,
         nodes=nodes,
         tasks_per_node=tasks,
@@ -193,7 +193,7 @@ class Submission:
     job_id: str | None = None
     code: str
     folder: str = field(default_factory=os.getcwd)
-    shape: Shape
+    shape: JobShape
     launch: Mapping[str, Any]
     runs: tuple[str, ...]
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

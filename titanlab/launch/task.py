@@ -24,7 +24,7 @@ from titanlab.launch.attempt import begin, conclude, keep_tokenizer, missed_chec
 from titanlab.launch.contract import launch_of
 from titanlab.launch.evidence import note_bad_host, suspect
 from titanlab.launch.group import (
-    Group,
+    RankGroup,
     Rendezvous,
     answer_call,
     await_end,
@@ -136,7 +136,7 @@ def _attempts(job: Job) -> tuple[Outcome, bool]:
     Returns:
         its outcome, and whether it has lost a node of the job.
     """
-    group = Group(job, say)
+    group = RankGroup(job, say)
     while True:
         outcome, recipe = _attempted(job, group)
         outcome = group.called(outcome, recipe)
@@ -148,7 +148,7 @@ def _attempts(job: Job) -> tuple[Outcome, bool]:
             return outcome, group.has_lost_nodes
 
 
-def _attempted(job: Job, group: Group) -> tuple[Outcome, Recipe | None]:
+def _attempted(job: Job, group: RankGroup) -> tuple[Outcome, Recipe | None]:
     """Make one attempt at a claimed run, until it has a result; no recipe: it could not begin."""
     run, place = job.run, job.place
     config = group.config()

@@ -27,7 +27,7 @@ from titanlab.distributed.ranks import Ranks, look_seconds
 from titanlab.distributed.silence import ANSWER_SECONDS, note_silence
 from titanlab.distributed.stop import STOP_SIGNALS, stop_line
 from titanlab.distributed.watchdog import NATIVE_SIGN
-from titanlab.launch.contract import Launcher, Place, StopReason
+from titanlab.launch.contract import Launcher, ProcessPlace, StopReason
 from titanlab.launch.evidence import memory_kills
 from titanlab.launch.job import Job, say
 from titanlab.launch.processes import KILL_SECONDS, Escalation, worker_command, worker_environment
@@ -191,7 +191,7 @@ class StopCheck:
 
 
 def meaning(
-    number: int, launcher: Launcher, place: Place, *, signal_seconds: float, cancelled_by: str | None
+    number: int, launcher: Launcher, place: ProcessPlace, *, signal_seconds: float, cancelled_by: str | None
 ) -> StopReason:
     """The meaning of a signal to a job: preemption, the end of its time, or a user who cancels it.
 

@@ -31,7 +31,7 @@ aten = torch.ops.aten
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-class Kernel(Protocol):
+class AttentionKernel(Protocol):
     """One attention kernel; `causal` masks keys after the row's own index, and needs as many rows as keys."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -58,14 +58,24 @@ class Kernel(Protocol):
 class ByDocument:
     """Attention within documents by one causal call for each."""
 
-    def documents_forward(self: Kernel, q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor) -> tuple[Tensor, Tensor]:
+    def documents_forward(
+        self: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor
+    ) -> tuple[Tensor, Tensor]:
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
         for piece in _documents(starts):
             out[piece], lse[piece] = self.forward(q[piece], k[piece], v[piece], causal=True)
         return out, lse
 
     def documents_backward(
-        self: Kernel, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, starts: Tensor
+        self: AttentionKernel,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        starts: Tensor,
     ) -> Gradients:
         whole = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for piece in _documents(starts):
@@ -174,7 +184,7 @@ def summed(x: Tensor, kv_heads: int) -> Tensor:
     return x if x.shape[1] == kv_heads else x.unflatten(1, (kv_heads, -1)).sum(2)
 
 
-_KERNELS: dict[str, Kernel] = {"flash": Flash(), FLASH3: Flash(), "cudnn": Cudnn(), "efficient": Efficient()}
+_KERNELS: dict[str, AttentionKernel] = {"flash": Flash(), FLASH3: Flash(), "cudnn": Cudnn(), "efficient": Efficient()}
 
 
 def _can_use_flash(inputs: SDPAParams) -> bool:
@@ -190,7 +200,7 @@ _CAN_USE: dict[str, Callable[[SDPAParams], bool]] = {
 }
 
 
-def choose(name: str, q: Tensor, k: Tensor, v: Tensor, *, shapes_vary: bool = False) -> Kernel:
+def choose(name: str, q: Tensor, k: Tensor, v: Tensor, *, shapes_vary: bool = False) -> AttentionKernel:
     """The kernel for these inputs: the requested kernel if it supports them, else the next that does.
 
     Args:

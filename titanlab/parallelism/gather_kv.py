@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work, all_to_all_single
 
 from titanlab.parallelism.collectives import all_gather_single
-from titanlab.parallelism.head_tail import Block, Pair, owned
+from titanlab.parallelism.head_tail import KeysAndValues, Pair, owned
 
 
 class GatherKv:
@@ -39,7 +39,7 @@ class GatherKv:
         self._returned: Tensor | None = None
         self._gradients: list[Tensor] = []
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[KeysAndValues]:
         gathered, self._gathered = self._gathered, None
         assert gathered is not None
         assert self._work is not None
@@ -47,10 +47,10 @@ class GatherKv:
         self._sent = self._work = None
         if self._rank > 0:
             heads = tuple(range(self._rank))
-            yield Block(*_joined(gathered[: self._rank, :, :, : self._half]), later=False, chunks=heads)
+            yield KeysAndValues(*_joined(gathered[: self._rank, :, :, : self._half]), later=False, chunks=heads)
         if self._rank + 1 < self._ranks:
             chunks = (owned(owner, self._ranks) for owner in range(self._rank + 1, self._ranks))
-            yield Block(*_joined(gathered[self._rank + 1 :]), later=True, chunks=tuple(chain(*chunks)))
+            yield KeysAndValues(*_joined(gathered[self._rank + 1 :]), later=True, chunks=tuple(chain(*chunks)))
 
     def give(self, gradients: Pair, into: Pair) -> None:
         is_later = self._rank == 0 or len(self._gradients) == 1

@@ -21,12 +21,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from titanlab.parallelism.attention_kernels import Gradients, Kernel
+from titanlab.parallelism.attention_kernels import AttentionKernel, Gradients
 
 Pair = tuple[Tensor, Tensor]  # keys and values, or their gradients
 
 
-class Block(NamedTuple):
+class KeysAndValues(NamedTuple):
     """Keys and values of other ranks, [batch, seq, kv_heads, head_dim] each.
 
     later: they belong to ranks after this one, so that only the local tail attends to them; otherwise all rows do.
@@ -39,10 +39,10 @@ class Block(NamedTuple):
     chunks: tuple[int, ...]
 
 
-class Exchange(Protocol):
+class KeyValueTransfer(Protocol):
     """A transfer of keys and values; the constructor starts it, so that local work hides the first transfer."""
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[KeysAndValues]:
         """The keys and values of other ranks that local rows need, once each; the next block is in transfer."""
         ...
 
@@ -63,7 +63,9 @@ def owned(rank: int, ranks: int) -> tuple[int, int]:
     return rank, 2 * ranks - 1 - rank
 
 
-def forward(exchange: Exchange, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel) -> tuple[Tensor, Tensor]:
+def forward(
+    exchange: KeyValueTransfer, q: Tensor, k: Tensor, v: Tensor, kernel: AttentionKernel
+) -> tuple[Tensor, Tensor]:
     """Attention of the local rows to all keys before them.
 
     Args:
@@ -86,7 +88,14 @@ def forward(exchange: Exchange, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel)
 
 
 def backward(
-    exchange: Exchange, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kernel: Kernel
+    exchange: KeyValueTransfer,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kernel: AttentionKernel,
 ) -> Gradients:
     """Gradients of q, k and v, shaped as q, k and v; keys and values are transferred once more.
 
@@ -127,12 +136,14 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> tuple[Tensor, Tensor]:
+def _forward(
+    kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False
+) -> tuple[Tensor, Tensor]:
     out, lse = kernel.forward(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
-def _backward(kernel: Kernel, rows: _Rows, k: Tensor, v: Tensor, *, causal: bool = False) -> Gradients:
+def _backward(kernel: AttentionKernel, rows: _Rows, k: Tensor, v: Tensor, *, causal: bool = False) -> Gradients:
     grad, q, out, lse, k, v = (x.transpose(1, 2) for x in (*rows, k, v))
     dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, causal=causal)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
@@ -188,7 +199,7 @@ class Chunks:
         """The number of the first chunk."""
         return self._numbers[0]
 
-    def rectangles(self, block: Block) -> Iterator[Rectangle]:
+    def rectangles(self, block: KeysAndValues) -> Iterator[Rectangle]:
         """What local rows attend to in a block of keys."""
         for sequence, starts in enumerate(self._starts):
             for half, number in enumerate(self._numbers):
@@ -233,7 +244,7 @@ class Rectangle(NamedTuple):
 
 
 def forward_within(
-    exchange: Exchange, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, chunks: Chunks
+    exchange: KeyValueTransfer, q: Tensor, k: Tensor, v: Tensor, kernel: AttentionKernel, chunks: Chunks
 ) -> tuple[Tensor, Tensor]:
     """As `head_tail.forward`, within documents."""
     local = (_heads_first(halves(x)) for x in (q, k, v))
@@ -250,14 +261,14 @@ def forward_within(
 
 
 def backward_within(
-    exchange: Exchange,
+    exchange: KeyValueTransfer,
     grad: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    kernel: Kernel,
+    kernel: AttentionKernel,
     chunks: Chunks,
 ) -> Gradients:
     """As `head_tail.backward`, within documents."""
@@ -280,9 +291,9 @@ def backward_within(
 
 def _add_gradients(
     chunks: Chunks,
-    block: Block,
+    block: KeysAndValues,
     rows: tuple[Tensor, Tensor, Tensor, Tensor],
-    kernel: Kernel,
+    kernel: AttentionKernel,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
@@ -298,14 +309,14 @@ def _add_gradients(
         rectangle.add(part_v, dv)
 
 
-def _blocks(exchange: Exchange, k: Tensor, v: Tensor, chunks: Chunks) -> Iterator[Block]:
+def _blocks(exchange: KeyValueTransfer, k: Tensor, v: Tensor, chunks: Chunks) -> Iterator[KeysAndValues]:
     """The local head, which the tail attends to, and what is transferred meanwhile."""
     yield _local(k, v, chunks)
     yield from exchange.blocks()
 
 
-def _local(k: Tensor, v: Tensor, chunks: Chunks) -> Block:
-    return Block(k[:, : chunks.size], v[:, : chunks.size], later=False, chunks=(chunks.head,))
+def _local(k: Tensor, v: Tensor, chunks: Chunks) -> KeysAndValues:
+    return KeysAndValues(k[:, : chunks.size], v[:, : chunks.size], later=False, chunks=(chunks.head,))
 
 
 def _heads_first(x: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ def of_logits(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) ->
     return lambda compute, labels: function(compute(), labels)
 
 
-class Parts(NamedTuple):
+class LossFunctions(NamedTuple):
     """The functions of a split loss that compute without communication; each may be compiled."""
 
     own: Callable[..., Any]  # before the all-gather
@@ -62,7 +62,7 @@ class SplitLoss:
         self.group = group
         part = -(-vocab_size // group.size())
         self.first = min(group.rank() * part, vocab_size)
-        self.parts = Parts(compiled(_own), compiled(_whole), compiled(_slope))
+        self.parts = LossFunctions(compiled(_own), compiled(_whole), compiled(_slope))
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """logits: [batch, seq, this rank's part of vocab]; labels: [batch, seq]; returns a float32 scalar."""
@@ -112,7 +112,7 @@ def _slope(
 class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, first: int, group: dist.ProcessGroup, parts: Parts
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, first: int, group: dist.ProcessGroup, parts: LossFunctions
     ) -> torch.Tensor:
         # Detached, so that one compilation serves training and evaluation.
         own, mine, column, sent = parts.own(logits.detach(), labels, first)

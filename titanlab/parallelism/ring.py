@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from torch.distributed import P2POp, ProcessGroup, batch_isend_irecv, irecv, isend
 
-from titanlab.parallelism.head_tail import Block, Pair, owned
+from titanlab.parallelism.head_tail import KeysAndValues, Pair, owned
 
 
 class Ring:
@@ -33,14 +33,14 @@ class Ring:
         self._gradients: Transfer | None = None
         self._block = self._pass_on(local, step=1)
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[KeysAndValues]:
         while self._block is not None:
             block = self._block.received()
             self._step += 1
             self._block = self._pass_on(block, step=self._step + 1)
             later = self._is_later(self._step)
             owner = (self._rank + self._step) % self._ranks
-            yield Block(*block, later=later, chunks=owned(owner, self._ranks)[: 1 + later])
+            yield KeysAndValues(*block, later=later, chunks=owned(owner, self._ranks)[: 1 + later])
 
     def give(self, gradients: Pair, into: Pair) -> None:
         self.collect(into)

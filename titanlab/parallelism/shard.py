@@ -47,7 +47,7 @@ class Sharded:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experts:
+class ExpertModules:
     """Modules with the parameters of experts, which have their own view of the ranks.
 
     Attributes:
@@ -69,7 +69,7 @@ def fully_shard_model(
     cpu_offload: bool,
     whole: Sequence[nn.Module] = (),
     apart: Sequence[nn.Module] = (),
-    experts: Experts | None = None,
+    experts: ExpertModules | None = None,
     symmetric_memory: bool = False,
 ) -> Sharded:
     """Apply FSDP2: each block is a unit, and the rest of the model another; a 2-D mesh makes it HSDP.

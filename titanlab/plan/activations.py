@@ -28,7 +28,7 @@ _FLOAT = 4
 _LARGEST_TOGETHER = 3
 
 
-class Batch(NamedTuple):
+class MicrobatchShape(NamedTuple):
     """The shape of a microbatch and its share on a rank; the key of a cache."""
 
     model: ModelConfig
@@ -51,20 +51,20 @@ class BlockBytes(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8192)
-def block_bytes(batch: Batch, layers: int) -> tuple[BlockBytes, ...]:
+def block_bytes(batch: MicrobatchShape, layers: int) -> tuple[BlockBytes, ...]:
     """By number of the block."""
     kinds, kind_of = _kinds(batch, layers)
     return tuple(kinds[kind] for kind in kind_of)
 
 
-def saved_bytes(batch: Batch, layers: int) -> int:
+def saved_bytes(batch: MicrobatchShape, layers: int) -> int:
     """Bytes that all blocks keep between forward and backward."""
     kinds, kind_of = _kinds(batch, layers)
     return sum(block.saved * kind_of.count(kind) for kind, block in enumerate(kinds))
 
 
 @functools.lru_cache(maxsize=8192)
-def _kinds(batch: Batch, layers: int) -> tuple[tuple[BlockBytes, ...], tuple[int, ...]]:
+def _kinds(batch: MicrobatchShape, layers: int) -> tuple[tuple[BlockBytes, ...], tuple[int, ...]]:
     """The different blocks, and the number in them of each block."""
     block, ac, share = block_operations(batch.model, batch.microbatch, batch.seq_len), batch.ac, batch.share
     first, kind_of = treatments(batch.ac, layers)

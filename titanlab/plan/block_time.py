@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from titanlab.costs.account import EXCHANGE, STYLES, Operation, is_in_block
 from titanlab.costs.layout import Layout
-from titanlab.costs.traffic_account import Row
-from titanlab.plan.block_work import Kernel, Part, kernel_seconds, work_of
+from titanlab.costs.traffic_account import TrafficRow
+from titanlab.plan.block_work import KernelGroup, RankWork, kernel_seconds, work_of
 from titanlab.plan.exchange import axis_in, context_rows, exchange_rows, expert_axis, seconds_of, tensor_rows
-from titanlab.plan.machine import Axis, Machine
+from titanlab.plan.machine import AxisPlacement, Machine
 from titanlab.plan.stages import (
     ModelFacts,
     block_operations,
@@ -69,7 +69,7 @@ class PieceTime(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class BlockShape:
     """Everything but checkpointing on which the time of a block depends, as the key of a cache."""
 
     model: ModelConfig
@@ -123,10 +123,10 @@ def _sum(pieces: Iterable[PieceTime]) -> PieceTime:
     return PieceTime(*map(sum, zip(*pieces, strict=True)))
 
 
-def shape_of(recipe: Recipe, machine: Machine) -> Shape:
+def shape_of(recipe: Recipe, machine: Machine) -> BlockShape:
     """The shape of a resolved recipe's blocks."""
     layout, config = recipe.layout, recipe.parallelism
-    return Shape(
+    return BlockShape(
         model=recipe.model,
         precision=recipe.precision,
         machine=machine,
@@ -161,7 +161,7 @@ class _OperationTime(NamedTuple):
 class _Shaped:
     """The times of one shape, without and with checkpointing."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: BlockShape) -> None:
         self.shape, self.machine, self.recipe = shape, shape.machine, shape.recipe
         recipe = shape.recipe
         self.facts: ModelFacts = model_facts(shape.model)
@@ -169,7 +169,7 @@ class _Shaped:
         # Without the degrees that the key leaves out.
         step = step_of(recipe, account=self.facts.sample)
         self.step = replace(step, layout=shape.inner, microbatches=1)
-        self.part = Part(
+        self.part = RankWork(
             tensor=shape.tensor,
             context=shape.context,
             sequence_parallel=shape.sequence_parallel and shape.tensor > 1,
@@ -195,7 +195,7 @@ class _Shaped:
         last = self.facts.after[-1] if self.facts.after else edges[-1].name
         self.edges = {edge.name: self.edge(edge, last=edge.name == last) for edge in edges}
 
-    def _times(self, operations: Sequence[Operation], part: Part) -> list[_OperationTime]:
+    def _times(self, operations: Sequence[Operation], part: RankWork) -> list[_OperationTime]:
         return [
             _OperationTime(work.name, work.kind, *(kernel_seconds(kernels, self.machine) for kernels in work[2:]))
             for work in work_of(operations, part)
@@ -237,7 +237,7 @@ class _Shaped:
             fused = shape.fuses_loss
             moved = logits * (_COMPILED_LOSS_BYTES if fused else _LOSS_BYTES)
             launches = _COMPILED_LOSS_KERNELS if fused else _LOSS_KERNELS
-            loss = kernel_seconds([Kernel(0.0, "", moved / 2, launches / 2, fused)], machine)
+            loss = kernel_seconds([KernelGroup(0.0, "", moved / 2, launches / 2, fused)], machine)
             forward, inputs = forward + loss, inputs + loss
             if shape.chunks_loss:
                 # The forward pass computes the gradients too.
@@ -274,7 +274,7 @@ class _Shaped:
             again += max(0, sums - last) * repeats_sums * by_kind.get(self.step.scatter, 0.0)
         return half, half + again / (gathers + sums)
 
-    def _tensor_seconds(self, rows: Sequence[Row]) -> float:
+    def _tensor_seconds(self, rows: Sequence[TrafficRow]) -> float:
         return seconds_of(rows, self._axis("tensor"), self.machine) if rows else 0.0
 
     def _context(self, attention: float, backward: float) -> tuple[float, float]:
@@ -293,7 +293,7 @@ class _Shaped:
     def _exposed(self, compute: float, exchange: float) -> float:
         return exposed(compute, exchange, self.machine)
 
-    def _axis(self, name: str) -> Axis:
+    def _axis(self, name: str) -> AxisPlacement:
         return axis_in(self.shape.inner, name, self.machine.per_node)
 
 
@@ -302,13 +302,13 @@ def exposed(compute: float, exchange: float, machine: Machine) -> float:
     return machine.efficiencies.overlap * min(compute, exchange) + abs(compute - exchange) - compute
 
 
-def model_time(shape: Shape, ac: ACConfig) -> ModelTime:
+def model_time(shape: BlockShape, ac: ACConfig) -> ModelTime:
     """The times of all pieces of a recipe with this shape and policy of checkpointing."""
     return _cached(_shaped(shape), ac)
 
 
 @functools.lru_cache(maxsize=4096)
-def _shaped(shape: Shape) -> _Shaped:
+def _shaped(shape: BlockShape) -> _Shaped:
     return _Shaped(shape)
 
 

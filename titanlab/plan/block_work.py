@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from titanlab.costs.account import STYLES, Operation, TensorPlan
 from titanlab.plan.machine import Machine
-from titanlab.techniques.precision.contract import Product
+from titanlab.techniques.precision.contract import ProductFormat
 
 # Side of a tile of the output that a product's kernels compute at once; a part of a tile takes as long as all of it.
 _TILE = 128
@@ -19,7 +19,7 @@ _ATTENTION_BACKWARD = 2.5
 _POINTWISE_BACKWARD = 2.0
 
 
-class Kernel(NamedTuple):
+class KernelGroup(NamedTuple):
     """Some kernels that are bounded by the same thing.
 
     Attributes:
@@ -38,10 +38,10 @@ class Kernel(NamedTuple):
 
 
 # Of the forward pass, of the gradients of inputs, and of the gradients of weights.
-_Passes = tuple[list[Kernel], list[Kernel], list[Kernel]]
+_Passes = tuple[list[KernelGroup], list[KernelGroup], list[KernelGroup]]
 
 
-class Work(NamedTuple):
+class OperationWork(NamedTuple):
     """Kernels of one operation for one microbatch.
 
     Attributes:
@@ -53,13 +53,13 @@ class Work(NamedTuple):
 
     name: str
     kind: str
-    forward: Sequence[Kernel]
-    inputs: Sequence[Kernel]
-    weights: Sequence[Kernel]
+    forward: Sequence[KernelGroup]
+    inputs: Sequence[KernelGroup]
+    weights: Sequence[KernelGroup]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class RankWork:
     """One rank's part of the operations, and how they run.
 
     Attributes:
@@ -83,10 +83,10 @@ class Part:
     fused: bool
     plan: TensorPlan
     prefix: str
-    products: Mapping[str, Product]
+    products: Mapping[str, ProductFormat]
 
 
-def kernel_seconds(kernels: Sequence[Kernel], machine: Machine) -> float:
+def kernel_seconds(kernels: Sequence[KernelGroup], machine: Machine) -> float:
     """Time of kernels, one after another: max(FLOPs / rate, bytes / bandwidth) + launch for each."""
     shares, total = machine.efficiencies, 0.0
     for flops, rate, moved, launches, fused in kernels:
@@ -101,7 +101,7 @@ def kernel_seconds(kernels: Sequence[Kernel], machine: Machine) -> float:
     return total
 
 
-def work_of(operations: Sequence[Operation], part: Part) -> list[Work]:
+def work_of(operations: Sequence[Operation], part: RankWork) -> list[OperationWork]:
     """The kernels of operations that follow each other."""
     work = []
     follows, cast = False, set[str]()
@@ -114,33 +114,33 @@ def work_of(operations: Sequence[Operation], part: Part) -> list[Work]:
         elif operation.kind == "attention":
             kernels = _attention(operation, part)
         elif operation.kind == "exchange":
-            work.append(Work(operation.name, operation.kind, *_sorting(operation, part)))
+            work.append(OperationWork(operation.name, operation.kind, *_sorting(operation, part)))
             continue
         else:
             kernel = _memory_kernel(operation, part, follows=follows)
             kernels = [kernel], [kernel._replace(moved=_POINTWISE_BACKWARD * kernel.moved)], []
         follows = operation.kind in ("norm", "pointwise")
-        work.append(Work(operation.name, operation.kind, *kernels))
+        work.append(OperationWork(operation.name, operation.kind, *kernels))
     return work
 
 
-def _attention(operation: Operation, part: Part) -> _Passes:
+def _attention(operation: Operation, part: RankWork) -> _Passes:
     flops = operation.flops / 2 / (part.tensor * part.context)  # causal: half of the square
     moved = 4 * math.prod(operation.output) * part.width / (part.tensor * part.context)
-    backward = Kernel(_ATTENTION_BACKWARD * flops, "attention", 2 * moved, 3, True)
-    return [Kernel(flops, "attention", moved, 1, True)], [backward], []
+    backward = KernelGroup(_ATTENTION_BACKWARD * flops, "attention", 2 * moved, 3, True)
+    return [KernelGroup(flops, "attention", moved, 1, True)], [backward], []
 
 
-def _sorting(operation: Operation, part: Part) -> _Passes:
+def _sorting(operation: Operation, part: RankWork) -> _Passes:
     """Rows that travel are sorted beside it, in the backward pass too; without expert parallelism none travels."""
     if part.expert == 1:
         return [], [], []
     moved = operation.passes * math.prod(operation.output) * part.width / (part.context * part.tensor)
-    kernels = [Kernel(0.0, "", moved, 1, part.fused)]
+    kernels = [KernelGroup(0.0, "", moved, 1, part.fused)]
     return kernels, kernels, []
 
 
-def _memory_kernel(operation: Operation, part: Part, *, follows: bool) -> Kernel:
+def _memory_kernel(operation: Operation, part: RankWork, *, follows: bool) -> KernelGroup:
     """An operation that memory bandwidth bounds; `follows`: it stands after another one.
 
     A fused operation writes its result, and the first of a group also reads its input.
@@ -154,10 +154,10 @@ def _memory_kernel(operation: Operation, part: Part, *, follows: bool) -> Kernel
     if part.fused:
         passes = min(passes, 1.0 if follows else 2.0)
     launches = 0.5 if part.fused else max(1.0, operation.passes / 2.5)
-    return Kernel(0.0, "", passes * math.prod(operation.output) * part.width / ranks, launches, part.fused)
+    return KernelGroup(0.0, "", passes * math.prod(operation.output) * part.width / ranks, launches, part.fused)
 
 
-def _product(operation: Operation, part: Part, *, casts_input: bool) -> _Passes:
+def _product(operation: Operation, part: RankWork, *, casts_input: bool) -> _Passes:
     """Kernels of a linear layer: forward, gradient of the input, gradient of the weight."""
     path = f"{part.prefix}{operation.layer or operation.name}"
     rows = math.prod(operation.output[:-1]) / part.context
@@ -182,20 +182,20 @@ def _product(operation: Operation, part: Part, *, casts_input: bool) -> _Passes:
     )
     flops = 2 * rows * inner * columns
     kernels = [
-        [Kernel(flops * _waste(*shape), dtype, moved, 1, True)]
+        [KernelGroup(flops * _waste(*shape), dtype, moved, 1, True)]
         for dtype, shape in zip(
             formats, ((rows / groups, columns), (rows / groups, inner), (inner, columns)), strict=True
         )
     ]
     if operation.layer:
         # The weights of several layers are concatenated: read 1 and write 1.
-        kernels[0].append(Kernel(0.0, "", 2 * inner * columns * part.width, 1, False))
+        kernels[0].append(KernelGroup(0.0, "", 2 * inner * columns * part.width, 1, False))
     if product is not None:
         # Half of the casts of input and weight run in the forward pass; those of the gradient run in the backward.
         values = (rows * inner * casts_input + inner * columns) * product.cast_bytes / 2
         launches = product.cast_kernels * (0.5 if part.fused else 1)
-        kernels[0].append(Kernel(0.0, "", values, launches, part.fused))
-        kernels[1].append(Kernel(0.0, "", values + rows * columns * product.cast_bytes, 2 * launches, part.fused))
+        kernels[0].append(KernelGroup(0.0, "", values, launches, part.fused))
+        kernels[1].append(KernelGroup(0.0, "", values + rows * columns * product.cast_bytes, 2 * launches, part.fused))
     return kernels[0], kernels[1], kernels[2]
 
 

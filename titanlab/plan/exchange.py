@@ -12,9 +12,9 @@ from typing import NamedTuple
 from titanlab.costs.layout import Layout
 from titanlab.costs.traffic_account import (
     Coordinate,
-    Row,
     Step,
     Traffic,
+    TrafficRow,
     add_context,
     add_exchange,
     add_sharding,
@@ -22,12 +22,12 @@ from titanlab.costs.traffic_account import (
     parameter_elements,
     sum_whole_gradients,
 )
-from titanlab.plan.machine import Axis, Machine, axis_of
+from titanlab.plan.machine import AxisPlacement, Machine, axis_of
 
 _FIRST = Coordinate()
 
 
-class Sharding(NamedTuple):
+class ShardingTraffic(NamedTuple):
     """FSDP2's communication for some units of one rank, each once.
 
     Attributes:
@@ -44,7 +44,7 @@ class Sharding(NamedTuple):
     elements: int
 
 
-def seconds_of(rows: Iterable[Row], axis: Axis, machine: Machine) -> float:
+def seconds_of(rows: Iterable[TrafficRow], axis: AxisPlacement, machine: Machine) -> float:
     """Time of collectives and messages of one axis."""
     total = 0.0
     for row in rows:
@@ -55,7 +55,7 @@ def seconds_of(rows: Iterable[Row], axis: Axis, machine: Machine) -> float:
     return total
 
 
-def sharding_of(step: Step, pieces: tuple[str, ...], machine: Machine) -> Sharding:
+def sharding_of(step: Step, pieces: tuple[str, ...], machine: Machine) -> ShardingTraffic:
     """FSDP2's communication for some pieces that are one stage."""
     traffic = Traffic()
     add_sharding(step, _FIRST, 0, pieces, traffic)
@@ -66,7 +66,7 @@ def sharding_of(step: Step, pieces: tuple[str, ...], machine: Machine) -> Shardi
     gathers = [row for row in rows if row.kind == "all_gather"]
     sums = [row for row in rows if row.kind == "all_reduce"]
     scatters = [row for row in rows if row.kind not in ("all_gather", "all_reduce")]
-    return Sharding(
+    return ShardingTraffic(
         gather=_by_axis(gathers, fsdp, experts, machine),
         scatter=_by_axis(scatters, fsdp, experts, machine),
         replicas=seconds_of(sums, replicate, machine),
@@ -76,28 +76,28 @@ def sharding_of(step: Step, pieces: tuple[str, ...], machine: Machine) -> Shardi
     )
 
 
-def _by_axis(rows: Iterable[Row], fsdp: Axis, experts: Axis, machine: Machine) -> float:
+def _by_axis(rows: Iterable[TrafficRow], fsdp: AxisPlacement, experts: AxisPlacement, machine: Machine) -> float:
     """Time of the collectives of FSDP2, some of which have the ranks that share a part of the experts."""
     rows = list(rows)
     own = [row for row in rows if row.axis == "expert_shard"]
     return seconds_of(own, experts, machine) + seconds_of([row for row in rows if row not in own], fsdp, machine)
 
 
-def expert_axis(layout: Layout, name: str, per_node: int) -> Axis:
+def expert_axis(layout: Layout, name: str, per_node: int) -> AxisPlacement:
     """The ranks that share experts, `expert`, which are neighbours; or those that share a part, `expert_shard`."""
     ranks, inner = (layout.expert, 1) if name == "expert" else (max(1, layout.expert_shard), layout.expert)
     in_node = max(1, min(ranks, per_node // inner))
-    return Axis(ranks=ranks, in_node=in_node, nodes=-(-ranks // in_node))
+    return AxisPlacement(ranks=ranks, in_node=in_node, nodes=-(-ranks // in_node))
 
 
-def exchange_rows(step: Step, piece: str) -> list[Row]:
+def exchange_rows(step: Step, piece: str) -> list[TrafficRow]:
     """Communication of expert parallelism in the forward pass of one block for one microbatch."""
     traffic = Traffic()
     add_exchange(step, (piece,), traffic, only_forward=True)
     return traffic.rows()
 
 
-def tensor_rows(step: Step, piece: str) -> tuple[list[Row], list[Row]]:
+def tensor_rows(step: Step, piece: str) -> tuple[list[TrafficRow], list[TrafficRow]]:
     """Communication of tensor parallelism in one piece: for each microbatch, and for each step."""
     traffic = Traffic()
     add_tensor(step, (piece,), traffic)
@@ -106,7 +106,7 @@ def tensor_rows(step: Step, piece: str) -> tuple[list[Row], list[Row]]:
     return traffic.rows(), once.rows()
 
 
-def context_rows(step: Step, piece: str) -> list[Row]:
+def context_rows(step: Step, piece: str) -> list[TrafficRow]:
     """Communication of context parallelism in one block for one microbatch."""
     traffic = Traffic()
     add_context(step, _FIRST, (piece,), traffic)
@@ -114,6 +114,6 @@ def context_rows(step: Step, piece: str) -> list[Row]:
 
 
 @functools.lru_cache(maxsize=4096)
-def axis_in(layout: Layout, name: str, per_node: int) -> Axis:
+def axis_in(layout: Layout, name: str, per_node: int) -> AxisPlacement:
     """See `axis_of`."""
     return axis_of(layout, name, per_node=per_node)

@@ -10,11 +10,20 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from titanlab.costs.traffic_account import Coordinate, Row, step_traffic
+from titanlab.costs.traffic_account import Coordinate, TrafficRow, step_traffic
 from titanlab.errors import ConfigError
 from titanlab.plan.block_time import model_time, shape_of
 from titanlab.plan.machine import Machine, machine_of
-from titanlab.plan.memory import ITEMS, RankMemory, Sharding, added, memory, most_memory, reserved_bytes, stored_pieces
+from titanlab.plan.memory import (
+    ITEMS,
+    RankMemory,
+    ShardedStorage,
+    added,
+    memory,
+    most_memory,
+    reserved_bytes,
+    stored_pieces,
+)
 from titanlab.plan.pipeline_time import simulated_time
 from titanlab.plan.search import MARGIN
 from titanlab.plan.stage_time import rank_stages
@@ -76,7 +85,7 @@ def estimate_or_reason(recipe: Recipe) -> Estimate | str:
     except ConfigError as error:
         return error.problem
     reserved = reserved_bytes(recipe, machine, most_memory(recipe))
-    whole = Sharding(recipe.model, recipe.precision, recipe.optimizer, 1, 1)
+    whole = ShardedStorage(recipe.model, recipe.precision, recipe.optimizer, 1, 1)
     saved = added(stored_pieces(whole).values())
     limit = machine.memory_bytes * (1 - MARGIN)
     return Estimate(
@@ -103,7 +112,7 @@ class Explanation:
     machine: Machine
     ranks: tuple[RankMemory, ...]
     time: StepTime
-    traffic: Sequence[Row]
+    traffic: Sequence[TrafficRow]
     timeline: Timeline | None
 
 
@@ -174,7 +183,7 @@ def time_rows(time: StepTime) -> list[list[str]]:
     return [*rows, ["step", f"{time.seconds:.4g}", "100.0%"]]
 
 
-def traffic_rows(rows: Sequence[Row]) -> list[list[str]]:
+def traffic_rows(rows: Sequence[TrafficRow]) -> list[list[str]]:
     """A row for each kind of collective on each axis."""
     return [[row.axis, row.kind, f"{row.count:,}", f"{row.bytes:,}", f"{row.wire_bytes:,}"] for row in rows]
 

@@ -181,7 +181,7 @@ class Machine:
         return rates.get(dtype) or rates.get("bfloat16") or min(rates.values())
 
     def collective_seconds(
-        self, axis: Axis, wire_bytes: float, *, count: float = 1.0, hops: int | None = None
+        self, axis: AxisPlacement, wire_bytes: float, *, count: float = 1.0, hops: int | None = None
     ) -> float:
         """Time of collectives on one axis: fixed + hops · latency + bytes / (bandwidth × efficiency).
 
@@ -200,7 +200,7 @@ class Machine:
         fixed = self.network_seconds if axis.nodes > 1 else self.link_seconds
         return count * (fixed + latency) * self.efficiencies.latency + wire_bytes / self.bandwidth(axis)
 
-    def bandwidth(self, axis: Axis) -> float:
+    def bandwidth(self, axis: AxisPlacement) -> float:
         """Bytes per second of a ring over the ranks of an axis.
 
         A ring that leaves its node uses the network adapters of all its ranks there.
@@ -213,7 +213,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Axis:
+class AxisPlacement:
     """The ranks of one group, as they lie on nodes.
 
     Attributes:
@@ -227,7 +227,7 @@ class Axis:
     nodes: int
 
 
-def axis_of(layout: Layout, name: str, *, per_node: int) -> Axis:
+def axis_of(layout: Layout, name: str, *, per_node: int) -> AxisPlacement:
     """The ranks of an axis: inner axes are neighbours, so they fill nodes first.
 
     Args:
@@ -241,7 +241,7 @@ def axis_of(layout: Layout, name: str, *, per_node: int) -> Axis:
     last = max(AXES.index(axis) for axis in names)
     inner = math.prod(getattr(layout, axis) for axis in AXES[last + 1 :])
     in_node = max(1, min(ranks, per_node // inner))
-    return Axis(ranks=ranks, in_node=in_node, nodes=-(-ranks // in_node))
+    return AxisPlacement(ranks=ranks, in_node=in_node, nodes=-(-ranks // in_node))
 
 
 def machine_of(recipe: Recipe) -> Machine:

@@ -11,7 +11,7 @@ from typing import Any
 
 from titanlab.errors import ConfigError
 from titanlab.plan.calibration import fit_sum
-from titanlab.plan.machine import LIMITS, Axis, Machine, machine_of
+from titanlab.plan.machine import LIMITS, AxisPlacement, Machine, machine_of
 from titanlab.recipe.recipe import Recipe
 from titanlab.recipe.schema import Cluster
 from titanlab.techniques.profiler import rates_schema as names
@@ -36,7 +36,7 @@ _SMALL_SQUARES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange:
+class MeasuredCollective:
     """One measured collective.
 
     Attributes:
@@ -170,20 +170,24 @@ def _is_known(recipe: Recipe) -> bool:
     return True
 
 
-def _exchanges(figures: Mapping[str, float]) -> list[Exchange]:
+def _exchanges(figures: Mapping[str, float]) -> list[MeasuredCollective]:
     exchanges = []
     for name, seconds in figures.items():
         if not name.startswith(names.COLLECTIVE):
             continue
         try:
             group, ranks, kind, size = name.removeprefix(names.COLLECTIVE).split()
-            exchanges.append(Exchange(group=group, ranks=int(ranks), kind=kind, size=int(size), seconds=seconds))
+            exchanges.append(
+                MeasuredCollective(group=group, ranks=int(ranks), kind=kind, size=int(size), seconds=seconds)
+            )
         except ValueError:
             raise ConfigError(KEY, name, "is no name of a collective", "measure again") from None
     return exchanges
 
 
-def _with_link(cluster: Cluster, shares: dict[str, float], exchanges: Sequence[Exchange], machine: Machine) -> Cluster:
+def _with_link(
+    cluster: Cluster, shares: dict[str, float], exchanges: Sequence[MeasuredCollective], machine: Machine
+) -> Cluster:
     """The cluster with the bandwidth of measured collectives; adds their efficiency and latency to `shares`.
 
     seconds = latency · nominal + bytes / bandwidth: divided by the nominal fixed time, a line.
@@ -191,7 +195,7 @@ def _with_link(cluster: Cluster, shares: dict[str, float], exchanges: Sequence[E
     group = exchanges[0].group
     nodes = 1 if group == names.NODE else 2
     fixed = [
-        machine.collective_seconds(Axis(ranks=own.ranks, in_node=own.ranks, nodes=nodes), 0.0, hops=own.hops)
+        machine.collective_seconds(AxisPlacement(ranks=own.ranks, in_node=own.ranks, nodes=nodes), 0.0, hops=own.hops)
         for own in exchanges
     ]
     sizes = [own.wire_bytes / nominal for own, nominal in zip(exchanges, fixed, strict=True)]

@@ -19,7 +19,7 @@ from titanlab.costs.layout import Layout, hidden_shape
 from titanlab.costs.shard_account import account_for, cuts_of, gathered_part, stored_part
 from titanlab.costs.traffic_account import Coordinate, step_traffic
 from titanlab.plan.activations import (
-    Batch,
+    MicrobatchShape,
     block_bytes,
     deferred_bytes,
     edge_bytes,
@@ -131,7 +131,7 @@ class _Ranks:
         self.sums = layout.data_parallelism(mixed=formats.mixed)
         shards = layout.fsdp if self.sums == "fsdp2" else 1
         options = recipe.precision, recipe.optimizer
-        self.sharding = Sharding(self.model, *options, layout.tensor, shards, layout.expert)
+        self.sharding = ShardedStorage(self.model, *options, layout.tensor, shards, layout.expert)
         self.pieces = stored_pieces(self.sharding)
         self.share = Share(
             element_bytes=formats.compute_bytes,
@@ -142,7 +142,7 @@ class _Ranks:
             expert=layout.expert,
         )
         self.shape = (self.model, self.share, recipe.microbatch, recipe.training.seq_len)
-        batch = Batch(self.model, recipe.ac, self.share, recipe.microbatch, recipe.training.seq_len)
+        batch = MicrobatchShape(self.model, recipe.ac, self.share, recipe.microbatch, recipe.training.seq_len)
         self.blocks = block_bytes(batch, self.account.layers)
         self.edges = edge_bytes(*self.shape)
         self.stages = stages_of(self.model, self.schedule, config.split, layout.pipeline, recipe.training.seq_len)
@@ -317,7 +317,7 @@ def added(parts: Iterable[PieceBytes]) -> PieceBytes:
     return PieceBytes(*(sum(column) for column in zip(*parts, strict=True))) if (parts := list(parts)) else NOTHING
 
 
-class Sharding(NamedTuple):
+class ShardedStorage(NamedTuple):
     """How the parameters of a recipe are stored; the key of a cache."""
 
     model: ModelConfig
@@ -329,7 +329,7 @@ class Sharding(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def stored_pieces(sharding: Sharding) -> Mapping[str, PieceBytes]:
+def stored_pieces(sharding: ShardedStorage) -> Mapping[str, PieceBytes]:
     """Bytes by piece, for the rank with the largest part of each parameter."""
     account = model_facts(sharding.model).account
     like, computes = representatives(sharding.model), _formats(sharding.model, sharding.precision)
@@ -386,7 +386,7 @@ def _names(model: ModelConfig) -> Mapping[str, Sequence[str]]:
     return names
 
 
-def _piece(sharding: Sharding, account: ModelAccount, names: Sequence[str], formats: _Formats) -> PieceBytes:
+def _piece(sharding: ShardedStorage, account: ModelAccount, names: Sequence[str], formats: _Formats) -> PieceBytes:
     optimizer, parts = sharding.optimizer, []
     layout = Layout(shard=sharding.fsdp, tensor=sharding.tensor, expert=sharding.expert)
     account = account_for(account, layout)

@@ -136,7 +136,7 @@ def shorter(ranks: int, microbatches: int) -> int:
     return microbatches if microbatches < least + ranks else least + microbatches % ranks
 
 
-class _Program(NamedTuple):
+class _ActionGraph(NamedTuple):
     """The actions of all ranks in an order in which they can run.
 
     Attributes:
@@ -150,7 +150,7 @@ class _Program(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _program(schedule: PipelineSchedule, ranks: int, microbatches: int) -> _Program:
+def _program(schedule: PipelineSchedule, ranks: int, microbatches: int) -> _ActionGraph:
     placement = placement_of(schedule, ranks)
     index = {kind: number for number, kind in enumerate(_KINDS)}
     actions: list[tuple[int, int, int]] = []
@@ -160,7 +160,7 @@ def _program(schedule: PipelineSchedule, ranks: int, microbatches: int) -> _Prog
             if actions[need][0] != rank:
                 waits = need
         actions.append((rank, stage * len(_KINDS) + index[kind], waits))
-    return _Program(actions, placement)
+    return _ActionGraph(actions, placement)
 
 
 @functools.lru_cache(maxsize=16384)
@@ -177,7 +177,7 @@ def _short(
     return without - max(by_rank) * microbatches, (_duration(program, ranks, stages, small) - without) / small
 
 
-def _duration(program: _Program, ranks: int, stages: Sequence[StageTime], transfer: float) -> float:
+def _duration(program: _ActionGraph, ranks: int, stages: Sequence[StageTime], transfer: float) -> float:
     """End of the last action; as `techniques.schedule.timeline.simulate` has it, whose order is found once."""
     durations = _durations(stages)
     times = [durations[kind][stage] for stage in range(len(stages)) for kind in _KINDS]

@@ -20,13 +20,21 @@ from typing import Any, NamedTuple
 from titanlab.costs.account import Share
 from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
-from titanlab.plan.activations import Batch, deferred_bytes, saved_bytes
+from titanlab.plan.activations import MicrobatchShape, deferred_bytes, saved_bytes
 from titanlab.plan.block_time import ModelTime, model_time, shape_of
 from titanlab.plan.exchange import axis_in
 from titanlab.plan.machine import Machine
-from titanlab.plan.memory import PieceBytes, RankMemory, Sharding, added, message_bytes, most_memory, stored_pieces
+from titanlab.plan.memory import (
+    PieceBytes,
+    RankMemory,
+    ShardedStorage,
+    added,
+    message_bytes,
+    most_memory,
+    stored_pieces,
+)
 from titanlab.plan.pipeline_time import least_time, splits_backward
-from titanlab.plan.space import Choice, Point, Space
+from titanlab.plan.space import Choice, LayoutSpace, SpacePoint
 from titanlab.plan.stages import model_facts, placement_of
 from titanlab.plan.step_time import StepTime, least_seconds, step_time
 from titanlab.recipe.recipe import Recipe
@@ -36,7 +44,7 @@ from titanlab.techniques.precision.contract import PrecisionConfig
 from titanlab.techniques.schedule.contract import PipelineSchedule
 
 
-class Group(NamedTuple):
+class RecipeGroup(NamedTuple):
     """Recipes that differ in their schedule, and in how data-parallel processes replicate or shard."""
 
     layouts: tuple[Layout, ...]
@@ -50,9 +58,9 @@ class Group(NamedTuple):
         """Its policy of checkpointing, precision and compilation, as the key of a table."""
         return self.ac.value, self.precision.value, self.compile.value
 
-    def point(self, layout: Layout, schedule: Choice) -> Point:
+    def point(self, layout: Layout, schedule: Choice) -> SpacePoint:
         """One of its recipes."""
-        return Point(layout, self.microbatch, schedule, self.ac, self.precision, self.compile)
+        return SpacePoint(layout, self.microbatch, schedule, self.ac, self.precision, self.compile)
 
 
 class MemoryBound:
@@ -62,13 +70,13 @@ class MemoryBound:
     model. What groups share is computed once.
     """
 
-    def __init__(self, space: Space) -> None:
+    def __init__(self, space: LayoutSpace) -> None:
         self._recipe, self._space = space.recipe, space
         self._whole: dict[tuple[PrecisionConfig, int, int, int], PieceBytes] = {}
         self._saved: dict[tuple[object, ...], tuple[float, float]] = {}
         self._kept: dict[tuple[object, ...], tuple[float, float]] = {}
 
-    def least(self, group: Group, schedules: Sequence[Choice]) -> float:
+    def least(self, group: RecipeGroup, schedules: Sequence[Choice]) -> float:
         """Bytes for a group.
 
         Args:
@@ -87,17 +95,17 @@ class MemoryBound:
             saved = min(whole_passes * saved, split_passes * min(saved, deferred))
         return (needed + saved) / layout.pipeline
 
-    def _stored(self, group: Group) -> PieceBytes:
+    def _stored(self, group: RecipeGroup) -> PieceBytes:
         """What one rank stores and gathers of the whole model."""
         layout = group.layouts[0]
         key = group.precision.value, layout.tensor, layout.data * layout.context, layout.expert
         if key not in self._whole:
             model, optimizer = self._recipe.model, self._recipe.optimizer
-            sharding = Sharding(model, group.precision.value, optimizer, *key[1:])
+            sharding = ShardedStorage(model, group.precision.value, optimizer, *key[1:])
             self._whole[key] = added(stored_pieces(sharding).values())
         return self._whole[key]
 
-    def _activations(self, group: Group) -> tuple[float, float]:
+    def _activations(self, group: RecipeGroup) -> tuple[float, float]:
         """What all blocks keep of one microbatch, and what of it between the halves of a split backward."""
         layout, precision = group.layouts[0], group.precision.value
         key = group.ac.value, precision, layout.tensor, layout.context, group.microbatch, layout.expert
@@ -112,7 +120,7 @@ class MemoryBound:
             )
             model, seq_len = self._recipe.model, self._recipe.training.seq_len
             layers = model_facts(model).account.layers
-            batch = Batch(model, group.ac.value, share, group.microbatch, seq_len)
+            batch = MicrobatchShape(model, group.ac.value, share, group.microbatch, seq_len)
             self._saved[key] = (
                 saved_bytes(batch, layers),
                 layers * deferred_bytes(model, share, group.microbatch, seq_len)[""],
@@ -152,7 +160,7 @@ class Ranked:
         reserved: bytes that the allocator takes on that rank.
     """
 
-    point: Point
+    point: SpacePoint
     recipe: Recipe
     time: StepTime
     memory: RankMemory
@@ -160,7 +168,7 @@ class Ranked:
 
 
 @dataclass(kw_only=True)
-class Ranking:
+class RecipeRanking:
     """The recipes of a space in the order of their speed.
 
     Attributes:
@@ -174,7 +182,7 @@ class Ranking:
         refused: number of recipes by the rule that they break, of those that were looked at.
     """
 
-    space: Space
+    space: LayoutSpace
     machine: Machine
     limit: float
     excess: float
@@ -187,7 +195,7 @@ class Ranking:
         """The fastest recipes, at most `count`."""
         return list(itertools.islice(self._in_order(), count))
 
-    def estimate(self, point: Point) -> Ranked:
+    def estimate(self, point: SpacePoint) -> Ranked:
         """The estimates of one recipe."""
         recipe = self.space.recipe_of(point)
         memory, reserved = self._memory_of(recipe)
@@ -228,7 +236,7 @@ class Ranking:
         if self.least is None or needed < self.least[0]:
             self.least = (needed, recipe)
 
-    def _groups(self) -> Iterator[Group]:
+    def _groups(self) -> Iterator[RecipeGroup]:
         """All groups of the space."""
         by_degrees: dict[tuple[int, ...], list[Layout]] = {}
         for layout in self.space.layouts():
@@ -239,9 +247,9 @@ class Ranking:
             for microbatch, schedules in self.space.microbatches(layouts[0]):
                 for ac, precision, compile_ in self.space.others():
                     self.listed += len(layouts) * len(schedules)
-                    yield Group(layouts, microbatch, ac, precision, compile_)
+                    yield RecipeGroup(layouts, microbatch, ac, precision, compile_)
 
-    def _fits(self, group: Group, schedules: Sequence[Choice]) -> bool:
+    def _fits(self, group: RecipeGroup, schedules: Sequence[Choice]) -> bool:
         """Whether the smallest possible memory is not too much; if it is, the recipes are left out."""
         needed = self._reserved(self._memory.least(group, schedules))
         if needed > self.limit:
@@ -257,14 +265,14 @@ class Ranking:
     def _known_times(self) -> dict[tuple[object, ...], ModelTime]:
         return {}
 
-    def _times(self, group: Group, layout: Layout) -> ModelTime:
+    def _times(self, group: RecipeGroup, layout: Layout) -> ModelTime:
         key = (*group.options, group.microbatch, layout.tensor, layout.context, layout.expert)
         if key not in self._known_times:
             recipe = self.space.recipe_of(group.point(layout, self.space.schedules(layout)[0]))
             self._known_times[key] = model_time(shape_of(recipe, self.machine), recipe.ac)
         return self._known_times[key]
 
-    def _compute_bound(self, group: Group) -> float:
+    def _compute_bound(self, group: RecipeGroup) -> float:
         """Seconds of the blocks without parallelism inside them, divided by the processes that share them."""
         layout = group.layouts[0]
         times = self._times(group, self._whole(layout.pipeline))
@@ -281,7 +289,7 @@ class Ranking:
     def _known_whole(self) -> dict[int, Layout]:
         return {}
 
-    def _refine_group(self, group: Group) -> Iterator[tuple[float, Any]]:
+    def _refine_group(self, group: RecipeGroup) -> Iterator[tuple[float, Any]]:
         """The schedules of a group, with bounds of the pipeline's time."""
         layout = group.layouts[0]
         count = self.space.recipe.training.global_batch // layout.data // group.microbatch
@@ -315,7 +323,7 @@ class Ranking:
     def _known_shares(self) -> dict[tuple[int, int], Sequence[tuple[Choice, bool, float]]]:
         return {}
 
-    def _refine_schedule(self, item: tuple[Group, Choice]) -> Iterator[tuple[float, Any]]:
+    def _refine_schedule(self, item: tuple[RecipeGroup, Choice]) -> Iterator[tuple[float, Any]]:
         """The group with one schedule, with a bound of what its layouts share."""
         group, schedule = item
         layout = group.layouts[0]
@@ -328,7 +336,7 @@ class Ranking:
             return
         yield least, (self._refine_layouts, item)
 
-    def _refine_layouts(self, item: tuple[Group, Choice]) -> Iterator[tuple[float, Any]]:
+    def _refine_layouts(self, item: tuple[RecipeGroup, Choice]) -> Iterator[tuple[float, Any]]:
         """The recipes with one schedule, with bounds of the whole step."""
         group, schedule = item
         for layout in group.layouts:
@@ -340,7 +348,7 @@ class Ranking:
                 continue
             yield least, (self._refine_recipe, group.point(layout, schedule))
 
-    def _refine_recipe(self, point: Point) -> Iterator[tuple[float, Any]]:
+    def _refine_recipe(self, point: SpacePoint) -> Iterator[tuple[float, Any]]:
         """The estimate of one recipe, if it fits."""
         recipe = self.space.recipe_of(point)
         memory, reserved = self._memory_of(recipe)

@@ -14,8 +14,8 @@ from titanlab.costs.layout import AXES, Layout, resolve_layout
 from titanlab.distributed.host import this_host
 from titanlab.errors import ConfigError
 from titanlab.plan.machine import Machine, machine_of
-from titanlab.plan.ranking import Ranked, Ranking
-from titanlab.plan.space import Space, choices_of
+from titanlab.plan.ranking import Ranked, RecipeRanking
+from titanlab.plan.space import LayoutSpace, choices_of
 from titanlab.plan.step_time import StepTime
 from titanlab.recipe.recipe import Recipe, resolve
 from titanlab.recipe.recipe_rules import check_addressable, check_processes
@@ -145,13 +145,13 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _ranking(recipe: Recipe, machine: Machine, limit: float, vary: Sequence[str]) -> Ranking:
+def _ranking(recipe: Recipe, machine: Machine, limit: float, vary: Sequence[str]) -> RecipeRanking:
     world = recipe.layout.world
-    space = Space(recipe=recipe, world=world, per_node=machine.per_node, choices=choices_of(recipe, vary=vary))
-    return Ranking(space=space, machine=machine, limit=limit, excess=machine.allocator_excess)
+    space = LayoutSpace(recipe=recipe, world=world, per_node=machine.per_node, choices=choices_of(recipe, vary=vary))
+    return RecipeRanking(space=space, machine=machine, limit=limit, excess=machine.allocator_excess)
 
 
-def _check_precisions(space: Space) -> None:
+def _check_precisions(space: LayoutSpace) -> None:
     """Check that one of the precisions can be computed in: otherwise every recipe would be asked, in vain."""
     refusal: ConfigError | None = None
     for choice in space.choices.precisions:
@@ -165,7 +165,7 @@ def _check_precisions(space: Space) -> None:
         raise refusal
 
 
-def _advice(ranking: Ranking, vary: Sequence[str]) -> list[str]:
+def _advice(ranking: RecipeRanking, vary: Sequence[str]) -> list[str]:
     """What is nearest to a request that no recipe answers."""
     if ranking.listed == 0:
         return _other_worlds(ranking, vary) + _other_batches(ranking, vary)
@@ -185,7 +185,7 @@ def _advice(ranking: Ranking, vary: Sequence[str]) -> list[str]:
     return lines
 
 
-def _other_worlds(ranking: Ranking, vary: Sequence[str]) -> list[str]:
+def _other_worlds(ranking: RecipeRanking, vary: Sequence[str]) -> list[str]:
     """The next smaller world that has a recipe."""
     world, batch = ranking.space.world, ranking.space.recipe.training.global_batch
     for smaller in range(world - 1, max(0, world - 257), -1):
@@ -194,7 +194,7 @@ def _other_worlds(ranking: Ranking, vary: Sequence[str]) -> list[str]:
     return []
 
 
-def _other_batches(ranking: Ranking, vary: Sequence[str]) -> list[str]:
+def _other_batches(ranking: RecipeRanking, vary: Sequence[str]) -> list[str]:
     """The next global batch that some layout of the world divides."""
     world, batch = ranking.space.world, ranking.space.recipe.training.global_batch
     for unit in (world, world // math.gcd(world, ranking.machine.per_node)):
@@ -204,7 +204,7 @@ def _other_batches(ranking: Ranking, vary: Sequence[str]) -> list[str]:
     return []
 
 
-def _first(ranking: Ranking, world: int, batch: int, vary: Sequence[str]) -> Ranked | None:
+def _first(ranking: RecipeRanking, world: int, batch: int, vary: Sequence[str]) -> Ranked | None:
     """The fastest recipe of another world or batch; None: there is none."""
     base = ranking.space.recipe
     recipe = dataclasses.replace(

@@ -136,7 +136,7 @@ class Choices:
     compiles: Sequence[Choice]
 
 
-class Point(NamedTuple):
+class SpacePoint(NamedTuple):
     """One recipe of the space, as what distinguishes it from the others.
 
     Attributes:
@@ -168,7 +168,7 @@ class _Lighter:
 
 
 @dataclass(kw_only=True)
-class Space:
+class LayoutSpace:
     """The recipes that a world and a global batch allow.
 
     Attributes:
@@ -224,12 +224,12 @@ class Space:
                 for degree in divisors(math.gcd(experts.count, layout.fsdp * layout.tensor))[1:]:
                     yield dataclasses.replace(layout, expert=degree)
 
-    def points(self, layout: Layout) -> Iterator[Point]:
+    def points(self, layout: Layout) -> Iterator[SpacePoint]:
         """The points of a layout; `broken_rule` says whether one of them is a recipe."""
         for microbatch, schedules in self.microbatches(layout):
             for schedule in schedules:
                 for ac, precision, compile_ in self.others():
-                    yield Point(layout, microbatch, schedule, ac, precision, compile_)
+                    yield SpacePoint(layout, microbatch, schedule, ac, precision, compile_)
 
     def microbatches(self, layout: Layout) -> Iterator[tuple[int, Sequence[Choice]]]:
         """Microbatches of a layout, each with the schedules that its pipeline can run."""
@@ -262,7 +262,7 @@ class Space:
         """Policies of checkpointing, precisions and compilations."""
         return itertools.product(self.choices.acs, self.choices.precisions, self.choices.compiles)
 
-    def recipe_of(self, point: Point) -> Recipe:
+    def recipe_of(self, point: SpacePoint) -> Recipe:
         """The recipe of a point."""
         return dataclasses.replace(
             self.recipe,

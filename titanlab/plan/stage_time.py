@@ -53,7 +53,7 @@ def rank_stages(
 ) -> RankStages:
     """The stages of a recipe; without a pipeline, one."""
     if ranks == 1:
-        return RankStages(busiest=_stage(times, _Part(times.kind_of, tuple(times.edges))), pipeline=None)
+        return RankStages(busiest=_stage(times, _StageKind(times.kind_of, tuple(times.edges))), pipeline=None)
     placement = placement_of(schedule, ranks)
     kinds, kind_of = _different(parts_of(model, schedule, split, ranks, seq_len), times.kind_of)
     different = [_stage(times, part) for part in kinds]
@@ -72,7 +72,7 @@ def rank_stages(
     return RankStages(busiest=merged, pipeline=pipeline)
 
 
-class _Part(NamedTuple):
+class _StageKind(NamedTuple):
     """The pieces of a stage: kinds of its blocks, and names of the others."""
 
     kind_of: tuple[int, ...]
@@ -80,7 +80,7 @@ class _Part(NamedTuple):
 
 
 @functools.lru_cache(maxsize=16384)
-def _stage(times: ModelTime, part: _Part) -> RankTime:
+def _stage(times: ModelTime, part: _StageKind) -> RankTime:
     """Sums over the pieces of a stage."""
     own, whole = total(times, part.kind_of, ()), total(times, part.kind_of, part.edges)
     return RankTime(
@@ -98,14 +98,14 @@ def _stage(times: ModelTime, part: _Part) -> RankTime:
 @functools.lru_cache(maxsize=16384)
 def _different(
     stages: tuple[tuple[str, ...], ...], kind_of: tuple[int, ...]
-) -> tuple[tuple[_Part, ...], tuple[int, ...]]:
+) -> tuple[tuple[_StageKind, ...], tuple[int, ...]]:
     """The different stages, and the number in them of each stage."""
     parts, first = [], 0
     for pieces in stages:
         edges = tuple(piece for piece in pieces if not is_in_block(piece))
         blocks = len(pieces) - len(edges)
         # The order of blocks changes no sum.
-        parts.append(_Part(tuple(sorted(kind_of[first : first + blocks])), edges))
+        parts.append(_StageKind(tuple(sorted(kind_of[first : first + blocks])), edges))
         first += blocks
     different = list(dict.fromkeys(parts))
     return tuple(different), tuple(map(different.index, parts))

@@ -98,7 +98,7 @@ def treatments(ac: ACConfig, layers: int) -> tuple[tuple[int, ...], tuple[int, .
     return tuple(map(all_treatments.index, different)), tuple(map(different.index, all_treatments))
 
 
-class Parts(NamedTuple):
+class StagePieces(NamedTuple):
     """The pieces of a stage.
 
     Attributes:
@@ -111,9 +111,9 @@ class Parts(NamedTuple):
 
 
 @functools.lru_cache(maxsize=16384)
-def parts_of(pieces: tuple[str, ...]) -> Parts:
+def parts_of(pieces: tuple[str, ...]) -> StagePieces:
     """The blocks and the other pieces of a stage."""
-    return Parts(
+    return StagePieces(
         tuple(int(piece.rpartition(".")[2]) for piece in pieces if is_in_block(piece)),
         tuple(piece for piece in pieces if not is_in_block(piece)),
     )

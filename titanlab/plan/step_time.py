@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from titanlab.costs.layout import Layout, hidden_shape
 from titanlab.costs.traffic_account import TOTALS_BYTES
 from titanlab.plan.block_time import exposed, model_time, shape_of
-from titanlab.plan.exchange import Sharding, axis_in, sharding_of
-from titanlab.plan.machine import Axis, Machine
-from titanlab.plan.memory import Sharding as Stored
+from titanlab.plan.exchange import ShardingTraffic, axis_in, sharding_of
+from titanlab.plan.machine import AxisPlacement, Machine
+from titanlab.plan.memory import ShardedStorage as Stored
 from titanlab.plan.memory import stored_pieces
 from titanlab.plan.pipeline_time import PipelineEstimate, Stages, least_time, pipeline_time
 from titanlab.plan.stage_time import RankTime, rank_stages
@@ -111,7 +111,7 @@ class _Estimate:
         return StepTime(seconds=seconds, parts=parts, tokens_per_second=rate, mfu=rate * flops / peak)
 
     @property
-    def _world(self) -> Axis:
+    def _world(self) -> AxisPlacement:
         return axis_in(self.layout, "world", self.machine.per_node)
 
     def _straggling(self, seconds: float) -> float:
@@ -164,7 +164,9 @@ class _Estimate:
         axis = axis_in(self.layout, "pipeline", self.machine.per_node)
         return self.machine.collective_seconds(axis, math.prod(shape) * self.formats.compute_bytes, hops=1)
 
-    def _data_parallel(self, stage: RankTime, block: Sharding, edges: Sharding, parts: dict[str, float]) -> None:
+    def _data_parallel(
+        self, stage: RankTime, block: ShardingTraffic, edges: ShardingTraffic, parts: dict[str, float]
+    ) -> None:
         """Add what summing gradients and gathering parameters adds."""
         if not self.fsdp:
             if self.layout.replicate > 1:
@@ -188,7 +190,7 @@ class _Estimate:
         copies = self._copies(block, edges)
         parts["compute"] += gathers * copies[0] + blocks * copies[1] + copies[2]
 
-    def _copies(self, block: Sharding, edges: Sharding) -> tuple[float, float, float]:
+    def _copies(self, block: ShardingTraffic, edges: ShardingTraffic) -> tuple[float, float, float]:
         """Seconds to cast and copy around collectives: for a gather of a block, its reduction, and the edges."""
         if self.layout.fsdp == 1 and not self.formats.mixed:
             return 0.0, 0.0, 0.0
@@ -196,7 +198,7 @@ class _Estimate:
         cast = (self.formats.master_bytes + self.formats.compute_bytes) / self.layout.fsdp
         reduce = self.formats.compute_bytes + self.formats.reduce_bytes
 
-        def gather(unit: Sharding) -> float:
+        def gather(unit: ShardingTraffic) -> float:
             return (2 * unit.gathered_bytes + unit.elements * cast) / rate
 
         return gather(block), block.elements * reduce / rate, gather(edges) + edges.elements * reduce / rate
@@ -225,7 +227,7 @@ class _Estimate:
         moved = 2 * (parameters + states) + (1 + _GRADIENT_PASSES) * parameters
         return moved / (self.machine.memory_bytes_per_second * self.machine.efficiencies.fused_memory)
 
-    def _unit(self, pieces: tuple[str, ...]) -> Sharding:
+    def _unit(self, pieces: tuple[str, ...]) -> ShardingTraffic:
         return _sharding(_Unit(self.model, self.precision, self.layout, self.machine, pieces, self.recipe))
 
 
@@ -252,6 +254,6 @@ class _Unit:
 
 
 @functools.lru_cache(maxsize=16384)
-def _sharding(unit: _Unit) -> Sharding:
+def _sharding(unit: _Unit) -> ShardingTraffic:
     step = step_of(unit.recipe, account=model_facts(unit.model).sample)
     return sharding_of(step, unit.pieces, unit.machine)

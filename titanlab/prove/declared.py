@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from titanlab.costs.account import ModelAccount, Share, block_input, is_in_block, kept
 from titanlab.costs.layout import AXES, FSDP_AXES, Layout
 from titanlab.costs.shard_account import account_for, cuts_of, sharded_dim, stored_part, tensor_part
-from titanlab.costs.traffic_account import Coordinate, Row, step_traffic
+from titanlab.costs.traffic_account import Coordinate, TrafficRow, step_traffic
 from titanlab.recipe.communication import step_of
 from titanlab.recipe.recipe import Recipe, pieces_by_stage
 from titanlab.techniques.optimizer.contract import Stored
@@ -33,8 +33,8 @@ class RankAccount:
     parameter_bytes: int
     optimizer_bytes: int
     saved: Mapping[int, int]
-    traffic: Sequence[Row]
-    update_traffic: Sequence[Row] = field(default=())
+    traffic: Sequence[TrafficRow]
+    update_traffic: Sequence[TrafficRow] = field(default=())
 
 
 def place_of(layout: Layout, rank: int) -> Coordinate:

@@ -9,7 +9,7 @@ from typing import Any
 
 from titanlab.costs import meter
 from titanlab.errors import ConfigError
-from titanlab.prove.proof import Row
+from titanlab.prove.proof import ProofRow
 from titanlab.prove.reduction import comparable
 from titanlab.prove.tolerances import of_runs
 from titanlab.recipe.next_attempt import check_unedited
@@ -37,7 +37,7 @@ class Logged:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class RunComparison:
     """The result for the second of two runs.
 
     Attributes:
@@ -46,14 +46,14 @@ class Comparison:
         first: relative differences of loss and gradient norm in the first compared step.
     """
 
-    row: Row
+    row: ProofRow
     compared: int
     logged: int
     tokens: int
     first: tuple[float, float]
 
 
-def compare_runs(first: RunFolder, second: RunFolder) -> Comparison:
+def compare_runs(first: RunFolder, second: RunFolder) -> RunComparison:
     """Compare the logs of two runs.
 
     Raises:
@@ -117,7 +117,7 @@ def _facts(logged: Logged) -> dict[str, Any]:
     }
 
 
-def _compared(a: Logged, b: Logged, tokens: list[int]) -> Comparison:
+def _compared(a: Logged, b: Logged, tokens: list[int]) -> RunComparison:
     losses = [_relative(a.rows[at][0], b.rows[at][0]) for at in tokens]
     norms = [_relative(a.rows[at][1], b.rows[at][1]) for at in tokens]
     limits = max((of_runs(logged.recipe.precision) for logged in (a, b)), key=lambda limit: limit.loss)
@@ -133,7 +133,7 @@ def _compared(a: Logged, b: Logged, tokens: list[int]) -> Comparison:
             parts.append(f"{name} is not finite")
         elif number > limit:
             parts.append(f"{name} differs by {number:.1e}, more than {limit:.0e}")
-    row = Row(
+    row = ProofRow(
         run=b.run.path.name,
         layout=f"{b.recipe.layout.label} against {a.recipe.layout.label}",
         precision=b.recipe.precision.kind,
@@ -143,7 +143,7 @@ def _compared(a: Logged, b: Logged, tokens: list[int]) -> Comparison:
         grad_norm=statistics.median(norms),
         tolerance=limits.to_mapping(),
     )
-    return Comparison(
+    return RunComparison(
         row=row,
         compared=len(tokens),
         logged=len(a.rows.keys() | b.rows.keys()),

@@ -28,7 +28,7 @@ _TINY = 1e-30
 
 
 @dataclass(kw_only=True)
-class Trace:
+class TrainingTrace:
     """The record of one run's training.
 
     Attributes:
@@ -51,13 +51,13 @@ class Trace:
         torch.save(vars(self), path)
 
     @classmethod
-    def load(cls, path: Path) -> Trace:
+    def load(cls, path: Path) -> TrainingTrace:
         """The trace that `save` wrote."""
         return cls(**torch.load(path, weights_only=True))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class TraceDifference:
     """The difference of a candidate's trace from a reference's.
 
     Attributes:
@@ -92,7 +92,7 @@ class Tracer(Observer):
     """
 
     def __init__(self, layout: Layout | None = None, file: Path | None = None) -> None:
-        self.trace = Trace()
+        self.trace = TrainingTrace()
         self._layout = layout or Layout()
         self._file = file
 
@@ -114,20 +114,20 @@ class Tracer(Observer):
             self.trace.save(self._file)
 
 
-def trace(recipe: Recipe, run: RunFolder, ranks: Ranks) -> Trace:
+def trace(recipe: Recipe, run: RunFolder, ranks: Ranks) -> TrainingTrace:
     """Train as one of `ranks.world` ranks, which all call this; every rank returns the full trace."""
     tracer = Tracer(recipe.layout)
     train(recipe, run, ranks, observer=tracer)
     return tracer.trace
 
 
-def compare(reference: Trace, candidate: Trace) -> Difference:
+def compare(reference: TrainingTrace, candidate: TrainingTrace) -> TraceDifference:
     """Compare a trace with a reference.
 
     Raises:
         ValueError: they have different steps or tensors, and cannot be compared.
     """
-    return Difference(
+    return TraceDifference(
         loss=_relative(reference.losses, candidate.losses, "losses"),
         grad_norm=_relative(reference.grad_norms, candidate.grad_norms, "gradient norms"),
         gradient=_farthest(reference.gradients, candidate.gradients, "gradients"),
@@ -135,14 +135,14 @@ def compare(reference: Trace, candidate: Trace) -> Difference:
     )
 
 
-def farthest(reference: Trace, candidates: Sequence[Trace]) -> Difference:
+def farthest(reference: TrainingTrace, candidates: Sequence[TrainingTrace]) -> TraceDifference:
     """The largest differences of several ranks' traces from a reference: a copy of one rank may be wrong.
 
     Raises:
         ValueError: as of `compare`.
     """
     differences = [compare(reference, candidate) for candidate in candidates]
-    return Difference(
+    return TraceDifference(
         loss=max(difference.loss for difference in differences),
         grad_norm=max(difference.grad_norm for difference in differences),
         gradient=max(difference.gradient for difference in differences),

@@ -34,10 +34,10 @@ from titanlab.system.files import write_json
 from titanlab.techniques.precision.cast_schema import Fp32
 
 if TYPE_CHECKING:
-    from titanlab.prove.parity import Difference, Trace
+    from titanlab.prove.parity import TraceDifference, TrainingTrace
 
 
-Train = Callable[[Recipe], "Sequence[Trace]"]
+Train = Callable[[Recipe], "Sequence[TrainingTrace]"]
 """Trains a reduced recipe and returns the trace of every rank; raises TitanlabError if it fails."""
 
 _LINEAR = "torch.nn.modules.linear.Linear"
@@ -70,7 +70,7 @@ class Proof:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ProofRow:
     """The result of one proof in one precision.
 
     Attributes:
@@ -159,19 +159,19 @@ class Prover:
 
     def __init__(self, train: Train) -> None:
         self._train = train
-        self._traces: dict[str, Sequence[Trace] | TitanlabError] = {}
+        self._traces: dict[str, Sequence[TrainingTrace] | TitanlabError] = {}
 
-    def rows(self, proof: Proof) -> Iterator[Row]:
+    def rows(self, proof: Proof) -> Iterator[ProofRow]:
         """The row in fp32, and where the recipe has another precision the row in that one."""
         if proof.reduced is None:
-            yield Row(run=proof.run, layout=proof.layout, precision="", passed=False, reason=proof.reason)
+            yield ProofRow(run=proof.run, layout=proof.layout, precision="", passed=False, reason=proof.reason)
             return
         recipe = proof.reduced.recipe
         yield self._row(proof, in_fp32(recipe))
         if recipe.precision != Fp32():
             yield self._row(proof, recipe)
 
-    def trained(self, recipe: Recipe) -> Sequence[Trace]:
+    def trained(self, recipe: Recipe) -> Sequence[TrainingTrace]:
         """The traces of all ranks.
 
         Raises:
@@ -188,8 +188,8 @@ class Prover:
             raise outcome
         return outcome
 
-    def _row(self, proof: Proof, recipe: Recipe) -> Row:
-        named = Row(run=proof.run, layout=proof.layout, precision=recipe.precision.kind, passed=False)
+    def _row(self, proof: Proof, recipe: Recipe) -> ProofRow:
+        named = ProofRow(run=proof.run, layout=proof.layout, precision=recipe.precision.kind, passed=False)
         reference = on_one_process(recipe)
         try:
             one = self.trained(reference)[0]
@@ -201,7 +201,9 @@ class Prover:
             return replace(named, reason=str(error))
 
 
-def _judged(recipe: Recipe, one: Trace, exact: Trace, every: Sequence[Trace], named: Row) -> Row:
+def _judged(
+    recipe: Recipe, one: TrainingTrace, exact: TrainingTrace, every: Sequence[TrainingTrace], named: ProofRow
+) -> ProofRow:
     # Imported here: it imports torch.
     from titanlab.prove.parity import compare, farthest
 
@@ -221,7 +223,7 @@ def _judged(recipe: Recipe, one: Trace, exact: Trace, every: Sequence[Trace], na
     )
 
 
-def limits_of(recipe: Recipe, rounding: Difference) -> dict[str, float]:
+def limits_of(recipe: Recipe, rounding: TraceDifference) -> dict[str, float]:
     """The tolerances of a run by the name of the number, from the distance of its reference from fp32."""
     in_fp32 = tolerances.in_fp32(recipe.optimizer)
     if recipe.precision == Fp32():
@@ -235,7 +237,7 @@ def limits_of(recipe: Recipe, rounding: Difference) -> dict[str, float]:
     return {name: max(in_fp32[name], fewer[name]) for name in fewer}
 
 
-def exceeded(difference: Difference, limits: Mapping[str, float]) -> str:
+def exceeded(difference: TraceDifference, limits: Mapping[str, float]) -> str:
     """The differences that exceed their tolerances, in one line; empty: none does."""
     numbers = {
         "loss": (difference.loss, ""),
@@ -253,7 +255,7 @@ def exceeded(difference: Difference, limits: Mapping[str, float]) -> str:
     return "; ".join(parts)
 
 
-def wrong_layers(recipe: Recipe, one: Trace, every: Sequence[Trace]) -> str:
+def wrong_layers(recipe: Recipe, one: TrainingTrace, every: Sequence[TrainingTrace]) -> str:
     """The linear layers whose class is not the one that the precision names; empty: there are none.
 
     A precision that names no class has to make the same layers as in the one-process run.
@@ -278,7 +280,7 @@ def _class_of(classes: Sequence[str]) -> str:
     return next(name for name in classes if not name.rpartition(".")[2].startswith("FSDP"))
 
 
-def too_exact(recipe: Recipe, from_fp32: Difference, rounding: Difference) -> str:
+def too_exact(recipe: Recipe, from_fp32: TraceDifference, rounding: TraceDifference) -> str:
     """A line if a run is nearer to fp32 than its precision allows; empty: it is not."""
     least = tolerances.LEAST_ROUNDING * rounding.gradient[0]
     if recipe.precision == Fp32() or from_fp32.gradient[0] >= least:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titanlab.checkpoint.contract import CheckpointConfig
-from titanlab.checkpoint.schema import Off as NoCheckpoints
+from titanlab.checkpoint.schema import NoCheckpoints as NoCheckpoints
 from titanlab.costs.layout import AXES, SHORT, Layout
 from titanlab.data.schema import Synthetic
 from titanlab.errors import ConfigError
@@ -31,7 +31,7 @@ from titanlab.techniques.compile.schema import RECORDING, Compile
 from titanlab.techniques.model.contract import ModelConfig, ReducedSizes
 from titanlab.techniques.optimizer.contract import OptimizerConfig
 from titanlab.techniques.precision.cast_schema import Fp32
-from titanlab.techniques.profiler.profilers_schema import Off as NoProfiler
+from titanlab.techniques.profiler.profilers_schema import NoProfiling as NoProfiler
 from titanlab.techniques.schedule.contract import PipelineSchedule
 from titanlab.techniques.schedule.published_schema import OneFOneB
 from titanlab.techniques.tracker.several_schema import Jsonl

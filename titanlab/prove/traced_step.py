@@ -17,7 +17,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from titanlab.costs.layout import AXES
-from titanlab.costs.traffic_account import Row
+from titanlab.costs.traffic_account import TrafficRow
 from titanlab.errors import ConfigError
 from titanlab.prove.declared import RankAccount, declared
 from titanlab.recipe.recipe import Recipe
@@ -27,7 +27,7 @@ from titanlab.techniques.compile.schema import Compile
 
 
 @dataclass(frozen=True, kw_only=True)
-class Item:
+class DeclaredFigure:
     """One figure of a rank.
 
     Attributes:
@@ -48,7 +48,7 @@ class Item:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class TraceComparison:
     """The ranks of one recipe.
 
     Attributes:
@@ -62,17 +62,17 @@ class Comparison:
     pairs: Sequence[tuple[RankAccount, RankAccount]]
 
     @property
-    def items(self) -> list[Item]:
+    def items(self) -> list[DeclaredFigure]:
         """All figures, by rank."""
         return [item for pair in self.pairs for item in _items(*pair)]
 
     @property
-    def differing(self) -> list[Item]:
+    def differing(self) -> list[DeclaredFigure]:
         """The figures that differ."""
         return [item for item in self.items if item.difference]
 
 
-def _items(declared: RankAccount, traced: RankAccount) -> Iterator[Item]:
+def _items(declared: RankAccount, traced: RankAccount) -> Iterator[DeclaredFigure]:
     figures = [
         ("parameters of its stages", declared.parameters, traced.parameters),
         ("parameter bytes", declared.parameter_bytes, traced.parameter_bytes),
@@ -81,7 +81,8 @@ def _items(declared: RankAccount, traced: RankAccount) -> Iterator[Item]:
         *_traffic(declared.traffic, traced.traffic),
     ]
     yield from (
-        Item(rank=traced.rank, name=name, declared=expected, traced=actual) for name, expected, actual in figures
+        DeclaredFigure(rank=traced.rank, name=name, declared=expected, traced=actual)
+        for name, expected, actual in figures
     )
 
 
@@ -100,7 +101,7 @@ def _saved(declared: Mapping[int, int], traced: Mapping[int, int]) -> Iterator[t
         yield f"{name}: saved bytes", *figures[number]
 
 
-def _traffic(declared: Sequence[Row], traced: Sequence[Row]) -> Iterator[tuple[str, int, int]]:
+def _traffic(declared: Sequence[TrafficRow], traced: Sequence[TrafficRow]) -> Iterator[tuple[str, int, int]]:
     by_kind = [{(row.axis, row.kind): row for row in rows} for rows in (declared, traced)]
     for axis, kind in dict.fromkeys((*by_kind[0], *by_kind[1])):
         rows = [rows.get((axis, kind)) for rows in by_kind]
@@ -109,7 +110,7 @@ def _traffic(declared: Sequence[Row], traced: Sequence[Row]) -> Iterator[tuple[s
             yield f"{axis} {kind} {figure}", expected, actual
 
 
-def comparison_rows(items: Sequence[Item]) -> list[list[str]]:
+def comparison_rows(items: Sequence[DeclaredFigure]) -> list[list[str]]:
     """A row of text for each figure."""
     return [
         [
@@ -123,7 +124,7 @@ def comparison_rows(items: Sequence[Item]) -> list[list[str]]:
     ]
 
 
-def comparison_values(comparison: Comparison) -> dict[str, Any]:
+def comparison_values(comparison: TraceComparison) -> dict[str, Any]:
     """The comparison as plain values."""
     return {
         "layout": comparison.recipe.layout.label,
@@ -142,7 +143,7 @@ _MICROBATCHES = 2
 _MOST_PROCESSES = 8
 
 
-def trace(recipe: Recipe, ranks: Sequence[int] | None = None) -> Comparison:
+def trace(recipe: Recipe, ranks: Sequence[int] | None = None) -> TraceComparison:
     """Trace ranks of a resolved recipe, each in a process of its own, and compare them with their declarations.
 
     Args:
@@ -166,7 +167,7 @@ def trace(recipe: Recipe, ranks: Sequence[int] | None = None) -> Comparison:
     # Spawned, because a fork would copy the threads' locks of this process.
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         traced = list(pool.map(_trace_rank, [recipe] * len(chosen), chosen))
-    return Comparison(recipe=recipe, notes=notes, pairs=tuple((declared(recipe, own.rank), own) for own in traced))
+    return TraceComparison(recipe=recipe, notes=notes, pairs=tuple((declared(recipe, own.rank), own) for own in traced))
 
 
 def _trace_rank(recipe: Recipe, rank: int) -> RankAccount:

@@ -33,7 +33,7 @@ from titanlab.options import PLUS, Option, combination, conf_packages, contract_
 from titanlab.recipe import hydra_internal, strangers
 from titanlab.recipe.flags import Flags, check_files
 from titanlab.recipe.hydra_errors import composition_errors
-from titanlab.recipe.keys import Space, as_typed, choice_of, unknown_key, with_combinations
+from titanlab.recipe.keys import SweepSpace, as_typed, choice_of, unknown_key, with_combinations
 from titanlab.recipe.recipe import Recipe, schema_node
 
 # Hydra's grammar takes letters of ASCII only without quotes.
@@ -265,7 +265,7 @@ def register() -> None:
     store = ConfigStore.instance()
     if store.get_type("recipe_schema.yaml") is not ObjectType.CONFIG:
         store.store(name="recipe_schema", node=schema_node(Recipe))
-        store.store(group="hydra/sweeper", name="space", node=Space)
+        store.store(group="hydra/sweeper", name="space", node=SweepSpace)
     for group, kinds in discover().items():
         for option in kinds.values():
             if store.get_type(f"{group}/{option.schema_name}.yaml") is not ObjectType.CONFIG:

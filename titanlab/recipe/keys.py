@@ -34,7 +34,7 @@ from titanlab.recipe.recipe import Recipe
 
 
 @dataclass(kw_only=True)
-class Space:
+class SweepSpace:
     """A space of recipes; `titanlab.sweep.space` parses and checks it.
 
     Attributes:
@@ -51,7 +51,7 @@ class Space:
     control: Any = None
 
 
-_SPACE = tuple(f"hydra.sweeper.{field.name}" for field in dataclasses.fields(Space))
+_SPACE = tuple(f"hydra.sweeper.{field.name}" for field in dataclasses.fields(SweepSpace))
 # Keys of torchtitan for which no similar key would be found, or a wrong one; and what sets the same in titanlab.
 _TORCHTITAN = {
     "training.local_batch_size": "training.microbatch (a step's sequences: training.global_batch)",

@@ -28,7 +28,7 @@ class DamagedRecordError(ValueError):
 
 
 @dataclass(frozen=True)
-class Place:
+class CodeLine:
     """A line of code."""
 
     file: str
@@ -64,7 +64,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupRecord:
     """A process group: the axis of the mesh that it belongs to, and its ranks."""
 
     axis: str
@@ -123,9 +123,9 @@ class HangRecord:
     seconds: float
     limit: float | None
     activity: str
-    source: Place | None
-    stack: tuple[Place, ...]
-    groups: Mapping[str, Group]
+    source: CodeLine | None
+    stack: tuple[CodeLine, ...]
+    groups: Mapping[str, GroupRecord]
     messages: Messages | None
     collectives: tuple[Collective, ...]
 
@@ -202,12 +202,12 @@ def parse_hang(value: Mapping[str, Any]) -> HangRecord:
     )
 
 
-def _place(value: Mapping[str, Any]) -> Place:
-    return Place(_get(value, "file", str), _get(value, "line", int), _get(value, "function", str))
+def _place(value: Mapping[str, Any]) -> CodeLine:
+    return CodeLine(_get(value, "file", str), _get(value, "line", int), _get(value, "function", str))
 
 
-def _group(value: Mapping[str, Any]) -> Group:
-    return Group(_get(value, "axis", str), _list(value, "ranks", int, int))
+def _group(value: Mapping[str, Any]) -> GroupRecord:
+    return GroupRecord(_get(value, "axis", str), _list(value, "ranks", int, int))
 
 
 def _collective(value: Mapping[str, Any]) -> Collective:

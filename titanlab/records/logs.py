@@ -33,7 +33,7 @@ _BLOCK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class FileSpan:
     """A part of a file.
 
     Attributes:
@@ -94,7 +94,7 @@ def complete_end(path: Path, end: int) -> int:
     return 0 if begin == 0 else end
 
 
-def forward(span: Span) -> Iterator[bytes]:
+def forward(span: FileSpan) -> Iterator[bytes]:
     """The lines of a part of a file, without their ends; nothing where the file has gone."""
     try:
         file = open_log(span.path)
@@ -108,7 +108,7 @@ def forward(span: Span) -> Iterator[bytes]:
             yield line.removesuffix(b"\n")
 
 
-def backward(span: Span) -> Iterator[bytes]:
+def backward(span: FileSpan) -> Iterator[bytes]:
     """The lines of a part of a file, the last one first; only what is asked for is read."""
     try:
         file = open_log(span.path)
@@ -189,7 +189,7 @@ _NAME = re.compile(r"rank-(\d{1,6})\.log")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class LogPart:
     """The part of a rank's log that one attempt has written.
 
     Attributes:
@@ -197,7 +197,7 @@ class Part:
     """
 
     rank: int
-    span: Span
+    span: FileSpan
     begin: float
     end: float
 
@@ -223,7 +223,7 @@ def write_marks(run: RunFolder, attempt: int) -> None:
     write_json(run.attempt_folder(attempt) / MARKS, {"schema": SCHEMA, "bytes": sizes})
 
 
-def parts(run: RunFolder, rank: int, path: Path) -> list[Part]:
+def parts(run: RunFolder, rank: int, path: Path) -> list[LogPart]:
     """The parts of a rank's log, one for each attempt that may have written to it, oldest first.
 
     Attempts that earlier versions of titanlab have begun have no marks; what they wrote belongs to the attempt before.
@@ -239,9 +239,9 @@ def parts(run: RunFolder, rank: int, path: Path) -> list[Part]:
         end = starts[place + 1][1] if place + 1 < len(starts) else size
         begin = _begin(run, attempt)
         log_parts.append(
-            Part(
+            LogPart(
                 rank=rank,
-                span=Span(path=path, start=start, end=end),
+                span=FileSpan(path=path, start=start, end=end),
                 begin=begin,
                 end=_written(path) if place + 1 == len(starts) else _begin(run, starts[place + 1][0]),
             )
@@ -249,7 +249,7 @@ def parts(run: RunFolder, rank: int, path: Path) -> list[Part]:
     return log_parts
 
 
-def part_of(run: RunFolder, rank: int, path: Path, attempt: int) -> Part:
+def part_of(run: RunFolder, rank: int, path: Path, attempt: int) -> LogPart:
     """The part of a rank's log that an attempt has written.
 
     Raises:
@@ -265,8 +265,8 @@ def part_of(run: RunFolder, rank: int, path: Path, attempt: int) -> Part:
         # The log was cut short, or removed, since.
         start = 0
     end = next((mark for mark in later if mark >= start), size)
-    span = Span(path=path, start=start, end=min(end, size))
-    return Part(rank=rank, span=span, begin=_begin(run, attempt), end=_written(path))
+    span = FileSpan(path=path, start=start, end=min(end, size))
+    return LogPart(rank=rank, span=span, begin=_begin(run, attempt), end=_written(path))
 
 
 def _mark(run: RunFolder, attempt: int, rank: int) -> int | None:

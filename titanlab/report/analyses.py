@@ -25,7 +25,7 @@ from titanlab.techniques.schedule.timeline import Timeline, simulate
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from titanlab.sweep.comparison import Group
+    from titanlab.sweep.comparison import RecipeRuns
 
 
 # Recipes that agree in these differ in their layout only.
@@ -60,7 +60,7 @@ def scaling_frame(runs: DataFrame, *, weak: bool = False) -> DataFrame:
     import pandas as pd
 
     measured = [group for group in groups(records_of(runs)) if group.typical("tokens_per_second")]
-    families: dict[tuple[Any, ...], list[Group]] = {}
+    families: dict[tuple[Any, ...], list[RecipeRuns]] = {}
     for group in measured:
         families.setdefault(_family(group.rows[0], weak=weak), []).append(group)
     rows = [row for members in families.values() for row in _rows(members)]
@@ -72,7 +72,7 @@ def _family(row: Mapping[str, Any], *, weak: bool) -> tuple[Any, ...]:
     return (*(row[name] for name in _ALIKE), batch)
 
 
-def _rows(members: Sequence[Group]) -> list[dict[str, Any]]:
+def _rows(members: Sequence[RecipeRuns]) -> list[dict[str, Any]]:
     least = min(group.world for group in members)
     reference = max((group for group in members if group.world == least), key=lambda group: _speed(group))
     whole = _speed(reference) * reference.world
@@ -94,7 +94,7 @@ def _rows(members: Sequence[Group]) -> list[dict[str, Any]]:
     ]
 
 
-def _speed(group: Group) -> float:
+def _speed(group: RecipeRuns) -> float:
     speed = group.typical("tokens_per_second")
     assert speed is not None
     return speed

@@ -15,9 +15,9 @@ from titanlab.prove import proof
 from titanlab.records.provenance import redact, redacted_arguments
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.columns import COLUMNS, NUMBER, TEXT, TRUTH, WHOLE
-from titanlab.sweep.comparison import Group, groups
+from titanlab.sweep.comparison import RecipeRuns, groups
 from titanlab.sweep.listing import runs
-from titanlab.sweep.ranking import Ranking, rank
+from titanlab.sweep.ranking import SweepRanking, rank
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.system.text import counted, significant
 
@@ -52,7 +52,7 @@ class Facts:
         return [row for row in self.runs if row["outcome"] == "done" and row["state"] == "ended"]
 
     @cached_property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[RecipeRuns]:
         """The recipes, fastest first; those without a measured run are last."""
         # Speeds of oversubscribed runs say nothing: they come after the others.
         return sorted(
@@ -61,7 +61,7 @@ class Facts:
         )
 
     @cached_property
-    def shown(self) -> list[tuple[Group, Mapping[str, Any]]]:
+    def shown(self) -> list[tuple[RecipeRuns, Mapping[str, Any]]]:
         """The fastest recipes, each with one run that stands for it; their number is limited."""
         return [(group, representative(group)) for group in self.groups[:_MOST_RECIPES]]
 
@@ -93,7 +93,7 @@ class Facts:
         return [metrics for metrics in self._metrics[name] if metrics["kind"] == kind]
 
 
-def representative(group: Group) -> Mapping[str, Any]:
+def representative(group: RecipeRuns) -> Mapping[str, Any]:
     """A run of the recipe, done if one is."""
     return next((row for row in group.rows if row["outcome"] == "done"), group.rows[0])
 
@@ -135,8 +135,8 @@ class Answer:
         speeds: the same by tokens per second.
     """
 
-    ranking: Ranking
-    speeds: Ranking
+    ranking: SweepRanking
+    speeds: SweepRanking
 
     @property
     def sentence(self) -> str:
@@ -144,7 +144,7 @@ class Answer:
         return self.ranking.sentence
 
     @property
-    def best(self) -> Group | None:
+    def best(self) -> RecipeRuns | None:
         """The recipe with the best figure; if none is ranked, one that has a run that is done. None: no run is done."""
         if self.ranking.first is not None:
             return self.ranking.first.group
@@ -184,7 +184,7 @@ _MISSING = "–"
 _MOST_LETTERS = 200
 
 
-class Difference(NamedTuple):
+class ConfigDifference(NamedTuple):
     """One key whose value is not the reference's."""
 
     key: str
@@ -203,7 +203,7 @@ class Differences(NamedTuple):
 
     label: str
     runs: Sequence[str]
-    items: Sequence[Difference] | None
+    items: Sequence[ConfigDifference] | None
 
 
 def differences(facts: Facts, reference: Mapping[str, Any]) -> list[Differences] | None:
@@ -221,10 +221,10 @@ def differences(facts: Facts, reference: Mapping[str, Any]) -> list[Differences]
     return comparison
 
 
-def _between(reference: Mapping[str, Any], other: Mapping[str, Any]) -> list[Difference]:
+def _between(reference: Mapping[str, Any], other: Mapping[str, Any]) -> list[ConfigDifference]:
     keys = [*other, *(key for key in reference if key not in other)]
     return [
-        Difference(key, _shown_value(reference, key), _shown_value(other, key))
+        ConfigDifference(key, _shown_value(reference, key), _shown_value(other, key))
         for key in keys
         if key.partition(".")[0] not in _NAMES and _is_other(reference.get(key, _NAMES), other.get(key, _NAMES))
     ]
@@ -254,7 +254,7 @@ def _shown_value(values: Mapping[str, Any], key: str) -> str:
     return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}…"
 
 
-class Origin(NamedTuple):
+class RunOrigin(NamedTuple):
     """What some runs have in common."""
 
     code: str
@@ -267,18 +267,18 @@ class Origin(NamedTuple):
     launcher: str
 
 
-class Source(NamedTuple):
+class RunSource(NamedTuple):
     """Runs of one origin."""
 
-    origin: Origin
+    origin: RunOrigin
     runs: list[str]
     began: str
     ended: str
 
 
-def sources(facts: Facts) -> list[Source]:
+def sources(facts: Facts) -> list[RunSource]:
     """The runs by their origins, the most frequent first; runs that never began have none."""
-    members: dict[Origin, list[Mapping[str, Any]]] = {}
+    members: dict[RunOrigin, list[Mapping[str, Any]]] = {}
     for row in facts.runs:
         env = facts.env(row)
         if env:
@@ -288,7 +288,7 @@ def sources(facts: Facts) -> list[Source]:
         starts = [row["started"] for row in rows if row["started"]]
         ends = [row["ended"] for row in rows if row["ended"]]
         names = [str(row["run"]) for row in rows]
-        source_list.append(Source(origin, names, moment(min(starts, default=None)), moment(max(ends, default=None))))
+        source_list.append(RunSource(origin, names, moment(min(starts, default=None)), moment(max(ends, default=None))))
     return sorted(source_list, key=lambda source: -len(source.runs))
 
 
@@ -310,14 +310,14 @@ def moment(seconds: float | None) -> str:
         return ""
 
 
-def _origin(row: Mapping[str, Any], env: Mapping[str, Any]) -> Origin:
+def _origin(row: Mapping[str, Any], env: Mapping[str, Any]) -> RunOrigin:
     git = at(env, "code", "git")
     commit = _text(at(git, "sha"))[:12]
     branch = _text(at(git, "branch"))
     changed = ", with changes" if at(git, "dirty") is True else ""
     name, cpu, cores = (at(env, "host", key) for key in ("name", "cpu", "usable_cores"))
     machine = ", ".join(filter(None, [_text(cpu), f"{_text(cores)} cores" if cores is not None else ""]))
-    return Origin(
+    return RunOrigin(
         code=_text(at(env, "code", "fingerprint"))[:12],
         commit=(commit + (f" ({branch})" if branch else "") + changed) if commit else "",
         titanlab=_text(at(env, "code", "version")),

@@ -11,7 +11,7 @@ from titanlab.errors import ConfigError
 from titanlab.records.metrics_file import TRAIN
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.columns import point_keys, recipe_columns
-from titanlab.sweep.rows import Table, arrow_table
+from titanlab.sweep.rows import SweepTable, arrow_table
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.system.files import user_path
 
@@ -40,7 +40,7 @@ def sweep_frame(path: Path | str) -> DataFrame:
     path = user_path(path)
     if not path.is_file():
         sweep = folder_of(path)
-        return frame_of_rows(Table(sweep).rows(), sweep.name)
+        return frame_of_rows(SweepTable(sweep).rows(), sweep.name)
     try:
         return _frame(parquet.read_table(path))
     except (OSError, pa.ArrowInvalid) as error:
@@ -51,7 +51,7 @@ def frame_of_rows(rows: Sequence[Mapping[str, Any]], sweep: str) -> DataFrame:
     """The frame of a table's rows; its types are those of the files of `titanlab collect`.
 
     Args:
-        rows: with all columns, as of `titanlab.sweep.rows.Table`.
+        rows: with all columns, as of `titanlab.sweep.rows.SweepTable`.
         sweep: the sweep's name.
     """
     return _frame(arrow_table(rows, sweep))
@@ -83,7 +83,7 @@ def metrics_frame(path: Path | str, kind: str = TRAIN) -> DataFrame:
 
     sweep = folder_of(user_path(path))
     steps = []
-    for row in Table(sweep).rows():
+    for row in SweepTable(sweep).rows():
         # A run with unreadable files has no layout, and its metrics cannot be trusted.
         if row["run"] is None or row["layout.label"] is None:
             continue

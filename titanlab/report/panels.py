@@ -15,13 +15,13 @@ from titanlab.plan.step_time import step_time
 from titanlab.recipe.recipe import Recipe, from_mapping
 from titanlab.records.metrics_file import EXPERTS
 from titanlab.report.facts import Answer, Facts
-from titanlab.report.figures.bars import Split, part_name, step_time_split, throughput_by_layout
+from titanlab.report.figures.bars import StepSplit, part_name, step_time_split, throughput_by_layout
 from titanlab.report.figures.over_time import (
     EXPERT_COLUMNS,
     MOST_MAPS,
     TIMELINE_COLUMNS,
     ExpertLoad,
-    Pipeline,
+    PipelineTimeline,
     expert_load,
     loss_by_tokens,
     pipeline_timelines,
@@ -38,8 +38,8 @@ from titanlab.report.figures.scatter import (
     points_of,
 )
 from titanlab.report.figures.style import MOST_LINES, recipe_colours
-from titanlab.report.tables import Cell, Table, number, run_cell, text, values_table
-from titanlab.sweep.comparison import Group
+from titanlab.report.tables import Cell, PageTable, number, run_cell, text, values_table
+from titanlab.sweep.comparison import RecipeRuns
 from titanlab.sweep.listing import tone
 from titanlab.system.text import counted, grouped, significant
 from titanlab.techniques.schedule.timeline import simulate
@@ -76,7 +76,7 @@ class Panel:
     caption: str
     description: str
     columns: Sequence[str]
-    values: Table
+    values: PageTable
     notes: Sequence[str] = field(default=())
 
 
@@ -170,7 +170,7 @@ def split_panel(facts: Facts) -> Panel | None:
         caption=caption,
         description=f"Stacked bars of the seconds of a step. {_listed(clauses)}.",
         columns=sorted({column for split in splits for column in split.columns}),
-        values=Table(
+        values=PageTable(
             caption="Seconds of a step by part" + ("" if is_measured else ", estimated"),
             headings=["run", *map(part_name, parts)],
             rows=[
@@ -260,7 +260,7 @@ def estimate_panel(facts: Facts) -> Panel | None:
     )
 
 
-def _pipeline_table(facts: Facts, drawn: Sequence[Pipeline]) -> Table:
+def _pipeline_table(facts: Facts, drawn: Sequence[PipelineTimeline]) -> PageTable:
     by_name = {row["run"]: row for row in facts.runs}
     rows = []
     for pipeline in drawn:
@@ -270,7 +270,7 @@ def _pipeline_table(facts: Facts, drawn: Sequence[Pipeline]) -> Table:
         rows.append(
             [run_cell(pipeline.run), *values, text(f"{100 * pipeline.timeline.bubble_share:.1f} %"), text(peaks)]
         )
-    return Table(
+    return PageTable(
         caption="Pipelines",
         headings=["run", *TIMELINE_COLUMNS, "idle, of all ranks' time", "most microbatches in flight, by rank"],
         rows=rows,
@@ -303,7 +303,7 @@ def _without(facts: Facts, runs: set[str]) -> list[str]:
     return notes
 
 
-def _largest_parts(split: Split) -> str:
+def _largest_parts(split: StepSplit) -> str:
     whole = sum(split.seconds.values()) or 1.0
     largest = sorted(split.seconds.items(), key=lambda item: -item[1])[:2]
     return ", ".join(f"{part_name(name)} {100 * seconds / whole:.0f} %" for name, seconds in largest)
@@ -328,7 +328,7 @@ _BREAKDOWN = "breakdown/"
 MOST_CELLS = 3000
 
 
-def measured_splits(facts: Facts) -> list[Split]:
+def measured_splits(facts: Facts) -> list[StepSplit]:
     """The parts of a step of the runs with `profiler=breakdown`: of their latest window."""
     splits = []
     for group, _ in facts.shown:
@@ -344,11 +344,11 @@ def measured_splits(facts: Facts) -> list[Split]:
             columns.append(name)
             seconds[part.removeprefix("exposed_")] = float(value)
         if seconds:
-            splits.append(Split(run=str(row["run"]), label=group.label, seconds=seconds, columns=columns))
+            splits.append(StepSplit(run=str(row["run"]), label=group.label, seconds=seconds, columns=columns))
     return splits
 
 
-def _windows(facts: Facts, group: Group) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
+def _windows(facts: Facts, group: RecipeRuns) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
     """The first run of a recipe that has measured parts of a step, and its windows; without one, no windows."""
     for row in group.rows:
         windows = facts.metrics(row, "breakdown") if row["step"] else []
@@ -357,7 +357,7 @@ def _windows(facts: Facts, group: Group) -> tuple[Mapping[str, Any], list[dict[s
     return group.rows[0], []
 
 
-def estimated_splits(facts: Facts) -> list[Split]:
+def estimated_splits(facts: Facts) -> list[StepSplit]:
     """The planner's parts of a step, of the recipes for whose machine it has figures."""
     splits = []
     for group, row in facts.shown:
@@ -369,16 +369,16 @@ def estimated_splits(facts: Facts) -> list[Split]:
         except (TitanlabError, ArithmeticError, ValueError, LookupError):
             continue
         splits.append(
-            Split(
+            StepSplit(
                 run=str(row["run"]), label=group.label, seconds=dict(parts), columns=["config.yaml"], is_measured=False
             )
         )
     return splits
 
 
-def pipelines(facts: Facts) -> tuple[list[Pipeline], list[str]]:
+def pipelines(facts: Facts) -> tuple[list[PipelineTimeline], list[str]]:
     """Timelines of the recipes with a pipeline, one for each schedule; and why others have none."""
-    timelines: list[Pipeline] = []
+    timelines: list[PipelineTimeline] = []
     left_out: list[str] = []
     seen = set[tuple[Any, ...]]()
     cells = 0
@@ -410,18 +410,18 @@ def pipelines(facts: Facts) -> tuple[list[Pipeline], list[str]]:
     return timelines, left_out
 
 
-def _pipeline(recipe: Recipe, group: Group, run: str) -> Pipeline:
+def _pipeline(recipe: Recipe, group: RecipeRuns, run: str) -> PipelineTimeline:
     """The timeline with the planner's times; where it has none, with a backward pass of two forward passes."""
     label = f"{group.label} · {recipe.schedule.kind}, {counted(recipe.microbatches, 'microbatch', 'microbatches')}"
     try:
         timeline = timeline_of(recipe, machine_of(recipe))
         if timeline is not None:
-            return Pipeline(run=run, label=label, timeline=timeline, unit="s, estimated")
+            return PipelineTimeline(run=run, label=label, timeline=timeline, unit="s, estimated")
     except TitanlabError:
         pass
     ranks = recipe.layout.pipeline
     orders = recipe.schedule.actions(ranks=ranks, microbatches=recipe.microbatches)
-    return Pipeline(run=run, label=label, timeline=simulate(orders, recipe.schedule.placement(ranks=ranks)))
+    return PipelineTimeline(run=run, label=label, timeline=simulate(orders, recipe.schedule.placement(ranks=ranks)))
 
 
 def _recipe(facts: Facts, row: Mapping[str, Any]) -> Recipe | None:
@@ -500,7 +500,7 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MOST_TOKENS
 
 
-def _table(loads: list[ExpertLoad]) -> Table:
+def _table(loads: list[ExpertLoad]) -> PageTable:
     """A row for each block of each load."""
     rows = []
     for load in loads:
@@ -518,7 +518,7 @@ def _table(loads: list[ExpertLoad]) -> Table:
         *("run", "after step", "steps", "block", "most loaded", "its share", "least loaded", "its share"),
         "experts without a token",
     ]
-    return Table(caption="Loads by block: shares relative to an equal one", headings=headings, rows=rows)
+    return PageTable(caption="Loads by block: shares relative to an equal one", headings=headings, rows=rows)
 
 
 def _share(value: float) -> Cell:

@@ -12,7 +12,7 @@ from titanlab.errors import ConfigError
 from titanlab.report.facts import Facts, answer_of, checked
 from titanlab.report.frames import folder_of
 from titanlab.report.sections import panels_of
-from titanlab.sweep.rows import Table
+from titanlab.sweep.rows import SweepTable
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.system.files import user_path, write_text
 
@@ -91,7 +91,7 @@ def sweep_figures(path: Path | str, *, by: str = "tps") -> dict[str, TracedFigur
     """
     sweep = folder_of(user_path(path))
     check_matplotlib(sweep.name)
-    facts = Facts(sweep, checked(Table(sweep).rows()), time.time())
+    facts = Facts(sweep, checked(SweepTable(sweep).rows()), time.time())
     return {name: panel.figure for name, panel in panels_of(facts, answer_of(facts, by=by), by=by).items()}
 
 

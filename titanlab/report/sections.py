@@ -23,8 +23,8 @@ from titanlab.report.facts import (
     sources,
 )
 from titanlab.report.panels import Panel, expert_panel
-from titanlab.report.tables import Cell, Table, number, run_cell, text
-from titanlab.sweep.comparison import Entry
+from titanlab.report.tables import Cell, PageTable, number, run_cell, text
+from titanlab.sweep.comparison import RankedRecipe
 from titanlab.sweep.listing import failure_text, tone, word
 from titanlab.system.text import counted, grouped, significant
 
@@ -53,7 +53,7 @@ class Section:
     texts: Sequence[str] = field(default=())
     command: str = ""
     panel: Panel | None = None
-    tables: Sequence[Table] = field(default=())
+    tables: Sequence[PageTable] = field(default=())
     details: Sequence[tuple[str, str]] = field(default=())
 
 
@@ -120,7 +120,7 @@ def _figure(figures: Mapping[str, Panel], name: str, title: str, otherwise: str)
     return Section(id=name, title=panel.title, panel=panel)
 
 
-def _recipes(facts: Facts, answer: Answer) -> Table:
+def _recipes(facts: Facts, answer: Answer) -> PageTable:
     """A row for each recipe, in the order of the ranking: figures of its runs that are done."""
     headings = [
         *("recipe", "place", "processes", "runs", "tokens/s", "95% interval", "MFU %", "GiB", "loss", "validation"),
@@ -134,14 +134,14 @@ def _recipes(facts: Facts, answer: Answer) -> Table:
     caption = "Recipes by place: geometric means of tokens/s and MFU, medians of the rest, of the runs that are done"
     if any(row["oversubscribed"] for row in facts.done):
         caption += "; * more processes than cores"
-    return Table(
+    return PageTable(
         caption=caption,
         headings=[headings[place] for place in kept],
         rows=[[row[place] for place in kept] for row in rows],
     )
 
 
-def _recipe(entry: Entry, place: int | None, answer: Answer) -> list[Cell]:
+def _recipe(entry: RankedRecipe, place: int | None, answer: Answer) -> list[Cell]:
     group = entry.group
     # The control may have the label of another recipe.
     band = None if entry.is_control else answer.bands.get(group.label)
@@ -183,7 +183,7 @@ def _differences(facts: Facts, answer: Answer) -> Section:
     which = "the best" if answer.best is not None else "the first one, because no run is done"
     intro = f"Compared with {name}, {which}. Names, paths and the number of the repeat are left out."
     rows = [_difference_row(entry, name) for entry in comparison]
-    table = Table(caption="Keys that differ", headings=["recipe", "runs", "key: best → here"], rows=rows)
+    table = PageTable(caption="Keys that differ", headings=["recipe", "runs", "key: best → here"], rows=rows)
     return Section(id=id, title=title, texts=[intro], tables=[table])
 
 
@@ -208,7 +208,7 @@ def _dropped(facts: Facts) -> Section:
         return Section(id="dropped", title="Dropped points", texts=["No point was dropped."])
     rows = [[text(stage), number(count), _cut(reason)] for (stage, reason), count in reasons.most_common()]
     intro = f"{counted(sum(reasons.values()), 'point')} came to no run."
-    table = Table(caption="Dropped points by reason", headings=["stage", "points", "reason"], rows=rows)
+    table = PageTable(caption="Dropped points by reason", headings=["stage", "points", "reason"], rows=rows)
     return Section(id="dropped", title="Dropped points", texts=[intro], tables=[table])
 
 
@@ -229,7 +229,7 @@ def _failures(facts: Facts) -> Section:
         ]
         for row in bad
     ]
-    table = Table(
+    table = PageTable(
         caption="Runs that did not end as done",
         headings=["run", "layout", "outcome", "step", "rank", "cause"],
         rows=rows,
@@ -283,7 +283,7 @@ def _parity(parity: Parity) -> Section:
         ]
         for row in parity.rows
     ]
-    table = Table(caption="Largest differences", headings=[*headings, "reason"], rows=rows)
+    table = PageTable(caption="Largest differences", headings=[*headings, "reason"], rows=rows)
     return Section(id="parity", title=title, texts=[intro], tables=[table])
 
 
@@ -297,13 +297,13 @@ def _provenance(facts: Facts) -> Section:
     caption = "Runs by the code, the versions and the machines that made them"
     if len(source_list) <= _MOST_SOURCES:
         rows = [[text(name), *cells] for name, *cells in zip(names, *columns, strict=True)]
-        table = Table(
+        table = PageTable(
             caption=caption,
             headings=["fact", *(f"source {place}" for place, _ in enumerate(source_list, 1))],
             rows=rows,
         )
     else:
-        table = Table(caption=caption, headings=names, rows=columns)
+        table = PageTable(caption=caption, headings=names, rows=columns)
     origin = facts.sweep.manifest().get("origin")
     texts = [f"The sweep is {origin}."] if isinstance(origin, str) and origin != "command line" else []
     if not source_list:

@@ -36,7 +36,7 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class PageTable:
     """One table; the first cell of a row is its heading.
 
     Attributes:
@@ -80,9 +80,9 @@ def run_cell(name: object) -> Cell:
     return Cell(text=str(name), run=str(name))
 
 
-def values_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], *, caption: str) -> Table:
+def values_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], *, caption: str) -> PageTable:
     """The values of some columns of the sweep's table, a row for each run."""
-    return Table(
+    return PageTable(
         caption=caption,
         headings=["run", *columns],
         rows=[[run_cell(row["run"]), *(text(row.get(name)) for name in columns)] for row in rows],

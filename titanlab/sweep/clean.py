@@ -49,7 +49,7 @@ YOUNG_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Item:
+class Removable:
     """A file or a folder that can be removed.
 
     Attributes:
@@ -71,11 +71,11 @@ class Refused(Exception):
     """Why an item was left alone, in one line."""
 
 
-def item(kind: str, path: Path, root: Path, run: RunFolder | None = None) -> Item | None:
+def item(kind: str, path: Path, root: Path, run: RunFolder | None = None) -> Removable | None:
     """The item of a path; None if it is a link, has gone, or lies outside its root."""
     if path.is_symlink() or not os.path.lexists(path) or not is_within(path, root):
         return None
-    return Item(kind=kind, path=path, root=root, bytes=size_of_tree(path), run=run)
+    return Removable(kind=kind, path=path, root=root, bytes=size_of_tree(path), run=run)
 
 
 def is_within(path: Path, root: Path) -> bool:
@@ -120,7 +120,7 @@ def _inner(path: Path) -> list[Path]:
     return list(path.iterdir()) if path.is_dir() and not path.is_symlink() else []
 
 
-def remove_item(entry: Item) -> None:
+def remove_item(entry: Removable) -> None:
     """Remove an item. While it gets another name, no process can begin to work on its run.
 
     Raises:
@@ -159,7 +159,7 @@ _DATA_FOLDERS = ("tokens", "fingerprints")
 _MAKING = ".making-"
 
 
-def cached() -> Iterator[Item]:
+def cached() -> Iterator[Removable]:
     """What the caches hold, and what killed processes have left there."""
     root = compile_cache.own_folder()
     # A user without a home folder may have no cache of data.
@@ -279,7 +279,7 @@ class Survey:
     keep: int | None = None
     verifies: bool = False
     is_remote: bool = False
-    items: list[Item] = field(default_factory=list)
+    items: list[Removable] = field(default_factory=list)
     busy: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -357,7 +357,7 @@ class Survey:
         for row in removable(run, place, keep=self.keep, verifies=self.verifies, named=named):
             path = place / row.name
             if isinstance(path, StorePath):
-                self.items.append(Item(kind="checkpoints", path=path, root=self.root, bytes=row.bytes, run=run))
+                self.items.append(Removable(kind="checkpoints", path=path, root=self.root, bytes=row.bytes, run=run))
             else:
                 self._add("checkpoints", path, run)
         if not isinstance(place, StorePath):

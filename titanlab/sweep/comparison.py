@@ -32,7 +32,7 @@ _FIGURES = ("processes", "tokens/s", "of all", "MFU", "GiB", "loss", "validation
 
 
 @dataclass(frozen=True)
-class Group:
+class RecipeRuns:
     """Runs of one recipe.
 
     Attributes:
@@ -79,7 +79,7 @@ class Group:
         return statistics.median(known) if known else None
 
 
-def groups(rows: Iterable[Row]) -> list[Group]:
+def groups(rows: Iterable[Row]) -> list[RecipeRuns]:
     """The recipes of a sweep, in the order of their first runs; dropped points are omitted."""
     members_of: dict[tuple[Any, ...], list[Row]] = {}
     shown = [row for row in runs(rows) if row["layout.label"] is not None]
@@ -93,7 +93,7 @@ def groups(rows: Iterable[Row]) -> list[Group]:
     differing = [name for name in _RECIPE if len({key[name] for key in keys}) > 1]
     differing += _needed(others, keys, (*_LAYOUT, *differing))
     return [
-        Group(key["layout.label"], key["world"], {name: key[name] for name in differing}, members)
+        RecipeRuns(key["layout.label"], key["world"], {name: key[name] for name in differing}, members)
         for key, members in zip(keys, members_of.values(), strict=True)
     ]
 
@@ -128,7 +128,7 @@ def _needed(names: Sequence[str], keys: Sequence[Row], seen: Sequence[str]) -> l
     return needed
 
 
-def _figures(group: Group) -> list[str]:
+def _figures(group: RecipeRuns) -> list[str]:
     mark = "*" if group.is_oversubscribed else ""
     forms: dict[str, Callable[[float], str]] = {
         "tokens_per_second": lambda value: grouped(value) + mark,
@@ -269,7 +269,7 @@ _OVERSUBSCRIBED = "oversubscribed: more processes than cores, so that its speed 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class RankedRecipe:
     """A recipe in a ranking.
 
     Attributes:
@@ -283,7 +283,7 @@ class Entry:
         left_out: why it has no place in the ranking; None: it has one.
     """
 
-    group: Group
+    group: RecipeRuns
     figures: tuple[float, ...] = ()
     centre: float | None = None
     low: float | None = None
@@ -333,12 +333,12 @@ class Entry:
         }
 
 
-def entry_of(group: Group, by: str, max_memory_gib: float | None) -> Entry:
+def entry_of(group: RecipeRuns, by: str, max_memory_gib: float | None) -> RankedRecipe:
     done = [row for row in group.rows if row["outcome"] == "done"]
     memory = max(_positive(done, "memory_gib"), default=None)
     counted = counted_runs(group, by)
     figures = tuple(_positive(counted, COLUMN_OF[by]))
-    return Entry(
+    return RankedRecipe(
         group=group,
         figures=figures,
         centre=statistics.geometric_mean(figures) if figures else None,
@@ -348,13 +348,13 @@ def entry_of(group: Group, by: str, max_memory_gib: float | None) -> Entry:
     )
 
 
-def counted_runs(group: Group, by: str) -> list[Row]:
+def counted_runs(group: RecipeRuns, by: str) -> list[Row]:
     """The runs whose figures count: those that are done, and for a speed had a core for each process."""
     return [row for row in group.rows if row["outcome"] == "done" and (by == "memory" or not row["oversubscribed"])]
 
 
 def _reason(
-    group: Group,
+    group: RecipeRuns,
     done: Sequence[Row],
     counted: Sequence[Row],
     figures: Sequence[float],

@@ -17,7 +17,7 @@ from typing import Any
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import LaunchConfig, States
 from titanlab.launch.launchers import launcher_named
-from titanlab.launch.submission import HANDING_OVER, Shape, Submission, drop_submission, write_submission
+from titanlab.launch.submission import HANDING_OVER, JobShape, Submission, drop_submission, write_submission
 from titanlab.ranges import plain
 from titanlab.records.claim import claimed
 from titanlab.records.outcome import Outcome, OutcomeKind
@@ -31,7 +31,7 @@ _PATIENCE_SECONDS = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Item:
+class QueuedRun:
     """A run to be put into a queue.
 
     Attributes:
@@ -42,12 +42,12 @@ class Item:
     """
 
     run: str
-    shape: Shape
+    shape: JobShape
     launch: LaunchConfig
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 
-def check_jobs(jobs: Sequence[tuple[LaunchConfig, Shape]], *, submits: bool = True) -> None:
+def check_jobs(jobs: Sequence[tuple[LaunchConfig, JobShape]], *, submits: bool = True) -> None:
     """Check that each launcher can take its jobs.
 
     Args:
@@ -57,7 +57,7 @@ def check_jobs(jobs: Sequence[tuple[LaunchConfig, Shape]], *, submits: bool = Tr
     Raises:
         ConfigError: a launcher cannot take its jobs.
     """
-    by_launcher: dict[str, list[tuple[LaunchConfig, Shape]]] = {}
+    by_launcher: dict[str, list[tuple[LaunchConfig, JobShape]]] = {}
     for launch, shape in jobs:
         by_launcher.setdefault(launch.kind, []).append((launch, shape))
     for kind, own in by_launcher.items():
@@ -95,7 +95,7 @@ def silent_launcher(launches: Iterable[LaunchConfig]) -> str | None:
     return None
 
 
-def enqueue(folder: SweepFolder, items: Sequence[Item], report: Callable[[str], None]) -> list[Submission]:
+def enqueue(folder: SweepFolder, items: Sequence[QueuedRun], report: Callable[[str], None]) -> list[Submission]:
     """Submit runs that have folders, in the order in which they should start. The caller has claimed the sweep.
 
     Raises:
@@ -177,13 +177,13 @@ def _settled(folder: SweepFolder, submission: Submission) -> Submission | None:
         return submission
 
 
-def arrays(items: Sequence[Item], *, answered: bool = True) -> Iterator[list[Item]]:
+def arrays(items: Sequence[QueuedRun], *, answered: bool = True) -> Iterator[list[QueuedRun]]:
     """Group runs whose jobs have the same shape and config into arrays of the allowed size, in order of first use.
 
     Args:
         answered: whether the launchers can be asked for the size of an array; if not, a size that all accept is used.
     """
-    groups: dict[str, list[Item]] = {}
+    groups: dict[str, list[QueuedRun]] = {}
     for item in items:
         key = json.dumps([plain(item.shape), plain(item.launch)], sort_keys=True, default=str)
         groups.setdefault(key, []).append(item)

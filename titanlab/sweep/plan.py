@@ -30,7 +30,7 @@ from titanlab.records.run_folder import check_runs
 from titanlab.sweep.composer import Composer
 from titanlab.sweep.prune import Sieve, Unfit, prune
 from titanlab.sweep.request import CONTROL, Request, control_points, read_request
-from titanlab.sweep.space import Point, Values, canonical_text
+from titanlab.sweep.space import SweepPoint, Values, canonical_text
 from titanlab.train.starting_weights import check_beginning, start_fingerprint
 
 SINGLE = "single"
@@ -38,10 +38,10 @@ COMMAND_LINE = "command line"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
+class PlannedRun:
     """A point that can run: its recipe is resolved, and has the point's label as its name."""
 
-    point: Point
+    point: SweepPoint
     recipe: Recipe
     identity: Identity
 
@@ -55,7 +55,7 @@ class Dropped:
         reason: one line.
     """
 
-    point: Point
+    point: SweepPoint
     stage: str
     reason: str
 
@@ -76,7 +76,7 @@ class Study:
     name: str
     origin: str
     definition: Mapping[str, Any]
-    planned: tuple[Planned, ...]
+    planned: tuple[PlannedRun, ...]
     dropped: tuple[Dropped, ...]
     notices: tuple[str, ...] = ()
 
@@ -185,13 +185,13 @@ class _Checks:
 def _named(request: Request, composer: Composer, left: Sieve, recipes: Mapping[int, Recipe], data: DataOnce) -> Study:
     """The study, with a name for every run; points that would be the same run are dropped."""
     name = _folder(request, composer, next(iter(recipes.values())))
-    planned: list[Planned] = []
+    planned: list[PlannedRun] = []
     dropped: list[Dropped] = []
     known: dict[str, str] = {}
     for number, values in enumerate(request.points):
         unfit = left.dropped.get(number)
         for repeat in range(request.repeats):
-            point = Point(values=values, repeat=repeat if unfit else recipes[number].repeat + repeat)
+            point = SweepPoint(values=values, repeat=repeat if unfit else recipes[number].repeat + repeat)
             if unfit is not None:
                 dropped.append(Dropped(point=point, stage=unfit.stage, reason=str(unfit.reason)))
                 continue
@@ -204,7 +204,7 @@ def _named(request: Request, composer: Composer, left: Sieve, recipes: Mapping[i
                 dropped.append(Dropped(point=point, stage="duplicate", reason=reason))
                 continue
             known[identity.sha256] = label
-            planned.append(Planned(point=point, recipe=recipe, identity=identity))
+            planned.append(PlannedRun(point=point, recipe=recipe, identity=identity))
     return Study(
         name=name,
         origin=f"sweeps/{request.option}" if request.option else COMMAND_LINE,
@@ -214,7 +214,7 @@ def _named(request: Request, composer: Composer, left: Sieve, recipes: Mapping[i
     )
 
 
-def _control(values: Values, repeats: int, composer: Composer, check: _Checks, sweep: str) -> list[Planned]:
+def _control(values: Values, repeats: int, composer: Composer, check: _Checks, sweep: str) -> list[PlannedRun]:
     """The runs of the control.
 
     Raises:
@@ -230,11 +230,11 @@ def _control(values: Values, repeats: int, composer: Composer, check: _Checks, s
     planned = []
     for number, point in enumerate(control_points(values, repeats), 1):
         named = dataclasses.replace(recipe, sweep=sweep, name=f"{CONTROL}-{number}", repeat=point.repeat)
-        planned.append(Planned(point=point, recipe=named, identity=check.data.identify(named)))
+        planned.append(PlannedRun(point=point, recipe=named, identity=check.data.identify(named)))
     return planned
 
 
-def _label(request: Request, recipe: Recipe, point: Point) -> str:
+def _label(request: Request, recipe: Recipe, point: SweepPoint) -> str:
     if "name" in point.values:
         return recipe.name
     if not point.values:
@@ -334,7 +334,7 @@ def _plain(recipe: Recipe) -> Any:
     return [type(recipe.data).__qualname__, plain(recipe.data)]
 
 
-def starting_order(points: Sequence[Point]) -> list[int]:
+def starting_order(points: Sequence[SweepPoint]) -> list[int]:
     """The numbers of the points in the order in which their runs should start.
 
     Args:

@@ -10,7 +10,7 @@ from titanlab.costs.layout import AXES, Layout, resolve_layout
 from titanlab.errors import ConfigError
 from titanlab.recipe.keys import find_key
 from titanlab.sweep.composer import Composer
-from titanlab.sweep.space import WHERE, Expression, Point, Values, keys_of
+from titanlab.sweep.space import WHERE, Expression, SweepPoint, Values, keys_of
 from titanlab.techniques.optimizer.contract import Schedule
 
 WARMUP = "optimizer.schedule.warmup_steps"
@@ -51,7 +51,7 @@ class _Values:
         self._composer = composer
         self._point = point
         self._layout: Layout | None = None
-        self.label = Point(values=point).label
+        self.label = SweepPoint(values=point).label
 
     def value(self, key: str, condition: str) -> Any:
         """The value of a key in a condition.

@@ -23,7 +23,7 @@ from titanlab.sweep.comparison import (
     MEASURED_PEAK,
     OWN_PEAK,
     Drift,
-    Entry,
+    RankedRecipe,
     counted_runs,
     drift_of,
     entry_of,
@@ -34,7 +34,7 @@ from titanlab.sweep.listing import ACTIVE, Row, aligned, runs
 from titanlab.system.text import counted, duration, grouped
 
 if TYPE_CHECKING:
-    from titanlab.sweep.comparison import Drift, Entry
+    from titanlab.sweep.comparison import Drift, RankedRecipe
 
 
 # The probability of a wrong statement, for all statements about one sweep together. Of the 5 % that are promised,
@@ -43,7 +43,7 @@ ERROR = 0.04
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranking:
+class SweepRanking:
     """The recipes of a sweep, best first.
 
     Attributes:
@@ -67,31 +67,31 @@ class Ranking:
 
     by: str
     max_memory_gib: float | None
-    entries: tuple[Entry, ...]
-    winner: Entry | None
-    runner_up: Entry | None
+    entries: tuple[RankedRecipe, ...]
+    winner: RankedRecipe | None
+    runner_up: RankedRecipe | None
     gap_percent: float | None
     interval_percent: tuple[float, float] | None
     is_within_noise: bool | None
     noise_percent: float | None
     degrees: int
-    control: Entry | None
+    control: RankedRecipe | None
     control_gap_percent: float | None
     control_interval_percent: tuple[float, float] | None
     drift: Drift | None
 
     @property
-    def ranked(self) -> tuple[Entry, ...]:
+    def ranked(self) -> tuple[RankedRecipe, ...]:
         """The entries that have a place."""
         return tuple(entry for entry in self.entries if entry.left_out is None)
 
     @property
-    def left_out(self) -> tuple[Entry, ...]:
+    def left_out(self) -> tuple[RankedRecipe, ...]:
         """The entries that have none."""
         return tuple(entry for entry in self.entries if entry.left_out is not None)
 
     @property
-    def first(self) -> Entry | None:
+    def first(self) -> RankedRecipe | None:
         """The entry with the best figure, whether or not it can be named the winner."""
         return next(iter(self.ranked), None)
 
@@ -127,7 +127,7 @@ class Ranking:
         }
 
 
-def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None = None) -> Ranking:
+def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None = None) -> SweepRanking:
     """Rank the recipes of a sweep's rows.
 
     Args:
@@ -158,7 +158,7 @@ def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None =
     gap, interval = _gap(leads[0] if leads else None, sign)
     beyond = _lead(ranked[0], control, sign, noise, degrees, 1) if ranked and control is not None else None
     control_gap, control_interval = _gap(beyond, sign)
-    return Ranking(
+    return SweepRanking(
         by=by,
         max_memory_gib=max_memory_gib,
         entries=(*placed, *(entry for entry in entries if entry.left_out is not None)),
@@ -184,7 +184,7 @@ def drift_lines(rows: Sequence[Row]) -> list[str]:
     return [] if drift is None else [drift_line(drift, "tps")]
 
 
-def _pooled(entries: Sequence[Entry]) -> tuple[float | None, int]:
+def _pooled(entries: Sequence[RankedRecipe]) -> tuple[float | None, int]:
     """The standard deviation of a run's logarithm, pooled over all repeats, and its degrees of freedom.
 
     A recipe that does not fit into a limit of memory says as much about the noise as one that fits.
@@ -194,7 +194,7 @@ def _pooled(entries: Sequence[Entry]) -> tuple[float | None, int]:
     return (math.sqrt(math.fsum(map(_squares, samples)) / degrees) if degrees else None), degrees
 
 
-def _drift(control: Entry, entries: Sequence[Entry], by: str) -> Drift | None:
+def _drift(control: RankedRecipe, entries: Sequence[RankedRecipe], by: str) -> Drift | None:
     """The drift of the control, held against the noise of the other recipes."""
     noise, degrees = _pooled(entries)
     squares = 0.0 if noise is None else noise**2 * degrees
@@ -210,7 +210,7 @@ def _squares(sample: Sequence[float]) -> float:
 
 
 def _lead(
-    first: Entry, other: Entry, sign: int, noise: float | None, degrees: int, comparisons: int
+    first: RankedRecipe, other: RankedRecipe, sign: int, noise: float | None, degrees: int, comparisons: int
 ) -> tuple[float, float, float]:
     """By how much the first is better than another, as a logarithm, and the ends of the interval of that."""
     assert first.centre is not None
@@ -222,7 +222,7 @@ def _lead(
     return lead, lead - half, lead + half
 
 
-def _with_interval(entry: Entry, noise: float | None, degrees: int) -> Entry:
+def _with_interval(entry: RankedRecipe, noise: float | None, degrees: int) -> RankedRecipe:
     """The entry with the interval of its own centre."""
     if noise is None or entry.centre is None:
         return entry
@@ -283,7 +283,7 @@ def percent(value: float) -> str:
     return f"{value:.1f}%" if abs(value) >= 0.095 else f"{value:.1g}%"
 
 
-def sentence_of(ranking: Ranking) -> str:
+def sentence_of(ranking: SweepRanking) -> str:
     """The answer in one sentence: who is the best and by how much, or why nobody can be named."""
     by, first, second = ranking.by, ranking.first, ranking.runner_up
     if first is None:
@@ -317,7 +317,7 @@ def sentence_of(ranking: Ranking) -> str:
     )
 
 
-def notes_of(ranking: Ranking) -> list[str]:
+def notes_of(ranking: SweepRanking) -> list[str]:
     """What else one has to know to believe the answer: the noise, the drift, and what is missing."""
     notes = [_noise(ranking)] if ranking.ranked else []
     if ranking.control is not None:
@@ -359,7 +359,7 @@ def drift_line(drift: Drift, by: str) -> str:
     return f"{line}, 95% interval {low} to {high}): {end}."
 
 
-def ranking_lines(ranking: Ranking) -> list[str]:
+def ranking_lines(ranking: SweepRanking) -> list[str]:
     """The whole answer: the sentence, the ranked table, the notes, and who is left out and why."""
     lines = [ranking.sentence]
     if ranking.ranked:
@@ -372,7 +372,7 @@ def ranking_lines(ranking: Ranking) -> list[str]:
     return lines
 
 
-def _cells(place: int, entry: Entry, ranking: Ranking) -> tuple[str, ...]:
+def _cells(place: int, entry: RankedRecipe, ranking: SweepRanking) -> tuple[str, ...]:
     group, by = entry.group, ranking.by
     shown = {name: _other(entry, name) for name in ("tps", "mfu", "memory")}
     shown[by] = figure(entry.centre, by)
@@ -389,7 +389,7 @@ def _cells(place: int, entry: Entry, ranking: Ranking) -> tuple[str, ...]:
     )
 
 
-def _other(entry: Entry, by: str) -> str:
+def _other(entry: RankedRecipe, by: str) -> str:
     """A figure by which the recipes are not ranked; speeds of oversubscribed runs are marked."""
     if by == "memory":
         return figure(entry.memory_gib, by)
@@ -397,7 +397,7 @@ def _other(entry: Entry, by: str) -> str:
     return figure(value, by) + ("*" if value is not None and entry.group.is_oversubscribed else "")
 
 
-def _standing(place: int, entry: Entry, ranking: Ranking) -> str:
+def _standing(place: int, entry: RankedRecipe, ranking: SweepRanking) -> str:
     """How a recipe compares with the first one."""
     first = ranking.first
     if place == 1 or first is None or first.centre is None or entry.centre is None:
@@ -407,7 +407,7 @@ def _standing(place: int, entry: Entry, ranking: Ranking) -> str:
     return f"{text}, within noise" if entry.is_within_noise else text
 
 
-def _noise(ranking: Ranking) -> str:
+def _noise(ranking: SweepRanking) -> str:
     if ranking.noise_percent is None:
         return "Noise: unknown, as no recipe has two runs; hydra.sweeper.repeats=3 runs each three times."
     return (
@@ -416,7 +416,7 @@ def _noise(ranking: Ranking) -> str:
     )
 
 
-def _control(control: Entry, ranking: Ranking) -> str:
+def _control(control: RankedRecipe, ranking: SweepRanking) -> str:
     """What the control did, and how the first recipe compares with it."""
     by, first = ranking.by, ranking.first
     line = f"Control: {control.label}, {amount(control.centre, by)} ({counted(control.runs, 'run')})"
@@ -431,12 +431,12 @@ def _control(control: Entry, ranking: Ranking) -> str:
     return f"{line} (95% interval {percent(low)} to {percent(high)}), {end}."
 
 
-def _repeated(ranking: Ranking) -> list[Entry]:
+def _repeated(ranking: SweepRanking) -> list[RankedRecipe]:
     control = [] if ranking.control is None else [ranking.control]
     return [entry for entry in (*ranking.entries, *control) if entry.runs > 1]
 
 
-def _nothing(ranking: Ranking) -> str:
+def _nothing(ranking: SweepRanking) -> str:
     """Why no recipe has a place."""
     entries = ranking.entries
     if not entries:

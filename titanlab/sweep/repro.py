@@ -27,7 +27,7 @@ from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.composer import Composer
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.system.files import read_bytes
-from titanlab.system.processes import Answer, ask
+from titanlab.system.processes import CommandResult, ask
 
 _SHA = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
@@ -240,13 +240,13 @@ def _is_same(code: RecordedCode, folder: Path) -> bool | None:
     return None if code.fingerprint is None else code_fingerprint(folder / "titanlab") == code.fingerprint
 
 
-def _checked(answer: Answer | None, what: str, into: Path) -> None:
+def _checked(answer: CommandResult | None, what: str, into: Path) -> None:
     if answer is None or answer.code:
         rule = "git gave no answer" if answer is None else f"{what} says: {answer.complaint[:300]}"
         raise ConfigError("--into", into, rule, "give another folder")
 
 
-def _git(folder: Path, *arguments: str) -> Answer | None:
+def _git(folder: Path, *arguments: str) -> CommandResult | None:
     # Git sets GIT_DIR and similar variables for hooks; they would select another repository.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environ |= {"LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0", "GIT_LFS_SKIP_SMUDGE": "1"}

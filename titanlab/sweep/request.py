@@ -25,14 +25,14 @@ from titanlab.recipe.compose import Loader, override_text
 from titanlab.recipe.flags import Flags, read_flags
 from titanlab.recipe.hydra_errors import composition_errors, value_error
 from titanlab.recipe.hydra_internal import is_hydras_own, plain_value
-from titanlab.recipe.keys import Key, Space, advice, as_typed, find_key, known_keys, unknown_key
+from titanlab.recipe.keys import Key, SweepSpace, advice, as_typed, find_key, known_keys, unknown_key
 from titanlab.recipe.recipe import Recipe, schema_node
 from titanlab.recipe.strangers import own_start_error
 from titanlab.sweep.space import (
     LIMIT,
     WHERE,
     Expression,
-    Point,
+    SweepPoint,
     Values,
     canonical_text,
     expand,
@@ -135,7 +135,7 @@ def _check_plugins(base: DictConfig) -> None:
 
 
 def _is_space(node: DictConfig) -> bool:
-    return OmegaConf.get_type(node) is Space
+    return OmegaConf.get_type(node) is SweepSpace
 
 
 def _typed_values(loader: Loader, flags: Flags, node: DictConfig) -> dict[str, list[Any]]:
@@ -346,7 +346,7 @@ def read_control(value: Any) -> Values | None:
     return dict(value)
 
 
-def control_points(values: Values, repeats: int) -> list[Point]:
+def control_points(values: Values, repeats: int) -> list[SweepPoint]:
     """The points of the control's runs, in their order: one before each round of repeats, and one at the end."""
     count = max(_FEWEST, repeats + 1)
-    return [Point(values=values, repeat=FIRST_REPEAT + number, is_control=True) for number in range(count)]
+    return [SweepPoint(values=values, repeat=FIRST_REPEAT + number, is_control=True) for number in range(count)]

@@ -23,7 +23,7 @@ from titanlab.recipe.recipe_rules import check_all_but_data, check_host_memory
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder, create_run
 from titanlab.sweep import snapshot
-from titanlab.sweep.enqueue import Item, check_jobs, enqueue, settle, standing, supersede, wake
+from titanlab.sweep.enqueue import QueuedRun, check_jobs, enqueue, settle, standing, supersede, wake
 from titanlab.sweep.reconcile import reconcile, silence
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of, readable
 from titanlab.system.text import sweep_argument
@@ -34,7 +34,7 @@ FAILED = tuple(kind.value for kind in OutcomeKind if kind is not OutcomeKind.DON
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
+class RetriedRun:
     """A run that is submitted again.
 
     Attributes:
@@ -47,7 +47,7 @@ class Chosen:
     run: RunFolder
     outcome: str | None
     anew: bool
-    job: Item
+    job: QueuedRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Retried:
         jobs: the submissions; empty after a dry run.
     """
 
-    chosen: tuple[Chosen, ...]
+    chosen: tuple[RetriedRun, ...]
     jobs: tuple[Submission, ...]
 
 
@@ -109,7 +109,7 @@ def _chosen(
     overrides: Sequence[str],
     *,
     stale: bool,
-) -> list[Chosen]:
+) -> list[RetriedRun]:
     jobs, states = jobs_of(folder, folder.submissions()), reconcile(folder)
     if (problem := silence(states)) is not None:
         report(f"{problem}; runs whose jobs it may have are left alone")
@@ -126,7 +126,7 @@ def _chosen(
         else:
             is_chosen = word == "ended" and outcome in outcomes
         if is_chosen:
-            chosen.append(Chosen(run=run, outcome=outcome, anew=stale, job=_next_job(run, overrides, report)))
+            chosen.append(RetriedRun(run=run, outcome=outcome, anew=stale, job=_next_job(run, overrides, report)))
         elif names:
             report(f"{run.path.name} is left alone: {outcome or word}")
     return chosen
@@ -148,7 +148,7 @@ def _begin_anew(folder: SweepFolder, run: RunFolder) -> None:
     create_run(folder.path.parent, sweep=folder.name, name=run.name, identity=identity, config=config, parent=parent)
 
 
-def _next_job(run: RunFolder, overrides: Sequence[str], report: Callable[[str], None]) -> Item:
+def _next_job(run: RunFolder, overrides: Sequence[str], report: Callable[[str], None]) -> QueuedRun:
     """The next job of a run; another layout is checked like a new run's.
 
     Raises:
@@ -158,7 +158,7 @@ def _next_job(run: RunFolder, overrides: Sequence[str], report: Callable[[str], 
     config = run.config()
     recipe = next_recipe(config, overrides, CHANGEABLE, file=run.path / "config.yaml")
     if not _changes_layout(overrides):
-        return Item(run=run.path.name, shape=shape_of(recipe), launch=launch_of(recipe))
+        return QueuedRun(run=run.path.name, shape=shape_of(recipe), launch=launch_of(recipe))
     try:
         recipe, line = adapted(recipe, from_mapping(config), overrides)
         item = item_of(run, checked(recipe))
@@ -213,10 +213,10 @@ def checked(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def item_of(run: RunFolder, recipe: Recipe) -> Item:
+def item_of(run: RunFolder, recipe: Recipe) -> QueuedRun:
     """The job of a run with a checked recipe."""
     changed = changes(run.config(), to_mapping(recipe))
-    return Item(run=run.path.name, shape=shape_of(recipe), launch=launch_of(recipe), changes=changed)
+    return QueuedRun(run=run.path.name, shape=shape_of(recipe), launch=launch_of(recipe), changes=changed)
 
 
 def submitted_with(run: RunFolder) -> Mapping[str, Any] | None:

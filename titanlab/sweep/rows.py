@@ -83,7 +83,7 @@ class _Attempt:
 
 
 @dataclass
-class Table:
+class SweepTable:
     """The rows of one sweep, to be computed repeatedly while it runs: files that cannot change are read once.
 
     Args:
@@ -428,7 +428,7 @@ def look_at(
             report(line)
 
     code = code_fingerprint(Path(titanlab.__file__).parent)
-    table = Table(sweep, code=code, late=LateEstimates() if estimates else None)
+    table = SweepTable(sweep, code=code, late=LateEstimates() if estimates else None)
     states: States = {}
     due = -float("inf")
 

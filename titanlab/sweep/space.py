@@ -375,7 +375,7 @@ _VAGUE = ("none", "off", "full", "block", "default", "local")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class SweepPoint:
     """One value for each key of a sweep.
 
     Attributes:

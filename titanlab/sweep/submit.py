@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from titanlab.checkpoint.contents import parent_of
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import States, launch_of
-from titanlab.launch.submission import Shape, Submission, shape_of
+from titanlab.launch.submission import JobShape, Submission, shape_of
 from titanlab.plan.explanation import MEMORY_ERROR, Estimate, estimate_of
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.run_folder import RunFolder, check_runs, create_run
 from titanlab.sweep.enqueue import (
-    Item,
+    QueuedRun,
     arrays,
     check_folder,
     check_jobs,
@@ -33,7 +33,7 @@ from titanlab.sweep.enqueue import (
     wake,
 )
 from titanlab.sweep.listing import aligned, dropped
-from titanlab.sweep.plan import SINGLE, Dropped, Planned, Study, starting_order
+from titanlab.sweep.plan import SINGLE, Dropped, PlannedRun, Study, starting_order
 from titanlab.sweep.reconcile import job_states, reconcile
 from titanlab.sweep.rows import estimate_values
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
@@ -57,11 +57,11 @@ class Decision:
         shape: the resources of its job.
     """
 
-    planned: Planned
+    planned: PlannedRun
     run_name: str
     action: str
     outcome: str | None
-    shape: Shape
+    shape: JobShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class Submitted:
 
     folder: SweepFolder
     decisions: tuple[Decision, ...]
-    jobs: tuple[tuple[str, Shape, tuple[str, ...]], ...]
+    jobs: tuple[tuple[str, JobShape, tuple[str, ...]], ...]
 
 
 def folder_of(study: Study) -> SweepFolder:
@@ -99,7 +99,7 @@ def silence_of(study: Study) -> str | None:
     return silent_launcher(launch_of(planned.recipe) for planned in study.planned)
 
 
-def check_study(study: Study, *, submits: bool = True, answered: bool = True) -> list[Shape]:
+def check_study(study: Study, *, submits: bool = True, answered: bool = True) -> list[JobShape]:
     """Check everything that can be checked before anything is written. Returns the shape of every run's job.
 
     Args:
@@ -165,7 +165,7 @@ def submit(study: Study, report: Callable[[str], None], *, force: bool = False) 
 
 
 def _decided(
-    study: Study, folder: SweepFolder, shapes: Sequence[Shape], states: States, *, force: bool
+    study: Study, folder: SweepFolder, shapes: Sequence[JobShape], states: States, *, force: bool
 ) -> list[Decision]:
     jobs, run_of = jobs_of(folder, folder.submissions()), _by_identity(folder)
     decisions = []
@@ -180,7 +180,7 @@ def _decided(
     return decisions
 
 
-def _prepared(folder: SweepFolder, decision: Decision, *, force: bool) -> Item:
+def _prepared(folder: SweepFolder, decision: Decision, *, force: bool) -> QueuedRun:
     """Create the run's folder if it does not exist. Returns the item for the queue."""
     run, recipe = folder.run(decision.run_name), decision.planned.recipe
     if force and decision.outcome is not None and run.path.exists():
@@ -194,7 +194,7 @@ def _prepared(folder: SweepFolder, decision: Decision, *, force: bool) -> Item:
         config=to_mapping(recipe),
         parent=parent_of(recipe.checkpoint.load_from),
     )
-    return Item(run=decision.run_name, shape=decision.shape, launch=launch_of(recipe))
+    return QueuedRun(run=decision.run_name, shape=decision.shape, launch=launch_of(recipe))
 
 
 def _by_identity(folder: SweepFolder) -> dict[str, RunFolder]:
@@ -244,14 +244,14 @@ def _write(folder: SweepFolder, study: Study, decisions: Sequence[Decision]) -> 
 
 
 def _point(
-    planned: Planned | Dropped, *, run: str | None = None, dropped: Mapping[str, str] | None = None
+    planned: PlannedRun | Dropped, *, run: str | None = None, dropped: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     point = planned.point
     control = {"control": True} if point.is_control else {}
     return {"point": dict(point.values), "repeat": point.repeat, "run": run, "dropped": dropped, **control}
 
 
-def _jobs(submitted: Sequence[Submission]) -> list[tuple[str, Shape, tuple[str, ...]]]:
+def _jobs(submitted: Sequence[Submission]) -> list[tuple[str, JobShape, tuple[str, ...]]]:
     return [(submission.job_id or submission.token, submission.shape, submission.runs) for submission in submitted]
 
 
@@ -378,7 +378,9 @@ def _resources(submitted: Sequence[Decision], *, answered: bool) -> str:
     shapes = [decision.shape for decision in submitted]
     parts = [f"{counted(sum(shape.processes for shape in shapes), 'process', 'processes')} in all"]
     if not all(decision.planned.recipe.launch.runs_here for decision in submitted):
-        items = [Item(run=run.run_name, shape=run.shape, launch=launch_of(run.planned.recipe)) for run in submitted]
+        items = [
+            QueuedRun(run=run.run_name, shape=run.shape, launch=launch_of(run.planned.recipe)) for run in submitted
+        ]
         parts += [
             counted(sum(shape.nodes for shape in shapes), "node"),
             counted(len(list(arrays(items, answered=answered))), "array"),
@@ -409,7 +411,7 @@ def fitting(study: Study, *, strictly: bool) -> Study:
     Raises:
         ConfigError: none is left.
     """
-    kept: list[Planned] = []
+    kept: list[PlannedRun] = []
     dropped = list(study.dropped)
     doubtful = 0
     for planned in study.planned:

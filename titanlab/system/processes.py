@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class CommandResult:
     """The result of a program.
 
     Attributes:
@@ -31,7 +31,7 @@ class Answer:
         return " ".join((self.errors or self.output).split())
 
 
-def ask(*words: str, seconds: float = 60.0, environ: Mapping[str, str] | None = None) -> Answer | None:
+def ask(*words: str, seconds: float = 60.0, environ: Mapping[str, str] | None = None) -> CommandResult | None:
     """Run a program and wait for its end.
 
     Args:
@@ -46,7 +46,7 @@ def ask(*words: str, seconds: float = 60.0, environ: Mapping[str, str] | None = 
         ended = subprocess.run(words, capture_output=True, timeout=seconds, check=False, env=environ)
     except (OSError, subprocess.SubprocessError):
         return None
-    return Answer(
+    return CommandResult(
         code=ended.returncode,
         output=ended.stdout.decode(errors="replace"),
         errors=ended.stderr.decode(errors="replace"),

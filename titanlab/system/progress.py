@@ -101,9 +101,9 @@ def live_line(
     p, room = progress, columns - 1
     parts = _figures(p, style, length=0)
     if p.warming_up:
-        parts.append(_Part("warming up", _DECORATION, style.faint, style.off))
+        parts.append(_LinePart("warming up", _DECORATION, style.faint, style.off))
     if unicode and len(losses) > 1:
-        parts.insert(2 if p.loss is not None else 1, _Part(sparkline(losses), _DECORATION, style.done, style.off))
+        parts.insert(2 if p.loss is not None else 1, _LinePart(sparkline(losses), _DECORATION, style.done, style.off))
     narrowest, widest = _BAR_WIDTHS
     while _width(parts, _GAP) > room - narrowest - len(_GAP) and any(part.rank == _DECORATION for part in parts):
         parts.remove(max(parts, key=lambda part: part.rank))
@@ -120,7 +120,7 @@ def kept_line(progress: Progress, *, columns: int) -> str:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _LinePart:
     """A text of the line; that with the highest rank is dropped first."""
 
     text: str
@@ -132,34 +132,34 @@ class _Part:
 _DECORATION = 9
 
 
-def _figures(p: Progress, style: Style, *, length: int) -> list[_Part]:
+def _figures(p: Progress, style: Style, *, length: int) -> list[_LinePart]:
     """The numbers in the order of the line.
 
     Args:
         length: 0, 1 or 2: with all digits and units, with fewer digits, or as short as they can be.
     """
-    parts = [_Part(f"{p.step:>{len(str(p.steps))}}/{p.steps}", 0)]
+    parts = [_LinePart(f"{p.step:>{len(str(p.steps))}}/{p.steps}", 0)]
     if p.loss is not None:
         loss = loss_text(p.loss) if length < 2 else significant(p.loss, 4)
-        parts.append(_Part(f"loss {loss}", 1, style.strong, style.off))
+        parts.append(_LinePart(f"loss {loss}", 1, style.strong, style.off))
     if p.grad_norm is not None:
-        parts.append(_Part(f"grad {significant(p.grad_norm, 4 if length == 0 else 3)}", 5))
+        parts.append(_LinePart(f"grad {significant(p.grad_norm, 4 if length == 0 else 3)}", 5))
     if p.learning_rate is not None:
         text = rate(p.learning_rate)
         # Without the zero that pads the exponent.
         text = text if length == 0 else f"{p.learning_rate:.{2 - length}e}".replace("e-0", "e-").replace("e+00", "")
-        parts.append(_Part(f"lr {text}", 6))
+        parts.append(_LinePart(f"lr {text}", 6))
     if p.tokens_per_second is not None:
         speed = f"{short(p.tokens_per_second)} tok/s{'/dev' if p.devices > 1 and length < 2 else ''}"
-        parts.append(_Part(_speed(p) if length == 0 else speed, 3))
+        parts.append(_LinePart(_speed(p) if length == 0 else speed, 3))
     if p.mfu_percent is not None:
-        parts.append(_Part(f"MFU {p.mfu_percent:.{0 if length == 2 else 1}f}%", 4))
+        parts.append(_LinePart(f"MFU {p.mfu_percent:.{0 if length == 2 else 1}f}%", 4))
     if p.memory_gib is not None:
         text = f"{p.memory_gib:.2f}" if length == 0 else significant(p.memory_gib)
-        parts.append(_Part(f"{text}G" if length == 2 else f"{text} GiB", 7))
+        parts.append(_LinePart(f"{text}G" if length == 2 else f"{text} GiB", 7))
     if p.seconds_left is not None:
         text = duration(p.seconds_left) + ("" if length == 2 else " left")
-        parts.append(_Part(text, 2, style.faint, style.off))
+        parts.append(_LinePart(text, 2, style.faint, style.off))
     return parts
 
 
@@ -168,7 +168,7 @@ def _fitting(p: Progress, room: int, style: Style) -> str:
     for length, gap in ((0, _GAP), (1, _GAP), (1, " "), (2, _GAP), (2, " ")):
         parts = _figures(p, style, length=length)
         if _width(parts, gap) <= room:
-            mark = [_Part("(warm-up)", _DECORATION, style.faint, style.off)] if p.warming_up else []
+            mark = [_LinePart("(warm-up)", _DECORATION, style.faint, style.off)] if p.warming_up else []
             return _joined([*parts, *mark] if _width([*parts, *mark], gap) <= room else parts, gap)
     while len(parts) > 1 and _width(parts, " ") > room:
         parts.remove(max(parts, key=lambda part: part.rank))
@@ -211,9 +211,9 @@ def _speed(progress: Progress) -> str:
     return f"{grouped(progress.tokens_per_second or 0.0)} {unit}"
 
 
-def _width(parts: Sequence[_Part], gap: str) -> int:
+def _width(parts: Sequence[_LinePart], gap: str) -> int:
     return sum(len(part.text) for part in parts) + len(gap) * (len(parts) - 1)
 
 
-def _joined(parts: Sequence[_Part], gap: str) -> str:
+def _joined(parts: Sequence[_LinePart], gap: str) -> str:
     return gap.join(f"{part.on}{part.text}{part.off}" for part in parts)

@@ -21,8 +21,8 @@ from titanlab.system.hub import explained, is_absent, unreachable
 from titanlab.techniques.model.contract import HuggingFaceFamily, ModelConfig
 from titanlab.train.weights_folder import (
     CONTEXT,
-    Entry,
     SafetensorsSource,
+    TensorEntry,
     check_entries,
     checked_about,
     indexed_files,
@@ -109,7 +109,8 @@ def open_hf(path: Path, key: str) -> SafetensorsSource:
     return SafetensorsSource(
         model=model,
         entries={
-            name: Entry(dtype=entries[foreign[name].names[0]].dtype, shape=shape) for name, shape in shapes.items()
+            name: TensorEntry(dtype=entries[foreign[name].names[0]].dtype, shape=shape)
+            for name, shape in shapes.items()
         },
         files={plain: places[name] for plain, name in stored.items()},
         foreign=foreign,

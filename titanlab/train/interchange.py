@@ -27,7 +27,7 @@ from titanlab.train import hub_folders as hf
 from titanlab.train import weights_folder as ours
 from titanlab.train.hub_folders import copy_tokenizer, write_tokenizer_config
 from titanlab.train.starting_weights import open_folder
-from titanlab.train.weights_folder import SafetensorsSource, Source, chunks, left_out, usual_dtype, whole_folder
+from titanlab.train.weights_folder import SafetensorsSource, WeightsSource, chunks, left_out, usual_dtype, whole_folder
 
 Report = Callable[[str], None]
 
@@ -37,7 +37,9 @@ def is_weights(path: Path) -> bool:
     return ours.is_weights_folder(path) or hf.is_hf_folder(path)
 
 
-def write_ours(origin: Origin, into: Path, *, name: str, dtype: str | None, shard_bytes: int, report: Report) -> str:
+def write_ours(
+    origin: WeightsOrigin, into: Path, *, name: str, dtype: str | None, shard_bytes: int, report: Report
+) -> str:
     """Write a weights folder. Returns the command that trains from it.
 
     Raises:
@@ -81,7 +83,7 @@ def write_ours(origin: Origin, into: Path, *, name: str, dtype: str | None, shar
     return shlex.join(command)
 
 
-def write_hf(origin: Origin, into: Path, *, dtype: str | None, shard_bytes: int, report: Report) -> None:
+def write_hf(origin: WeightsOrigin, into: Path, *, dtype: str | None, shard_bytes: int, report: Report) -> None:
     """Write a folder that transformers can open.
 
     Raises:
@@ -126,7 +128,7 @@ def write_hf(origin: Origin, into: Path, *, dtype: str | None, shard_bytes: int,
         report(f"{line}; --format titanlab keeps them")
 
 
-def _check_copies(origin: Origin) -> None:
+def _check_copies(origin: WeightsOrigin) -> None:
     """Check that a tied output head that the files contain equals the embedding; reads both piece by piece."""
     source = origin.source
     if not origin.copies or not isinstance(source, SafetensorsSource):
@@ -142,7 +144,7 @@ def _check_copies(origin: Origin) -> None:
                 raise ConfigError("source", origin.title, rule, "set tie_word_embeddings to what the model was")
 
 
-def _write_generation(origin: Origin, part: Path) -> None:
+def _write_generation(origin: WeightsOrigin, part: Path) -> None:
     if not isinstance(origin.generation, Path):
         write_json(part / ours.GENERATION, origin.generation)
     elif origin.generation.is_file():
@@ -161,7 +163,7 @@ def _option_text(model: ModelConfig, title: str) -> str:
     return f"defaults: [{schema}, _self_]\n# From {comment}.\n{config_text(literal(values))}"
 
 
-def _report_size(origin: Origin, into: Path, report: Report) -> None:
+def _report_size(origin: WeightsOrigin, into: Path, report: Report) -> None:
     entries = origin.source.entries.values()
     files = sorted(into.glob("*.safetensors"))
     size = sum(path.stat().st_size for path in files)
@@ -179,7 +181,7 @@ _USUAL_CONTEXT = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
+class WeightsOrigin:
     """A model that can be written to another folder.
 
     Attributes:
@@ -191,7 +193,7 @@ class Origin:
         copies, not_read: see `SafetensorsSource`.
     """
 
-    source: Source
+    source: WeightsSource
     about: Mapping[str, Any]
     tokenizer: Path
     generation: Path | Mapping[str, Any]
@@ -205,7 +207,7 @@ class Origin:
         return int(self.about[ours.CONTEXT])
 
 
-def from_folder(path: Path, key: str) -> Origin:
+def from_folder(path: Path, key: str) -> WeightsOrigin:
     """The model in an imported folder or in a Hugging Face folder.
 
     Raises:
@@ -216,7 +218,7 @@ def from_folder(path: Path, key: str) -> Origin:
         rule = f"has no {hf.CONFIG}" if path.is_dir() else "is no folder"
         raise ConfigError(key, path, rule, "give a folder of Hugging Face's, or a model of its hub as owner/name")
     imported = ours.is_weights_folder(path)
-    return Origin(
+    return WeightsOrigin(
         source=source,
         about={ours.CONTEXT: _USUAL_CONTEXT, **source.about},
         tokenizer=path / ours.TOKENIZER if imported else path,
@@ -239,7 +241,7 @@ def checkpoint_of(text: str, runs: str, *, step: int | None) -> Place:
     return named or find(str(run.path), "run")
 
 
-def from_run(text: str, runs: str, *, step: int | None, checkpoint: Place | None = None) -> Origin:
+def from_run(text: str, runs: str, *, step: int | None, checkpoint: Place | None = None) -> WeightsOrigin:
     """The model of a checkpoint of a run; None: of that of `checkpoint_of`.
 
     Raises:
@@ -264,7 +266,7 @@ def from_run(text: str, runs: str, *, step: int | None, checkpoint: Place | None
     # Imported here: it imports torch.
     from titanlab.train.weights_tensors import run_source
 
-    return Origin(
+    return WeightsOrigin(
         source=run_source(checkpoint, model, "run"),
         about=about,
         tokenizer=run.tokenizer,
@@ -273,7 +275,7 @@ def from_run(text: str, runs: str, *, step: int | None, checkpoint: Place | None
     )
 
 
-def from_dcp(folder: Path, model: ModelConfig, key: str) -> Origin:
+def from_dcp(folder: Path, model: ModelConfig, key: str) -> WeightsOrigin:
     """The model in a folder of torch.distributed.checkpoint, which has neither a config nor a tokenizer.
 
     Raises:
@@ -282,7 +284,7 @@ def from_dcp(folder: Path, model: ModelConfig, key: str) -> Origin:
     # Imported here: it imports torch.
     from titanlab.train.weights_tensors import dcp_source
 
-    return Origin(
+    return WeightsOrigin(
         source=dcp_source(folder, model, key),
         about={ours.CONTEXT: _context(model, _USUAL_CONTEXT)},
         tokenizer=folder,

@@ -24,7 +24,7 @@ from titanlab.checkpoint.folders import checkpoints_of, latest
 from titanlab.checkpoint.position import Position
 from titanlab.costs import meter
 from titanlab.costs.account import training_flops_per_token
-from titanlab.costs.meter import Meter, Work
+from titanlab.costs.meter import Meter, RunWork
 from titanlab.costs.traffic_account import flat, lines
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.start_up import write_start_up
@@ -440,11 +440,11 @@ def _scaling(totals: Totals) -> dict[str, object]:
 CONVENTION = "6(N−N_emb)+12·L·H·Q·T"
 
 
-def work(recipe: Recipe, device: torch.device) -> Work:
+def work(recipe: Recipe, device: torch.device) -> RunWork:
     """The constants for computing TFLOP/s and MFU from throughput."""
     compute, note = Dtypes.of(recipe.precision.formats()).compute, recipe.precision.mfu_note
     peak, source = peak_flops(recipe.cluster, device, compute)
-    return Work(
+    return RunWork(
         devices=recipe.layout.world,
         flops_per_token=training_flops_per_token(recipe.model.account(), seq_len=recipe.training.seq_len),
         convention=CONVENTION,
@@ -455,7 +455,7 @@ def work(recipe: Recipe, device: torch.device) -> Work:
 
 
 def start_rows(
-    recipe: Recipe, run: RunFolder, device: torch.device, constants: Work, position: Position
+    recipe: Recipe, run: RunFolder, device: torch.device, constants: RunWork, position: Position
 ) -> list[tuple[str, object]]:
     """The rows of the table at the start."""
     account = recipe.model.account()

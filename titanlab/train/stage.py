@@ -20,7 +20,7 @@ from titanlab.parallelism.context import check_attention, spread_attention
 from titanlab.parallelism.expert import spread_experts
 from titanlab.parallelism.gradients import scale_gradients, sum_gradients
 from titanlab.parallelism.joined import join_products
-from titanlab.parallelism.shard import Experts, Sharded, fully_shard_model, keep_whole, replicate_model
+from titanlab.parallelism.shard import ExpertModules, Sharded, fully_shard_model, keep_whole, replicate_model
 from titanlab.parallelism.tensor import TensorParallel, parallelise
 from titanlab.recipe.recipe import Recipe
 from titanlab.techniques.model.language_model import LanguageModel, shapes_only
@@ -135,7 +135,7 @@ def _apply_data_parallelism(
             cpu_offload=recipe.parallelism.cpu_offload,
             whole=units.whole,
             apart=units.apart,
-            experts=Experts(modules=experts, mesh=mesh.expert_data_parallel) if experts else None,
+            experts=ExpertModules(modules=experts, mesh=mesh.expert_data_parallel) if experts else None,
             symmetric_memory=recipe.parallelism.symmetric_memory,
         )
     with world.without_data or contextlib.nullcontext():

@@ -44,7 +44,7 @@ CHUNK_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class TensorEntry:
     """A tensor on disk: its number format, named as in safetensors, and its shape."""
 
     dtype: str
@@ -56,7 +56,7 @@ class Entry:
         return BYTES[self.dtype] * math.prod(self.shape)
 
 
-class Source(Protocol):
+class WeightsSource(Protocol):
     """A model's weights."""
 
     @property
@@ -64,7 +64,7 @@ class Source(Protocol):
         """Config of the model."""
 
     @property
-    def entries(self) -> Mapping[str, Entry]:
+    def entries(self) -> Mapping[str, TensorEntry]:
         """Every parameter by titanlab's name, in the model's order."""
         ...
 
@@ -95,7 +95,7 @@ class SafetensorsSource:
     """
 
     model: ModelConfig
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TensorEntry]
     files: Mapping[str, Path]
     foreign: Mapping[str, Foreign]
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class SafetensorsSource:
         return torch.stack(parts) if parts else torch.empty(*sizes)
 
 
-def usual_dtype(source: Source) -> str:
+def usual_dtype(source: WeightsSource) -> str:
     """The number format that most of a source's tensors have."""
     kinds = [entry.dtype for entry in source.entries.values()]
     return DTYPES[max(sorted(set(kinds)), key=kinds.count)]
@@ -151,7 +151,7 @@ def in_halves(rows: Tensor, head: int) -> Tensor:
     return halves
 
 
-def chunks(entry: Entry, *, rows: int = 1) -> Iterator[tuple[list[int], list[int]]]:
+def chunks(entry: TensorEntry, *, rows: int = 1) -> Iterator[tuple[list[int], list[int]]]:
     """Offsets and sizes of boxes that together make up a tensor, each of full rows and about CHUNK_BYTES at most.
 
     Args:
@@ -165,7 +165,9 @@ def chunks(entry: Entry, *, rows: int = 1) -> Iterator[tuple[list[int], list[int
         yield [start] + [0] * (len(entry.shape) - 1), [size, *entry.shape[1:]]
 
 
-def read_entries(files: Mapping[Path, Collection[str] | None], key: str) -> tuple[dict[str, Entry], dict[str, Path]]:
+def read_entries(
+    files: Mapping[Path, Collection[str] | None], key: str
+) -> tuple[dict[str, TensorEntry], dict[str, Path]]:
     """Tensors in safetensors files by name, and the file of each; does not import torch.
 
     Args:
@@ -175,7 +177,7 @@ def read_entries(files: Mapping[Path, Collection[str] | None], key: str) -> tupl
     Raises:
         ConfigError: a file is missing, damaged or no regular file, or lacks a tensor.
     """
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     places: dict[str, Path] = {}
     for path, wanted in files.items():
         if path.exists() and not path.is_file():
@@ -188,7 +190,7 @@ def read_entries(files: Mapping[Path, Collection[str] | None], key: str) -> tupl
                     if name not in there:
                         raise ConfigError(key, path, f"lacks {name}, which the index places in it", _WHOLE)
                     tensor = file.get_slice(name)
-                    entries[name] = Entry(dtype=str(tensor.get_dtype()), shape=tuple(tensor.get_shape()))
+                    entries[name] = TensorEntry(dtype=str(tensor.get_dtype()), shape=tuple(tensor.get_shape()))
                     places[name] = path
         except (SafetensorError, OSError) as error:
             if path.is_file() and path.stat().st_size < 1024 and path.read_bytes().startswith(LFS_POINTER):
@@ -199,7 +201,9 @@ def read_entries(files: Mapping[Path, Collection[str] | None], key: str) -> tupl
     return entries, places
 
 
-def check_entries(place: Path, key: str, expected: Mapping[str, tuple[int, ...]], entries: Mapping[str, Entry]) -> None:
+def check_entries(
+    place: Path, key: str, expected: Mapping[str, tuple[int, ...]], entries: Mapping[str, TensorEntry]
+) -> None:
     """Check that a folder has exactly the expected tensors, in formats of `DTYPES`.
 
     Raises:

@@ -29,8 +29,8 @@ from titanlab.train.weights_folder import (
     CHUNK_BYTES,
     DTYPES,
     Biases,
-    Entry,
-    Source,
+    TensorEntry,
+    WeightsSource,
     biases_of,
     chunks,
     in_halves,
@@ -47,7 +47,7 @@ class SafetensorsWriter:
         entries: tensors by name.
     """
 
-    def __init__(self, path: Path, entries: Mapping[str, Entry]) -> None:
+    def __init__(self, path: Path, entries: Mapping[str, TensorEntry]) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for name, entry in entries.items():
@@ -79,7 +79,7 @@ class SafetensorsWriter:
             raise RuntimeError(f"{self._left} bytes of {self._file.name} were not written")
 
 
-def split_in_files(entries: Mapping[str, Entry], *, most: int, stem: str) -> dict[str, list[str]]:
+def split_in_files(entries: Mapping[str, TensorEntry], *, most: int, stem: str) -> dict[str, list[str]]:
     """Names of the tensors of each file, in order: `<stem>-00001-of-00003.safetensors`, or one file without numbers.
 
     Args:
@@ -101,7 +101,7 @@ def split_in_files(entries: Mapping[str, Entry], *, most: int, stem: str) -> dic
     return {f"{stem}-{number:05d}-of-{count:05d}.safetensors": names for number, names in enumerate(groups, start=1)}
 
 
-def index_of(entries: Mapping[str, Entry], files: Mapping[str, Sequence[str]]) -> dict[str, object]:
+def index_of(entries: Mapping[str, TensorEntry], files: Mapping[str, Sequence[str]]) -> dict[str, object]:
     """The index of the tensors of several files, in Hugging Face's format."""
     return {
         "metadata": {"total_size": sum(entry.nbytes for entry in entries.values())},
@@ -180,7 +180,7 @@ class CheckpointSource:
     ) -> None:
         self.model = model
         self.biases: Biases = biases or {}
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         self._name, self._whole = "", torch.empty(0)
         self._reader, self._metadata, self._prefix = reader, metadata, prefix
         names = {getattr(torch, torch_name): name for name, torch_name in DTYPES.items()}
@@ -189,7 +189,7 @@ class CheckpointSource:
             if not isinstance(tensor, TensorStorageMetadata) or tensor.properties.dtype not in names:
                 rule = f"has no plain tensor {name}"
                 raise ConfigError(reader.named_by, reader.checkpoint, rule, "give a checkpoint of the same model")
-            self.entries[name] = Entry(dtype=names[tensor.properties.dtype], shape=tuple(tensor.size))
+            self.entries[name] = TensorEntry(dtype=names[tensor.properties.dtype], shape=tuple(tensor.size))
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """As in Source."""
@@ -205,7 +205,7 @@ class CheckpointSource:
 
 
 def write_weights(
-    source: Source,
+    source: WeightsSource,
     folder: Path,
     *,
     stem: str,
@@ -233,7 +233,7 @@ def write_weights(
     """
     format_name = next((name for name, torch_name in DTYPES.items() if torch_name == dtype), None)
     entries = {
-        theirs: Entry(dtype=format_name or entry.dtype, shape=foreign[name].shape_there(entry.shape))
+        theirs: TensorEntry(dtype=format_name or entry.dtype, shape=foreign[name].shape_there(entry.shape))
         for name, entry in source.entries.items()
         for theirs in foreign[name].names
     }
@@ -247,7 +247,7 @@ def write_weights(
                 parameter, number = ours[name]
                 head, is_stack = foreign[parameter].head, bool(foreign[parameter].stack)
                 digest = hashlib.sha256()
-                here = Entry(dtype=source.entries[parameter].dtype, shape=entries[name].shape)
+                here = TensorEntry(dtype=source.entries[parameter].dtype, shape=entries[name].shape)
                 for offsets, sizes in chunks(here, rows=max(head, 1)):
                     if is_stack:
                         piece = source.read(parameter, [number, *offsets], [1, *sizes])[0]
@@ -271,7 +271,7 @@ def _cast(piece: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, source: Source) -> None:
+def fill(model: nn.Module, source: WeightsSource) -> None:
     """Copy every parameter of `model` from a source, in place, cast to the parameter's dtype.
 
     Args:
@@ -285,7 +285,7 @@ def fill(model: nn.Module, source: Source) -> None:
             _fill_box(local, offsets, plain_name(name), source)
 
 
-def _fill_box(local: Tensor, offsets: Sequence[int], name: str, source: Source) -> None:
+def _fill_box(local: Tensor, offsets: Sequence[int], name: str, source: WeightsSource) -> None:
     width = local.numel() // local.shape[0] * local.element_size()
     step = max(CHUNK_BYTES // max(width, 1), 1)
     for start in range(0, local.shape[0], step):

@@ -14,7 +14,7 @@ import torch
 
 from titanlab.cli import main
 from titanlab.prove.forked import Ended, RunFailed
-from titanlab.prove.parity import Trace
+from titanlab.prove.parity import TrainingTrace
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
 
@@ -43,7 +43,7 @@ def ranks(monkeypatch):
                 self.failed = True
                 raise RunFailed(found)
             tensors = {"a": torch.ones(2)}
-            return [Trace(losses=[1.0], grad_norms=[1.0], gradients=tensors, parameters=tensors)]
+            return [TrainingTrace(losses=[1.0], grad_norms=[1.0], gradients=tensors, parameters=tensors)]
 
     monkeypatch.setattr("titanlab.cli.parity._Trainer", Trainer)
     monkeypatch.setattr("titanlab.cli.rehearse.train_in_ranks", ended)

@@ -4,7 +4,7 @@ import pytest
 
 from tests import tiny
 from tests.sweep.made import Made
-from titanlab.cli.candidates import Chosen, choose, is_name, is_recipe, one_recipe, override_of
+from titanlab.cli.candidates import ProofCandidates, choose, is_name, is_recipe, one_recipe, override_of
 from titanlab.errors import ConfigError
 from titanlab.prove.proof import Candidate
 
@@ -34,7 +34,9 @@ def test_a_name_is_that_of_a_recipe_or_of_a_sweep():
 def chosen(tmp_path):
     recipe = tiny.recipe(tmp_path)
     candidates = [Candidate(run=name, recipe=recipe) for name in ("fsdp-1", "fsdp_tp-2", "tp-3")]
-    return Chosen(title="mine", candidates=candidates, broken=[("tp=3", "does not fit"), ("cp=3", "does not fit")])
+    return ProofCandidates(
+        title="mine", candidates=candidates, broken=[("tp=3", "does not fit"), ("cp=3", "does not fit")]
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests import tiny
-from titanlab.cli.candidates import Chosen, left_out_lines, sizes_and_notes, table
-from titanlab.prove.proof import Row
+from titanlab.cli.candidates import ProofCandidates, left_out_lines, sizes_and_notes, table
+from titanlab.prove.proof import ProofRow
 
 
 @pytest.mark.parametrize(
@@ -24,14 +24,14 @@ from titanlab.prove.proof import Row
     ],
 )
 def test_points_that_a_sweep_leaves_out_are_counted(left_out, lines):
-    assert left_out_lines(Chosen(title="a", candidates=[], left_out=left_out)) == lines
+    assert left_out_lines(ProofCandidates(title="a", candidates=[], left_out=left_out)) == lines
 
 
-PASSED = Row(
+PASSED = ProofRow(
     run="fsdp-1", layout="dp_s2", precision="fp32", passed=True, loss=1.25e-7, grad_norm=0.0,
     gradient=(1e-6, "layers.0.wq"), parameter=(2e-6, "norm"), tolerance=1e-5,
 )  # fmt: skip
-FAILED = Row(run="tp-1", layout="tp2", precision="bf16", passed=False, reason="no")
+FAILED = ProofRow(run="tp-1", layout="tp2", precision="bf16", passed=False, reason="no")
 
 
 def test_a_row_for_each_proof():
@@ -59,7 +59,9 @@ def test_a_narrow_terminal_gets_no_names_of_tensors(monkeypatch):
 
 
 def test_a_tolerance_by_number_is_shown_once_for_equal_ones():
-    row = Row(run="a", layout="x", precision="y", passed=True, tolerance={"loss": 1e-5, "gradient": 1e-3, "norm": 1e-5})
+    row = ProofRow(
+        run="a", layout="x", precision="y", passed=True, tolerance={"loss": 1e-5, "gradient": 1e-3, "norm": 1e-5}
+    )
     assert table([row])[1].endswith("1e-05/1e-03")
 
 

@@ -15,9 +15,9 @@ from tests.sweep.studies import seeds, study
 from tests.until import until
 from titanlab.distributed.host import Host, cores
 from titanlab.launch.local.queue import LOCK, LOG, LocalJob, has_work, local_job, wake, write_local_job
-from titanlab.launch.local.supervisor import Supervisor, _Job, _Running, visible_devices
+from titanlab.launch.local.supervisor import Supervisor, _Job, _RunningJob, visible_devices
 from titanlab.launch.local_schema import Local
-from titanlab.launch.submission import Shape, Submission, jobs_folder, write_submission
+from titanlab.launch.submission import JobShape, Submission, jobs_folder, write_submission
 from titanlab.records.claim import is_claimed
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
@@ -168,7 +168,7 @@ def planned(folder, sizes, *, at_once=None, gpus=False):
     (folder.path / "submissions").mkdir(parents=True)
     jobs = []
     for place, size in enumerate(sizes):
-        shape = Shape(processes=size, tasks_per_node=size, gpus_per_node=size if gpus else 0)
+        shape = JobShape(processes=size, tasks_per_node=size, gpus_per_node=size if gpus else 0)
         launch = dataclasses.asdict(Local(at_once=at_once))
         each = Submission(
             token=f"t{place}", launcher="local", state="submitted", code="code/x", shape=shape, launch=launch,
@@ -246,7 +246,7 @@ def test_a_controller_that_failed_is_the_cause(tmp_path, code, cause):
     (folder.path / "jobs").mkdir()
     (folder.path / "jobs" / LOG).write_text("ImportError: no x\n2026-11-26 09:20:40  t0 is started\n")
     ended = SimpleNamespace(poll=lambda: code, returncode=code)
-    supervisor._running[job.key] = _Running(job=job, record=LocalJob(state="running"), process=ended)
+    supervisor._running[job.key] = _RunningJob(job=job, record=LocalJob(state="running"), process=ended)
     supervisor._collect()
     assert (local_job(folder.path, *job.key).state, local_job(folder.path, *job.key).cause) == ("ended", cause)
 
@@ -260,7 +260,7 @@ def test_processes_at_once_are_limited_and_a_larger_job_runs_alone(tmp_path, run
     *others, job = planned(folder, [*running, size], at_once=4)
     supervisor = Supervisor(folder.path, devices=[])
     for each in others:
-        supervisor._running[each.key] = _Running(job=each, record=LocalJob(state="running"), process=None)
+        supervisor._running[each.key] = _RunningJob(job=each, record=LocalJob(state="running"), process=None)
     assert supervisor._has_room(job) is fits
 
 
@@ -269,7 +269,7 @@ def test_jobs_have_devices_of_their_own(tmp_path):
     first, second, third = planned(folder, [2, 1, 2], at_once=8, gpus=True)
     supervisor = Supervisor(folder.path, devices=["0", "1", "GPU-abc", "3"])
     for each, devices in ((first, ("0", "1")), (second, ("GPU-abc",))):
-        supervisor._running[each.key] = _Running(
+        supervisor._running[each.key] = _RunningJob(
             job=each, record=LocalJob(state="running"), process=None, devices=devices
         )
     assert supervisor._free_devices() == ["3"]

@@ -5,14 +5,14 @@ from titanlab.launch.slurm import launcher as slurm_launcher
 from titanlab.launch.slurm import queue as slurm_queue
 from titanlab.launch.slurm import states as slurm_states
 from titanlab.launch.slurm.command import Reply
-from titanlab.launch.submission import Shape, Submission
+from titanlab.launch.submission import JobShape, Submission
 from titanlab.sweep.reconcile import job_states
 
 LONG_AGO = 1_700_000_000.0
 
 
 def submission(token="aa", runs=("one", "two", "three"), *, launcher="slurm", state="submitted", created=LONG_AGO):
-    shape = Shape(processes=1, tasks_per_node=1)
+    shape = JobShape(processes=1, tasks_per_node=1)
     given = {"code": "code", "shape": shape, "launch": {}, "runs": runs, "created": created, "state": state}
     return Submission(token=token, launcher=launcher, job_id="12", **given)
 

@@ -12,13 +12,13 @@ from tests.launch.slurm.printed import LONG_AGO
 from titanlab.errors import ConfigError
 from titanlab.launch.slurm import batch
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.launch.submission import Shape, Submission, write_submission
+from titanlab.launch.submission import JobShape, Submission, write_submission
 from titanlab.recipe.compose import Loader
 from titanlab.recipe.flags import read_flags
 
 SLURM = Slurm()
-ONE = Shape(processes=1, tasks_per_node=1)
-LARGE = Shape(processes=8, nodes=2, tasks_per_node=4, cpus_per_task=3, gpus_per_node=4, memory_gib=64.0, minutes=90)
+ONE = JobShape(processes=1, tasks_per_node=1)
+LARGE = JobShape(processes=8, nodes=2, tasks_per_node=4, cpus_per_task=3, gpus_per_node=4, memory_gib=64.0, minutes=90)
 
 
 def submission(shape=ONE, runs=("one",)):
@@ -177,7 +177,7 @@ def test_the_command_is_quoted_and_runs_in_the_container(sweep):
 
 def test_an_array_is_submitted_and_its_number_returned(sbatch, sweep, tmp_path):
     sbatch(f'cp "$1" {tmp_path}/file; echo "Submitted batch job 123"')
-    given = submission(Shape(processes=1, tasks_per_node=1, minutes=5), ("one", "two"))
+    given = submission(JobShape(processes=1, tasks_per_node=1, minutes=5), ("one", "two"))
     write_submission(sweep, given)
     assert batch.submit(Slurm(extra={"nice": 0}), sweep, given) == "123"
     text = (tmp_path / "file").read_text()

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from titanlab.distributed.ranks import ALONE
-from titanlab.launch.contract import Place
+from titanlab.launch.contract import ProcessPlace
 from titanlab.launch.slurm import job as module
 from titanlab.launch.slurm.job import lost_nodes, requeue_on_fewer
 
-PLACE = Place(
+PLACE = ProcessPlace(
     launcher="slurm", job_id="12_0", raw_job_id="12", ranks=replace(ALONE, world=8), nodes=("n1", "n2", "n3", "n4")
 )
 

@@ -9,7 +9,7 @@ from titanlab.errors import ConfigError
 from titanlab.launch.slurm import queue
 from titanlab.launch.slurm.command import Reply
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.launch.submission import Shape
+from titanlab.launch.submission import JobShape
 
 COMMANDS = ("sbatch", "srun", "squeue", "sinfo")
 
@@ -73,7 +73,7 @@ def test_a_command_that_is_missing_is_named(installed, slurm):
 def test_a_job_needs_a_partition_that_is_there_and_large_enough(installed, slurm, listed, partition, nodes, told):
     installed(*COMMANDS)
     slurm["sinfo"] = listed
-    jobs = [(Slurm(partition=partition), Shape(processes=4 * nodes, nodes=nodes, tasks_per_node=4))]
+    jobs = [(Slurm(partition=partition), JobShape(processes=4 * nodes, nodes=nodes, tasks_per_node=4))]
     if told is None:
         queue.check(jobs)
     else:
@@ -118,7 +118,7 @@ def test_a_job_that_would_wait_for_ever_is_refused(installed, slurm, given, core
     installed(*COMMANDS)
     slurm["sinfo"] = LISTED
     config = Slurm(cpus_per_task=cores, **given)
-    jobs = [(config, Shape(processes=1, tasks_per_node=1, cpus_per_task=cores, minutes=config.minutes))]
+    jobs = [(config, JobShape(processes=1, tasks_per_node=1, cpus_per_task=cores, minutes=config.minutes))]
     if told is None:
         queue.check(jobs)
     else:

@@ -10,7 +10,7 @@ from tests.parallelism.test_context import FP32_ERROR, METHODS, SEQ, attend, inp
 from titanlab.parallelism import attention_kernels, context, ring
 from titanlab.parallelism import head_tail as document_chunks
 from titanlab.parallelism.context import ContextAttention, positions
-from titanlab.parallelism.head_tail import Block, Chunks, Rectangle
+from titanlab.parallelism.head_tail import Chunks, KeysAndValues, Rectangle
 
 # Chunks have 12 tokens with two ranks, 8 with three, 6 with four. Edges at chunks' edges and beside them; one token;
 # a document as long as the sequence; documents over several chunks.
@@ -165,7 +165,7 @@ def test_rectangles_are_what_a_mask_would_leave(ranks):
         chunks = Chunks(starts[:, rows], rank=rank, ranks=ranks)
         for number in range(2 * ranks):
             keys = torch.arange(number * size, (number + 1) * size)
-            block = Block(keys[None], keys[None], later=False, chunks=(number,))
+            block = KeysAndValues(keys[None], keys[None], later=False, chunks=(number,))
             for each in chunks.rectangles(block):
                 for row, part in itertools.product(rows[each.rows].tolist(), each.keys):
                     counted[each.sequence, row, keys[part]] += 1

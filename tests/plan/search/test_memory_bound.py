@@ -7,7 +7,7 @@ import pytest
 from tests.plan.layouts import planned, ranking_of
 from titanlab.parallelism.schema import Parallelism
 from titanlab.plan.memory import most_memory
-from titanlab.plan.ranking import Group, MemoryBound
+from titanlab.plan.ranking import MemoryBound, RecipeGroup
 
 
 def groups(space):
@@ -15,7 +15,7 @@ def groups(space):
     for layout in space.layouts():
         for microbatch, schedules in space.microbatches(layout):
             for ac, precision, compiled in space.others():
-                yield Group((layout,), microbatch, ac, precision, compiled), schedules
+                yield RecipeGroup((layout,), microbatch, ac, precision, compiled), schedules
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanlab.plan.block_work import Part, work_of
+from titanlab.plan.block_work import RankWork, work_of
 from titanlab.techniques.model.llama_schema import Llama
 
 CONFIG = {"dim": 128, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_dim": 256, "vocab_size": 64}
@@ -11,7 +11,7 @@ CONFIG = {"dim": 128, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_dim": 256, "v
 def forward_kernels(*, fused, tensor):
     """Kernels of the products that may be fused."""
     model = Llama(**CONFIG, fused=fused)
-    part = Part(tensor=tensor, context=1, sequence_parallel=False, expert=1, dtype="bfloat16", width=2, fused=False,
+    part = RankWork(tensor=tensor, context=1, sequence_parallel=False, expert=1, dtype="bfloat16", width=2, fused=False,
                 plan=model.account().plan, prefix="layers.0.", products={})  # fmt: skip
     operations = model.block_operations(batch=2, seq_len=256)
     names = ("wq", "wk", "wv", "wqkv", "w1", "w3", "w13")

@@ -6,7 +6,7 @@ import pytest
 
 from tests.plan.recipes import SMALL, made
 from titanlab.costs.layout import Layout
-from titanlab.costs.traffic_account import Row
+from titanlab.costs.traffic_account import TrafficRow
 from titanlab.plan.exchange import (
     axis_in,
     context_rows,
@@ -16,7 +16,7 @@ from titanlab.plan.exchange import (
     sharding_of,
     tensor_rows,
 )
-from titanlab.plan.machine import Axis, machine_of
+from titanlab.plan.machine import AxisPlacement, machine_of
 from titanlab.recipe.communication import step_of
 
 
@@ -25,17 +25,17 @@ def recipe(**given):
 
 
 MACHINE = machine_of(recipe())
-PAIR = Axis(ranks=2, in_node=2, nodes=1)
-FOUR = Axis(ranks=4, in_node=4, nodes=1)
+PAIR = AxisPlacement(ranks=2, in_node=2, nodes=1)
+FOUR = AxisPlacement(ranks=4, in_node=4, nodes=1)
 
 
 def row(kind, *, count=3, wire_bytes=6000, axis="tensor"):
-    return Row(axis=axis, kind=kind, count=count, bytes=1, wire_bytes=wire_bytes)
+    return TrafficRow(axis=axis, kind=kind, count=count, bytes=1, wire_bytes=wire_bytes)
 
 
 def test_no_communication_takes_no_time():
     assert seconds_of([], PAIR, MACHINE) == 0.0
-    assert seconds_of([row("all_gather")], Axis(ranks=1, in_node=1, nodes=1), MACHINE) == 0.0
+    assert seconds_of([row("all_gather")], AxisPlacement(ranks=1, in_node=1, nodes=1), MACHINE) == 0.0
     assert seconds_of([row("all_gather", count=0)], PAIR, MACHINE) == 0.0
 
 
@@ -102,11 +102,11 @@ def test_a_block_without_experts_exchanges_no_tokens():
 @pytest.mark.parametrize(
     ("expert", "shards", "per_node", "own", "shared"),
     [
-        (1, 8, 8, Axis(ranks=1, in_node=1, nodes=1), Axis(ranks=8, in_node=8, nodes=1)),
-        (4, 8, 8, Axis(ranks=4, in_node=4, nodes=1), Axis(ranks=2, in_node=2, nodes=1)),
-        (4, 16, 8, Axis(ranks=4, in_node=4, nodes=1), Axis(ranks=4, in_node=2, nodes=2)),
-        (16, 16, 8, Axis(ranks=16, in_node=8, nodes=2), Axis(ranks=1, in_node=1, nodes=1)),
-        (16, 32, 8, Axis(ranks=16, in_node=8, nodes=2), Axis(ranks=2, in_node=1, nodes=2)),
+        (1, 8, 8, AxisPlacement(ranks=1, in_node=1, nodes=1), AxisPlacement(ranks=8, in_node=8, nodes=1)),
+        (4, 8, 8, AxisPlacement(ranks=4, in_node=4, nodes=1), AxisPlacement(ranks=2, in_node=2, nodes=1)),
+        (4, 16, 8, AxisPlacement(ranks=4, in_node=4, nodes=1), AxisPlacement(ranks=4, in_node=2, nodes=2)),
+        (16, 16, 8, AxisPlacement(ranks=16, in_node=8, nodes=2), AxisPlacement(ranks=1, in_node=1, nodes=1)),
+        (16, 32, 8, AxisPlacement(ranks=16, in_node=8, nodes=2), AxisPlacement(ranks=2, in_node=1, nodes=2)),
     ],
 )
 def test_ranks_that_share_experts_are_neighbours(expert, shards, per_node, own, shared):
@@ -117,5 +117,5 @@ def test_ranks_that_share_experts_are_neighbours(expert, shards, per_node, own, 
 
 def test_an_axis_is_looked_up_once():
     layout = Layout(shard=4, tensor=2)
-    assert axis_in(layout, "tensor", 8) == Axis(ranks=2, in_node=2, nodes=1)
+    assert axis_in(layout, "tensor", 8) == AxisPlacement(ranks=2, in_node=2, nodes=1)
     assert axis_in(layout, "tensor", 8) is axis_in(dataclasses.replace(layout), "tensor", 8)

@@ -2,11 +2,11 @@
 
 from tests.report.sweeps import mixed
 from titanlab.report.figures.scatter import compared, estimate_against_measurement
-from titanlab.sweep.rows import Table
+from titanlab.sweep.rows import SweepTable
 
 
 def test_a_point_for_each_run_that_has_both(made):
-    rows = Table(mixed(made).folder).rows()
+    rows = SweepTable(mixed(made).folder).rows()
     for row in rows:
         if row["outcome"] == "done":
             row["estimate.step_seconds"] = row["step_seconds"] * 1.1

@@ -6,11 +6,11 @@ from tests.report.sweeps import mixed, summary
 from tests.sweep.made import begin, end, train
 from titanlab.report.figures.scatter import front_of, pareto, points_of
 from titanlab.report.frames import sweep_frame
-from titanlab.sweep.rows import Table
+from titanlab.sweep.rows import SweepTable
 
 
 def rows(made):
-    return Table(made.folder).rows()
+    return SweepTable(made.folder).rows()
 
 
 def marks_of(figure, colour):

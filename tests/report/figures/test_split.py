@@ -1,13 +1,13 @@
 """Parts of a step."""
 
-from titanlab.report.figures.bars import Split, step_time_split
+from titanlab.report.figures.bars import StepSplit, step_time_split
 
 
 def test_parts_are_stacked_and_estimates_say_so():
     parts = {"forward": 0.2, "backward": 0.4, "shard": 0.1, "data": 0.0, "strange": 0.05}
     splits = [
-        Split(run="a", label="dp_s2", seconds=parts, columns=["breakdown/forward(s)"]),
-        Split(run="b", label="tp2", seconds={"compute": 0.5}, columns=["config.yaml"], is_measured=False),
+        StepSplit(run="a", label="dp_s2", seconds=parts, columns=["breakdown/forward(s)"]),
+        StepSplit(run="b", label="tp2", seconds={"compute": 0.5}, columns=["config.yaml"], is_measured=False),
     ]
     figure = step_time_split(splits)
     texts = {mark.text for mark in figure.marks.values()}

@@ -10,17 +10,17 @@ from tests.report.sweeps import mixed
 from titanlab.errors import ConfigError
 from titanlab.report.figures import svg
 from titanlab.report.figures.bars import throughput_by_layout
-from titanlab.sweep.rows import Table
+from titanlab.sweep.rows import SweepTable
 
 
 @pytest.fixture
 def figure(made):
-    return throughput_by_layout(Table(mixed(made).folder).rows(), ranked=True, bands={"single": (900.0, 1100.0)})
+    return throughput_by_layout(SweepTable(mixed(made).folder).rows(), ranked=True, bands={"single": (900.0, 1100.0)})
 
 
 @pytest.mark.parametrize("kind", ["svg", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("png", "pdf"))])
 def test_the_same_runs_give_the_same_file(made, tmp_path, kind):
-    rows = Table(mixed(made).folder).rows()
+    rows = SweepTable(mixed(made).folder).rows()
     for name in ("a", "b"):
         svg.save(throughput_by_layout(rows), tmp_path / f"{name}.{kind}")
     first = (tmp_path / f"a.{kind}").read_bytes()

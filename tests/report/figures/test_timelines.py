@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from titanlab.report.figures.over_time import TIMELINE_COLUMNS, Pipeline, pipeline_timelines
+from titanlab.report.figures.over_time import TIMELINE_COLUMNS, PipelineTimeline, pipeline_timelines
 from titanlab.techniques.schedule.published_schema import OneFOneB
 from titanlab.techniques.schedule.timeline import simulate
 
@@ -18,7 +18,7 @@ def test_a_panel_for_each_pipeline():
         simulate(schedule.actions(ranks=2, microbatches=count), schedule.placement(ranks=2)) for count in (2, 4)
     ]
     pipelines = [
-        Pipeline(run=f"r{place}", label="pp2", timeline=one, unit="s, estimated" if place else "")
+        PipelineTimeline(run=f"r{place}", label="pp2", timeline=one, unit="s, estimated" if place else "")
         for place, one in enumerate(timelines)
     ]
     figure = pipeline_timelines(pipelines)
@@ -31,8 +31,8 @@ def test_a_panel_for_each_pipeline():
 
 def test_each_row_of_a_panel_tells_its_run_and_what_its_rank_keeps():
     pipelines = [
-        Pipeline(run="a", label="pp2", timeline=timeline(4)),
-        Pipeline(run="b", label="pp3", timeline=timeline(4, ranks=3)),
+        PipelineTimeline(run="a", label="pp2", timeline=timeline(4)),
+        PipelineTimeline(run="b", label="pp3", timeline=timeline(4, ranks=3)),
     ]
     marks = pipeline_timelines(pipelines).marks.values()
     assert [(mark.runs, mark.text) for mark in marks] == [
@@ -46,7 +46,7 @@ def test_each_row_of_a_panel_tells_its_run_and_what_its_rank_keeps():
 
 
 def test_a_long_label_is_shortened_and_is_no_formula():
-    figure = pipeline_timelines([Pipeline(run="a", label="$x$ " + "long " * 30, timeline=timeline(2))])
+    figure = pipeline_timelines([PipelineTimeline(run="a", label="$x$ " + "long " * 30, timeline=timeline(2))])
     title = figure.axes[0].get_title(loc="left")
     assert title.startswith(r"\$x\$ long")
     assert title.endswith(" · idle 33.3 % of all ranks' time")
@@ -57,7 +57,7 @@ def test_a_long_label_is_shortened_and_is_no_formula():
 
 def test_a_panel_is_as_high_as_its_ranks_are_many():
     """Six ranks have three times the height of two, in a figure that has room for both."""
-    pipelines = [Pipeline(run=str(ranks), label="pp", timeline=timeline(2, ranks=ranks)) for ranks in (2, 6)]
+    pipelines = [PipelineTimeline(run=str(ranks), label="pp", timeline=timeline(2, ranks=ranks)) for ranks in (2, 6)]
     figure = pipeline_timelines(pipelines)
     assert list(figure.axes[0].get_gridspec().get_height_ratios()) == [2, 6]
     alone = pipeline_timelines(pipelines[:1])
@@ -65,6 +65,6 @@ def test_a_panel_is_as_high_as_its_ranks_are_many():
 
 
 def test_the_colours_are_explained_once():
-    figure = pipeline_timelines([Pipeline(run="a", label="pp2", timeline=timeline(2))] * 2)
+    figure = pipeline_timelines([PipelineTimeline(run="a", label="pp2", timeline=timeline(2))] * 2)
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()][:2] == ["F: forward", "B: backward"]

@@ -10,8 +10,8 @@ from tests.sweep.made import Made
 from titanlab.sweep.clean import (
     TEMPORARY,
     YOUNG_SECONDS,
-    Item,
     Refused,
+    Removable,
     is_old,
     is_within,
     item,
@@ -37,15 +37,15 @@ def test_paths_outside_the_root_are_refused(tmp_path):
     (tmp_path / "b").write_text("x")
     for path in (tmp_path / "b", root / "link" / "b"):
         with pytest.raises(Refused):
-            remove_item(Item(kind="temporary", path=path, root=root, bytes=1))
-    remove_item(Item(kind="temporary", path=root / "gone", root=root, bytes=1))
+            remove_item(Removable(kind="temporary", path=path, root=root, bytes=1))
+    remove_item(Removable(kind="temporary", path=root / "gone", root=root, bytes=1))
     assert (tmp_path / "b").exists()
 
 
 def test_a_run_that_begins_meanwhile_is_left_alone(run):
     (run.checkpoints / "step-00000002").mkdir(parents=True)
     checkpoint = run.checkpoints / "step-00000002"
-    found = Item(kind="checkpoints", path=checkpoint, root=run.path.parents[1], bytes=1, run=run)
+    found = Removable(kind="checkpoints", path=checkpoint, root=run.path.parents[1], bytes=1, run=run)
     ready, done = threading.Event(), threading.Event()
 
     def work():
@@ -87,7 +87,7 @@ def test_an_item_is_a_file_or_a_folder_within_its_root(tmp_path):
     (tmp_path / "outside").write_text("1")
     root = tmp_path / "root"
     found = item("temporary", root / "a", root)
-    assert found == Item(kind="temporary", path=root / "a", root=root, bytes=5)
+    assert found == Removable(kind="temporary", path=root / "a", root=root, bytes=5)
     for path in (root / "link", root / "dangling", root / "gone", tmp_path / "outside", root):
         assert item("temporary", path, root) is None
 
@@ -139,7 +139,7 @@ def test_files_and_whole_folders_are_removed_and_nothing_is_left(tmp_path):
     (tmp_path / "a" / "b" / "c").write_text("x")
     (tmp_path / "d").write_text("x")
     for name in ("a", "d"):
-        remove_item(Item(kind="temporary", path=tmp_path / name, root=tmp_path, bytes=1))
+        remove_item(Removable(kind="temporary", path=tmp_path / name, root=tmp_path, bytes=1))
     assert os.listdir(tmp_path) == []
 
 
@@ -148,14 +148,14 @@ def test_a_folder_is_removed_with_its_links_and_not_what_they_lead_to(tmp_path):
     (tmp_path / "kept" / "file").write_text("x")
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "link").symlink_to(tmp_path / "kept", target_is_directory=True)
-    remove_item(Item(kind="temporary", path=tmp_path / "a", root=tmp_path, bytes=1))
+    remove_item(Removable(kind="temporary", path=tmp_path / "a", root=tmp_path, bytes=1))
     assert os.listdir(tmp_path) == ["kept"]
     assert (tmp_path / "kept" / "file").exists()
 
 
 def test_what_has_become_a_link_is_refused(tmp_path):
     (tmp_path / "kept").write_text("x")
-    found = Item(kind="temporary", path=tmp_path / "a", root=tmp_path, bytes=1)
+    found = Removable(kind="temporary", path=tmp_path / "a", root=tmp_path, bytes=1)
     (tmp_path / "a").symlink_to("kept")
     with pytest.raises(Refused, match="it is a link now, or lies elsewhere"):
         remove_item(found)
@@ -170,4 +170,4 @@ def test_an_error_of_the_file_system_is_one_line(tmp_path, monkeypatch):
 
     monkeypatch.setattr("pathlib.Path.rename", refuse)
     with pytest.raises(Refused, match="^Permission denied$"):
-        remove_item(Item(kind="temporary", path=tmp_path / "a", root=tmp_path, bytes=1))
+        remove_item(Removable(kind="temporary", path=tmp_path / "a", root=tmp_path, bytes=1))

@@ -4,11 +4,11 @@ import pytest
 
 from titanlab.sweep.plan import starting_order
 from titanlab.sweep.request import control_points, read_control
-from titanlab.sweep.space import Point
+from titanlab.sweep.space import SweepPoint
 
 
 def points(recipes, repeats, *, control=False):
-    planned = [Point(values={"ac": recipe}, repeat=repeat) for recipe in recipes for repeat in range(repeats)]
+    planned = [SweepPoint(values={"ac": recipe}, repeat=repeat) for recipe in recipes for repeat in range(repeats)]
     return [*planned, *(control_points({}, repeats) if control else [])]
 
 
@@ -35,12 +35,12 @@ def test_the_control_starts_first_last_and_between(recipes, repeats, expected):
 
 
 def test_a_swept_repeat_is_a_repeat():
-    planned = [Point(values={"ac": recipe, "repeat": repeat}) for recipe in "ab" for repeat in (0, 1)]
+    planned = [SweepPoint(values={"ac": recipe, "repeat": repeat}) for recipe in "ab" for repeat in (0, 1)]
     assert names(planned) == "abba"
 
 
 def test_recipes_that_have_fewer_repeats_are_left_out_of_later_rounds():
-    planned = [Point(values={"ac": "a"}), Point(values={"ac": "a"}, repeat=1), Point(values={"ac": "b"})]
+    planned = [SweepPoint(values={"ac": "a"}), SweepPoint(values={"ac": "a"}, repeat=1), SweepPoint(values={"ac": "b"})]
     assert names(planned) == "aba"
 
 

@@ -9,7 +9,7 @@ from titanlab.data import source
 from titanlab.distributed.host import Host
 from titanlab.errors import ConfigError
 from titanlab.sweep import plan as studies
-from titanlab.sweep.space import Point
+from titanlab.sweep.space import SweepPoint
 
 SMALL = ("data=synthetic", "optimizer.schedule.warmup_steps=0")
 
@@ -107,10 +107,10 @@ def test_runs_are_named_by_their_values():
         "optimizer.lr": 3e-4,
         "parallelism.async_tensor": False,
     }
-    assert Point(values=values).label == "fsdp_tp-tp8-ac_full-compile_off-lr0.0003-no_async_tensor"
-    assert Point(values={"data.path": "/a b/c:d", "name": "no"}).label == "path_-a-b-c-d"
-    assert Point(values={}).label == "base"
-    long = Point(values={"training.seq_len": 10**80}, repeat=12).label
+    assert SweepPoint(values=values).label == "fsdp_tp-tp8-ac_full-compile_off-lr0.0003-no_async_tensor"
+    assert SweepPoint(values={"data.path": "/a b/c:d", "name": "no"}).label == "path_-a-b-c-d"
+    assert SweepPoint(values={}).label == "base"
+    long = SweepPoint(values={"training.seq_len": 10**80}, repeat=12).label
     assert len(long) == 60
     assert long.endswith("0-r12")
 

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanlab.records.run_folder import check_name
-from titanlab.sweep.space import LENGTH, Point
+from titanlab.sweep.space import LENGTH, SweepPoint
 
 values = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers() | st.text())
 
 
 @given(st.dictionaries(st.text(min_size=1), values), st.integers(0, 2000))
 def test_every_label_can_be_a_folder_of_bounded_length(values: dict[str, Any], repeat: int) -> None:
-    label = Point(values=values, repeat=repeat).label
+    label = SweepPoint(values=values, repeat=repeat).label
     check_name("name", label)
     assert len(label) <= LENGTH
 
@@ -24,7 +24,7 @@ def test_every_label_can_be_a_folder_of_bounded_length(values: dict[str, Any], r
 @given(st.dictionaries(st.text(min_size=1), values), st.integers(0, 2000), st.integers(0, 2000))
 def test_repeats_have_labels_of_their_own(values: dict[str, Any], one: int, other: int) -> None:
     """Also those whose values are longer than the label: the number is not cut off."""
-    labels = [Point(values=values, repeat=repeat).label for repeat in (one, other)]
+    labels = [SweepPoint(values=values, repeat=repeat).label for repeat in (one, other)]
     assert (labels[0] == labels[1]) == (one == other)
 
 
@@ -46,4 +46,4 @@ def test_repeats_have_labels_of_their_own(values: dict[str, Any], one: int, othe
     ],
 )  # fmt: skip
 def test_a_label_says_the_values_in_short(values: dict[str, Any], repeat: int, label: str) -> None:
-    assert Point(values=values, repeat=repeat).label == label
+    assert SweepPoint(values=values, repeat=repeat).label == label

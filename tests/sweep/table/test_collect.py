@@ -10,7 +10,7 @@ from pyarrow import parquet
 from tests.sweep.made import begin, end
 from titanlab.errors import ConfigError
 from titanlab.sweep.columns import COLUMNS, NAMES
-from titanlab.sweep.rows import SCHEMA_KEY, SWEEP_KEY, Table, parquet_schema, write_table
+from titanlab.sweep.rows import SCHEMA_KEY, SWEEP_KEY, SweepTable, parquet_schema, write_table
 
 
 def full(made):
@@ -21,7 +21,7 @@ def full(made):
             begin(run)
             end(run, kind, cause=None if kind == "done" else "boom,\nwith a comma")
     made.drop("rule", "no", seed=9)
-    return Table(made.folder, code="c0de").rows()
+    return SweepTable(made.folder, code="c0de").rows()
 
 
 def test_parquet_and_csv_have_every_row_and_column(made, tmp_path):
@@ -43,7 +43,7 @@ def test_parquet_and_csv_have_every_row_and_column(made, tmp_path):
 
 def test_types_do_not_depend_on_values(made, tmp_path):
     made.drop("rule", "no", seed=1, parallelism="fsdp")
-    write_table(Table(made.folder).rows(), "empty", tmp_path)
+    write_table(SweepTable(made.folder).rows(), "empty", tmp_path)
     only_dropped = parquet.read_table(tmp_path / "empty.parquet").schema
     made.points.clear()
     write_table(full(made), "full", tmp_path)
@@ -77,7 +77,7 @@ def test_what_was_there_is_replaced_whole(made, tmp_path):
     write_table(full(made), "layouts", tmp_path)
     before = parquet.read_table(tmp_path / "layouts.parquet").num_rows
     made.drop("rule", "another", seed=10)
-    write_table(Table(made.folder).rows(), "layouts", tmp_path)
+    write_table(SweepTable(made.folder).rows(), "layouts", tmp_path)
     assert parquet.read_table(tmp_path / "layouts.parquet").num_rows == before + 1
 
 
@@ -90,7 +90,7 @@ def test_a_value_of_another_kind_than_its_column_is_not_known(made, tmp_path):
     damaged = {"time": "soon", "launcher": ["a"], "code": code, "packages": {"torch": ["b"]}, "host": host}
     for path in run.path.rglob("env.json"):
         path.write_text(json.dumps(damaged))
-    write_table(Table(made.folder).rows(), "layouts", tmp_path)
+    write_table(SweepTable(made.folder).rows(), "layouts", tmp_path)
     (row,) = parquet.read_table(tmp_path / "layouts.parquet").to_pylist()
     names = ("started", "launcher", "git_commit", "git_dirty", "torch", "cores")
     assert [row[name] for name in names] == [None] * 6
@@ -102,7 +102,7 @@ def test_a_cause_that_begins_like_a_formula_is_none_in_the_csv(made, tmp_path):
     for place, cause in enumerate(causes):
         begin(run := made.run(f"r{place}", seed=place))
         end(run, "crash", cause=cause)
-    parquet_file, csv_file = write_table(Table(made.folder).rows(), "s", tmp_path)
+    parquet_file, csv_file = write_table(SweepTable(made.folder).rows(), "s", tmp_path)
     assert parquet.read_table(parquet_file)["cause"].to_pylist() == causes
     with csv_file.open(newline="") as file:
         found = [line["cause"] for line in csv.DictReader(file)]

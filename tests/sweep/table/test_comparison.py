@@ -4,8 +4,8 @@ import pytest
 
 from tests.sweep.made import begin, end, train
 from tests.sweep.table.plain import row
-from titanlab.sweep.comparison import Group, comparison, groups
-from titanlab.sweep.rows import Table
+from titanlab.sweep.comparison import RecipeRuns, comparison, groups
+from titanlab.sweep.rows import SweepTable
 
 
 def test_recipes_are_compared_by_layout_and_what_else_differs(made):
@@ -14,7 +14,7 @@ def test_recipes_are_compared_by_layout_and_what_else_differs(made):
             run = made.run(f"{name}-{bf16}", bf16=bf16, point={"parallelism": name, "precision": bf16}, **given)
             begin(run)
             end(run)
-    lines = comparison(Table(made.folder).rows())
+    lines = comparison(SweepTable(made.folder).rows())
     # The microbatch follows from the layout: nobody has chosen it.
     assert lines == [
         "layout     processes  precision  tokens/s  of all    MFU   GiB    loss  outcome",
@@ -35,9 +35,9 @@ def test_repeats_are_one_line_and_what_is_not_done_has_no_figures(made):
     begin(failed)
     train(failed)
     end(failed, "hang", metrics={"throughput(tps)": 1.0})
-    (group,) = groups(Table(made.folder).rows())
+    (group,) = groups(SweepTable(made.folder).rows())
     assert (group.label, group.typical("tokens_per_second")) == ("dp_s2", pytest.approx(1000.0))
-    assert comparison(Table(made.folder).rows())[1].split() == [
+    assert comparison(SweepTable(made.folder).rows())[1].split() == [
         "dp_s2",
         "2",
         "1,000",
@@ -51,7 +51,7 @@ def test_what_no_column_shows_is_told_by_the_sweeps_key(made):
         run = made.run("a", lr=rate, point={"optimizer.lr": rate, "training.steps": 10})
         begin(run)
         end(run)
-    compared = groups(Table(made.folder).rows())
+    compared = groups(SweepTable(made.folder).rows())
     assert [group.label for group in compared] == ["single · optimizer.lr 0.001", "single · optimizer.lr 0.003"]
 
 
@@ -76,7 +76,7 @@ def test_nothing_is_compared_with_nothing():
     ],
 )
 def test_the_label_of_a_recipe_is_its_layout_and_what_differs(differing, label):
-    assert Group("dp_s2", 2, differing, []).label == label
+    assert RecipeRuns("dp_s2", 2, differing, []).label == label
 
 
 def test_recipes_keep_the_order_of_their_first_runs():

@@ -10,7 +10,7 @@ from titanlab.plan.machine import machine_of
 from titanlab.plan.step_time import step_time
 from titanlab.recipe.recipe import to_mapping
 from titanlab.recipe.schema import Cluster
-from titanlab.sweep.rows import LateEstimates, Table, estimate_columns, estimate_values
+from titanlab.sweep.rows import LateEstimates, SweepTable, estimate_columns, estimate_values
 
 H100 = Cluster(accelerator="cuda", device="NVIDIA H100 80GB HBM3")
 
@@ -60,7 +60,7 @@ def test_a_row_has_the_estimate_that_was_kept_or_a_late_one(made):
     end(run)
     made.points[0]["estimate"] = {"layout": "dp_s2", "step_seconds": 0.5, "tokens_per_second": 7.0, "memory_gib": 2.0}
     made.write()
-    (row,) = Table(made.folder).rows()
+    (row,) = SweepTable(made.folder).rows()
     assert (row["estimate.step_seconds"], row["estimate.tokens_per_second"], row["estimate.memory_gib"]) == (
         0.5,
         7.0,
@@ -68,7 +68,7 @@ def test_a_row_has_the_estimate_that_was_kept_or_a_late_one(made):
     )
     del made.points[0]["estimate"]
     made.write()
-    (row,) = Table(made.folder).rows()
+    (row,) = SweepTable(made.folder).rows()
     assert row["estimate.note"] is None
-    (row,) = Table(made.folder, late=LateEstimates()).rows()
+    (row,) = SweepTable(made.folder, late=LateEstimates()).rows()
     assert "CPUs were not measured" in row["estimate.note"]

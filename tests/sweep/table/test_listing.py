@@ -4,7 +4,7 @@ import pytest
 
 from tests.sweep.made import begin, end, train, word
 from titanlab.sweep.listing import aligned, cells, counts, dropped, failures, text
-from titanlab.sweep.rows import Table
+from titanlab.sweep.rows import SweepTable
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def mixed(made):
     for value in ("3", "5", "7"):
         made.drop("rule", "parallelism.tensor: must divide 4 heads", parallelism=value)
     made.drop("where", "world <= 8", parallelism="16")
-    return Table(made.folder).rows({(submitted.token, 0): word("requeued", "PENDING", "BeginTime")})
+    return SweepTable(made.folder).rows({(submitted.token, 0): word("requeued", "PENDING", "BeginTime")})
 
 
 def test_plain_lines(mixed):
@@ -58,7 +58,7 @@ def test_other_code_is_said(made):
     run = made.run("a")
     begin(run, code="old")
     end(run)
-    (row,) = Table(made.folder, code="new").rows()
+    (row,) = SweepTable(made.folder, code="new").rows()
     assert cells(row, now=0.0)[-1] == "made by other code"
 
 
@@ -71,7 +71,7 @@ def test_every_failure_has_one_line(made):
         end(run, kind, **given)
     gone = made.run("gone", seed=9)
     (gone.path / "config.yaml").unlink()
-    rows = Table(made.folder).rows()
+    rows = SweepTable(made.folder).rows()
     told = [line.partition(": ")[2] for line in failures(rows)]
     assert told == [
         "crash, step 4: boom",
@@ -96,14 +96,14 @@ def test_a_scheduler_that_says_the_contrary_is_heard(made, kind, word, told):
     run = made.run("r", seed=0)
     begin(run)
     end(run, kind, cause=None if kind == "done" else "boom")
-    rows = [{**row, "scheduler_state": word} for row in Table(made.folder).rows()]
+    rows = [{**row, "scheduler_state": word} for row in SweepTable(made.folder).rows()]
     assert [line.partition(": ")[2] for line in failures(rows)] == told
 
 
 def test_many_reasons_are_cut(made):
     for place in range(8):
         made.drop("rule", f"reason {place}", key=place)
-    lines = dropped(Table(made.folder).rows())
+    lines = dropped(SweepTable(made.folder).rows())
     assert lines[0] == "8 points dropped: 8 by rule"
     assert len(lines) == 1 + 5 + 1
     assert lines[-1] == "  … and 3 more reasons, which `titanlab collect` lists"

@@ -8,7 +8,7 @@ from tests.sweep.made import begin, end
 from tests.sweep.table.plain import row
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.sweep.listing import details, failure_text
-from titanlab.sweep.rows import Table
+from titanlab.sweep.rows import SweepTable
 
 
 def facts(**given):
@@ -83,7 +83,7 @@ def test_moments_are_those_of_this_place():
 
 
 def explained(made, run):
-    (found,) = Table(made.folder).rows()
+    (found,) = SweepTable(made.folder).rows()
     return failure_text(run, found)
 
 

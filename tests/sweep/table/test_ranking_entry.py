@@ -6,11 +6,11 @@ import math
 import pytest
 
 from tests.sweep.table.plain import row
-from titanlab.sweep.comparison import Group, counted_runs, entry_of
+from titanlab.sweep.comparison import RecipeRuns, counted_runs, entry_of
 
 
 def entry(*rows, by="tps", limit=None):
-    return entry_of(Group("dp_s2", 2, {}, rows), by, limit)
+    return entry_of(RecipeRuns("dp_s2", 2, {}, rows), by, limit)
 
 
 def test_the_centre_is_the_geometric_mean_and_the_spread_that_of_logarithms():
@@ -59,14 +59,14 @@ def test_what_is_no_ratio_does_not_count(value):
 
 def test_runs_count_that_are_done_and_had_a_core_for_each_process():
     rows = [row(), row(oversubscribed=True), row(outcome="hang"), row(oversubscribed=None)]
-    group = Group("dp_s2", 2, {}, rows)
+    group = RecipeRuns("dp_s2", 2, {}, rows)
     assert counted_runs(group, "tps") == counted_runs(group, "mfu") == [rows[0], rows[3]]
     assert counted_runs(group, "memory") == [rows[0], rows[1], rows[3]]
 
 
 def test_an_entry_as_plain_values():
     rows = [row(run="a-1", control=True), row(run="a-2", outcome="oom", control=True)]
-    found = entry_of(Group("dp_s2", 2, {"precision": "bf16"}, rows), "tps", None)
+    found = entry_of(RecipeRuns("dp_s2", 2, {"precision": "bf16"}, rows), "tps", None)
     assert json.loads(json.dumps(found.to_mapping())) == {
         "recipe": "dp_s2 · bf16",
         "layout": "dp_s2",

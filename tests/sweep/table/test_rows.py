@@ -10,12 +10,12 @@ from titanlab.costs import meter
 from titanlab.costs.layout import AXES
 from titanlab.sweep.columns import NAMES, point_keys
 from titanlab.sweep.listing import cells
-from titanlab.sweep.rows import Table
+from titanlab.sweep.rows import SweepTable
 from titanlab.sweep.watch import settled
 
 
 def row_of(made, run, states=None, **given):
-    (row,) = [row for row in Table(made.folder, **given).rows(states) if row["run"] == run.path.name]
+    (row,) = [row for row in SweepTable(made.folder, **given).rows(states) if row["run"] == run.path.name]
     return row
 
 
@@ -24,7 +24,7 @@ def test_every_row_has_every_column_whatever_happened(made):
     begin(done)
     end(done)
     made.drop("rule", "reason", seed=1)
-    rows = Table(made.folder).rows()
+    rows = SweepTable(made.folder).rows()
     assert {tuple(row) for row in rows} == {(*NAMES, "point.parallelism", "point.seed")}
     assert [row["run"] for row in rows] == [done.path.name, waits.path.name, None]
     assert point_keys(rows) == ["point.parallelism", "point.seed"]
@@ -222,7 +222,7 @@ def test_the_layout_is_that_of_the_latest_attempt(made):
 def test_points_that_were_dropped_have_rows(made):
     made.drop("rule", "heads=3: no", parallelism="tp")
     made.drop("where", "world <= 8", parallelism="tp16")
-    rows = Table(made.folder).rows()
+    rows = SweepTable(made.folder).rows()
     assert [row["state"] for row in rows] == ["dropped", "dropped"]
     # A point that nobody wanted breaks no rule.
     assert [row["outcome"] for row in rows] == ["infeasible", None]
@@ -241,7 +241,7 @@ def test_a_folder_that_is_gone_or_spoilt_hides_no_other(made):
     (spoilt.attempt_folder(1) / "config.yaml").write_text("a: [")
     value = json.loads((torn.path / "result.json").read_text())
     (torn.path / "result.json").write_text(json.dumps({**value, "schema": 99}))
-    rows = {row["run"]: row for row in Table(made.folder).rows()}
+    rows = {row["run"]: row for row in SweepTable(made.folder).rows()}
     assert [rows[run.path.name]["state"] for run in (gone, spoilt, torn, whole)] == [
         *("missing", "unreadable", "unreadable", "ended")
     ]
@@ -253,14 +253,14 @@ def test_runs_that_the_plan_no_longer_has_come_last(made):
     old, new = made.run("a"), made.run("b", seed=1)
     made.points = made.points[1:]
     made.write()
-    rows = Table(made.folder).rows()
+    rows = SweepTable(made.folder).rows()
     assert [row["run"] for row in rows] == [new.path.name, old.path.name]
     assert [row["point.parallelism"] for row in rows] == ["b", None]
 
 
 def test_a_table_sees_what_changes(made):
     run = made.run("a")
-    table = Table(made.folder)
+    table = SweepTable(made.folder)
     assert table.rows()[0]["state"] == "prepared"
     begin(run)
     assert table.rows()[0]["state"] == "starting"

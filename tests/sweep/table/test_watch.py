@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.sweep.made import begin, end, train
-from titanlab.sweep.rows import Table
+from titanlab.sweep.rows import SweepTable
 from titanlab.sweep.watch import Screen, settled
 
 SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -35,7 +35,7 @@ def sweep_of(made, count=6, *, label="a-label-of-a-run-that-is-quite-long-and-mo
             end(run)
         else:
             end(run, "oom", cause="CUDA out of memory " + "x" * 200)
-    return Table(made.folder)
+    return SweepTable(made.folder)
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100, 160, 240])
@@ -69,7 +69,7 @@ def test_text_of_others_does_not_control_a_terminal(made):
     begin(run)
     end(run, "oom", cause="x\x1b[2J\x1b]0;owned\x07\u202e")
     stream, shown = screen()
-    shown.follow("layouts", Table(made.folder).rows)
+    shown.follow("layouts", SweepTable(made.folder).rows)
     assert "x^[[2J^[]0;owned^G\\u202e" in stream.getvalue()
     assert not re.search("\x1b\\[2J|\x1b]|\x07|\u202e", stream.getvalue())
 
@@ -160,7 +160,7 @@ def test_what_a_stream_cannot_show_is_replaced(made):
     run = made.run("a", shard=2, tensor=2)
     begin(run)
     end(run, "crash", cause="größer")
-    Screen(stream, environ={}).show("layouts", Table(made.folder).rows())
+    Screen(stream, environ={}).show("layouts", SweepTable(made.folder).rows())
     stream.seek(0)
     said = stream.read()
     assert "dp_s2?tp2" in said

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from titanlab.distributed.ranks import Ranks, number
 from titanlab.launch import processes
-from titanlab.launch.contract import Failure, JobKey, JobState, LaunchConfig, Launcher, Place
+from titanlab.launch.contract import Failure, JobKey, JobState, LaunchConfig, Launcher, ProcessPlace
 from titanlab.launch.evidence import early_end
 from titanlab.launch.local.queue import KIND, LOCK, LocalJob, local_job, wake, why_none, why_stopped, write_local_job
-from titanlab.launch.submission import Shape, Submission, check_submitit, has_submitit, jobs_folder
+from titanlab.launch.submission import JobShape, Submission, check_submitit, has_submitit, jobs_folder
 from titanlab.records.claim import is_claimed
 from titanlab.records.run_folder import RunFolder
 
@@ -27,7 +27,7 @@ class LocalLauncher(Launcher):
     def is_here(self) -> bool:
         return has_submitit()
 
-    def check(self, jobs: Sequence[tuple[LaunchConfig, Shape]]) -> None:
+    def check(self, jobs: Sequence[tuple[LaunchConfig, JobShape]]) -> None:
         check_submitit(KIND)
 
     def submit(self, sweep: Path, submission: Submission) -> str:
@@ -60,13 +60,13 @@ class LocalLauncher(Launcher):
     def wake(self, sweep: Path) -> bool:
         return wake(sweep)
 
-    def place_in(self, environ: Mapping[str, str]) -> Place:
+    def place_in(self, environ: Mapping[str, str]) -> ProcessPlace:
         # Without submitit's controller, the process is a job of its own.
         if environ.get("SUBMITIT_EXECUTOR") == "local" and "SUBMITIT_LOCAL_JOB_ID" in environ:
             job, own_ranks = environ["SUBMITIT_LOCAL_JOB_ID"], _ranks(environ)
         else:
             job, own_ranks = str(os.getpid()), _ranks({})
-        return Place(launcher=KIND, job_id=job, raw_job_id=job, ranks=own_ranks, nodes=(socket.gethostname(),))
+        return ProcessPlace(launcher=KIND, job_id=job, raw_job_id=job, ranks=own_ranks, nodes=(socket.gethostname(),))
 
     def start(self, folder: Path, *, attempt: int, world: int, logs: Path) -> list[Failure]:
         return processes.start(folder, attempt=attempt, world=world, logs=logs)

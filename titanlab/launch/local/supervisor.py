@@ -122,7 +122,7 @@ class _Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Running:
+class _RunningJob:
     """A job that was started by this supervisor or by an earlier one."""
 
     job: _Job
@@ -142,7 +142,7 @@ class Supervisor:
     def __init__(self, sweep: Path, *, devices: Sequence[str] | None = None) -> None:
         self._sweep = sweep
         self._devices = tuple(visible_devices(os.environ) if devices is None else devices)
-        self._running: dict[tuple[str, int], _Running] = {}
+        self._running: dict[tuple[str, int], _RunningJob] = {}
         self._waiting: list[_Job] = []
         self._seen: set[str] = set()
         self._ending = False
@@ -218,7 +218,7 @@ class Supervisor:
             record = replace(record, state="running", pid=pid, born=None if pid is None else born_at(pid))
             write_local_job(self._sweep, *job.key, record)
         _say(f"{job.run} was started by an earlier supervisor")
-        self._running[job.key] = _Running(job=job, record=record, process=None, devices=record.devices)
+        self._running[job.key] = _RunningJob(job=job, record=record, process=None, devices=record.devices)
 
     def _controller_left_by_predecessor(self, job: _Job, record: LocalJob) -> int | None:
         """The controller that an earlier supervisor started just before it died; waits until its logs must exist."""
@@ -299,7 +299,7 @@ class Supervisor:
             time.sleep(_FULL_DISK_SECONDS)
             return
         self._waiting.remove(job)
-        self._running[job.key] = _Running(job=job, record=record, process=process, devices=devices)
+        self._running[job.key] = _RunningJob(job=job, record=record, process=process, devices=devices)
         _say(f"{job.run} is started: {counted(job.processes, 'rank')}, controller {process.pid}")
 
     def _is_wanted(self, job: _Job) -> bool:

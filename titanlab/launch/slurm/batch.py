@@ -20,7 +20,7 @@ from titanlab.errors import ConfigError
 from titanlab.launch.evidence import bad_hosts, host_names
 from titanlab.launch.slurm.command import QUESTIONS, answering_lines
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.launch.submission import HANDING_OVER, Shape, Submission, jobs_folder, submission_file
+from titanlab.launch.submission import HANDING_OVER, JobShape, Submission, jobs_folder, submission_file
 
 # A longer call of sbatch is ended; then `find` looks whether its jobs are in the queue.
 _SBATCH_SECONDS = 120
@@ -113,7 +113,7 @@ def _parameters(config: Slurm, sweep: Path, submission: Submission) -> dict[str,
     return {**parameters, "additional_parameters": {"requeue" if config.requeue else "no-requeue": True, **flags}}
 
 
-def _survives(config: Slurm, shape: Shape) -> bool:
+def _survives(config: Slurm, shape: JobShape) -> bool:
     """Whether a job goes on without a node that fails; otherwise Slurm ends it."""
     return config.min_world is not None and shape.nodes > 1
 
@@ -147,7 +147,7 @@ def _setup(config: Slurm, sweep: Path, submission: Submission) -> list[str]:
     return lines
 
 
-def _srun(config: Slurm, shape: Shape) -> list[str]:
+def _srun(config: Slurm, shape: JobShape) -> list[str]:
     """Arguments of srun, so that Slurm does not end ranks: they watch each other, and rank 0 records their ends."""
     # The tasks find the code by variables that the batch file exports; under --export=NONE they would lose them.
     words = ["--export=ALL", "--kill-on-bad-exit=0", f"--wait={_WAIT_SECONDS}"]

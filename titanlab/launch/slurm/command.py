@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanlab.system.processes import Answer, ask
+from titanlab.system.processes import CommandResult, ask
 
 # Slurm's commands give up after about 10 s (MessageTimeout) and say why; a command that does not is killed.
 ANSWER_SECONDS = 15.0
@@ -135,7 +135,7 @@ def answering_lines(jobs: Path) -> list[str]:
     return [f"export {QUESTIONS}={folder}", *start, _LOOP.replace("FORMAT", setting)]
 
 
-def scontrol(*words: str, seconds: float, environ: Mapping[str, str] | None = None) -> Answer | None:
+def scontrol(*words: str, seconds: float, environ: Mapping[str, str] | None = None) -> CommandResult | None:
     """Run scontrol, which prints times in UTC, and wait for its end; None if it is missing or takes too long."""
     environ = os.environ if environ is None else environ
     folder = environ.get(QUESTIONS)
@@ -152,7 +152,7 @@ def node_address(node: str) -> str | None:
     return match[1] if match else None
 
 
-def _asked_outside(folder: Path, words: tuple[str, ...], seconds: float) -> Answer | None:
+def _asked_outside(folder: Path, words: tuple[str, ...], seconds: float) -> CommandResult | None:
     name, end = folder / secrets.token_hex(8), time.monotonic() + seconds
     files = {suffix: name.with_suffix(suffix) for suffix in (".ask", ".code", ".out", ".err")}
     try:
@@ -164,7 +164,7 @@ def _asked_outside(folder: Path, words: tuple[str, ...], seconds: float) -> Answ
                 return None
             time.sleep(_POLL_SECONDS)
         output, errors = (files[suffix].read_text(encoding="utf-8", errors="replace") for suffix in (".out", ".err"))
-        return Answer(code=int(files[".code"].read_text()), output=output, errors=errors)
+        return CommandResult(code=int(files[".code"].read_text()), output=output, errors=errors)
     except (OSError, ValueError):
         return None
     finally:

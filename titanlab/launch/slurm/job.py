@@ -22,7 +22,7 @@ from dataclasses import replace
 from titanlab.distributed.host import gpus
 from titanlab.distributed.ranks import Ranks, check_ranks, number
 from titanlab.errors import ConfigError
-from titanlab.launch.contract import Place, StopReason
+from titanlab.launch.contract import ProcessPlace, StopReason
 from titanlab.launch.slurm.command import node_address, scontrol
 from titanlab.records.outcome import OutcomeKind
 
@@ -148,14 +148,14 @@ _REQUEUE_SECONDS = 60.0
 _TRIES = 3
 
 
-def place_in(environ: Mapping[str, str]) -> Place:
+def place_in(environ: Mapping[str, str]) -> ProcessPlace:
     """The place that srun has given to this process.
 
     Raises:
         ConfigError: a variable is missing or is not a number.
     """
     raw, index = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_ARRAY_TASK_ID")
-    return Place(
+    return ProcessPlace(
         launcher="slurm",
         job_id=raw if index is None else f"{environ['SLURM_ARRAY_JOB_ID']}_{index}",
         raw_job_id=raw,
@@ -166,7 +166,7 @@ def place_in(environ: Mapping[str, str]) -> Place:
     )
 
 
-def addresses(place: Place, environ: Mapping[str, str]) -> Iterator[str]:
+def addresses(place: ProcessPlace, environ: Mapping[str, str]) -> Iterator[str]:
     """The name of the first node, on which this process runs, then the address by which Slurm reaches it."""
     node = environ.get("SLURMD_NODENAME") or place.nodes[0]
     yield node
@@ -174,7 +174,7 @@ def addresses(place: Place, environ: Mapping[str, str]) -> Iterator[str]:
         yield address
 
 
-def stop_reason(name: str, place: Place, *, signal_seconds: float) -> StopReason:
+def stop_reason(name: str, place: ProcessPlace, *, signal_seconds: float) -> StopReason:
     """The meaning of a signal of this name, according to Slurm's information on the job."""
     # Use the id with the array index: the last job's own number is also the number of the whole array.
     facts, job = _job_facts(place.job_id), f"job {place.job_id}"
@@ -198,7 +198,7 @@ def stop_reason(name: str, place: Place, *, signal_seconds: float) -> StopReason
     return StopReason(kind=OutcomeKind.PREEMPTED, cause=f"{job} was warned by {name}")
 
 
-def requeue(place: Place) -> str | None:
+def requeue(place: ProcessPlace) -> str | None:
     """Put this process's job back into Slurm's queue. Returns why that failed; None if it worked."""
     if int(_job_facts(place.job_id).get("Restarts") or 0) > place.restart:
         return "Slurm has done that already"
@@ -208,14 +208,14 @@ def requeue(place: Place) -> str | None:
     return None if answer.code == 0 else answer.complaint
 
 
-def lost_nodes(place: Place) -> frozenset[str]:
+def lost_nodes(place: ProcessPlace) -> frozenset[str]:
     """The nodes that a job with --no-kill has lost: Slurm takes them from its list."""
     nodes = _job_facts(place.job_id).get("NodeList", "")
     # While the job is put back into the queue, the list is empty or `(null)`.
     return frozenset(place.nodes) - frozenset(hosts(nodes)) if nodes and not nodes.startswith("(") else frozenset()
 
 
-def requeue_on_fewer(place: Place, *, least: int, most: int) -> str | None:
+def requeue_on_fewer(place: ProcessPlace, *, least: int, most: int) -> str | None:
     """Put this process's job back into Slurm's queue, and change its request to a range of nodes.
 
     The request also has the tasks and the cores of the fewest nodes. Slurm changes the request of a job in the queue
@@ -238,7 +238,7 @@ def requeue_on_fewer(place: Place, *, least: int, most: int) -> str | None:
     return f"it waits for {most}; {answer.complaint if answer is not None else 'scontrol does not answer'}"
 
 
-def name_job(place: Place, name: str) -> None:
+def name_job(place: ProcessPlace, name: str) -> None:
     """Give a running element of an array its own name, if Slurm allows that to the job's owner.
 
     sbatch takes only one name for all elements of an array.

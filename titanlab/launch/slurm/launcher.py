@@ -7,7 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from titanlab.distributed.ranks import Ranks
-from titanlab.launch.contract import JobEnd, JobKey, JobState, LaunchConfig, Launcher, MemoryWord, Place, StopReason
+from titanlab.launch.contract import (
+    JobEnd,
+    JobKey,
+    JobState,
+    LaunchConfig,
+    Launcher,
+    MemoryWord,
+    ProcessPlace,
+    StopReason,
+)
 from titanlab.launch.evidence import early_end
 from titanlab.launch.slurm import batch, job, queue, states
 from titanlab.launch.slurm.command import ask_slurm
@@ -15,7 +24,7 @@ from titanlab.launch.slurm.job import joined_step
 from titanlab.launch.slurm.queue import check_slurm
 from titanlab.launch.slurm.states import memory_word, slurm_states
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.launch.submission import Shape, Submission, check_submitit, has_submitit, jobs_folder
+from titanlab.launch.submission import JobShape, Submission, check_submitit, has_submitit, jobs_folder
 from titanlab.system.text import Finding
 
 
@@ -40,7 +49,7 @@ class SlurmLauncher(Launcher):
     def silence(self) -> str | None:
         return ask_slurm("sinfo", "--noheader", "--format=%P").problem
 
-    def check(self, jobs: Sequence[tuple[LaunchConfig, Shape]]) -> None:
+    def check(self, jobs: Sequence[tuple[LaunchConfig, JobShape]]) -> None:
         queue.check(jobs)
         check_submitit("slurm")
 
@@ -86,10 +95,10 @@ class SlurmLauncher(Launcher):
         logs = jobs_folder(sweep).glob(f"{submission.job_id}_{index}_*_log.*")
         return early_end(logs, besides="srun: ")
 
-    def place_in(self, environ: Mapping[str, str]) -> Place:
+    def place_in(self, environ: Mapping[str, str]) -> ProcessPlace:
         return job.place_in(environ)
 
-    def addresses(self, place: Place, environ: Mapping[str, str]) -> Iterator[str]:
+    def addresses(self, place: ProcessPlace, environ: Mapping[str, str]) -> Iterator[str]:
         return job.addresses(place, environ)
 
     def cores(self, environ: Mapping[str, str]) -> int | None:
@@ -99,19 +108,19 @@ class SlurmLauncher(Launcher):
         ranks, on_node = joined_step(environ), environ.get("SLURM_CPUS_ON_NODE", "")
         return max(1, int(on_node) // ranks.local_world) if ranks is not None and on_node.isdecimal() else None
 
-    def name_job(self, place: Place, name: str) -> None:
+    def name_job(self, place: ProcessPlace, name: str) -> None:
         job.name_job(place, name)
 
-    def stop_reason(self, signal_name: str, place: Place, *, signal_seconds: float) -> StopReason:
+    def stop_reason(self, signal_name: str, place: ProcessPlace, *, signal_seconds: float) -> StopReason:
         return job.stop_reason(signal_name, place, signal_seconds=signal_seconds)
 
-    def requeue(self, place: Place) -> str | None:
+    def requeue(self, place: ProcessPlace) -> str | None:
         return job.requeue(place)
 
-    def lost_nodes(self, place: Place) -> frozenset[str]:
+    def lost_nodes(self, place: ProcessPlace) -> frozenset[str]:
         return job.lost_nodes(place)
 
-    def requeue_on_fewer(self, place: Place, *, least: int, most: int) -> str | None:
+    def requeue_on_fewer(self, place: ProcessPlace, *, least: int, most: int) -> str | None:
         return job.requeue_on_fewer(place, least=least, most=most)
 
     def ranks_in(self, environ: Mapping[str, str]) -> Ranks | None:

@@ -13,7 +13,7 @@ from titanlab.launch.contract import LaunchConfig
 from titanlab.launch.slurm.command import accounted_since, ask_slurm, expression_of, seconds_of
 from titanlab.launch.slurm.states import REFUSED
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.launch.submission import Shape, token_of
+from titanlab.launch.submission import JobShape, token_of
 from titanlab.system.text import Finding, counted, fail, ok, warn
 
 # The largest array, whatever a site allows; more jobs are split into several arrays.
@@ -39,7 +39,7 @@ def is_here() -> bool:
     return all(shutil.which(command) is not None for command in _COMMANDS)
 
 
-def check(jobs: Sequence[tuple[LaunchConfig, Shape]]) -> None:
+def check(jobs: Sequence[tuple[LaunchConfig, JobShape]]) -> None:
     """Check that Slurm is installed and has the partitions and nodes that the jobs need.
 
     Raises:
@@ -66,7 +66,7 @@ def check(jobs: Sequence[tuple[LaunchConfig, Shape]]) -> None:
             raise refusal
 
 
-def _refusal(config: Slurm, shape: Shape, name: str, partition: _Partition) -> ConfigError | None:
+def _refusal(config: Slurm, shape: JobShape, name: str, partition: _Partition) -> ConfigError | None:
     """Why jobs of a shape would never start in a partition; sbatch takes them all the same, and they wait."""
     where = f"partition {name}" if name else "the default partition"
     if shape.nodes > partition.nodes:
@@ -249,7 +249,7 @@ def _check_partitions(partitions: Mapping[str, list[list[str]]], config: Slurm) 
 
 def _check_submission(config: Slurm) -> Finding:
     """A submission that Slurm only judges: it puts nothing into the queue."""
-    shape = Shape(processes=1, tasks_per_node=1, cpus_per_task=config.cpus_per_task, minutes=config.minutes)
+    shape = JobShape(processes=1, tasks_per_node=1, cpus_per_task=config.cpus_per_task, minutes=config.minutes)
     try:
         check([(config, shape)])
     except ConfigError as error:

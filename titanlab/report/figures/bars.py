@@ -32,7 +32,7 @@ from titanlab.report.figures.style import (
     records_of,
     set_title,
 )
-from titanlab.sweep.comparison import Group, groups
+from titanlab.sweep.comparison import RecipeRuns, groups
 from titanlab.sweep.listing import tone, word
 from titanlab.system.text import counted, grouped, short_span, significant
 
@@ -70,7 +70,7 @@ def throughput_by_layout(
             key=lambda group: (group.is_oversubscribed, -(group.typical(column) or -1.0)),
         )
 
-    def text(group: Group, value: float) -> str:
+    def text(group: RecipeRuns, value: float) -> str:
         mfu, whole = group.typical("mfu_percent"), group.typical("tokens_per_second_all")
         if together:
             return grouped(value)
@@ -96,11 +96,11 @@ def memory_by_layout(runs: DataFrame | Sequence[Mapping[str, Any]]) -> TracedFig
 
 
 def _bars(
-    compared: Sequence[Group],
+    compared: Sequence[RecipeRuns],
     column: str,
     title: str,
     label: str,
-    text: Callable[[Group, float], str],
+    text: Callable[[RecipeRuns, float], str],
     *,
     hatched: bool = True,
     bands: Mapping[str, tuple[float, float]] | None = None,
@@ -248,7 +248,7 @@ COMMUNICATION = ("replicate", "shard", "tensor", "context", "pipeline", "expert"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class StepSplit:
     """The parts of one run's step.
 
     Attributes:
@@ -266,7 +266,7 @@ class Split:
     is_measured: bool = True
 
 
-def step_time_split(splits: Sequence[Split]) -> TracedFigure:
+def step_time_split(splits: Sequence[StepSplit]) -> TracedFigure:
     """Stacked bars of a step's seconds, one bar for each recipe; estimates are labelled as such."""
     figure, axis = new_figure(WIDTH, FRAME + 0.3 + BAR * max(1, len(splits)))
     order = [name for name in _LOOKS if any(split.seconds.get(name) for split in splits)]

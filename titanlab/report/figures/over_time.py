@@ -195,7 +195,7 @@ TIMELINE_COLUMNS = ("schedule", "layout.pipeline", "microbatch")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pipeline:
+class PipelineTimeline:
     """The timeline of one recipe's pipeline.
 
     Attributes:
@@ -216,7 +216,7 @@ class Pipeline:
         return sum(map(len, self.timeline.events))
 
 
-def pipeline_timelines(pipelines: Sequence[Pipeline]) -> TracedFigure:
+def pipeline_timelines(pipelines: Sequence[PipelineTimeline]) -> TracedFigure:
     """Simulated timelines, one panel below the other; each has its own scale of time."""
     timelines = [pipeline.timeline for pipeline in pipelines]
     width, height = figure_size(timelines)

@@ -23,7 +23,7 @@ from titanlab.report.figures.style import (
     set_title,
     show_text,
 )
-from titanlab.sweep.comparison import Group, groups
+from titanlab.sweep.comparison import RecipeRuns, groups
 from titanlab.sweep.listing import runs as without_dropped
 from titanlab.sweep.listing import tone, word
 from titanlab.system.text import counted, grouped, significant
@@ -46,10 +46,10 @@ _NEAR = 0.03  # share of an axis within which numbers would cover each other
 
 
 @dataclass(frozen=True)
-class Point:
+class ParetoPoint:
     """One recipe: the median of its memory and the geometric mean of its speed, over its runs that are done."""
 
-    group: Group
+    group: RecipeRuns
     memory: float
     speed: float
 
@@ -103,15 +103,17 @@ def pareto(runs: DataFrame | Sequence[Mapping[str, Any]], *, speed: str = "token
     return figure
 
 
-def points_of(rows: Sequence[Mapping[str, Any]], speed: str) -> list[Point]:
+def points_of(rows: Sequence[Mapping[str, Any]], speed: str) -> list[ParetoPoint]:
     """The recipes of which memory and speed were measured."""
     measured = [(group, group.typical(MEMORY), group.typical(speed)) for group in groups(rows)]
-    return [Point(group, memory, rate) for group, memory, rate in measured if memory is not None and rate is not None]
+    return [
+        ParetoPoint(group, memory, rate) for group, memory, rate in measured if memory is not None and rate is not None
+    ]
 
 
-def front_of(points: Sequence[Point]) -> list[Point]:
+def front_of(points: Sequence[ParetoPoint]) -> list[ParetoPoint]:
     """The points with less memory than every faster one, by memory; oversubscribed ones do not count."""
-    front: list[Point] = []
+    front: list[ParetoPoint] = []
     for point in sorted(points, key=lambda point: (point.memory, -point.speed)):
         if not point.group.is_oversubscribed and (not front or point.speed > front[-1].speed):
             front.append(point)
@@ -141,7 +143,7 @@ def _set_range(axis: Axes, speeds: Sequence[float]) -> None:
 
 
 def _draw_point(
-    figure: TracedFigure, axis: Axes, point: Point, speed: str, *, size: float, colour: str, is_best: bool
+    figure: TracedFigure, axis: Axes, point: ParetoPoint, speed: str, *, size: float, colour: str, is_best: bool
 ) -> None:
     hollow = point.group.is_oversubscribed
     (mark,) = axis.plot(
@@ -184,7 +186,7 @@ def _draw_failures(
     return len(failed) - len(unknown)
 
 
-def _number(figure: TracedFigure, axis: Axes, points: Sequence[Point]) -> None:
+def _number(figure: TracedFigure, axis: Axes, points: Sequence[ParetoPoint]) -> None:
     """Number points, and list them on the right; numbers of points that nearly coincide stand together."""
     from matplotlib.lines import Line2D
 

@@ -27,15 +27,15 @@ class LlamaBuilder(ModelBuilder):
 
     config: llama_schema.Llama
 
-    def build(self, *, seq_len: int) -> Llama:
+    def build(self, *, seq_len: int) -> LlamaModel:
         """A model for sequences of up to `seq_len` tokens; works under `torch.device("meta")`.
 
         After `to_empty`, call `init_buffers` and fill the parameters with `titanlab.train.initialise`.
         """
-        return Llama(self.config, seq_len=seq_len)
+        return LlamaModel(self.config, seq_len=seq_len)
 
 
-class Llama(LanguageModel):
+class LlamaModel(LanguageModel):
     """Tokens [batch, seq] → logits [batch, seq, vocab_size].
 
     In a pipeline stage `tok_embeddings`, `norm` and `output` may be None, and `layers` has fewer blocks: the input or

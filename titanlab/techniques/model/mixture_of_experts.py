@@ -137,7 +137,7 @@ def _first(product: Tensor, columns: int) -> Tensor:
     return product if product.shape[1] == columns else product[:, :columns].contiguous()
 
 
-class Choice(NamedTuple):
+class ExpertChoice(NamedTuple):
     """The experts of each token.
 
     weights: [tokens, active] float32, whose sum for a token is 1
@@ -185,10 +185,10 @@ class Router(nn.Module):
         self.auxiliary: Auxiliary | None = None
         self.tally: Tensor | None = None
 
-    def forward(self, tokens: Tensor) -> Choice:
+    def forward(self, tokens: Tensor) -> ExpertChoice:
         return self.choose(tokens, self.weight)
 
-    def choose(self, tokens: Tensor, weight: Tensor) -> Choice:
+    def choose(self, tokens: Tensor, weight: Tensor) -> ExpertChoice:
         """The choice with a weight that may be a plain tensor instead of the parameter."""
         logits: Tensor = WideProduct.apply(tokens, weight)  # type: ignore[no-untyped-call]
         scores = logits.softmax(-1)
@@ -202,7 +202,7 @@ class Router(nn.Module):
             with torch.no_grad():
                 entropy = -(scores * scores.clamp(min=_SMALLEST).log()).sum()
             best = Tally.apply(best, self.tally, experts, entropy)  # type: ignore[no-untyped-call]
-        return Choice(best / best.sum(-1, keepdim=True), experts)
+        return ExpertChoice(best / best.sum(-1, keepdim=True), experts)
 
     def _with_auxiliary(self, scores: Tensor, experts: Tensor, auxiliary: Auxiliary) -> Tensor:
         count = scores.shape[-1]

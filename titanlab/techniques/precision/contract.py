@@ -64,7 +64,7 @@ class Formats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Product:
+class ProductFormat:
     """How a linear layer multiplies, if not in the precision of its activations.
 
     Attributes:
@@ -126,7 +126,7 @@ class PrecisionConfig(Protocol):
         """Names of the parameters that FSDP2 gathers with one byte per element."""
         return frozenset()
 
-    def products(self, model: ModelAccount) -> Mapping[str, Product]:
+    def products(self, model: ModelAccount) -> Mapping[str, ProductFormat]:
         """Path of each linear layer that does not multiply in the compute precision → how it multiplies."""
         return {}
 

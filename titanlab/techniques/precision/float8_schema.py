@@ -15,7 +15,7 @@ from titanlab.errors import ConfigError
 from titanlab.options import option
 from titanlab.techniques.precision.cast_schema import KEY as PARTS
 from titanlab.techniques.precision.cast_schema import Bf16, parts_within
-from titanlab.techniques.precision.contract import Precision, PrecisionConfig, Product, matched
+from titanlab.techniques.precision.contract import Precision, PrecisionConfig, ProductFormat, matched
 
 HEAD = "output"
 EMULATE = ("auto", "true", "false")
@@ -72,8 +72,8 @@ class Float8(Bf16):
     # The gradient of a weight is a product over tokens, so their number must be a multiple too.
     multiplies_tokens: ClassVar[bool] = True
     emulates_on_gpu: ClassVar[bool] = True
-    # See `Product`. By default: read 2 bytes for the scales, then read 2 and write 1; the gradient of the weight takes
-    # both operands in the other order of memory: read 1 and write 1.
+    # See `ProductFormat`. By default: read 2 bytes for the scales, then read 2 and write 1; the gradient of the weight
+    # takes both operands in the other order of memory: read 1 and write 1.
     cast_bytes: ClassVar[float] = 7.0
     cast_kernels: ClassVar[int] = 3
     mfu_note: ClassVar[str] = "model FLOPs over the bf16 peak"
@@ -135,7 +135,7 @@ class Float8(Bf16):
         """Names of the converted weights, if FSDP2 gathers those in float8."""
         return frozenset(f"{name}.weight" for name in self.conversion(model).converted if self.gathers_float8)
 
-    def products(self, model: ModelAccount) -> Mapping[str, Product]:
+    def products(self, model: ModelAccount) -> Mapping[str, ProductFormat]:
         """The converted layers."""
         return dict.fromkeys(self.conversion(model).converted, self.product())
 
@@ -143,10 +143,10 @@ class Float8(Bf16):
         """Those of float8."""
         return 8
 
-    def product(self) -> Product:
+    def product(self) -> ProductFormat:
         """How a converted layer multiplies; by default all three products in float8."""
         dtype = "float8_e4m3fn"
-        return Product(
+        return ProductFormat(
             forward=dtype,
             input_gradient=dtype,
             weight_gradient=dtype,
@@ -360,7 +360,7 @@ class Float8RowwiseWithGwHp(TorchaoFloat8):
     cast_bytes: ClassVar[float] = 6.0
     cast_kernels: ClassVar[int] = 2
 
-    def product(self) -> Product:
+    def product(self) -> ProductFormat:
         """The gradient of the weight is multiplied in bfloat16."""
         return replace(super().product(), weight_gradient="bfloat16")
 

@@ -6,19 +6,17 @@ from dataclasses import dataclass
 
 from titanlab.errors import ConfigError
 from titanlab.options import option
-from titanlab.techniques.profiler.contract import Profiler, ProfilerConfig
+from titanlab.techniques.profiler.contract import NoProfiler, Profiler, ProfilerConfig
 
 
 @option("profiler", "off")
 @dataclass(frozen=True, kw_only=True)
-class Off(ProfilerConfig):
+class NoProfiling(ProfilerConfig):
     """No profiler."""
 
     kind: str = "off"
 
     def implementation(self) -> Profiler:
-        from titanlab.techniques.profiler.contract import NoProfiler
-
         return NoProfiler()
 
 

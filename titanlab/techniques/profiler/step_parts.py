@@ -28,7 +28,7 @@ _NO_COMPUTE = ("c10d::", "_c10d_functional", "autograd::", "titanlab::")
 _GLOO_KINDS = {"reduce_scatter": ("reduce_scatter", "all_reduce")}
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     """An interval of time in µs, and what it belongs to."""
 
     begin: float
@@ -74,12 +74,12 @@ class _Layers(NamedTuple):
         host: the host's phases that count while nothing computes or communicates.
     """
 
-    computes: Sequence[Span]
-    sends: Sequence[Span]
-    host: Sequence[Span]
+    computes: Sequence[TimeSpan]
+    sends: Sequence[TimeSpan]
+    host: Sequence[TimeSpan]
 
 
-def _of_cpu(events: Sequence[Event], phases: Sequence[Span], main: object) -> _Layers:
+def _of_cpu(events: Sequence[Event], phases: Sequence[TimeSpan], main: object) -> _Layers:
     issues = [
         (event["ts"], *event["name"].removeprefix(ISSUE).split(":"))
         for event in events
@@ -115,7 +115,7 @@ def _issuer(time: float, kind: str, issues: list[tuple[Any, ...]]) -> str:
     return "other_group"
 
 
-def _of_gpu(events: Sequence[Event], phases: Sequence[Span], axes: Mapping[str, str]) -> _Layers:
+def _of_gpu(events: Sequence[Event], phases: Sequence[TimeSpan], axes: Mapping[str, str]) -> _Layers:
     launched: dict[object, float] = {
         event["args"]["correlation"]: float(event["ts"])
         for event in events
@@ -141,7 +141,7 @@ def _of_gpu(events: Sequence[Event], phases: Sequence[Span], axes: Mapping[str, 
     return _Layers(computes, sends, host)
 
 
-def _swept(step: Span, layers: _Layers) -> dict[str, float]:
+def _swept(step: TimeSpan, layers: _Layers) -> dict[str, float]:
     """Seconds of each part inside a step."""
     changes: list[tuple[float, int, int, str]] = []
     for level, spans in enumerate((layers.computes, layers.sends, layers.host)):
@@ -175,8 +175,8 @@ def _part(active: Sequence[Mapping[str, int]]) -> str:
     return list(host)[-1] if host else OTHER
 
 
-def _span(event: Event, name: str) -> Span:
-    return Span(event["ts"], event["ts"] + event["dur"], name)
+def _span(event: Event, name: str) -> TimeSpan:
+    return TimeSpan(event["ts"], event["ts"] + event["dur"], name)
 
 
 def _is_of_gpu(event: Event) -> bool:

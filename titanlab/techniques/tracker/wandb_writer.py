@@ -60,7 +60,7 @@ def ignore_signals(numbers: Sequence[int]) -> bool:
         return False
     instructions = _filter(*machine, [int(number) for number in numbers])
     buffer = ctypes.create_string_buffer(b"".join(instructions))
-    program = _Program(len(instructions), ctypes.cast(buffer, ctypes.c_void_p))
+    program = _FilterProgram(len(instructions), ctypes.cast(buffer, ctypes.c_void_p))
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     # Without NO_NEW_PRIVS only root may set a filter. It disables setuid bits; no setuid program is started here.
     ulong = ctypes.c_ulong
@@ -69,7 +69,7 @@ def ignore_signals(numbers: Sequence[int]) -> bool:
     return bool(prctl(_PR_SET_SECCOMP, ulong(_SECCOMP_MODE_FILTER), ctypes.byref(program)) == 0)
 
 
-class _Program(ctypes.Structure):
+class _FilterProgram(ctypes.Structure):
     """struct sock_fprog."""
 
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p))
