@@ -31,6 +31,11 @@ NOT_OURS = {
     ("docs/compile.md", "dynamic=False"): "an argument of torch.compile",
     ("docs/configuration.md", "key=value"): "how an override is written",
     ("docs/configuration.md", "group=option"): "likewise",
+    ("docs/configuration.md", "++key=value"): "likewise",
+    **{
+        ("docs/configuration.md", flag): "a flag of Hydra"
+        for flag in ("--version", "--config-path", "--config-name", "--shell-completion", "--experimental-rerun")
+    },
     ("docs/data.md", "data=mine"): "an option of another package",
     ("docs/extending.md", "schedule=shallow schedule.depth=4"): "an option of a package that the page builds",
     ("docs/extending.md", "launch=nohup"): "likewise",
