@@ -28,12 +28,13 @@ from titanlab.data import source
 from titanlab.data.tokenizers import keep
 from titanlab.distributed.host import Host, share_of_cores, thread_count, thread_variables
 from titanlab.distributed.silence import judged
+from titanlab.distributed.watchdog import NATIVE_SIGN
 from titanlab.errors import ConfigError
 from titanlab.recipe.recipe import Recipe, to_mapping
 from titanlab.records.hang_file import read_hang
 from titanlab.records.logs import part_of, rank_log, text_at_end
 from titanlab.records.metrics_file import metrics_of
-from titanlab.records.outcome import KillEvidence, Outcome, OutcomeKind, from_exit
+from titanlab.records.outcome import KillEvidence, Outcome, OutcomeKind, from_exit, says_oom
 from titanlab.records.provenance import collect
 from titanlab.records.run_folder import RunFolder, Status
 from titanlab.system.files import StoreFault, disk_fault
@@ -275,8 +276,9 @@ def conclude(run: RunFolder, attempt: int, exits: Mapping[int, int], *, memory: 
     for rank, code in exits.items():
         if rank not in notes:
             note = from_exit(code, rank=rank, attempt=attempt, memory=memory)
-            words = _last_words(run, rank, attempt) if code == -signal.SIGABRT else None
-            notes[rank] = note if words is None else replace(note, cause=f"{words} (SIGABRT)")
+            path = rank_log(run, rank)
+            begin = part_of(run, rank, path, attempt).span.start
+            notes[rank] = by_log(note, code, text_at_end(path, begin=begin))
     records, _ = read_hang(run, attempt)
     outcome = judged(list(notes.values()), world_of(run, attempt), records) if notes else from_exit(0, attempt=attempt)
     outcome = with_progress(run, outcome)
@@ -291,14 +293,29 @@ def conclude(run: RunFolder, attempt: int, exits: Mapping[int, int], *, memory: 
     return outcome
 
 
-def _last_words(run: RunFolder, rank: int, attempt: int) -> str | None:
-    """What a C++ exception has said that aborted a rank: the last such line of its log; None: there is none."""
-    path = rank_log(run, rank)
-    lines = [
-        line.strip() for line in text_at_end(path, begin=part_of(run, rank, path, attempt).span.start).splitlines()
-    ]
+def by_log(outcome: Outcome, code: int, output: str) -> Outcome:
+    """The outcome of a rank that ended without a record of its own, with the reason that its log names.
+
+    Args:
+        code: the rank's exit code.
+        output: the end of its log in this attempt.
+    """
+    if NATIVE_SIGN in output and code == 1:
+        cause = "a step did not end in time, in native code that lets no other thread run; its log has the stacks"
+        stacks = output[output.rindex(NATIVE_SIGN) :]
+        exit_code = OutcomeKind.HANG.exit_code
+        return replace(outcome, kind=OutcomeKind.HANG, cause=cause, traceback=stacks, exit_code=exit_code)
+    # A killed process cannot log a reason: do not take the end of its log for one.
+    if outcome.kind is not OutcomeKind.CRASH or code in (0, -signal.SIGKILL):
+        return outcome
+    lines = [line.strip() for line in output.splitlines()]
+    # What a C++ exception has said.
     words = [line.removeprefix("what():").strip() for line in lines if line.startswith("what():")]
-    return words[-1][:300] if words else None
+    if code == -signal.SIGABRT and words:
+        outcome = replace(outcome, cause=f"{words[-1][:300]} (SIGABRT)")
+    elif (line := next(filter(says_oom, reversed(lines)), None)) is not None:
+        outcome = replace(outcome, kind=OutcomeKind.OOM, cause=f"{line[:300]} ({outcome.cause})")
+    return replace(outcome, traceback="\n".join(output.rstrip().splitlines()[-40:]) or None)
 
 
 def world_of(run: RunFolder, attempt: int) -> int:

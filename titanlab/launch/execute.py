@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from titanlab.checkpoint.address_schema import Place
 from titanlab.checkpoint.contents import parent_of
@@ -31,6 +31,7 @@ from titanlab.launch.attempt import (
 )
 from titanlab.launch.contract import Failure, launch_of
 from titanlab.launch.evidence import memory_kills
+from titanlab.launch.job import Job
 from titanlab.launch.launchers import given_cores, joined
 from titanlab.launch.restarts import Restart, Restarts, hide_device, note
 from titanlab.recipe.recipe import Recipe, resolve, shortened_warmup, to_mapping
@@ -54,18 +55,25 @@ class Ready:
     ranks: Ranks | None
 
 
-def prepare(recipes: Sequence[Recipe], report: Callable[[str], None], *, started: bool = False) -> list[Ready]:
+def prepare(
+    recipes: Sequence[Recipe],
+    report: Callable[[str], None],
+    *,
+    started: bool = False,
+    environ: Mapping[str, str] = os.environ,
+) -> list[Ready]:
     """Resolve and check recipes, and prepare their data; no run folder is created and nothing starts.
 
     Args:
         report: called with a line before each slow action.
         started: the runs resume from their own checkpoints; the weights from which they first started may be gone.
+        environ: says whether a scheduler has started this process as a rank.
 
     Raises:
         ConfigError: a rule is broken.
     """
     host = this_host()
-    ranks = joined(os.environ)
+    ranks = joined(environ)
     # All quick checks of all recipes come before the data of any recipe is prepared.
     resolved = [_resolved(recipe, host, ranks, started=started) for recipe in recipes]
     if ranks is None or ranks.rank == 0:
@@ -119,17 +127,36 @@ def continue_run(
     with run.claim():
         close_earlier(run)
         run.withdraw_cancel()
-        put_aside: list[Place] = []
-        if checkpoint is not None:
-            put_aside = go_back(run, recipe, checkpoint, console.note)
-        elif missed := missed_checkpoint(run):
-            console.note(missed)
-        launch = launch_of(recipe)
-        # torchrun has restarts of its own.
-        restarts = Restarts(run, launch) if ranks is None else None
-        restart: Restart | None = None
-        while True:
-            started_by = ranks.started_by if ranks else launch.kind
+        return make_attempts(run, recipe, host, ranks, console, checkpoint=checkpoint)
+
+
+def make_attempts(
+    run: RunFolder,
+    recipe: Recipe,
+    host: Host,
+    ranks: Ranks | None,
+    console: Console,
+    *,
+    checkpoint: Place | None = None,
+    job: Job | None = None,
+) -> Outcome:
+    """Make attempts at a claimed run until its ranks do not start again. Returns the outcome of the last one.
+
+    Args:
+        job: of this process, which runs all ranks of the run: what prevents an attempt is a result too.
+    """
+    put_aside: list[Place] = []
+    if checkpoint is not None:
+        put_aside = go_back(run, recipe, checkpoint, console.note)
+    elif missed := missed_checkpoint(run):
+        console.note(missed)
+    launch = launch_of(recipe)
+    # torchrun has restarts of its own.
+    restarts = Restarts(run, launch) if ranks is None else None
+    restart: Restart | None = None
+    started_by = ranks.started_by if ranks else launch.kind
+    while True:
+        try:
             attempt = begin(
                 run,
                 recipe,
@@ -140,35 +167,50 @@ def continue_run(
                 environ={**os.environ, **given_cores(started_by, os.environ)},
                 checkpoint=checkpoint,
             )
-            # The attempt gets its result before a signal ends this process: torchrun sends SIGTERM to rank 0 while it
-            # records why another rank has failed.
-            with held_signals() as held:
-                if restart is not None:
-                    note(run, attempt, restart, attempt - 1)
-                outcome = _attempted(run, attempt, recipe, ranks, console, held)
-                if put_aside and not has_loaded(run, attempt):
-                    # The chosen checkpoint cannot be loaded: the later ones count again.
-                    put_back(put_aside)
-            if held:
-                # Somebody has asked for the end: the ranks do not start again.
-                return outcome
-            restart, why_not = restarts.after(outcome, recipe) if restarts is not None else (None, "")
-            if restart is None:
-                if why_not:
-                    console.warn(why_not)
-                return outcome
-            console.warn(restart.why)
-            hide_device(restart, recipe)
-            recipe, checkpoint, put_aside = restart.recipe, None, []
+        except Exception as error:
+            if job is None:
+                raise
+            return job.refused(error, to_mapping(recipe))
+        # The attempt gets its result before a signal ends this process: torchrun sends SIGTERM to rank 0 while it
+        # records why another rank has failed.
+        with held_signals() as held:
+            if job is not None:
+                job.note(attempt)
+                held += [number for number, _ in job.signals]
+            if restart is not None:
+                note(run, attempt, restart, attempt - 1)
+            outcome = _attempted(run, attempt, recipe, ranks, console, held, terminal=job is None)
+            if put_aside and not has_loaded(run, attempt):
+                # The chosen checkpoint cannot be loaded: the later ones count again.
+                put_back(put_aside)
+        if held:
+            # Somebody has asked for the end: the ranks do not start again.
+            return outcome
+        restart, why_not = restarts.after(outcome, recipe) if restarts is not None else (None, "")
+        if restart is None:
+            if why_not:
+                console.warn(why_not)
+            return outcome
+        console.warn(restart.why)
+        hide_device(restart, recipe)
+        recipe, checkpoint, put_aside = restart.recipe, None, []
 
 
 def _attempted(
-    run: RunFolder, attempt: int, recipe: Recipe, ranks: Ranks | None, console: Console, held: Sequence[int]
+    run: RunFolder,
+    attempt: int,
+    recipe: Recipe,
+    ranks: Ranks | None,
+    console: Console,
+    held: Sequence[int],
+    *,
+    terminal: bool,
 ) -> Outcome:
     """Make an attempt that has begun: start its ranks, wait for them, and record the outcome.
 
     Args:
         held: the stop signals that have arrived since it began.
+        terminal: whether rank 0 writes to the terminal of this process.
     """
     start = launch_of(recipe).implementation().start if ranks is None else None
     keep_tokenizer(run, recipe)
@@ -179,7 +221,7 @@ def _attempted(
         outcome = with_progress(run, stopped_before_start(held[0], attempt=attempt))
         run.write_result(outcome)
         console.note(f"{outcome.kind.value}: {outcome.cause}")
-        return outcome
+        return _with_person(run, outcome)
     if start is not None:
         failures = start(run.path, attempt=attempt, world=recipe.layout.world, logs=run.logs)
     else:
@@ -187,8 +229,20 @@ def _attempted(
         begun = time.time()
         failures = processes.start_one(run.path, ranks)
         await_answers(run, ranks.world, since=begun)
-    terminal = {0} if ranks is None else set(range(ranks.world))
-    return _recorded(run, attempt, failures, console, terminal=terminal, memory=kills.evidence())
+    shown = set(range(ranks.world)) if ranks is not None else {0} if terminal else set()
+    outcome = _recorded(run, attempt, failures, console, terminal=shown, memory=kills.evidence())
+    return _with_person(run, outcome)
+
+
+def _with_person(run: RunFolder, outcome: Outcome) -> Outcome:
+    """The outcome of an attempt that a user has cancelled by `titanlab cancel`, with the words that say so."""
+    by = run.asked_to_cancel()
+    if by is None or outcome.kind is not OutcomeKind.CANCELLED:
+        return outcome
+    # The cause begins with the signal by which the ranks were asked.
+    outcome = replace(outcome, cause=f"{by}; {(outcome.cause or '').partition('; ')[2]}")
+    run.write_result(outcome)
+    return outcome
 
 
 def _resolved(recipe: Recipe, host: Host, ranks: Ranks | None, *, started: bool) -> Recipe:

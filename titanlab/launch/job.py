@@ -19,8 +19,9 @@ from titanlab.errors import ConfigError
 from titanlab.launch.contract import Launcher, ProcessPlace
 from titanlab.launch.launchers import launcher_named
 from titanlab.launch.submission import Submission, submissions
-from titanlab.records.outcome import OutcomeKind
+from titanlab.records.outcome import Outcome, OutcomeKind, from_exception
 from titanlab.records.run_folder import RunFolder
+from titanlab.system.files import write_json
 from titanlab.system.text import counted
 
 
@@ -92,10 +93,10 @@ class Job:
         launch = {"launch": dict(self.launch)} if self.launch else {}
         return {**self.run.config(), **self.changes, **launch}
 
-    def facts(self) -> dict[str, Any]:
-        """The content of an attempt's job.json."""
+    def note(self, attempt: int) -> None:
+        """Write the job.json of an attempt."""
         place = self.place
-        return {
+        facts = {
             "schema": 1,
             "launcher": place.launcher,
             "job_id": place.job_id,
@@ -106,6 +107,15 @@ class Job:
             "index": self.index,
             "started": time.time(),
         }
+        write_json(self.run.attempt_folder(attempt) / "job.json", facts)
+
+    def refused(self, error: Exception, config: Mapping[str, Any]) -> Outcome:
+        """Record an attempt that cannot begin: it needs a result too."""
+        attempt = self.run.begin_attempt(config, None)
+        self.note(attempt)
+        outcome = from_exception(error, rank=0, attempt=attempt)
+        self.run.write_result(outcome)
+        return outcome
 
 
 def submitted(sweep: Path, token: str) -> Submission:

@@ -226,13 +226,8 @@ class Submission:
         return {"PYTHONPATH": str(sweep / self.code), "PYTHONSAFEPATH": "1"}
 
 
-def has_submitit() -> bool:
-    """Whether submitit, with which jobs are started, is installed; it is not imported."""
-    return importlib.util.find_spec("submitit") is not None
-
-
 def check_submitit(launcher: str) -> None:
-    """Check that submitit is installed.
+    """Check that submitit is installed, without importing it.
 
     Args:
         launcher: kind of the launcher that needs it.
@@ -243,6 +238,11 @@ def check_submitit(launcher: str) -> None:
     if not has_submitit():
         rule = "needs submitit to start jobs, which is not installed"
         raise ConfigError("launch", launcher, rule, "pip install submitit")
+
+
+def has_submitit() -> bool:
+    """Whether submitit is installed."""
+    return importlib.util.find_spec("submitit") is not None
 
 
 def submissions(sweep: Path) -> list[Submission]:

@@ -1,8 +1,8 @@
-"""The program of each task of a job: `python -m titanlab.launch.task SWEEP TOKEN [INDEX]`, one task per rank.
+"""The program of each task of a job: `python -m titanlab.launch.task SWEEP TOKEN [INDEX]`.
 
-It starts the rank's worker as a child process and imports no torch itself. Every task watches its own worker. Rank 0
-also claims the run, begins the attempt, publishes its address, and makes sure that there is a result. Without INDEX,
-the index of the job in its array is used.
+A job of one host has one task, which runs all ranks as `titanlab train` does. Otherwise each rank has a task, which
+starts the rank's worker as a child process and watches it. Rank 0 also claims the run, begins the attempt, publishes
+its address, and makes sure that there is a result. Without INDEX, the index of the job in its array is used.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from titanlab.checkpoint.folders import checkpoints_of, latest
 from titanlab.data import source
 from titanlab.distributed.host import check_host, this_host
 from titanlab.errors import TitanlabError
-from titanlab.launch.attempt import begin, conclude, keep_tokenizer, missed_checkpoint
+from titanlab.launch.attempt import begin, close_earlier, conclude, keep_tokenizer, missed_checkpoint, with_progress
 from titanlab.launch.contract import launch_of
 from titanlab.launch.evidence import note_bad_host, suspect
+from titanlab.launch.execute import make_attempts, prepare
 from titanlab.launch.group import (
     RankGroup,
     Rendezvous,
@@ -39,10 +40,12 @@ from titanlab.launch.group import (
 from titanlab.launch.job import Job, address_of, check_code, claim_run, port_of, received_signals, say, submitted
 from titanlab.launch.launchers import default_config, given_cores, launcher_named
 from titanlab.launch.watch import RESULT_SECONDS, Child, RankWatch, StopCheck, await_result, settle
+from titanlab.recipe.next_attempt import check_unedited
 from titanlab.recipe.recipe import Recipe, from_mapping
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exception
 from titanlab.records.run_folder import open_run
-from titanlab.system.files import disk_fault, write_json
+from titanlab.system.files import disk_fault
+from titanlab.system.terminal import Console
 from titanlab.system.text import counted
 
 CLAIM_SECONDS = 3.0
@@ -77,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 name = submission.job_name(Path(folder).name, index)
                 # In a thread of its own: a busy controller answers late.
                 threading.Thread(target=job.launcher.name_job, args=(place, name), name="job-name", daemon=True).start()
+            if place.ranks.world == 1 and default_config(place.launcher).starts_directly:
+                return _run_here(job)
             return _lead(job) if job.leads else _follow(job)
         except TitanlabError as error:
             say(f"error: {error}")
@@ -87,6 +92,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise
             say(f"error: {fault}")
             return OutcomeKind.CRASH.exit_code
+
+
+def _run_here(job: Job) -> int:
+    """Run all ranks of a job on this host."""
+    run = job.run
+    if job.is_done():
+        return 0
+    with contextlib.ExitStack() as stack:
+        if (refused := claim_run(run, stack, seconds=CLAIM_SECONDS, is_ending=lambda: bool(job.signals))) is not None:
+            say(f"{run.path.name} {refused}: nothing is done twice")
+            return 0
+        if job.is_done():
+            return 0
+        if (by := run.asked_to_cancel()) is not None:
+            outcome = Outcome(kind=OutcomeKind.CANCELLED, attempt=0, cause=f"{by} before it started")
+            run.write_result(with_progress(run, outcome))
+            return OutcomeKind.CANCELLED.exit_code
+        close_earlier(run)
+        console = stack.enter_context(Console())
+        config = job.config()
+        try:
+            if job.code is not None:
+                check_code(job.code)
+            check_unedited(run)
+            # A scheduler may have started the process that submitted, not this one.
+            (ready,) = prepare([from_mapping(config)], say, started=True, environ={})
+        except Exception as error:
+            outcome = job.refused(error, config)
+        else:
+            os.environ["TITANLAB_LOG"] = str(run.logs / "rank-0.log")
+            outcome = make_attempts(run, ready.recipe, ready.host, None, console, job=job)
+        say(f"{outcome.kind.value} at step {outcome.step}: {outcome.cause or outcome.kind.meaning}")
+    return _exit_code(outcome)
 
 
 def _lead(job: Job) -> int:
@@ -171,14 +209,11 @@ def _attempted(job: Job, group: RankGroup) -> tuple[Outcome, Recipe | None]:
             environ=environ,
         )
     except Exception as error:
-        # The attempt needs a result in this case too, and the other ranks wait for the rendezvous.
-        attempt = run.begin_attempt(config, None)
-        write_json(run.attempt_folder(attempt) / "job.json", job.facts())
-        outcome = from_exception(error, rank=0, attempt=attempt)
-        run.write_result(outcome)
-        publish_meeting(run, Rendezvous(start=job.round(group.round), attempt=attempt))
+        outcome = job.refused(error, config)
+        # The other ranks wait for the rendezvous.
+        publish_meeting(run, Rendezvous(start=job.round(group.round), attempt=outcome.attempt))
         return outcome, None
-    write_json(run.attempt_folder(attempt) / "job.json", job.facts())
+    job.note(attempt)
     group.note(attempt)
     members = group.members
     meeting = Rendezvous(
