@@ -304,9 +304,9 @@ class Here(Elsewhere):
 @pytest.mark.parametrize(("config", "hosts"), [(Elsewhere(), ["n1"]), (Here(), []), (Local(), [])])
 def test_a_host_is_remembered_unless_all_jobs_run_on_it(tmp_path, monkeypatch, config, hosts):
     remembered = []
-    monkeypatch.setattr(task, "default_config", {config.kind: config}.__getitem__)
-    monkeypatch.setattr(task, "note_bad_host", lambda run, outcome, host: remembered.append(host))
+    monkeypatch.setattr(rendezvous, "default_config", {config.kind: config}.__getitem__)
+    monkeypatch.setattr(rendezvous, "note_bad_host", lambda run, outcome, host: remembered.append(host))
     place = ProcessPlace(launcher=config.kind, job_id="1", raw_job_id="1", ranks=ALONE, nodes=("n1",))
     job = Job(run=tiny.begin(tiny.recipe(tmp_path)), place=place, token="t", index=0)
-    task._remember_host(job, Outcome(kind=OutcomeKind.HANG))
+    rendezvous.RankGroup(job, print)._remember_host(Outcome(kind=OutcomeKind.HANG))
     assert remembered == hosts

@@ -1,4 +1,4 @@
-"""An attempt at a run, seen from outside its ranks: the checks before the start, and the outcome after the end."""
+"""The attempts at a run, seen from outside its ranks: the loop, the checks before each, and the outcome after it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Protocol
 
 from titanlab.checkpoint.address_schema import Place, StorePath
 from titanlab.checkpoint.blocks import DamagedCheckpoint
@@ -26,10 +27,11 @@ from titanlab.checkpoint.folders import (
 from titanlab.checkpoint.position import check_progress
 from titanlab.data import source
 from titanlab.data.tokenizers import keep
-from titanlab.distributed.host import Host, share_of_cores, thread_count, thread_variables
+from titanlab.distributed.host import Host, share_of_cores, this_host, thread_count, thread_variables
 from titanlab.distributed.silence import judged
 from titanlab.distributed.watchdog import NATIVE_SIGN
 from titanlab.errors import ConfigError
+from titanlab.launch.launchers import given_cores
 from titanlab.recipe.recipe import Recipe, to_mapping
 from titanlab.records.hang_file import read_hang
 from titanlab.records.logs import part_of, rank_log, text_at_end
@@ -46,6 +48,61 @@ _SILENT_HERE_SECONDS = 10.0
 _SILENT_SECONDS = 2 * 3600.0
 _EARLIER_SECONDS = 60.0
 _POLL_SECONDS = 0.2
+
+
+class Group(Protocol):
+    """The ranks of a claimed run, as the process sees them that makes its attempts.
+
+    Attributes:
+        started_by: who starts the ranks, as env.json has it.
+        processes: of the run on this host; None: all of them.
+        checkpoint: the checkpoint that the user has chosen for the next attempt; None: the newest.
+    """
+
+    started_by: str
+    processes: int | None
+    checkpoint: Place | None
+
+    def report(self, line: str, /) -> None:
+        """Tell the user something."""
+
+    def next_recipe(self) -> Recipe:
+        """The recipe of the next attempt, after every check.
+
+        Raises:
+            ConfigError: a rule is broken.
+        """
+
+    def refused(self, error: Exception) -> Outcome:
+        """Record that the next attempt cannot begin, or raise the error."""
+
+    def attempted(self, attempt: int, recipe: Recipe) -> Outcome:
+        """Start the ranks of an attempt that has begun, wait for their end, and record the outcome."""
+
+    def goes_on_after(self, outcome: Outcome, recipe: Recipe) -> bool:
+        """Decide whether the ranks start again, perhaps with another recipe."""
+
+
+def make_attempts(run: RunFolder, group: Group) -> Outcome:
+    """Make attempts at a claimed run until its ranks do not start again. Returns the outcome of the last one."""
+    while True:
+        try:
+            recipe = group.next_recipe()
+            attempt = begin(
+                run,
+                recipe,
+                this_host(),
+                started_by=group.started_by,
+                report=group.report,
+                processes=group.processes,
+                environ={**os.environ, **given_cores(group.started_by, os.environ)},
+                checkpoint=group.checkpoint,
+            )
+        except Exception as error:
+            return group.refused(error)
+        outcome = group.attempted(attempt, recipe)
+        if not group.goes_on_after(outcome, recipe):
+            return outcome
 
 
 def begin(
