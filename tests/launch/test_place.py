@@ -9,7 +9,7 @@ from titanlab.launch import group as rendezvous
 from titanlab.launch.group import Rendezvous, await_meeting, find_meeting, publish_meeting
 from titanlab.launch.job import address_of, port_of
 from titanlab.launch.launchers import launcher_named
-from titanlab.launch.slurm import job as slurm_job
+from titanlab.launch.slurm import launcher as slurm_launcher
 from titanlab.launch.slurm.job import hosts
 from titanlab.records.run_folder import RunFolder
 
@@ -48,7 +48,7 @@ def test_the_address_is_the_given_one_or_a_name_that_resolves_or_slurms_own(monk
     assert address_of(SLURM, job, {"MASTER_ADDR": "given"}) == "given"
     assert address_of(HERE, HERE.place_in({}), {}) == "127.0.0.1"
     assert address_of(SLURM, SLURM.place_in({**TASK, "SLURM_STEP_NODELIST": "n3"}), {}) == "127.0.0.1"
-    monkeypatch.setattr(slurm_job, "node_address", lambda node: {"n3": "10.0.0.3"}.get(node))
+    monkeypatch.setattr(slurm_launcher, "node_address", lambda node: {"n3": "10.0.0.3"}.get(node))
     known = {"10.0.0.3", "n4"}
 
     def resolve(name, port):
