@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from titanlab.checkpoint.address_schema import Place
 from titanlab.checkpoint.contents import parent_of
@@ -31,7 +32,6 @@ from titanlab.launch.attempt import (
 )
 from titanlab.launch.contract import Failure, launch_of
 from titanlab.launch.evidence import memory_kills
-from titanlab.launch.job import Job
 from titanlab.launch.launchers import joined
 from titanlab.launch.restarts import Restart, Restarts, hide_device, note
 from titanlab.recipe.next_attempt import check_unedited
@@ -44,6 +44,9 @@ from titanlab.system.files import disk_fault, tells_of_disk
 from titanlab.system.terminal import Console
 from titanlab.system.text import counted, shown_path
 from titanlab.train.starting_weights import check_beginning, not_read, start_fingerprint
+
+if TYPE_CHECKING:
+    from titanlab.launch.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import msgspec
+
 from titanlab.checkpoint.address_schema import Place
 from titanlab.data import source
 from titanlab.distributed.host import check_host, this_host
@@ -79,11 +81,9 @@ def find_meeting(run: RunFolder, start: str) -> Rendezvous | None:
     attempts = run.attempts()
     paths = [run.attempt_folder(attempt) / MEETING_FILE for attempt in attempts[-2:]]
     for path in (*paths, run.path / MEETING_FILE):
-        value = read_optional(path) or {}
-        value.pop("schema", None)
         # Another process may leave a file of another version.
-        with contextlib.suppress(TypeError):
-            meeting = Rendezvous(**{**value, "members": tuple(value.get("members", ()))})
+        with contextlib.suppress(msgspec.ValidationError):
+            meeting = msgspec.convert(read_optional(path), Rendezvous)
             if meeting.start == start:
                 return meeting
     return None
