@@ -27,7 +27,6 @@ from typing import Any
 
 from titanlab.cli.verbs import VERBS
 from titanlab.costs import meter
-from titanlab.launch.local.queue import LocalJob, write_local_job
 from titanlab.launch.submission import Submission, write_submission
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records import provenance
@@ -37,6 +36,7 @@ from titanlab.sweep.plan import plan_study
 from titanlab.sweep.rows import estimate_values
 from titanlab.sweep.submit import Decision, decide
 from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.system.files import write_json
 
 HERE = Path(__file__).parent
 NAME = "thousand"
@@ -109,16 +109,16 @@ def _end(run: RunFolder, env: dict[str, Any], speeds: random.Random, *, world: i
 
 
 def _submit(sweep: SweepFolder, decisions: list[Decision]) -> None:
-    """One array of local jobs, all of which have ended: their records are read too."""
+    """One array of local jobs, all of which have ended: their attempts name it."""
     runs = tuple(decision.run_name for decision in decisions)
     shape = decisions[0].shape
     submission = Submission(
         launcher="local", state="submitted", job_id="1", code="code/none", shape=shape, launch={}, runs=runs
     )
     write_submission(sweep.path, submission)
-    for index in range(len(runs)):
-        record = LocalJob(state="ended", started=1.8e9, ended=1.8e9 + 90)
-        write_local_job(sweep.path, submission.token, index, record)
+    for index, name in enumerate(runs):
+        job = {"token": submission.token, "index": index, "nodes": ["here"], "started": 1.8e9}
+        write_json(sweep.run(name).attempt_folder(1) / "job.json", job)
 
 
 def timed(command: list[str]) -> dict[str, float]:

@@ -88,7 +88,7 @@ def command(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         started.append(ready.recipe)
         return Outcome(kind=OutcomeKind.DONE)
 
-    def continue_run(run, recipe, host, ranks, console, *, checkpoint=None):
+    def continue_run(run, recipe, ranks, console, *, checkpoint=None):
         started.append(recipe)
         return Outcome(kind=OutcomeKind.DONE)
 

@@ -11,11 +11,11 @@ import pytest
 from tests import tiny
 from tests.sweep.made import Made, begin, end
 from titanlab.cli import main, status
-from titanlab.launch.local.queue import LocalJob, write_local_job
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder, Status
 from titanlab.sweep import clean as caches
 from titanlab.sweep import clean as items
+from titanlab.system.files import write_json
 
 RECORDS = (
     "config.yaml",
@@ -275,7 +275,7 @@ def test_snapshots_of_code_go_once_no_run_needs_them(call, tmp_path, monkeypatch
     shutil.copytree(made.folder.code / "old", young)
     os.utime(young / "code.json")
     submitted = made.submit(one, launcher="local")
-    write_local_job(made.folder.path, submitted.token, 0, LocalJob(state="ended"))
+    write_json(one.path / "attempts" / "1" / "job.json", {"token": submitted.token, "index": 0})
     env["code"]["git"]["patch_complete"] = False
     (one.path / "env.json").write_text(json.dumps(env))
     call("--yes")

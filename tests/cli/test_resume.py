@@ -216,7 +216,7 @@ def test_a_done_run_does_not_go_back_and_the_refusal_names_the_command_for_a_new
 def test_a_checkpoint_that_is_chosen_is_the_one_to_resume_from(saved_run, monkeypatch, chosen, step):
     run, given = RunFolder(saved_run), []
 
-    def continue_run(run, recipe, host, ranks, console, *, checkpoint):
+    def continue_run(run, recipe, ranks, console, *, checkpoint):
         given.append((run.path, checkpoint))
         return Outcome(kind=OutcomeKind.OOM)
 

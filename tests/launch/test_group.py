@@ -49,7 +49,7 @@ class _Stub:
 
     def __init__(self, run, world):
         self.run, self.signals = run, []
-        self.place = SimpleNamespace(ranks=SimpleNamespace(world=world))
+        self.place = SimpleNamespace(launcher="local", ranks=SimpleNamespace(world=world, local_world=world))
 
     def round(self, number):
         return f"job #{number}"

@@ -9,7 +9,7 @@ from titanlab.launch import group as rendezvous
 from titanlab.launch.group import Rendezvous, await_meeting, find_meeting, publish_meeting
 from titanlab.launch.job import address_of, port_of
 from titanlab.launch.launchers import launcher_named
-from titanlab.launch.slurm import job as slurm_job
+from titanlab.launch.slurm import launcher as slurm_launcher
 from titanlab.launch.slurm.job import hosts
 from titanlab.records.run_folder import RunFolder
 
@@ -26,13 +26,6 @@ TASK = {
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
     "SLURM_STEP_NODELIST": "n[3-4]",
 }
-LOCAL = {
-    "SUBMITIT_EXECUTOR": "local",
-    "SUBMITIT_LOCAL_JOB_ID": "77",
-    "SUBMITIT_LOCAL_NTASKS": "2",
-    "SUBMITIT_LOCAL_GLOBALID": "1",
-    "SUBMITIT_LOCAL_LOCALID": "1",
-}
 
 
 def test_a_task_of_an_array():
@@ -44,22 +37,18 @@ def test_a_task_of_an_array():
     assert found.start != SLURM.place_in({**TASK, "SLURM_RESTART_COUNT": "2"}).start
 
 
-def test_a_task_of_this_host_also_inside_a_job():
-    found = HERE.place_in({**TASK, **LOCAL})
-    assert (found.launcher, found.job_id, found.index, found.nodes) == ("local", "77", None, (socket.gethostname(),))
-    assert (found.ranks.rank, found.ranks.world, found.ranks.local_world) == (1, 2, 2)
-
-
 def test_alone():
-    assert (HERE.place_in({}).ranks.world, HERE.place_in({}).launcher) == (1, "local")
+    # Also inside another job.
+    found = HERE.place_in(TASK)
+    assert (found.launcher, found.index, found.nodes, found.ranks.world) == ("local", None, (socket.gethostname(),), 1)
 
 
 def test_the_address_is_the_given_one_or_a_name_that_resolves_or_slurms_own(monkeypatch):
     job = SLURM.place_in(TASK)
     assert address_of(SLURM, job, {"MASTER_ADDR": "given"}) == "given"
-    assert address_of(HERE, HERE.place_in(LOCAL), {}) == "127.0.0.1"
+    assert address_of(HERE, HERE.place_in({}), {}) == "127.0.0.1"
     assert address_of(SLURM, SLURM.place_in({**TASK, "SLURM_STEP_NODELIST": "n3"}), {}) == "127.0.0.1"
-    monkeypatch.setattr(slurm_job, "node_address", lambda node: {"n3": "10.0.0.3"}.get(node))
+    monkeypatch.setattr(slurm_launcher, "node_address", lambda node: {"n3": "10.0.0.3"}.get(node))
     known = {"10.0.0.3", "n4"}
 
     def resolve(name, port):

@@ -9,9 +9,14 @@ import pytest
 import titanlab
 from tests import tiny
 from titanlab.errors import ConfigError
-from titanlab.launch.job import check_code, claim_run
+from titanlab.launch.job import Job, claim_run
+from titanlab.records.run_folder import RunFolder
 
 HERE = Path(titanlab.__file__).parent
+
+
+def check_code(code):
+    Job(run=RunFolder(code), place=None, token="aa", index=0, code=code).check_code()
 
 
 def test_the_code_may_be_reached_by_another_path(tmp_path):

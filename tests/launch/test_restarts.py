@@ -156,7 +156,7 @@ def trained(tmp_path, launch, **given):
     run = tiny.begin(recipe)
     run.write_result(ended())
     with Console() as console:
-        outcome = continue_run(run, recipe, this_host(), None, console)
+        outcome = continue_run(run, recipe, None, console)
     return run, outcome
 
 

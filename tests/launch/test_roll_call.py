@@ -134,7 +134,7 @@ def test_spare_ranks_take_the_places_of_lost_ones(run, recipe):
     all_but(run, 2, 3)
     outcome = group.called(Outcome(kind=OutcomeKind.CRASH, attempt=1, step=3), small)
     said = []
-    group._say = said.append
+    group.report = said.append
     assert group.goes_on_after(outcome, small)
     assert (group.members, group.config()["world"]) == ((0, 1), 2)
     assert "and left out: other processes of the job take their places in dp_s2" in said[-1]

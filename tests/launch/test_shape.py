@@ -1,13 +1,14 @@
 import dataclasses
 import json
 
+import msgspec
 import pytest
 
 from tests import tiny
 from titanlab.errors import ConfigError
 from titanlab.launch.local_schema import Local
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.launch.submission import JobShape, shape_from, shape_of
+from titanlab.launch.submission import JobShape, shape_of
 from titanlab.recipe.schema import Cluster
 
 GPUS = {"accelerator": "cuda", "device": "NVIDIA H200"}
@@ -42,7 +43,7 @@ def test_what_launch_says_is_in_the_shape(tmp_path):
     launch = Slurm(cpus_per_task=4, memory_gib=10.5, minutes=90)
     shape = shape_of(recipe(tmp_path, cluster=Cluster(per_node=8, **GPUS), launch=launch, shard=16))
     assert (shape.cpus_per_task, shape.memory_gib, shape.minutes, shape.gpu_hours) == (4, 10.5, 90, 24.0)
-    assert shape_from(json.loads(json.dumps(shape.to_mapping()))) == shape
+    assert msgspec.convert(json.loads(json.dumps(shape.to_mapping())), JobShape) == shape
 
 
 def test_on_this_host_a_job_is_one_node(tmp_path):

@@ -14,7 +14,7 @@ from titanlab.launch import watch as stop_file
 from titanlab.launch.contract import ProcessPlace, StopReason
 from titanlab.launch.job import Job
 from titanlab.launch.launchers import launcher_named
-from titanlab.launch.slurm import job as slurm_job
+from titanlab.launch.slurm import launcher as slurm_launcher
 from titanlab.launch.watch import StopCheck, meaning, read_stop, write_stop
 from titanlab.records.outcome import Outcome, OutcomeKind
 
@@ -56,7 +56,7 @@ def place(launcher="slurm"):
     ],
 )
 def test_slurms_signals(monkeypatch, facts, number, kind):
-    monkeypatch.setattr(slurm_job, "_job_facts", lambda job: dict(word.split("=", 1) for word in facts.split()))
+    monkeypatch.setattr(slurm_launcher, "_job_facts", lambda job: dict(word.split("=", 1) for word in facts.split()))
     monkeypatch.setattr(time, "time", lambda: NOW)
     found = meaning(number, launcher_named("slurm"), place(), signal_seconds=30, cancelled_by=None)
     assert found.kind.value == kind
@@ -107,11 +107,11 @@ def test_ranks_save_before_a_slow_scheduler_has_said_why(tmp_path, monkeypatch):
     """The answer comes when they have ended, and the run's result has it."""
     answers = threading.Event()
 
-    def reason(name, place, *, signal_seconds):
+    def reason(self, name, place, *, signal_seconds):
         assert answers.wait(60)
         return StopReason(kind=OutcomeKind.WALLTIME, cause="9 s are left")
 
-    monkeypatch.setattr(slurm_job, "stop_reason", reason)
+    monkeypatch.setattr(slurm_launcher.SlurmLauncher, "stop_reason", reason)
     monkeypatch.setattr(stop_file, "ASK_SECONDS", 0.05)
     run = Jobs(tmp_path).run(1, launcher="slurm")
     attempt = run.attempt_folder(run.begin_attempt(run.config(), {}))

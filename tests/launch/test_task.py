@@ -1,8 +1,9 @@
 """The processes of a job, for real: they train, are told to stop, go on, and every end of theirs is a result."""
 
 import json
+import re
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ from titanlab.launch import group as rendezvous
 from titanlab.launch import task
 from titanlab.launch.contract import LaunchConfig, Launcher, ProcessPlace
 from titanlab.launch.job import Job
+from titanlab.launch.launchers import launcher_named
 from titanlab.launch.local_schema import Local
 from titanlab.launch.slurm.launcher import SlurmLauncher
+from titanlab.launch.submission import write_submission
 from titanlab.records.outcome import Outcome, OutcomeKind
 
 # Until ranks have begun to train, on a busy machine.
@@ -41,15 +44,20 @@ def rows(run):
     return [(row["step"], row["loss_metrics/global_avg_loss"], row["grad_norm"]) for row in run.metrics("train")]
 
 
-def test_two_ranks_train_one_run(jobs):
-    run = jobs.run(2, steps=3)
-    codes, said = ended(jobs.start(run, 2))
-    assert codes == [0, 0], said
+# A task for each rank, or one for all.
+BOTH = pytest.mark.parametrize(("launcher", "tasks"), [("nohup", 2), ("local", 1)])
+
+
+@BOTH
+def test_two_ranks_train_one_run(jobs, launcher, tasks):
+    run = jobs.run(2, launcher=launcher, steps=3)
+    codes, said = ended(jobs.start(run, tasks))
+    assert codes == [0] * tasks, said
     assert (run.result().kind, run.result().step) == (OutcomeKind.DONE, 3)
     assert run.attempts() == [1]
     job = run.job()
-    assert (job["launcher"], job["token"], job["index"], job["restart_count"]) == ("local", "0000000000", 0, 0)
-    assert run.env()["launcher"] == "local"
+    assert (job["launcher"], job["token"], job["index"], job["restart_count"]) == (launcher, "0000000000", 0, 0)
+    assert run.env()["launcher"] == launcher
     assert "step 3/3" in (run.logs / "rank-0.log").read_text()
     assert not run.is_claimed()
 
@@ -74,6 +82,21 @@ def test_a_preempted_job_goes_on_and_its_losses_are_those_of_an_undisturbed_run(
     assert rows(run) == rows(undisturbed)
 
 
+def test_a_job_of_this_host_goes_on_after_a_signal_and_a_lost_rank(jobs):
+    run = jobs.run(2, launcher="local", steps=40, seconds=0.1, fault="kill", step=9, rank=1)
+    submission, _ = jobs.job_of(run)
+    write_submission(jobs.sweep.path, replace(submission, launch=asdict(Local(restarts=1))))
+    first = jobs.start(run, 1)
+    until(lambda: len(run.metrics("train")) >= 3, START_SECONDS)
+    send(first, signal.SIGTERM)
+    assert ended(first)[0] == [75]
+    assert (run.result().kind, run.result().step < 9) == (OutcomeKind.PREEMPTED, True)
+    codes, said = ended(jobs.start(run, 1))
+    # The fault is planted again: one restart is allowed.
+    assert (codes, run.result().kind, run.result().rank) == ([1], OutcomeKind.CRASH, 1), said
+    assert (run.attempts(), run.restarts()) == ([1, 2, 3], 1)
+
+
 def test_one_that_is_preempted_before_its_first_step_loses_nothing_and_says_so(jobs):
     run = jobs.run(2, steps=3)
     ranks = jobs.start(run, 2)
@@ -87,15 +110,18 @@ def test_one_that_is_preempted_before_its_first_step_loses_nothing_and_says_so(j
     assert run.metrics("train") == []
 
 
-def test_one_that_is_cancelled_saves_and_says_who_asked(jobs):
-    run = jobs.run(1, steps=2000, seconds=0.05)
+@pytest.mark.parametrize("launcher", ["nohup", "local"])
+def test_one_that_is_cancelled_saves_and_says_who_asked(jobs, launcher):
+    run = jobs.run(1, launcher=launcher, steps=2000, seconds=0.05)
     ranks = jobs.start(run, 1)
     until(lambda: len(run.metrics("train")) >= 2, START_SECONDS)
     run.ask_to_cancel()
+    if launcher == "local":
+        launcher_named(launcher).cancel(jobs.sweep.path, [jobs.job_of(run)], print, is_gentle=True)
     codes, said = ended(ranks)
     result = run.result()
     assert (codes, result.kind) == ([130], OutcomeKind.CANCELLED), said
-    assert result.cause.startswith("titanlab cancel on ")
+    assert re.fullmatch(r"titanlab cancel on \S+; the run can be resumed", result.cause)
     assert run.checkpoints.joinpath(f"step-{result.step:08d}", "index.json").exists()
 
 
@@ -152,15 +178,30 @@ def test_a_rank_that_is_stopped_is_named_and_not_the_one_that_waits(jobs, rank):
     assert result.cause.startswith(f"step 6 did not end within 5 s: {reason}")
 
 
+@pytest.mark.parametrize("launcher", ["nohup", pytest.param("local", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "gibibytes",
     [pytest.param(0.7, id="at the import of torch", marks=pytest.mark.full), pytest.param(1.5, id="in a step")],
 )
-def test_one_without_memory(jobs, gibibytes):
-    run = jobs.run(1, steps=4, fault="memory", step=3)
+def test_one_without_memory(jobs, gibibytes, launcher):
+    run = jobs.run(1, launcher=launcher, steps=4, fault="memory", step=3)
     codes, said = ended(jobs.start(run, 1, preamble=f"ulimit -v {int(gibibytes * 2**20)}", OMP_NUM_THREADS="1"))
     result = run.result()
     assert (codes, result.kind, result.rank) == ([70], OutcomeKind.OOM, 0), said
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_job_of_this_host_in_other_hands_or_cancelled_begins_nothing(jobs, is_asked):
+    run = jobs.run(2, launcher="local", steps=3)
+    if is_asked:
+        run.ask_to_cancel()
+        codes, said = ended(jobs.start(run, 1))
+        assert (codes, run.result().kind, run.result().attempt) == ([130], OutcomeKind.CANCELLED, 0), said
+    else:
+        with run.claim():
+            codes, said = ended(jobs.start(run, 1))
+        assert (codes, run.result(), said.count("nothing is done twice")) == ([0], None, 1)
+    assert run.attempts() == []
 
 
 def ranks_of(run, *, launcher, world):
@@ -181,22 +222,24 @@ def test_a_run_in_other_hands_is_not_done_twice(jobs, monkeypatch, capsys):
     assert capsys.readouterr().out.count("nothing is done twice") == 2
 
 
-def test_what_is_refused_at_the_start_is_a_result_too(jobs):
-    run = jobs.run(2, steps=3)
+@BOTH
+def test_what_is_refused_at_the_start_is_a_result_too(jobs, launcher, tasks):
+    run = jobs.run(2, launcher=launcher, steps=3)
     tiny.write_checkpoint(run.checkpoints / "step-00000001", {"step": 1, "parameters": {}})
-    codes, said = ended(jobs.start(run, 2))
+    codes, said = ended(jobs.start(run, tasks))
     result = run.result()
-    assert (codes, result.kind, run.attempts()) == ([2, 2], OutcomeKind.INFEASIBLE, [1]), said
+    assert (codes, result.kind, run.attempts()) == ([2] * tasks, OutcomeKind.INFEASIBLE, [1]), said
     assert "is of another model" in result.cause
 
 
-def test_edited_code_trains_nothing(jobs):
-    run = jobs.run(2, steps=3)
+@BOTH
+def test_edited_code_trains_nothing(jobs, launcher, tasks):
+    run = jobs.run(2, launcher=launcher, steps=3)
     (jobs.sweep.path / "code").unlink()
     (jobs.sweep.path / "code" / "titanlab").mkdir(parents=True)
-    codes, said = ended(jobs.start(run, 2))
+    codes, said = ended(jobs.start(run, tasks))
     result = run.result()
-    assert (codes, result.kind, run.attempts()) == ([2, 2], OutcomeKind.INFEASIBLE, [1]), said
+    assert (codes, result.kind, run.attempts()) == ([2] * tasks, OutcomeKind.INFEASIBLE, [1]), said
     assert "is not the code of this job" in result.cause
     assert run.metrics("train") == []
 
@@ -261,9 +304,9 @@ class Here(Elsewhere):
 @pytest.mark.parametrize(("config", "hosts"), [(Elsewhere(), ["n1"]), (Here(), []), (Local(), [])])
 def test_a_host_is_remembered_unless_all_jobs_run_on_it(tmp_path, monkeypatch, config, hosts):
     remembered = []
-    monkeypatch.setattr(task, "default_config", {config.kind: config}.__getitem__)
-    monkeypatch.setattr(task, "note_bad_host", lambda run, outcome, host: remembered.append(host))
+    monkeypatch.setattr(rendezvous, "default_config", {config.kind: config}.__getitem__)
+    monkeypatch.setattr(rendezvous, "note_bad_host", lambda run, outcome, host: remembered.append(host))
     place = ProcessPlace(launcher=config.kind, job_id="1", raw_job_id="1", ranks=ALONE, nodes=("n1",))
     job = Job(run=tiny.begin(tiny.recipe(tmp_path)), place=place, token="t", index=0)
-    task._remember_host(job, Outcome(kind=OutcomeKind.HANG))
+    rendezvous.RankGroup(job, print)._remember_host(Outcome(kind=OutcomeKind.HANG))
     assert remembered == hosts

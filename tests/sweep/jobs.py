@@ -1,4 +1,4 @@
-"""A sweep's folder with one run in it, and its job's processes as submitit's local controller starts them."""
+"""A sweep's folder with one run in it, and its job's processes as the launcher of docs/extending.md starts them."""
 
 import os
 import signal
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from tests import tiny
+from tests.launch.third import install_third
 from tests.planted_package import install_planted
 from tests.planted_schema import Planted
 from titanlab.launch.submission import JobShape, Submission, write_submission
@@ -25,8 +26,7 @@ class Jobs:
         self.folder = folder
         self.environment = {
             **os.environ,
-            "PYTHONPATH": f"{install_planted(folder)}{os.pathsep}{ROOT}",
-            "SUBMITIT_EXECUTOR": "local",
+            "PYTHONPATH": os.pathsep.join(map(str, (install_planted(folder), install_third(folder), ROOT))),
         }
         self.processes: list[subprocess.Popen[str]] = []
         self.started = 0
@@ -35,7 +35,7 @@ class Jobs:
     def sweep(self) -> SweepFolder:
         return SweepFolder(self.folder / "runs" / "sweep")
 
-    def run(self, world: int, *, launcher: str = "local", name: str = "run", **given) -> RunFolder:
+    def run(self, world: int, *, launcher: str = "nohup", name: str = "run", **given) -> RunFolder:
         """A run that nobody has begun, with a submission of its own."""
         data = Planted(**{key: given.pop(key) for key in list(given) if key in Planted.__dataclass_fields__})
         layout = {"replicate": world} if world > 1 else {}
@@ -45,7 +45,7 @@ class Jobs:
         self.submit(run, world, launcher=launcher)
         return run
 
-    def submit(self, run: RunFolder, world: int, *, launcher: str = "local") -> Submission:
+    def submit(self, run: RunFolder, world: int, *, launcher: str = "nohup") -> Submission:
         submission = Submission(
             token=f"{len(self.sweep.submissions()):010x}",
             launcher=launcher,
@@ -79,10 +79,9 @@ class Jobs:
                 cwd=self.folder,
                 env={
                     **self.environment,
-                    "SUBMITIT_LOCAL_JOB_ID": f"{os.getpid()}{self.started:03d}",
-                    "SUBMITIT_LOCAL_NTASKS": str(world),
-                    "SUBMITIT_LOCAL_GLOBALID": str(rank),
-                    "SUBMITIT_LOCAL_LOCALID": str(rank),
+                    "NOHUP_JOB": f"{os.getpid()}{self.started:03d}",
+                    "NOHUP_WORLD": str(world),
+                    "NOHUP_RANK": str(rank),
                     **environment,
                 },
                 stdin=subprocess.DEVNULL,

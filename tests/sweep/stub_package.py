@@ -16,7 +16,8 @@ from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.sweep.sweep_folder import SweepFolder
 
 # It waits until it is looked for, so that none comes between two lines.
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+ENDS = {signal.SIGTERM, signal.SIGINT}
+signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
 folder, token, index = SweepFolder(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])
 (submission,) = [each for each in folder.submissions() if each.token == token]
 run = folder.run(submission.runs[index])
@@ -29,9 +30,9 @@ kind = OutcomeKind.DONE
 def asked_to_end():
     end = time.monotonic() + SECONDS
     while time.monotonic() < end and not (folder.path / "end").exists():
-        if signal.sigtimedwait({signal.SIGTERM}, 0.05):
+        if signal.sigtimedwait(ENDS, 0.05):
             return True
-    return bool(signal.sigtimedwait({signal.SIGTERM}, 0))
+    return bool(signal.sigtimedwait(ENDS, 0))
 
 
 with (folder.path / "ran.txt").open("a") as file:

@@ -26,7 +26,7 @@ def test_variables_of_a_job_around_it_do_not_reach_the_new_job(slurm, tmp_path, 
 
 
 def test_long_arrays_are_cut(slurm, tmp_path, monkeypatch):
-    monkeypatch.setattr("titanlab.launch.slurm.queue.MAX_ARRAY", 2)
+    monkeypatch.setattr("titanlab.launch.slurm.launcher.MAX_ARRAY", 2)
     submit(study(tmp_path / "runs", seeds(5), launch=Slurm(array_parallelism=1)), quiet)
     assert [job["flags"]["array"] for job in slurm.jobs().values()] == ["0-1%1", "0-1%1", "0-0%1"]
 

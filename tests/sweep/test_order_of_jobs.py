@@ -6,7 +6,8 @@ import dataclasses
 
 from tests.sweep.conftest import quiet
 from tests.sweep.studies import SLURM, study
-from titanlab.launch.local.supervisor import _in_order
+from titanlab.launch.local.supervisor import jobs_in_order
+from titanlab.launch.submission import write_submission
 from titanlab.records.identity import identify
 from titanlab.sweep.request import control_points
 from titanlab.sweep.submit import submit
@@ -35,7 +36,7 @@ def test_jobs_of_two_shapes_take_turns_on_this_host(tmp_path, monkeypatch):
     folder = submit(wanted, quiet).folder
     submitted = folder.submissions()
     assert len(submitted) == 2  # one for each shape
-    names = [job.run.rpartition("-")[0] for job in _in_order(submitted)]
+    names = [job.run.rpartition("-")[0] for job in jobs_in_order(folder.path)]
     assert names == ["control-1000", "dp_s1-r0", "dp_s2-r0", "control-1001", "dp_s2-r1", "dp_s1-r1", "control-1002"]
     marked = [(point["run"].rpartition("-")[0], point.get("control", False)) for point in folder.points()]
     assert [name for name, is_control in marked if is_control] == ["control-1000", "control-1001", "control-1002"]
@@ -60,7 +61,8 @@ def test_a_later_batch_comes_after_an_earlier_one(tmp_path, monkeypatch):
     monkeypatch.setattr("titanlab.sweep.submit.wake", lambda folder: None)
     submit(study(tmp_path / "runs", [{"seed": 0}]), quiet)
     folder = submit(study(tmp_path / "runs", [{"seed": 0}, {"seed": 1}]), quiet).folder
-    assert [job.run.rpartition("-")[0] for job in _in_order(folder.submissions())] == ["seed0", "seed1"]
+    assert [job.run.rpartition("-")[0] for job in jobs_in_order(folder.path)] == ["seed0", "seed1"]
     # As an earlier version has written them.
-    older = [dataclasses.replace(each, batch="", places=()) for each in folder.submissions()]
-    assert [job.run.rpartition("-")[0] for job in _in_order(older)] == ["seed0", "seed1"]
+    for each in folder.submissions():
+        write_submission(folder.path, dataclasses.replace(each, batch="", places=()))
+    assert [job.run.rpartition("-")[0] for job in jobs_in_order(folder.path)] == ["seed0", "seed1"]

@@ -246,7 +246,7 @@ def test_what_a_rank_has_said_of_a_crash_stands(jobs, settled):
 
 @pytest.mark.parametrize("code", [None, -15, 1])
 def test_one_that_was_cancelled_before_it_could_hear_is_cancelled(jobs, settled, code):
-    run = jobs.run(1)
+    run = jobs.run(1, launcher="local")
     run.ask_to_cancel()
     result = settled(run, JobState(state="ended", raw="running", exit_code=code, job_id="aa"))
     assert (result.kind, result.attempt, run.attempts()) == (OutcomeKind.CANCELLED, 0, [])
@@ -275,35 +275,28 @@ def print_error(jobs, run):
     """The latest job of a run prints an error, as a process that cannot import a module does."""
     job, index = jobs.job_of(run)
     path = jobs.sweep.jobs / f"{job.job_id}_{index}_0_log.err"
-    if job.launcher == "local":
-        path = jobs.sweep.jobs / f"{job.token}_{index}" / "77_0_log.err"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("ImportError: no x\n")
 
 
 @pytest.mark.parametrize(
-    ("launcher", "state", "code"),
-    [
-        ("local", ENDED, None),
-        ("slurm", DIED, 1),
-        # Not a recipe that breaks a rule: Slurm's code of a program that does not exist.
-        ("slurm", replace(DIED, exit_code=2), 2),
-    ],
+    ("state", "code"),
+    # The second is not a recipe that breaks a rule: Slurm's code of a program that does not exist.
+    [(DIED, 1), (replace(DIED, exit_code=2), 2)],
 )
-def test_a_job_that_dies_before_its_run_begins_fails_with_what_it_has_printed(jobs, settled, launcher, state, code):
-    run = jobs.run(1, launcher=launcher)
+def test_a_job_that_dies_before_its_run_begins_fails_with_what_it_has_printed(jobs, settled, state, code):
+    run = jobs.run(1, launcher="slurm")
     print_error(jobs, run)
     result = settled(run, state)
     assert (result.kind, result.cause, result.attempt) == (OutcomeKind.CRASH, PRINTED, 0)
     assert (result.exit_code, run.status().state) == (code, "ended")
 
 
-@pytest.mark.parametrize(("launcher", "state"), [("local", ENDED), ("slurm", DIED)])
-def test_a_retry_that_dies_before_its_run_begins_replaces_the_earlier_end(jobs, settled, launcher, state):
-    run = jobs.run(1, launcher=launcher)
+def test_a_retry_that_dies_before_its_run_begins_replaces_the_earlier_end(jobs, settled):
+    run, state = jobs.run(1, launcher="slurm"), DIED
     begin(jobs, run)
     run.write_result(Outcome(kind=OutcomeKind.HANG, step=3, steps=10, ended=time.time() - 60, metrics={"loss": 2.5}))
-    jobs.submit(run, 1, launcher=launcher)
+    jobs.submit(run, 1, launcher="slurm")
     # What nobody has printed anything of may have been ended by others.
     assert settled(run, state).kind is OutcomeKind.HANG
     print_error(jobs, run)
@@ -343,7 +336,7 @@ def test_an_attempt_that_was_begun_has_its_own_end_whatever_was_printed(jobs, se
 
 
 def test_a_result_of_the_job_itself_stays_if_the_clock_of_its_host_is_behind(jobs, settled):
-    run = jobs.run(1)
+    run = jobs.run(1, launcher="local")
     begin(jobs, run)
     print_error(jobs, run)
     run.write_result(Outcome(kind=OutcomeKind.HANG, ended=time.time() - 60))
@@ -359,7 +352,7 @@ def test_a_run_in_somebodys_hands_is_left_alone(jobs, settled):
 
 
 def test_on_this_host_there_is_no_scheduler(jobs, settled):
-    run = jobs.run(1)
+    run = jobs.run(1, launcher="local")
     begin(jobs, run)
     result = settled(run, JobState(state="ended", raw="ended", job_id="aa"))
     assert (result.kind, result.scheduler) == (OutcomeKind.CRASH, None)

@@ -7,13 +7,11 @@ from tests.sweep.studies import SLURM, seeds, study
 from titanlab.cli import resume, status
 from titanlab.errors import ConfigError
 from titanlab.launch.local.launcher import LocalLauncher
-from titanlab.launch.local.queue import LocalJob, write_local_job
 from titanlab.launch.slurm.launcher import SlurmLauncher
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.sweep.enqueue import cancel
 from titanlab.sweep.retry import FAILED, retry
 from titanlab.sweep.submit import decide, submit
-from titanlab.sweep.sweep_folder import jobs_of
 
 
 def submitted(slurm):
@@ -81,7 +79,6 @@ def test_each_launcher_is_asked_about_its_own_jobs(slurm, sweep, tmp_path, monke
     run = sweep.run(name)
     run.begin_attempt(run.config(), {"code": {"fingerprint": "other"}})
     run.write_result(Outcome(kind=OutcomeKind.HANG, attempt=1, step=3))
-    write_local_job(sweep.path, jobs_of(sweep, sweep.submissions())[name][0].token, 0, LocalJob(state="ended"))
     asked = []
     monkeypatch.setattr(SlurmLauncher, "check", lambda self, jobs: asked.append(len(jobs)))
     monkeypatch.setattr(LocalLauncher, "check", lambda self, jobs: asked.append(-len(jobs)))

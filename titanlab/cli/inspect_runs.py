@@ -238,9 +238,8 @@ def _job_files(run: RunFolder) -> list[Path]:
         for index, name in enumerate(submission.runs):
             if name != run.path.name:
                 continue
-            # launch=local: one folder a job. Slurm: names with the number of the array and the index.
-            for pattern in (f"{submission.token}_{index}/*_log.*", f"{submission.job_id}_{index}_*_log.*"):
-                files += sorted(folder.glob(pattern), key=lambda path: (path.suffix != ".err", path.name))
+            found = folder.glob(f"{submission.job_id}_{index}_*_log.*")
+            files += sorted(found, key=lambda path: (path.suffix != ".err", path.name))
     return files
 
 

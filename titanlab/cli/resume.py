@@ -93,7 +93,7 @@ def resume_verb(arguments: Sequence[str]) -> int:
         recipe = replace(recipe, launch=directly(launch_of(recipe)))
         (ready,) = prepare([recipe], console.note, started=newest is not None)
         _check_data(run, ready.identity.content["data"], args.overrides)
-        ended = continue_run(run, ready.recipe, ready.host, ready.ranks, console, checkpoint=checkpoint)
+        ended = continue_run(run, ready.recipe, ready.ranks, console, checkpoint=checkpoint)
     return ended.kind.exit_code
 
 

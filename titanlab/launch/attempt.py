@@ -1,4 +1,4 @@
-"""An attempt at a run, seen from outside its ranks: the checks before the start, and the outcome after the end."""
+"""The attempts at a run, seen from outside its ranks: the loop, the checks before each, and the outcome after it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Protocol
 
 from titanlab.checkpoint.address_schema import Place, StorePath
 from titanlab.checkpoint.blocks import DamagedCheckpoint
@@ -26,14 +27,16 @@ from titanlab.checkpoint.folders import (
 from titanlab.checkpoint.position import check_progress
 from titanlab.data import source
 from titanlab.data.tokenizers import keep
-from titanlab.distributed.host import Host, share_of_cores, thread_count, thread_variables
+from titanlab.distributed.host import Host, share_of_cores, this_host, thread_count, thread_variables
 from titanlab.distributed.silence import judged
+from titanlab.distributed.watchdog import NATIVE_SIGN
 from titanlab.errors import ConfigError
+from titanlab.launch.launchers import given_cores
 from titanlab.recipe.recipe import Recipe, to_mapping
 from titanlab.records.hang_file import read_hang
 from titanlab.records.logs import part_of, rank_log, text_at_end
 from titanlab.records.metrics_file import metrics_of
-from titanlab.records.outcome import KillEvidence, Outcome, OutcomeKind, from_exit
+from titanlab.records.outcome import KillEvidence, Outcome, OutcomeKind, from_exit, says_oom
 from titanlab.records.provenance import collect
 from titanlab.records.run_folder import RunFolder, Status
 from titanlab.system.files import StoreFault, disk_fault
@@ -45,6 +48,61 @@ _SILENT_HERE_SECONDS = 10.0
 _SILENT_SECONDS = 2 * 3600.0
 _EARLIER_SECONDS = 60.0
 _POLL_SECONDS = 0.2
+
+
+class Group(Protocol):
+    """The ranks of a claimed run, as the process sees them that makes its attempts.
+
+    Attributes:
+        started_by: who starts the ranks, as env.json has it.
+        processes: of the run on this host; None: all of them.
+        checkpoint: the checkpoint that the user has chosen for the next attempt; None: the newest.
+    """
+
+    started_by: str
+    processes: int | None
+    checkpoint: Place | None
+
+    def report(self, line: str, /) -> None:
+        """Tell the user something."""
+
+    def next_recipe(self) -> Recipe:
+        """The recipe of the next attempt, after every check.
+
+        Raises:
+            ConfigError: a rule is broken.
+        """
+
+    def refused(self, error: Exception) -> Outcome:
+        """Record that the next attempt cannot begin, or raise the error."""
+
+    def attempted(self, attempt: int, recipe: Recipe) -> Outcome:
+        """Start the ranks of an attempt that has begun, wait for their end, and record the outcome."""
+
+    def goes_on_after(self, outcome: Outcome, recipe: Recipe) -> bool:
+        """Decide whether the ranks start again, perhaps with another recipe."""
+
+
+def make_attempts(run: RunFolder, group: Group) -> Outcome:
+    """Make attempts at a claimed run until its ranks do not start again. Returns the outcome of the last one."""
+    while True:
+        try:
+            recipe = group.next_recipe()
+            attempt = begin(
+                run,
+                recipe,
+                this_host(),
+                started_by=group.started_by,
+                report=group.report,
+                processes=group.processes,
+                environ={**os.environ, **given_cores(group.started_by, os.environ)},
+                checkpoint=group.checkpoint,
+            )
+        except Exception as error:
+            return group.refused(error)
+        outcome = group.attempted(attempt, recipe)
+        if not group.goes_on_after(outcome, recipe):
+            return outcome
 
 
 def begin(
@@ -275,8 +333,9 @@ def conclude(run: RunFolder, attempt: int, exits: Mapping[int, int], *, memory: 
     for rank, code in exits.items():
         if rank not in notes:
             note = from_exit(code, rank=rank, attempt=attempt, memory=memory)
-            words = _last_words(run, rank, attempt) if code == -signal.SIGABRT else None
-            notes[rank] = note if words is None else replace(note, cause=f"{words} (SIGABRT)")
+            path = rank_log(run, rank)
+            begin = part_of(run, rank, path, attempt).span.start
+            notes[rank] = by_log(note, code, text_at_end(path, begin=begin))
     records, _ = read_hang(run, attempt)
     outcome = judged(list(notes.values()), world_of(run, attempt), records) if notes else from_exit(0, attempt=attempt)
     outcome = with_progress(run, outcome)
@@ -291,14 +350,29 @@ def conclude(run: RunFolder, attempt: int, exits: Mapping[int, int], *, memory: 
     return outcome
 
 
-def _last_words(run: RunFolder, rank: int, attempt: int) -> str | None:
-    """What a C++ exception has said that aborted a rank: the last such line of its log; None: there is none."""
-    path = rank_log(run, rank)
-    lines = [
-        line.strip() for line in text_at_end(path, begin=part_of(run, rank, path, attempt).span.start).splitlines()
-    ]
+def by_log(outcome: Outcome, code: int, output: str) -> Outcome:
+    """The outcome of a rank that ended without a record of its own, with the reason that its log names.
+
+    Args:
+        code: the rank's exit code.
+        output: the end of its log in this attempt.
+    """
+    if NATIVE_SIGN in output and code == 1:
+        cause = "a step did not end in time, in native code that lets no other thread run; its log has the stacks"
+        stacks = output[output.rindex(NATIVE_SIGN) :]
+        exit_code = OutcomeKind.HANG.exit_code
+        return replace(outcome, kind=OutcomeKind.HANG, cause=cause, traceback=stacks, exit_code=exit_code)
+    # A killed process cannot log a reason: do not take the end of its log for one.
+    if outcome.kind is not OutcomeKind.CRASH or code in (0, -signal.SIGKILL):
+        return outcome
+    lines = [line.strip() for line in output.splitlines()]
+    # What a C++ exception has said.
     words = [line.removeprefix("what():").strip() for line in lines if line.startswith("what():")]
-    return words[-1][:300] if words else None
+    if code == -signal.SIGABRT and words:
+        outcome = replace(outcome, cause=f"{words[-1][:300]} (SIGABRT)")
+    elif (line := next(filter(says_oom, reversed(lines)), None)) is not None:
+        outcome = replace(outcome, kind=OutcomeKind.OOM, cause=f"{line[:300]} ({outcome.cause})")
+    return replace(outcome, traceback="\n".join(output.rstrip().splitlines()[-40:]) or None)
 
 
 def world_of(run: RunFolder, attempt: int) -> int:

@@ -121,6 +121,10 @@ class ProcessPlace:
         return f"{self.launcher}:{self.raw_job_id}.{self.restart}"
 
 
+# The name by which launchers of other packages import it.
+Place = ProcessPlace
+
+
 @dataclass(frozen=True, kw_only=True)
 class Failure:
     """A rank that failed.

@@ -18,10 +18,9 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from titanlab.records.json_file import loaded
 from titanlab.records.logs import text_at_end
@@ -232,20 +231,11 @@ def _file(runs: Path) -> Path:
 
 
 def _parsed(line: str) -> BadHost | None:
+    # Imported here: a run that is started needs it only after a failure.
+    import msgspec
+
     try:
-        value: Any = loaded(line)
-    except ValueError:
+        bad = msgspec.convert(loaded(line), BadHost)
+    except (ValueError, msgspec.ValidationError):
         return None
-    if not isinstance(value, Mapping) or not _HOST.fullmatch(str(value.get("host"))):
-        return None
-    kinds: Mapping[str, Any] = {
-        "host": str,
-        "run": str,
-        "attempt": int,
-        "kind": str,
-        "cause": str,
-        "time": (int, float),
-    }
-    if not all(isinstance(value.get(name), kind) for name, kind in kinds.items()):
-        return None
-    return BadHost(**{field.name: value[field.name] for field in fields(BadHost)})
+    return bad if _HOST.fullmatch(bad.host) else None

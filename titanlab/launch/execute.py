@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from titanlab.checkpoint.address_schema import Place
 from titanlab.checkpoint.contents import parent_of
@@ -20,20 +21,21 @@ from titanlab.distributed.silence import await_answers
 from titanlab.distributed.stop import held_signals, stopped_before_start
 from titanlab.launch import processes
 from titanlab.launch.attempt import (
-    begin,
     close_earlier,
     conclude,
     go_back,
     has_loaded,
     keep_tokenizer,
+    make_attempts,
     missed_checkpoint,
     with_progress,
 )
 from titanlab.launch.contract import Failure, launch_of
 from titanlab.launch.evidence import memory_kills
-from titanlab.launch.launchers import given_cores, joined
+from titanlab.launch.launchers import joined
 from titanlab.launch.restarts import Restart, Restarts, hide_device, note
-from titanlab.recipe.recipe import Recipe, resolve, shortened_warmup, to_mapping
+from titanlab.recipe.next_attempt import check_unedited
+from titanlab.recipe.recipe import Recipe, from_mapping, resolve, shortened_warmup, to_mapping
 from titanlab.recipe.recipe_rules import check, check_host_memory
 from titanlab.records.identity import Identity, identify
 from titanlab.records.outcome import KillEvidence, Outcome, OutcomeKind, from_exit
@@ -43,6 +45,9 @@ from titanlab.system.terminal import Console
 from titanlab.system.text import counted, shown_path
 from titanlab.train.starting_weights import check_beginning, not_read, start_fingerprint
 
+if TYPE_CHECKING:
+    from titanlab.launch.job import Job
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
@@ -50,29 +55,35 @@ class Ready:
 
     recipe: Recipe
     identity: Identity
-    host: Host
     ranks: Ranks | None
 
 
-def prepare(recipes: Sequence[Recipe], report: Callable[[str], None], *, started: bool = False) -> list[Ready]:
+def prepare(
+    recipes: Sequence[Recipe],
+    report: Callable[[str], None],
+    *,
+    started: bool = False,
+    environ: Mapping[str, str] = os.environ,
+) -> list[Ready]:
     """Resolve and check recipes, and prepare their data; no run folder is created and nothing starts.
 
     Args:
         report: called with a line before each slow action.
         started: the runs resume from their own checkpoints; the weights from which they first started may be gone.
+        environ: says whether a scheduler has started this process as a rank.
 
     Raises:
         ConfigError: a rule is broken.
     """
     host = this_host()
-    ranks = joined(os.environ)
+    ranks = joined(environ)
     # All quick checks of all recipes come before the data of any recipe is prepared.
     resolved = [_resolved(recipe, host, ranks, started=started) for recipe in recipes]
     if ranks is None or ranks.rank == 0:
         left_aside = [line for recipe in recipes for line in (() if started else not_read(recipe))]
         for notice in dict.fromkeys(filter(None, [*map(shortened_warmup, recipes), *left_aside])):
             report(notice)
-    return [_with_data(recipe, host, ranks, report, started=started) for recipe in resolved]
+    return [_with_data(recipe, ranks, report, started=started) for recipe in resolved]
 
 
 def execute(ready: Ready, console: Console) -> Outcome:
@@ -89,13 +100,12 @@ def execute(ready: Ready, console: Console) -> Outcome:
         config=to_mapping(recipe),
         parent=parent_of(recipe.checkpoint.load_from),
     )
-    return continue_run(run, recipe, ready.host, ready.ranks, console)
+    return continue_run(run, recipe, ready.ranks, console)
 
 
 def continue_run(
     run: RunFolder,
     recipe: Recipe,
-    host: Host,
     ranks: Ranks | None,
     console: Console,
     *,
@@ -122,73 +132,123 @@ def continue_run(
         put_aside: list[Place] = []
         if checkpoint is not None:
             put_aside = go_back(run, recipe, checkpoint, console.note)
-        elif missed := missed_checkpoint(run):
-            console.note(missed)
-        launch = launch_of(recipe)
-        # torchrun has restarts of its own.
-        restarts = Restarts(run, launch) if ranks is None else None
-        restart: Restart | None = None
-        while True:
-            started_by = ranks.started_by if ranks else launch.kind
-            attempt = begin(
-                run,
-                recipe,
-                host,
-                started_by=started_by,
-                report=console.warn,
-                processes=ranks.local_world if ranks else None,
-                environ={**os.environ, **given_cores(started_by, os.environ)},
-                checkpoint=checkpoint,
-            )
-            # The attempt gets its result before a signal ends this process: torchrun sends SIGTERM to rank 0 while it
-            # records why another rank has failed.
-            with held_signals() as held:
-                if restart is not None:
-                    note(run, attempt, restart, attempt - 1)
-                outcome = _attempted(run, attempt, recipe, ranks, console, held)
-                if put_aside and not has_loaded(run, attempt):
-                    # The chosen checkpoint cannot be loaded: the later ones count again.
-                    put_back(put_aside)
-            if held:
-                # Somebody has asked for the end: the ranks do not start again.
-                return outcome
-            restart, why_not = restarts.after(outcome, recipe) if restarts is not None else (None, "")
-            if restart is None:
-                if why_not:
-                    console.warn(why_not)
-                return outcome
-            console.warn(restart.why)
-            hide_device(restart, recipe)
-            recipe, checkpoint, put_aside = restart.recipe, None, []
+        return make_attempts(run, RanksHere(run, recipe, ranks, console, checkpoint=checkpoint, put_aside=put_aside))
 
 
-def _attempted(
-    run: RunFolder, attempt: int, recipe: Recipe, ranks: Ranks | None, console: Console, held: Sequence[int]
-) -> Outcome:
-    """Make an attempt that has begun: start its ranks, wait for them, and record the outcome.
+class RanksHere:
+    """The ranks of a run that this process starts: all of them, or the one that torchrun or srun has made it.
 
     Args:
-        held: the stop signals that have arrived since it began.
+        recipe: prepared; None: the job's, which is prepared first.
+        put_aside: the checkpoints after the chosen one, which were renamed.
+        job: of this process, which runs all ranks: what prevents its attempt is a result too.
     """
-    start = launch_of(recipe).implementation().start if ranks is None else None
-    keep_tokenizer(run, recipe)
-    kills = memory_kills()
-    # From here on, rank 0 has the terminal.
-    console.phase(None)
-    if held:
-        outcome = with_progress(run, stopped_before_start(held[0], attempt=attempt))
-        run.write_result(outcome)
-        console.note(f"{outcome.kind.value}: {outcome.cause}")
+
+    processes: int | None
+    # A node that is lost takes this process with it.
+    has_lost_nodes = False
+
+    def __init__(
+        self,
+        run: RunFolder,
+        recipe: Recipe | None,
+        ranks: Ranks | None,
+        console: Console,
+        *,
+        checkpoint: Place | None = None,
+        put_aside: Sequence[Place] = (),
+        job: Job | None = None,
+    ) -> None:
+        self._run, self._recipe, self._ranks, self._console, self._job = run, recipe, ranks, console, job
+        self.checkpoint, self._put_aside = checkpoint, put_aside
+        self.started_by = ranks.started_by if ranks else launch_of(recipe).kind if recipe else ""
+        self.processes = ranks.local_world if ranks else None
+        self._restarts: Restarts | None = None
+        self._restart: Restart | None = None
+        self._held: list[int] = []
+        self.report = console.warn
+
+    def next_recipe(self) -> Recipe:
+        if self._restart is None and self.checkpoint is None and (missed := missed_checkpoint(self._run)):
+            self._console.note(missed)
+        if self._recipe is None:
+            assert self._job is not None
+            self.started_by = self._job.place.launcher
+            self._job.check_code()
+            check_unedited(self._run)
+            # A scheduler may have started the process that submitted, not this one.
+            recipe = from_mapping(self._job.config())
+            (ready,) = prepare([recipe], self._console.note, started=True, environ={})
+            self._recipe = ready.recipe
+        return self._recipe
+
+    def refused(self, error: Exception) -> Outcome:
+        if self._job is None:
+            raise error
+        return self._job.refused(error, self._job.config())
+
+    def attempted(self, attempt: int, recipe: Recipe) -> Outcome:
+        # The attempt gets its result before a signal ends this process: torchrun sends SIGTERM to rank 0 while it
+        # records why another rank has failed.
+        with held_signals() as self._held:
+            if self._job is not None:
+                self._job.note(attempt)
+                self._held += [number for number, _ in self._job.signals]
+            if self._restart is not None:
+                note(self._run, attempt, self._restart, attempt - 1)
+            outcome = self._with_person(self._ended(attempt, recipe))
+            if self._put_aside and not has_loaded(self._run, attempt):
+                # The chosen checkpoint cannot be loaded: the later ones count again.
+                put_back(self._put_aside)
         return outcome
-    if start is not None:
-        failures = start(run.path, attempt=attempt, world=recipe.layout.world, logs=run.logs)
-    else:
-        assert ranks is not None
-        begun = time.time()
-        failures = processes.start_one(run.path, ranks)
-        await_answers(run, ranks.world, since=begun)
-    terminal = {0} if ranks is None else set(range(ranks.world))
-    return _recorded(run, attempt, failures, console, terminal=terminal, memory=kills.evidence())
+
+    def goes_on_after(self, outcome: Outcome, recipe: Recipe) -> bool:
+        # torchrun has restarts of its own; after a signal, somebody has asked for the end.
+        if self._held or self._ranks is not None:
+            return False
+        self._restarts = self._restarts or Restarts(self._run, launch_of(recipe))
+        restart, why_not = self._restarts.after(outcome, recipe)
+        if restart is None:
+            if why_not:
+                self.report(why_not)
+            return False
+        self.report(restart.why)
+        hide_device(restart, recipe)
+        self._restart, self._recipe, self.checkpoint, self._put_aside = restart, restart.recipe, None, ()
+        return True
+
+    def _ended(self, attempt: int, recipe: Recipe) -> Outcome:
+        """The outcome of an attempt that has begun: its ranks are started, and have ended."""
+        run, console, ranks = self._run, self._console, self._ranks
+        start = launch_of(recipe).implementation().start if ranks is None else None
+        keep_tokenizer(run, recipe)
+        kills = memory_kills()
+        # From here on, rank 0 has the terminal.
+        console.phase(None)
+        if self._held:
+            outcome = with_progress(run, stopped_before_start(self._held[0], attempt=attempt))
+            run.write_result(outcome)
+            console.note(f"{outcome.kind.value}: {outcome.cause}")
+            return outcome
+        if start is not None:
+            failures = start(run.path, attempt=attempt, world=recipe.layout.world, logs=run.logs)
+        else:
+            assert ranks is not None
+            begun = time.time()
+            failures = processes.start_one(run.path, ranks)
+            await_answers(run, ranks.world, since=begun)
+        shown = set(range(ranks.world)) if ranks is not None else {0} if self._job is None else set()
+        return _recorded(run, attempt, failures, console, terminal=shown, memory=kills.evidence())
+
+    def _with_person(self, outcome: Outcome) -> Outcome:
+        """The outcome of an attempt that a user has cancelled by `titanlab cancel`, with the words that say so."""
+        by = self._run.asked_to_cancel()
+        if by is None or outcome.kind is not OutcomeKind.CANCELLED:
+            return outcome
+        # The cause begins with the signal by which the ranks were asked.
+        outcome = replace(outcome, cause=f"{by}; {(outcome.cause or '').partition('; ')[2]}")
+        self._run.write_result(outcome)
+        return outcome
 
 
 def _resolved(recipe: Recipe, host: Host, ranks: Ranks | None, *, started: bool) -> Recipe:
@@ -210,9 +270,7 @@ def _resolved(recipe: Recipe, host: Host, ranks: Ranks | None, *, started: bool)
     return recipe
 
 
-def _with_data(
-    recipe: Recipe, host: Host, ranks: Ranks | None, report: Callable[[str], None], *, started: bool
-) -> Ready:
+def _with_data(recipe: Recipe, ranks: Ranks | None, report: Callable[[str], None], *, started: bool) -> Ready:
     source.prepare(recipe.data, report=report)
     # Some rules need the corpus itself: its length, or the vocabulary of its tokenizer.
     check(recipe)
@@ -224,7 +282,7 @@ def _with_data(
         # A run that has begun has a name already.
         weights=None if started else start_fingerprint(recipe),
     )
-    return Ready(recipe=recipe, identity=identity, host=host, ranks=ranks)
+    return Ready(recipe=recipe, identity=identity, ranks=ranks)
 
 
 def _recorded(

@@ -13,23 +13,35 @@ A job puts itself back into the queue if the run did not cause its end; after a 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
+import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import msgspec
+
+from titanlab.checkpoint.address_schema import Place
+from titanlab.data import source
+from titanlab.distributed.host import check_host, this_host
 from titanlab.distributed.ranks import ALONE, Ranks, look_seconds
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.launch import restarts
-from titanlab.launch.contract import ProcessPlace
-from titanlab.launch.job import Job, say
+from titanlab.launch.attempt import conclude, keep_tokenizer, missed_checkpoint
+from titanlab.launch.contract import ProcessPlace, launch_of
+from titanlab.launch.evidence import note_bad_host, suspect
+from titanlab.launch.job import Job, address_of, port_of, say
+from titanlab.launch.launchers import default_config, given_cores
 from titanlab.launch.restarts import Restart, Restarts, change, reduced
+from titanlab.launch.watch import Child, RankWatch, StopCheck, settle
 from titanlab.recipe.next_attempt import check_unedited
 from titanlab.recipe.recipe import Recipe, from_mapping, to_mapping
 from titanlab.records.json_file import read_optional
-from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records.outcome import Outcome, OutcomeKind, from_exception
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.files import write_json
+from titanlab.system.text import counted
 
 MEETING_FILE = "rendezvous.json"
 # From the first task's start to rank 0's file: the nodes of a job start together, except after a slow prologue.
@@ -69,11 +81,9 @@ def find_meeting(run: RunFolder, start: str) -> Rendezvous | None:
     attempts = run.attempts()
     paths = [run.attempt_folder(attempt) / MEETING_FILE for attempt in attempts[-2:]]
     for path in (*paths, run.path / MEETING_FILE):
-        value = read_optional(path) or {}
-        value.pop("schema", None)
         # Another process may leave a file of another version.
-        with contextlib.suppress(TypeError):
-            meeting = Rendezvous(**{**value, "members": tuple(value.get("members", ()))})
+        with contextlib.suppress(msgspec.ValidationError):
+            meeting = msgspec.convert(read_optional(path), Rendezvous)
             if meeting.start == start:
                 return meeting
     return None
@@ -309,14 +319,73 @@ class RankGroup:
     """
 
     def __init__(self, job: Job, say: Callable[[str], None]) -> None:
-        self._job, self._say = job, say
+        self._job, self.report = job, say
         self._restarts: Restarts | None = None
         self._restart: Restart | None = None
         self._last: int | None = None
         self._left_out: set[int] = set()
         self._loss = Loss()
+        self._meeting_place = ("", 0)
         self.round = 0
         self.members: tuple[int, ...] = ()
+        self.started_by = job.place.launcher
+        self.processes: int | None = job.place.ranks.local_world
+        self.checkpoint: Place | None = None
+
+    def next_recipe(self) -> Recipe:
+        self._job.check_code()
+        recipe = self.recipe()
+        self._meeting_place = address_of(self._job.launcher, self._job.place, os.environ), port_of(os.environ)
+        if (missed := missed_checkpoint(self._job.run)) is not None:
+            self.report(missed)
+        return recipe
+
+    def refused(self, error: Exception) -> Outcome:
+        outcome = self._job.refused(error, self.config())
+        # The other ranks wait for the rendezvous.
+        publish_meeting(self._job.run, Rendezvous(start=self._job.round(self.round), attempt=outcome.attempt))
+        self._say_end(outcome)
+        return outcome
+
+    def attempted(self, attempt: int, recipe: Recipe) -> Outcome:
+        job, run, place = self._job, self._job.run, self._job.place
+        job.note(attempt)
+        if self._restart is not None and self._last is not None:
+            restarts.note(run, attempt, self._restart, self._last)
+        address, port = self._meeting_place
+        meeting = Rendezvous(
+            start=job.round(self.round), attempt=attempt, address=address, port=port, members=self.members
+        )
+        publish_meeting(run, meeting)
+        world = len(self.members) or place.ranks.world
+        where = f"{counted(world, 'process', 'processes')} on {', '.join(place.nodes)}"
+        self.report(f"{run.path.name}, attempt {attempt}: {where}, job {place.job_id}")
+        stop = StopCheck(job, signal_seconds=launch_of(recipe).signal_seconds)
+        code = watched(job, recipe, meeting, stop)
+        if run.result(attempt) is None:
+            settle(run, attempt, world)
+        outcome = run.result(attempt) or conclude(run, attempt, {0: code} if code else {})
+        corrected = stop.corrected(outcome)
+        if corrected != outcome:
+            run.write_result(corrected)
+        outcome = self.called(corrected, recipe)
+        self._say_end(outcome)
+        if not self.members:
+            # In a smaller group a rank's number does not tell its host.
+            self._remember_host(outcome)
+        return outcome
+
+    def _say_end(self, outcome: Outcome) -> None:
+        self.report(f"{outcome.kind.value} at step {outcome.step}: {outcome.cause or outcome.kind.meaning}")
+
+    def _remember_host(self, outcome: Outcome) -> None:
+        """Remember the host that may have caused an end; a job on this host has no other one to go to."""
+        place = self._job.place
+        host = suspect(outcome, place.nodes, ranks_per_node=ranks_per_node(place))
+        if host is not None and not default_config(place.launcher).runs_here:
+            note_bad_host(self._job.run, outcome, host)
+            clear = f"`titanlab hosts --clear {host}`"
+            self.report(f"{host} is remembered: a later job of this run leaves it out, until {clear}")
 
     @property
     def has_lost_nodes(self) -> bool:
@@ -349,21 +418,16 @@ class RankGroup:
             cure = f"cancel the job, and submit the run again: titanlab resume {self._job.run.path}"
             raise ConfigError("launch.min_world", least, rule, cure)
         self.members = tuple(range(smaller.layout.world)) if smaller.layout.world < world else ()
-        self._say(f"the job has {world} processes: {change(recipe, smaller)}")
+        self.report(f"the job has {world} processes: {change(recipe, smaller)}")
         return smaller
 
-    def note(self, attempt: int) -> None:
-        """Record in the folder of an attempt that has begun whether it is a restart."""
-        if self._restart is not None and self._last is not None:
-            restarts.note(self._job.run, attempt, self._restart, self._last)
-
-    def called(self, outcome: Outcome, recipe: Recipe | None) -> Outcome:
+    def called(self, outcome: Outcome, recipe: Recipe) -> Outcome:
         """Find out which ranks are lost after an attempt. Returns its outcome: `node_fail` if a node of it is lost.
 
         Only a job that may become smaller waits for the answers of its ranks: without them, others end it.
         """
         self._loss = Loss()
-        if recipe is None or self._job.signals or not self._calls(recipe) or outcome.kind not in _WITH_A_LOSS:
+        if self._job.signals or not self._calls(recipe) or outcome.kind not in _WITH_A_LOSS:
             return outcome
         loss = self._loss = lost_ranks(self._job, outcome.attempt, known=self._left_out)
         self._left_out |= set(loss.ranks)
@@ -381,13 +445,9 @@ class RankGroup:
     def _calls(self, recipe: Recipe) -> bool:
         return bool(recipe.launch.restarts) and recipe.launch.min_world is not None
 
-    def goes_on_after(self, outcome: Outcome, recipe: Recipe | None) -> bool:
-        """Decide whether the group starts again after an attempt, and tell the other ranks if it does not.
-
-        Args:
-            recipe: of the attempt; None: it could not begin, and no rank waits.
-        """
-        if recipe is None or not recipe.launch.restarts:
+    def goes_on_after(self, outcome: Outcome, recipe: Recipe) -> bool:
+        """Decide whether the group starts again after an attempt, and tell the other ranks if it does not."""
+        if not recipe.launch.restarts:
             return False
         if self._restarts is None:
             # The task of rank 0 writes the records, so that rank stays.
@@ -402,11 +462,11 @@ class RankGroup:
         self.round += 1
         if restart is None:
             if why_not:
-                self._say(why_not)
+                self.report(why_not)
             ended = Rendezvous(start=self._job.round(self.round), reason=why_not or "has ended")
             publish_meeting(self._job.run, ended)
             return False
-        self._say(restart.why)
+        self.report(restart.why)
         if restart.left_out is not None:
             self._left_out.add(members[restart.left_out])
         if restart.left_out is not None or restart.lost:
@@ -434,3 +494,46 @@ def await_end(run: RunFolder, attempt: int) -> Outcome | None:
             return None
         time.sleep(_END_POLL_SECONDS)
     return result
+
+
+def watched(job: Job, recipe: Recipe, meeting: Rendezvous, stop: StopCheck) -> int:
+    """Run this rank's worker until it ends. Returns its exit code; if it failed, the reason is recorded."""
+    run, ranks = job.run, ranks_in(job.place.ranks, meeting)
+    attempt = run.attempt_folder(meeting.attempt)
+    try:
+        job.check_code()
+        cluster = recipe.cluster
+        check_host(
+            this_host(),
+            accelerator=cluster.accelerator,
+            device=cluster.device,
+            processes=ranks.local_world,
+            has_own_gpu=ranks.has_own_gpu,
+        )
+        if job.leads:
+            source.prepare(recipe.data, report=say)
+            keep_tokenizer(run, recipe)
+        child = Child(
+            run.path,
+            ranks,
+            attempt=meeting.attempt,
+            config=run.config(meeting.attempt),
+            log=run.logs / f"rank-{ranks.rank}.log",
+            environment=given_cores(job.place.launcher, os.environ),
+        )
+    except Exception as error:
+        note = from_exception(error, rank=ranks.rank, attempt=meeting.attempt)
+        run.write_failure(note)
+        if note.traceback:
+            traceback.print_exception(error)
+        return note.exit_code or 1
+    return RankWatch(
+        run,
+        meeting.attempt,
+        child,
+        rank=ranks.rank,
+        world=ranks.world,
+        check_signals=lambda: stop.look(attempt),
+        is_hurried=lambda: job.is_hurried,
+        is_first=ranks.local_rank == 0,
+    ).to_end()

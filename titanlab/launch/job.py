@@ -17,10 +17,11 @@ from titanlab.distributed.ranks import free_port
 from titanlab.distributed.stop import ONE_REQUEST_SECONDS, STOP_SIGNALS, handled
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import Launcher, ProcessPlace
-from titanlab.launch.launchers import launcher_named
+from titanlab.launch.launchers import default_config, launcher_named
 from titanlab.launch.submission import Submission, submissions
-from titanlab.records.outcome import OutcomeKind
+from titanlab.records.outcome import Outcome, OutcomeKind, from_exception
 from titanlab.records.run_folder import RunFolder
+from titanlab.system.files import write_json
 from titanlab.system.text import counted
 
 
@@ -62,6 +63,11 @@ class Job:
         return self.place.ranks.rank == 0
 
     @property
+    def has_a_task_for_each_rank(self) -> bool:
+        """Whether each rank has a task of its own. If not, this one runs all ranks on this host."""
+        return self.place.ranks.world > 1 or not default_config(self.place.launcher).starts_directly
+
+    @property
     def is_hurried(self) -> bool:
         """Whether the user has signalled twice and does not want to wait. Some schedulers repeat their signals."""
         times = [when for _, when in self.signals]
@@ -92,10 +98,10 @@ class Job:
         launch = {"launch": dict(self.launch)} if self.launch else {}
         return {**self.run.config(), **self.changes, **launch}
 
-    def facts(self) -> dict[str, Any]:
-        """The content of an attempt's job.json."""
+    def note(self, attempt: int) -> None:
+        """Write the job.json of an attempt."""
         place = self.place
-        return {
+        facts = {
             "schema": 1,
             "launcher": place.launcher,
             "job_id": place.job_id,
@@ -106,6 +112,34 @@ class Job:
             "index": self.index,
             "started": time.time(),
         }
+        write_json(self.run.attempt_folder(attempt) / "job.json", facts)
+
+    def check_code(self) -> None:
+        """Check that this process runs the code that was submitted, and not sources that were edited later.
+
+        Raises:
+            ConfigError: it runs other code.
+        """
+        if self.code is None:
+            return
+        here = Path(titanlab.__file__).parent
+        # Compare the folders themselves: one folder may have several paths.
+        with contextlib.suppress(OSError):
+            if here.samefile(self.code / "titanlab"):
+                return
+        rule = f"is not the code of this job, {self.code}: PYTHONPATH was lost or changed on the way to its processes"
+        cure = (
+            "have launch.container and launch.srun_arguments pass PYTHONPATH on, and launch.environment leave it alone"
+        )
+        raise ConfigError("titanlab", here, rule, cure)
+
+    def refused(self, error: Exception, config: Mapping[str, Any]) -> Outcome:
+        """Record an attempt that cannot begin: it needs a result too."""
+        attempt = self.run.begin_attempt(config, None)
+        self.note(attempt)
+        outcome = from_exception(error, rank=0, attempt=attempt)
+        self.run.write_result(outcome)
+        return outcome
 
 
 def submitted(sweep: Path, token: str) -> Submission:
@@ -179,22 +213,6 @@ def port_of(environ: Mapping[str, str]) -> int:
 
 
 _LOOK_SECONDS = 1.0
-
-
-def check_code(code: Path) -> None:
-    """Check that this process runs the code in a folder, and not sources that were edited after the submission.
-
-    Raises:
-        ConfigError: it runs other code.
-    """
-    here = Path(titanlab.__file__).parent
-    # Compare the folders themselves: one folder may have several paths.
-    with contextlib.suppress(OSError):
-        if here.samefile(code / "titanlab"):
-            return
-    rule = f"is not the code of this job, {code}: PYTHONPATH was lost or changed on the way to its processes"
-    cure = "have launch.container and launch.srun_arguments pass PYTHONPATH on, and launch.environment leave it alone"
-    raise ConfigError("titanlab", here, rule, cure)
 
 
 def claim_run(

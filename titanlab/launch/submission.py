@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,12 +76,6 @@ class Placed(Protocol):
     @property
     def layout(self) -> Layout:
         """The parallel degrees."""
-
-
-def shape_from(mapping: Mapping[str, Any]) -> JobShape:
-    """The shape that `to_mapping` wrote."""
-    known = JobShape.__dataclass_fields__
-    return JobShape(**{key: value for key, value in mapping.items() if key in known})
 
 
 def shape_of(recipe: Placed) -> JobShape:
@@ -226,13 +220,8 @@ class Submission:
         return {"PYTHONPATH": str(sweep / self.code), "PYTHONSAFEPATH": "1"}
 
 
-def has_submitit() -> bool:
-    """Whether submitit, with which jobs are started, is installed; it is not imported."""
-    return importlib.util.find_spec("submitit") is not None
-
-
 def check_submitit(launcher: str) -> None:
-    """Check that submitit is installed.
+    """Check that submitit is installed, without importing it.
 
     Args:
         launcher: kind of the launcher that needs it.
@@ -245,32 +234,27 @@ def check_submitit(launcher: str) -> None:
         raise ConfigError("launch", launcher, rule, "pip install submitit")
 
 
+def has_submitit() -> bool:
+    """Whether submitit is installed."""
+    return importlib.util.find_spec("submitit") is not None
+
+
 def submissions(sweep: Path) -> list[Submission]:
     """All submissions of a sweep, oldest first; other and damaged files are skipped."""
+    import msgspec
+
     submitted = []
     for path in (sweep / "submissions").glob("*.json"):
         value = read_optional(path)
         if value is None or value.get("schema") != SCHEMA:
             continue
-        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-            submitted.append(_submission(value))
+        with contextlib.suppress(msgspec.ValidationError):
+            submission = msgspec.convert(value, Submission)
+            names = [submission.token, *submission.runs, *filter(None, [submission.job_id])]
+            has_all_places = len(submission.places) in (0, len(submission.runs))
+            if "token" in value and has_all_places and all(_NAME.fullmatch(name) for name in names):
+                submitted.append(submission)
     return sorted(submitted, key=lambda submission: (submission.created, submission.token))
-
-
-def _submission(value: Mapping[str, Any]) -> Submission:
-    """The submission in a file; an error of any of Python's kinds for one that titanlab has not written."""
-    values = {known.name: value[known.name] for known in fields(Submission) if known.name in value}
-    texts = (value["launcher"], value["token"], values.get("code") or "")
-    # They become paths and arguments of a scheduler's commands.
-    names = [value["token"], *value["runs"], *([] if value.get("job_id") is None else [value["job_id"]])]
-    if not all(isinstance(text, str) for text in texts) or not all(_NAME.fullmatch(name) for name in names):
-        raise ValueError("a name is none")
-    numbers = {"created": float(values["created"])} if "created" in values else {}
-    runs, places = tuple(value["runs"]), tuple(int(place) for place in value.get("places") or ())
-    if places and len(places) != len(runs):
-        raise ValueError("not every run has a place")
-    converted = {"shape": shape_from(value["shape"]), "runs": runs, "places": places, **numbers}
-    return Submission(**{**values, **converted})
 
 
 def write_submission(sweep: Path, submission: Submission) -> None:

@@ -1,8 +1,8 @@
-"""The program of each task of a job: `python -m titanlab.launch.task SWEEP TOKEN [INDEX]`, one task per rank.
+"""The program of each task of a job: `python -m titanlab.launch.task SWEEP TOKEN [INDEX]`.
 
-It starts the rank's worker as a child process and imports no torch itself. Every task watches its own worker. Rank 0
-also claims the run, begins the attempt, publishes its address, and makes sure that there is a result. Without INDEX,
-the index of the job in its array is used.
+A job of one host has one task, which runs all ranks as `titanlab train` does. Otherwise each rank has a task, which
+starts the rank's worker as a child process and watches it. Rank 0 also claims the run, begins the attempt, publishes
+its address, and makes sure that there is a result. Without INDEX, the index of the job in its array is used.
 """
 
 from __future__ import annotations
@@ -12,17 +12,14 @@ import itertools
 import os
 import sys
 import threading
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from titanlab.checkpoint.folders import checkpoints_of, latest
-from titanlab.data import source
-from titanlab.distributed.host import check_host, this_host
 from titanlab.errors import TitanlabError
-from titanlab.launch.attempt import begin, conclude, keep_tokenizer, missed_checkpoint
+from titanlab.launch.attempt import close_earlier, make_attempts, with_progress
 from titanlab.launch.contract import launch_of
-from titanlab.launch.evidence import note_bad_host, suspect
+from titanlab.launch.execute import RanksHere
 from titanlab.launch.group import (
     RankGroup,
     Rendezvous,
@@ -30,20 +27,20 @@ from titanlab.launch.group import (
     await_end,
     await_meeting,
     publish_meeting,
-    ranks_in,
     requeue,
     requeue_after,
     requeue_without_rank_0,
     survives,
+    watched,
 )
-from titanlab.launch.job import Job, address_of, check_code, claim_run, port_of, received_signals, say, submitted
-from titanlab.launch.launchers import default_config, given_cores, launcher_named
-from titanlab.launch.watch import RESULT_SECONDS, Child, RankWatch, StopCheck, await_result, settle
-from titanlab.recipe.recipe import Recipe, from_mapping
-from titanlab.records.outcome import Outcome, OutcomeKind, from_exception
+from titanlab.launch.job import Job, claim_run, received_signals, say, submitted
+from titanlab.launch.launchers import launcher_named
+from titanlab.launch.watch import RESULT_SECONDS, StopCheck, await_result
+from titanlab.recipe.recipe import from_mapping
+from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import open_run
-from titanlab.system.files import disk_fault, write_json
-from titanlab.system.text import counted
+from titanlab.system.files import disk_fault
+from titanlab.system.terminal import Console
 
 CLAIM_SECONDS = 3.0
 # After a requeue: the processes of the last start may need a moment to end.
@@ -109,94 +106,32 @@ def _lead(job: Job) -> int:
             return _nothing_to_do(job, refused, code=OutcomeKind.NODE_FAIL.exit_code)
         if job.is_done():
             return _nothing_to_do(job, "is done")
+        if not job.has_a_task_for_each_rank and (by := job.run.asked_to_cancel()) is not None:
+            outcome = Outcome(kind=OutcomeKind.CANCELLED, attempt=0, cause=f"{by} before it started")
+            job.run.write_result(with_progress(job.run, outcome))
+            return _exit_code(outcome)
         before = latest(checkpoints_of(job.run))
-        outcome, has_lost_nodes = _attempts(job)
-        requeue_after(job, outcome, has_saved=latest(checkpoints_of(job.run)) != before, has_lost_nodes=has_lost_nodes)
+        group = _group(job, stack)
+        outcome = make_attempts(job.run, group)
+        has_saved = latest(checkpoints_of(job.run)) != before
+        requeue_after(job, outcome, has_saved=has_saved, has_lost_nodes=group.has_lost_nodes)
     return _exit_code(outcome)
 
 
-def _remember_host(job: Job, outcome: Outcome) -> None:
-    """Remember the host that may have caused an end; a job on this host has no other one to go to."""
-    nodes = job.place.nodes
-    host = suspect(outcome, nodes, ranks_per_node=job.place.ranks.world // max(1, len(nodes)))
-    if host is not None and not default_config(job.place.launcher).runs_here:
-        note_bad_host(job.run, outcome, host)
-        say(f"{host} is remembered: a later job of this run leaves it out, until `titanlab hosts --clear {host}`")
+def _group(job: Job, stack: contextlib.ExitStack) -> RankGroup | RanksHere:
+    """The ranks of a claimed run."""
+    if job.has_a_task_for_each_rank:
+        return RankGroup(job, say)
+    close_earlier(job.run)
+    # Rank 0 has no terminal.
+    os.environ["TITANLAB_LOG"] = str(job.run.logs / "rank-0.log")
+    return RanksHere(job.run, None, None, stack.enter_context(Console()), job=job)
 
 
 def _nothing_to_do(job: Job, reason: str, *, code: int = 0) -> int:
     """Tell the other ranks that there will be no attempt. Returns the exit code."""
     publish_meeting(job.run, Rendezvous(start=job.start, reason=reason))
     return code
-
-
-def _attempts(job: Job) -> tuple[Outcome, bool]:
-    """Make attempts at a claimed run, until one of them is the last of this start.
-
-    Returns:
-        its outcome, and whether it has lost a node of the job.
-    """
-    group = RankGroup(job, say)
-    while True:
-        outcome, recipe = _attempted(job, group)
-        outcome = group.called(outcome, recipe)
-        say(f"{outcome.kind.value} at step {outcome.step}: {outcome.cause or outcome.kind.meaning}")
-        if not group.members:
-            # In a smaller group a rank's number does not tell its host.
-            _remember_host(job, outcome)
-        if not group.goes_on_after(outcome, recipe):
-            return outcome, group.has_lost_nodes
-
-
-def _attempted(job: Job, group: RankGroup) -> tuple[Outcome, Recipe | None]:
-    """Make one attempt at a claimed run, until it has a result; no recipe: it could not begin."""
-    run, place = job.run, job.place
-    config = group.config()
-    try:
-        if job.code is not None:
-            check_code(job.code)
-        recipe = group.recipe()
-        address = address_of(job.launcher, place, os.environ)
-        missed = missed_checkpoint(run)
-        if missed is not None:
-            say(missed)
-        environ = {**os.environ, **given_cores(job.place.launcher, os.environ)}
-        attempt = begin(
-            run,
-            recipe,
-            this_host(),
-            started_by=place.launcher,
-            report=say,
-            processes=place.ranks.local_world,
-            environ=environ,
-        )
-    except Exception as error:
-        # The attempt needs a result in this case too, and the other ranks wait for the rendezvous.
-        attempt = run.begin_attempt(config, None)
-        write_json(run.attempt_folder(attempt) / "job.json", job.facts())
-        outcome = from_exception(error, rank=0, attempt=attempt)
-        run.write_result(outcome)
-        publish_meeting(run, Rendezvous(start=job.round(group.round), attempt=attempt))
-        return outcome, None
-    write_json(run.attempt_folder(attempt) / "job.json", job.facts())
-    group.note(attempt)
-    members = group.members
-    meeting = Rendezvous(
-        start=job.round(group.round), attempt=attempt, address=address, port=port_of(os.environ), members=members
-    )
-    publish_meeting(run, meeting)
-    where = ", ".join(place.nodes)
-    world = len(members) or place.ranks.world
-    say(f"{run.path.name}, attempt {attempt}: {counted(world, 'process', 'processes')} on {where}, job {place.job_id}")
-    stop = StopCheck(job, signal_seconds=launch_of(recipe).signal_seconds)
-    code = _watched(job, recipe, meeting, stop)
-    if run.result(attempt) is None:
-        settle(run, attempt, world)
-    outcome = run.result(attempt) or conclude(run, attempt, {0: code} if code else {})
-    corrected = stop.corrected(outcome)
-    if corrected != outcome:
-        run.write_result(corrected)
-    return corrected, recipe
 
 
 def _follow(job: Job) -> int:
@@ -224,7 +159,7 @@ def _follow(job: Job) -> int:
             outcome = await_end(job.run, meeting.attempt)
         else:
             stop = StopCheck(job, signal_seconds=launch_of(recipe).signal_seconds)
-            code = _watched(job, recipe, meeting, stop)
+            code = watched(job, recipe, meeting, stop)
             # Wait for the result: when a rank leaves earlier, the scheduler may end rank 0, which writes it.
             seconds = ALONE_SECONDS if survives(job, recipe) else RESULT_SECONDS
             outcome = await_result(job.run, meeting.attempt, job.place.ranks.world, seconds=seconds)
@@ -238,50 +173,6 @@ def _follow(job: Job) -> int:
         if recipe.launch.min_world is not None:
             answer_call(job.run, meeting.attempt, job.place.ranks.rank)
     raise AssertionError("rank 0 ends the attempts")
-
-
-def _watched(job: Job, recipe: Recipe, meeting: Rendezvous, stop: StopCheck) -> int:
-    """Run this rank's worker until it ends. Returns its exit code; if it failed, the reason is recorded."""
-    run, ranks = job.run, ranks_in(job.place.ranks, meeting)
-    attempt = run.attempt_folder(meeting.attempt)
-    try:
-        if job.code is not None:
-            check_code(job.code)
-        cluster = recipe.cluster
-        check_host(
-            this_host(),
-            accelerator=cluster.accelerator,
-            device=cluster.device,
-            processes=ranks.local_world,
-            has_own_gpu=ranks.has_own_gpu,
-        )
-        if job.leads:
-            source.prepare(recipe.data, report=say)
-            keep_tokenizer(run, recipe)
-        child = Child(
-            run.path,
-            ranks,
-            attempt=meeting.attempt,
-            config=run.config(meeting.attempt),
-            log=run.logs / f"rank-{ranks.rank}.log",
-            environment=given_cores(job.place.launcher, os.environ),
-        )
-    except Exception as error:
-        note = from_exception(error, rank=ranks.rank, attempt=meeting.attempt)
-        run.write_failure(note)
-        if note.traceback:
-            traceback.print_exception(error)
-        return note.exit_code or 1
-    return RankWatch(
-        run,
-        meeting.attempt,
-        child,
-        rank=ranks.rank,
-        world=ranks.world,
-        check_signals=lambda: stop.look(attempt),
-        is_hurried=lambda: job.is_hurried,
-        is_first=ranks.local_rank == 0,
-    ).to_end()
 
 
 def _exit_code(outcome: Outcome) -> int:

@@ -26,12 +26,12 @@ from typing import Any
 from titanlab.distributed.ranks import Ranks, look_seconds
 from titanlab.distributed.silence import ANSWER_SECONDS, note_silence
 from titanlab.distributed.stop import STOP_SIGNALS, stop_line
-from titanlab.distributed.watchdog import NATIVE_SIGN
+from titanlab.launch.attempt import by_log
 from titanlab.launch.contract import Launcher, ProcessPlace, StopReason
 from titanlab.launch.evidence import memory_kills
 from titanlab.launch.job import Job, say
 from titanlab.launch.processes import KILL_SECONDS, Escalation, worker_command, worker_environment
-from titanlab.records.outcome import Outcome, OutcomeKind, from_exit, says_oom
+from titanlab.records.outcome import Outcome, OutcomeKind, from_exit
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.files import parse_json, read_text
 from titanlab.system.processes import STOPPED, process_state
@@ -360,24 +360,7 @@ class RankWatch:
                 cause=f"{self._reason.cause}; it ended before it could save",
                 echo=False,
             )
-        output = self._child.output()
-        if NATIVE_SIGN in output and code == 1:
-            cause = "a step did not end in time, in native code that lets no other thread run; its log has the stacks"
-            return replace(
-                outcome,
-                kind=OutcomeKind.HANG,
-                cause=cause,
-                traceback=output[output.rindex(NATIVE_SIGN) :],
-                exit_code=OutcomeKind.HANG.exit_code,
-            )
-        # A killed worker cannot log a reason: do not take the end of its log for one.
-        if outcome.kind is OutcomeKind.CRASH and code not in (0, -signal.SIGKILL):
-            line = next((line.strip() for line in reversed(output.splitlines()) if says_oom(line)), None)
-            if line is not None:
-                outcome = replace(outcome, kind=OutcomeKind.OOM, cause=f"{line[:300]} ({outcome.cause})")
-            # The end of its log, as it recorded nothing else.
-            return replace(outcome, traceback="\n".join(output.rstrip().splitlines()[-40:]) or None)
-        return outcome
+        return by_log(outcome, code, self._child.output())
 
 
 def await_result(run: RunFolder, attempt: int, world: int, *, seconds: float = RESULT_SECONDS) -> Outcome | None:

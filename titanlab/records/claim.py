@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titanlab.errors import ConfigError
-from titanlab.system.files import open_to_write
+from titanlab.system.files import open_to_write, read_text
 from titanlab.system.processes import stopped_note
 
 FILE = ".claim"
 # `is_claimed` takes the lock for an instant, so a single failure to get it proves nothing.
 PATIENCE_SECONDS = 0.5
 _RETRY_SECONDS = 0.05
+_HOLDER = r"process (\d+) on (.+)"
 
 
 class CannotWriteError(ConfigError):
@@ -62,9 +63,18 @@ def name_holder(descriptor: int) -> None:
 def holder(descriptor: int) -> tuple[str, str]:
     """The process that has a lock, from its file, and a clause that says whether that process is stopped."""
     name = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
-    known = re.fullmatch(r"process (\d+) on (.+)", name)
+    known = re.fullmatch(_HOLDER, name)
     is_here = known is not None and known[2] == socket.gethostname()
     return name, stopped_note(int(known[1])) if known is not None and is_here else ""
+
+
+def holder_of(folder: Path, *, file: str = FILE) -> tuple[str, int] | None:
+    """Host and number of the process that has, or had last, the lock of a folder; None: it is not known."""
+    try:
+        known = re.fullmatch(_HOLDER, read_text(folder / file))
+    except (OSError, UnicodeDecodeError):
+        return None
+    return None if known is None else (known[2], int(known[1]))
 
 
 def is_claimed(folder: Path, *, file: str = FILE) -> bool:

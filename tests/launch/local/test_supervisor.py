@@ -1,4 +1,3 @@
-import contextlib
 import dataclasses
 import errno
 import os
@@ -14,19 +13,24 @@ from tests.sweep.stub_package import stub_package
 from tests.sweep.studies import seeds, study
 from tests.until import until
 from titanlab.distributed.host import Host, cores
-from titanlab.launch.local.queue import LOCK, LOG, LocalJob, has_work, local_job, wake, write_local_job
-from titanlab.launch.local.supervisor import Supervisor, _Job, _RunningJob, visible_devices
+from titanlab.launch.local import supervisor as supervising
+from titanlab.launch.local.supervisor import (
+    LOCK,
+    LOG,
+    LocalJob,
+    Supervisor,
+    _RunningJob,
+    jobs_in_order,
+    visible_devices,
+)
 from titanlab.launch.local_schema import Local
 from titanlab.launch.submission import JobShape, Submission, jobs_folder, write_submission
-from titanlab.records.claim import is_claimed
-from titanlab.records.outcome import OutcomeKind
-from titanlab.records.run_folder import RunFolder
+from titanlab.records.claim import holder_of, is_claimed
+from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.sweep import snapshot
 from titanlab.sweep.enqueue import cancel
-from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.submit import submit
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.system.processes import born_at
 
 
 @pytest.fixture
@@ -41,8 +45,12 @@ def stub(tmp_path, monkeypatch):
     return of
 
 
+def states(folder):
+    return [job.state(folder.path).state for job in jobs_in_order(folder.path)]
+
+
 def over(folder):
-    return not has_work(folder.path) and not is_claimed(folder.path, file=LOCK)
+    return set(states(folder)) == {"ended"} and not is_claimed(folder.path, file=LOCK)
 
 
 def end_jobs(folder):
@@ -56,10 +64,10 @@ def ran(folder):
 
 
 def supervisor_of(folder):
-    return int((folder.path / LOCK).read_text().split()[1])
+    return holder_of(folder.path, file=LOCK)[1]
 
 
-def test_jobs_run_in_order_and_all_ranks_of_each(stub, tmp_path, monkeypatch):
+def test_jobs_run_in_order_and_a_large_one_waits_for_room(stub, tmp_path, monkeypatch):
     stub(0.1)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -69,10 +77,9 @@ def test_jobs_run_in_order_and_all_ranks_of_each(stub, tmp_path, monkeypatch):
     until(lambda: over(submitted.folder))
     rows = ran(submitted.folder)
     names = [each.run_name for each in submitted.decisions]
-    assert sorted((row[0], int(row[1]), int(row[2])) for row in rows) == sorted(
-        (name, rank, world) for name, world in zip(names, (1, 1, 2), strict=True) for rank in range(world)
-    )
-    first = {name: min(float(row[6]) for row in rows if row[0] == name) for name in names}
+    # One process for all ranks of a job.
+    assert sorted(row[:3] for row in rows) == sorted([name, "0", "1"] for name in names)
+    first = {row[0]: float(row[6]) for row in rows}
     # The two that fit together may start in either order; the larger one waits for them.
     assert max(first[names[0]], first[names[1]]) < first[names[2]]
     assert {row[5] for row in rows} == {str(tmp_path / "here")}
@@ -100,7 +107,7 @@ def test_the_job_of_a_killed_supervisor_goes_on_and_the_next_one_waits_for_it(st
     stub()
     wanted = study(tmp_path / "runs", seeds(2), launch=Local(at_once=1))
     folder = submit(wanted, quiet).folder
-    until(lambda: ran(folder))
+    until(lambda: "running" in states(folder))
     os.kill(supervisor_of(folder), signal.SIGKILL)
     until(lambda: not is_claimed(folder.path, file=LOCK))
     found = submit(wanted, quiet)
@@ -122,7 +129,7 @@ def test_cancelled_jobs_end_or_do_not_start(stub, tmp_path):
     wanted = study(tmp_path / "runs", seeds(3), launch=Local(at_once=1))
     submitted = submit(wanted, quiet)
     folder = submitted.folder
-    until(lambda: ran(folder))
+    until(lambda: "running" in states(folder))
     first, second, third = (each.run_name for each in submitted.decisions)
     done = cancel(folder, quiet, names=[third])
     assert (done.stopping, done.withdrawn) == ([], [third])
@@ -138,12 +145,12 @@ def test_cancelled_jobs_end_or_do_not_start(stub, tmp_path):
 def test_a_supervisor_that_is_told_to_end_asks_its_jobs_to(stub, tmp_path):
     stub()
     folder = submit(study(tmp_path / "runs", seeds(2), launch=Local(at_once=1)), quiet).folder
-    until(lambda: ran(folder))
+    until(lambda: "running" in states(folder))
     os.kill(supervisor_of(folder), signal.SIGTERM)
     # The run that waits is for the next supervisor.
     until(lambda: not is_claimed(folder.path, file=LOCK))
     assert [run.result().kind for run in folder.runs() if run.result()] == [OutcomeKind.PREEMPTED]
-    assert has_work(folder.path)
+    assert states(folder) == ["ended", "pending"]
 
 
 def test_where_another_run_meets_is_not_handed_on(stub, tmp_path, monkeypatch):
@@ -151,9 +158,9 @@ def test_where_another_run_meets_is_not_handed_on(stub, tmp_path, monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
     folder = submit(study(tmp_path / "runs", seeds(1), launch=Local()), quiet).folder
-    until(lambda: ran(folder))
-    (submission,) = folder.submissions()
-    pids = [supervisor_of(folder), local_job(folder.path, submission.token, 0).pid]
+    until(lambda: "running" in states(folder))
+    (run,) = folder.runs()
+    pids = [supervisor_of(folder), holder_of(run.path)[1]]
     said = [Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in pids]
     assert not [text for each in said for text in each if text.startswith(b"MASTER_")]
     end_jobs(folder)
@@ -163,92 +170,114 @@ def test_where_another_run_meets_is_not_handed_on(stub, tmp_path, monkeypatch):
 # Without processes
 
 
-def planned(folder, sizes, *, at_once=None, gpus=False):
-    """Supervisor and jobs of a folder in which submissions of these sizes wait."""
+def planned(folder, sizes, *, at_once=None, gpus=False, here="/"):
+    """Jobs of a folder in which submissions of these sizes wait."""
     (folder.path / "submissions").mkdir(parents=True)
+    (folder.path / "jobs").mkdir()
     jobs = []
     for place, size in enumerate(sizes):
         shape = JobShape(processes=size, tasks_per_node=size, gpus_per_node=size if gpus else 0)
         launch = dataclasses.asdict(Local(at_once=at_once))
         each = Submission(
             token=f"t{place}", launcher="local", state="submitted", code="code/x", shape=shape, launch=launch,
-            runs=(f"run-{place:08x}",), created=float(place),
+            runs=(f"run-{place:08x}",), created=float(place), folder=str(here),
         )  # fmt: skip
         write_submission(folder.path, each)
-        jobs.append(_Job(submission=each, index=0))
+        jobs.append(LocalJob(submission=each, index=0))
+        (folder.path / jobs[-1].run).mkdir()
     return jobs
 
 
-def begun(folder, jobs):
-    """The supervisor of these jobs after it has read them; their runs have folders."""
-    for job in jobs:
-        (folder.path / job.run).mkdir()
-    supervisor = Supervisor(folder.path, devices=[])
+def supervised(folder, *, devices=()):
+    supervisor = Supervisor(folder.path, devices=list(devices))
     supervisor._read_submissions()
     return supervisor
 
 
-@pytest.mark.parametrize(
-    ("error", "cause"),
-    [
-        (ModuleNotFoundError("No module named 'submitit'"), "ModuleNotFoundError: No module named 'submitit'"),
-        (FileNotFoundError(2, "No such file or directory", "python"), "FileNotFoundError: [Errno 2] No such file"),
-    ],
-)
-def test_a_job_that_cannot_be_started_has_ended_and_the_others_are_tried(tmp_path, monkeypatch, error, cause):
+def run_to_the_end(folder, monkeypatch):
+    """What a supervisor makes of the jobs of a folder, in this process."""
+    monkeypatch.setattr(supervising, "_POLL_SECONDS", 0.02)
+    with supervising.contextlib.ExitStack() as lock:
+        supervised(folder).run(lock)
+    return [folder.run(job.run).result() for job in jobs_in_order(folder.path)]
+
+
+def test_a_job_that_cannot_be_started_has_failed_and_the_others_are_tried(tmp_path, monkeypatch):
     folder = SweepFolder(tmp_path / "sweep")
-    jobs = planned(folder, [1, 1])
-    tried = []
+    planned(folder, [1, 1])
+    monkeypatch.setattr(supervising.sys, "executable", str(tmp_path / "deleted"))
+    for result in run_to_the_end(folder, monkeypatch):
+        assert (result.kind, result.attempt) == (OutcomeKind.CRASH, 0)
+        assert result.cause.startswith("could not be started: FileNotFoundError: [Errno 2] No such file or directory")
 
-    def start(sweep, submission, *given, **more):
-        tried.append(submission.token)
-        raise error
 
-    monkeypatch.setattr("titanlab.launch.local.supervisor.start", start)
-    with contextlib.ExitStack() as lock:
-        begun(folder, jobs).run(lock)
-    assert tried == ["t0", "t1"]
-    for job in jobs:
-        record = local_job(folder.path, *job.key)
-        assert record.state == "ended"
-        assert record.cause.startswith(f"could not be started: {cause}")
+def test_a_job_that_ends_before_its_run_begins_has_failed_with_what_it_has_printed(tmp_path, monkeypatch):
+    folder = SweepFolder(tmp_path / "sweep")
+    _, second = planned(folder, [1, 1])
+    commands = {"t0": "raise ImportError('no x')", "t1": "raise SystemExit(3)"}
+    monkeypatch.setattr(Submission, "command", lambda self, sweep, index: ["-c", commands[self.token]])
+    earlier = Outcome(kind=OutcomeKind.HANG, attempt=1, step=3, steps=10, ended=-60.0, metrics={"loss": 2.5})
+    folder.run(second.run).write_result(earlier)
+    results = run_to_the_end(folder, monkeypatch)
+    assert [result.cause for result in results] == [
+        "ended before the run began: ImportError: no x",
+        "ended with exit code 3 before the run began",
+    ]
+    # The run has got no further, and has lost nothing.
+    assert (results[1].step, results[1].steps, results[1].metrics) == (3, 10, {"loss": 2.5})
+
+
+SHOW = """
+import os
+print(os.getcwd(), *map(os.environ.get, ("MASTER_ADDR", "CUDA_VISIBLE_DEVICES", "TITANLAB_CORES")))
+"""
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_job_runs_in_the_folder_of_its_submission_with_devices_of_its_own(tmp_path, monkeypatch, is_there):
+    folder, here = SweepFolder(tmp_path / "sweep"), tmp_path / "it's; a $HOME `folder`"
+    if is_there:
+        here.mkdir()
+    (job,) = planned(folder, [2], at_once=2, here=here)
+    monkeypatch.setattr(Submission, "command", lambda self, sweep, index: ["-c", SHOW])
+    monkeypatch.setenv("MASTER_ADDR", "elsewhere")
+    supervisor = supervised(folder)
+    assert supervisor._started(job, ["2", "GPU-3"]).wait() == 0
+    said = (folder.path / "jobs" / "t0_0_0_log.out").read_text()
+    assert said == f"{here if is_there else os.getcwd()} None 2,GPU-3 {max(1, cores() // 2)}\n"
 
 
 def test_a_full_disk_is_no_fault_of_the_job(tmp_path, monkeypatch):
     folder = SweepFolder(tmp_path / "sweep")
     (job,) = planned(folder, [1])
-    supervisor = begun(folder, [job])
-    waits = []
+    supervisor = supervised(folder)
 
-    def start(*given, **more):
+    def full(*given):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("titanlab.launch.local.supervisor.start", start)
-    monkeypatch.setattr("titanlab.launch.local.supervisor.time.sleep", waits.append)
-    supervisor._start(job)
-    assert supervisor._waiting == [job]
-    assert (local_job(folder.path, *job.key).state, waits) == ("starting", [5.0])
+    monkeypatch.setattr(supervisor, "_started", full)
+    with pytest.raises(OSError, match="No space left"):
+        supervisor._start(job)
+    assert (supervisor._waiting, folder.run(job.run).result()) == ([job], None)
 
 
-@pytest.mark.parametrize(
-    ("code", "cause"),
-    [
-        (1, "its controller ended with exit code 1; supervisor.log ends with: ImportError: no x"),
-        # The first ends with 0 whatever its ranks end with; somebody has killed the second.
-        (0, None),
-        (-9, None),
-    ],
-)
-def test_a_controller_that_failed_is_the_cause(tmp_path, code, cause):
+def test_a_run_in_other_hands_is_waited_for(tmp_path):
     folder = SweepFolder(tmp_path / "sweep")
     (job,) = planned(folder, [1])
-    supervisor = begun(folder, [job])
-    (folder.path / "jobs").mkdir()
-    (folder.path / "jobs" / LOG).write_text("ImportError: no x\n2026-11-26 09:20:40  t0 is started\n")
-    ended = SimpleNamespace(poll=lambda: code, returncode=code)
-    supervisor._running[job.key] = _RunningJob(job=job, record=LocalJob(state="running"), process=ended)
+    supervisor = supervised(folder)
+    with folder.run(job.run).claim():
+        supervisor._start(job)
+        supervisor._collect()
+        assert (supervisor._waiting, list(supervisor._running)) == ([], [job.key])
     supervisor._collect()
-    assert (local_job(folder.path, *job.key).state, local_job(folder.path, *job.key).cause) == ("ended", cause)
+    assert (supervisor._waiting, supervisor._running) == ([job], {})
+
+
+def test_a_damaged_result_stops_only_its_job(tmp_path):
+    folder = SweepFolder(tmp_path / "sweep")
+    first, second = planned(folder, [1, 1])
+    (folder.path / first.run / "result.json").write_text("{")
+    assert supervised(folder)._waiting == [second]
 
 
 @pytest.mark.parametrize(
@@ -260,7 +289,7 @@ def test_processes_at_once_are_limited_and_a_larger_job_runs_alone(tmp_path, run
     *others, job = planned(folder, [*running, size], at_once=4)
     supervisor = Supervisor(folder.path, devices=[])
     for each in others:
-        supervisor._running[each.key] = _RunningJob(job=each, record=LocalJob(state="running"), process=None)
+        supervisor._running[each.key] = _RunningJob(job=each, process=None)
     assert supervisor._has_room(job) is fits
 
 
@@ -268,10 +297,10 @@ def test_jobs_have_devices_of_their_own(tmp_path):
     folder = SweepFolder(tmp_path / "sweep")
     first, second, third = planned(folder, [2, 1, 2], at_once=8, gpus=True)
     supervisor = Supervisor(folder.path, devices=["0", "1", "GPU-abc", "3"])
-    for each, devices in ((first, ("0", "1")), (second, ("GPU-abc",))):
-        supervisor._running[each.key] = _RunningJob(
-            job=each, record=LocalJob(state="running"), process=None, devices=devices
-        )
+    supervisor._running[first.key] = _RunningJob(job=first, process=SimpleNamespace(), devices=("0", "1"))
+    # An earlier supervisor has started the other one.
+    supervisor._running[second.key] = _RunningJob(job=second, process=None)
+    folder.run(second.run).begin_attempt({}, {"environment": {"CUDA_VISIBLE_DEVICES": "GPU-abc"}})
     assert supervisor._free_devices() == ["3"]
     assert not supervisor._has_room(third)
     del supervisor._running[first.key]
@@ -281,70 +310,18 @@ def test_jobs_have_devices_of_their_own(tmp_path):
 
 def test_devices_are_those_that_this_process_sees(monkeypatch):
     seen = Host(accelerator="cuda", device="NVIDIA H200", count=2)
-    monkeypatch.setattr("titanlab.launch.local.supervisor.this_host", lambda: seen)
+    monkeypatch.setattr(supervising, "this_host", lambda: seen)
     assert visible_devices({}) == ["0", "1"]
     assert visible_devices({"CUDA_VISIBLE_DEVICES": "3,GPU-abc"}) == ["3", "GPU-abc"]
-    monkeypatch.setattr(
-        "titanlab.launch.local.supervisor.this_host", lambda: Host(accelerator="cpu", device="cpu", count=4)
-    )
+    monkeypatch.setattr(supervising, "this_host", lambda: Host(accelerator="cpu", device="cpu", count=4))
     assert visible_devices({}) == []
 
 
-def test_a_number_that_another_process_has_now_is_not_the_job(tmp_path):
-    write_local_job(tmp_path, "t", 0, LocalJob(state="running", pid=os.getpid(), born=1))
-    assert not local_job(tmp_path, "t", 0).is_alive(RunFolder(tmp_path / "run"))
-    assert local_job(tmp_path, "t", 1) is None
-
-
-@pytest.fixture
-def elsewhere(tmp_path, monkeypatch):
-    """A job that another host's supervisor has started, and its run: `elsewhere(started)`; nothing here is killed."""
-
-    def killed(pid, number):
-        pytest.fail(f"{pid} is another host's process")
-
-    def noted(started):
-        monkeypatch.setattr("titanlab.launch.local.launcher.wake", lambda sweep: None)
-        submitted = submit(study(tmp_path / "runs", seeds(1)), quiet)
-        folder, name = submitted.folder, submitted.decisions[0].run_name
-        token = submitted.folder.submissions()[0].token
-        record = LocalJob(state="running", host="other", pid=os.getpid(), born=born_at(os.getpid()), started=started)
-        write_local_job(folder.path, token, 0, record)
-        monkeypatch.setattr(os, "kill", killed)
-        return folder, folder.run(name), token
-
-    return noted
-
-
-def test_a_job_of_another_host_that_nobody_hears_of_has_ended(elsewhere):
-    folder, run, token = elsewhere(1.0)
-    assert cancel(folder, quiet).ended == [run.path.name]
-    assert run.result().kind is OutcomeKind.CRASH
-    supervisor = Supervisor(folder.path, devices=[])
-    supervisor._read_submissions()
-    supervisor._collect()
-    assert local_job(folder.path, token, 0).state == "ended"
-    assert not has_work(folder.path)
-
-
-def test_a_job_that_lives_on_another_host_is_cancelled_there(elsewhere):
-    folder, run, token = elsewhere(time.time())
-    lines = []
-    assert cancel(folder, lines.append).stopping == [run.path.name]
-    assert lines == [f"{run.path.name} runs on other: cancel it there"]
-    supervisor = Supervisor(folder.path, devices=[])
-    supervisor._read_submissions()
-    supervisor.end(signal.SIGTERM, None)
-    supervisor._collect()
-    assert local_job(folder.path, token, 0).state == "running"
-    # Its host dies after it was asked.
-    write_local_job(folder.path, token, 0, dataclasses.replace(local_job(folder.path, token, 0), started=1.0))
-    reconcile(folder)
-    assert run.result().kind is OutcomeKind.CANCELLED
-
-
-def test_there_is_nothing_to_wake_where_nothing_waits(tmp_path):
+def test_a_job_that_waits_for_long_is_not_older_than_its_submission(tmp_path):
     folder = SweepFolder(tmp_path / "sweep")
     (job,) = planned(folder, [1])
-    write_local_job(folder.path, *job.key, LocalJob(state="ended"))
-    assert not wake(folder.path)
+    run = folder.run(job.run)
+    run.write_result(Outcome(kind=OutcomeKind.HANG, ended=-1.0))
+    assert states(folder) == ["pending"]
+    run.write_result(Outcome(kind=OutcomeKind.CANCELLED, ended=time.time()))
+    assert states(folder) == ["ended"]

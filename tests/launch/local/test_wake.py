@@ -1,4 +1,4 @@
-"""Whether there is work for a sweep's supervisor, and with which code it starts."""
+"""Whether there is work for a sweep's supervisor, with which code it starts, and what becomes of one that cannot."""
 
 import os
 import sys
@@ -7,21 +7,12 @@ from dataclasses import replace
 import pytest
 
 from tests.launch.slurm.printed import submission
-from tests.until import until
-from titanlab.launch.local.queue import (
-    LOCK,
-    LOG,
-    LocalJob,
-    has_work,
-    latest_start,
-    local_job,
-    local_submissions,
-    python_environment,
-    wake,
-    write_local_job,
-)
+from titanlab.launch.local import supervisor as supervising
+from titanlab.launch.local.supervisor import LOCK, LOG, jobs_in_order, last_error, wake
 from titanlab.launch.submission import write_submission
 from titanlab.records.claim import claimed
+from titanlab.records.outcome import OutcomeKind
+from titanlab.records.run_folder import RunFolder
 
 
 def local(token="aa", *runs, created=1.0):
@@ -31,58 +22,64 @@ def local(token="aa", *runs, created=1.0):
 def test_only_submissions_to_this_launcher_count(tmp_path):
     for each in (local("bb", created=2.0), local("aa"), submission("cc")):
         write_submission(tmp_path, each)
-    assert [each.token for each in local_submissions(tmp_path)] == ["aa", "bb"]
-    assert local_submissions(tmp_path / "none") == []
-
-
-@pytest.mark.parametrize(
-    ("states", "work"),
-    [
-        ((None,), True),
-        (("starting",), True),
-        (("running",), True),
-        (("ended",), False),
-        (("cancelled",), False),
-        (("ended", None), True),
-        (("ended", "cancelled"), False),
-    ],
-)
-def test_there_is_work_until_every_job_has_ended(tmp_path, states, work):
-    write_submission(tmp_path, local("aa", *(f"run{index}" for index in range(len(states)))))
-    for index, state in enumerate(states):
-        if state is not None:
-            write_local_job(tmp_path, "aa", index, LocalJob(state=state))
-    assert has_work(tmp_path) is work
+    assert [job.key for job in jobs_in_order(tmp_path)] == [("aa", 0), ("bb", 0)]
+    assert jobs_in_order(tmp_path / "none") == []
 
 
 def test_jobs_of_another_launcher_are_no_work(tmp_path):
     write_submission(tmp_path, submission())
-    assert not has_work(tmp_path)
     assert not wake(tmp_path)
+
+
+def test_jobs_that_run_need_no_supervisor(tmp_path):
+    write_submission(tmp_path, local())
+    (tmp_path / "one").mkdir()
+    with RunFolder(tmp_path / "one").claim():
+        assert not wake(tmp_path)
 
 
 def test_a_supervisor_that_runs_reads_new_submissions_itself(tmp_path):
     write_submission(tmp_path, local())
+    (tmp_path / "one").mkdir()
     with claimed(tmp_path, "sweep", file=LOCK):
         assert not wake(tmp_path)
     assert not (tmp_path / "jobs").exists()
 
 
-def test_a_supervisor_that_cannot_start_is_started_three_times_and_then_its_jobs_have_failed(tmp_path, monkeypatch):
+def test_the_jobs_of_a_supervisor_that_cannot_start_have_failed(tmp_path, monkeypatch):
+    real = sys.executable
     monkeypatch.setattr(sys, "executable", str(tmp_path / "deleted" / "python"))
     write_submission(tmp_path, local())
-    starts = []
-    for _ in range(6):
-        starts.append(wake(tmp_path))
-        until(lambda: not latest_start(tmp_path).may_live)
-    assert starts == [True, True, True, False, False, False]
-    assert len((tmp_path / "jobs" / LOG).read_text().splitlines()) == 3
-    cause = local_job(tmp_path, "aa", 0).cause
-    assert "ended 3 times before it started a job" in cause
-    assert str(tmp_path / "deleted" / "python") in cause
-    # What is submitted later is tried again.
-    write_submission(tmp_path, local("bb", created=2.0))
+    (tmp_path / "one").mkdir()
     assert wake(tmp_path)
+    result = RunFolder(tmp_path / "one").result()
+    assert (result.kind, result.attempt) == (OutcomeKind.CRASH, 0)
+    assert result.cause.startswith("could not be started: the sweep's supervisor has ended; supervisor.log ends with: ")
+    assert str(tmp_path / "deleted" / "python") in result.cause
+    assert not wake(tmp_path)
+    # What is submitted later is tried again, and its code may be damaged.
+    monkeypatch.setattr(sys, "executable", real)
+    (tmp_path / "code" / "titanlab").mkdir(parents=True)
+    (tmp_path / "code" / "titanlab" / "__init__.py").write_text("raise ImportError('no x')\n")
+    (tmp_path / "two").mkdir()
+    write_submission(tmp_path, local("bb", "two", created=2.0))
+    assert wake(tmp_path)
+    assert RunFolder(tmp_path / "two").result().cause.endswith("ends with: ImportError: no x")
+    assert len((tmp_path / "jobs" / LOG).read_text().splitlines()) > 2
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("", None),
+        ("KeyError: of an earlier day\n2026-11-26 09:20:40  supervisor 2374 of small\n", None),
+        ("2026-11-26 09:20:40  supervisor 2374 of small\nImportError: no x\n\n", "ImportError: no x"),
+    ],
+)
+def test_an_error_is_what_the_supervisor_did_not_write(tmp_path, text, error):
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / LOG).write_text(text)
+    assert last_error(tmp_path) == error
 
 
 @pytest.mark.parametrize(
@@ -101,8 +98,6 @@ def test_the_snapshot_is_before_the_users_own_modules(tmp_path, monkeypatch, inh
     monkeypatch.delenv("PYTHONPATH", raising=False)
     if inherited is not None:
         monkeypatch.setenv("PYTHONPATH", inherited.format(sweep=tmp_path))
-    environment = python_environment(tmp_path, replace(local(), code="code/1"))
-    assert environment == {
-        "PYTHONPATH": os.pathsep.join([f"{tmp_path}/code/1", *(each.format(sweep=tmp_path) for each in others)]),
-        "PYTHONSAFEPATH": "1",
-    }
+    environment = supervising._environment(tmp_path, replace(local(), code="code/1"))
+    paths = [f"{tmp_path}/code/1", *(each.format(sweep=tmp_path) for each in others)]
+    assert (environment["PYTHONPATH"], environment["PYTHONSAFEPATH"]) == (os.pathsep.join(paths), "1")

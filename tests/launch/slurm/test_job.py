@@ -6,12 +6,15 @@ import pytest
 
 from titanlab.distributed.ranks import ALONE
 from titanlab.launch.contract import ProcessPlace
-from titanlab.launch.slurm import job as module
-from titanlab.launch.slurm.job import lost_nodes, requeue_on_fewer
+from titanlab.launch.slurm import launcher as module
+from titanlab.launch.slurm.launcher import SlurmLauncher
+from titanlab.launch.slurm_schema import Slurm
 
 PLACE = ProcessPlace(
     launcher="slurm", job_id="12_0", raw_job_id="12", ranks=replace(ALONE, world=8), nodes=("n1", "n2", "n3", "n4")
 )
+
+LAUNCHER = SlurmLauncher(Slurm())
 
 
 @pytest.fixture
@@ -42,18 +45,18 @@ def scontrol(tmp_path, monkeypatch):
 )
 def test_nodes_that_slurm_has_taken(scontrol, nodes, lost):
     scontrol(f"JobId=12 JobState=RUNNING ReqNodeList=(null) NodeList={nodes} BatchHost=n1")
-    assert lost_nodes(PLACE) == lost
+    assert LAUNCHER.lost_nodes(PLACE) == lost
 
 
 def test_no_answer_is_no_loss(scontrol, monkeypatch):
     monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
     scontrol("slurm_load_jobs error: Unable to contact slurm controller")
-    assert lost_nodes(PLACE) == frozenset()
+    assert LAUNCHER.lost_nodes(PLACE) == frozenset()
 
 
 def test_a_request_for_fewer_nodes(scontrol, monkeypatch):
     calls = scontrol("JobId=12 JobState=RUNNING Restarts=0 CPUs/Task=3")
-    assert requeue_on_fewer(PLACE, least=2, most=4) is None
+    assert LAUNCHER.requeue_on_fewer(PLACE, least=2, most=4) is None
     assert calls()[-2:] == ["requeue 12_0", "update JobId=12_0 NumNodes=2-4 NumTasks=4 NumCPUs=12"]
 
 
@@ -63,9 +66,12 @@ def test_a_request_that_is_refused_or_interrupted(scontrol, monkeypatch, tmp_pat
     calls = scontrol(
         "JobState=RUNNING Restarts=0", update=f"test -e {tmp_path}/once || {{ touch {tmp_path}/once; kill $$; }}"
     )
-    assert requeue_on_fewer(PLACE, least=2, most=4) is None
+    assert LAUNCHER.requeue_on_fewer(PLACE, least=2, most=4) is None
     assert sum(call.startswith("update") for call in calls()) == 2
     scontrol("JobState=RUNNING Restarts=0", update="echo 'Requested node configuration is not available' >&2; exit 1")
-    assert requeue_on_fewer(PLACE, least=2, most=4) == "it waits for 4; Requested node configuration is not available"
+    assert (
+        LAUNCHER.requeue_on_fewer(PLACE, least=2, most=4)
+        == "it waits for 4; Requested node configuration is not available"
+    )
     scontrol("JobState=COMPLETING Restarts=1")
-    assert requeue_on_fewer(PLACE, least=2, most=4) == "Slurm has done that already"
+    assert LAUNCHER.requeue_on_fewer(PLACE, least=2, most=4) == "Slurm has done that already"

@@ -7,8 +7,7 @@ import pytest
 
 from tests.launch.slurm.printed import submission
 from titanlab.launch.contract import MemoryWord
-from titanlab.launch.slurm import queue
-from titanlab.launch.slurm.launcher import SlurmLauncher
+from titanlab.launch.slurm.launcher import MAX_ARRAY, SlurmLauncher
 from titanlab.launch.slurm_schema import Slurm
 
 LAUNCHER = SlurmLauncher(Slurm())
@@ -43,7 +42,7 @@ def test_a_job_has_the_number_of_its_array_and_its_index():
 def test_without_an_answer_an_array_has_the_size_that_every_site_takes(slurm):
     slurm["scontrol"] = "MaxArraySize = 10\n"
     assert LAUNCHER.max_array() == 10
-    assert LAUNCHER.max_array(is_answered=False) == queue.MAX_ARRAY
+    assert LAUNCHER.max_array(is_answered=False) == MAX_ARRAY
     assert slurm.asked == [("scontrol", "show", "config")]
 
 

@@ -1,17 +1,27 @@
 """What Slurm's queue is asked and told: partitions, sizes of arrays, the jobs of a token, and cancellation."""
 
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from tests.launch.slurm.printed import LONG_AGO
+from tests.launch.slurm.printed import submission
 from titanlab.errors import ConfigError
-from titanlab.launch.slurm import queue
+from titanlab.launch.slurm import site
 from titanlab.launch.slurm.command import Reply
+from titanlab.launch.slurm.launcher import SlurmLauncher
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.launch.submission import JobShape
 
 COMMANDS = ("sbatch", "srun", "squeue", "sinfo")
+LAUNCHER, SWEEP = SlurmLauncher(Slurm()), Path("sweep")
+
+
+def cancel(elements, *, is_gentle):
+    """Cancel elements of arrays, by number."""
+    jobs = [(replace(submission(), job_id=number), index) for number, own in elements.items() for index in own]
+    LAUNCHER.cancel(SWEEP, jobs, print, is_gentle=is_gentle)
 
 
 @pytest.fixture
@@ -35,18 +45,18 @@ def refusal(problem="no answer", errors=""):
 
 
 def test_slurm_is_here_if_all_of_its_commands_are(installed):
-    assert not queue.is_here()
+    assert not LAUNCHER.is_here()
     installed(*COMMANDS[:-1])
-    assert not queue.is_here()
+    assert not LAUNCHER.is_here()
     installed(COMMANDS[-1])
-    assert queue.is_here()
+    assert LAUNCHER.is_here()
 
 
 def test_a_command_that_is_missing_is_named(installed, slurm):
     installed("sbatch", "srun")
     told = "launch=slurm: Slurm is not here: there is no squeue on PATH; submit from a login node"
     with pytest.raises(ConfigError, match=re.escape(told)):
-        queue.check([])
+        site.check([])
     assert slurm.asked == []
 
 
@@ -75,10 +85,10 @@ def test_a_job_needs_a_partition_that_is_there_and_large_enough(installed, slurm
     slurm["sinfo"] = listed
     jobs = [(Slurm(partition=partition), JobShape(processes=4 * nodes, nodes=nodes, tasks_per_node=4))]
     if told is None:
-        queue.check(jobs)
+        site.check(jobs)
     else:
         with pytest.raises(ConfigError, match=re.escape(told)):
-            queue.check(jobs)
+            site.check(jobs)
     # Also partitions that are hidden from this user's own listings.
     assert slurm.asked == [("sinfo", "--noheader", "--all", "--format=%P %D %a %l %c")]
 
@@ -120,10 +130,10 @@ def test_a_job_that_would_wait_for_ever_is_refused(installed, slurm, given, core
     config = Slurm(cpus_per_task=cores, **given)
     jobs = [(config, JobShape(processes=1, tasks_per_node=1, cpus_per_task=cores, minutes=config.minutes))]
     if told is None:
-        queue.check(jobs)
+        site.check(jobs)
     else:
         with pytest.raises(ConfigError, match=re.escape(told)):
-            queue.check(jobs)
+            site.check(jobs)
 
 
 def test_an_sinfo_that_does_not_answer_is_told(installed, slurm):
@@ -131,7 +141,7 @@ def test_an_sinfo_that_does_not_answer_is_told(installed, slurm):
     slurm["sinfo"] = None
     told = "launch=slurm: Slurm does not answer (sinfo says: nothing); try again when `sinfo` answers"
     with pytest.raises(ConfigError, match=re.escape(told)):
-        queue.check([])
+        site.check([])
 
 
 @pytest.mark.parametrize(
@@ -150,7 +160,7 @@ def test_an_sinfo_that_does_not_answer_is_told(installed, slurm):
 )
 def test_an_array_has_at_most_as_many_jobs_as_the_site_allows(slurm, settings, jobs):
     slurm["scontrol"] = settings
-    assert queue.max_array() == jobs
+    assert LAUNCHER.max_array() == jobs
 
 
 # The jobs of a token
@@ -175,14 +185,14 @@ def test_an_array_has_at_most_as_many_jobs_as_the_site_allows(slurm, settings, j
 )
 def test_jobs_are_found_by_their_token(slurm, squeue, sacct, number):
     slurm.update(squeue=squeue, sacct=sacct)
-    assert queue.find("aa", since=LONG_AGO) == number
+    assert LAUNCHER.find(SWEEP, submission()) == number
 
 
 def test_a_site_without_accounting_has_no_older_jobs(slurm):
     slurm["sacct"] = Reply(output=None, problem="there is no sacct on PATH", is_here=False)
-    assert queue.find("aa", since=LONG_AGO) is None
+    assert LAUNCHER.find(SWEEP, submission()) is None
     slurm["sacct"] = refusal(errors="Slurm accounting storage is disabled\n")
-    assert queue.find("aa", since=LONG_AGO) is None
+    assert LAUNCHER.find(SWEEP, submission()) is None
 
 
 @pytest.mark.parametrize("silent", ["squeue", "sacct"])
@@ -190,7 +200,7 @@ def test_while_slurm_does_not_answer_it_is_open_whether_there_are_jobs(slurm, si
     slurm[silent] = None
     told = f"Slurm does not answer, and an earlier submission may have reached it ({silent} says: nothing)"
     with pytest.raises(ConfigError, match=re.escape(told)):
-        queue.find("aa", since=LONG_AGO)
+        LAUNCHER.find(SWEEP, submission())
 
 
 # Cancellation
@@ -198,19 +208,19 @@ def test_while_slurm_does_not_answer_it_is_open_whether_there_are_jobs(slurm, si
 
 def test_elements_of_all_arrays_are_cancelled_by_one_call(slurm):
     slurm["scancel"] = ""
-    queue.cancel({"12": [2, 0, 1], "15": {4}}, is_gentle=False)
-    queue.cancel({"12": [7, 5]}, is_gentle=True)
+    cancel({"12": [2, 0, 1], "15": {4}}, is_gentle=False)
+    cancel({"12": [7, 5]}, is_gentle=True)
     assert slurm.asked == [("scancel", "12_[0-2]", "15_[4]"), ("scancel", "--signal=INT", "12_[5,7]")]
 
 
 def test_without_jobs_scancel_is_not_called(slurm):
-    queue.cancel({}, is_gentle=True)
+    cancel({}, is_gentle=True)
     assert slurm.asked == []
 
 
 def test_many_arrays_are_cancelled_by_several_calls(slurm):
     slurm["scancel"] = ""
-    queue.cancel({str(number): [0] for number in range(1001)}, is_gentle=True)
+    cancel({str(number): [0] for number in range(1001)}, is_gentle=True)
     assert [len(words) for words in slurm.asked] == [502, 502, 3]
     assert [word for words in slurm.asked for word in words[2:]] == [f"{number}_[0]" for number in range(1001)]
 
@@ -225,11 +235,11 @@ def test_many_arrays_are_cancelled_by_several_calls(slurm):
 )
 def test_jobs_that_have_ended_already_are_no_error_of_cancelling(slurm, errors):
     slurm["scancel"] = refusal(errors=errors)
-    queue.cancel({"12": [0]}, is_gentle=False)
+    cancel({"12": [0]}, is_gentle=False)
 
 
 def test_an_scancel_that_does_not_answer_is_told(slurm):
     slurm["scancel"] = refusal("scancel gave no answer within 60 s")
     told = "launch=slurm: Slurm does not answer, and the jobs may go on (scancel gave no answer within 60 s); try again"
     with pytest.raises(ConfigError, match=re.escape(told)):
-        queue.cancel({"12": [0]}, is_gentle=True)
+        cancel({"12": [0]}, is_gentle=True)

@@ -1,8 +1,8 @@
-"""`python -m titanlab.launch.local.supervisor FOLDER`: runs a sweep's jobs on this host, in order, a few at once.
+"""`python -m titanlab.launch.local.supervisor SWEEP`: runs a sweep's jobs on this host, in order, a few at once.
 
-A submission starts it; it ends after the last job. If it is killed, its jobs run on; the next supervisor finds them by
-their records beside the submissions, and continues. For each job, submitit's controller starts the processes of the
-ranks and watches them.
+The process that submits starts it; it ends after the last job. Each job is one process that trains its run as `titanlab
+train` does. What runs is known from the claims of the runs alone, so the jobs of a supervisor that is killed go on, and
+the next one waits for them.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,84 +19,43 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from titanlab.distributed.host import CORES, cores, this_host
 from titanlab.distributed.ranks import MEETING
 from titanlab.distributed.stop import handled
 from titanlab.errors import ConfigError
-from titanlab.launch.local.queue import (
-    LOCK,
-    LOG,
-    LocalJob,
-    last_error,
-    local_job,
-    local_submissions,
-    python_environment,
-    write_local_job,
-)
-from titanlab.launch.submission import Submission, claim_sweep, jobs_folder
-from titanlab.records.claim import claimed
-from titanlab.records.outcome import OutcomeKind, first_line
+from titanlab.launch.attempt import with_progress
+from titanlab.launch.contract import JobState
+from titanlab.launch.evidence import early_end, printed_lines
+from titanlab.launch.submission import Submission, claim_sweep, jobs_folder, submissions
+from titanlab.records.claim import claimed, holder_of, is_claimed
+from titanlab.records.outcome import Outcome, OutcomeKind, first_line
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.files import disk_fault
-from titanlab.system.processes import born_at
+from titanlab.system.processes import born_at, stopped_note
 from titanlab.system.text import counted
 
-_LOG = re.compile(r"[0-9]+_0_log\.out")
-# submitit's controller needs a time limit; this one is never reached. Ranks have their own watchdogs.
-_MINUTES = 10 * 365 * 24 * 60
-
-
-def start(
-    sweep: Path, submission: Submission, index: int, devices: Sequence[str], *, variables: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    """Start the processes of a run. Returns the controller, which ends when they all have ended.
-
-    Args:
-        devices: accelerators for this job alone.
-        variables: further environment variables of the job.
-    """
-    from submitit.local.local import start_controller
-
-    environment = {**python_environment(sweep, submission), **variables}
-    words = [word for name in MEETING for word in ("-u", name)]
-    words += [f"{name}={value}" for name, value in environment.items()]
-    command = [sys.executable, *submission.command(sweep, index)]
-    # Relative paths in a recipe are relative to the folder in which it was submitted.
-    shell = ["sh", "-c", 'cd "$0" 2> /dev/null; exec env "$@"', submission.folder, *words, *command]
-    folder = _folder(sweep, submission.token, index)
-    folder.mkdir(parents=True, exist_ok=True)
-    # submitit's LocalExecutor would pickle a function, and does not give its process to the caller.
-    return start_controller(
-        folder,
-        shlex.join(shell),
-        tasks_per_node=submission.shape.processes,
-        cuda_devices=",".join(devices),
-        timeout_min=_MINUTES,
-    )
-
-
-def controller_of(sweep: Path, token: str, index: int) -> int | None:
-    """The process number of a job's controller, from the names of its logs; None if there are no logs."""
-    logs = {path: _LOG.fullmatch(path.name) for path in _folder(sweep, token, index).glob("*_0_log.out")}
-    newest = max((path for path, match in logs.items() if match), key=lambda path: path.stat().st_mtime, default=None)
-    return None if newest is None else int(newest.name.partition("_")[0])
-
-
-def _folder(sweep: Path, token: str, index: int) -> Path:
-    return jobs_folder(sweep) / f"{token}_{index}"
-
-
+KIND = "local"
+# The lock that the sweep's supervisor holds.
+LOCK = ".supervisor"
+LOG = "supervisor.log"
+_DEVICES = "CUDA_VISIBLE_DEVICES"
+# Lines that the supervisor itself writes; the others are error messages.
+_OWN_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
+# A job of another host, whose claim may not be seen here, counts as running for this time after its last status.
+_SIGN_OF_LIFE_SECONDS = 60.0
+# A supervisor imports no torch.
+_START_SECONDS = 60.0
+_START_POLL_SECONDS = 0.05
 _POLL_SECONDS = 0.2
 _PATIENCE_SECONDS = 1.0
 # Between two attempts to write to a full disk.
 _FULL_DISK_SECONDS = 5.0
-# If a supervisor died while it started a job, the job's controller has opened its logs after this time.
-_SETTLED_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Job:
+class LocalJob:
     """One job of a submission."""
 
     submission: Submission
@@ -120,13 +79,153 @@ class _Job:
     def processes(self) -> int:
         return self.submission.shape.processes
 
+    def state(self, sweep: Path) -> JobState:
+        """Where the job stands: its run is claimed, has an attempt of this job, or a result since the submission."""
+        run, job_id = RunFolder(sweep / self.run), self.submission.job_id or self.submission.token
+        made_by = run.job() or {}
+        has_begun = (made_by.get("token"), made_by.get("index")) == self.key
+        try:
+            result = run.result()
+        except ConfigError:
+            # The table reports the damaged file. This job does not start.
+            return JobState(state="ended", raw="ended", job_id=job_id)
+        if run.is_claimed() or (has_begun and result is None and _is_heard_of(run, made_by)):
+            state = "running"
+        elif has_begun or not run.path.is_dir():
+            state = "ended"
+        else:
+            is_over = result is not None and (
+                result.kind is OutcomeKind.DONE or result.ended >= self.submission.created
+            )
+            state = "ended" if is_over else "pending"
+        if not has_begun:
+            return JobState(state=state, raw=None if state == "pending" else state, job_id=job_id)
+        end = time.time() if state == "running" or result is None else result.ended
+        started, nodes = made_by.get("started"), made_by.get("nodes")
+        return JobState(
+            state=state,
+            raw=state,
+            elapsed_seconds=max(0.0, end - started) if isinstance(started, int | float) else None,
+            nodes=tuple(map(str, nodes)) if isinstance(nodes, list) else (),
+            job_id=job_id,
+        )
+
+
+def _is_heard_of(run: RunFolder, made_by: Mapping[str, Any]) -> bool:
+    """Whether a job of another host has written a status lately."""
+    status = run.known_status()
+    if status is None or status.state in ("prepared", "ended") or made_by.get("nodes") == [socket.gethostname()]:
+        return False
+    return time.time() - status.updated < _SIGN_OF_LIFE_SECONDS
+
+
+def jobs_in_order(sweep: Path) -> list[LocalJob]:
+    """The sweep's jobs of this launcher in the order in which they should start.
+
+    The oldest batch comes first; within a batch, the places of its runs count.
+    """
+    batches: dict[str, int] = {}
+    jobs: dict[tuple[int, int, int], LocalJob] = {}
+    for submission in submissions(sweep):
+        if submission.launcher == KIND:
+            batch = batches.setdefault(submission.batch or submission.token, len(batches))
+            places = submission.places or range(len(submission.runs))
+            for index, place in enumerate(places):
+                jobs[batch, place, len(jobs)] = LocalJob(submission=submission, index=index)
+    return [jobs[key] for key in sorted(jobs)]
+
+
+def wake(sweep: Path) -> bool:
+    """Start the sweep's supervisor if a job waits and none runs. Returns whether it was started.
+
+    A running supervisor reads new submissions: before it ends, it claims the sweep and looks for them once more. If the
+    new one cannot run, because its interpreter is gone or the snapshot of the code is damaged, the jobs that wait fail.
+    """
+    if is_claimed(sweep, file=LOCK):
+        return False
+    waiting = [job for job in jobs_in_order(sweep) if job.state(sweep).state == "pending"]
+    if not waiting:
+        return False
+    jobs_folder(sweep).mkdir(exist_ok=True)
+    log = jobs_folder(sweep) / LOG
+    begin = log.stat().st_size if log.exists() else 0
+    command = [sys.executable, "-P", "-m", "titanlab.launch.local.supervisor", str(sweep.absolute())]
+    newest = max((job.submission for job in waiting), key=lambda submission: submission.created)
+    # The shell ends at once, so that the supervisor has no parent that waits for it, and no terminal.
+    shell = subprocess.run(
+        ["sh", "-c", 'exec "$@" < /dev/null >> "$0" 2>&1 & echo $!', str(log), *command],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=_environment(sweep, newest),
+    )
+    pid, end = int(shell.stdout), time.monotonic() + _START_SECONDS
+    while born_at(pid) is not None and time.monotonic() < end:
+        if holder_of(sweep, file=LOCK) == (socket.gethostname(), pid):
+            return True
+        time.sleep(_START_POLL_SECONDS)
+    # It may have done all its work, or another one may have the lock: those print no error.
+    if not is_claimed(sweep, file=LOCK) and (error := last_error(sweep, begin=begin)) is not None:
+        for job in waiting:
+            fail(sweep, job, f"could not be started: the sweep's supervisor has ended; {LOG} ends with: {error}")
+    return True
+
+
+def _environment(sweep: Path, submission: Submission) -> dict[str, str]:
+    """The environment of a process that runs a submission's snapshot, before the user's own modules."""
+    own = submission.environment(sweep)
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    # Snapshots of other submissions of this sweep must not be found after it.
+    others = [path for path in inherited if path and not path.startswith(str(sweep / "code") + os.sep)]
+    environment = {**os.environ, **own, "PYTHONPATH": os.pathsep.join([own["PYTHONPATH"], *others])}
+    return {name: value for name, value in environment.items() if name not in MEETING}
+
+
+def why_idle(sweep: Path) -> str | None:
+    """Why the jobs that wait do not start, in one line; None: they will, or that is not known."""
+    holder = holder_of(sweep, file=LOCK)
+    if holder is None or holder[0] != socket.gethostname():
+        return None
+    if is_claimed(sweep, file=LOCK):
+        note = stopped_note(holder[1])
+        return f"its supervisor, process {holder[1]}, {note}" if note else None
+    error = last_error(sweep)
+    return "its supervisor has ended" if error is None else f"its supervisor has ended: {error}"
+
+
+def last_error(sweep: Path, *, begin: int = 0) -> str | None:
+    """The error with which the supervisor's log ends; None: it ends with a line of the supervisor.
+
+    Args:
+        begin: lines before this byte are not meant.
+    """
+    *_, last = [None, *printed_lines(jobs_folder(sweep) / LOG, begin=begin)]
+    return None if last is None or _OWN_LINE.match(last) else last
+
+
+def fail(sweep: Path, job: LocalJob, cause: str) -> None:
+    """Write the result of a job that has ended before its run began, unless another process has the run."""
+    run = RunFolder(sweep / job.run)
+    with contextlib.suppress(ConfigError), run.claim():
+        outcome, earlier = with_progress(run, Outcome(kind=OutcomeKind.CRASH, attempt=0, cause=cause)), run.result()
+        if earlier is not None:
+            # The run has got no further, and has lost nothing either.
+            step = max(outcome.step, earlier.step)
+            outcome = replace(outcome, step=step, steps=outcome.steps or earlier.steps, metrics=earlier.metrics)
+        run.write_result(outcome)
+
 
 @dataclass(frozen=True, kw_only=True)
 class _RunningJob:
-    """A job that was started by this supervisor or by an earlier one."""
+    """A job that runs.
 
-    job: _Job
-    record: LocalJob
+    Attributes:
+        process: None: an earlier supervisor has started the job, or another process works on its run.
+        devices: for this job alone, if this supervisor has started it.
+    """
+
+    job: LocalJob
     process: subprocess.Popen[bytes] | None
     devices: tuple[str, ...] = ()
 
@@ -143,7 +242,7 @@ class Supervisor:
         self._sweep = sweep
         self._devices = tuple(visible_devices(os.environ) if devices is None else devices)
         self._running: dict[tuple[str, int], _RunningJob] = {}
-        self._waiting: list[_Job] = []
+        self._waiting: list[LocalJob] = []
         self._seen: set[str] = set()
         self._ending = False
 
@@ -158,17 +257,18 @@ class Supervisor:
             try:
                 self._collect()
                 self._read_submissions()
+                if self._waiting and not self._ending and self._has_room(self._waiting[0]):
+                    self._start(self._waiting[0])
+                    continue
             except OSError as error:
-                # A full disk takes no records: running jobs continue, and none is started until there is space.
+                # Running jobs go on, and none is started until there is space.
                 fault = disk_fault(error)
                 if fault is None:
                     raise
                 _say(fault)
                 time.sleep(_FULL_DISK_SECONDS)
                 continue
-            if self._waiting and not self._ending and self._has_room(self._waiting[0]):
-                self._start(self._waiting[0])
-            elif self._waiting or self._running:
+            if self._waiting or self._running:
                 time.sleep(_POLL_SECONDS)
             elif self._is_over(lock):
                 _say("all jobs have ended")
@@ -179,11 +279,10 @@ class Supervisor:
         """Handle SIGTERM: ask all jobs to save and end, and start no more."""
         self._ending = True
         for running in self._running.values():
-            record = running.record
-            # On another host, the process number belongs to another process.
-            if record.is_here and record.is_alive(self._run(running.job)) and record.pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(record.pid, signal.SIGTERM)
+            if running.process is not None and running.process.poll() is None:
+                running.process.send_signal(signal.SIGTERM)
+            else:
+                signal_run(RunFolder(self._sweep / running.job.run), signal.SIGTERM)
 
     def _is_over(self, lock: contextlib.ExitStack) -> bool:
         with contextlib.suppress(ConfigError), claim_sweep(self._sweep):
@@ -194,146 +293,114 @@ class Supervisor:
         return False
 
     def _read_submissions(self) -> None:
-        """Read the submissions: collect waiting jobs in order, and take over jobs that an earlier supervisor left."""
+        """Read new submissions: collect the jobs that wait, in order, and watch those that run already."""
         tokens = {path.stem for path in (self._sweep / "submissions").glob("*.json")}
         if tokens == self._seen:
             return
-        self._seen = tokens
-        self._waiting = []
-        submitted = local_submissions(self._sweep)
-        for job in _in_order(submitted):
-            record = local_job(self._sweep, *job.key)
-            if record is None:
-                self._waiting.append(job)
-            elif record.state in ("starting", "running") and job.key not in self._running:
-                self._take_over(job, record)
+        self._seen, self._waiting = tokens, []
+        for job in jobs_in_order(self._sweep):
+            if job.key not in self._running:
+                state = job.state(self._sweep).state
+                if state == "pending":
+                    self._waiting.append(job)
+                elif state == "running":
+                    self._watch(job)
 
-    def _take_over(self, job: _Job, record: LocalJob) -> None:
-        if record.state == "starting":
-            pid = self._controller_left_by_predecessor(job, record)
-            if pid is None and not self._run(job).is_claimed():
-                # The supervisor died before it had started a process.
-                self._waiting.append(job)
-                return
-            record = replace(record, state="running", pid=pid, born=None if pid is None else born_at(pid))
-            write_local_job(self._sweep, *job.key, record)
-        _say(f"{job.run} was started by an earlier supervisor")
-        self._running[job.key] = _RunningJob(job=job, record=record, process=None, devices=record.devices)
-
-    def _controller_left_by_predecessor(self, job: _Job, record: LocalJob) -> int | None:
-        """The controller that an earlier supervisor started just before it died; waits until its logs must exist."""
-        while (pid := controller_of(self._sweep, *job.key)) is None:
-            if time.time() - (record.started or 0.0) >= _SETTLED_SECONDS:
-                break
-            time.sleep(_POLL_SECONDS)
-        return pid
+    def _watch(self, job: LocalJob) -> None:
+        _say(f"{job.run} was started by an earlier supervisor, or by another process")
+        self._running[job.key] = _RunningJob(job=job, process=None)
 
     def _collect(self) -> None:
-        """Record the jobs that have ended."""
+        """Note the jobs that have ended, with a result where none has begun an attempt."""
         for key, running in list(self._running.items()):
-            run, process = self._run(running.job), running.process
-            alive = running.record.is_alive(run) if process is None else process.poll() is None
-            # When a controller is killed, its tasks live on and keep their claim of the run.
-            if alive or run.is_claimed():
+            job, process = running.job, running.process
+            if process is not None and process.poll() is None:
                 continue
-            record = local_job(self._sweep, *key) or running.record
-            cause = self._controller_fault(process)
-            write_local_job(self._sweep, *key, replace(record, state="ended", ended=time.time(), cause=cause))
+            state = job.state(self._sweep).state
+            if state == "running":
+                continue
             del self._running[key]
-            _say(f"{running.job.run} has ended")
+            if process is None and state == "pending":
+                self._waiting.insert(0, job)
+                continue
+            if process is not None and state == "pending":
+                cause = early_end(self._logs(job)) or f"ended with exit code {process.returncode} before the run began"
+                fail(self._sweep, job, cause)
+            _say(f"{job.run} has ended")
 
-    def _controller_fault(self, process: subprocess.Popen[bytes] | None) -> str | None:
-        """Why a controller that has ended failed; None if it did not: it ends with 0 whatever its ranks end with."""
-        if process is None or not process.returncode or process.returncode < 0:
-            return None
-        fault = f"its controller ended with exit code {process.returncode}"
-        # A controller's errors are in the same log as the supervisor's own lines.
-        error = last_error(self._sweep)
-        return fault if error is None else f"{fault}; {LOG} ends with: {error}"
-
-    def _has_room(self, job: _Job) -> bool:
+    def _has_room(self, job: LocalJob) -> bool:
         """Whether a job fits beside the running ones; a job that is larger than the limit runs alone."""
         used = sum(running.job.processes for running in self._running.values())
         gpus = min(job.submission.shape.gpus_per_node, len(self._devices))
         return (used == 0 or used + job.processes <= job.room) and gpus <= len(self._free_devices())
 
     def _free_devices(self) -> list[str]:
-        taken = {device for running in self._running.values() for device in running.devices}
+        taken: set[str] = set()
+        for running in self._running.values():
+            devices = running.devices
+            if running.process is None and self._devices:
+                environment = (RunFolder(self._sweep / running.job.run).env() or {}).get("environment", {})
+                devices = tuple(str(environment.get(_DEVICES, "")).split(","))
+            taken |= set(devices)
         return [device for device in self._devices if device not in taken]
 
-    def _start(self, job: _Job) -> None:
-        """Start a waiting job, unless it has been cancelled."""
+    def _start(self, job: LocalJob) -> None:
+        """Start the first job that waits, unless it was cancelled, or another process works on its run."""
         devices = tuple(self._free_devices()[: job.submission.shape.gpus_per_node])
         try:
             # `titanlab cancel` claims the sweep too.
             with claim_sweep(self._sweep, patience_seconds=_PATIENCE_SECONDS):
-                if not self._is_wanted(job):
-                    self._waiting.remove(job)
-                    return
-                record = LocalJob(state="starting", started=time.time(), devices=devices)
-                # Before the start: if this record cannot be written, the next supervisor would start the job again.
-                write_local_job(self._sweep, *job.key, record)
-                try:
-                    process = start(self._sweep, job.submission, job.index, devices, variables=_cores(job))
-                except Exception as error:
-                    if isinstance(error, OSError) and disk_fault(error) is not None:
-                        raise
-                    # The next start would fail too. The job's end is recorded, and the supervisor lives on.
-                    cause = f"could not be started: {first_line(error)}"
-                    write_local_job(
-                        self._sweep, *job.key, replace(record, state="ended", ended=time.time(), cause=cause)
-                    )
-                    self._waiting.remove(job)
-                    _say(f"{job.run} {cause}")
-                    return
-                record = replace(record, state="running", pid=process.pid, born=born_at(process.pid))
-                with contextlib.suppress(OSError):
-                    write_local_job(self._sweep, *job.key, record)
+                state = job.state(self._sweep).state
+                process = self._started(job, devices) if state == "pending" else None
         except ConfigError:
             return  # Another process has claimed the sweep: try again at the next poll.
         except OSError as error:
-            fault = disk_fault(error)
-            if fault is None:
+            if disk_fault(error) is not None:
                 raise
-            _say(f"{job.run} is not started: {fault}")
-            time.sleep(_FULL_DISK_SECONDS)
-            return
+            # The next start would fail too. The supervisor lives on.
+            state, process = "ended", None
+            fail(self._sweep, job, f"could not be started: {first_line(error)}")
         self._waiting.remove(job)
-        self._running[job.key] = _RunningJob(job=job, record=record, process=process, devices=devices)
-        _say(f"{job.run} is started: {counted(job.processes, 'rank')}, controller {process.pid}")
+        if process is not None:
+            self._running[job.key] = _RunningJob(job=job, process=process, devices=devices)
+            _say(f"{job.run} is started: {counted(job.processes, 'rank')}, process {process.pid}")
+        elif state == "running":
+            self._watch(job)
 
-    def _is_wanted(self, job: _Job) -> bool:
-        record = local_job(self._sweep, *job.key)
-        if record is not None and record.state != "starting":
-            return False
-        try:
-            result = self._run(job).result()
-        except ConfigError as error:
-            # A damaged result stops only this job.
-            _say(f"{job.run} is not started: {error}")
-            write_local_job(self._sweep, *job.key, LocalJob(state="ended", ended=time.time()))
-            return False
-        if self._run(job).path.is_dir() and (result is None or result.kind is not OutcomeKind.DONE):
-            return True
-        write_local_job(self._sweep, *job.key, LocalJob(state="ended", ended=time.time()))
-        return False
+    def _started(self, job: LocalJob, devices: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Start the process of a job, which starts the ranks."""
+        submission, folder = job.submission, Path(job.submission.folder)
+        # The same share of the cores for every process of a sweep, so that layouts can be compared.
+        share = max(1, cores() // max(job.room, job.processes))
+        output, errors = self._logs(job)
+        with output.open("ab") as out, errors.open("ab") as err:
+            return subprocess.Popen(
+                [sys.executable, *submission.command(self._sweep, job.index)],
+                env={**_environment(self._sweep, submission), CORES: str(share), _DEVICES: ",".join(devices)},
+                # Relative paths in a recipe are relative to the folder in which it was submitted.
+                cwd=folder if folder.is_dir() else None,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
 
-    def _run(self, job: _Job) -> RunFolder:
-        return RunFolder(self._sweep / job.run)
+    def _logs(self, job: LocalJob) -> tuple[Path, Path]:
+        name = f"{job.submission.token}_{job.index}_0_log"
+        return jobs_folder(self._sweep) / f"{name}.out", jobs_folder(self._sweep) / f"{name}.err"
 
 
-def _in_order(submitted: Sequence[Submission]) -> list[_Job]:
-    """All jobs in the order in which they should start: oldest batch first, then by the places of its runs."""
-    batches: dict[str, int] = {}
-    keys = {}
-    for submission in submitted:
-        batch = batches.setdefault(submission.batch or submission.token, len(batches))
-        places = submission.places or range(len(submission.runs))
-        keys.update({(submission.token, index): (batch, place) for index, place in enumerate(places)})
-    jobs = [
-        _Job(submission=submission, index=index) for submission in submitted for index in range(len(submission.runs))
-    ]
-    return sorted(jobs, key=lambda job: keys[job.key])
+def signal_run(run: RunFolder, number: int) -> str | None:
+    """Send a signal to the process that has claimed a run. Returns the host if it is another one, else None."""
+    holder = holder_of(run.path)
+    if holder is None or not run.is_claimed():
+        return None
+    host, pid = holder
+    if host != socket.gethostname():
+        return host
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+    return None
 
 
 def visible_devices(environ: Mapping[str, str]) -> list[str]:
@@ -341,13 +408,8 @@ def visible_devices(environ: Mapping[str, str]) -> list[str]:
     host = this_host()
     if host.accelerator != "cuda":
         return []
-    visible = [part.strip() for part in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+    visible = [part.strip() for part in environ.get(_DEVICES, "").split(",") if part.strip()]
     return visible[: host.count] if visible else [str(number) for number in range(host.count)]
-
-
-def _cores(job: _Job) -> dict[str, str]:
-    """The same share of the cores for every process of a sweep, so that layouts can be compared."""
-    return {CORES: str(max(1, cores() // max(job.room, job.processes)))}
 
 
 def _say(text: str) -> None:

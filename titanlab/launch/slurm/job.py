@@ -1,30 +1,18 @@
-"""What a process of a job asks Slurm: its rank and place, the meaning of a signal, a requeue, an address.
-
-Slurm sends the same signals for a preemption, a time limit and a cancellation. Observed with Slurm 22.05: during the
-grace time of a preemption `PreemptTime` is set; after a requeue `Restarts` is one higher; after the time limit the
-reason is `TimeLimit`; after a node failure it is `NodeDown`; a job that scancel ends is `COMPLETING` without any of
-these. Warnings before a time limit come up to a minute early. A job submitted with --no-kill stays on its other nodes
-when a node fails, also when that was its first one: then its batch script is gone, and only its time limit ends it.
-"""
+"""The ranks of a process that srun has started, from Slurm's variables."""
 
 from __future__ import annotations
 
-import calendar
 import itertools
 import os
 import re
-import signal
 import socket
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from titanlab.distributed.host import gpus
 from titanlab.distributed.ranks import Ranks, check_ranks, number
 from titanlab.errors import ConfigError
-from titanlab.launch.contract import ProcessPlace, StopReason
-from titanlab.launch.slurm.command import node_address, scontrol
-from titanlab.records.outcome import OutcomeKind
+from titanlab.launch.slurm.command import node_address
 
 # Slurm sets them for --gpus-per-task and --gpu-bind.
 _GPUS_OF_A_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
@@ -139,126 +127,3 @@ def _numbers(text: str) -> list[str]:
         else:
             numbers.append(part)
     return numbers
-
-
-EARLY_SECONDS = 75.0
-_TIMEOUT_SECONDS = 20.0
-_SLOW_SECONDS = 30.0
-_REQUEUE_SECONDS = 60.0
-_TRIES = 3
-
-
-def place_in(environ: Mapping[str, str]) -> ProcessPlace:
-    """The place that srun has given to this process.
-
-    Raises:
-        ConfigError: a variable is missing or is not a number.
-    """
-    raw, index = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_ARRAY_TASK_ID")
-    return ProcessPlace(
-        launcher="slurm",
-        job_id=raw if index is None else f"{environ['SLURM_ARRAY_JOB_ID']}_{index}",
-        raw_job_id=raw,
-        restart=int(environ.get("SLURM_RESTART_COUNT") or 0),
-        index=None if index is None else int(index),
-        ranks=slurm_ranks(environ),
-        nodes=tuple(hosts(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))),
-    )
-
-
-def addresses(place: ProcessPlace, environ: Mapping[str, str]) -> Iterator[str]:
-    """The name of the first node, on which this process runs, then the address by which Slurm reaches it."""
-    node = environ.get("SLURMD_NODENAME") or place.nodes[0]
-    yield node
-    if (address := node_address(node)) is not None:
-        yield address
-
-
-def stop_reason(name: str, place: ProcessPlace, *, signal_seconds: float) -> StopReason:
-    """The meaning of a signal of this name, according to Slurm's information on the job."""
-    # Use the id with the array index: the last job's own number is also the number of the whole array.
-    facts, job = _job_facts(place.job_id), f"job {place.job_id}"
-    if facts.get("PreemptTime", "None") not in ("None", "Unknown") or facts.get("JobState") == "PREEMPTED":
-        return StopReason(kind=OutcomeKind.PREEMPTED, cause=f"{job} is preempted ({name})")
-    if int(facts.get("Restarts") or 0) > place.restart:
-        return StopReason(kind=OutcomeKind.PREEMPTED, cause=f"{job} is put back into the queue ({name})")
-    if facts.get("Reason") == "NodeDown" or facts.get("JobState") in ("NODE_FAIL", "BOOT_FAIL"):
-        # The other nodes can save; the scheduler reports the lost node after the end.
-        return StopReason(kind=OutcomeKind.PREEMPTED, cause=f"a node of {job} failed ({name})")
-    if facts.get("Reason") == "TimeLimit" or facts.get("JobState") == "TIMEOUT":
-        return StopReason(kind=OutcomeKind.WALLTIME, cause=f"the time limit of {job} is reached ({name})")
-    if facts.get("JobState") in ("COMPLETING", "CANCELLED"):
-        return StopReason(kind=OutcomeKind.CANCELLED, cause=f"{job} was cancelled ({name})")
-    end = _seconds(facts.get("EndTime", ""))
-    if end is not None and end - time.time() <= signal_seconds + EARLY_SECONDS:
-        left = max(0, round(end - time.time()))
-        return StopReason(kind=OutcomeKind.WALLTIME, cause=f"{left} s are left of the time limit of {job} ({name})")
-    if name == signal.SIGTERM.name and facts:
-        return StopReason(kind=OutcomeKind.CANCELLED, cause=f"{job} was sent {name}, and Slurm knows no reason")
-    return StopReason(kind=OutcomeKind.PREEMPTED, cause=f"{job} was warned by {name}")
-
-
-def requeue(place: ProcessPlace) -> str | None:
-    """Put this process's job back into Slurm's queue. Returns why that failed; None if it worked."""
-    if int(_job_facts(place.job_id).get("Restarts") or 0) > place.restart:
-        return "Slurm has done that already"
-    answer = scontrol("requeue", place.job_id, seconds=_REQUEUE_SECONDS)
-    if answer is None:
-        return "scontrol does not answer"
-    return None if answer.code == 0 else answer.complaint
-
-
-def lost_nodes(place: ProcessPlace) -> frozenset[str]:
-    """The nodes that a job with --no-kill has lost: Slurm takes them from its list."""
-    nodes = _job_facts(place.job_id).get("NodeList", "")
-    # While the job is put back into the queue, the list is empty or `(null)`.
-    return frozenset(place.nodes) - frozenset(hosts(nodes)) if nodes and not nodes.startswith("(") else frozenset()
-
-
-def requeue_on_fewer(place: ProcessPlace, *, least: int, most: int) -> str | None:
-    """Put this process's job back into Slurm's queue, and change its request to a range of nodes.
-
-    The request also has the tasks and the cores of the fewest nodes. Slurm changes the request of a job in the queue
-    only, and ends this process KillWait seconds after it has requeued its job (30 by default).
-
-    Returns:
-        why the job is not in the queue, or waits for all of its nodes; None if all worked.
-    """
-    tasks = least * (place.ranks.world // len(place.nodes))
-    cores = int(_job_facts(place.job_id).get("CPUs/Task") or 1) * tasks
-    if (refused := requeue(place)) is not None:
-        return refused
-    request = (f"NumNodes={least}-{most}", f"NumTasks={tasks}", f"NumCPUs={cores}")
-    for _ in range(_TRIES):
-        answer = scontrol("update", f"JobId={place.job_id}", *request, seconds=_TIMEOUT_SECONDS)
-        if answer is not None and answer.code == 0:
-            return None
-        # Slurm sends SIGTERM to every process of a job that is requeued: to scontrol too, if it runs at that moment.
-        time.sleep(0.2)
-    return f"it waits for {most}; {answer.complaint if answer is not None else 'scontrol does not answer'}"
-
-
-def name_job(place: ProcessPlace, name: str) -> None:
-    """Give a running element of an array its own name, if Slurm allows that to the job's owner.
-
-    sbatch takes only one name for all elements of an array.
-    """
-    scontrol("update", f"JobId={place.job_id}", f"JobName={name}", seconds=_SLOW_SECONDS)
-
-
-def _job_facts(job: str) -> Mapping[str, str]:
-    """The output of `scontrol show job`, for values without spaces; empty if Slurm does not answer."""
-    for _ in range(_TRIES):
-        answer = scontrol("show", "job", "--oneliner", job, seconds=_TIMEOUT_SECONDS)
-        if answer is not None and answer.code == 0 and "JobState=" in answer.output:
-            return dict(word.split("=", 1) for word in answer.output.split() if "=" in word)
-        time.sleep(0.2)
-    return {}
-
-
-def _seconds(text: str) -> float | None:
-    """Slurm's time, which `scontrol` prints in UTC, in seconds since the epoch; None for text that is not a time."""
-    try:
-        return calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:
-        return None

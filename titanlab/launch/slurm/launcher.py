@@ -1,12 +1,25 @@
-"""launch=slurm: arrays of jobs of a Slurm cluster, identified by their names."""
+"""launch=slurm: arrays of jobs of a Slurm cluster, identified by their names.
+
+Slurm sends the same signals for a preemption, a time limit and a cancellation. Observed with Slurm 22.05: during the
+grace time of a preemption `PreemptTime` is set; after a requeue `Restarts` is one higher; after the time limit the
+reason is `TimeLimit`; after a node failure it is `NodeDown`; a job that scancel ends is `COMPLETING` without any of
+these. Warnings before a time limit come up to a minute early. A job submitted with --no-kill stays on its other nodes
+when a node fails, also when that was its first one: then its batch script is gone, and only its time limit ends it.
+"""
 
 from __future__ import annotations
 
+import calendar
+import re
+import shutil
+import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from titanlab.distributed.ranks import Ranks
+from titanlab.errors import ConfigError
 from titanlab.launch.contract import (
     JobEnd,
     JobKey,
@@ -18,14 +31,28 @@ from titanlab.launch.contract import (
     StopReason,
 )
 from titanlab.launch.evidence import early_end
-from titanlab.launch.slurm import batch, job, queue, states
-from titanlab.launch.slurm.command import ask_slurm
-from titanlab.launch.slurm.job import joined_step
-from titanlab.launch.slurm.queue import check_slurm
-from titanlab.launch.slurm.states import memory_word, slurm_states
+from titanlab.launch.slurm import batch, site, states
+from titanlab.launch.slurm.command import accounted_since, ask_slurm, expression_of, node_address, scontrol
+from titanlab.launch.slurm.job import hosts, joined_step, slurm_ranks
+from titanlab.launch.slurm.states import REFUSED, memory_word, slurm_states
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.launch.submission import JobShape, Submission, check_submitit, has_submitit, jobs_folder
+from titanlab.launch.submission import JobShape, Submission, check_submitit, has_submitit, jobs_folder, token_of
+from titanlab.records.outcome import OutcomeKind
 from titanlab.system.text import Finding
+
+# The largest array, whatever a site allows; more jobs are split into several arrays.
+MAX_ARRAY = 1000
+# Arrays in one call of scancel, to limit the length of its command line.
+_MAX_WORDS = 500
+_CANCEL_SECONDS = 60.0
+# Errors of scancel about single jobs that have already ended; the other jobs have been signalled.
+_ALREADY_ENDED = re.compile("nvalid job id|can not be altered now|already completing")
+# Warnings before a time limit come up to a minute early.
+EARLY_SECONDS = 75.0
+_TIMEOUT_SECONDS = 20.0
+_SLOW_SECONDS = 30.0
+_REQUEUE_SECONDS = 60.0
+_TRIES = 3
 
 
 class SlurmLauncher(Launcher):
@@ -44,27 +71,45 @@ class SlurmLauncher(Launcher):
         self._config = config
 
     def is_here(self) -> bool:
-        return queue.is_here() and has_submitit()
+        return has_submitit() and all(shutil.which(command) is not None for command in site.COMMANDS)
 
     def silence(self) -> str | None:
         return ask_slurm("sinfo", "--noheader", "--format=%P").problem
 
     def check(self, jobs: Sequence[tuple[LaunchConfig, JobShape]]) -> None:
-        queue.check(jobs)
+        site.check(jobs)
         check_submitit("slurm")
 
     def findings(self) -> Iterator[Finding]:
-        yield from check_slurm(self._config)
+        yield from site.check_slurm(self._config)
 
     def max_array(self, *, is_answered: bool = True) -> int:
         # Without an answer from Slurm, a number that every site takes.
-        return queue.max_array() if is_answered else queue.MAX_ARRAY
+        settings = (ask_slurm("scontrol", "show", "config").output or "") if is_answered else ""
+        # MaxArraySize is one more than the largest index; the first index is 0. If it is 0, sbatch refuses all arrays.
+        limits = re.findall(r"(?:^MaxArraySize\s*=\s*|\bmax_array_tasks=)(\d+)", settings, re.MULTILINE)
+        return max(1, min([MAX_ARRAY, *map(int, limits)]))
 
     def submit(self, sweep: Path, submission: Submission) -> str:
         return batch.submit(self._config, sweep, submission)
 
     def find(self, sweep: Path, submission: Submission) -> str | None:
-        return queue.find(submission.token, since=submission.created)
+        # By the end of a job's name: elements of an array are renamed when they start.
+        token = submission.token
+        listed = ask_slurm("squeue", "--noheader", "--all", "--states=all", "--format=%j|%F|%T|%r")
+        if listed.output is None:
+            raise _undecided(listed.problem)
+        for line in listed.output.splitlines():
+            name, number, state, reason = (line.split("|") + [""] * 4)[:4]
+            # A submission that sbatch refused stays in the listing for some minutes, though it never was a job.
+            if token_of(name) == token and (state, reason) != ("FAILED", REFUSED):
+                return number
+        # The queue forgets jobs some minutes after their end; the accounting, if the site has it, does not.
+        listed = accounted_since(submission.created, "--allocations", "--format=JobName,JobID")
+        if listed.output is None and listed.is_here and "accounting storage is disabled" not in listed.errors:
+            raise _undecided(listed.problem)
+        rows = [line.split("|") for line in (listed.output or "").splitlines()]
+        return next((row[1].split("_")[0] for row in rows if len(row) == 2 and token_of(row[0]) == token), None)
 
     def states(self, sweep: Path, submitted: Sequence[Submission]) -> dict[JobKey, JobState]:
         return slurm_states(submitted, sweep)
@@ -72,10 +117,19 @@ class SlurmLauncher(Launcher):
     def cancel(
         self, sweep: Path, jobs: Sequence[tuple[Submission, int]], report: Callable[[str], None], *, is_gentle: bool
     ) -> None:
-        elements: dict[str, list[int]] = {}
+        arrays: dict[str, list[int]] = {}
         for submission, index in jobs:
-            elements.setdefault(str(submission.job_id), []).append(index)
-        queue.cancel(elements, is_gentle=is_gentle)
+            arrays.setdefault(str(submission.job_id), []).append(index)
+        # Slurm kills what has not ended within KillWait after a plain scancel, half a minute on most sites.
+        # SIGINT always means a user's cancellation, also to a process that does not see cancel.json yet because its
+        # file system is slow. The job's steps get the signal; the shell that runs them does not, and waits for them.
+        flags = ["--signal=INT"] if is_gentle else []
+        words = [f"{number}_[{expression_of(elements)}]" for number, elements in arrays.items()]
+        for first in range(0, len(words), _MAX_WORDS):
+            reply = ask_slurm("scancel", *flags, *words[first : first + _MAX_WORDS], seconds=_CANCEL_SECONDS)
+            if reply.problem is not None and not _ALREADY_ENDED.search(reply.errors):
+                rule = f"Slurm does not answer, and the jobs may go on ({reply.problem})"
+                raise ConfigError("launch", "slurm", rule, "try again when `squeue` answers")
 
     def job_number(self, submission: Submission, index: int) -> str | None:
         return f"{submission.job_id}_{index}" if submission.job_id else None
@@ -96,10 +150,23 @@ class SlurmLauncher(Launcher):
         return early_end(logs, besides="srun: ")
 
     def place_in(self, environ: Mapping[str, str]) -> ProcessPlace:
-        return job.place_in(environ)
+        raw, index = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_ARRAY_TASK_ID")
+        return ProcessPlace(
+            launcher="slurm",
+            job_id=raw if index is None else f"{environ['SLURM_ARRAY_JOB_ID']}_{index}",
+            raw_job_id=raw,
+            restart=int(environ.get("SLURM_RESTART_COUNT") or 0),
+            index=None if index is None else int(index),
+            ranks=slurm_ranks(environ),
+            nodes=tuple(hosts(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))),
+        )
 
     def addresses(self, place: ProcessPlace, environ: Mapping[str, str]) -> Iterator[str]:
-        return job.addresses(place, environ)
+        # This process runs on the first node; its name may not resolve.
+        node = environ.get("SLURMD_NODENAME") or place.nodes[0]
+        yield node
+        if (address := node_address(node)) is not None:
+            yield address
 
     def cores(self, environ: Mapping[str, str]) -> int | None:
         if (cores := environ.get("SLURM_CPUS_PER_TASK")) is not None:
@@ -109,19 +176,87 @@ class SlurmLauncher(Launcher):
         return max(1, int(on_node) // ranks.local_world) if ranks is not None and on_node.isdecimal() else None
 
     def name_job(self, place: ProcessPlace, name: str) -> None:
-        job.name_job(place, name)
+        # sbatch takes only one name for all elements of an array.
+        scontrol("update", f"JobId={place.job_id}", f"JobName={name}", seconds=_SLOW_SECONDS)
 
     def stop_reason(self, signal_name: str, place: ProcessPlace, *, signal_seconds: float) -> StopReason:
-        return job.stop_reason(signal_name, place, signal_seconds=signal_seconds)
+        # Use the id with the array index: the last job's own number is also the number of the whole array.
+        facts, job = _job_facts(place.job_id), f"job {place.job_id}"
+        if facts.get("PreemptTime", "None") not in ("None", "Unknown") or facts.get("JobState") == "PREEMPTED":
+            return StopReason(kind=OutcomeKind.PREEMPTED, cause=f"{job} is preempted ({signal_name})")
+        if int(facts.get("Restarts") or 0) > place.restart:
+            return StopReason(kind=OutcomeKind.PREEMPTED, cause=f"{job} is put back into the queue ({signal_name})")
+        if facts.get("Reason") == "NodeDown" or facts.get("JobState") in ("NODE_FAIL", "BOOT_FAIL"):
+            # The other nodes can save; the scheduler reports the lost node after the end.
+            return StopReason(kind=OutcomeKind.PREEMPTED, cause=f"a node of {job} failed ({signal_name})")
+        if facts.get("Reason") == "TimeLimit" or facts.get("JobState") == "TIMEOUT":
+            return StopReason(kind=OutcomeKind.WALLTIME, cause=f"the time limit of {job} is reached ({signal_name})")
+        if facts.get("JobState") in ("COMPLETING", "CANCELLED"):
+            return StopReason(kind=OutcomeKind.CANCELLED, cause=f"{job} was cancelled ({signal_name})")
+        end = _seconds(facts.get("EndTime", ""))
+        if end is not None and end - time.time() <= signal_seconds + EARLY_SECONDS:
+            left = max(0, round(end - time.time()))
+            return StopReason(
+                kind=OutcomeKind.WALLTIME, cause=f"{left} s are left of the time limit of {job} ({signal_name})"
+            )
+        if signal_name == signal.SIGTERM.name and facts:
+            return StopReason(
+                kind=OutcomeKind.CANCELLED, cause=f"{job} was sent {signal_name}, and Slurm knows no reason"
+            )
+        return StopReason(kind=OutcomeKind.PREEMPTED, cause=f"{job} was warned by {signal_name}")
 
     def requeue(self, place: ProcessPlace) -> str | None:
-        return job.requeue(place)
+        if int(_job_facts(place.job_id).get("Restarts") or 0) > place.restart:
+            return "Slurm has done that already"
+        answer = scontrol("requeue", place.job_id, seconds=_REQUEUE_SECONDS)
+        if answer is None:
+            return "scontrol does not answer"
+        return None if answer.code == 0 else answer.complaint
 
     def lost_nodes(self, place: ProcessPlace) -> frozenset[str]:
-        return job.lost_nodes(place)
+        # From a job with --no-kill, Slurm takes the nodes that it has lost.
+        nodes = _job_facts(place.job_id).get("NodeList", "")
+        # While the job is put back into the queue, the list is empty or `(null)`.
+        return frozenset(place.nodes) - frozenset(hosts(nodes)) if nodes and not nodes.startswith("(") else frozenset()
 
     def requeue_on_fewer(self, place: ProcessPlace, *, least: int, most: int) -> str | None:
-        return job.requeue_on_fewer(place, least=least, most=most)
+        # The request also has the tasks and the cores of the fewest nodes. Slurm changes the request of a job in the
+        # queue only, and ends this process KillWait seconds after it has requeued its job (30 by default).
+        tasks = least * (place.ranks.world // len(place.nodes))
+        cores = int(_job_facts(place.job_id).get("CPUs/Task") or 1) * tasks
+        if (refused := self.requeue(place)) is not None:
+            return refused
+        request = (f"NumNodes={least}-{most}", f"NumTasks={tasks}", f"NumCPUs={cores}")
+        for _ in range(_TRIES):
+            answer = scontrol("update", f"JobId={place.job_id}", *request, seconds=_TIMEOUT_SECONDS)
+            if answer is not None and answer.code == 0:
+                return None
+            # Slurm sends SIGTERM to every process of a job that is requeued, also to scontrol.
+            time.sleep(0.2)
+        return f"it waits for {most}; {answer.complaint if answer is not None else 'scontrol does not answer'}"
 
     def ranks_in(self, environ: Mapping[str, str]) -> Ranks | None:
         return joined_step(environ)
+
+
+def _undecided(problem: str | None) -> ConfigError:
+    rule = f"Slurm does not answer, and an earlier submission may have reached it ({problem})"
+    return ConfigError("launch", "slurm", rule, "try again when `squeue` and `sacct` answer; nothing was submitted")
+
+
+def _job_facts(job: str) -> Mapping[str, str]:
+    """The output of `scontrol show job`, for values without spaces; empty if Slurm does not answer."""
+    for _ in range(_TRIES):
+        answer = scontrol("show", "job", "--oneliner", job, seconds=_TIMEOUT_SECONDS)
+        if answer is not None and answer.code == 0 and "JobState=" in answer.output:
+            return dict(word.split("=", 1) for word in answer.output.split() if "=" in word)
+        time.sleep(0.2)
+    return {}
+
+
+def _seconds(text: str) -> float | None:
+    """Slurm's time, which `scontrol` prints in UTC, in seconds since the epoch; None for text that is not a time."""
+    try:
+        return calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return None

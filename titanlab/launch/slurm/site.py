@@ -1,29 +1,21 @@
-"""Requests to Slurm's queue, and what `titanlab doctor` reports of a site."""
+"""What a site's Slurm can take: the check before a submission, and what `titanlab doctor` reports."""
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import LaunchConfig
-from titanlab.launch.slurm.command import accounted_since, ask_slurm, expression_of, seconds_of
-from titanlab.launch.slurm.states import REFUSED
+from titanlab.launch.slurm.command import ask_slurm, seconds_of
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.launch.submission import JobShape, token_of
+from titanlab.launch.submission import JobShape
 from titanlab.system.text import Finding, counted, fail, ok, warn
 
-# The largest array, whatever a site allows; more jobs are split into several arrays.
-MAX_ARRAY = 1000
-# Arrays in one call of scancel, to limit the length of its command line.
-_MAX_WORDS = 500
-_COMMANDS = ("sbatch", "srun", "squeue", "sinfo")
-_CANCEL_SECONDS = 60.0
-# Errors of scancel about single jobs that have already ended; the other jobs have been signalled.
-_ALREADY_ENDED = re.compile("nvalid job id|can not be altered now|already completing")
+COMMANDS = ("sbatch", "srun", "squeue", "sinfo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,18 +26,13 @@ class _Partition:
     cores: float
 
 
-def is_here() -> bool:
-    """Whether jobs can be submitted to Slurm from this host."""
-    return all(shutil.which(command) is not None for command in _COMMANDS)
-
-
 def check(jobs: Sequence[tuple[LaunchConfig, JobShape]]) -> None:
     """Check that Slurm is installed and has the partitions and nodes that the jobs need.
 
     Raises:
         ConfigError: Slurm is not installed or does not answer, or a partition is unknown or too small.
     """
-    for command in _COMMANDS:
+    for command in COMMANDS:
         if shutil.which(command) is None:
             rule = f"Slurm is not here: there is no {command} on PATH"
             raise ConfigError("launch", "slurm", rule, "submit from a login node of the cluster, or try launch=local")
@@ -88,69 +75,6 @@ def _refusal(config: Slurm, shape: JobShape, name: str, partition: _Partition) -
         cure = f"try {most}" if most else f"try cluster.per_node={partition.cores:g}"
         return ConfigError("launch.cpus_per_task", shape.cpus_per_task, rule, f"{cure}, or another partition")
     return None
-
-
-def max_array() -> int:
-    """How many jobs one array takes at this site; MAX_ARRAY if Slurm does not answer."""
-    settings = ask_slurm("scontrol", "show", "config").output or ""
-    # MaxArraySize is one more than the largest index; the first index is 0. If it is 0, sbatch refuses all arrays.
-    limits = re.findall(r"(?:^MaxArraySize\s*=\s*|\bmax_array_tasks=)(\d+)", settings, re.MULTILINE)
-    return max(1, min([MAX_ARRAY, *map(int, limits)]))
-
-
-def find(token: str, *, since: float) -> str | None:
-    """Slurm's number of the jobs of a submission, whether they wait, run or have ended; None if there are none.
-
-    Jobs are identified by the end of their name: elements of an array are renamed when they start.
-
-    Args:
-        token: of the submission.
-        since: no job of it is older, in seconds since the epoch.
-
-    Raises:
-        ConfigError: Slurm does not answer: the jobs may exist or not.
-    """
-    listed = ask_slurm("squeue", "--noheader", "--all", "--states=all", "--format=%j|%F|%T|%r")
-    if listed.output is None:
-        raise _undecided(listed.problem)
-    for line in listed.output.splitlines():
-        name, number, state, reason = (line.split("|") + [""] * 4)[:4]
-        # A submission that sbatch refused stays in the listing for some minutes, though it never was a job.
-        if token_of(name) == token and (state, reason) != ("FAILED", REFUSED):
-            return number
-    # The queue forgets jobs some minutes after their end; the accounting, if the site has it, does not.
-    listed = accounted_since(since, "--allocations", "--format=JobName,JobID")
-    if listed.output is None and listed.is_here and "accounting storage is disabled" not in listed.errors:
-        raise _undecided(listed.problem)
-    rows = [line.split("|") for line in (listed.output or "").splitlines()]
-    return next((row[1].split("_")[0] for row in rows if len(row) == 2 and token_of(row[0]) == token), None)
-
-
-def cancel(jobs: Mapping[str, Collection[int]], *, is_gentle: bool) -> None:
-    """End elements of arrays with as few calls as possible; elements that have already ended are skipped.
-
-    Args:
-        jobs: elements by the array's number.
-        is_gentle: the jobs run; signal their processes, and give them all the time that they need to save. Otherwise
-            Slurm kills what has not ended within KillWait, half a minute on most sites.
-
-    Raises:
-        ConfigError: Slurm does not answer.
-    """
-    # SIGINT always means a user's cancellation, also to a process that does not see cancel.json yet because its file
-    # system is slow. The job's steps get the signal; the shell that runs them does not, and waits for them.
-    flags = ["--signal=INT"] if is_gentle else []
-    words = [f"{number}_[{expression_of(elements)}]" for number, elements in jobs.items()]
-    for first in range(0, len(words), _MAX_WORDS):
-        reply = ask_slurm("scancel", *flags, *words[first : first + _MAX_WORDS], seconds=_CANCEL_SECONDS)
-        if reply.problem is not None and not _ALREADY_ENDED.search(reply.errors):
-            rule = f"Slurm does not answer, and the jobs may go on ({reply.problem})"
-            raise ConfigError("launch", "slurm", rule, "try again when `squeue` answers")
-
-
-def _undecided(problem: str | None) -> ConfigError:
-    rule = f"Slurm does not answer, and an earlier submission may have reached it ({problem})"
-    return ConfigError("launch", "slurm", rule, "try again when `squeue` and `sacct` answer; nothing was submitted")
 
 
 def _partitions() -> dict[str, _Partition]:
