@@ -52,11 +52,6 @@ class Reader(dcp.StorageReader):
 class ShardReader(Reader):
     """Reads a checkpoint of titanlab.
 
-    Args:
-        checkpoint: folder of one step.
-        index: its index.
-        key: for errors.
-
     Attributes:
         blocks_read: how many blocks this rank has read and verified.
     """
@@ -70,7 +65,7 @@ class ShardReader(Reader):
         return JsonPlanner()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to do: a reader reads one checkpoint."""
+        pass  # A reader reads one checkpoint.
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index, as DCP's planner takes it."""
@@ -85,14 +80,12 @@ class ShardReader(Reader):
         return Metadata(state_dict_metadata=entries)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
-        """Nothing to do."""
+        pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans, unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -166,7 +159,10 @@ class ShardReader(Reader):
                 planner.commit_tensor(items[0], target)
                 return
         # Whole rows of the chunk from the first to the last that an item needs; only the needed bytes are read.
-        low, rows = _rows(sizes, items)
+        low, rows = 0, 1
+        if sizes:
+            low = min(item.storage_offsets[0] for item in items)
+            rows = max(item.storage_offsets[0] + item.lengths[0] for item in items) - low
         buffer = torch.empty([rows, *sizes[1:]] if sizes else [], dtype=dtype)
         skipped = low * (int(tensor.chunks[number, BYTES]) // sizes[0] if sizes and sizes[0] else 0)
         content = bytes_of(buffer)
@@ -193,14 +189,6 @@ def _takes_bytes(target: Tensor, dtype: torch.dtype, size: int, lengths: Sequenc
         and target.nbytes == size
         and target.is_contiguous()
     )
-
-
-def _rows(sizes: Sequence[int], items: Sequence[ReadItem]) -> tuple[int, int]:
-    """The first row of a chunk that an item needs, and the number of rows to the last one."""
-    if not sizes:
-        return 0, 1
-    low = min(item.storage_offsets[0] for item in items)
-    return low, max(item.storage_offsets[0] + item.lengths[0] for item in items) - low
 
 
 def _joined(spans: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import marshal
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +22,8 @@ _SECTION = re.compile(r"^(?=\S)", re.MULTILINE)
 # Line breaks of Unicode that are none in YAML 1.2.
 _BREAKS = re.compile("[\x85\u2028\u2029]")
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*:( |$)")
-MOST_VALUES = 100_000
+# They cannot stand for more than some 60,000 values.
+MOST_ALIASES = 30
 MOST_DEPTH = 200
 
 
@@ -34,20 +35,15 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
 
 
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    # PyYAML reads 1e-5 as text, OmegaConf (like YAML 1.2) as a number; both read '1e-5' as text.
-    style = "'" if _looks_like_number(value) else None
+    style = None
+    with contextlib.suppress(ValueError):
+        float(value.replace("_", ""))
+        # PyYAML reads 1e-5 as text, OmegaConf (like YAML 1.2) as a number; both read '1e-5' as text.
+        style = "'"
     if _BREAKS.search(value):
         # PyYAML writes these breaks as they are between quotes of other styles, and reads them as spaces.
         style = '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
-
-
-def _looks_like_number(value: str) -> bool:
-    try:
-        float(value.replace("_", ""))
-    except ValueError:
-        return False
-    return True
 
 
 _Dumper.add_representer(str, _text)
@@ -161,36 +157,24 @@ def excess(text: str) -> str | None:
     Raises:
         yaml.YAMLError: it is no YAML.
     """
-    has_aliases = "&" in text and "*" in text
     # Every level takes a bracket, or a column of a line.
     deepest = text.count("[") + text.count("{") + max(map(len, text.splitlines()), default=0)
-    if deepest <= MOST_DEPTH and not has_aliases:
+    if deepest <= MOST_DEPTH and not ("&" in text and "*" in text):
         return None
-    # The values of each anchor with its aliases replaced, and those of the collections that are open.
-    sizes: dict[str, float] = {}
-    counts: list[float] = [0]
+    # Those of the collections that are open.
     anchors: list[str | None] = []
+    aliases = 0
     for event in yaml.parse(text, Loader=_LOADER):
         if isinstance(event, yaml.CollectionStartEvent):
-            counts.append(1)
             anchors.append(event.anchor)
             if len(anchors) > MOST_DEPTH:
                 return "it is nested too deeply"
-            # An alias within its own anchor never ends.
-            size, anchor = math.inf, event.anchor
         elif isinstance(event, yaml.CollectionEndEvent):
-            size, anchor = counts.pop(), anchors.pop()
-            counts[-1] += size
+            anchors.pop()
         elif isinstance(event, yaml.AliasEvent):
-            counts[-1] += sizes.get(event.anchor, 0)
-            continue
-        elif isinstance(event, yaml.ScalarEvent):
-            size, anchor = 1, event.anchor
-            counts[-1] += 1
-        else:
-            continue
-        if anchor is not None:
-            sizes[anchor] = size
-        if has_aliases and counts[-1] > MOST_VALUES:
-            return "its aliases stand for too many values"
+            aliases += 1
+            if event.anchor in anchors:
+                return "an alias in it stands for itself"
+            if aliases > MOST_ALIASES:
+                return f"it has more than {MOST_ALIASES} aliases"
     return None

@@ -16,30 +16,13 @@ import signal
 import time
 import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
-from types import TracebackType
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.records.json_file import RESTORE, check_object, read_object
-from titanlab.system.files import FolderGone, disk_fault, finite, write_json
+from titanlab.system.files import disk_fault, finite
 
 SCHEMA = 1
-# Types of the keys in JSON; a pair with None may be null.
-KINDS: Mapping[str, Any] = {
-    "kind": str,
-    "step": int,
-    "steps": (int, None),
-    "attempt": int,
-    "rank": (int, None),
-    "cause": (str, None),
-    "traceback": (str, None),
-    "exit_code": (int, None),
-    "ended": float,
-    "metrics": dict,
-    "scheduler": (dict, None),
-}
 _CAUSE_LIMIT = 500
 _TRACEBACK_LIMIT = 20_000
 
@@ -138,52 +121,9 @@ class Outcome:
     scheduler: Mapping[str, Any] | None = None
 
     def to_mapping(self) -> dict[str, Any]:
-        """The content of result.json: plain values; numbers that are not finite become null."""
+        """The content of result.json; numbers that are not finite become null."""
         mapping: dict[str, Any] = finite({"schema": SCHEMA, **asdict(self), "kind": self.kind.value})
         return mapping
-
-
-def from_mapping(mapping: Mapping[str, Any]) -> Outcome:
-    """The outcome in a result.json; unknown keys, which a later version may have added, are ignored.
-
-    Raises:
-        TitanlabError: this version does not know the file's schema.
-    """
-    if mapping.get("schema") != SCHEMA:
-        written = mapping.get("schema")
-        raise TitanlabError(f"result.json: schema {written} is not {SCHEMA}; use the titanlab that wrote it")
-    known = {field.name for field in fields(Outcome)}
-    values = {key: value for key, value in mapping.items() if key in known}
-    return Outcome(**{**values, "kind": OutcomeKind(values["kind"])})
-
-
-def read_end(path: Path) -> Outcome | None:
-    """The outcome in a file; None if there is no file.
-
-    Raises:
-        ConfigError: the file is damaged, or another version of titanlab wrote it.
-    """
-    value = read_object(path)
-    if value is None:
-        return None
-    check_object(path, value, schema=SCHEMA, kinds=KINDS)
-    try:
-        return from_mapping(value)
-    except (TitanlabError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError("kind", value.get("kind"), f"is no end of a run in {path}", RESTORE) from error
-
-
-def write_end(run: Path, path: Path, outcome: Outcome) -> None:
-    """Write an outcome into the folder of a run.
-
-    Raises:
-        FolderGone: the run's folder was moved or removed. Do not recreate it: it would hold a result without a run.
-        OSError: the outcome cannot be written. Whoever looks at the run next writes one, as for a killed run.
-    """
-    if not run.is_dir():
-        raise FolderGone(str(run))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, outcome.to_mapping(), durable=True)
 
 
 _OOM = re.compile(
@@ -258,13 +198,14 @@ def is_secondary(error: BaseException) -> bool:
 
 
 def _is_oom(error: BaseException, message: str) -> bool:
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    if getattr(error, "errno", None) == errno.ENOMEM:
-        return True
-    if isinstance(error, ImportError) and _NO_ADDRESS_SPACE.search(message):
-        return True
-    return (isinstance(error, (RuntimeError, OSError)) and bool(_OOM.search(message))) or _lacks_thread_memory(message)
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or getattr(error, "errno", None) == errno.ENOMEM
+        or (isinstance(error, ImportError) and bool(_NO_ADDRESS_SPACE.search(message)))
+        or (isinstance(error, (RuntimeError, OSError)) and bool(_OOM.search(message)))
+        or _lacks_thread_memory(message)
+    )
 
 
 def says_oom(text: str) -> bool:
@@ -282,21 +223,13 @@ def _lacks_thread_memory(message: str) -> bool:
 
 
 def _is_data(error: BaseException) -> bool:
+    """Whether a library for data raised the error, or `titanlab.data` could not read what is in a file."""
     for base in type(error).__mro__:
         if base.__module__.partition(".")[0] in _DATA_PACKAGES or base.__name__ == "DataError":
             return True
-    return isinstance(error, _CONTENT_ERRORS) and _in_data_module(error.__traceback__)
-
-
-def _in_data_module(trace: TracebackType | None) -> bool:
-    """Whether the innermost titanlab frame of the traceback is in `titanlab.data`."""
-    innermost = ""
-    while trace is not None:
-        module = str(trace.tb_frame.f_globals.get("__name__", ""))
-        if module.partition(".")[0] == "titanlab":
-            innermost = module
-        trace = trace.tb_next
-    return innermost == _DATA_MODULE or innermost.startswith(_DATA_MODULE + ".")
+    modules = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    innermost = next((name for name in reversed(modules) if name.partition(".")[0] == "titanlab"), "")
+    return isinstance(error, _CONTENT_ERRORS) and f"{innermost}.".startswith(f"{_DATA_MODULE}.")
 
 
 def from_exception(error: BaseException, *, step: int = 0, rank: int | None = None, attempt: int = 1) -> Outcome:
