@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, TextIO
 
 from titanlab.checkpoint.contents import ListedCheckpoint, list_checkpoints
 from titanlab.checkpoint.folders import checkpoints_of
-from titanlab.cli.arguments import Arguments
+from titanlab.cli.arguments import json_text
 from titanlab.distributed.hang import has_hung, hung_attempt
 from titanlab.errors import ConfigError
 from titanlab.launch.evidence import bad_hosts, clear_bad_hosts, host_names
@@ -42,7 +43,7 @@ from titanlab.records.logs import (
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_search import find_run
 from titanlab.sweep.listing import aligned
-from titanlab.system.files import finite, user_path
+from titanlab.system.files import user_path
 from titanlab.system.terminal import Console, discard
 from titanlab.system.text import data_size, duration, harmless, shown_path
 
@@ -50,17 +51,8 @@ _POLL_SECONDS = 0.5
 _MOST_NAMED = 6
 
 
-def logs_verb(arguments: Sequence[str]) -> int:
+def logs_verb(args: Namespace) -> int:
     """Print the logs. Returns 0, also when Ctrl-C ends the following."""
-    parser = Arguments("logs", "Print what the ranks of a run have printed: of all ranks, ordered by time.")
-    parser.add_argument("run", help="the run's folder, name, or the first digits of its hash")
-    parser.add_argument("--rank", type=int, help="only this rank, as its file has it")
-    parser.add_argument("--attempt", type=int, help="only what this attempt has printed (default: all of them)")
-    parser.add_argument("--follow", "-f", action="store_true", help="go on until the run ends; Ctrl-C ends the looking")
-    parser.add_argument("--tail", type=int, metavar="K", help="only the last K lines")
-    parser.add_argument("--grep", metavar="PATTERN", help="only lines in which this regular expression is found")
-    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    args = parser.parse_args(arguments)
     if args.tail is not None and args.tail < 0:
         raise ConfigError("--tail", args.tail, "must not be negative", "try 100")
     if args.follow and args.attempt is not None:
@@ -312,14 +304,8 @@ class LogOutput:
         self.flush()
 
 
-def diagnose_verb(arguments: Sequence[str]) -> int:
+def diagnose_verb(args: Namespace) -> int:
     """Print the diagnosis of a run's newest attempt, or of the given attempt."""
-    parser = Arguments("diagnose", "Say again why a run hung, and where each of its ranks was.")
-    parser.add_argument("run", help="the run's folder, name, or the first digits of its hash")
-    parser.add_argument("--attempt", type=int, help="number of the attempt (default the newest)")
-    parser.add_argument("--json", action="store_true", help="the same as JSON, with whole stacks")
-    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    args = parser.parse_args(arguments)
     run = find_run(args.run, args.runs)
     attempt = run.chosen_attempt(args.attempt)
     with Console() as console:
@@ -328,7 +314,7 @@ def diagnose_verb(arguments: Sequence[str]) -> int:
         elif args.json:
             result = run.result(attempt) if attempt else run.result()
             outcome = None if result is None else result.kind.value
-            console.note(json.dumps({"run": run.path.name, "attempt": attempt, "hung": False, "outcome": outcome}))
+            console.note(json_text({"run": run.path.name, "attempt": attempt, "hung": False, "outcome": outcome}))
         else:
             console.note(_without_hang(run, attempt))
     return 0
@@ -369,7 +355,7 @@ def _show(run: RunFolder, attempt: int, console: Console, *, as_json: bool) -> N
             "damaged": list(hung.damaged.values()),
             "rows": rows,
         }
-        console.note(json.dumps(finite(values), indent=2, ensure_ascii=False))
+        console.note(json_text(values))
         return
     for line in hung.damaged.values():
         console.warn(line)
@@ -379,19 +365,13 @@ def _show(run: RunFolder, attempt: int, console: Console, *, as_json: bool) -> N
 _CHECKPOINT_HEADINGS = ("step", "size", "saved", "state", "")
 
 
-def checkpoints_verb(arguments: Sequence[str]) -> int:
+def checkpoints_verb(args: Namespace) -> int:
     """Print a line for each checkpoint. Returns 1 if one that counts was found damaged."""
-    parser = Arguments("checkpoints", "List a run's checkpoints, by step.")
-    parser.add_argument("run", help="the run's folder, name, or the first digits of its hash")
-    parser.add_argument("--verify", action="store_true", help="read every byte, and exit with 1 if one is damaged")
-    parser.add_argument("--json", action="store_true", help="rows as JSON")
-    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    args = parser.parse_args(arguments)
     run = find_run(args.run, args.runs)
     rows = list_checkpoints(checkpoints_of(run), verifies=args.verify)
     with Console() as console:
         if args.json:
-            console.note(json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False))
+            console.note(json.dumps([asdict(row) for row in rows]))
         elif not rows:
             console.note(f"{shown_path(run.path)} has no checkpoints")
         else:
@@ -419,13 +399,8 @@ def _cells(row: ListedCheckpoint, now: float) -> list[str]:
 _HOST_HEADINGS = ("host", "when", "outcome", "run", "cause")
 
 
-def hosts_verb(arguments: Sequence[str]) -> int:
+def hosts_verb(args: Namespace) -> int:
     """Print a line for each failure, or forget some."""
-    parser = Arguments("hosts", "List hosts on which a run failed; later jobs of that run leave them out.")
-    parser.add_argument("--clear", metavar="HOST", help="forget the failures on this host")
-    parser.add_argument("--all", action="store_true", help="forget the failures on all hosts")
-    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    args = parser.parse_args(arguments)
     if args.clear is not None and args.all:
         raise ConfigError("--clear", args.clear, "is one host, and --all is given", "leave one of the two out")
     runs = user_path(args.runs)
