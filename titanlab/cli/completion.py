@@ -94,7 +94,9 @@ def _words(line: str) -> Sequence[str]:
     if pending is not None:
         if pending.dest == "run":
             return _run_names(runs)
-        return {"outcome": sorted(OutcomeKind), "cfg": ["hydra", "job", "all"]}.get(pending.dest, [])
+        if pending.dest == "outcome":
+            return sorted(OutcomeKind)
+        return ["hydra", "job", "all"] if pending.dest == "cfg" else []
     if current.startswith("-"):
         return flags
     if takes_recipe:

@@ -31,7 +31,7 @@ import titanlab
 from titanlab.errors import ConfigError
 from titanlab.options import PLUS, Option, combination, conf_packages, contract_of, discover
 from titanlab.recipe import hydra_internal, strangers
-from titanlab.recipe.flags import Flags, check_files
+from titanlab.recipe.flags import Flags
 from titanlab.recipe.hydra_errors import composition_errors
 from titanlab.recipe.keys import SweepSpace, as_typed, choice_of, unknown_key, with_combinations
 from titanlab.recipe.recipe import Recipe, schema_node
@@ -93,7 +93,6 @@ class Loader:
             ConfigError: the recipe cannot be composed, or breaks its schema.
         """
         composed = self.compose(())
-        check_files(composed.whole, self._flags.values)
         if composed.whole.hydra.mode == RunMode.MULTIRUN:
             return None
         with composition_errors(self.overrides, self._flags.values), self.answers_hydra(composed):
@@ -128,7 +127,6 @@ class Loader:
         if composed is None:
             pairs = zip(self.overrides, self.parse(self.overrides), strict=True)
             composed = self._compose([text for text, override in pairs if self._changes_defaults(override)])
-        check_files(composed.whole, self._flags.values)
         self._known_choices = composed.choices
         return composed.whole
 
