@@ -19,6 +19,8 @@ _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}}
 _UNITS |= {f"{p}IB": 1024**n for n, p in enumerate("KMGT", 1)}
 _MOST_BYTES = 2.0**63  # file systems have signed 64-bit sizes
 FROM = "--from"
+# Of a proof's trainings.
+PARITY_STEPS, MOST_STEPS = 3, 100
 RUN = "the run's folder, name, or the first digits of its hash"
 SWEEP = "the sweep's name, or its folder"
 _TOKEN = "of the hub, for gated models (default: HF_TOKEN, or what `hf auth login` kept)"
@@ -248,10 +250,9 @@ def _parity(add: Add) -> str:
     and optimizer stay. It trains on this CPU, in fp32 and in its own precision, and is held to one process. A layout of
     more processes is folded: every axis keeps a degree of 2. The result is kept in the sweep's folder, as parity.json.
     """
-    from titanlab.cli.parity import MOST_STEPS, STEPS
     from titanlab.prove.reduction import MOST_PROCESSES
 
-    add("--steps", type=int, metavar="N", help=f"of each training (default {STEPS}, at most {MOST_STEPS})")
+    add("--steps", type=int, metavar="N", help=f"of each training (default {PARITY_STEPS}, at most {MOST_STEPS})")
     add("--processes", type=int, metavar="N", help=f"most processes of a layout (default {MOST_PROCESSES})")
     _add_choice(add)
     return "Exit codes: 0 all pass, 1 a recipe fails, 2 bad input. Tolerances and what the proof shows: docs/proofs.md."
@@ -274,7 +275,6 @@ def _rehearse(add: Add) -> str:
     folded; schedule, precision, checkpointing, compiled parts, optimizer, validation and kind of checkpoints stay. Axes
     that do not fit together get a second rehearsal. A failure does not stop the others.
     """
-    from titanlab.cli.parity import MOST_STEPS
     from titanlab.prove.reduction import MOST_PROCESSES
     from titanlab.prove.rehearsal import STEPS
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlab.cli.arguments import check_number, json_text
+from titanlab.cli.arguments import MOST_STEPS, PARITY_STEPS, check_number, json_text
 from titanlab.cli.candidates import (
     ProofCandidates,
     choose,
@@ -34,8 +34,6 @@ from titanlab.system.text import counted, shown_path
 if TYPE_CHECKING:
     from titanlab.prove.parity import TrainingTrace
 
-STEPS = 3
-MOST_STEPS = 100
 REFERENCE = "one process with the same model, data, batch and precision, which recomputes and compiles nothing"
 
 
@@ -43,7 +41,7 @@ def parity_verb(args: Namespace) -> int:
     """Returns 0 if all pass, 1 if one fails, 2 after bad input."""
     rest = args.rest
     if args.steps is not None:
-        check_number("--steps", args.steps, MOST_STEPS, STEPS)
+        check_number("--steps", args.steps, MOST_STEPS, PARITY_STEPS)
     if args.processes is not None:
         check_number("--processes", args.processes, 256, MOST_PROCESSES)
     if not rest:
@@ -147,7 +145,7 @@ def _prove(chosen: ProofCandidates, args: Any, console: Console) -> int:
     folder = Path(tempfile.mkdtemp(prefix="titanlab-parity-"))
     rows: list[ProofRow] = []
     trainer, code = _Trainer(), 0
-    steps, most = args.steps or STEPS, args.processes or MOST_PROCESSES
+    steps, most = args.steps or PARITY_STEPS, args.processes or MOST_PROCESSES
     try:
         proofs = plan_proofs(chosen.candidates, steps=steps, runs=str(folder), most=most, inductor=args.inductor)
         if not args.json:

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titanlab.cli.arguments import check_number, json_text
+from titanlab.cli.arguments import MOST_STEPS, check_number, json_text
 from titanlab.cli.candidates import ProofCandidates, choose, left_out_lines, sizes_and_notes
-from titanlab.cli.parity import MOST_STEPS
 from titanlab.errors import ConfigError
 from titanlab.prove.forked import log_of, prepare, train_in_ranks
 from titanlab.prove.reduction import MOST_PROCESSES
