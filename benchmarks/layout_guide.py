@@ -23,8 +23,8 @@ from typing import Any
 
 import layout_guide_page
 
-from titanlab.cli import plan as plan_verb
 from titanlab.cli.compose import compose
+from titanlab.cli.verbs import call
 from titanlab.costs.layout import Layout
 from titanlab.plan.machine import allocator_excess, machine_of
 from titanlab.plan.pipeline_time import simulated_time
@@ -251,7 +251,7 @@ def example() -> str:
     """What the page's command prints."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        plan_verb.plan_verb(EXAMPLE.split()[2:])
+        call(EXAMPLE.split()[1:])
     return "\n".join(line.rstrip() for line in printed.getvalue().splitlines())
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlab.cli.arguments import Arguments, FlagParser, bytes_of, parser_of
+from titanlab.cli.arguments import Arguments, bytes_of
 from titanlab.errors import ConfigError
 from titanlab.system.files import user_path
 
@@ -63,17 +63,13 @@ def test_options_and_positionals_are_those_of_the_help(parser):
     assert set(parser.options()) == {"-h", "--help", "--number", "-n", "--rate", "--quiet"}
     assert parser.options()["-n"] is parser.options()["--number"]
     assert [action.dest for action in parser.positionals()] == ["run", "more"]
-    assert "--show-parser" not in parser.format_help()
 
 
-def test_a_verb_shows_its_parser_and_does_nothing_else(parser):
-    def verb(arguments):
-        parser.parse_args(arguments)
-        raise AssertionError("it has begun")
-
-    assert parser_of(verb) is parser
-    with pytest.raises(TypeError, match="makes no parser"):
-        parser_of(lambda arguments: 0)
+def test_a_verb_that_takes_a_recipe_leaves_the_rest_to_hydra():
+    made = Arguments("verb", "What it does.", usage="titanlab verb")
+    made.add_argument("--quiet", action="store_true")
+    read = made.parse_args(["+recipe=toy", "--cfg", "job", "--quiet", "a=-1"])
+    assert (read.quiet, read.rest) == (True, ["+recipe=toy", "--cfg", "job", "a=-1"])
 
 
 @pytest.mark.parametrize(
@@ -124,7 +120,7 @@ def test_what_is_no_size_is_refused(text):
 
 
 @pytest.mark.parametrize("kind", [Path, user_path])
-@pytest.mark.parametrize("make", [lambda: Arguments("verb", "What it does."), lambda: FlagParser("verb")])
+@pytest.mark.parametrize("make", [lambda: Arguments("verb", "What."), lambda: Arguments("verb", "What.", "use")])
 @pytest.mark.parametrize("text", ["", " "])
 def test_a_path_without_a_name_is_not_the_current_folder(kind, make, text):
     made = make()

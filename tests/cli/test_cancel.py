@@ -4,7 +4,8 @@ import pytest
 
 from tests.sweep.conftest import names, slurm, small_package, sweep  # noqa: F401
 from tests.sweep.made import Made, begin, end
-from titanlab.cli import main, status
+from titanlab.cli import main
+from titanlab.cli.verbs import call
 
 
 @pytest.fixture
@@ -22,18 +23,18 @@ def made(tmp_path, monkeypatch):
 
 def test_running_waiting_and_ended_runs_are_counted(slurm, sweep, capsys):  # noqa: F811
     runs = ["--runs", str(sweep.path.parent)]
-    assert status.cancel_verb(["layouts", *runs]) == 0
+    assert call(["cancel", "layouts", *runs]) == 0
     assert capsys.readouterr().out == (
         "layouts: 1 running, which save and end, 1 waiting, which will not start, 3 ended before\n"
     )
     # It has not ended yet, and what waited has.
-    assert status.cancel_verb([str(sweep.path)]) == 0
+    assert call(["cancel", str(sweep.path)]) == 0
     assert capsys.readouterr().out == "layouts: 1 running, which save and end, 4 ended before\n"
 
 
 def test_only_the_runs_that_are_named_are_cancelled(slurm, sweep, capsys):  # noqa: F811
     running, waiting = names(sweep)[3:]
-    assert status.cancel_verb(["layouts", waiting, "--runs", str(sweep.path.parent)]) == 0
+    assert call(["cancel", "layouts", waiting, "--runs", str(sweep.path.parent)]) == 0
     assert capsys.readouterr().out == "layouts: 1 waiting, which will not start\n"
     assert sweep.run(running).asked_to_cancel() is None
     assert slurm.jobs()[101]["states"][3:] == ["RUNNING", "CANCELLED"]

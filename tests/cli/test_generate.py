@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanlab.cli import weights
+from titanlab.cli.verbs import call
 from titanlab.distributed.host import Host
 
 
@@ -50,17 +50,17 @@ def sampled(monkeypatch):
 
 
 def test_the_prompt_and_its_continuation_are_one_line(saved_run, sampled, capsys):
-    assert weights.generate_verb([str(saved_run), "--prompt", "ab "]) == 0
+    assert call(["generate", str(saved_run), "--prompt", "ab "]) == 0
     assert capsys.readouterr().out == "ab cd éf\n"
     sampled[1].clear()
-    assert weights.generate_verb([str(saved_run), "--prompt", "ab "]) == 0
+    assert call(["generate", str(saved_run), "--prompt", "ab "]) == 0
     assert capsys.readouterr().out == "ab \n"
 
 
 def test_flags_are_those_of_the_sampling(saved_run, sampled, here):
     # By its name, in a folder of runs.
     flags = "--runs ../runs --prompt x --tokens 7 --temperature 0 --top-k 0 --seed 3 --device cpu"
-    assert weights.generate_verb([saved_run.name, *flags.split()]) == 0
+    assert call(["generate", saved_run.name, *flags.split()]) == 0
     ((folder, prompt, given),) = sampled[0]
     assert (folder.resolve(), prompt) == (saved_run, "x")
     assert callable(given.pop("warn"))
@@ -68,8 +68,8 @@ def test_flags_are_those_of_the_sampling(saved_run, sampled, here):
 
 
 def test_the_graphics_card_is_used_where_there_is_one(saved_run, sampled, monkeypatch):
-    monkeypatch.setattr(weights, "this_host", lambda: Host(accelerator="cuda", device="H100", count=1))
-    assert weights.generate_verb([str(saved_run), "--device", "cuda"]) == 0
+    monkeypatch.setattr("titanlab.cli.weights.this_host", lambda: Host(accelerator="cuda", device="H100", count=1))
+    assert call(["generate", str(saved_run), "--device", "cuda"]) == 0
     assert sampled[0][0][2]["device"] == "cuda"
 
 
@@ -79,5 +79,5 @@ def test_a_folder_of_weights_needs_no_run(sampled, here, monkeypatch):
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "llama"}')
     (folder / "model.safetensors").write_bytes(b"")
-    assert weights.generate_verb(["~/weights"]) == 0
+    assert call(["generate", "~/weights"]) == 0
     assert sampled[0][0][0] == folder

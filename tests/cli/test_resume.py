@@ -11,6 +11,7 @@ from tests import tiny
 from tests.sweep.conftest import slurm, small_package  # noqa: F401
 from titanlab.checkpoint.folders import step_folder
 from titanlab.cli import resume
+from titanlab.cli.verbs import call
 from titanlab.data import source
 from titanlab.data.new_tokenizer import train_sentencepiece
 from titanlab.data.schema import Files
@@ -41,7 +42,7 @@ def ended(tmp_path, *, launch, cluster=NODES, **given):
 
 def test_a_run_of_a_queue_goes_on_here_if_one_says_so(tmp_path):
     run = ended(tmp_path, launch=Slurm(threads=1, partition="far"), steps=2)
-    assert resume.resume_verb([str(run.path), "launch=local", "launch.threads=1"]) == 0
+    assert call(["resume", str(run.path), "launch=local", "launch.threads=1"]) == 0
     assert (run.result().kind, run.result().step) == (OutcomeKind.DONE, 2)
     assert run.env()["launcher"] == "local"
     # It was born for the queue, and went on here.
@@ -53,7 +54,7 @@ def test_a_run_of_a_queue_goes_on_here_if_one_says_so(tmp_path):
 def test_a_run_goes_on_through_its_launcher_at_another_layout(tmp_path, slurm, capsys, launch):  # noqa: F811
     run = ended(tmp_path, launch=launch, shard=4)
     arguments = ["launch=slurm", "launch.minutes=20"] if launch.kind == "local" else ["launch.minutes=20"]
-    assert resume.resume_verb([str(run.path), "parallelism=ddp", "world=2", *arguments]) == 0
+    assert call(["resume", str(run.path), "parallelism=ddp", "world=2", *arguments]) == 0
     assert "job 101: 1 run of 2 processes" in capsys.readouterr().out
     flags = slurm.jobs()[101]["flags"]
     assert (flags["nodes"], flags["ntasks-per-node"], flags["time"]) == ("1", "2", "20")
@@ -69,7 +70,7 @@ def test_a_run_goes_on_through_its_launcher_at_another_layout(tmp_path, slurm, c
     # It waits now, and is not submitted twice.
     named = re.escape(sweep_argument(run.path.parent))
     with pytest.raises(ConfigError, match=f"is queued already; wait for its end, or titanlab cancel {named}$"):
-        resume.resume_verb([str(run.path)])
+        call(["resume", str(run.path)])
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_a_run_goes_on_through_its_launcher_at_another_layout(tmp_path, slurm, c
 def test_a_changed_layout_is_checked_before_anything_is_submitted(tmp_path, slurm, arguments, told):  # noqa: F811
     run = ended(tmp_path, launch=Slurm(minutes=10), shard=4)
     with pytest.raises(ConfigError, match=re.escape(told)):
-        resume.resume_verb([str(run.path), *arguments.split()])
+        call(["resume", str(run.path), *arguments.split()])
     assert slurm.jobs() == {}
 
 
@@ -222,7 +223,7 @@ def test_a_checkpoint_that_is_chosen_is_the_one_to_resume_from(saved_run, monkey
 
     monkeypatch.setattr(resume, "continue_run", continue_run)
     # The exit code is that of the attempt's end.
-    assert resume.resume_verb([text.format(run.path) for text in chosen]) == OutcomeKind.OOM.exit_code
+    assert call(["resume", *(text.format(run.path) for text in chosen)]) == OutcomeKind.OOM.exit_code
     assert given == [(run.path, None if step is None else step_folder(run.checkpoints, step))]
 
 
@@ -244,9 +245,9 @@ def test_a_run_of_a_queue_goes_on_here_as_the_ranks_of_torchrun(command, tmp_pat
 
 def test_a_run_goes_on_with_the_settings_of_its_latest_submission(tmp_path, slurm):  # noqa: F811
     run = ended(tmp_path, launch=Slurm(minutes=10), shard=2)
-    assert resume.resume_verb([str(run.path), "launch.minutes=20", "launch.partition=large"]) == 0
+    assert call(["resume", str(run.path), "launch.minutes=20", "launch.partition=large"]) == 0
     slurm.put(101, "CANCELLED")
-    assert resume.resume_verb([str(run.path), "launch.partition=normal"]) == 0
+    assert call(["resume", str(run.path), "launch.partition=normal"]) == 0
     flags = slurm.jobs()[102]["flags"]
     assert (flags["time"], flags["partition"]) == ("20", "normal")
     # What the run was made with.

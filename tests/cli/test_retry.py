@@ -7,7 +7,8 @@ import pytest
 from tests.cli.test_resume import ended
 from tests.sweep.conftest import slurm, small_package  # noqa: F401
 from tests.sweep.made import Made, begin, end
-from titanlab.cli import main, resume
+from titanlab.cli import main
+from titanlab.cli.verbs import call
 from titanlab.errors import ConfigError
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.sweep.sweep_folder import SweepFolder
@@ -77,11 +78,11 @@ def test_failed_points_are_retried_at_another_layout(tmp_path, slurm, capsys):  
     with pytest.raises(
         ConfigError, match=rf"must be a multiple of the 5 data-parallel processes.*\(in {run.path.name}\)"
     ):
-        resume.retry_verb([*sweep, "parallelism.shard=5"])
+        call(["retry", *sweep, "parallelism.shard=5"])
     with pytest.raises(ConfigError, match="--stale=parallelism=fsdp_tp: starts runs from the beginning"):
-        resume.retry_verb(["single", "--runs", str(run.path.parent.parent), "--stale", "parallelism=fsdp_tp"])
+        call(["retry", "single", "--runs", str(run.path.parent.parent), "--stale", "parallelism=fsdp_tp"])
     assert slurm.jobs() == {}
-    assert resume.retry_verb([*sweep, "parallelism=fsdp_tp"]) == 0
+    assert call(["retry", *sweep, "parallelism=fsdp_tp"]) == 0
     assert "1 run submitted" in capsys.readouterr().out
     (submission,) = SweepFolder(run.path.parent).submissions()
     assert submission.shape.processes == 4

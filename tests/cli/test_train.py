@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
-from titanlab.cli import sweep, train, verbs
+from titanlab.cli import sweep, verbs
+from titanlab.cli.verbs import call
 from titanlab.launch import execute
 from titanlab.records.outcome import Outcome, OutcomeKind
 
@@ -23,7 +24,7 @@ from titanlab.records.outcome import Outcome, OutcomeKind
 def test_what_is_more_than_one_run_here_is_submitted(monkeypatch, arguments, waits):
     given = []
     monkeypatch.setattr(sweep, "run_study", lambda each, *loader: given.append(each) or 7)
-    assert train.train_verb(["data=synthetic", *arguments.split()]) == 7
+    assert call(["train", "data=synthetic", *arguments.split()]) == 7
     (asked,) = given
     assert asked.rest == ("data=synthetic", *arguments.split())
     assert (asked.wait, asked.whole, asked.dry_run, asked.force) == (waits, waits, False, False)
@@ -38,7 +39,7 @@ def test_one_run_is_executed_here(monkeypatch, environ):
     monkeypatch.setattr(sweep, "run_study", lambda *given: pytest.fail("submitted"))
     # A rank that somebody else started has been launched already.
     launch = ["launch=slurm", "cluster=cpu"] if environ else []
-    assert train.train_verb(["data=synthetic", *launch]) == OutcomeKind.NAN.exit_code
+    assert call(["train", "data=synthetic", *launch]) == OutcomeKind.NAN.exit_code
 
 
 @pytest.mark.parametrize("launch", ["local", "slurm cluster=cpu"])

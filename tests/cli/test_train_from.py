@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests import tiny
-from titanlab.cli import resume, train
+from titanlab.cli.verbs import call
 from titanlab.errors import ConfigError
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_search import list_runs
@@ -30,10 +30,10 @@ def losses(run):
 
 def test_the_refusal_to_train_longer_names_the_command_that_does(parent, capsys):
     with pytest.raises(ConfigError) as refused:
-        resume.resume_verb([str(parent.path), "training.steps=8"])
+        call(["resume", str(parent.path), "training.steps=8"])
     command = re.search(r"titanlab train --from (\S+) (\S+);", str(refused.value))
     assert command[2] == "training.steps=8"
-    assert train.train_verb(["--from", command[1], command[2]]) == 0
+    assert call(["train", "--from", command[1], command[2]]) == 0
     said = capsys.readouterr().out
     assert f"new run from step 6 of single/{parent.path.name}" in said
     # The rate is ten per cent of the peak at its last step; a longer cosine has more there.
@@ -44,7 +44,7 @@ def test_the_refusal_to_train_longer_names_the_command_that_does(parent, capsys)
     assert [step for step, _ in losses(child)] == [7, 8]
     assert parent.parent() is None
     # The same command again is the same run, and there is nothing left to do.
-    assert train.train_verb(["--from", command[1], command[2]]) == 0
+    assert call(["train", "--from", command[1], command[2]]) == 0
     assert child.attempts() == [1]
     rows = {row["run"]: row for row in look_at(SweepFolder(parent.path.parent))()}
     assert (rows[child.path.name]["parent_run"], rows[child.path.name]["parent_step"]) == child.parent()
@@ -55,7 +55,7 @@ def test_the_refusal_to_train_longer_names_the_command_that_does(parent, capsys)
 def test_another_precision_from_an_earlier_checkpoint_and_on_another_layout(command, parent, monkeypatch):
     started = []
     done = Outcome(kind=OutcomeKind.DONE)
-    monkeypatch.setattr(resume, "execute", lambda ready, console: started.append(ready.recipe) or done)
+    monkeypatch.setattr("titanlab.cli.resume.execute", lambda ready, console: started.append(ready.recipe) or done)
     said = command(f"train --from {parent.path}/checkpoints/step-4 precision=bf16 parallelism=fsdp world=2 name=half")
     assert said.code == 0, said.err
     (recipe,) = started

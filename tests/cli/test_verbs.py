@@ -37,7 +37,8 @@ def test_a_verb_gets_its_arguments_and_its_code_is_returned(verb):
     given = []
     verb(lambda arguments: given.append(arguments) or 7)
     assert main(["status", "a b", "--json"]) == 7
-    assert given == [["a b", "--json"]]
+    (args,) = given
+    assert (args.sweep, args.json, args.watch) == ("a b", True, False)
 
 
 @pytest.mark.parametrize(
@@ -74,15 +75,15 @@ def test_a_verb_that_cleans_up_does_so_at_sigterm_too(verb, capsys):
 
     before = signal.getsignal(signal.SIGTERM)
     verb(waits)
-    assert main(["tokenize"]) == 130
+    assert main(["tokenize", "a", "b"]) == 130
     assert (cleaned, capsys.readouterr().err) == ([True], "error: interrupted\n")
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-@pytest.mark.parametrize("name", ["train", "resume"])
-def test_a_verb_that_trains_says_how_to_go_on_after_a_full_disk(verb, capsys, name):
+@pytest.mark.parametrize("line", ["train", "resume NAME"])
+def test_a_verb_that_trains_says_how_to_go_on_after_a_full_disk(verb, capsys, line):
     verb(raising(OSError(errno.ENOSPC, "No space left on device")))
-    assert main([name]) == 1
+    assert main(line.split()) == 1
     assert capsys.readouterr().err.endswith(", then go on with titanlab resume or retry\n")
 
 
@@ -173,7 +174,7 @@ def test_characters_that_the_output_does_not_have_are_replaced():
 
 def test_a_file_s_name_that_is_no_text_is_shown():
     """A name of bytes that are not UTF-8 comes as lone surrogates, which UTF-8 cannot write."""
-    code = "from titanlab.cli import main, verbs; verbs.main_of = lambda name: lambda given: print(given[0]) or 0; "
+    code = "from titanlab.cli import main, verbs; verbs.main_of = lambda name: lambda given: print(given.sweep) or 0; "
     code += "import sys; sys.exit(main())"
     environ = {**os.environ, "PYTHONIOENCODING": "utf-8:strict", "PYTHONUTF8": "1"}
     command = [sys.executable, "-c", code, "status", b"a\xffb"]

@@ -14,7 +14,7 @@ from omegaconf import Container, OmegaConf
 from titanlab.errors import ConfigError
 from titanlab.recipe import hydra_internal as hydra_loader
 from titanlab.recipe import hydra_internal as hydra_sources
-from titanlab.recipe.compose import Loader, register
+from titanlab.recipe.compose import Loader
 from titanlab.recipe.flags import read_flags
 from titanlab.recipe.hydra_internal import replace_sources
 
@@ -179,21 +179,6 @@ def test_only_so_many_compositions_are_kept_those_used_last(folder, kept, monkey
             assert composed(folder, f"model=m{number}").model.layers == number
         assert composed(folder, "model=m0").model.layers == 0
     assert [config.model.layers for config in kept.values()] == [4, 5, 0]
-
-
-def test_a_schema_that_is_stored_anew_is_seen():
-    register()
-    [whole() for _ in range(3)]
-    store = hydra_sources.StructuredConfigSource("x", "structured://").store
-    before = store.repo["recipe_schema.yaml"].node
-    changed = copy.deepcopy(before)
-    changed.name = "from a new schema"
-    try:
-        store.repo["recipe_schema.yaml"].node = changed
-        assert whole().name == "from a new schema"
-    finally:
-        store.repo["recipe_schema.yaml"].node = before
-    assert whole().name != "from a new schema"
 
 
 @pytest.mark.parametrize(

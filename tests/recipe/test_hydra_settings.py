@@ -3,7 +3,7 @@
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.recipe.flags import check_overrides
+from titanlab.recipe.strangers import check_overrides
 
 RULE = "is a setting of Hydra's that titanlab does not read"
 FOLDER = "a run's folder is runs/SWEEP/NAME: give runs=FOLDER, sweep=NAME or name=NAME"

@@ -4,7 +4,7 @@ import pytest
 
 from tests.sweep.conftest import names, quiet
 from tests.sweep.studies import SLURM, seeds, study
-from titanlab.cli import resume, status
+from titanlab.cli.verbs import call
 from titanlab.errors import ConfigError
 from titanlab.launch.local.launcher import LocalLauncher
 from titanlab.launch.slurm.launcher import SlurmLauncher
@@ -154,7 +154,7 @@ def test_a_scheduler_that_does_not_answer_is_told_by_every_verb(slurm, sweep, ca
     assert re.fullmatch(
         "the scheduler does not answer: squeue says: .*; runs whose jobs it may have are left alone", *lines
     )
-    assert status.status_verb(["layouts", "--runs", str(sweep.path.parent)]) == 0
+    assert call(["status", "layouts", "--runs", str(sweep.path.parent)]) == 0
     said = capsys.readouterr().out.splitlines()
     assert (
         len([line for line in said if "the scheduler does not answer: squeue says: squeue: error: Unable" in line]) == 1
@@ -173,9 +173,9 @@ def test_cancelled_runs_are_not_submitted_again_by_the_sweep(slurm, sweep, tmp_p
 
 def test_the_verb(slurm, sweep, capsys):
     runs = ["--runs", str(sweep.path.parent)]
-    assert resume.retry_verb(["layouts", "--outcome", "hang,oom", "--dry-run", *runs]) == 0
+    assert call(["retry", "layouts", "--outcome", "hang,oom", "--dry-run", *runs]) == 0
     assert capsys.readouterr().out.endswith("2 runs would be submitted\n")
-    assert resume.retry_verb(["layouts", "--all-failed", "launch.minutes=20", *runs]) == 0
+    assert call(["retry", "layouts", "--all-failed", "launch.minutes=20", *runs]) == 0
     assert f"2 runs submitted; titanlab status {sweep.path} --watch follows them" in capsys.readouterr().out
-    assert resume.retry_verb(["layouts", "--outcome", "nan", *runs]) == 0
+    assert call(["retry", "layouts", "--outcome", "nan", *runs]) == 0
     assert "nothing of layouts is to be done again" in capsys.readouterr().out

@@ -1,33 +1,69 @@
-"""Parses arguments and flags of the verbs, and sizes of files; errors are ConfigErrors."""
+"""What each verb takes: the only place where its flags and their help stand. A verb's module is imported to run it."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
+import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from titanlab.errors import ConfigError
 from titanlab.ranges import MOST_64_BITS, check_whole
-from titanlab.system.files import user_path
+from titanlab.system.files import finite, user_path
 
-_SHOW_PARSER = "--show-parser"
 _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}}
 _UNITS |= {f"{p}IB": 1024**n for n, p in enumerate("KMGT", 1)}
 _MOST_BYTES = 2.0**63  # file systems have signed 64-bit sizes
+FROM = "--from"
+# Of a proof's trainings.
+PARITY_STEPS, MOST_STEPS = 3, 100
+RUN = "the run's folder, name, or the first digits of its hash"
+SWEEP = "the sweep's name, or its folder"
+_TOKEN = "of the hub, for gated models (default: HF_TOKEN, or what `hf auth login` kept)"
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse whose errors are ConfigErrors."""
+class Arguments(argparse.ArgumentParser):
+    """The parser of a verb: options and positional arguments in any order; every mistake is a ConfigError.
 
-    _command_line = ""
+    Args:
+        usage: of a verb that takes a recipe: what is no flag of the verb is kept in `rest`, for Hydra. None: of others.
+    """
+
+    def __init__(self, verb: str, description: str, usage: str | None = None) -> None:
+        raw = {} if usage is None else {"formatter_class": argparse.RawDescriptionHelpFormatter}
+        super().__init__(prog=f"titanlab {verb}", description=description, usage=usage, allow_abbrev=False, **raw)  # type: ignore[arg-type]
+        self.takes_recipe = usage is not None
+        self._command_line = ""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the words of a command line; whole numbers have at most 64 bits."""
+        self._command_line = " ".join(args or [])
+        if self.takes_recipe:
+            parsed, parsed.rest = self.parse_known_args(args, namespace)
+        else:
+            parsed = self.parse_intermixed_args(args, namespace)
+        for action in self._actions:
+            value = getattr(parsed, action.dest, None)
+            if isinstance(value, int) and not isinstance(value, bool):
+                check_whole(_name(action), value, MOST_64_BITS, cure=f"see `{self.prog} --help`")
+        return parsed
+
+    def options(self) -> dict[str, argparse.Action]:
+        """The argparse actions of all options, by name; an option may have several names."""
+        return {name: action for action in self._actions for name in action.option_strings}
+
+    def positionals(self) -> list[argparse.Action]:
+        """The argparse actions of the positional arguments, in their order."""
+        return [action for action in self._actions if not action.option_strings]
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         if action.type in (Path, user_path) and not arg_string.strip():
             # As a path it would be the current folder, which nobody means.
-            name = action.option_strings[0] if action.option_strings else action.dest
-            raise ConfigError(name, arg_string, "names no file or folder", f"see `{self.prog} --help`")
+            raise ConfigError(_name(action), arg_string, "names no file or folder", f"see `{self.prog} --help`")
         return super()._get_value(action, arg_string)
 
     def error(self, message: str) -> NoReturn:
@@ -43,44 +79,8 @@ class _Parser(argparse.ArgumentParser):
         print(self.format_help(), end="", file=file)
 
 
-class FlagParser(_Parser):
-    """Parses the flags of a verb that takes overrides of a recipe beside them, and prints a help of its own."""
-
-    def __init__(self, verb: str) -> None:
-        super().__init__(prog=f"titanlab {verb}", add_help=False, allow_abbrev=False)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the flags, and return what else there is; store the arguments for `error`."""
-        self._command_line = " ".join(args or [])
-        return super().parse_known_args(args, namespace)
-
-
-class Arguments(_Parser):
-    """Parses the arguments of a verb."""
-
-    def __init__(self, verb: str, description: str) -> None:
-        super().__init__(prog=f"titanlab {verb}", description=description, allow_abbrev=False)
-        self.add_argument(_SHOW_PARSER, action=_ShowParser, nargs=0, help=argparse.SUPPRESS)
-
-    def options(self) -> dict[str, argparse.Action]:
-        """The argparse actions of all options that the help shows, by name; an option may have several names."""
-        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
-        return {name: action for action in shown for name in action.option_strings}
-
-    def positionals(self) -> list[argparse.Action]:
-        """The argparse actions of the positional arguments, in their order."""
-        return [action for action in self._actions if not action.option_strings]
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse options and positional arguments in any order; store the arguments for `error`."""
-        self._command_line = " ".join(args or [])
-        parsed = super().parse_intermixed_args(args, namespace)
-        for action in self._actions:
-            value = getattr(parsed, action.dest, None)
-            if isinstance(value, int) and not isinstance(value, bool):
-                name = action.option_strings[0] if action.option_strings else action.dest
-                check_whole(name, value, MOST_64_BITS, cure=f"see `{self.prog} --help`")
-        return parsed
+def _name(action: argparse.Action) -> str:
+    return action.option_strings[0] if action.option_strings else action.dest
 
 
 def bytes_of(text: str, key: str) -> int:
@@ -96,36 +96,450 @@ def bytes_of(text: str, key: str) -> int:
     return int(float(match[1]) * unit)
 
 
-def parser_of(main: Callable[[Sequence[str]], int]) -> Arguments:
-    """The parser of a verb, which stops after it has made the parser."""
-    try:
-        main([_SHOW_PARSER])
-    except _ParserShown as shown:
-        return shown.parser
-    raise TypeError(f"{main.__module__} makes no parser")
-
-
-class _ParserShown(Exception):
-    """Ends a verb when its parser is wanted, and carries that parser."""
-
-    def __init__(self, parser: Arguments) -> None:
-        super().__init__()
-        self.parser = parser
-
-
-class _ShowParser(argparse.Action):
-    """Raises the parser; like `--help`, it runs before argparse checks required arguments."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        assert isinstance(parser, Arguments)
-        raise _ParserShown(parser)
-
-
 def check_number(key: str, value: int, most: int, usual: int) -> None:
-    """Check that a flag's number lies in 1 to `most`.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Check that a flag's number lies in 1 to `most`."""
     if not 1 <= value <= most:
         raise ConfigError(key, value, f"must lie in 1 to {most}", f"try {usual}")
+
+
+def json_text(value: Any) -> str:
+    """The JSON that a verb prints; numbers that are not finite are null."""
+    return json.dumps(finite(value), indent=2, ensure_ascii=False)
+
+
+Add = Callable[..., argparse.Action]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verb:
+    """A verb of the command line.
+
+    Attributes:
+        module: within `titanlab.cli`; its function is named VERB_verb, and gets the parsed arguments.
+        about: the verb's line in `titanlab --help`.
+        declare: adds the verb's arguments to its parser; its docstring is the description.
+        usage: of a verb that takes a recipe.
+        has_runs: whether it has `--runs`.
+    """
+
+    module: str
+    about: str
+    declare: Callable[[Add], str | None]
+    usage: str | None
+    has_runs: bool
+
+
+VERBS: dict[str, Verb] = {}
+
+
+def _verb(
+    module: str, about: str, *, usage: str | None = None, has_runs: bool = False
+) -> Callable[[Callable[[Add], str | None]], None]:
+    def register(declare: Callable[[Add], str | None]) -> None:
+        name = declare.__name__.strip("_").replace("_", "-")
+        VERBS[name] = Verb(module=module, about=about, declare=declare, usage=usage, has_runs=has_runs)
+
+    return register
+
+
+def parser_of(name: str) -> Arguments:
+    """The parser of a verb. A verb's declaration returns what stands below the flags in its help."""
+    verb = VERBS[name]
+    parser = Arguments(name, inspect.cleandoc(verb.declare.__doc__ or ""), verb.usage)
+    parser.epilog = verb.declare(parser.add_argument)
+    if verb.has_runs:
+        parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
+    return parser
+
+
+@_verb("train", "run a recipe: titanlab train +recipe=quickstart training.steps=50", has_runs=True)
+def _train(add: Add) -> None:
+    """Begin a new run from another run's checkpoint."""
+    # Without --from, Hydra reads the command line and prints the help.
+    add("overrides", nargs="*", default=[], help="key=value or group=preset: training.steps=2000")
+    add(FROM, dest="run", required=True, help="the other run, or one of its checkpoints")
+
+
+@_verb(
+    "sweep",
+    "run many: titanlab sweep +sweeps=quickstart_layouts --dry-run",
+    usage="titanlab sweep [+sweeps=NAME] [KEY=VALUE,VALUE …] [KEY=VALUE …] [FLAG …]",
+)
+def _sweep(add: Add) -> str:
+    """Plan many runs, submit what is missing of them, and return.
+
+      titanlab sweep +sweeps=quickstart_layouts               a sweep's file, on this host
+      titanlab sweep +sweeps=quickstart_layouts --dry-run     what it would submit, what it drops, and why
+      titanlab sweep parallelism=ddp,fsdp world=2 seed=0,1    four points: every value with every other
+      titanlab sweep +sweeps=ac_memory launch=slurm           jobs of Slurm, each with the nodes of its layout
+
+    Submitting again submits what is missing. Points that cannot be run are dropped, each with its reason; a mistake of
+    the sweep's own is one line, and nothing is submitted. How to write a sweep: docs/sweeps.md.
+    """
+    from titanlab.recipe.compose import conf_folder
+
+    add("-n", "--dry-run", action="store_true", help="plan and say what would be submitted; nothing is written")
+    add("--wait", action="store_true", help="follow the runs to their end; exit with the code of the first that failed")
+    text = "leave out all whose estimate exceeds a device's memory (titanlab plan), not only those that exceed it by "
+    add("--prune", action="store_true", help=f"{text}more than the error of estimates")
+    add("--keep", action="store_true", help="leave out nothing because of its estimate")
+    add("--force", action="store_true", help="do those again that have ended; their folders go to superseded/")
+    add("--json", action="store_true", help="the plan as JSON")
+    sweeps = sorted(path.stem for path in (conf_folder() / "sweeps").glob("*.yaml"))
+    return f"""\
+Hydra's own flags too: --cfg job, --info, --config-dir …, as in `titanlab train --help`
+
+sweeps: {", ".join(sweeps)}
+then: titanlab status SWEEP --watch, titanlab cancel SWEEP, titanlab retry SWEEP --all-failed, titanlab collect SWEEP"""
+
+
+@_verb(
+    "plan",
+    "rank layouts by estimates: titanlab plan +recipe=llama3_1_8b_8gpus cluster=h100",
+    usage="titanlab plan +recipe=NAME cluster=NAME [world=N] [KEY=VALUE …] [FLAG …]",
+)
+def _plan(add: Add) -> None:
+    """Estimate memory and speed of layouts without a GPU, and rank those that fit.
+
+      titanlab plan +recipe=llama3_1_8b_8gpus cluster=h100 world=64             the 20 fastest layouts of 64 GPUs
+      titanlab plan +recipe=llama3_1_8b_8gpus cluster=h100 world=64 --why       and why each of them has its place
+      titanlab plan +recipe=llama3_1_405b_512gpus cluster=h100 --explain        the account of one recipe as it stands
+
+    Degrees, microbatch, schedule, stages of a rank and activation checkpointing vary; world and global batch stay.
+    What the figures rest on: docs/planner.md.
+    """
+    from titanlab.plan.search import MOST
+
+    add("--top", type=int, metavar="N", help=f"how many (default 20, at most {MOST:,})")
+    add("--why", action="store_true", help="one sentence for each, and how many layouts were left out for which rule")
+    text = "precision and compile too, which otherwise stay as the recipe has them"
+    add("--vary", default="", metavar="GROUP,…", help=text)
+    text = "memory by rank of the pipeline, time by part, bytes of each collective, the timeline"
+    add("--explain", action="store_true", help=text)
+    add("--plot", type=user_path, metavar="FILE", help="with --explain: draw the timeline: timeline.svg, timeline.png")
+    text = "run one step on tensors without data; exit code 1 if it is not what the planner declares"
+    add("--trace", action="store_true", help=text)
+    text = "with --trace: these ranks, and not the first one of each pipeline stage"
+    add("--rank", default="", metavar="N,…", help=text)
+    add("--json", action="store_true", help="the same as JSON, in bytes and seconds")
+    text = "fit the estimates to the runs of a sweep of yours, and write a file for cluster=NAME"
+    add("--calibrate", metavar="SWEEP", help=text)
+    text = "measure this machine, or with launch=slurm a node, by one short job, and write such a file"
+    add("--measure", action="store_true", help=text)
+    text = "with --calibrate or --measure: FOLDER/cluster/NAME.yaml (default: in the sweep's folder)"
+    add("--out", type=user_path, metavar="FILE", help=text)
+    add("--runs", metavar="FOLDER", help="with --calibrate: the folder of runs (default runs)")
+
+
+@_verb(
+    "parity",
+    "prove that recipes train the same: titanlab parity +sweeps=quickstart_layouts",
+    usage="titanlab parity [+sweeps=NAME | SWEEP | +recipe=NAME] [KEY=VALUE …] [FLAG …]\n"
+    "       titanlab parity A B [FLAG …]",
+    has_runs=True,
+)
+def _parity(add: Add) -> str:
+    """Prove that recipes train the same.
+
+      titanlab parity +sweeps=quickstart_layouts                every recipe of a sweep, each held to one process
+      titanlab parity +recipe=quickstart parallelism=fsdp world=2
+      titanlab parity quickstart "+recipe=quickstart parallelism=tp world=2"    two recipes of one model and data
+      titanlab parity RUN RUN                                   the logged losses and norms of two finished runs
+
+    Each recipe is reduced: few layers, small widths, random tokens; its layout, schedule, checkpointing, compiled parts
+    and optimizer stay. It trains on this CPU, in fp32 and in its own precision, and is held to one process. A layout of
+    more processes is folded: every axis keeps a degree of 2. The result is kept in the sweep's folder, as parity.json.
+    """
+    from titanlab.prove.reduction import MOST_PROCESSES
+
+    add("--steps", type=int, metavar="N", help=f"of each training (default {PARITY_STEPS}, at most {MOST_STEPS})")
+    add("--processes", type=int, metavar="N", help=f"most processes of a layout (default {MOST_PROCESSES})")
+    _add_choice(add)
+    return "Exit codes: 0 all pass, 1 a recipe fails, 2 bad input. Tolerances and what the proof shows: docs/proofs.md."
+
+
+@_verb(
+    "rehearse",
+    "find what would break on the cluster: titanlab rehearse +sweeps=llama3_405b_512gpus",
+    usage="titanlab rehearse [+sweeps=NAME | SWEEP | +recipe=NAME] [KEY=VALUE …] [FLAG …]",
+    has_runs=True,
+)
+def _rehearse(add: Add) -> str:
+    """Find what would break on the cluster, on this CPU.
+
+      titanlab rehearse +sweeps=llama3_405b_512gpus             every recipe of a sweep, a few steps each
+      titanlab rehearse +sweeps=llama3_405b_512gpus --only 1f1b
+      titanlab rehearse +recipe=llama3_1_8b_256gpus_4d
+
+    Each recipe is composed and checked in its real size, then reduced and trained for a few steps: its layout is
+    folded; schedule, precision, checkpointing, compiled parts, optimizer, validation and kind of checkpoints stay. Axes
+    that do not fit together get a second rehearsal. A failure does not stop the others.
+    """
+    from titanlab.prove.reduction import MOST_PROCESSES
+    from titanlab.prove.rehearsal import STEPS
+
+    text = f"of each rehearsal (default {STEPS}, at most {MOST_STEPS})"
+    add("--steps", type=int, default=STEPS, metavar="N", help=text)
+    text = f"most processes of a layout (default {MOST_PROCESSES})"
+    add("--processes", type=int, default=MOST_PROCESSES, metavar="N", help=text)
+    text = "keep the folders of the reduced runs there; otherwise only those of failed ones stay"
+    add("--keep", type=user_path, metavar="FOLDER", help=text)
+    _add_choice(add)
+    return "Exit codes: 0 all are ok, 1 one failed, 2 bad input. What a rehearsal cannot find: docs/proofs.md."
+
+
+def _add_choice(add: Add) -> None:
+    add("--only", default="", metavar="WORD", help="recipes with this word in their names")
+    text = "let inductor compile what it compiles in the recipe: minutes instead of seconds"
+    add("--inductor", action="store_true", help=text)
+    add("--json", action="store_true", help="the result as JSON")
+
+
+@_verb("status", "show where the runs of a sweep stand, and why those that failed did", has_runs=True)
+def _status(add: Add) -> None:
+    """Show where the runs of a sweep stand; without a sweep, which there are."""
+    add("sweep", nargs="?", help=SWEEP)
+    add("run", nargs="?", help="one run of it: its folder, name, or the first digits of its hash")
+    add("--watch", action="store_true", help="go on showing it until nothing runs or waits any more")
+    add("--json", action="store_true", help="rows as JSON; docs/comparing.md has the columns")
+
+
+@_verb("inspect_runs", "print what the ranks of a run have printed, by time; --follow goes on", has_runs=True)
+def _logs(add: Add) -> None:
+    """Print what the ranks of a run have printed: of all ranks, ordered by time."""
+    add("run", help=RUN)
+    add("--rank", type=int, help="only this rank, as its file has it")
+    add("--attempt", type=int, help="only what this attempt has printed (default: all of them)")
+    add("--follow", "-f", action="store_true", help="go on until the run ends; Ctrl-C ends the looking")
+    add("--tail", type=int, metavar="K", help="only the last K lines")
+    add("--grep", metavar="PATTERN", help="only lines in which this regular expression is found")
+
+
+@_verb("inspect_runs", "say again why a run hung: which rank, in which collective, on which line", has_runs=True)
+def _diagnose(add: Add) -> None:
+    """Say again why a run hung, and where each of its ranks was."""
+    add("run", help=RUN)
+    add("--attempt", type=int, help="number of the attempt (default the newest)")
+    add("--json", action="store_true", help="the same as JSON, with whole stacks")
+
+
+@_verb("status", "end a sweep's jobs, or some of them; what is done stays done", has_runs=True)
+def _cancel(add: Add) -> None:
+    """Cancel runs of a sweep: those that run save and end, those that wait do not start."""
+    add("sweep", help=SWEEP)
+    add("run", nargs="*", help="runs by folder, label or first digits of the hash (default: all)")
+
+
+@_verb("resume", "submit runs again that ended badly (--outcome oom) or by other code (--stale)", has_runs=True)
+def _retry(add: Add) -> None:
+    """Put ended runs of a sweep back into the queue; they go on from their checkpoints."""
+    add("sweep", help=SWEEP)
+    text = "runs by folder, label or first digits of the hash (default: all); keys of launch, and cluster.nodes and "
+    add(
+        "runs_and_keys",
+        nargs="*",
+        metavar="RUN | launch.KEY=VALUE",
+        default=[],
+        help=f"{text}cluster.per_node, for the new jobs",
+    )
+    add("--outcome", default="", help="those that have ended so: hang,node_fail")
+    add("--all-failed", action="store_true", help="those that have ended otherwise than done")
+    add("--stale", action="store_true", help="those that other code has made, which start anew")
+    add("--dry-run", action="store_true", help="say which they are, and submit nothing")
+
+
+@_verb("results", "write a sweep's results as one parquet and one CSV file", has_runs=True)
+def _collect(add: Add) -> None:
+    """Write a sweep's table as parquet and CSV: a row for each run and dropped point."""
+    add("sweep", help=SWEEP)
+    add("--into", type=Path, help="the folder for the files (default: the sweep's own)")
+
+
+@_verb("results", "name a sweep's best recipe by speed, MFU or memory, if the gap is more than noise", has_runs=True)
+def _best(add: Add) -> None:
+    """Rank the recipes of a sweep; nobody is named the winner of a gap that may be noise."""
+    add("sweep", help=SWEEP)
+    text = "tps: tokens per second of one device (default); mfu; memory: the least peak of a rank"
+    add("--by", default="tps", help=text)
+    add("--max-memory", type=float, metavar="GIB", help="leave out recipes that need more, such as 76")
+    add("--json", action="store_true", help="the ranking as JSON; docs/comparing.md has the keys")
+
+
+@_verb("results", "write a sweep's report: one HTML file with the answer, figures and causes", has_runs=True)
+def _report(add: Add) -> None:
+    """Write a sweep's report: one HTML file, which opens without a network."""
+    add("sweep", help=SWEEP)
+    add("--by", choices=("tps", "mfu", "memory"), default="tps", help="rank by it (default tps)")
+    add("--into", type=Path, help="an HTML file, or a folder (default: SWEEP.html in the sweep's folder)")
+    add("--figures", type=Path, help="a folder: also write each figure there, for papers")
+    add("--format", choices=("png", "svg", "pdf"), help="of these figures (default png)")
+
+
+@_verb("resume", "continue a run that was stopped, under the same or another layout", has_runs=True)
+def _resume(add: Add) -> None:
+    """Continue a run that was stopped."""
+    add("run", help=f"{RUN}; or one of its checkpoints")
+    add("overrides", nargs="*", default=[], help="key=value, such as parallelism.shard=4")
+    add("--step", type=int, help="of the checkpoint to resume from (default: the newest)")
+
+
+@_verb("inspect_runs", "list a run's checkpoints; --verify reads and checks every byte", has_runs=True)
+def _checkpoints(add: Add) -> None:
+    """List a run's checkpoints, by step."""
+    add("run", help=RUN)
+    add("--verify", action="store_true", help="read every byte, and exit with 1 if one is damaged")
+    add("--json", action="store_true", help="rows as JSON")
+
+
+@_verb(
+    "inspect_runs", "list hosts on which a run failed, and which its later jobs leave out; --clear HOST", has_runs=True
+)
+def _hosts(add: Add) -> None:
+    """List hosts on which a run failed; later jobs of that run leave them out."""
+    add("--clear", metavar="HOST", help="forget the failures on this host")
+    add("--all", action="store_true", help="forget the failures on all hosts")
+
+
+@_verb("trackers", "upload what wandb has written offline; --rebuild writes it anew from metrics.jsonl", has_runs=True)
+def _sync(add: Add) -> None:
+    """Upload what wandb has written offline: to the project, and under the id, of the run."""
+    add("runs_and_sweeps", nargs="+", metavar="RUN | SWEEP", help="runs by folder, name or hash, or whole sweeps")
+    text = "first write what the tracker has of a run anew, from metrics.jsonl; of a sweep, for runs that it lacks "
+    add("--rebuild", action="store_true", help=f"{text}something of")
+    text = "first write this tracker's files from metrics.jsonl, for runs that have none of it"
+    add("--tracker", choices=("wandb", "tensorboard"), help=text)
+
+
+@_verb(
+    "trackers", "make a wandb workspace and report of a sweep; without an API key, print them as JSON", has_runs=True
+)
+def _workspace(add: Add) -> None:
+    """Make a wandb workspace and a wandb report of a sweep's runs."""
+    add("sweep", help=SWEEP)
+    add("--project", help="wandb's project (default: that of the runs)")
+    add("--entity", help="user or team (default: that of the runs, or of the account)")
+    add("--json", action="store_true", help="print them, as wandb's server takes them, and save nothing")
+
+
+@_verb("weights", "write text with a run's latest checkpoint", has_runs=True)
+def _generate(add: Add) -> None:
+    """Write text with a run's latest checkpoint, or with weights of a folder."""
+    add("run", help=f"{RUN}; or a folder of weights")
+    add("--prompt", default="", help="what the text begins with")
+    add("--tokens", type=int, default=200, help="tokens at most (default 200)")
+    add("--temperature", type=float, default=0.8, help="0: always the likeliest token (default 0.8)")
+    add("--top-k", type=int, default=50, help="among this many likeliest; 0: all (default 50)")
+    add("--seed", type=int, default=0, help="of the sampling (default 0)")
+    add("--device", default="cpu", help="cpu or cuda (default cpu)")
+
+
+@_verb("schedule", "draw a pipeline's schedule; `all` compares them: bubble, microbatches kept")
+def _schedule(add: Add) -> None:
+    """Show the timeline of a pipeline's schedule: idle time, and activations kept."""
+    from titanlab.options import discover
+
+    add("kind", help=f"{', '.join(sorted(map(str, discover()['schedule'])))}; all: compare them")
+    add("--ranks", type=int, help="of the pipeline (default 4)")
+    add("--microbatches", type=int, help="of a step (default 8)")
+    add("--stages-per-rank", type=int, help="where a schedule lets one choose (default 2)")
+    add("--file", help="of the schedule csv; its ranks and microbatches are the defaults")
+    whole = ", one microbatch, all layers of a rank"
+    add("--forward", type=float, help=f"time of a forward pass (F){whole} (default 1)")
+    add("--backward", type=float, help=f"time of a whole backward pass (B){whole} (default 2)")
+    add("--input", type=float, help=f"time of a gradient of the input (I){whole} (default half of B)")
+    add("--weight", type=float, help=f"time of a gradient of the weights (W){whole} (default half of B)")
+    text = "time of a transfer from rank to rank, beside computation (default 0)"
+    add("--transfer", type=float, help=text)
+    add("--plot", type=user_path, help="draw it: timeline.svg, timeline.png")
+    add("--csv", type=user_path, help="write the order, for schedule=csv schedule.file=…")
+
+
+@_verb("tokens", "make memory-mapped token shards of text, JSONL or parquet files")
+def _tokenize(add: Add) -> None:
+    """Make memory-mapped token shards of text, JSONL or parquet files."""
+    add("files", help="a glob, quoted: 'corpus/**/*.jsonl'")
+    add("folder", type=user_path, help="where the shards go")
+    add("--tokenizer", help="a SentencePiece .model or a tokenizer.json (default: one is trained)")
+    add("--vocab-size", type=int, help="of a tokenizer that is trained (default 32768)")
+    add("--text-field", default="text", help="of JSONL and parquet (default text)")
+    add("--validation-fraction", type=float, default=0.01, help="share of documents held out (default 0.01)")
+
+
+@_verb("tokens", "fetch a model's tokenizer from Hugging Face's hub")
+def _download_tokenizer(add: Add) -> None:
+    """Fetch a model's tokenizer from the Hugging Face hub."""
+    add("repo", help="the model, such as meta-llama/Llama-3.1-8B")
+    add("--folder", type=user_path, default=Path("tokenizers"), help="where to (default tokenizers/)")
+    add("--token", help=_TOKEN)
+
+
+@_verb("weights", "convert weights of Hugging Face or of DCP, for train init_from=…")
+def _import(add: Add) -> None:
+    """Convert weights of Hugging Face or of torch.distributed.checkpoint, for init_from."""
+    text = "a folder with config.json and safetensors, a model of the hub (owner/name), or a folder with .metadata"
+    add("source", help=text)
+    text = "sizes of the model of a folder with .metadata"
+    add("overrides", nargs="*", metavar="model.KEY=VALUE", help=text)
+    add("--model", help="of a folder with .metadata, which has no config: the model's option")
+    add("--into", type=user_path, help="the folder to make (default weights/NAME)")
+    add("--name", help="of the model's option, model=NAME (default: from the source's name)")
+    add("--revision", help="branch, tag or commit of a model of the hub")
+    add("--token", help=_TOKEN)
+    add("--shard-size", default="5GB", help="most bytes of a file (default 5GB)")
+    add("--force", action="store_true", help="replace weights that are there")
+
+
+@_verb("weights", "write a run's weights as a folder that transformers opens", has_runs=True)
+def _export(add: Add) -> None:
+    """Write a run's weights, or an imported folder's, for transformers or for init_from."""
+    from titanlab.train.weights_folder import DTYPES
+
+    add("run", help="a run's folder, name or hash, one of its checkpoints, or an imported folder")
+    add("--into", type=user_path, required=True, help="the folder to make")
+    add("--format", default="hf", help="hf, titanlab or dcp (default hf)")
+    add("--names", default="titanlab", help="of parameters in dcp: titanlab or torchtitan (model. or none)")
+    add("--dtype", help=f"{', '.join(DTYPES.values())} (default: as saved)")
+    add("--step", type=int, help="of the checkpoint (default: the latest)")
+    add("--shard-size", help="most bytes of a file (default 5GB)")
+    add("--name", help="of the model's option, for --format titanlab (default: from --into)")
+    add("--force", action="store_true", help="replace weights that are there")
+
+
+@_verb("status", "remove old checkpoints, superseded runs, caches: shows sizes, and asks", has_runs=True)
+def _clean(add: Add) -> None:
+    """Remove what no run needs any more; results, logs and records always stay."""
+    from titanlab.sweep.clean import CACHES, KINDS
+
+    add("name", nargs="?", metavar="RUN | SWEEP", help="one run or one sweep (default: all of them)")
+    text = f"some of {', '.join(KINDS)}; or all (default: all but the caches)"
+    add("--what", default=",".join(kind for kind in KINDS if kind not in CACHES), help=text)
+    add("--keep", type=int, metavar="N", help="keep N checkpoints of each run (default: as its recipe)")
+    add("--verify", action="store_true", help="read every byte of checkpoints that stay, to be sure")
+    add("--remote", action="store_true", help="also checkpoints in remote stores")
+    add("--dry-run", action="store_true", help="only show it, with every path")
+    add("--yes", action="store_true", help="do not ask")
+
+
+@_verb("environment", "restore a run's code and config in a git worktree; what differs from now", has_runs=True)
+def _repro(add: Add) -> None:
+    """Restore what a run was made with: code, config, and what differs from now."""
+    add("run", help=RUN)
+    add("--into", type=Path, help="the folder to make (default repro-RUN)")
+    add("--attempt", type=int, help="of the run (default the newest)")
+    add("--repo", type=user_path, help="a git repository that has the commit (default: titanlab's own)")
+    add("--dry-run", action="store_true", help="only say what differs, and make no folder")
+
+
+@_verb("environment", "check this machine: torch, GPUs, Slurm, disk, limits; each line ok, warn or fail", has_runs=True)
+def _doctor(add: Add) -> None:
+    """Check this machine; nothing is trained, and no job is submitted."""
+    text = "key=value of launch, such as launch=slurm launch.partition=gpu"
+    add("overrides", nargs="*", default=[], help=text)
+    add("--json", action="store_true", help="the findings as JSON")
+    add("--config-dir", metavar="FOLDER", help="with your site's launch/NAME.yaml")
+
+
+@_verb("completion", 'print the shell\'s completion script: eval "$(titanlab completion bash)"')
+def _completion(add: Add) -> None:
+    """Print a shell's completion script, for eval "$(titanlab completion bash)"."""
+    add("shell", nargs="*", default=[], help="bash (default); zsh too, after bashcompinit")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import titanlab
-from titanlab.cli.arguments import Arguments
+from titanlab.cli.arguments import json_text
 from titanlab.cli.compose import compose_one
 from titanlab.distributed.host import this_host
 from titanlab.doctor.checkup import checks, run_checks
@@ -49,16 +49,8 @@ _OFF = "\x1b[0m"
 _NAME_WIDTH = 18
 
 
-def doctor_verb(arguments: Sequence[str]) -> int:
+def doctor_verb(args: Namespace) -> int:
     """Print a line for each finding. Returns 1 if one of them is `fail`."""
-    parser = Arguments("doctor", "Check this machine; nothing is trained, and no job is submitted.")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], help="key=value of launch, such as launch=slurm launch.partition=gpu"
-    )
-    parser.add_argument("--json", action="store_true", help="the findings as JSON")
-    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    parser.add_argument("--config-dir", metavar="FOLDER", help="with your site's launch/NAME.yaml")
-    args = parser.parse_args(arguments)
     launch = _launch(args.overrides, args.config_dir)
     begin, rows = time.monotonic(), list[dict[str, Any]]()
     with Console() as console:
@@ -76,7 +68,7 @@ def doctor_verb(arguments: Sequence[str]) -> int:
         counts = Counter(row["state"] for row in rows)
         if args.json:
             values = {"findings": rows, "counts": {state: counts[state] for state in (OK, WARN, FAIL)}}
-            console.note(json.dumps(values, indent=2, ensure_ascii=False))
+            console.note(json_text(values))
         else:
             shown = ", ".join(f"{counts[state]} {state}" for state in (OK, WARN, FAIL))
             console.note(f"{shown}, in {time.monotonic() - begin:.0f} s")
@@ -109,16 +101,8 @@ def _lines(finding: Finding, *, is_coloured: bool) -> list[str]:
 _FOLDER = "repro"
 
 
-def repro_verb(arguments: Sequence[str]) -> int:
+def repro_verb(args: Namespace) -> int:
     """Make the folder, and print the command that runs it again. Returns 1 if the code is not the run's own."""
-    parser = Arguments("repro", "Restore what a run was made with: code, config, and what differs from now.")
-    parser.add_argument("run", help="the run's folder, name, or the first digits of its hash")
-    parser.add_argument("--into", type=Path, help="the folder to make (default repro-RUN)")
-    parser.add_argument("--attempt", type=int, help="of the run (default the newest)")
-    parser.add_argument("--repo", type=user_path, help="a git repository that has the commit (default: titanlab's own)")
-    parser.add_argument("--dry-run", action="store_true", help="only say what differs, and make no folder")
-    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    args = parser.parse_args(arguments)
     run = RunFolder(find_run(args.run, args.runs).path.absolute())
     check_unedited(run)
     attempt = run.chosen_attempt(args.attempt)

@@ -8,15 +8,15 @@ import json
 import re
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
-from titanlab.checkpoint.contents import ListedCheckpoint, list_checkpoints
+from titanlab.checkpoint.contents import list_checkpoints
 from titanlab.checkpoint.folders import checkpoints_of
-from titanlab.cli.arguments import Arguments
+from titanlab.cli.arguments import json_text
 from titanlab.distributed.hang import has_hung, hung_attempt
 from titanlab.errors import ConfigError
 from titanlab.launch.evidence import bad_hosts, clear_bad_hosts, host_names
@@ -42,31 +42,26 @@ from titanlab.records.logs import (
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_search import find_run
 from titanlab.sweep.listing import aligned
-from titanlab.system.files import finite, user_path
-from titanlab.system.terminal import Console, discard
+from titanlab.system.files import user_path
+from titanlab.system.terminal import Console
 from titanlab.system.text import data_size, duration, harmless, shown_path
 
 _POLL_SECONDS = 0.5
 _MOST_NAMED = 6
 
 
-def logs_verb(arguments: Sequence[str]) -> int:
+def logs_verb(args: Namespace) -> int:
     """Print the logs. Returns 0, also when Ctrl-C ends the following."""
-    parser = Arguments("logs", "Print what the ranks of a run have printed: of all ranks, ordered by time.")
-    parser.add_argument("run", help="the run's folder, name, or the first digits of its hash")
-    parser.add_argument("--rank", type=int, help="only this rank, as its file has it")
-    parser.add_argument("--attempt", type=int, help="only what this attempt has printed (default: all of them)")
-    parser.add_argument("--follow", "-f", action="store_true", help="go on until the run ends; Ctrl-C ends the looking")
-    parser.add_argument("--tail", type=int, metavar="K", help="only the last K lines")
-    parser.add_argument("--grep", metavar="PATTERN", help="only lines in which this regular expression is found")
-    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    args = parser.parse_args(arguments)
     if args.tail is not None and args.tail < 0:
         raise ConfigError("--tail", args.tail, "must not be negative", "try 100")
     if args.follow and args.attempt is not None:
         rule = "an attempt that has ended prints no more"
         raise ConfigError("--attempt", args.attempt, rule, "leave out --attempt or --follow")
-    pattern = _pattern(args.grep)
+    try:
+        pattern = None if args.grep is None else re.compile(args.grep.encode())
+    except re.error as error:
+        rule = f"is no regular expression ({error})"
+        raise ConfigError("--grep", args.grep, rule, "put \\ before ( [ { * + ?") from None
     run = RunFolder(find_run(args.run, args.runs).path.absolute())
     run.chosen_attempt(args.attempt)
     logs = _chosen(run, args.rank, is_followed=args.follow)
@@ -77,20 +72,10 @@ def logs_verb(arguments: Sequence[str]) -> int:
             return 0
         with contextlib.suppress(KeyboardInterrupt):
             for line in _lines(run, logs, ends, args.attempt, args.tail, pattern):
-                if not output.line(line):
-                    return 0
+                output.line(line)
             if args.follow:
                 _follow(run, args.rank, ends, pattern, output)
     return 0
-
-
-def _pattern(text: str | None) -> re.Pattern[bytes] | None:
-    if text is None:
-        return None
-    try:
-        return re.compile(text.encode())
-    except re.error as error:
-        raise ConfigError("--grep", text, f"is no regular expression ({error})", "put \\ before ( [ { * + ?") from None
 
 
 def _chosen(run: RunFolder, rank: int | None, *, is_followed: bool) -> dict[int, Path]:
@@ -98,23 +83,18 @@ def _chosen(run: RunFolder, rank: int | None, *, is_followed: bool) -> dict[int,
     logs = rank_logs(run)
     if rank is None:
         return logs
-    if rank in logs or (is_followed and 0 <= rank < _world(run)):
+    world: Any = run.config().get("world")
+    if rank in logs or (is_followed and isinstance(world, int) and 0 <= rank < world):
         return {rank: rank_log(run, rank)}
     if not logs:
         return {}
-    rule = f"the run has no log of this rank; it has those of {_numbers(list(logs))}"
+    ranks = list(logs)
+    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        named = f"{ranks[0]} to {ranks[-1]}"
+    else:
+        named = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
+    rule = f"the run has no log of this rank; it has those of {named}"
     raise ConfigError("--rank", rank, rule, f"try --rank {min(logs, key=lambda known: abs(known - rank))}")
-
-
-def _world(run: RunFolder) -> int:
-    world: Any = run.config().get("world")
-    return world if isinstance(world, int) else 0
-
-
-def _numbers(ranks: Sequence[int]) -> str:
-    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"{ranks[0]} to {ranks[-1]}"
-    return ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
 
 
 def _end(path: Path, *, is_followed: bool) -> int:
@@ -185,8 +165,16 @@ def _follow(
             attempt = newest
             if newest > 1:
                 output.note(f"attempt {newest} begins")
-        if not _show_new(growing, pattern, output, last=not goes_on):
-            return
+        new_lines: list[list[Line]] = []
+        for number, log in growing.items():
+            texts = log.read(last=not goes_on)
+            if log.changed:
+                output.note(f"{log.path.name} was replaced or cut short; it is read from its beginning")
+            if kept := [text for text in texts if pattern is None or pattern.search(text)]:
+                new_lines.append(timed_from_end(kept, number, end=time.time()))
+        for line in merged(new_lines):
+            output.line(line)
+        output.flush()
         if not goes_on:
             output.note(f"{run.path.name} {why}")
             return
@@ -194,21 +182,6 @@ def _follow(
             output.note(f"{run.path.name} {why}")
         last_reason = why
         time.sleep(_POLL_SECONDS)
-
-
-def _show_new(
-    growing: Mapping[int, Growing], pattern: re.Pattern[bytes] | None, output: LogOutput, *, last: bool
-) -> bool:
-    """Print what was added. Returns False if nobody reads it any more."""
-    new_lines: list[list[Line]] = []
-    for number, log in growing.items():
-        texts = log.read(last=last)
-        if log.changed:
-            output.note(f"{log.path.name} was replaced or cut short; it is read from its beginning")
-        kept = [text for text in texts if pattern is None or pattern.search(text)]
-        if kept:
-            new_lines.append(timed_from_end(kept, number, end=time.time()))
-    return all(output.line(line) for line in merged(new_lines)) and output.flush()
 
 
 def _without_logs(run: RunFolder) -> str:
@@ -247,7 +220,7 @@ _FLUSH_BYTES = 1 << 16
 
 
 class LogOutput:
-    """Standard output of `titanlab logs`.
+    """Standard output of `titanlab logs`: bytes, as the logs have them; on a terminal harmless text.
 
     Args:
         width: of the number of a rank before each line; None: lines have no number.
@@ -260,65 +233,54 @@ class LogOutput:
         self._is_terminal = self._stream.isatty()
         self._waiting: list[bytes] = []
         self._bytes = 0
-        self._is_open = True
 
     def widen(self, width: int) -> None:
         """Make room for the number of a higher rank, where lines have one."""
         if self._width is not None:
             self._width = max(self._width, width)
 
-    def line(self, line: Line) -> bool:
-        """Write a line. Returns False if nobody reads the output any more."""
+    def line(self, line: Line) -> None:
+        """Write a line, now or with later ones."""
         head = b"" if self._width is None else f"[rank {line.rank:>{self._width}}] ".encode()
         text = harmless(line.text.decode(errors="replace")).encode(errors="replace") if self._is_terminal else line.text
         self._waiting.append(head + text + b"\n")
         self._bytes += len(text)
-        return self.flush() if self._bytes > _FLUSH_BYTES else self._is_open
+        if self._bytes > _FLUSH_BYTES:
+            self.flush()
 
     def note(self, text: str) -> None:
         """Say something about the logs, on standard error, so that the output has only lines of the logs."""
         self.flush()
         Console(sys.stderr).note(text)
 
-    def flush(self) -> bool:
-        """Write what waits. Returns False if nobody reads the output any more."""
+    def flush(self) -> None:
+        """Write what waits.
+
+        Raises:
+            OSError: a disk is full, or nobody reads the output any more.
+        """
         content = b"".join(self._waiting)
         self._waiting, self._bytes = [], 0
-        if not content or not self._is_open:
-            return self._is_open
-        try:
-            buffer = getattr(self._stream, "buffer", None)
-            if buffer is None:
-                self._stream.write(content.decode(errors="replace"))
-            else:
-                self._stream.flush()
-                buffer.write(content)
-                buffer.flush()
+        if not content:
+            return
+        buffer = getattr(self._stream, "buffer", None)
+        if buffer is None:
+            self._stream.write(content.decode(errors="replace"))
+        else:
             self._stream.flush()
-        except BrokenPipeError:
-            self._is_open = False
-            discard(self._stream)
-        except OSError:
-            self._is_open = False  # A full disk, or a closed terminal.
-        return self._is_open
+            buffer.write(content)
+            buffer.flush()
+        self._stream.flush()
 
     def __enter__(self) -> LogOutput:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.flush()
 
 
-def diagnose_verb(arguments: Sequence[str]) -> int:
+def diagnose_verb(args: Namespace) -> int:
     """Print the diagnosis of a run's newest attempt, or of the given attempt."""
-    parser = Arguments("diagnose", "Say again why a run hung, and where each of its ranks was.")
-    parser.add_argument("run", help="the run's folder, name, or the first digits of its hash")
-    parser.add_argument("--attempt", type=int, help="number of the attempt (default the newest)")
-    parser.add_argument("--json", action="store_true", help="the same as JSON, with whole stacks")
-    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    args = parser.parse_args(arguments)
     run = find_run(args.run, args.runs)
     attempt = run.chosen_attempt(args.attempt)
     with Console() as console:
@@ -327,7 +289,7 @@ def diagnose_verb(arguments: Sequence[str]) -> int:
         elif args.json:
             result = run.result(attempt) if attempt else run.result()
             outcome = None if result is None else result.kind.value
-            console.note(json.dumps({"run": run.path.name, "attempt": attempt, "hung": False, "outcome": outcome}))
+            console.note(json_text({"run": run.path.name, "attempt": attempt, "hung": False, "outcome": outcome}))
         else:
             console.note(_without_hang(run, attempt))
     return 0
@@ -368,7 +330,7 @@ def _show(run: RunFolder, attempt: int, console: Console, *, as_json: bool) -> N
             "damaged": list(hung.damaged.values()),
             "rows": rows,
         }
-        console.note(json.dumps(finite(values), indent=2, ensure_ascii=False))
+        console.note(json_text(values))
         return
     for line in hung.damaged.values():
         console.warn(line)
@@ -378,53 +340,35 @@ def _show(run: RunFolder, attempt: int, console: Console, *, as_json: bool) -> N
 _CHECKPOINT_HEADINGS = ("step", "size", "saved", "state", "")
 
 
-def checkpoints_verb(arguments: Sequence[str]) -> int:
+def checkpoints_verb(args: Namespace) -> int:
     """Print a line for each checkpoint. Returns 1 if one that counts was found damaged."""
-    parser = Arguments("checkpoints", "List a run's checkpoints, by step.")
-    parser.add_argument("run", help="the run's folder, name, or the first digits of its hash")
-    parser.add_argument("--verify", action="store_true", help="read every byte, and exit with 1 if one is damaged")
-    parser.add_argument("--json", action="store_true", help="rows as JSON")
-    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    args = parser.parse_args(arguments)
     run = find_run(args.run, args.runs)
     rows = list_checkpoints(checkpoints_of(run), verifies=args.verify)
     with Console() as console:
         if args.json:
-            console.note(json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False))
+            console.note(json.dumps([asdict(row) for row in rows]))
         elif not rows:
             console.note(f"{shown_path(run.path)} has no checkpoints")
         else:
-            now = time.time()
-            console.note(
-                "\n".join(
-                    aligned(_CHECKPOINT_HEADINGS, [_cells(row, now) for row in rows], right=_CHECKPOINT_HEADINGS[:3])
+            cells = [
+                (
+                    str(row.step),
+                    data_size(row.bytes),
+                    f"{duration(max(time.time() - row.saved, 0.0))} ago",
+                    f"{row.state}, verified" if row.verified else row.state,
+                    (row.problem or "").removeprefix("is damaged: "),
                 )
-            )
+                for row in rows
+            ]
+            console.note("\n".join(aligned(_CHECKPOINT_HEADINGS, cells, right=_CHECKPOINT_HEADINGS[:3])))
     return 1 if any(row.problem is not None for row in rows) else 0
-
-
-def _cells(row: ListedCheckpoint, now: float) -> list[str]:
-    state = f"{row.state}, verified" if row.verified else row.state
-    age = f"{duration(max(now - row.saved, 0.0))} ago"
-    return [
-        str(row.step),
-        data_size(row.bytes),
-        age,
-        state,
-        (row.problem or "").removeprefix("is damaged: "),
-    ]
 
 
 _HOST_HEADINGS = ("host", "when", "outcome", "run", "cause")
 
 
-def hosts_verb(arguments: Sequence[str]) -> int:
+def hosts_verb(args: Namespace) -> int:
     """Print a line for each failure, or forget some."""
-    parser = Arguments("hosts", "List hosts on which a run failed; later jobs of that run leave them out.")
-    parser.add_argument("--clear", metavar="HOST", help="forget the failures on this host")
-    parser.add_argument("--all", action="store_true", help="forget the failures on all hosts")
-    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    args = parser.parse_args(arguments)
     if args.clear is not None and args.all:
         raise ConfigError("--clear", args.clear, "is one host, and --all is given", "leave one of the two out")
     runs = user_path(args.runs)

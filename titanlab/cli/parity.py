@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlab.cli.arguments import FlagParser, check_number
+from titanlab.cli.arguments import MOST_STEPS, PARITY_STEPS, check_number, json_text
 from titanlab.cli.candidates import (
     ProofCandidates,
     choose,
@@ -28,96 +28,37 @@ from titanlab.prove.reduction import MOST_PROCESSES, comparable
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_search import NoSuchRun, find_run
-from titanlab.system.files import finite
 from titanlab.system.terminal import Console
 from titanlab.system.text import counted, shown_path
 
 if TYPE_CHECKING:
     from titanlab.prove.parity import TrainingTrace
 
-_STEPS = 3
-_MOST_STEPS = 100
 REFERENCE = "one process with the same model, data, batch and precision, which recomputes and compiles nothing"
 
-_HELP = f"""\
-titanlab parity: prove that recipes train the same
 
-usage: titanlab parity [+sweeps=NAME | SWEEP | +recipe=NAME] [KEY=VALUE …] [FLAG …]
-       titanlab parity A B [FLAG …]
-
-  titanlab parity +sweeps=quickstart_layouts                every recipe of a sweep, each held to one process
-  titanlab parity +recipe=quickstart parallelism=fsdp world=2
-  titanlab parity quickstart "+recipe=quickstart parallelism=tp world=2"    two recipes of one model and data
-  titanlab parity RUN RUN                                   the logged losses and norms of two finished runs
-
-Each recipe is reduced: few layers, small widths, random tokens; its layout, schedule, checkpointing, compiled parts and
-optimizer stay. It trains on this CPU, in fp32 and in its own precision, and is held to one process. A layout of more
-processes is folded: every axis keeps a degree of 2. The result is kept in the sweep's folder, as parity.json.
-
-options:
-  --steps N       of each training (default {_STEPS}, at most {_MOST_STEPS})
-  --processes N   most processes of a layout (default {MOST_PROCESSES})
-  --only WORD     recipes with this word in their names
-  --inductor      let inductor compile what it compiles in the recipe: minutes instead of seconds
-  --json          the result as JSON
-  --runs FOLDER   the folder of runs (default runs)
-  -h, --help      this page
-
-Exit codes: 0 all pass, 1 a recipe fails, 2 bad input. Tolerances and what the proof shows: docs/proofs.md."""
-
-
-def parity_verb(arguments: Sequence[str]) -> int:
+def parity_verb(args: Namespace) -> int:
     """Returns 0 if all pass, 1 if one fails, 2 after bad input."""
-    if any(argument in ("-h", "--help") for argument in arguments):
-        print(_HELP)
-        return 0
-    args, rest = _parse(arguments)
+    rest = args.rest
+    if args.steps is not None:
+        check_number("--steps", args.steps, MOST_STEPS, PARITY_STEPS)
+    if args.processes is not None:
+        check_number("--processes", args.processes, 256, MOST_PROCESSES)
     if not rest:
         cure = "try +sweeps=quickstart_layouts, a sweep's name, or two recipes or runs"
         raise ConfigError("arguments", "", "say nothing of what to prove", cure)
     with Console() as console:
         pair = _pair(rest)
         if pair is not None and (runs := _runs(pair, args.runs)) is not None:
-            _check_flags_of_runs(args)
+            for flag in ("steps", "processes", "only", "inductor"):
+                if value := getattr(args, flag):
+                    rule = "is for recipes, which are trained; finished runs are compared as they were logged"
+                    raise ConfigError(f"--{flag}", value, rule, "leave it out, or give two recipes")
             return _compare(*runs, args, console)
         chosen = choose(rest, args.runs) if pair is None else _of_pair(pair)
         if args.only:
             chosen.only(args.only)
         return _prove(chosen, args, console)
-
-
-def _parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
-    parser = FlagParser("parity")
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--processes", type=int)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--runs", default="runs")
-    parser.add_argument("--inductor", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    args, rest = parser.parse_known_args(list(arguments))
-    if args.steps is not None:
-        check_number("--steps", args.steps, _MOST_STEPS, _STEPS)
-    if args.processes is not None:
-        check_number("--processes", args.processes, 256, MOST_PROCESSES)
-    return args, rest
-
-
-def _check_flags_of_runs(args: Any) -> None:
-    """Check that no flag of a training is given where nothing is trained.
-
-    Raises:
-        ConfigError: one is.
-    """
-    given = {
-        "steps": args.steps,
-        "processes": args.processes,
-        "only": args.only or None,
-        "inductor": args.inductor or None,
-    }
-    for flag, value in given.items():
-        if value is not None:
-            rule = "is for recipes, which are trained; finished runs are compared as they were logged"
-            raise ConfigError(f"--{flag}", value, rule, "leave it out, or give two recipes")
 
 
 def _pair(arguments: Sequence[str]) -> tuple[str, str] | None:
@@ -184,7 +125,7 @@ def _compare(first: Any, second: Any, args: Any, console: Console) -> int:
             "rows": [row.to_mapping()],
             "note": NOT_COMPARED,
         }
-        console.note(json.dumps(finite(values), indent=2, ensure_ascii=False))
+        console.note(json_text(values))
         return 0 if row.passed else 1
     console.note(f"{row.run} against {first.path.name}, at equal tokens")
     console.note("\n".join(table([row])))
@@ -204,7 +145,7 @@ def _prove(chosen: ProofCandidates, args: Any, console: Console) -> int:
     folder = Path(tempfile.mkdtemp(prefix="titanlab-parity-"))
     rows: list[ProofRow] = []
     trainer, code = _Trainer(), 0
-    steps, most = args.steps or _STEPS, args.processes or MOST_PROCESSES
+    steps, most = args.steps or PARITY_STEPS, args.processes or MOST_PROCESSES
     try:
         proofs = plan_proofs(chosen.candidates, steps=steps, runs=str(folder), most=most, inductor=args.inductor)
         if not args.json:
@@ -226,7 +167,7 @@ def _prove(chosen: ProofCandidates, args: Any, console: Console) -> int:
     kept = _kept(chosen, rows, console)
     if args.json:
         values = {"reference": REFERENCE, "rows": [row.to_mapping() for row in rows], "file": kept}
-        console.note(json.dumps(finite(values), indent=2, ensure_ascii=False))
+        console.note(json_text(values))
         return code or (0 if all(row.passed for row in rows) else 1)
     if rows:
         console.note("\n".join(["", *table(rows), ""]))

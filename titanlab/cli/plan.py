@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import shutil
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from titanlab.cli.arguments import FlagParser
+from titanlab.cli.arguments import json_text
 from titanlab.cli.compose import compose_one
 from titanlab.errors import ConfigError
 from titanlab.plan import search
@@ -22,11 +22,10 @@ from titanlab.plan.explanation import (
     time_rows,
     traffic_rows,
 )
-from titanlab.plan.search import MOST, Plan, for_planning, no_collection, plan
+from titanlab.plan.search import Plan, for_planning, no_collection, plan
 from titanlab.recipe.flags import read_flags
 from titanlab.recipe.recipe import Recipe
 from titanlab.sweep.listing import aligned
-from titanlab.system.files import finite, user_path
 from titanlab.system.terminal import Console
 from titanlab.system.text import counted, grouped
 from titanlab.techniques.schedule import plot
@@ -38,63 +37,33 @@ if TYPE_CHECKING:
 _TOP = 20
 _TRACED = ("declared", "traced", "difference")
 
-_HELP = """\
-titanlab plan: estimate memory and speed of layouts without a GPU, and rank those that fit
 
-usage: titanlab plan +recipe=NAME cluster=NAME [world=N] [KEY=VALUE …] [FLAG …]
-
-  titanlab plan +recipe=llama3_1_8b_8gpus cluster=h100 world=64             the 20 fastest layouts of 64 GPUs
-  titanlab plan +recipe=llama3_1_8b_8gpus cluster=h100 world=64 --why       and why each of them has its place
-  titanlab plan +recipe=llama3_1_405b_512gpus cluster=h100 --explain        the account of one recipe as it stands
-
-options:
-  --top N             how many (default 20, at most {most:,})
-  --why               one sentence for each, and how many layouts were left out for which rule
-  --vary GROUP,…      precision and compile too, which otherwise stay as the recipe has them
-  --explain           memory by rank of the pipeline, time by part, bytes of each collective, the timeline
-  --plot FILE         with --explain: draw the timeline: timeline.svg, timeline.png
-  --trace             run one step on tensors without data; exit code 1 if it is not what the planner declares
-  --rank N,…          with --trace: these ranks, and not the first one of each pipeline stage
-  --json              the same as JSON, in bytes and seconds
-  --calibrate SWEEP   fit the estimates to the runs of a sweep of yours, and write a file for cluster=NAME
-  --measure           measure this machine, or with launch=slurm a node, by one short job, and write such a file
-  --out FILE          with --calibrate or --measure: FOLDER/cluster/NAME.yaml (default: in the sweep's folder)
-  --runs FOLDER       with --calibrate: the folder of runs (default runs)
-  -h, --help          this page
-
-Degrees, microbatch, schedule, stages of a rank and activation checkpointing vary; world and global batch stay.
-What the figures rest on: docs/planner.md."""
-
-
-def plan_verb(arguments: Sequence[str]) -> int:
+def plan_verb(args: Namespace) -> int:
     """Returns 0; 2 if no layout fits; 1 if a trace differs."""
-    if any(argument in ("-h", "--help") for argument in arguments):
-        print(_HELP.format(most=MOST))
-        return 0
-    args, rest = _parse(arguments)
+    _check(args)
     if args.measure or args.calibrate is not None or args.trace:
-        return _answered(args, rest)
+        return _answered(args)
     with no_collection():
-        code = _answered(args, rest)
+        code = _answered(args)
         # At its end Python would look through the many small objects of the search once more (a tenth of a second).
         gc.freeze()
     return code
 
 
-def _answered(args: Any, rest: list[str]) -> int:
+def _answered(args: Namespace) -> int:
     """Do what a command line asks for; returns the exit code."""
     if args.measure:
         # Imported here, as below: a plan needs neither sweeps nor jobs.
         from titanlab.cli.plan_runs import measure
 
-        return measure(rest, out=args.out)
+        return measure(args.rest, out=args.out)
     if args.calibrate is not None:
         from titanlab.cli.plan_runs import calibrate_sweep
 
         with Console() as console:
             calibrate_sweep(args.calibrate, runs=args.runs or "runs", out=args.out, console=console)
         return 0
-    recipe = _recipe(rest)
+    recipe = _recipe(args.rest)
     with Console() as console:
         if args.explain:
             _explain(for_planning(recipe, stands=True), args, console)
@@ -103,25 +72,14 @@ def _answered(args: Any, rest: list[str]) -> int:
             return _trace(for_planning(recipe, stands=True), args.rank, console, as_json=args.json)
         result = plan(for_planning(recipe), vary=args.vary, top=_TOP if args.top is None else args.top)
         if args.json:
-            console.note(json.dumps(finite(search.plan_values(result)), indent=2, ensure_ascii=False))
+            console.note(json_text(search.plan_values(result)))
         else:
             console.note("\n".join(_lines(result, why=args.why)))
         return 0 if result.best else ConfigError.exit_code
 
 
-def _parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
-    """The verb's own flags, and the rest of the command line."""
-    parser = FlagParser("plan")
-    parser.add_argument("--top", type=int)
-    parser.add_argument("--vary", default="")
-    parser.add_argument("--plot", type=user_path)
-    parser.add_argument("--calibrate", metavar="SWEEP")
-    parser.add_argument("--out", type=user_path)
-    parser.add_argument("--runs")
-    parser.add_argument("--rank", default="")
-    for flag in ("--why", "--explain", "--trace", "--json", "--measure"):
-        parser.add_argument(flag, action="store_true")
-    args, rest = parser.parse_known_args(list(arguments))
+def _check(args: Namespace) -> None:
+    """Check that the flags go together."""
     args.vary = args.vary.split(",") if args.vary else []
     if args.plot is not None and not args.explain:
         raise ConfigError("--plot", args.plot, "draws the timeline of one recipe", "add --explain")
@@ -134,21 +92,10 @@ def _parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
             if _is_given(getattr(args, about_many)):
                 rule = f"is about one recipe, and --{about_many} about many"
                 raise ConfigError(f"--{about_one}", "true", rule, "leave one out")
-    _check_machine_flags(args, rest)
-    return args, rest
-
-
-def _is_given(value: Any) -> bool:
-    """Whether a flag has a value that is not its default; 0 is one, though it equals False."""
-    return value is not None and value is not False and value != []
-
-
-def _check_machine_flags(args: Any, rest: Sequence[str]) -> None:
-    """Check that --calibrate and --measure stand without flags of a plan, and --out and --runs with them."""
+    # --calibrate and --measure stand without flags of a plan, --out and --runs with them only.
     verb = "--calibrate" if args.calibrate is not None else "--measure" if args.measure else None
-    other = [
-        name for name in ("top", "why", "explain", "trace", "json", "vary", "plot") if _is_given(getattr(args, name))
-    ]
+    of_plan = ("top", "why", "explain", "trace", "json", "vary", "plot")
+    other = [name for name in of_plan if _is_given(getattr(args, name))]
     if verb is None:
         for name in ("out", "runs"):
             if getattr(args, name) is not None:
@@ -159,11 +106,16 @@ def _check_machine_flags(args: Any, rest: Sequence[str]) -> None:
         raise ConfigError("--calibrate", args.calibrate, "takes runs, and --measure a new job", "leave one out")
     if other:
         raise ConfigError(verb, args.calibrate or "true", f"makes no plan, which --{other[0]} is about", "leave it out")
-    if args.calibrate is not None and rest:
+    if args.calibrate is not None and args.rest:
         rule = "is not for --calibrate, which takes recipes and cluster from the runs"
-        raise ConfigError("arguments", " ".join(rest), rule, "leave it out")
+        raise ConfigError("arguments", " ".join(args.rest), rule, "leave it out")
     if args.measure and args.runs is not None:
         raise ConfigError("--runs", args.runs, "belongs to --calibrate", f"write runs={args.runs}")
+
+
+def _is_given(value: Any) -> bool:
+    """Whether a flag has a value that is not its default; 0 is one, though it equals False."""
+    return value is not None and value is not False and value != []
 
 
 def _recipe(arguments: Sequence[str]) -> Recipe:
@@ -188,7 +140,7 @@ def _lines(result: Plan, *, why: bool) -> list[str]:
     return lines
 
 
-def _explain(recipe: Recipe, args: Any, console: Console) -> None:
+def _explain(recipe: Recipe, args: Namespace, console: Console) -> None:
     account = explain(recipe)
     if args.plot is not None:
         if account.timeline is None:
@@ -200,7 +152,7 @@ def _explain(recipe: Recipe, args: Any, console: Console) -> None:
             args.plot,
         )
     if args.json:
-        console.note(json.dumps(finite(explanation_values(account)), indent=2, ensure_ascii=False))
+        console.note(json_text(explanation_values(account)))
         return
     console.note("\n".join(_account(account)))
     if args.plot is not None:
@@ -249,7 +201,7 @@ def _trace(recipe: Recipe, ranks: str, console: Console, *, as_json: bool) -> in
 
     comparison = trace(recipe, _ranks(ranks))
     if as_json:
-        console.note(json.dumps(comparison_values(comparison), indent=2, ensure_ascii=False))
+        console.note(json_text(comparison_values(comparison)))
     else:
         console.note("\n".join(_trace_lines(comparison)))
     return 1 if comparison.differing else 0

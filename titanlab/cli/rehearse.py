@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titanlab.cli.arguments import FlagParser, check_number
+from titanlab.cli.arguments import MOST_STEPS, check_number, json_text
 from titanlab.cli.candidates import ProofCandidates, choose, left_out_lines, sizes_and_notes
 from titanlab.errors import ConfigError
 from titanlab.prove.forked import log_of, prepare, train_in_ranks
@@ -17,68 +17,24 @@ from titanlab.prove.reduction import MOST_PROCESSES
 from titanlab.prove.rehearsal import FAILED, STEPS, Rehearsal, Result, plan_rehearsals, rehearse
 from titanlab.records.outcome import OutcomeKind
 from titanlab.sweep.listing import aligned
-from titanlab.system.files import finite, user_path
 from titanlab.system.terminal import Console
 from titanlab.system.text import counted, shown_path
 
-_MOST_STEPS = 100
 _HEADINGS = ("", "run", "layout", "outcome", "cause")
 
-_HELP = f"""\
-titanlab rehearse: find what would break on the cluster, on this CPU
 
-usage: titanlab rehearse [+sweeps=NAME | SWEEP | +recipe=NAME] [KEY=VALUE …] [FLAG …]
-
-  titanlab rehearse +sweeps=llama3_405b_512gpus             every recipe of a sweep, {STEPS} steps each
-  titanlab rehearse +sweeps=llama3_405b_512gpus --only 1f1b
-  titanlab rehearse +recipe=llama3_1_8b_256gpus_4d
-
-Each recipe is composed and checked in its real size, then reduced and trained for {STEPS} steps: its layout is folded
-to at most {MOST_PROCESSES} processes; schedule, precision, checkpointing, compiled parts, optimizer, validation and
-kind of checkpoints stay. Axes that do not fit together get a second rehearsal. A failure does not stop the others.
-
-options:
-  --only WORD     recipes with this word in their names
-  --steps N       of each rehearsal (default {STEPS}, at most {_MOST_STEPS})
-  --processes N   most processes of a layout (default {MOST_PROCESSES})
-  --keep FOLDER   keep the folders of the reduced runs there; otherwise only those of failed ones stay
-  --inductor      let inductor compile what it compiles in the recipe: minutes instead of seconds
-  --json          the result as JSON
-  --runs FOLDER   the folder of runs (default runs)
-  -h, --help      this page
-
-Exit codes: 0 all are ok, 1 one failed, 2 bad input. What a rehearsal cannot find: docs/proofs.md."""
-
-
-def rehearse_verb(arguments: Sequence[str]) -> int:
+def rehearse_verb(args: Namespace) -> int:
     """Returns 0 if all recipes are ok, 1 if one failed, 2 after bad input."""
-    if any(argument in ("-h", "--help") for argument in arguments):
-        print(_HELP)
-        return 0
-    args, rest = _parse(arguments)
-    if not rest:
+    check_number("--steps", args.steps, MOST_STEPS, STEPS)
+    check_number("--processes", args.processes, 256, MOST_PROCESSES)
+    if not args.rest:
         cure = "try +sweeps=quickstart_layouts, +recipe=quickstart, or the name of a sweep"
         raise ConfigError("arguments", "", "say nothing of what to rehearse", cure)
     with Console() as console:
-        chosen = choose(rest, args.runs)
+        chosen = choose(args.rest, args.runs)
         if args.only:
             chosen.only(args.only)
         return _rehearse(chosen, args, console)
-
-
-def _parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
-    parser = FlagParser("rehearse")
-    parser.add_argument("--only", default="")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--processes", type=int, default=MOST_PROCESSES)
-    parser.add_argument("--keep", type=user_path)
-    parser.add_argument("--runs", default="runs")
-    parser.add_argument("--inductor", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    args, rest = parser.parse_known_args(list(arguments))
-    check_number("--steps", args.steps, _MOST_STEPS, STEPS)
-    check_number("--processes", args.processes, 256, MOST_PROCESSES)
-    return args, rest
 
 
 def _made(folder: Path) -> Path:
@@ -138,7 +94,7 @@ def _rehearse_in(folder: Path, chosen: ProofCandidates, results: list[Result], a
     code = code or (1 if failed else 0)
     if args.json:
         values = {"rehearsals": [result.to_mapping() for result in results], "planned": total}
-        console.note(json.dumps(finite(values), indent=2, ensure_ascii=False))
+        console.note(json_text(values))
         return code
     if failed or not code:
         console.note("\n".join(_summary(results, failed)))

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 
-from titanlab.cli.arguments import Arguments
+from titanlab.cli.arguments import json_text
 from titanlab.errors import ConfigError
 from titanlab.sweep.sweep_folder import SweepFolder, open_sweep
-from titanlab.system.files import finite, user_path
+from titanlab.system.files import user_path
 from titanlab.system.terminal import Console
 from titanlab.system.text import counted
 
 _ENDINGS = (".html", ".htm")
 
 
-def collect_verb(arguments: Sequence[str]) -> int:
+def collect_verb(args: Namespace) -> int:
     """Write the table, print where it is, and compare the recipes."""
-    parser = Arguments("collect", "Write a sweep's table as parquet and CSV: a row for each run and dropped point.")
-    parser.add_argument("sweep", help="the sweep's name, or its folder")
-    parser.add_argument("--into", type=Path, help="the folder for the files (default: the sweep's own)")
-    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    args = parser.parse_args(arguments)
     sweep = open_sweep(args.sweep, args.runs)
     # Imported here, as below: the planner and the table take time to import, and `--help` needs neither.
     from titanlab.sweep import listing
@@ -43,19 +37,8 @@ def collect_verb(arguments: Sequence[str]) -> int:
     return 0
 
 
-def best_verb(arguments: Sequence[str]) -> int:
+def best_verb(args: Namespace) -> int:
     """Print the answer in one sentence, the ranked recipes, and those that are left out."""
-    parser = Arguments("best", "Rank the recipes of a sweep; nobody is named the winner of a gap that may be noise.")
-    parser.add_argument("sweep", help="the sweep's name, or its folder")
-    parser.add_argument(
-        "--by",
-        default="tps",
-        help="tps: tokens per second of one device (default); mfu; memory: the least peak of a rank",
-    )
-    parser.add_argument("--max-memory", type=float, metavar="GIB", help="leave out recipes that need more, such as 76")
-    parser.add_argument("--json", action="store_true", help="the ranking as JSON; docs/comparing.md has the keys")
-    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    args = parser.parse_args(arguments)
     from titanlab.sweep.comparison import COLUMN_OF
     from titanlab.sweep.listing import dropped
     from titanlab.sweep.ranking import rank, ranking_lines
@@ -71,26 +54,14 @@ def best_verb(arguments: Sequence[str]) -> int:
     ranking = rank(rows, by=args.by, max_memory_gib=limit)
     with Console() as console:
         if args.json:
-            console.note(
-                json.dumps(finite({"sweep": sweep.name, **ranking.to_mapping()}), indent=2, ensure_ascii=False)
-            )
+            console.note(json_text({"sweep": sweep.name, **ranking.to_mapping()}))
         else:
             console.note("\n".join([f"{sweep.name}: {ranking.sentence}", *ranking_lines(ranking)[1:], *dropped(rows)]))
     return 0
 
 
-def report_verb(arguments: Sequence[str]) -> int:
+def report_verb(args: Namespace) -> int:
     """Write the report, and print its answer and where it is."""
-    parser = Arguments("report", "Write a sweep's report: one HTML file, which opens without a network.")
-    parser.add_argument("sweep", help="the sweep's name, or its folder")
-    parser.add_argument("--by", choices=("tps", "mfu", "memory"), default="tps", help="rank by it (default tps)")
-    parser.add_argument(
-        "--into", type=Path, help="an HTML file, or a folder (default: SWEEP.html in the sweep's folder)"
-    )
-    parser.add_argument("--figures", type=Path, help="a folder: also write each figure there, for papers")
-    parser.add_argument("--format", choices=("png", "svg", "pdf"), help="of these figures (default png)")
-    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    args = parser.parse_args(arguments)
     if args.format is not None and args.figures is None:
         raise ConfigError("--format", args.format, "is that of figures", "add --figures FOLDER")
     sweep = open_sweep(args.sweep, args.runs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from titanlab.checkpoint.address_schema import Place
 from titanlab.checkpoint.contents import parent_of
 from titanlab.checkpoint.folders import checkpoints_of, find_run_or_checkpoint, latest, of_step, step_of
-from titanlab.cli.arguments import Arguments
+from titanlab.cli.arguments import FROM
 from titanlab.data import source
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import launch_of
@@ -61,16 +62,8 @@ CHANGEABLE = (
 )
 
 
-def resume_verb(arguments: Sequence[str]) -> int:
+def resume_verb(args: Namespace) -> int:
     """Run the next attempt. Returns the exit code of its outcome."""
-    parser = Arguments("resume", "Continue a run that was stopped.")
-    parser.add_argument(
-        "run", help="the run's folder, name, or the first digits of its hash; or one of its checkpoints"
-    )
-    parser.add_argument("overrides", nargs="*", default=[], help="key=value, such as parallelism.shard=4")
-    parser.add_argument("--step", type=int, help="of the checkpoint to resume from (default: the newest)")
-    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    args = parser.parse_args(arguments)
     run, checkpoint = find_run_or_checkpoint(args.run, args.runs)
     if args.step is not None:
         if checkpoint is not None:
@@ -122,22 +115,16 @@ def _changed(run: RunFolder, overrides: Sequence[str], console: Console) -> Reci
     return replace(recipe, runs=str(run.path.parent.parent))
 
 
-FLAG = "--from"
 # What the new run has from its checkpoint.
 _FIXED = ("checkpoint.load_from", "init_from", "runs")
 
 
-def train_from(arguments: Sequence[str]) -> int:
+def train_from(args: Namespace) -> int:
     """Train the new run, here or with its launcher. Returns the exit code of its outcome, 0 after a submission."""
-    parser = Arguments("train", "Begin a new run from another run's checkpoint.")
-    parser.add_argument("overrides", nargs="*", default=[], help="key=value or group=preset: training.steps=2000")
-    parser.add_argument(FLAG, dest="run", required=True, help="the other run, or one of its checkpoints")
-    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    args = parser.parse_args(arguments)
-    parent, checkpoint = find_run_or_checkpoint(args.run, args.runs, FLAG)
+    parent, checkpoint = find_run_or_checkpoint(args.run, args.runs, FROM)
     checkpoint = checkpoint or latest(checkpoints_of(parent))
     if checkpoint is None:
-        raise ConfigError(FLAG, args.run, "has no checkpoint", "train it until it has saved one, or begin without it")
+        raise ConfigError(FROM, args.run, "has no checkpoint", "train it until it has saved one, or begin without it")
     with Console() as console:
         console.phase("composing the recipe")
         recipe, lines = _branched(parent, checkpoint, args.overrides)
@@ -156,7 +143,7 @@ def _branched(parent: RunFolder, checkpoint: Place, overrides: Sequence[str]) ->
     for override in overrides:
         key, _, value = override.partition("=")
         if key in _FIXED:
-            raise ConfigError(key, value, f"follows from {FLAG}", "leave it out")
+            raise ConfigError(key, value, f"follows from {FROM}", "leave it out")
     # Not under another path the next time: the path is part of the new run's identity.
     start = {"load_from": str(checkpoint.resolve() if isinstance(checkpoint, Path) else checkpoint)}
     begun = {**config, "init_from": None, "checkpoint": {**config["checkpoint"], **start}}
@@ -203,24 +190,8 @@ def _submitted(recipe: Recipe, console: Console) -> int:
     return 0
 
 
-def retry_verb(arguments: Sequence[str]) -> int:
+def retry_verb(args: Namespace) -> int:
     """Submit runs again, and print which. Returns 0, also if there is nothing to submit."""
-    parser = Arguments("retry", "Put ended runs of a sweep back into the queue; they go on from their checkpoints.")
-    parser.add_argument("sweep", help="the sweep's name, or its folder")
-    parser.add_argument(
-        "runs_and_keys",
-        nargs="*",
-        metavar="RUN | launch.KEY=VALUE",
-        default=[],
-        help="runs by folder, label or first digits of the hash (default: all); keys of launch, and cluster.nodes and "
-        "cluster.per_node, for the new jobs",
-    )
-    parser.add_argument("--outcome", default="", help="those that have ended so: hang,node_fail")
-    parser.add_argument("--all-failed", action="store_true", help="those that have ended otherwise than done")
-    parser.add_argument("--stale", action="store_true", help="those that other code has made, which start anew")
-    parser.add_argument("--dry-run", action="store_true", help="say which they are, and submit nothing")
-    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    args = parser.parse_args(arguments)
     if args.outcome and args.all_failed:
         raise ConfigError("--outcome", args.outcome, "is one of those of --all-failed", "leave one of the two out")
     outcomes = [word.strip() for word in args.outcome.split(",") if word.strip()]
@@ -246,7 +217,7 @@ def _report(console: Console, folder: SweepFolder, done: Retried, *, dry_run: bo
             console.note(f"{chosen.run.path.name}: {outcome}{', anew' if chosen.anew else ''}")
     count = len(done.chosen)
     named = sweep_argument(folder.path)
-    runs = "1 run" if count == 1 else f"{count} runs"
+    runs = counted(count, "run")
     if not count:
         console.note(f"nothing of {folder.name} is to be done again; titanlab status {named} shows its runs")
     elif dry_run:

@@ -9,14 +9,13 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from titanlab.cli.arguments import Arguments
 from titanlab.errors import ConfigError
 from titanlab.options import discover
-from titanlab.system.files import user_path
 from titanlab.system.terminal import Console
 from titanlab.system.text import harmless
 from titanlab.techniques.schedule.action import Action, Kind
@@ -64,10 +63,8 @@ class Made:
         )
 
 
-def schedule_verb(arguments: Sequence[str]) -> int:
+def schedule_verb(args: Namespace) -> int:
     """Show one schedule, or compare all schedules."""
-    parser = _parser()
-    args = parser.parse_args(arguments)
     _check_arguments(args)
     try:
         made, refused = _made(args)
@@ -91,29 +88,7 @@ def schedule_verb(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> Arguments:
-    kinds = sorted(str(kind) for kind in discover()["schedule"])
-    parser = Arguments("schedule", "Show the timeline of a pipeline's schedule: idle time, and activations kept.")
-    parser.add_argument("kind", help=f"{', '.join(kinds)}; all: compare them")
-    parser.add_argument("--ranks", type=int, help="of the pipeline (default 4)")
-    parser.add_argument("--microbatches", type=int, help="of a step (default 8)")
-    parser.add_argument("--stages-per-rank", type=int, help="where a schedule lets one choose (default 2)")
-    parser.add_argument("--file", help="of the schedule csv; its ranks and microbatches are the defaults")
-    for name, what, default in (
-        ("forward", "forward pass (F)", "1"),
-        ("backward", "whole backward pass (B)", "2"),
-        ("input", "gradient of the input (I)", "half of B"),
-        ("weight", "gradient of the weights (W)", "half of B"),
-        ("transfer", "transfer from rank to rank, beside computation", "0"),
-    ):
-        text = f"time of a {what}" + ("" if name == "transfer" else ", one microbatch, all layers of a rank")
-        parser.add_argument(f"--{name}", type=float, help=f"{text} (default {default})")
-    parser.add_argument("--plot", type=user_path, help="draw it: timeline.svg, timeline.png")
-    parser.add_argument("--csv", type=user_path, help="write the order, for schedule=csv schedule.file=…")
-    return parser
-
-
-def _check_arguments(args: Any) -> None:
+def _check_arguments(args: Namespace) -> None:
     """Check that the numbers are in range and that the flags can be combined."""
     kinds = [*sorted(str(kind) for kind in discover()["schedule"]), ALL]
     if args.kind not in kinds:
@@ -140,7 +115,7 @@ def _check_arguments(args: Any) -> None:
         raise ConfigError("--file", args.file, "is for the schedule csv", "try titanlab schedule csv")
 
 
-def _check_proportions(args: Any) -> None:
+def _check_proportions(args: Namespace) -> None:
     """Check the durations: a column is a fraction of the shortest one, so unequal durations need too many columns."""
     times = {str(kind): time for kind, time in _durations(args).items()}
     shortest = min(times.values())
@@ -153,7 +128,7 @@ def _check_proportions(args: Any) -> None:
         raise ConfigError(f"--{name}", typed[name], rule, "try 1")
 
 
-def _made(args: Any) -> tuple[list[Made], dict[str, ConfigError]]:
+def _made(args: Namespace) -> tuple[list[Made], dict[str, ConfigError]]:
     """The schedule that the user named, or all schedules; and the errors of schedules that cannot be made."""
     if args.kind != ALL:
         return [_make(args.kind, args)], {}
@@ -169,7 +144,7 @@ def _made(args: Any) -> tuple[list[Made], dict[str, ConfigError]]:
     return sorted(made, key=lambda schedule: (schedule.timeline.duration, schedule.kind)), refused
 
 
-def _make(kind: str, args: Any, *, chosen: bool = True) -> Made:
+def _make(kind: str, args: Namespace, *, chosen: bool = True) -> Made:
     """Make one schedule; if the user has named it (`chosen`), a flag that it does not use is a mistake."""
     schema = _schema(kind)
     fields, values = _fields(schema), {}
@@ -212,7 +187,7 @@ def _takes(schema: type, stages_per_rank: int) -> bool:
     return True
 
 
-def _durations(args: Any) -> Mapping[Kind, float]:
+def _durations(args: Namespace) -> Mapping[Kind, float]:
     backward = args.backward or 2.0
     return {
         Kind.FORWARD: args.forward or 1.0,
@@ -222,7 +197,7 @@ def _durations(args: Any) -> Mapping[Kind, float]:
     }
 
 
-def _picture(made: Made, args: Any) -> list[str]:
+def _picture(made: Made, args: Namespace) -> list[str]:
     coloured = _is_coloured()
     # A file has no width, unless COLUMNS is set.
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else None
@@ -237,7 +212,7 @@ def _picture(made: Made, args: Any) -> list[str]:
     ]
 
 
-def _table(made: list[Made], refused: Mapping[str, ConfigError], args: Any) -> list[str]:
+def _table(made: list[Made], refused: Mapping[str, ConfigError], args: Namespace) -> list[str]:
     coloured = _is_coloured()
     head = ("schedule", "stages a rank", "step", "bubble", "peak in flight, by rank")
     body = [
@@ -264,7 +239,7 @@ def _table(made: list[Made], refused: Mapping[str, ConfigError], args: Any) -> l
     return [title, f"({_times(args)})", "", _strong(lines[0], coloured=coloured), *lines[1:], *left_out]
 
 
-def _times(args: Any) -> str:
+def _times(args: Namespace) -> str:
     times = ", ".join(f"{kind} {_figure(time)}" for kind, time in _durations(args).items())
     sent = f", transfer {_figure(args.transfer)}" if args.transfer else ""
     return f"a rank's layers take {times}{sent}"

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titanlab.cli.arguments import Arguments
+from titanlab.cli.arguments import json_text
 from titanlab.errors import ConfigError
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
@@ -20,20 +20,13 @@ from titanlab.sweep.listing import aligned, details, failure_text, overview
 from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import SweepFolder, find_run_or_sweep, open_sweep
 from titanlab.sweep.watch import Screen
-from titanlab.system.files import finite, user_path
+from titanlab.system.files import user_path
 from titanlab.system.terminal import Console
 from titanlab.system.text import counted, data_size, shown_path
 
 
-def status_verb(arguments: Sequence[str]) -> int:
+def status_verb(args: Namespace) -> int:
     """Show all sweeps, one sweep, or one run of a sweep."""
-    parser = Arguments("status", "Show where the runs of a sweep stand; without a sweep, which there are.")
-    parser.add_argument("sweep", nargs="?", help="the sweep's name, or its folder")
-    parser.add_argument("run", nargs="?", help="one run of it: its folder, name, or the first digits of its hash")
-    parser.add_argument("--watch", action="store_true", help="go on showing it until nothing runs or waits any more")
-    parser.add_argument("--json", action="store_true", help="rows as JSON; docs/comparing.md has the columns")
-    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    args = parser.parse_args(arguments)
     if args.watch and (args.json or args.sweep is None or args.run is not None):
         raise ConfigError("--watch", True, "is for the table of one sweep", "give a sweep, and nothing else")
     if args.sweep is None:
@@ -81,16 +74,11 @@ def _show_runs(named: Sequence[RunFolder], rows: Sequence[dict[str, Any]], *, as
 
 def _print_json(rows: Sequence[dict[str, Any]]) -> None:
     with Console() as console:
-        console.note(json.dumps(finite(rows), indent=2, ensure_ascii=False))
+        console.note(json_text(rows))
 
 
-def cancel_verb(arguments: Sequence[str]) -> int:
+def cancel_verb(args: Namespace) -> int:
     """Cancel runs: active runs save and end, waiting runs do not start. Returns 0, also if all have ended."""
-    parser = Arguments("cancel", "Cancel runs of a sweep: those that run save and end, those that wait do not start.")
-    parser.add_argument("sweep", help="the sweep's name, or its folder")
-    parser.add_argument("run", nargs="*", help="runs by folder, label or first digits of the hash (default: all)")
-    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    args = parser.parse_args(arguments)
     folder = open_sweep(args.sweep, args.runs)
     with Console() as console:
         done = cancel(folder, console.note, names=args.run)
@@ -111,22 +99,8 @@ _HEADINGS = ("what", "count", "size", "")
 _LARGEST = 10
 
 
-def clean_verb(arguments: Sequence[str]) -> int:
+def clean_verb(args: Namespace) -> int:
     """Remove what the user agrees to. Returns 1 if something could not be removed, 130 after Ctrl-C."""
-    parser = Arguments("clean", "Remove what no run needs any more; results, logs and records always stay.")
-    parser.add_argument("name", nargs="?", metavar="RUN | SWEEP", help="one run or one sweep (default: all of them)")
-    parser.add_argument(
-        "--what",
-        default=",".join(kind for kind in KINDS if kind not in CACHES),
-        help=f"some of {', '.join(KINDS)}; or all (default: all but the caches)",
-    )
-    parser.add_argument("--keep", type=int, metavar="N", help="keep N checkpoints of each run (default: as its recipe)")
-    parser.add_argument("--verify", action="store_true", help="read every byte of checkpoints that stay, to be sure")
-    parser.add_argument("--remote", action="store_true", help="also checkpoints in remote stores")
-    parser.add_argument("--dry-run", action="store_true", help="only show it, with every path")
-    parser.add_argument("--yes", action="store_true", help="do not ask")
-    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    args = parser.parse_args(arguments)
     kinds = _kinds(args.what)
     if args.name is not None and args.what.strip() != "all" and (shared := [kind for kind in kinds if kind in CACHES]):
         rule = f"{shared[0]} is of all runs, and {args.name} is named"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from titanlab.cli.arguments import Arguments
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.records.run_folder import RunFolder
 from titanlab.report import wandb_workspace
@@ -22,25 +22,8 @@ from titanlab.techniques.tracker.wandb_schema import Wandb
 from titanlab.train.tracked_run import has_repeated_steps, has_tracker, tracker_gap, waiting_files
 
 
-def sync_verb(arguments: Sequence[str]) -> int:
+def sync_verb(args: Namespace) -> int:
     """Rebuild, upload, and print what was done. Returns 0 if nothing remains to upload."""
-    parser = Arguments("sync", "Upload what wandb has written offline: to the project, and under the id, of the run.")
-    parser.add_argument(
-        "runs_and_sweeps", nargs="+", metavar="RUN | SWEEP", help="runs by folder, name or hash, or whole sweeps"
-    )
-    parser.add_argument(
-        "--rebuild",
-        action="store_true",
-        help="first write what the tracker has of a run anew, from metrics.jsonl; of a sweep, for runs that it lacks "
-        "something of",
-    )
-    parser.add_argument(
-        "--tracker",
-        choices=("wandb", "tensorboard"),
-        help="first write this tracker's files from metrics.jsonl, for runs that have none of it",
-    )
-    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    args = parser.parse_args(arguments)
     named = [_named(text, args.runs) for text in args.runs_and_sweeps]
     with Console() as console:
         if args.rebuild:
@@ -124,17 +107,8 @@ def _is_lacking(run: RunFolder) -> bool:
     return "--rebuild" in (tracker_gap(run) or "")
 
 
-def workspace_verb(arguments: Sequence[str]) -> int:
+def workspace_verb(args: Namespace) -> int:
     """Save both and print their addresses; without a key, or with --json, print them."""
-    parser = Arguments("workspace", "Make a wandb workspace and a wandb report of a sweep's runs.")
-    parser.add_argument("sweep", help="the sweep's name, or its folder")
-    parser.add_argument("--project", help="wandb's project (default: that of the runs)")
-    parser.add_argument("--entity", help="user or team (default: that of the runs, or of the account)")
-    parser.add_argument(
-        "--json", action="store_true", help="print them, as wandb's server takes them, and save nothing"
-    )
-    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    args = parser.parse_args(arguments)
     sweep = open_sweep(args.sweep, args.runs)
     wandb_workspace.check_installed()
     with Console() as console:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from argparse import Namespace
 
 from titanlab.system.imports import kept_imports
 from titanlab.system.terminal import Console
 
 
-def train_verb(arguments: Sequence[str]) -> int:
+def train_verb(args: Namespace) -> int:
     """Returns the exit code of the first run that failed, or 0."""
-    if any(argument == "--from" or argument.startswith("--from=") for argument in arguments):
+    if args.run is not None:
         # Imported here, because a recipe of its own needs none of it.
         from titanlab.cli.resume import train_from
 
-        return train_from(arguments)
+        return train_from(args)
     with Console() as console:
         # Of processes that torchrun has started, rank 0's worker alone has the terminal; launchers are asked below.
         shown = "RANK" not in os.environ
@@ -27,7 +27,7 @@ def train_verb(arguments: Sequence[str]) -> int:
             from titanlab.launch.launchers import joined
             from titanlab.recipe.flags import read_flags
 
-        flags = read_flags(arguments)
+        flags = read_flags(args.rest)
         if not flags.starts:
             console.phase(None)
             answer(flags)
@@ -46,6 +46,6 @@ def train_verb(arguments: Sequence[str]) -> int:
     from titanlab.cli.sweep import SweepArguments, run_study
 
     if one is not None:
-        return run_study(SweepArguments(rest=tuple(arguments)), one[0])
+        return run_study(SweepArguments(rest=tuple(args.rest)), one[0])
     # The user typed every point of this command, so a point that cannot run is an error.
-    return run_study(SweepArguments(rest=tuple(arguments), wait=True, whole=True))
+    return run_study(SweepArguments(rest=tuple(args.rest), wait=True, whole=True))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from titanlab.checkpoint.address_schema import Place
 from titanlab.checkpoint.folders import METADATA, find, has_pickle, read_while_kept
-from titanlab.cli.arguments import Arguments, bytes_of
+from titanlab.cli.arguments import bytes_of
 from titanlab.cli.compose import compose
 from titanlab.distributed.host import this_host
 from titanlab.errors import ConfigError
@@ -37,24 +37,8 @@ from titanlab.train.weights_folder import DTYPES, check_apart, check_target, lef
 _KEY = "source"
 
 
-def import_verb(arguments: Sequence[str]) -> int:
+def import_verb(args: Namespace) -> int:
     """Convert the weights, and print how to train from them."""
-    parser = Arguments("import", "Convert weights of Hugging Face or of torch.distributed.checkpoint, for init_from.")
-    about = "a folder with config.json and safetensors, a model of the hub (owner/name), or a folder with .metadata"
-    parser.add_argument("source", help=about)
-    parser.add_argument(
-        "overrides", nargs="*", metavar="model.KEY=VALUE", help="sizes of the model of a folder with .metadata"
-    )
-    parser.add_argument("--model", help="of a folder with .metadata, which has no config: the model's option")
-    parser.add_argument("--into", type=user_path, help="the folder to make (default weights/NAME)")
-    parser.add_argument("--name", help="of the model's option, model=NAME (default: from the source's name)")
-    parser.add_argument("--revision", help="branch, tag or commit of a model of the hub")
-    parser.add_argument(
-        "--token", help="of the hub, for gated models (default: HF_TOKEN, or what `hf auth login` kept)"
-    )
-    parser.add_argument("--shard-size", default="5GB", help="most bytes of a file (default 5GB)")
-    parser.add_argument("--force", action="store_true", help="replace weights that are there")
-    args = parser.parse_args(arguments)
     shard_bytes = bytes_of(args.shard_size, "--shard-size")
     name = option_name(args.name, args.source)
     into = args.into or Path("weights", name)
@@ -66,7 +50,7 @@ def import_verb(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _origin(args: argparse.Namespace, into: Path, console: Console) -> WeightsOrigin:
+def _origin(args: Namespace, into: Path, console: Console) -> WeightsOrigin:
     folder = _folder(args.source, args.revision, args.token, console)
     check_apart(folder, into)
     if has_pickle(folder):
@@ -123,22 +107,8 @@ _SHARD_SIZE = "5GB"
 _PREFIXES = {"titanlab": "model.", "torchtitan": ""}
 
 
-def export_verb(arguments: Sequence[str]) -> int:
+def export_verb(args: Namespace) -> int:
     """Write the weights, and print how to open them."""
-    parser = Arguments("export", "Write a run's weights, or an imported folder's, for transformers or for init_from.")
-    parser.add_argument("run", help="a run's folder, name or hash, one of its checkpoints, or an imported folder")
-    parser.add_argument("--into", type=user_path, required=True, help="the folder to make")
-    parser.add_argument("--format", default="hf", help="hf, titanlab or dcp (default hf)")
-    parser.add_argument(
-        "--names", default="titanlab", help="of parameters in dcp: titanlab or torchtitan (model. or none)"
-    )
-    parser.add_argument("--dtype", help=f"{', '.join(DTYPES.values())} (default: as saved)")
-    parser.add_argument("--step", type=int, help="of the checkpoint (default: the latest)")
-    parser.add_argument("--shard-size", help="most bytes of a file (default 5GB)")
-    parser.add_argument("--name", help="of the model's option, for --format titanlab (default: from --into)")
-    parser.add_argument("--force", action="store_true", help="replace weights that are there")
-    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    args = parser.parse_args(arguments)
     for key, known in (("format", _FORMATS), ("dtype", DTYPES.values()), ("names", _PREFIXES)):
         value = getattr(args, key)
         if value is not None and value not in known:
@@ -148,7 +118,7 @@ def export_verb(arguments: Sequence[str]) -> int:
         return _export_dcp(args, console) if args.format == "dcp" else _export(args, console)
 
 
-def _check_format(args: argparse.Namespace) -> None:
+def _check_format(args: Namespace) -> None:
     """Refuse flags that the format does not know."""
     kinds = {
         "--names": (args.names if args.names != "titanlab" else None, ("dcp",)),
@@ -162,7 +132,7 @@ def _check_format(args: argparse.Namespace) -> None:
             raise ConfigError(key, value, rule, "leave it out")
 
 
-def _export(args: argparse.Namespace, console: Console) -> int:
+def _export(args: Namespace, console: Console) -> int:
     """Write the model's weights."""
     shard_bytes = bytes_of(args.shard_size or _SHARD_SIZE, "--shard-size")
     name = option_name(args.name, str(args.into))
@@ -183,7 +153,7 @@ def _export(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _write(origin: WeightsOrigin, args: argparse.Namespace, console: Console, *, name: str, shard_bytes: int) -> None:
+def _write(origin: WeightsOrigin, args: Namespace, console: Console, *, name: str, shard_bytes: int) -> None:
     if args.format == "titanlab":
         line = write_ours(origin, args.into, name=name, dtype=args.dtype, shard_bytes=shard_bytes, report=console.note)
         console.note(line)
@@ -192,7 +162,7 @@ def _write(origin: WeightsOrigin, args: argparse.Namespace, console: Console, *,
         console.note(f"AutoModelForCausalLM.from_pretrained({str(args.into)!r})")
 
 
-def _export_dcp(args: argparse.Namespace, console: Console) -> int:
+def _export_dcp(args: Namespace, console: Console) -> int:
     """Write a run's whole checkpoint, optimizer included, for tools that read torch.distributed.checkpoint."""
     if args.dtype is not None:
         raise ConfigError("--dtype", args.dtype, "a checkpoint keeps its dtypes with --format dcp", "leave it out")
@@ -218,18 +188,8 @@ def _export_dcp(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def generate_verb(arguments: Sequence[str]) -> int:
+def generate_verb(args: Namespace) -> int:
     """Print the prompt, and then the generated text as it is sampled."""
-    parser = Arguments("generate", "Write text with a run's latest checkpoint, or with weights of a folder.")
-    parser.add_argument("run", help="the run's folder, name, or the first digits of its hash; or a folder of weights")
-    parser.add_argument("--prompt", default="", help="what the text begins with")
-    parser.add_argument("--tokens", type=int, default=200, help="tokens at most (default 200)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default 0.8)")
-    parser.add_argument("--top-k", type=int, default=50, help="among this many likeliest; 0: all (default 50)")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
-    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    args = parser.parse_args(arguments)
     for name, least in (("tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
         # `not … >=`, because `nan < least` is False.
         if not getattr(args, name) >= least:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from titanlab.data import cache as data_cache
@@ -18,71 +18,9 @@ from titanlab.system.text import FAIL, WARN, Finding, warn
 from titanlab.techniques.compile import cache as compile_cache
 
 
-def checks(runs: Path, launch: LaunchConfig | None) -> list[Check]:
-    """The checks.
-
-    Args:
-        runs: the folder of runs.
-        launch: the launcher that the user has named; None: none, and all are checked with their defaults.
-    """
-    needs_shared = launch is not None and not launch.runs_here
-    torch_seconds = software.FACTS_SECONDS + 2 * software.REDUCE_SECONDS + 10
-    return [
-        _check("software", "Python", software.check_python),
-        _check("software", "code", software.check_code, is_needed=False),
-        _check("software", "wandb", software.check_wandb, is_needed=False),
-        _check("devices", "torch", _check_torch, seconds=torch_seconds),
-        _check("devices", "GPUs", software.check_gpus, seconds=50.0),
-        _check("host", "cores", limits.check_cores),
-        _check("host", "shared memory", limits.check_shared_memory),
-        _check("host", "limits", limits.check_ulimits),
-        _check("host", "network", limits.check_network, is_needed=False),
-        _check("host", "clock", limits.check_clock, is_needed=False),
-        _check("storage", "folder of runs", lambda: storage.check_runs(runs, needs_shared=needs_shared), seconds=60.0),
-        _check("storage", "data cache", lambda: storage.check_cache("data cache", data_cache.location())),
-        _check("storage", "compile cache", _check_compile_cache),
-        *(_check_launcher(str(kind), launch) for kind in discover()["launch"]),
-    ]
-
-
-def _check_launcher(kind: str, launch: LaunchConfig | None) -> Check:
-    is_chosen = launch is not None and launch.kind == kind
-    try:
-        config = launch if launch is not None and is_chosen else default_config(kind)
-    except ConfigError as error:
-        # Of a launcher of another package, which nobody has chosen.
-        problem = [warn("config", str(error), "mend or remove its package")]
-        return _check(kind, kind, lambda: problem, is_needed=False)
-
-    def find() -> Iterator[Finding]:
-        # Made inside the check: a launcher of another package may raise anything.
-        return config.implementation().findings()
-
-    return _check(config.title, config.title, find, seconds=90.0, is_needed=is_chosen)
-
-
-def _check(
-    section: str, name: str, find: Callable[[], Iterable[Finding]], *, seconds: float = 20.0, is_needed: bool = True
-) -> Check:
-    return Check(section=section, name=name, find=find, seconds=seconds, is_needed=is_needed)
-
-
-def _check_torch() -> Iterator[Finding]:
-    facts, problem = software.torch_facts()
-    yield from software.check_torch(facts, problem)
-    if facts.get("gloo"):
-        yield software.check_all_reduce("gloo", 2)
-    if facts.get("nccl") and facts.get("devices"):
-        yield software.check_all_reduce("nccl", len(facts["devices"]))
-
-
-def _check_compile_cache() -> Iterator[Finding]:
-    return storage.check_cache("compile cache", compile_cache.own_folder(), is_executed=True)
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
-    """A function that finds something out, and how long it may take.
+    """A probe, and how long it may take.
 
     Attributes:
         section: the part of the report.
@@ -95,8 +33,56 @@ class Check:
     section: str
     name: str
     find: Callable[[], Iterable[Finding]]
-    seconds: float = 20.0
-    is_needed: bool = True
+    seconds: float = field(default=20.0, kw_only=True)
+    is_needed: bool = field(default=True, kw_only=True)
+
+
+def checks(runs: Path, launch: LaunchConfig | None) -> list[Check]:
+    """The checks.
+
+    Args:
+        runs: the folder of runs.
+        launch: the launcher that the user has named; None: none, and all are checked with their defaults.
+    """
+    needs_shared = launch is not None and not launch.runs_here
+    torch_seconds = software.FACTS_SECONDS + 2 * software.REDUCE_SECONDS + 10
+    return [
+        Check("software", "Python", software.check_python),
+        Check("software", "code", software.check_code, is_needed=False),
+        Check("software", "wandb", software.check_wandb, is_needed=False),
+        Check("devices", "torch", software.check_torch_here, seconds=torch_seconds),
+        Check("devices", "GPUs", software.check_gpus, seconds=50.0),
+        Check("host", "cores", limits.check_cores),
+        Check("host", "shared memory", limits.check_shared_memory),
+        Check("host", "limits", limits.check_ulimits),
+        Check("host", "network", limits.check_network, is_needed=False),
+        Check("host", "clock", limits.check_clock, is_needed=False),
+        Check("storage", "folder of runs", lambda: storage.check_runs(runs, needs_shared=needs_shared), seconds=60.0),
+        Check("storage", "data cache", lambda: storage.check_cache("data cache", data_cache.location())),
+        Check(
+            "storage",
+            "compile cache",
+            lambda: storage.check_cache("compile cache", compile_cache.own_folder(), is_executed=True),
+        ),
+        *(_of_launcher(str(kind), launch) for kind in discover()["launch"]),
+    ]
+
+
+def _check_compile_cache() -> Iterator[Finding]:
+    return storage.check_cache("compile cache", compile_cache.own_folder(), is_executed=True)
+
+
+def _of_launcher(kind: str, launch: LaunchConfig | None) -> Check:
+    is_chosen = launch is not None and launch.kind == kind
+    try:
+        config = launch if launch is not None and is_chosen else default_config(kind)
+    except ConfigError as error:
+        # Of a launcher of another package, which nobody has chosen.
+        problem = [warn("config", str(error), "mend or remove its package")]
+        return Check(kind, kind, lambda: problem, is_needed=False)
+    # Made inside the check: a launcher of another package may raise anything.
+    title, find = config.title, lambda: config.implementation().findings()
+    return Check(title, title, find, seconds=90.0, is_needed=is_chosen)
 
 
 def run_checks(checks: Sequence[Check]) -> Iterator[tuple[Check, list[Finding]]]:
@@ -104,35 +90,26 @@ def run_checks(checks: Sequence[Check]) -> Iterator[tuple[Check, list[Finding]]]
 
     No check takes longer than its limit, and no error of a check is raised.
     """
-    started = [_RunningCheck(check) for check in checks]
-    for running in started:
-        yield running.check, running.findings()
+    found: dict[int, list[Finding]] = {}
 
-
-class _RunningCheck:
-    """A check in a thread of its own, which does not keep the process alive."""
-
-    def __init__(self, check: Check) -> None:
-        self.check = check
-        self._found: list[Finding] | None = None
-        self._end = time.monotonic() + check.seconds
-        self._thread = threading.Thread(target=self._run, name=f"check {check.name}", daemon=True)
-        self._thread.start()
-
-    def findings(self) -> list[Finding]:
-        self._thread.join(max(0.0, self._end - time.monotonic()))
-        if self._found is not None:
-            return self._found
-        text = f"gave no answer within {self.check.seconds:g} s"
-        return [self._unknown(text, "it hangs: look for a network, a disk or a driver that does not answer")]
-
-    def _run(self) -> None:
+    def run(number: int, check: Check) -> None:
         try:
-            self._found = list(self.check.find())
+            found[number] = list(check.find())
         except Exception as error:
             text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            self._found = [self._unknown(f"could not be checked ({text})", "")]
+            found[number] = [_unknown(check, f"could not be checked ({text})", "")]
 
-    def _unknown(self, text: str, hint: str) -> Finding:
-        state = FAIL if self.check.is_needed else WARN
-        return Finding(name=self.check.name, state=state, text=text, hint=hint)
+    begin = time.monotonic()
+    # A daemon that hangs does not keep the process alive.
+    threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate(checks)]
+    for thread in threads:
+        thread.start()
+    for number, (check, thread) in enumerate(zip(checks, threads, strict=True)):
+        thread.join(max(0.0, begin + check.seconds - time.monotonic()))
+        text = f"gave no answer within {check.seconds:g} s"
+        hint = "it hangs: look for a network, a disk or a driver that does not answer"
+        yield check, found.get(number, [_unknown(check, text, hint)])
+
+
+def _unknown(check: Check, text: str, hint: str) -> Finding:
+    return Finding(name=check.name, state=FAIL if check.is_needed else WARN, text=text, hint=hint)

@@ -24,6 +24,11 @@ _INFINIBAND = Path("/sys/class/infiniband")
 _SECONDS = 10.0
 
 
+def graded(name: str, text: str, hint: str, *, fails: bool = False, warns: bool = False) -> Finding:
+    """A finding of the state that the rules give it; it has the hint if it is not ok."""
+    return fail(name, text, hint) if fails else warn(name, text, hint) if warns else ok(name, text)
+
+
 def check_cores() -> Iterator[Finding]:
     """Cores that this process may use, against those of the host and its cgroup's share."""
     usable, all_cores = cores(), os.cpu_count() or 1
@@ -83,12 +88,7 @@ def check_shared_memory(folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
     size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     text = f"{free / _GIB:,.2f} of {size / _GIB:,.2f} GiB of {folder} free"
     hint = "give the container more: docker run --shm-size=16g, or --ipc=host; remove what ended processes have left"
-    if free < _NO_SHARED:
-        yield fail("shared memory", text, hint)
-    elif free < _LOW_SHARED:
-        yield warn("shared memory", text, hint)
-    else:
-        yield ok("shared memory", text)
+    yield graded("shared memory", text, hint, fails=free < _NO_SHARED, warns=free < _LOW_SHARED)
 
 
 def check_ulimits() -> Iterator[Finding]:
@@ -96,24 +96,15 @@ def check_ulimits() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = f"{_limit(soft)} (up to {_limit(hard)})"
     hint = "raise it before the start: ulimit -n 65536; on Slurm, see PropagateResourceLimits"
-    if 0 <= soft < _FEW_FILES:
-        yield fail("open files", text, hint)
-    elif 0 <= soft < _ENOUGH_FILES:
-        yield warn("open files", text, hint)
-    else:
-        yield ok("open files", text)
+    yield graded("open files", text, hint, fails=0 <= soft < _FEW_FILES, warns=0 <= soft < _ENOUGH_FILES)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    has_infiniband = bool(_infiniband_ports())
     text = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:,.1f} MiB"
-    if has_infiniband and soft != resource.RLIM_INFINITY:
-        yield warn("locked memory", text, "InfiniBand pins memory: ulimit -l unlimited, also for slurmd's jobs")
-    else:
-        yield ok("locked memory", text)
+    hint = "InfiniBand pins memory: ulimit -l unlimited, also for slurmd's jobs"
+    yield graded("locked memory", text, hint, warns=bool(_infiniband_ports()) and soft != resource.RLIM_INFINITY)
     soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if soft != resource.RLIM_INFINITY:
-        yield warn(
-            "size of files", f"at most {soft / _GIB:,.1f} GiB", "a checkpoint may be larger: ulimit -f unlimited"
-        )
+        text = f"at most {soft / _GIB:,.1f} GiB"
+        yield warn("size of files", text, "a checkpoint may be larger: ulimit -f unlimited")
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:
         text = f"at most {soft / _GIB:,.1f} GiB of addresses"

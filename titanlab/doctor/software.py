@@ -27,7 +27,9 @@ from titanlab.techniques.tracker.wandb import has_key
 
 _LEAST = (3, 11)
 _NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)==(\S+)")
-_REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*(.*?)\s*")
+
+
+_REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _BOUND = re.compile(r"(>=|<)\s*([0-9][0-9.]*)")
 
 
@@ -41,10 +43,11 @@ def check_python() -> Iterator[Finding]:
     yield ok("titanlab", f"{titanlab.__version__}, {Path(titanlab.__file__).parent}")
     tested, installed = tested_versions(), versions(PACKAGES)
     yield from _check_bounds(installed)
+    # Without the local part of versions: 2.13.0+cpu is built from 2.13.0.
     others = [
         f"{name} {have} (tested: {tested[_plain(name)]})"
         for name, have in installed.items()
-        if _plain(name) in tested and _public(have) != _public(tested[_plain(name)])
+        if have.partition("+")[0] != tested.get(_plain(name), have).partition("+")[0]
     ]
     if not tested:
         yield ok("packages", "the set that was tested is not in this installation")
@@ -76,18 +79,27 @@ def _check_bounds(installed: Mapping[str, str]) -> Iterator[Finding]:
         return
     known = {_plain(name): version for name, version in installed.items()}
     for text in required:
-        match = _REQUIREMENT.fullmatch(text.partition(";")[0])
-        bounds = {} if match is None else dict(_BOUND.findall(match[2]))
+        match = _REQUIREMENT.match(text)
+        bounds = {} if match is None else dict(_BOUND.findall(text.partition(";")[0]))
         if match is None or not bounds or "extra ==" in text:
             continue
-        have = known.get(_plain(match[1])) or versions([match[1]]).get(match[1])
-        cure = f'pip install "{match[1]}{",".join(map("".join, bounds.items()))}"'
+        name = match[0]
+        have = known.get(_plain(name)) or versions([name]).get(name)
+        cure = f'pip install "{name}{",".join(map("".join, bounds.items()))}"'
         if have is None:
-            yield fail(match[1], "is not installed", cure)
-        elif _numbers(have) < _numbers(bounds.get(">=", "")):
-            yield fail(match[1], f"{have} is older than {bounds['>=']}", cure)
+            yield fail(name, "is not installed", cure)
+        elif ">=" in bounds and _numbers(have) < _numbers(bounds[">="]):
+            yield fail(name, f"{have} is older than {bounds['>=']}", cure)
         elif "<" in bounds and _numbers(have) >= _numbers(bounds["<"]):
-            yield fail(match[1], f"{have} is too new: titanlab needs a version below {bounds['<']}", cure)
+            yield fail(name, f"{have} is too new: titanlab needs a version below {bounds['<']}", cure)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", re.split(r"[a-z+]", version)[0]))
 
 
 def check_code() -> Iterator[Finding]:
@@ -120,19 +132,6 @@ def check_wandb(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
         yield ok("wandb", "no API key: tracker=wandb works offline; later `wandb login`, and titanlab sync")
 
 
-def _plain(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def _public(version: str) -> str:
-    """A version without its local part: 2.13.0+cpu is built from 2.13.0."""
-    return version.partition("+")[0]
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", re.split(r"[a-z+]", version)[0]))
-
-
 SCRIPT = Path(__file__).with_name("torch_script.py")
 # Importing torch from a slow shared file system takes long.
 FACTS_SECONDS = 90.0
@@ -151,6 +150,16 @@ def torch_facts(*, python: str = sys.executable, seconds: float = FACTS_SECONDS)
             return facts, ""
     lines = answer.errors.strip().splitlines() or [f"exit code {answer.code}"]
     return {}, " ".join(lines[-1].split())[:300]
+
+
+def check_torch_here() -> Iterator[Finding]:
+    """What torch says of itself, and whether ranks can exchange gradients."""
+    facts, problem = torch_facts()
+    yield from check_torch(facts, problem)
+    if facts.get("gloo"):
+        yield check_all_reduce("gloo", 2)
+    if facts.get("nccl") and facts.get("devices"):
+        yield check_all_reduce("nccl", len(facts["devices"]))
 
 
 def check_torch(facts: Mapping[str, Any], problem: str) -> Iterator[Finding]:
@@ -302,7 +311,8 @@ def _links() -> Finding:
     links = Counter(links_of(answer.output)) if answer is not None and answer.code == 0 else Counter[str]()
     if not links:
         return warn("links", "nvidia-smi topo -m says nothing", "the links between GPUs are not known")
-    kinds = ", ".join(f"{_word(link)} ({link}) for {count}" for link, count in links.most_common())
+    words = {link: _LINKS["NV" if link.startswith("NV") else link] for link in links}
+    kinds = ", ".join(f"{words[link]} ({link}) for {count}" for link, count in links.most_common())
     text = f"of {links.total()} pairs: {kinds}"
     if all(link.startswith("NV") for link in links):
         return ok("links", text)
@@ -323,10 +333,6 @@ def links_of(text: str) -> list[str]:
         later = cells[number + 1 : len(rows)]
         links += [cell for cell in later if re.fullmatch(r"NV\d+|PIX|PXB|PHB|NODE|SYS", cell)]
     return links
-
-
-def _word(link: str) -> str:
-    return _LINKS["NV" if link.startswith("NV") else link]
 
 
 def _number(text: str) -> float:

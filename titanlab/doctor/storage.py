@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from titanlab.doctor.limits import graded
 from titanlab.system.files import user_path
 from titanlab.system.text import Finding, fail, ok, warn
 
@@ -92,12 +93,7 @@ def _check_room(name: str, folder: Path, *, shown: Path | None = None) -> Iterat
     free, size = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     text = f"{shown or folder}: {free / _GIB:,.1f} of {size / _GIB:,.1f} GiB free"
     hint = "make room: titanlab clean --dry-run shows what could go"
-    if free < _NO_BYTES:
-        yield fail(name, text, hint)
-    elif free < _LOW_BYTES:
-        yield warn(name, text, hint)
-    else:
-        yield ok(name, text)
+    yield graded(name, text, hint, fails=free < _NO_BYTES, warns=free < _LOW_BYTES)
     # Some file systems have no fixed number, and say 0.
     if status.f_files and status.f_favail < _LOW_INODES:
         yield warn(f"files, {name}", f"only {status.f_favail:,} more files can be made", "remove small files there")
@@ -109,9 +105,8 @@ def _check_kind(kind: str, mount: str, *, needs_shared: bool) -> Finding:
     if kind in _SHARED:
         return ok("file system", f"{kind} at {mount}: other hosts can see it")
     text = f"{kind or 'unknown'} at {mount or '?'}: probably seen by this host only"
-    if needs_shared:
-        return warn("file system", text, "the nodes of jobs must see the folder of runs: give a shared one (runs=…)")
-    return ok("file system", text)
+    hint = "the nodes of jobs must see the folder of runs: give a shared one (runs=…)"
+    return graded("file system", text, hint, warns=needs_shared)
 
 
 def _check_writing(folder: Path) -> Iterator[Finding]:
@@ -125,17 +120,18 @@ def _check_writing(folder: Path) -> Iterator[Finding]:
             os.fsync(file.fileno())
             seconds = max(time.monotonic() - begin, 1e-6)
             now, written = time.time(), os.fstat(file.fileno()).st_mtime
-            locks = _has_locks(file.fileno())
+            has_locks = True
+            try:
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                has_locks = False
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
     speed = _WRITTEN_BYTES / 2**20 / seconds
-    if speed < _SLOW:
-        hint = "checkpoints take long: checkpoint=async, or a faster folder (runs=…)"
-        yield warn("writing", f"{speed:,.0f} MiB/s, with fsync", hint)
-    else:
-        yield ok("writing", f"{speed:,.0f} MiB/s, with fsync")
-    if not locks:
+    hint = "checkpoints take long: checkpoint=async, or a faster folder (runs=…)"
+    yield graded("writing", f"{speed:,.0f} MiB/s, with fsync", hint, warns=speed < _SLOW)
+    if not has_locks:
         hint = "two processes could work on one run: start each run once, or mount with locks (Lustre: -o flock)"
         yield warn("locks", "this file system has none", hint)
     else:
@@ -143,11 +139,3 @@ def _check_writing(folder: Path) -> Iterator[Finding]:
     if abs(now - written) > _CLOCK_SECONDS:
         text = f"the file server's differs from this host's by {written - now:+,.0f} s"
         yield warn("clock", text, "set both by NTP: ages and orders of files are wrong")
-
-
-def _has_locks(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True

@@ -22,7 +22,6 @@ from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.core.plugins import Plugins
-from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -31,7 +30,7 @@ import titanlab
 from titanlab.errors import ConfigError
 from titanlab.options import PLUS, Option, combination, conf_packages, contract_of, discover
 from titanlab.recipe import hydra_internal, strangers
-from titanlab.recipe.flags import Flags, check_files
+from titanlab.recipe.flags import Flags
 from titanlab.recipe.hydra_errors import composition_errors
 from titanlab.recipe.keys import SweepSpace, as_typed, choice_of, unknown_key, with_combinations
 from titanlab.recipe.recipe import Recipe, schema_node
@@ -59,11 +58,9 @@ class Composed:
 
 
 class Loader:
-    """Composes recipes with the flags and the overrides of one command line.
+    """Composes recipes with the flags of one command line, and the overrides that all its points share.
 
-    Args:
-        flags: the command line.
-        overrides: the overrides that all points share.
+    What it returns or raises as a ConfigError is what Hydra composes, or why Hydra cannot compose it.
     """
 
     def __init__(self, flags: Flags, overrides: Sequence[str]) -> None:
@@ -78,22 +75,13 @@ class Loader:
         self._fills_own_group = functools.cache(self._has_own_keys_only)
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
-        """The overrides as Hydra parses them.
-
-        Raises:
-            ConfigError: one of them cannot be parsed.
-        """
+        """The overrides as Hydra parses them."""
         with composition_errors(overrides, self._flags.values):
             return OverridesParser.create(config_loader=self._hydra).parse_overrides(list(map(as_typed, overrides)))
 
     def recipe(self) -> Recipe | None:
-        """The recipe that the overrides describe; None if they, or a config file, ask for several (multirun).
-
-        Raises:
-            ConfigError: the recipe cannot be composed, or breaks its schema.
-        """
+        """The recipe that the overrides describe; None if they, or a config file, ask for several (multirun)."""
         composed = self.compose(())
-        check_files(composed.whole, self._flags.values)
         if composed.whole.hydra.mode == RunMode.MULTIRUN:
             return None
         with composition_errors(self.overrides, self._flags.values), self.answers_hydra(composed):
@@ -120,24 +108,21 @@ class Loader:
 
         Overrides of single values are left out, because their keys may exist only in a swept option; if all overrides
         have been composed together, these keys exist, and that composition is used again.
-
-        Raises:
-            ConfigError: the config cannot be composed.
         """
         composed = self._shared
         if composed is None:
-            pairs = zip(self.overrides, self.parse(self.overrides), strict=True)
-            composed = self._compose([text for text, override in pairs if self._changes_defaults(override)])
-        check_files(composed.whole, self._flags.values)
+            composed = self._compose(
+                [
+                    text
+                    for text, parsed in zip(self.overrides, self.parse(self.overrides), strict=True)
+                    if parsed.is_hydra_override() or parsed.package is not None or self.is_group(parsed.key_or_group)
+                ]
+            )
         self._known_choices = composed.choices
         return composed.whole
 
     def compose(self, overrides: Sequence[str]) -> Composed:
-        """The composition of the shared overrides followed by these overrides; without these, it is composed once.
-
-        Raises:
-            ConfigError: Hydra cannot compose them.
-        """
+        """The composition of the shared overrides followed by these overrides; without these, it is composed once."""
         if overrides:
             return self._compose([*self.overrides, *overrides])
         if self._shared is None:
@@ -163,7 +148,9 @@ class Loader:
 
     def overrides_of(self, point: Mapping[str, Any]) -> list[str]:
         """The overrides that set a point's values."""
-        return [self._sign(key) + override_text(key, value) for key, value in point.items()]
+        # A group that is in no defaults list, such as `recipe`, is added.
+        added = [self.is_group(key) and key not in self._known_choices for key in point]
+        return ["+" * adds + override_text(*pair) for adds, pair in zip(added, point.items(), strict=True)]
 
     def is_own(self, group: str, option: str) -> bool:
         """Whether an option sets keys of its own group only."""
@@ -172,16 +159,13 @@ class Loader:
     def _find_group(self, key: str) -> bool:
         return "." not in key and any(source.is_group(key) for source in self._hydra.get_sources())
 
-    def _read(self, path: str) -> ConfigResult | None:
-        """A config as Hydra reads it from its file; None if there is no config of that name."""
-        sources = (source for source in self._hydra.get_sources() if source.is_config(path))
-        source = next(sources, None)
-        return None if source is None else source.load_config(path)
-
     def _has_own_keys_only(self, path: str) -> bool:
         group = path.partition("/")[0]
-        result = self._read(path)
-        if result is None or result.header.get("package") not in (None, group, "_group_"):
+        source = next((source for source in self._hydra.get_sources() if source.is_config(path)), None)
+        if source is None:
+            return False
+        result = source.load_config(path)
+        if result.header.get("package") not in (None, group, "_group_"):
             return False
         content: Any = OmegaConf.to_container(result.config, resolve=False)
         for entry in content.get("defaults") or [] if isinstance(content, dict) else []:
@@ -193,14 +177,6 @@ class Loader:
             if "${" in inner or not inner.startswith(f"{group}/") or not self._fills_own_group(inner):
                 return False
         return True
-
-    def _changes_defaults(self, override: Override) -> bool:
-        key = override.key_or_group
-        return override.is_hydra_override() or override.package is not None or self.is_group(key)
-
-    def _sign(self, key: str) -> str:
-        """`+` for a group that is in no defaults list, such as `recipe`; else empty."""
-        return "+" if self.is_group(key) and key not in self._known_choices else ""
 
     def _compose(self, overrides: Sequence[str]) -> Composed:
         with composition_errors(overrides, self._flags.values):
@@ -217,11 +193,7 @@ class Loader:
 
 
 def _hydra_loader(flags: Flags) -> ConfigLoader:
-    """Hydra's loader with the folders that the flags name.
-
-    Raises:
-        ConfigError: `--config-dir` names no folder.
-    """
+    """Hydra's loader with the folders that the flags name."""
     folder = flags.values["--config-path"] or str(conf_folder())
     added = flags.values["--config-dir"]
     if added is not None and not Path(added).is_dir():
@@ -305,11 +277,7 @@ def to_recipe(config: DictConfig, choices: Mapping[str, Any], name: str | None) 
 
 
 def to_group(node: DictConfig, group: str, kinds: Mapping[str | None, Option]) -> Any:
-    """Convert the node of one group to the dataclass of its schema.
-
-    Raises:
-        ConfigError: in the same cases as `to_recipe`.
-    """
+    """Convert the node of one group to the dataclass of its schema, with the errors of `to_recipe`."""
     _check_schema(OmegaConf.get_type(node), group, kinds, None)
     _check_keys(node, f"{group}.")
     config = OmegaConf.to_object(node)

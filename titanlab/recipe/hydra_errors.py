@@ -78,7 +78,9 @@ def _translated(error: Exception, overrides: Sequence[str], flags: Mapping[str, 
         if not _KEY.fullmatch(key):
             cure = "write key=value without spaces, the key as words with dots between them"
             return ConfigError(ARGUMENTS, error.override, "cannot be read as an override", cure)
-        return ConfigError(key, value, "cannot be read as an override", f"quote it: {_quoted(key, value)}")
+        # Inner quotes for Hydra, outer quotes for the shell.
+        text = value.strip("\"'").replace("'", "")
+        return ConfigError(key, value, "cannot be read as an override", f"quote it: \"{key}='{text}'\"")
     if isinstance(error, SearchPathException):
         return ConfigError("--config-dir", flags.get("--config-dir") or "", "is no folder", "give a folder of groups")
     if isinstance(error, MissingConfigException):
@@ -94,24 +96,17 @@ def _translated(error: Exception, overrides: Sequence[str], flags: Mapping[str, 
     return read_message(str(error), overrides)
 
 
-def _quoted(key: str, value: str) -> str:
-    """The override with inner quotes for Hydra and outer quotes for the shell."""
-    text = value.strip("\"'").replace("'", "")
-    return f"\"{key}='{text}'\""
-
-
 def _missing_config(error: MissingConfigException, flags: Mapping[str, str | None]) -> ConfigError:
     name = error.missing_cfg_file
-    if name is None:
-        path = flags.get("--config-path") or ""
-        return ConfigError("--config-path", path, "is no folder of configs", "leave it out, or use --config-dir")
-    if name == "config":
-        path = flags.get("--config-path") or ""
-        return ConfigError("--config-path", path, "has no config.yaml", "leave it out, or use --config-dir")
+    if name is None or name == "config":
+        rule = "is no folder of configs" if name is None else "has no config.yaml"
+        return ConfigError("--config-path", flags.get("--config-path") or "", rule, "leave it out, or use --config-dir")
     if name == flags.get("--config-name"):
         return ConfigError("--config-name", name, "there is no such config", "leave it out, or give --config-dir too")
     group, _, option = name.rpartition("/")
-    file = file_that_names(str(error)) if error.options is None else None
+    # The file whose defaults list names it; None if an override does.
+    named = re.match(r"In '([^']+)'", str(error)) if error.options is None else None
+    file = None if named is None else named[1]
     if file is not None and PLUS in file:
         # A list of options: `keys.with_combinations`.
         options = sorted(str(kind) for kind in discover().get(group, {}))
@@ -135,8 +130,11 @@ def value_error(cause: OmegaConfBaseException, overrides: Sequence[str]) -> Conf
     key = _full_key(cause, values)
     value = values.get(key, cause.value)
     if isinstance(cause, InterpolationResolutionError | UnsupportedInterpolationType):
-        refusal = _refusal(cause)
+        refusal: BaseException | None = cause
+        while refusal is not None and not isinstance(refusal, ConfigError):
+            refusal = refusal.__cause__ or refusal.__context__
         if refusal is not None:
+            # Of a resolver of titanlab's, which OmegaConf has wrapped.
             return ConfigError(key, f"${{{refusal.key}:{refusal.value}}}", refusal.rule, refusal.cure)
         rule, cure = first_line(cause), "name a key as in ${model.dim}, or a resolver"
         if rule.startswith("RecursionError"):
@@ -152,36 +150,23 @@ def value_error(cause: OmegaConfBaseException, overrides: Sequence[str]) -> Conf
     if isinstance(cause, ConfigTypeError) and "deletion" in str(cause.msg):
         return ConfigError(key, "", "cannot be taken out", f"give it a value: {key}=…")
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return _unknown_of_several(key, value, values) or _unknown_in_mapping(key, values) or unknown_key(key, value)
+        return _unknown_key(key, value, values)
     return ConfigError(key, value, first_line(cause), COMPARE)
 
 
-def _unknown_of_several(key: str, value: object, values: Mapping[str, str]) -> ConfigError | None:
-    """The error for a key that lacks the option's name, where a list of options is chosen."""
+def _unknown_key(key: str, value: object, values: Mapping[str, str]) -> ConfigError:
     group, _, rest = key.partition(".")
-    if group not in combining_groups() or not values.get(group, "").startswith("["):
-        return None
-    for name in re.findall(r"\w+", values[group]):
-        if find_key(f"{group}.{rest}", None, kind=name) is not None:
-            rule = f"is a key of one of the chosen options, {name}"
-            return ConfigError(key, value, rule, f"try {group}.{name}.{rest}={value}")
-    return None
-
-
-def _unknown_in_mapping(key: str, values: Mapping[str, str]) -> ConfigError | None:
-    """The error for a key of a mapping that an override gives: `training={stepz:1}`."""
-    given = next((name for name in values if key.startswith(f"{name}.") and values[name].startswith("{")), None)
-    if given is None:
-        return None
-    rule = f"has {key.removeprefix(f'{given}.')}, which is no key of this recipe"
-    return ConfigError(given, values[given], rule, unknown_key(key, None).cure)
-
-
-def _refusal(error: BaseException | None) -> ConfigError | None:
-    """The ConfigError of a titanlab resolver, which OmegaConf has wrapped; None if there is none."""
-    while error is not None and not isinstance(error, ConfigError):
-        error = error.__cause__ or error.__context__
-    return error
+    if group in combining_groups() and values.get(group, "").startswith("["):
+        for name in re.findall(r"\w+", values[group]):
+            if find_key(f"{group}.{rest}", None, kind=name) is not None:
+                rule = f"is a key of one of the chosen options, {name}"
+                return ConfigError(key, value, rule, f"try {group}.{name}.{rest}={value}")
+    for given, text in values.items():
+        if key.startswith(f"{given}.") and text.startswith("{"):
+            # A mapping, as in training={stepz:1}.
+            rule = f"has {key.removeprefix(f'{given}.')}, which is no key of this recipe"
+            return ConfigError(given, text, rule, unknown_key(key, None).cure)
+    return unknown_key(key, value)
 
 
 def _wrong_type(key: str, value: object, cause: OmegaConfBaseException) -> ConfigError:
@@ -237,16 +222,26 @@ def read_message(message: str, overrides: Sequence[str]) -> ConfigError:
     if message.startswith(("Multiple values", "Could not append")):
         return ConfigError(key, value, "is in the recipe already", f"try {bare}={value}")
     if message.startswith("Config group override must be a string"):
-        return _no_option_name(overrides)
+        # Hydra does not say which group.
+        for override in OverridesParser.create().parse_overrides(list(overrides)):
+            group, chosen = override.key_or_group, override.value()
+            if (group in discover() or not group) and not isinstance(chosen, str | list):
+                cure = "`titanlab train --help` lists them"
+                return ConfigError(group or ARGUMENTS, chosen, "is no option of a group", cure)
+        return ConfigError(ARGUMENTS, " ".join(overrides), "an option of a group is named by text", HELP)
     if (misplaced := re.match(r"In '?([^':]+)'?: Override '(\S+) : (\S+)' is defined before", message)) is not None:
         cure = f"put what overrides at the end of the defaults of {misplaced[1]}.yaml"
         return ConfigError(f"override /{misplaced[2]}", misplaced[3], "comes before what it is to override", cure)
     if (headless := _without_package(message, overrides)) is not None:
         return headless
-    if (
-        unknown := re.match(r"In '([^']+)': Config(?:Key|Attribute)Error raised[^\n]*\n.*\n\s*full_key: (\S+)", message)
-    ) is not None:
-        return _unknown_in_file(unknown[2], unknown[1])
+    raised = r"In '([^']+)': Config(?:Key|Attribute)Error raised[^\n]*\n.*\n\s*full_key: (\S+)"
+    if (unknown := re.match(raised, message)) is not None:
+        file, name = unknown.groups()
+        if name.startswith("hydra.sweeper."):
+            cure = "space, where, repeats and control go with defaults: [override /hydra/sweeper: space]"
+            return ConfigError(name, "", f"is no key of the sweeper, and {file}.yaml sets it", cure)
+        error = unknown_key(name, "")
+        return ConfigError(name, "", f"{error.rule}, and {file}.yaml sets it", error.cure)
     if (named := re.match(r"In '([^']+)': (?:\w+ raised while composing config:\s*)?(.*)", message)) is not None:
         group, _, option = named[1].rpartition("/")
         return ConfigError(group or "config", option, f"cannot be composed ({named[2]})", f"mend {named[1]}.yaml")
@@ -276,27 +271,6 @@ def _without_package(message: str, overrides: Sequence[str]) -> ConfigError | No
     return None
 
 
-def _unknown_in_file(key: str, file: str) -> ConfigError:
-    """The error for a key in a YAML file that no schema has."""
-    if key.startswith("hydra.sweeper."):
-        rule = f"is no key of the sweeper, and {file}.yaml sets it"
-        return ConfigError(
-            key, "", rule, "space, where, repeats and control go with defaults: [override /hydra/sweeper: space]"
-        )
-    error = unknown_key(key, "")
-    return ConfigError(key, "", f"{error.rule}, and {file}.yaml sets it", error.cure)
-
-
-def _no_option_name(overrides: Sequence[str]) -> ConfigError:
-    """The error for a group whose value is no name; Hydra does not say which group."""
-    groups = discover()
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
-        key, value = override.key_or_group, override.value()
-        if (key in groups or not key) and not isinstance(value, str | list):
-            return ConfigError(key or ARGUMENTS, value, "is no option of a group", "`titanlab train --help` lists them")
-    return ConfigError(ARGUMENTS, " ".join(overrides), "an option of a group is named by text", HELP)
-
-
 def _culprit(message: str, overrides: Sequence[str]) -> str:
     """The override that a message quotes; else one with a key or value that it quotes, or a key that it contains."""
     quoted = _QUOTED.findall(message)
@@ -317,9 +291,3 @@ def first_line(error: BaseException | str) -> str:
     """The first line of a library's message, without its full stop."""
     text = str(error).strip()
     return text.splitlines()[0].rstrip(". :") if text else type(error).__name__
-
-
-def file_that_names(message: str) -> str | None:
-    """The file whose defaults list names a missing config; None if an override names it."""
-    named = re.match(r"In '([^']+)'", message)
-    return None if named is None else named[1]

@@ -1,20 +1,13 @@
 """Uses and replacements of Hydra's private API, each with its reason. Written for Hydra 1.3.
 
 - The parser of Hydra's flags: only `hydra.main` uses it, but a mistake in a flag has to become a ConfigError.
-- The sources from which Hydra reads configs: folders of YAMLs, folders in packages, and schemas. Hydra has no public
-  way to check a file before it is used, to read a file once for many compositions, or to replace a source. The classes
-  here have the names of Hydra's own classes, so that Hydra does not register its own again and finds the source of
-  schemas by its name.
-- What Hydra does again for every composition. Hydra reads and copies some forty configs, and merges them one into the
-  other. A process here keeps each config that it has read until its content changes, and gives Hydra copies where Hydra
-  changes them. It also keeps the merged configs of a defaults list that is composed for the second time: values that a
-  command line or a point of a sweep sets are merged afterwards, so that compositions with other values share them.
-- What `${group}` in a defaults list can refer to: Hydra collects it for every file, and here it is collected where a
-  defaults list refers to a group.
-- Options that Hydra never reads, because an earlier folder of the search path has an option of the same name: these are
-  refused, for every verb and flag.
-- The names of Hydra's own sweeper and launcher: no public name tells them from those of plugins.
-- The conversion of one value of a sweep: Hydra's public iterator returns it as it was parsed, with quotes.
+- The sources from which Hydra reads configs: a file is checked before it is used, and an option that an earlier folder
+  of the search path hides is refused. The classes have the names of Hydra's own, so that Hydra does not register its
+  own again and finds the source of schemas by its name.
+- What Hydra does again for every composition: it reads and copies some forty configs, merges them one into the other,
+  and collects the choices that `${group}` in a defaults list can refer to. Here a process keeps what it has read and
+  merged until its content changes. Values of a command line or a point of a sweep are merged afterwards.
+- The names of Hydra's own sweeper and launcher, and the conversion of one value of a sweep: there is no public way.
 
 Other modules use the public API only, except for the grammar of overrides in `keys.py`. Each part can go when Hydra
 makes the same function public.
@@ -29,7 +22,7 @@ import itertools
 import os
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path, PurePath
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import hydra
 import yaml
@@ -120,26 +113,22 @@ class Repository(CachingConfigRepository):
 
     def load_config(self, config_path: str) -> ConfigResult | None:
         """A config of which Hydra must change nothing; None: there is none."""
-        return self._result(config_path)[1]
+        return self.keyed(config_path)[1]
 
-    def content(self, config_path: str) -> Hashable | None:
-        """A key of a config's content; None: its source cannot tell."""
-        return self._result(config_path)[0]
-
-    def _result(self, config_path: str) -> tuple[Hashable | None, ConfigResult | None]:
+    def keyed(self, config_path: str) -> tuple[Hashable | None, ConfigResult | None]:
+        """A config, and a key of its content; the key is None if its source cannot tell."""
         if config_path not in self._results:
-            self._results[config_path] = self._load(config_path)
+            source = self.delegate._find_object_source(config_path=config_path, object_type=ObjectType.CONFIG)
+            key = None if source is None else _key(source, config_path)
+            result = self._read.get(key)
+            if result is None:
+                result = self.delegate.load_config(config_path)
+            if key is not None:
+                self._read[key] = result
+                # Where a schema has the name of a file, Hydra puts the two merged in the place of the config.
+                result = copy.copy(result)
+            self._results[config_path] = key, result
         return self._results[config_path]
-
-    def _load(self, config_path: str) -> tuple[Hashable | None, ConfigResult | None]:
-        source = self.delegate._find_object_source(config_path=config_path, object_type=ObjectType.CONFIG)
-        key = None if source is None else _key(source, config_path)
-        if key is None:
-            return None, self.delegate.load_config(config_path)
-        if key not in self._read:
-            self._read[key] = self.delegate.load_config(config_path)
-        # Where a schema has the name of a file, Hydra puts the two merged in the place of the config.
-        return key, copy.copy(self._read[key])
 
 
 class _Copies:
@@ -167,7 +156,7 @@ def _composed(self: Any, defaults: list[ResultDefault], repo: Any) -> DictConfig
         ConfigError: the list has an option that differs from one of the same name in a later folder.
     """
     check_hidden(repo.get_sources(), [str(default.config_path) for default in defaults])
-    contents = [repo.content(str(default.config_path)) for default in defaults]
+    contents = [repo.keyed(str(default.config_path))[0] for default in defaults]
     if None in contents:
         return _hydras_compose(self, defaults, repo)
     key = tuple((d.config_path, d.package, d.primary, content) for d, content in zip(defaults, contents, strict=True))
@@ -186,8 +175,7 @@ def _composed(self: Any, defaults: list[ResultDefault], repo: Any) -> DictConfig
 def _load_single(self: Any, default: ResultDefault, repo: Any) -> ConfigResult:
     """What Hydra's method returns: a config under its package.
 
-    Hydra copies the config when it puts it under a package; without a package it goes on with the config itself, and
-    merges others into it.
+    Hydra copies the config when it puts it under a package; without one it merges others into the config itself.
     """
     return _hydras_load_single(self, default, repo if default.package else _Copies(repo))  # type: ignore[arg-type]
 
@@ -200,61 +188,35 @@ def _choices_if_needed(overrides: Any, defaults: list[Any], self_added: bool) ->
 
 
 def _key(source: ConfigSource, config_path: str) -> Hashable | None:
-    content = source.content(config_path) if isinstance(source, KnowsContent) else None
+    """A key that differs for other content; None: the source, of another package, cannot tell."""
+    own = (FileConfigSource, ImportlibResourcesConfigSource, StructuredConfigSource)
+    content = source.content(config_path) if isinstance(source, own) else None
     return None if content is None else (type(source), source.provider, source.path, config_path, content)
 
 
 _SCHEMA = "_schema"
 
 
-@runtime_checkable
-class KnowsContent(Protocol):
-    """A source that can tell whether a config is still the one that it has read."""
-
-    def content(self, config_path: str) -> Hashable | None:
-        """A key of the content that `load_config` would return: another key for other content. None: it cannot tell."""
-        ...
-
-
-class Same:
-    """A key that equals only the same object."""
-
-    def __init__(self, value: object) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other._value is self._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
-
 class FileConfigSource(file_config_source.FileConfigSource):
-    """Folders of YAMLs, titanlab's and the user's. A process reads and checks a file once, until the file changes."""
-
-    # What has been read and checked, by provider and content.
-    _results: ClassVar[dict[tuple[str, Hashable], ConfigResult]] = {}
+    """Folders of YAMLs, titanlab's and the user's."""
 
     def content(self, config_path: str) -> Hashable | None:
         """The file with its state."""
         return _state(self._file(config_path))
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """The content of a file, as a copy, because Hydra removes the defaults list from it."""
+        """The content of a file, which is checked."""
         file = self._file(config_path)
-        state = _state(file)
-        if state is None:
+        if _state(file) is None:
             # Hydra says what is wrong.
             return super().load_config(config_path)
-        key = (self.provider, state)
-        if key not in self._results:
-            result = _read(self, config_path, Path(file))
-            content = OmegaConf.to_container(result.config, resolve=False)
-            group, _, option = config_path.removesuffix(".yaml").rpartition("/")
-            strangers.check_file(content, group, option, file)
-            _name_combinations(result.config)
-            self._results[key] = result
-        return copy.deepcopy(self._results[key])
+        result = _read(self, config_path, Path(file))
+        group, _, option = config_path.removesuffix(".yaml").rpartition("/")
+        content = OmegaConf.to_container(result.config, resolve=False)
+        strangers.check_file(content, group, option, file)
+        strangers.check_settings(content, file)
+        _name_combinations(result.config)
+        return result
 
     def _file(self, config_path: str) -> str:
         return os.path.join(self.path, self._normalize_file_name(config_path))
@@ -276,7 +238,11 @@ class ImportlibResourcesConfigSource(importlib_resources_config_source.Importlib
 
     def load_config(self, config_path: str) -> ConfigResult:
         """The content of a file."""
-        return _read(self, config_path, self._file(config_path))
+        result = _read(self, config_path, self._file(config_path))
+        if self.provider != "hydra":
+            content = OmegaConf.to_container(result.config, resolve=False)
+            strangers.check_settings(content, f"{self.path}/{config_path}")
+        return result
 
     def _file(self, config_path: str) -> Any:
         return importlib.resources.files(self.path).joinpath(self._normalize_file_name(config_path))
@@ -307,9 +273,10 @@ class StructuredConfigSource(structured_config_source.StructuredConfigSource):
         """The schema of a combination, or the config in Hydra's store."""
         several = _combination_at(config_path)
         if several is not None:
-            return Same(several.schema)
+            return several.schema
         self._convert(config_path)
-        return Same(self.store._load(self._normalize_file_name(config_path)).node)
+        # The schemas of two packages may have one name.
+        return (OmegaConf.get_type(self.store._load(self._normalize_file_name(config_path)).node),)
 
     def load_config(self, config_path: str) -> ConfigResult:
         """The config of a schema, which replaces the empty one that `compose.register` has stored."""
@@ -320,12 +287,7 @@ class StructuredConfigSource(structured_config_source.StructuredConfigSource):
                 parts = [f"{part}@{part}" for part in str(several.kind).split(PLUS)]
                 node = {"defaults": [several.schema_name, *parts, "_self_"]}
             where = f"{self.scheme()}://{self.path}"
-            return ConfigResult(
-                config=schema_node(node),
-                path=where,
-                provider=self.provider,
-                header={"package": None},
-            )
+            return ConfigResult(config=schema_node(node), path=where, provider=self.provider, header={"package": None})
         self._convert(config_path)
         return super().load_config(config_path)
 
@@ -389,16 +351,9 @@ def _name_combinations(config: Any) -> None:
 
 
 def check_hidden(sources: Sequence[ConfigSource], paths: Iterable[str]) -> None:
-    """Check that each option of a composition is the same in all folders that have it.
+    """Check that no option of a composition hides a different one of its name in a later folder.
 
     The person who wrote the later one would otherwise train with another model or layout than they believe.
-
-    Args:
-        sources: in the order in which Hydra searches them.
-        paths: of configs; those without a group, and those of Hydra itself, are not checked.
-
-    Raises:
-        ConfigError: a later folder has a different option of this name.
     """
     folders = [source for source in sources if source.scheme() in ("file", "pkg") and source.provider != "hydra"]
     for path in dict.fromkeys(paths):
@@ -410,7 +365,8 @@ def check_hidden(sources: Sequence[ConfigSource], paths: Iterable[str]) -> None:
             if _content(source, path) != _content(read, path):
                 file = f"{_place(source)}/{path}.yaml"
                 rule = f"{file} is never read: {_place(read)} has an option of that name"
-                raise ConfigError(group, option, rule, f"rename the file, and choose {group}={_new_name(option)}")
+                renamed = PurePath(option).with_name(f"my_{PurePath(option).name}")
+                raise ConfigError(group, option, rule, f"rename the file, and choose {group}={renamed}")
 
 
 def _content(source: ConfigSource, path: str) -> object:
@@ -424,8 +380,3 @@ def _content(source: ConfigSource, path: str) -> object:
 
 def _place(source: ConfigSource) -> str:
     return source.path if source.scheme() == "file" else f"the package {source.path}"
-
-
-def _new_name(option: str) -> str:
-    path = PurePath(option)
-    return str(path.with_name(f"my_{path.name}"))

@@ -6,6 +6,7 @@ batch stays, and so does the order of tokens, which depends on no layout: the mi
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from titanlab.costs.layout import Layout, divisors, resolve_layout
+from titanlab.costs.layout import divisors, resolve_layout
 from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.recipe.hydra_errors import value_error
@@ -35,14 +36,10 @@ LAYOUT = ("world", "parallelism.", "schedule.", "ac.", "training.microbatch", "t
 def next_recipe(
     config: Mapping[str, Any], overrides: Sequence[str], changeable: Sequence[str], *, file: Path, branch: str = ""
 ) -> Recipe:
-    """The unresolved recipe of the next attempt.
+    """The unresolved recipe of the next attempt: `key=value` of what `check_changeable` allows, or presets of PRESETS.
 
     Args:
-        config: of the run, as plain values.
-        overrides: `key=value` for single keys, and `group=preset` for groups of PRESETS.
-        changeable: the keys that may change, see `check_changeable`.
         file: the config's file, for errors that no override has caused.
-        branch: the command that begins a new run with keys that may not change here.
 
     Raises:
         ConfigError: an override sets a key that may not change, or cannot be read; a preset does not exist.
@@ -52,16 +49,7 @@ def next_recipe(
 
 
 def new_recipe(config: Mapping[str, Any], overrides: Sequence[str], *, file: Path) -> Recipe:
-    """The unresolved recipe of a new run that changes another one's: any key, and any preset.
-
-    Args:
-        config: of the other run, as plain values.
-        overrides: `key=value` for single keys, and `group=preset` for groups.
-        file: the config's file, for errors that no override has caused.
-
-    Raises:
-        ConfigError: an override cannot be read; a key or a preset does not exist.
-    """
+    """The unresolved recipe of a new run that changes another one's: any key, and any preset; as `next_recipe`."""
     for override in overrides:
         if "=" not in override:
             raise ConfigError("overrides", override, "is no override", "write key=value")
@@ -71,7 +59,15 @@ def new_recipe(config: Mapping[str, Any], overrides: Sequence[str], *, file: Pat
 def _overridden(config: Mapping[str, Any], overrides: Sequence[str], groups: Sequence[str], *, file: Path) -> Recipe:
     chosen = [override for override in overrides if override.partition("=")[0] in groups]
     values = [override for override in overrides if override not in chosen]
-    changed = {**config, **_presets(chosen)}
+    changed = dict(config)
+    if chosen:
+        # Imported here: most attempts choose no preset, and Hydra takes 0.3 s.
+        from titanlab.recipe.compose import Loader
+        from titanlab.recipe.flags import read_flags
+
+        composed = Loader(read_flags(chosen), chosen).compose(())
+        for group in (override.partition("=")[0] for override in chosen):
+            changed[group] = OmegaConf.to_container(composed.config[group], resolve=True)
     keys = [override.partition("=")[0] for override in overrides]
     if "world" not in keys and any(key.partition(".")[0] == "parallelism" for key in keys):
         # The new degrees give the world; one that is "the rest" is the rest of the processes that the run had.
@@ -108,7 +104,14 @@ def adapted(recipe: Recipe, before: Recipe, overrides: Sequence[str] = ()) -> tu
         if recipe.training.microbatch is None:
             # A pipeline's own default is 1, the most microbatches that it can overlap.
             return recipe, ""
-        fits = [count for count in fits if _fits_pipeline(recipe, layout, batch // layout.data // count)] or fits
+        account, sequences = recipe.model.account(), batch // layout.data
+        in_pipeline = []
+        for count in fits:
+            with contextlib.suppress(ConfigError):
+                config, schedule = recipe.parallelism, recipe.schedule
+                check_pipeline(layout, config, account, schedule, microbatches=sequences // count)
+                in_pipeline.append(count)
+        fits = in_pipeline or fits
     chosen = max(fits)
     if chosen == recipe.training.microbatch:
         return recipe, ""
@@ -127,27 +130,6 @@ def changes(config: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, 
     return {key: value for key, value in changed.items() if key not in same and config.get(key) != value}
 
 
-def _fits_pipeline(recipe: Recipe, layout: Layout, microbatches: int) -> bool:
-    try:
-        check_pipeline(layout, recipe.parallelism, recipe.model.account(), recipe.schedule, microbatches=microbatches)
-    except ConfigError:
-        return False
-    return True
-
-
-def _presets(overrides: Sequence[str]) -> dict[str, Any]:
-    """The content of the presets that were chosen, by group."""
-    if not overrides:
-        return {}
-    # Imported here: most attempts choose no preset, and Hydra takes 0.3 s.
-    from titanlab.recipe.compose import Loader
-    from titanlab.recipe.flags import read_flags
-
-    composed = Loader(read_flags(overrides), overrides).compose(())
-    groups = [override.partition("=")[0] for override in overrides]
-    return {group: OmegaConf.to_container(composed.config[group], resolve=True) for group in groups}
-
-
 _NOTHING = object()
 # Examples in the error for groups whose name alone would not help.
 _EXAMPLES = {"parallelism": ", such as parallelism.shard=2", "launch": ", such as launch.threads=1"}
@@ -156,16 +138,12 @@ _EXAMPLES = {"parallelism": ", such as parallelism.shard=2", "launch": ", such a
 def check_changeable(
     overrides: Sequence[str], changeable: Sequence[str], *, presets: Sequence[str] = (), branch: str = ""
 ) -> None:
-    """Check that overrides set only keys that may change.
+    """Check that arguments are overrides of keys that may change.
 
     Args:
-        overrides: `key=value` arguments.
         changeable: keys, and prefixes of keys, which end in a dot.
         presets: groups of which another preset may be chosen, if any of their keys may change.
         branch: the command that begins a new run with the other keys; empty: there is none.
-
-    Raises:
-        ConfigError: an argument is no override, or sets another key.
     """
     for override in overrides:
         key, equals, value = override.partition("=")
@@ -230,10 +208,7 @@ def frozen_recipe(run: RunFolder, overrides: Sequence[str] = (), *, attempt: int
 
 
 def overridden(config: Mapping[str, Any], overrides: Sequence[str], *, file: Path) -> Recipe:
-    """The recipe of a run's frozen config, with some keys changed.
-
-    Args:
-        file: the config's file, for errors that no override has caused.
+    """The recipe of a run's frozen config, with some keys changed; errors name the file if no override has a part.
 
     Raises:
         ConfigError: an override cannot be read, or its value does not fit; or the config is of another version.

@@ -155,11 +155,7 @@ def _multiplies_head(model: ModelConfig, precision: PrecisionConfig) -> bool:
 
 
 def pieces_by_stage(recipe: Recipe) -> list[tuple[str, ...]]:
-    """Pieces of the model in every stage of a resolved recipe's pipeline.
-
-    Raises:
-        ConfigError: the recipe's split does not fit the model or the number of stages.
-    """
+    """Pieces of the model in every stage of a resolved recipe's pipeline, as `stage_pieces` makes them."""
     # The shares of the pieces do not depend on the microbatch, and equal costs are split only once.
     model, sizes = recipe.model, {"batch": 1, "seq_len": recipe.training.seq_len}
     return stage_pieces(
@@ -282,16 +278,10 @@ def resolve(recipe: Recipe, *, world: int | None, accelerator: str, device: str)
         parallelism=recipe.parallelism.with_degrees(layout.degrees()),
         cluster=cluster,
     )
-    return dataclasses.replace(
-        resolved, training=dataclasses.replace(recipe.training, loss_chunk=_resolved_chunk(resolved))
-    )
-
-
-def _resolved_chunk(recipe: Recipe) -> int | None:
-    """The number of tokens; -1 stays where the batch cannot be divided, which a rule reports."""
-    if recipe.training.global_batch < recipe.layout.data:
-        return recipe.training.loss_chunk
-    return recipe.loss_chunk
+    if recipe.training.global_batch < layout.data:
+        # The batch cannot be divided, which a rule reports.
+        return resolved
+    return dataclasses.replace(resolved, training=dataclasses.replace(recipe.training, loss_chunk=resolved.loss_chunk))
 
 
 def shortened_warmup(recipe: Recipe) -> str:
@@ -345,7 +335,9 @@ def stage_pieces(
     """
     pieces, stages = account.pieces, len(placement)
     if split is None:
-        first = list(_balanced(tuple(_costs(account, block, edges)), tuple(placement)))
+        costs = {operation.name: _cost([operation]) for operation in edges}
+        of_pieces = (_cost(block) if is_in_block(piece) else costs.get(piece, 0.0) for piece in pieces)
+        first = list(_balanced(tuple(of_pieces), tuple(placement)))
     elif all(isinstance(item, int) for item in split):
         first = _by_counts(account, list(split), stages)
     else:
@@ -357,11 +349,6 @@ def stage_pieces(
 def _balanced(costs: tuple[float, ...], placement: tuple[int, ...]) -> tuple[int, ...]:
     """First piece of every stage; cached, because a sweep calls it often and a search can take tenths of a second."""
     return tuple(balanced(costs, stages=len(placement), placement=placement))
-
-
-def _costs(account: ModelAccount, block: Sequence[Operation], edges: Sequence[Operation]) -> list[float]:
-    edge_costs = {operation.name: _cost([operation]) for operation in edges}
-    return [_cost(block) if is_in_block(piece) else edge_costs.get(piece, 0.0) for piece in account.pieces]
 
 
 def _cost(operations: Sequence[Operation]) -> float:
@@ -391,7 +378,9 @@ def _by_names(account: ModelAccount, names: list[str], stages: int) -> list[int]
     unknown = [name for name in names if name not in account.pieces]
     if unknown:
         rule = f"the model has no piece {unknown[0]}"
-        raise ConfigError(KEY, as_typed(names), rule, f"its pieces are {_listed(account.pieces)}")
+        shown = account.pieces
+        shown = (*shown[:2], "…", *shown[-3:]) if len(shown) > 6 else shown
+        raise ConfigError(KEY, as_typed(names), rule, f"its pieces are {', '.join(shown)}")
     return _increasing(account, names, [0, *(account.pieces.index(name) for name in names)])
 
 
@@ -408,11 +397,6 @@ def _increasing(account: ModelAccount, split: Sequence[object], first: list[int]
 def as_typed(split: Sequence[object]) -> str:
     """A split as it is written in an override."""
     return f"[{','.join(map(str, split))}]"
-
-
-def _listed(pieces: Sequence[str]) -> str:
-    shown = [*pieces[:2], "…", *pieces[-3:]] if len(pieces) > 6 else pieces
-    return ", ".join(shown)
 
 
 # Text that Hydra reads as itself without quotes. With a slash in it, it is neither a number nor a constant.

@@ -1,6 +1,7 @@
 """The rules that cross config groups: layout, batch and schedule against the model, and the memory of the host.
 
-The rules about memory are lower bounds: a recipe that passes may still run out of memory, and then ends as `oom`.
+Each check raises a ConfigError for the first rule that is broken. The rules about memory are lower bounds: a recipe
+that passes may still run out of memory, and then ends as `oom`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import dataclasses
 import importlib.util
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from titanlab.costs.account import STYLES, ModelAccount, cut_dim, parameter_style
 from titanlab.costs.hardware import compute_capability
@@ -37,35 +38,32 @@ MOST_PROCESSES = 1_000_000
 
 
 def check(recipe: Recipe) -> None:
-    """Check a resolved recipe by every rule; rules about the content of the corpus apply after it is prepared.
-
-    Raises:
-        ConfigError: the first rule that it breaks.
-    """
+    """Check a resolved recipe by every rule; rules about the content of the corpus apply after it is prepared."""
     check_all_but_data(recipe)
     check_data(recipe)
 
 
 def check_all_but_data(recipe: Recipe) -> None:
-    """Check a resolved recipe by every rule that needs no data.
-
-    Raises:
-        ConfigError: the first rule that it breaks.
-    """
-    rules = (_names, check_addressable, _batch, _processes, _layout_fits, _rate, _nan, _offload, _attention)
-    for rule in (*rules, _documents, _check_every, _loss_chunk, _options):
-        rule(recipe)
+    """Check a resolved recipe by every rule that needs no data."""
+    _names(recipe)
+    check_addressable(recipe)
+    _batch(recipe)
+    check_processes(recipe.layout.world)
+    _layout_fits(recipe)
+    _training(recipe)
+    _attention(recipe)
+    _documents(recipe)
+    values = setting(recipe)
+    options = (recipe.model, recipe.schedule, recipe.precision, recipe.ac, recipe.compile, recipe.optimizer)
+    for option in (*options, recipe.data, recipe.checkpoint, recipe.tracker, recipe.profiler, recipe.launch):
+        option.check(values)
     # Otherwise a missing package would be noticed only after the model has been built.
     recipe.tracker.check_installed()
     recipe.checkpoint.check_installed()
 
 
 def check_data(recipe: Recipe) -> None:
-    """Check a resolved recipe by the rules about data; rules about the content apply after it is prepared.
-
-    Raises:
-        ConfigError: the first rule that it breaks.
-    """
+    """Check a resolved recipe by the rules about data; rules about the content apply after it is prepared."""
     source.check(
         recipe.data,
         seq_len=recipe.training.seq_len,
@@ -88,32 +86,16 @@ def _names(recipe: Recipe) -> None:
 def _batch(recipe: Recipe) -> None:
     batch, ranks = recipe.training.global_batch, recipe.layout.data
     if batch % ranks:
-        raise ConfigError(
-            "training.global_batch",
-            batch,
-            f"must be a multiple of the {ranks} data-parallel processes",
-            f"try {_nearest_multiple(batch, ranks)}",
-        )
+        rule = f"must be a multiple of the {ranks} data-parallel processes"
+        raise ConfigError("training.global_batch", batch, rule, f"try {max(ranks, round(batch / ranks) * ranks)}")
     if recipe.local_batch % recipe.microbatch:
-        usable = divisors(recipe.local_batch)
-        raise ConfigError(
-            "training.microbatch",
-            recipe.microbatch,
-            f"must divide the {recipe.local_batch} sequences that one process has of a step",
-            f"try {' or '.join(str(n) for n in _closest(usable, recipe.microbatch))}",
-        )
-
-
-def _processes(recipe: Recipe) -> None:
-    check_processes(recipe.layout.world)
+        rule = f"must divide the {recipe.local_batch} sequences that one process has of a step"
+        cure = f"try {_nearest(divisors(recipe.local_batch), recipe.microbatch)}"
+        raise ConfigError("training.microbatch", recipe.microbatch, rule, cure)
 
 
 def check_processes(world: int) -> None:
-    """Check that a layout may have so many processes.
-
-    Raises:
-        ConfigError: they are too many.
-    """
+    """Check that a layout may have so many processes."""
     if world > MOST_PROCESSES:
         rule = f"a layout has at most {MOST_PROCESSES:,} processes"
         raise ConfigError("world", world, rule, "give fewer, by smaller degrees of parallelism")
@@ -122,18 +104,15 @@ def check_processes(world: int) -> None:
 def _layout_fits(recipe: Recipe) -> None:
     layout, config, seq_len = recipe.layout, recipe.parallelism, recipe.training.seq_len
     account = recipe.model.account()
-    kernel = recipe.model.attention
-    check_context(layout, account, seq_len=seq_len, kernel=kernel)
+    check_context(layout, account, seq_len=seq_len, kernel=recipe.model.attention)
     check_expert(layout, config, account)
     account = account_for(account, layout)
     check_tensor(layout, config, account, seq_len=seq_len, microbatch=recipe.microbatch)
+    accelerator = recipe.cluster.accelerator
     check_async_tensor(
-        layout,
-        config,
-        accelerator=recipe.cluster.accelerator,
-        compiled=recipe.compile.blocks and recipe.compile.backend,
+        layout, config, accelerator=accelerator, compiled=recipe.compile.blocks and recipe.compile.backend
     )
-    check_symmetric_memory(layout, config, accelerator=recipe.cluster.accelerator)
+    check_symmetric_memory(layout, config, accelerator=accelerator)
     if config.symmetric_memory:
         # Imported here: it imports torch, which no rule about layouts needs.
         from titanlab.parallelism import symmetric_buffers
@@ -144,27 +123,25 @@ def _layout_fits(recipe: Recipe) -> None:
     check_pipeline(layout, config, account, recipe.schedule, microbatches=recipe.microbatches)
     if layout.pipeline > 1:
         pieces_by_stage(recipe)
+    if config.cpu_offload and layout.fsdp == 1:
+        rule = "moves sharded parameters, and nothing is sharded"
+        raise ConfigError("parallelism.cpu_offload", True, rule, "try parallelism.shard=2")
 
 
-def _rate(recipe: Recipe) -> None:
-    warmup = recipe.optimizer.schedule.warmup(recipe.training.steps)
-    if warmup > recipe.training.steps:
-        raise ConfigError(
-            "optimizer.schedule.warmup_steps",
-            warmup,
-            f"is more than the {counted(recipe.training.steps, 'step')} of the run",
-            f"try {max(1, recipe.training.steps // 10)}",
-        )
-
-
-def _offload(recipe: Recipe) -> None:
-    if recipe.parallelism.cpu_offload and recipe.layout.fsdp == 1:
-        raise ConfigError(
-            "parallelism.cpu_offload",
-            True,
-            "moves sharded parameters, and nothing is sharded",
-            "try parallelism.shard=2",
-        )
+def _training(recipe: Recipe) -> None:
+    training = recipe.training
+    warmup = recipe.optimizer.schedule.warmup(training.steps)
+    if warmup > training.steps:
+        rule = f"is more than the {counted(training.steps, 'step')} of the run"
+        raise ConfigError("optimizer.schedule.warmup_steps", warmup, rule, f"try {max(1, training.steps // 10)}")
+    if training.on_nan == "rollback" and recipe.checkpoint.every == 0:
+        rule = "goes back to a checkpoint, and checkpoint.every=0 saves none on the way"
+        raise ConfigError("training.on_nan", "rollback", rule, "try checkpoint.every=100, or training.on_nan=skip")
+    if training.check_every and recipe.cluster.accelerator == "cuda" and not training.deterministic:
+        rule = "compares bits, and without training.deterministic=true kernels of a GPU may give others each time"
+        raise ConfigError("training.check_every", training.check_every, rule, "set that too, or try 0")
+    if recipe.loss_chunk and (reason := needs_whole_logits(recipe)) is not None:
+        raise ConfigError("training.loss_chunk", training.loss_chunk, *reason)
 
 
 def _attention(recipe: Recipe) -> None:
@@ -173,9 +150,8 @@ def _attention(recipe: Recipe) -> None:
         raise ConfigError("model.attention", backend, "needs a GPU", "try auto, flash or math")
     narrow = ("flash", "cudnn", "flash3", "flash_attn")
     if recipe.cluster.accelerator == "cuda" and backend in narrow and recipe.precision.formats().compute == "float32":
-        raise ConfigError(
-            "model.attention", backend, "computes in 16 bits only on a GPU", "try precision=bf16, or auto"
-        )
+        rule = "computes in 16 bits only on a GPU"
+        raise ConfigError("model.attention", backend, rule, "try precision=bf16, or auto")
     if backend == "flash_attn" and importlib.util.find_spec(backend) is None:
         rule = "is a kernel of the package flash-attn, which is not installed"
         raise ConfigError("model.attention", backend, rule, "pip install flash-attn, or try auto")
@@ -203,33 +179,6 @@ def _documents(recipe: Recipe) -> None:
         if width < _NARROWEST_FLEX:
             rule = f"is FlexAttention with data.document_mask, which on a GPU needs heads of {_NARROWEST_FLEX} or more"
             raise ConfigError("model.attention", backend, f"{rule}, and this model's have {width}", "try efficient")
-
-
-def _check_every(recipe: Recipe) -> None:
-    training = recipe.training
-    if training.check_every and recipe.cluster.accelerator == "cuda" and not training.deterministic:
-        rule = "compares bits, and without training.deterministic=true kernels of a GPU may give others each time"
-        raise ConfigError("training.check_every", training.check_every, rule, "set that too, or try 0")
-
-
-def _nan(recipe: Recipe) -> None:
-    if recipe.training.on_nan == "rollback" and recipe.checkpoint.every == 0:
-        rule = "goes back to a checkpoint, and checkpoint.every=0 saves none on the way"
-        raise ConfigError("training.on_nan", "rollback", rule, "try checkpoint.every=100, or training.on_nan=skip")
-
-
-def _loss_chunk(recipe: Recipe) -> None:
-    reason = needs_whole_logits(recipe) if recipe.loss_chunk else None
-    if reason is not None:
-        raise ConfigError("training.loss_chunk", recipe.training.loss_chunk, *reason)
-
-
-def _options(recipe: Recipe) -> None:
-    """Apply the rules that options have about the rest of the recipe."""
-    values = setting(recipe)
-    options = (recipe.model, recipe.schedule, recipe.precision, recipe.ac, recipe.compile, recipe.optimizer)
-    for option in (*options, recipe.data, recipe.checkpoint, recipe.tracker, recipe.profiler, recipe.launch):
-        option.check(values)
 
 
 def setting(recipe: Recipe) -> Setting:
@@ -264,24 +213,12 @@ def setting(recipe: Recipe) -> Setting:
     )
 
 
-def _nearest_multiple(value: int, unit: int) -> int:
-    return max(unit, round(value / unit) * unit)
-
-
-def _closest(values: list[int], target: int) -> list[int]:
-    return sorted(sorted(values, key=lambda value: abs(value - target))[:2])
-
-
 # Passes of one microbatch through one stage, in a step. The schedule is a list of all of them, made before the step.
 MOST_ACTIONS = 1_000_000
 
 
 def check_tensor(layout: Layout, config: Parallelism, account: ModelAccount, *, seq_len: int, microbatch: int) -> None:
-    """Check that tensor parallelism can split heads, matrices and the sequence.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Check that tensor parallelism can split heads, matrices and the sequence."""
     degree = layout.tensor
     if degree == 1:
         return
@@ -368,11 +305,7 @@ def _check_fsdp_cuts(layout: Layout, cuts: Sequence[_CutParameter]) -> None:
 
 
 def check_expert(layout: Layout, config: Parallelism, account: ModelAccount) -> None:
-    """Check that expert parallelism can divide the experts among the processes of shard, context and tensor.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Check that expert parallelism can divide the experts among the processes of shard, context and tensor."""
     degree, key = layout.expert, "parallelism.expert"
     if degree < 1:
         rule = "a degree is at least 1, and that of experts does not follow from the world: it multiplies nothing"
@@ -402,14 +335,7 @@ def check_expert(layout: Layout, config: Parallelism, account: ModelAccount) -> 
 
 
 def check_context(layout: Layout, account: ModelAccount, *, seq_len: int, kernel: str) -> None:
-    """Check that context parallelism can split the sequence into two chunks for each process.
-
-    Args:
-        kernel: the recipe's attention kernel.
-
-    Raises:
-        ConfigError: it cannot, or it does not support the kernel.
-    """
+    """Check that context parallelism supports the attention kernel, and gives each process two chunks of a sequence."""
     chunks = 2 * layout.context
     if layout.context == 1:
         return
@@ -431,11 +357,7 @@ def check_context(layout: Layout, account: ModelAccount, *, seq_len: int, kernel
 def check_pipeline(
     layout: Layout, config: Parallelism, account: ModelAccount, schedule: PipelineSchedule, *, microbatches: int
 ) -> None:
-    """Check that the model has enough blocks for the stages, and that the schedule supports them.
-
-    Raises:
-        ConfigError: the model or the schedule does not fit the pipeline.
-    """
+    """Check that the model has enough blocks for the stages, and that the schedule supports them."""
     degree = layout.pipeline
     if degree == 1:
         if config.split is not None:
@@ -469,52 +391,63 @@ def check_async_tensor(layout: Layout, config: Parallelism, *, accelerator: str,
 
     Args:
         compiled: the backend that compiles blocks; False: blocks are not compiled.
-
-    Raises:
-        ConfigError: they do not.
     """
     if not config.async_tensor:
         return
-    key = "parallelism.async_tensor"
-    if layout.tensor == 1:
-        raise ConfigError(key, True, "interleaves the collectives of tensor parallelism, and tensor=1", "try false")
-    if accelerator != "cuda":
-        raise ConfigError(key, True, "needs symmetric memory between GPUs, and this runs on a CPU", "try false")
-    if not config.sequence_parallel:
-        rule = "interleaves gathers and scatters of sequences, and sequence_parallel=false has none"
-        raise ConfigError(key, True, rule, "try parallelism.sequence_parallel=true")
-    if not compiled:
-        raise ConfigError(key, True, "is done by inductor, and the blocks are not compiled", "try compile=block")
-    if compiled != "inductor":
-        rule = f"is done by inductor, and {compiled} compiles the blocks"
-        raise ConfigError(key, True, rule, "try compile.backend=inductor")
+    _check_flag(
+        "parallelism.async_tensor",
+        (layout.tensor == 1, "interleaves the collectives of tensor parallelism, and tensor=1", "try false"),
+        (accelerator != "cuda", "needs symmetric memory between GPUs, and this runs on a CPU", "try false"),
+        (
+            not config.sequence_parallel,
+            "interleaves gathers and scatters of sequences, and sequence_parallel=false has none",
+            "try parallelism.sequence_parallel=true",
+        ),
+        (not compiled, "is done by inductor, and the blocks are not compiled", "try compile=block"),
+        (
+            compiled != "inductor",
+            f"is done by inductor, and {compiled} compiles the blocks",
+            "try compile.backend=inductor",
+        ),
+    )
 
 
 def check_symmetric_memory(layout: Layout, config: Parallelism, *, accelerator: str) -> None:
-    """Check that FSDP2 can use symmetric memory.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Check that FSDP2 can use symmetric memory."""
     if not config.symmetric_memory:
         return
-    key = "parallelism.symmetric_memory"
-    if layout.fsdp == 1:
-        raise ConfigError(key, True, "is memory in which FSDP2 gathers, and nothing is sharded", "try false")
-    if accelerator != "cuda":
-        raise ConfigError(key, True, "is memory between GPUs, and this runs on a CPU", "try false")
-    if config.cpu_offload:
-        rule = "has not been tried with parameters in host memory"
-        raise ConfigError(key, True, rule, "try false, or parallelism.cpu_offload=false")
-    if config.async_tensor:
-        rule = "is memory of NCCL, AsyncTP needs that of CUDA, and torch has one of both in a process"
-        raise ConfigError(key, True, rule, "try false, or parallelism.async_tensor=false")
+    _check_flag(
+        "parallelism.symmetric_memory",
+        (layout.fsdp == 1, "is memory in which FSDP2 gathers, and nothing is sharded", "try false"),
+        (accelerator != "cuda", "is memory between GPUs, and this runs on a CPU", "try false"),
+        (
+            config.cpu_offload,
+            "has not been tried with parameters in host memory",
+            "try false, or parallelism.cpu_offload=false",
+        ),
+        (
+            config.async_tensor,
+            "is memory of NCCL, AsyncTP needs that of CUDA, and torch has one of both in a process",
+            "try false, or parallelism.async_tensor=false",
+        ),
+    )
+
+
+def _check_flag(key: str, *rules: tuple[bool, str, str]) -> None:
+    """Check a value of true by rules: whether one is broken, the rule, and the cure."""
+    for is_broken, rule, cure in rules:
+        if is_broken:
+            raise ConfigError(key, True, rule, cure)
 
 
 def _try(key: str, usable: list[int], degree: int) -> str:
     """The advice to try the two usable degrees that are nearest to the given degree."""
-    nearest = sorted(sorted(usable, key=lambda n: (abs(n - degree), n))[:2])
-    return f"try {key}=" + " or ".join(str(n) for n in nearest)
+    return f"try {key}={_nearest(usable, degree)}"
+
+
+def _nearest(usable: Iterable[int], wanted: int) -> str:
+    """The two usable numbers that are nearest to the wanted one."""
+    return " or ".join(map(str, sorted(sorted(usable, key=lambda n: (abs(n - wanted), n))[:2])))
 
 
 # Memory of a process without tensors: an interpreter that has imported torch, less the pages that processes share.
@@ -523,16 +456,14 @@ _ADDRESSABLE = 2**63  # bytes; sizes are signed 64-bit integers
 
 
 def check_addressable(recipe: Recipe) -> None:
-    """Check that the size of the parameters in bytes fits into 64 bits.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Check that the size of the parameters in bytes fits into 64 bits."""
     parameters = recipe.model.account().parameter_count
     if parameters * recipe.precision.formats().master_bytes >= _ADDRESSABLE:
-        key, value = _largest_size(recipe.model)
+        # The largest whole number among the model's fields is the likely mistake.
+        sizes = {field.name: getattr(recipe.model, field.name) for field in dataclasses.fields(recipe.model)}
+        name = max((name for name in sizes if type(sizes[name]) is int), key=lambda name: sizes[name], default="kind")
         rule = f"makes a model of {parameters:.1e} parameters, more bytes than there are addresses"
-        raise ConfigError(key, value, rule, "give a smaller number")
+        raise ConfigError(f"model.{name}", sizes.get(name), rule, "give a smaller number")
 
 
 def check_host_memory(recipe: Recipe, host: Host, *, processes: int) -> None:
@@ -543,9 +474,6 @@ def check_host_memory(recipe: Recipe, host: Host, *, processes: int) -> None:
     Args:
         recipe: resolved.
         processes: how many processes of the run start on this host.
-
-    Raises:
-        ConfigError: the host has less.
     """
     if host.memory_bytes is None or recipe.cluster.accelerator != "cpu":
         return
@@ -574,14 +502,6 @@ def check_host_memory(recipe: Recipe, host: Host, *, processes: int) -> None:
         rule = f"one microbatch is {tokens:,} tokens, which take at least {_gib(token_bytes)} here, {has}"
         cure = f"give a smaller number, or training.microbatch=1, or take {elsewhere}"
         raise ConfigError(f"training.{key}", getattr(training, key), rule, cure)
-
-
-def _largest_size(model: Any) -> tuple[str, int]:
-    """The largest whole number among a model's fields: the likely mistake in a model that is too large."""
-    values = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
-    sizes = {name: value for name, value in values.items() if type(value) is int}
-    name = max(sizes, key=lambda field: sizes[field], default="kind")
-    return f"model.{name}", sizes.get(name, 0)
 
 
 def _gib(count: int) -> str:

@@ -170,20 +170,7 @@ class Cluster:
 class LaunchSettings(Protocol):
     """What a recipe knows of its launcher's config, which is a `titanlab.launch.contract.LaunchConfig`.
 
-    That contract stands above recipes, because its methods are about jobs, and recipes are below jobs.
-
-    Attributes:
-        kind: its name.
-        threads: of one process; None: OMP_NUM_THREADS, but not more than the process has cores; all without it.
-        cpus_per_task: cores of one process; None: the launcher's choice.
-        memory_gib: host memory of one node; None: the launcher's choice.
-        minutes: time limit of a job; None: the launcher's choice, or none.
-        signal_seconds: how long before its time limit a job gets a signal to save and end.
-        requeue: whether a job that was preempted or reached its time limit puts itself back into the queue.
-        max_requeues: how often it may do that.
-        restarts: how often the ranks start again in place, from the newest checkpoint, after one of them has died.
-        min_world: after a rank has failed twice in a row, or its node is lost, the others go on without it, as at least
-            so many processes; null: they do not.
+    That contract documents it, and stands above recipes, because its methods are about jobs, which recipes are below.
     """
 
     kind: str

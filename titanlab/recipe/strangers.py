@@ -1,19 +1,25 @@
-"""Keeps configs, which may come from strangers, from running code and from reading environment variables.
+"""Refuses what a config, which may come from a stranger, may not set: code, variables, and settings of no effect.
 
 Hydra calls whatever `_target_` names (callbacks, launchers, sweepers), and its logging whatever `class`, `()` and
 `ext://` name; `pkg://` in its search path imports a module. OmegaConf's `oc.env` reads any variable, and `oc.create`
 and `oc.decode` make configs from text. A recipe needs none of this. Hydra has a list of blocked modules of its own,
 but the list is incomplete and its error names another key.
+
+Of Hydra's own settings, titanlab reads `hydra.searchpath`, `hydra.sweeper` of a sweep, `hydra.job.name` (as
+`${hydra:job.name}`), `hydra.mode` of a file and the texts of the help pages. Others would have no effect.
+`titanlab.sweep.request` checks `hydra.launcher`, because it knows the points.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
+from hydra.conf import HydraConf
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, QuotedString, Sweep
 from hydra.errors import HydraException
@@ -30,12 +36,34 @@ VARIABLES = (
 """Environment variables that `${oc.env:NAME}` may read; none of them contains a secret."""
 _TARGET = "_target_"
 # Classes that Hydra's own logging configs name.
-_LOGGING = ("StreamHandler", "FileHandler", "NullHandler", "Formatter", "Filter")
-_CLASSES = tuple(f"logging.{name}" for name in _LOGGING)
+_HANDLERS = ("StreamHandler", "FileHandler", "NullHandler", "Formatter", "Filter")
+_CLASSES = tuple(f"logging.{name}" for name in _HANDLERS)
 _STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
 _STARTERS = ("launcher", "sweeper")
 _RULE = "names code, and a config never runs any"
 _CURE = "leave it out; code comes as an option of a package: docs/models-of-your-own.md"
+_READ = ("searchpath", "sweeper", "launcher", "job.name", "help", "hydra_help")
+_FOLDER = "a run's folder is runs/SWEEP/NAME: give runs=FOLDER, sweep=NAME or name=NAME"
+_LOGS = "leave it out: a run has its logs in its own folder"
+# Advice by the first part of the key of a setting.
+_CURES = {
+    "run": _FOLDER,
+    "sweep": _FOLDER,
+    "output_subdir": "leave it out: a run has its recipe in config.yaml of its folder",
+    "mode": "add -m for several points, or use titanlab sweep",
+    "job.chdir": _FOLDER,
+    "job.env_set": "set it in the shell, or with launch=slurm in launch.environment",
+    "job.env_copy": "set it in the shell, or with launch=slurm in launch.environment",
+    "job_logging": _LOGS,
+    "hydra_logging": _LOGS,
+    "verbose": _LOGS,
+    "callbacks": "leave it out: nothing calls them here",
+}
+_UNREAD = "is a setting of Hydra's that titanlab does not read"
+_LOGGING = ("hydra/job_logging", "hydra/hydra_logging")
+_SETTINGS = frozenset(field.name for field in dataclasses.fields(HydraConf))
+# Values of such settings that have no effect in Hydra either.
+_UNSET: tuple[Any, ...] = (".", None, False, {}, [])
 
 
 def replace_resolvers() -> None:
@@ -46,10 +74,10 @@ def replace_resolvers() -> None:
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
-    """Check overrides by the rules for a YAML; Hydra reports those that cannot be read.
+    """Check overrides by the rules for a YAML; Hydra reports those that cannot be read, and settings unknown to it.
 
     Raises:
-        ConfigError: an override names code, or a package to import.
+        ConfigError: an override names code, or a package to import, or a setting that titanlab does not read.
     """
     for text in overrides:
         key, _, typed = text.partition("=")
@@ -66,6 +94,14 @@ def check_overrides(overrides: Sequence[str]) -> None:
                 check_search_path(value)
             for path, code in _code(value, key, within_hydra=key.startswith("hydra")):
                 raise ConfigError(path, code, _RULE, _CURE)
+    for text in overrides:
+        key, _, typed = text.lstrip("+~").partition("=")
+        if key.partition("@")[0] in _LOGGING:
+            raise ConfigError(key, typed, _UNREAD, _LOGS)
+        if key == "hydra":
+            raise ConfigError(key, typed, _UNREAD, "leave it out: titanlab train --help has the keys of a recipe")
+        if key.startswith("hydra."):
+            _check_setting(key.removeprefix("hydra."), typed)
 
 
 def _values(value: Any) -> Iterator[Any]:
@@ -87,6 +123,36 @@ def check_file(content: Any, group: str, option: str, file: str) -> None:
         if group in [f"hydra/{name}" for name in _STARTERS]:
             raise own_start_error(group, option)
         raise ConfigError(path, value, f"{_RULE}: {file}", _CURE)
+
+
+def check_settings(content: Any, file: object) -> None:
+    """Check that a YAML sets no setting of Hydra that titanlab does not read.
+
+    Raises:
+        ConfigError: it sets one.
+    """
+    for entry in content.get("defaults") or []:
+        for key, option in entry.items() if isinstance(entry, dict) else ():
+            group = key.split()[-1].lstrip("/")
+            if group in _LOGGING and option not in ("none", "default"):
+                raise ConfigError(group, option, f"{_UNREAD}, and {file} sets it", _LOGS)
+    settings = content.get("hydra")
+    for key, value in settings.items() if isinstance(settings, dict) else ():
+        is_nested = key in ("run", "sweep", "job") and isinstance(value, dict)
+        inner = {f"{key}.{name}": each for name, each in value.items()} if is_nested else {key: value}
+        for name, each in inner.items():
+            if name != "mode" and each not in _UNSET:
+                _check_setting(name, each, f", and {file} sets it")
+
+
+def _check_setting(name: str, value: Any, where: str = "") -> None:
+    def matching(keys: Iterable[str]) -> str | None:
+        return next((key for key in keys if name == key or name.startswith(f"{key}.")), None)
+
+    if name.partition(".")[0] in _SETTINGS and matching(_READ) is None:
+        raise ConfigError(
+            f"hydra.{name}", value, f"{_UNREAD}{where}", _CURES.get(matching(_CURES) or "", "leave it out")
+        )
 
 
 def check_size(text: str, file: object) -> None:

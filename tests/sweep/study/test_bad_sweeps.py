@@ -96,7 +96,7 @@ ARGUMENTS = [
     ("sweep=a/b", "sweep=a/b: becomes a folder's name", ""),
     ("runs=/dev/null/runs", "runs=/dev/null/runs: cannot be written", ""),
     ("checkpoint.load_from=nowhere", "checkpoint.load_from=nowhere: there is no such folder", ""),
-    ("--dry-run --wait", "arguments=", "submits nothing to wait for"),
+    ("--dry-run --wait", "--dry-run=true", "submits nothing to wait for"),
     ("--nope", "arguments=--nope: is no flag", ""),
 ]  # fmt: skip
 
