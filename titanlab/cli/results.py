@@ -56,9 +56,8 @@ def best_verb(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="the ranking as JSON; docs/comparing.md has the keys")
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
     args = parser.parse_args(arguments)
-    from titanlab.sweep.comparison import COLUMN_OF
     from titanlab.sweep.listing import dropped
-    from titanlab.sweep.ranking import rank, ranking_lines
+    from titanlab.sweep.ranking import COLUMN_OF, rank, ranking_lines
     from titanlab.sweep.rows import look_at
 
     if args.by not in COLUMN_OF:
@@ -75,7 +74,8 @@ def best_verb(arguments: Sequence[str]) -> int:
                 json.dumps(finite({"sweep": sweep.name, **ranking.to_mapping()}), indent=2, ensure_ascii=False)
             )
         else:
-            console.note("\n".join([f"{sweep.name}: {ranking.sentence}", *ranking_lines(ranking)[1:], *dropped(rows)]))
+            answer, *lines = ranking_lines(ranking)
+            console.note("\n".join([f"{sweep.name}: {answer}", *lines, *dropped(rows)]))
     return 0
 
 

@@ -17,7 +17,7 @@ from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.columns import COLUMNS, NUMBER, TEXT, TRUTH, WHOLE
 from titanlab.sweep.comparison import RecipeRuns, groups
 from titanlab.sweep.listing import runs
-from titanlab.sweep.ranking import SweepRanking, rank
+from titanlab.sweep.ranking import SweepRanking, rank, sentence_of
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.system.text import counted, significant
 
@@ -141,7 +141,7 @@ class Answer:
     @property
     def sentence(self) -> str:
         """The answer in one sentence."""
-        return self.ranking.sentence
+        return sentence_of(self.ranking)
 
     @property
     def best(self) -> RecipeRuns | None:

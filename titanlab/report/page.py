@@ -19,6 +19,7 @@ from titanlab.report.figures.style import printable
 from titanlab.report.panels import Panel
 from titanlab.report.sections import sections_of
 from titanlab.sweep.listing import counts
+from titanlab.sweep.ranking import notes_of
 from titanlab.system.text import counted, grouped
 
 _FOLDER = Path(__file__).parent
@@ -46,7 +47,7 @@ def html(facts: Facts, answer: Answer, figures: Mapping[str, Panel], *, into: Pa
         name=facts.sweep.name,
         sentence=answer.sentence,
         facts=_facts(facts),
-        notes=[*answer.ranking.notes, *_notes(facts)],
+        notes=[*notes_of(answer.ranking), *_notes(facts)],
         sections=sections,
         css=Markup((_FOLDER / "style.css").read_text(encoding="utf-8")),
         version=titanlab.__version__,

@@ -24,8 +24,8 @@ from titanlab.report.facts import (
 )
 from titanlab.report.panels import Panel, expert_panel
 from titanlab.report.tables import Cell, PageTable, number, run_cell, text
-from titanlab.sweep.comparison import RankedRecipe
 from titanlab.sweep.listing import failure_text, tone, word
+from titanlab.sweep.ranking import RankedRecipe
 from titanlab.system.text import counted, grouped, significant
 
 _MOST_CAUSE = 300
