@@ -17,7 +17,7 @@ from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.system.files import user_path, write_text
 
 if TYPE_CHECKING:
-    from titanlab.report.figures.traced import TracedFigure
+    from titanlab.report.figures.svg import TracedFigure
 
 
 class Report(NamedTuple):

@@ -9,22 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from titanlab.costs import meter
-from titanlab.report.figures.style import (
-    GRID,
-    INK,
-    LINE_STYLES,
-    MOST_LINES,
-    SERIES,
-    WIDTH,
-    empty_figure,
-    label_text,
-    legend_text,
-    new_figure,
-    records_of,
-    set_axis,
-    set_title,
-    show_text,
-)
+from titanlab.report.figures import style
 from titanlab.system.text import counted, short, significant
 from titanlab.techniques.schedule.plot import draw_legend, draw_panel, figure_size
 from titanlab.techniques.schedule.timeline import Timeline
@@ -32,7 +17,7 @@ from titanlab.techniques.schedule.timeline import Timeline
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from titanlab.report.figures.traced import TracedFigure
+    from titanlab.report.figures.svg import TracedFigure
 
 
 # More cannot be told from each other in a figure of 8 inches.
@@ -52,41 +37,35 @@ def loss_by_tokens(
         labels: of the lines, by run folder; None: the name and the layout of the run.
         colours: likewise; None: one after the other.
     """
-    figure, axis = new_figure(WIDTH, 4.6)
+    figure, axis = style.new_figure(4.6, "loss against tokens")
     curves: dict[str, list[dict[Any, Any]]] = {}
-    for row in records_of(steps):
+    for row in style.records_of(steps):
         curves.setdefault(row["run"], []).append(row)
     for place, (run, rows) in enumerate(curves.items()):
         rows = sorted((row for row in rows if _is_number(row.get(meter.LOSS))), key=lambda row: row["step"])
         chosen = thinned(rows)
         first = curves[run][0]
         label = labels[run] if labels else f"{first['name']} ({first['layout.label']})"
+        look = style.line_look(place, len(curves))
         (line,) = axis.plot(
             [row.get(meter.TOKENS_SEEN) or 0 for row in chosen],
             [row[meter.LOSS] for row in chosen],
-            color=(colours or {}).get(run, SERIES[place % len(SERIES)]),
-            linestyle=LINE_STYLES[place // len(SERIES) % len(LINE_STYLES)],
-            # The same training under two layouts gives the same curve: the wider line stays visible on both sides.
-            linewidth=1.4 + max(0, min(len(curves), MOST_LINES) - 1 - place) * 0.6,
+            **{**look, "color": (colours or {}).get(run, look["color"])},
             solid_capstyle="butt",
             dash_capstyle="butt",
-            label=legend_text(label, most=34) if place < MOST_LINES else None,
+            label=style.legend_text(label, most=34) if place < style.MOST_LINES else None,
         )
         last = f", last {significant(rows[-1][meter.LOSS], 5)} at step {rows[-1]['step']}" if rows else ": no loss"
         figure.trace(line, runs=[run], columns=[meter.LOSS, meter.TOKENS_SEEN], text=f"{label}{last}")
     axis.set_xlabel("tokens trained on")
     axis.set_ylabel("loss (nats per token)")
     axis.xaxis.set_major_formatter(lambda value, _: short(value, digits=2))
-    axis.grid(axis="y", color=GRID, linewidth=0.8)
+    axis.grid(axis="y", color=style.GRID, linewidth=0.8)
     if curves:
-        more = f"… and {len(curves) - MOST_LINES} more" if len(curves) > MOST_LINES else None
-        figure.legend(
-            loc="outside right upper", fontsize=8.5, frameon=False, title=more, title_fontsize=8.5, labelcolor=INK
-        )
+        more = f"… and {len(curves) - style.MOST_LINES} more" if len(curves) > style.MOST_LINES else None
+        style.add_legend(figure, "right upper", title=more, title_fontsize=8.5)
     else:
-        show_text(axis, "no step has been logged")
-    set_title(axis, "loss against tokens")
-    figure.has_heading = True
+        style.show_text(axis, "no step has been logged")
     return figure
 
 
@@ -167,7 +146,7 @@ def expert_load(loads: Sequence[ExpertLoad]) -> TracedFigure:
     from matplotlib.ticker import MaxNLocator
 
     heights = [min(max(0.16 * len(load.counts), _LEAST), _MOST) for load in loads]
-    figure = empty_figure(WIDTH, sum(heights) + 0.75 * len(loads) + 0.2)
+    figure = style.empty_figure(style.WIDTH, sum(heights) + 0.75 * len(loads) + 0.2)
     axes = figure.subplots(len(loads), 1, squeeze=False, height_ratios=heights)[:, 0]
     # From purple through pale to orange, without the darkest ends, so that black is another colour.
     colours = ListedColormap(colormaps["PuOr_r"](np.linspace(0.12, 0.88, 256))).with_extremes(under=_NO_TOKEN)
@@ -176,18 +155,17 @@ def expert_load(loads: Sequence[ExpertLoad]) -> TracedFigure:
         with np.errstate(divide="ignore"):
             powers = np.where(shares > 0, np.clip(np.log2(shares), -_END, _END), -math.inf)
         image = axis.imshow(powers, cmap=colours, vmin=-_END, vmax=_END, aspect="auto", interpolation="none")
-        set_axis(axis)
+        style.set_axis(axis, f"{style.label_text(load.label, most=70)} · {load.span}")
         for place in (axis.xaxis, axis.yaxis):
             place.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        axis.set_ylabel("block", fontsize=9, color=INK)
-        title = f"{label_text(load.label, most=70)} · {load.span}"
-        axis.set_title(title, loc="left", fontsize=9.5, color=INK)
+        axis.set_ylabel("block")
+        axis.title.set_fontsize(9.5)
         figure.trace(image, runs=load.runs, columns=EXPERT_COLUMNS, text=str(load))
-    axes[-1].set_xlabel("expert", fontsize=9, color=INK)
+    axes[-1].set_xlabel("expert")
     scale = ScalarMappable(Normalize(-_END, _END), colours)
     bar = figure.colorbar(scale, ax=list(axes), ticks=(-2, -1, 0, 1, 2), fraction=0.04, pad=0.01)
-    bar.ax.set_yticklabels(["¼", "½", "1", "2", "4"], fontsize=8.5, color=INK)
-    bar.set_label("tokens, of an equal share", fontsize=9, color=INK)
+    bar.ax.set_yticklabels(["¼", "½", "1", "2", "4"], fontsize=8.5, color=style.INK)
+    bar.set_label("tokens, of an equal share", fontsize=9, color=style.INK)
     return figure
 
 
@@ -220,17 +198,17 @@ def pipeline_timelines(pipelines: Sequence[PipelineTimeline]) -> TracedFigure:
     """Simulated timelines, one panel below the other; each has its own scale of time."""
     timelines = [pipeline.timeline for pipeline in pipelines]
     width, height = figure_size(timelines)
-    figure = empty_figure(width, height + 0.15 * len(pipelines))
+    figure = style.empty_figure(width, height + 0.15 * len(pipelines))
     heights = [len(timeline.events) for timeline in timelines]
     axes = figure.subplots(len(pipelines), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axis, pipeline in zip(axes, pipelines, strict=True):
         timeline, bubble = pipeline.timeline, f"idle {100 * pipeline.timeline.bubble_share:.1f} % of all ranks' time"
-        title = f"{label_text(pipeline.label, most=60)} · {bubble}"
+        title = f"{style.label_text(pipeline.label, most=60)} · {bubble}"
         idle = draw_panel(axis, title, timeline, longest=timeline.duration, width=width)
         for rank, (row, peak) in enumerate(zip(idle, timeline.peak_in_flight, strict=True)):
             noun = "microbatch" if peak == 1 else "microbatches"
             description = f"{pipeline.label}: rank {rank} keeps {peak:.3g} {noun} at most"
             figure.trace(row, runs=[pipeline.run], columns=TIMELINE_COLUMNS, text=description)
-        axis.set_xlabel(f"time ({pipeline.unit or 'forward passes of a stage'})", fontsize=8, color=INK)
+        axis.set_xlabel(f"time ({pipeline.unit or 'forward passes of a stage'})", fontsize=8, color=style.INK)
     draw_legend(figure, timelines)
     return figure
