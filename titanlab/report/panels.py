@@ -38,7 +38,7 @@ from titanlab.report.figures.scatter import (
     points_of,
 )
 from titanlab.report.figures.style import MOST_LINES, recipe_colours
-from titanlab.report.tables import Cell, PageTable, number, run_cell, text, values_table
+from titanlab.report.tables import Cell, PageTable, run_cell, text, values_table
 from titanlab.sweep.comparison import RecipeRuns
 from titanlab.sweep.listing import tone
 from titanlab.system.text import counted, grouped, significant
@@ -174,8 +174,7 @@ def split_panel(facts: Facts) -> Panel | None:
             caption="Seconds of a step by part" + ("" if is_measured else ", estimated"),
             headings=["run", *map(part_name, parts)],
             rows=[
-                [run_cell(split.run), *(number(split.seconds.get(part), digits=3) for part in parts)]
-                for split in splits
+                [run_cell(split.run), *(text(split.seconds.get(part), digits=3) for part in parts)] for split in splits
             ],
         ),
         notes=_without(facts, {split.run for split in splits}),
@@ -509,9 +508,9 @@ def _table(loads: list[ExpertLoad]) -> PageTable:
             rows.append(
                 [
                     run_cell(load.runs[0]),
-                    *(number(value) for value in (load.step, load.steps, block)),
-                    *(cell for expert in (most, least) for cell in (number(expert), _share(shares[expert]))),
-                    number(sum(not count for count in counts)),
+                    *(text(value) for value in (load.step, load.steps, block)),
+                    *(cell for expert in (most, least) for cell in (text(expert), _share(shares[expert]))),
+                    text(sum(not count for count in counts)),
                 ]
             )
     headings = [

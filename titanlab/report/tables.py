@@ -56,23 +56,14 @@ class PageTable:
     more: int = field(default=0)
 
 
-def text(value: Any) -> Cell:
-    """A cell of text or a plain value; empty for None."""
-    if value is None:
-        return Cell(text="")
+def text(value: Any, *, digits: int = 4) -> Cell:
+    """A cell of a text or a plain value; numbers are rounded to significant digits, None is empty."""
     if isinstance(value, bool):
         return Cell(text="yes" if value else "no")
     if isinstance(value, int | float):
-        return number(value)
-    return Cell(text=str(value))
-
-
-def number(value: float | None, *, digits: int = 4) -> Cell:
-    """A cell of a number; empty for None."""
-    if value is None:
-        return Cell(text="")
-    whole = isinstance(value, int) or abs(value) >= 1000
-    return Cell(text=grouped(value) if whole else significant(value, digits), is_number=True)
+        whole = isinstance(value, int) or abs(value) >= 1000
+        return Cell(text=grouped(value) if whole else significant(value, digits), is_number=True)
+    return Cell(text="" if value is None else str(value))
 
 
 def run_cell(name: object) -> Cell:

@@ -27,7 +27,7 @@ from titanlab.recipe.compose import Composed, Loader, to_group, to_recipe
 from titanlab.recipe.hydra_errors import composition_errors
 from titanlab.recipe.keys import find_key
 from titanlab.recipe.recipe import Recipe, schema_node
-from titanlab.sweep.space import Values, canonical_text
+from titanlab.sweep.space import Values, canonical_text, flattened
 
 Choices = tuple[tuple[str, str], ...]
 _ABSENT = object()
@@ -145,7 +145,8 @@ class Composer:
     def _values(self, config: DictConfig) -> Mapping[str, Any]:
         """Every value of a config by its dotted key, with interpolations unresolved."""
         if id(config) not in self._flat:
-            self._flat[id(config)] = dict(_flattened(OmegaConf.to_container(config, resolve=False), ""))
+            values: Any = OmegaConf.to_container(config, resolve=False)
+            self._flat[id(config)] = {key: value for key, value in flattened(values) if value != "???"}
         return self._flat[id(config)]
 
     def _parts(self, wide: Choices, own: Choices) -> tuple[Composed, Mapping[str, DictConfig]]:
@@ -235,14 +236,6 @@ def _outside(composed: Composed, groups: Mapping[str, Any]) -> str:
     config: Any = OmegaConf.to_container(composed.config, resolve=False)
     choices = {group: option for group, option in composed.choices.items() if group not in groups}
     return canonical_text([{key: value for key, value in config.items() if key not in groups}, choices])
-
-
-def _flattened(values: Any, prefix: str) -> Iterable[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flattened(value, f"{prefix}{key}.")
-        elif value != "???":
-            yield prefix + str(key), value
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Recipe))

@@ -25,6 +25,7 @@ from titanlab.records.json_file import read_optional
 from titanlab.records.provenance import PATCH_LIMIT, RECORD, code_fingerprint
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.composer import Composer
+from titanlab.sweep.space import flattened
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.system.files import read_bytes
 from titanlab.system.processes import CommandResult, ask
@@ -381,23 +382,14 @@ def _overrides(env: Mapping[str, Any]) -> tuple[list[str], str]:
 
 def config_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Key, value then, value now, of everything that differs but the place of the run."""
-    old, new = _flat(then), _flat(now)
+    old, new = (
+        {key: "null" if value is None else str(value) for key, value in flattened(config)} for config in (then, now)
+    )
     return [
         (key, old.get(key, _ABSENT), new.get(key, _ABSENT))
         for key in {**old, **new}
         if key.partition(".")[0] not in _PLACES and old.get(key) != new.get(key)
     ]
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for key, inner in value.items():
-        name = f"{prefix}{key}"
-        if isinstance(inner, Mapping) and inner:
-            flat |= _flat(inner, f"{name}.")
-        else:
-            flat[name] = "null" if inner is None else str(inner)
-    return flat
 
 
 def write_config(folder: Path, text: str) -> None:

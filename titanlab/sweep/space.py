@@ -22,7 +22,7 @@ import itertools
 import json
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,15 @@ def keys_of(points: Sequence[Values]) -> list[str]:
 def canonical_text(value: Any) -> str:
     """A text that is equal only for equal values of the same type: 1 differs from true and from 1.0."""
     return json.dumps(value, sort_keys=True, default=str)
+
+
+def flattened(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of nested mappings by its dotted key; an empty mapping is a value."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flattened(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _size(space: Any, place: str) -> int:
