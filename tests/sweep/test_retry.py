@@ -77,7 +77,7 @@ def test_stale_runs_that_sbatch_refuses_are_left_to_submit(slurm, sweep, tmp_pat
 def test_each_launcher_is_asked_about_its_own_jobs(slurm, sweep, tmp_path, monkeypatch):
     here = study(tmp_path / "runs", [{"shard": 1, "seed": 9}])
     monkeypatch.setattr("titanlab.launch.local.launcher.wake", lambda sweep: None)
-    (name,) = submit(here, quiet).jobs[0][2]
+    (name,) = submit(here, quiet).submissions[0].runs
     run = sweep.run(name)
     run.begin_attempt(run.config(), {"code": {"fingerprint": "other"}})
     run.write_result(Outcome(kind=OutcomeKind.HANG, attempt=1, step=3))
@@ -171,7 +171,7 @@ def test_cancelled_runs_are_not_submitted_again_by_the_sweep(slurm, sweep, tmp_p
     cancel(sweep, quiet, names=[names(sweep)[4]])
     wanted = study(tmp_path / "runs", seeds(5), launch=SLURM)
     assert [each.action for each in decide(wanted)] == ["done", "ended", "ended", "running", "ended"]
-    assert submit(wanted, quiet).jobs == ()
+    assert submit(wanted, quiet).submissions == ()
 
 
 def test_the_verb(slurm, sweep, capsys):

@@ -22,7 +22,8 @@ from titanlab.recipe.recipe import Recipe, from_mapping, to_mapping
 from titanlab.records.identity import identify
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder, create_run
-from titanlab.sweep.retry import FAILED, Retried, checked, resubmit, retry, submitted_with
+from titanlab.sweep.enqueue import checked
+from titanlab.sweep.retry import FAILED, Retried, resubmit, retry, submitted_with
 from titanlab.sweep.sweep_folder import SweepFolder, open_sweep
 from titanlab.system.terminal import Console
 from titanlab.system.text import counted, shown_path, sweep_argument

@@ -15,18 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.prove import tolerances
-from titanlab.prove.reduction import (
-    Folded,
-    Reduced,
-    common_sizes,
-    comparable,
-    fold_label,
-    fold_recipe,
-    in_fp32,
-    missing_axes,
-    on_one_process,
-    reduce_recipe,
-)
+from titanlab.prove.reduction import Candidate, Reduced, in_fp32, on_one_process, reduce_all
 from titanlab.recipe.recipe import Recipe, to_mapping
 from titanlab.records.claim import claimed
 from titanlab.records.json_file import check_object, read_object
@@ -41,32 +30,6 @@ Train = Callable[[Recipe], "Sequence[TrainingTrace]"]
 """Trains a reduced recipe and returns the trace of every rank; raises TitanlabError if it fails."""
 
 _LINEAR = "torch.nn.modules.linear.Linear"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A resolved recipe in its real size, and the name of its run."""
-
-    run: str
-    recipe: Recipe
-
-
-@dataclass(frozen=True, kw_only=True)
-class Proof:
-    """A reduced recipe that is to be held to one process.
-
-    Attributes:
-        run: name of the run.
-        layout: the folded layout and the real one, as text.
-        reduced: None: it cannot be reduced, for the given reason.
-        missing: axes that this layout lacks, which another proof of the run has.
-    """
-
-    run: str
-    layout: str
-    reduced: Reduced | None
-    reason: str = ""
-    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,58 +59,17 @@ class ProofRow:
 
 def plan_proofs(
     candidates: Sequence[Candidate], *, steps: int, runs: str, most: int, inductor: bool = False
-) -> list[Proof]:
-    """Fold and reduce recipes. Those that train the same model on the same data get the same sizes.
-
-    Args:
-        steps: of each reduced run.
-        runs: folder of the reduced runs.
-        most: processes of one reduced run.
-        inductor: keep inductor, which writes and compiles kernels.
+) -> list[Reduced]:
+    """The reduced recipes that are held to one process; see `reduce_all`.
 
     Raises:
         ConfigError: none can be reduced.
     """
-    proofs: list[Proof] = []
-    groups: dict[str, list[Folded]] = {}
-    errors: list[ConfigError] = []
-    for candidate in candidates:
-        try:
-            for folded in fold_recipe(candidate.run, candidate.recipe, most=most, inductor=inductor):
-                key = canonical(comparable(candidate.recipe))
-                groups.setdefault(key, []).append(folded)
-        except ConfigError as error:
-            errors.append(error)
-            proofs.append(_unreduced(candidate.run, candidate.recipe.layout.label, error))
-    for group in groups.values():
-        for part in _sized(group):
-            for folded in part:
-                label = fold_label(folded.layout, folded.recipe.layout)
-                try:
-                    reduced = reduce_recipe(folded, common_sizes(part), steps=steps, runs=runs)
-                except ConfigError as error:
-                    errors.append(error)
-                    proofs.append(_unreduced(folded.run, label, error))
-                    continue
-                missing = tuple(missing_axes(folded.layout, folded.recipe.layout))
-                proofs.append(Proof(run=folded.run, layout=label, reduced=reduced, missing=missing))
-    if errors and not any(proof.reduced for proof in proofs):
+    cases = reduce_all(candidates, steps=steps, runs=runs, most=most, inductor=inductor, alike=True)
+    errors = [case.error for case in cases if case.error is not None]
+    if errors and len(errors) == len(cases):
         raise errors[0]
-    order = {candidate.run: number for number, candidate in enumerate(candidates)}
-    return sorted(proofs, key=lambda proof: order[proof.run])
-
-
-def _sized(group: list[Folded]) -> list[list[Folded]]:
-    """The group as a whole if common sizes exist; otherwise each alone."""
-    try:
-        common_sizes(group)
-    except ConfigError:
-        return [[folded] for folded in group]
-    return [group]
-
-
-def _unreduced(run: str, layout: str, error: ConfigError) -> Proof:
-    return Proof(run=run, layout=layout, reduced=None, reason=str(error))
+    return cases
 
 
 class Prover:
@@ -161,15 +83,15 @@ class Prover:
         self._train = train
         self._traces: dict[str, Sequence[TrainingTrace] | TitanlabError] = {}
 
-    def rows(self, proof: Proof) -> Iterator[ProofRow]:
+    def rows(self, case: Reduced) -> Iterator[ProofRow]:
         """The row in fp32, and where the recipe has another precision the row in that one."""
-        if proof.reduced is None:
-            yield ProofRow(run=proof.run, layout=proof.layout, precision="", passed=False, reason=proof.reason)
+        recipe = case.recipe
+        if recipe is None:
+            yield ProofRow(run=case.run, layout=case.layout, precision="", passed=False, reason=str(case.error))
             return
-        recipe = proof.reduced.recipe
-        yield self._row(proof, in_fp32(recipe))
+        yield self._row(case, in_fp32(recipe))
         if recipe.precision != Fp32():
-            yield self._row(proof, recipe)
+            yield self._row(case, recipe)
 
     def trained(self, recipe: Recipe) -> Sequence[TrainingTrace]:
         """The traces of all ranks.
@@ -188,8 +110,8 @@ class Prover:
             raise outcome
         return outcome
 
-    def _row(self, proof: Proof, recipe: Recipe) -> ProofRow:
-        named = ProofRow(run=proof.run, layout=proof.layout, precision=recipe.precision.kind, passed=False)
+    def _row(self, case: Reduced, recipe: Recipe) -> ProofRow:
+        named = ProofRow(run=case.run, layout=case.layout, precision=recipe.precision.kind, passed=False)
         reference = on_one_process(recipe)
         try:
             one = self.trained(reference)[0]
@@ -296,11 +218,6 @@ def content_key(recipe: Recipe) -> str:
     values = to_mapping(recipe)
     for name in ("name", "sweep", "runs", "launch", "tracker", "world"):
         values.pop(name)
-    return canonical(values)
-
-
-def canonical(values: Mapping[str, Any]) -> str:
-    """A text that is equal for equal values only."""
     return json.dumps(values, sort_keys=True, default=str)
 
 

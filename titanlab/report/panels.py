@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from titanlab.costs import meter
 from titanlab.errors import TitanlabError
 from titanlab.plan.explanation import timeline_of
@@ -38,7 +40,7 @@ from titanlab.report.figures.scatter import (
     points_of,
 )
 from titanlab.report.figures.style import MOST_LINES, recipe_colours
-from titanlab.report.tables import Cell, PageTable, run_cell, text, values_table
+from titanlab.report.tables import Cell, PageTable, run_cell, speed_text, text, values_table
 from titanlab.sweep.comparison import RecipeRuns
 from titanlab.sweep.listing import tone
 from titanlab.system.text import counted, grouped, significant
@@ -99,9 +101,9 @@ def pareto_panel(facts: Facts, *, speed: str) -> Panel:
     if points:
         memory, rate = [point.memory for point in points], [point.speed for point in points]
         description += f" Memory from {min(memory):.2f} to {max(memory):.2f} GiB, {SPEEDS[speed]} from "
-        description += f"{_speed(min(rate))} to {_speed(max(rate))}."
+        description += f"{speed_text(min(rate))} to {speed_text(max(rate))}."
     if front:
-        named = [f"{p.group.label} ({_speed(p.speed)} at {p.memory:.2f} GiB)" for p in front]
+        named = [f"{p.group.label} ({speed_text(p.speed)} at {p.memory:.2f} GiB)" for p in front]
         description += f" Not beaten in both: {_listed(named)}."
     if failed:
         description += f" {counted(len(failed), 'run')} failed."
@@ -183,7 +185,16 @@ def split_panel(facts: Facts) -> Panel | None:
 
 def loss_panel(facts: Facts) -> Panel:
     """Loss against tokens."""
-    chosen = _curves(facts)
+    # One run of each recipe, those that diverged before the others.
+    begun = [row for _, row in facts.shown if row["step"]]
+    diverged = [row for row in facts.runs if row["outcome"] == "nan" and row not in begun]
+    chosen = [*diverged[: MOST_LINES // 2], *begun][:MOST_LINES]
+    label_of = {row["run"]: group.label for group in facts.groups for row in group.rows}
+    often = Counter(label_of[row["run"]] for row in chosen)
+    labels = {
+        row["run"]: label_of[row["run"]] + (f" · repeat {row['repeat']}" if often[label_of[row["run"]]] > 1 else "")
+        for row in chosen
+    }
     steps = [
         {"run": row["run"], "name": row["name"], "layout.label": row["layout.label"], **metrics}
         for row in chosen
@@ -197,7 +208,7 @@ def loss_panel(facts: Facts) -> Panel:
     return Panel(
         name="loss",
         title="Loss against tokens",
-        figure=loss_by_tokens(steps, labels=_labels(facts, chosen), colours=recipe_colours(facts.rows)),
+        figure=loss_by_tokens(steps, labels=labels, colours=recipe_colours(facts.rows)),
         caption="Recipes that train the same have one curve; a wider line then shows on both sides of a narrower one.",
         description=f"Lines of the training loss of {counted(drawn, 'run')}. Last loss: {_listed(last) or 'none'}.",
         columns=columns,
@@ -217,9 +228,14 @@ def timeline_panel(facts: Facts) -> Panel | None:
     caption = "Simulated from the schedule: a row is a rank of the pipeline, a box one action; grey is idle. " + (
         "Durations are the planner's estimates." if estimated else "A backward pass takes two forward passes."
     )
-    clauses = [
-        f"{pipeline.label}: idle {100 * pipeline.timeline.bubble_share:.1f} % of all ranks' time" for pipeline in drawn
-    ]
+    by_name = {row["run"]: row for row in facts.runs}
+    clauses, rows = [], []
+    for pipeline in drawn:
+        idle = f"{100 * pipeline.timeline.bubble_share:.1f} %"
+        clauses.append(f"{pipeline.label}: idle {idle} of all ranks' time")
+        peaks = ", ".join(f"{peak:.3g}" for peak in pipeline.timeline.peak_in_flight)
+        values = (*(by_name[pipeline.run][name] for name in TIMELINE_COLUMNS), idle, peaks)
+        rows.append([run_cell(pipeline.run), *map(text, values)])
     return Panel(
         name="timeline",
         title="Pipeline timelines",
@@ -227,7 +243,11 @@ def timeline_panel(facts: Facts) -> Panel | None:
         caption=caption,
         description=f"Timelines of {counted(len(drawn), 'pipeline')}. {_listed(clauses)}.",
         columns=TIMELINE_COLUMNS,
-        values=_pipeline_table(facts, drawn),
+        values=PageTable(
+            caption="Pipelines",
+            headings=["run", *TIMELINE_COLUMNS, "idle, of all ranks' time", "most microbatches in flight, by rank"],
+            rows=rows,
+        ),
         notes=[f"Not drawn: {line}." for line in left_out[:_MOST_RECIPES]],
     )
 
@@ -259,41 +279,6 @@ def estimate_panel(facts: Facts) -> Panel | None:
     )
 
 
-def _pipeline_table(facts: Facts, drawn: Sequence[PipelineTimeline]) -> PageTable:
-    by_name = {row["run"]: row for row in facts.runs}
-    rows = []
-    for pipeline in drawn:
-        row = by_name[pipeline.run]
-        peaks = ", ".join(f"{peak:.3g}" for peak in pipeline.timeline.peak_in_flight)
-        values = [text(row[name]) for name in TIMELINE_COLUMNS]
-        rows.append(
-            [run_cell(pipeline.run), *values, text(f"{100 * pipeline.timeline.bubble_share:.1f} %"), text(peaks)]
-        )
-    return PageTable(
-        caption="Pipelines",
-        headings=["run", *TIMELINE_COLUMNS, "idle, of all ranks' time", "most microbatches in flight, by rank"],
-        rows=rows,
-    )
-
-
-def _curves(facts: Facts) -> list[Mapping[str, Any]]:
-    """One run of each recipe, those that diverged before the others."""
-    begun = [row for _, row in facts.shown if row["step"]]
-    diverged = [row for row in facts.runs if row["outcome"] == "nan" and row not in begun]
-    return [*diverged[: MOST_LINES // 2], *begun][:MOST_LINES]
-
-
-def _labels(facts: Facts, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The recipe of each run; where several runs of a recipe are drawn, with the repeat."""
-    label_of = {row["run"]: group.label for group in facts.groups for row in group.rows}
-    labels = {row["run"]: label_of.get(row["run"], row["run"]) for row in rows}
-    often = Counter(labels.values())
-    return {
-        row["run"]: labels[row["run"]] + (f" · repeat {row['repeat']}" if often[labels[row["run"]]] > 1 else "")
-        for row in rows
-    }
-
-
 def _without(facts: Facts, runs: set[str]) -> list[str]:
     missing = [group.label for group, _ in facts.shown if not runs & {str(row["run"]) for row in group.rows}]
     notes = [f"Without a bar, for lack of figures: {_listed(missing)}."] if missing else []
@@ -312,10 +297,6 @@ def _oversubscribed(facts: Facts) -> str:
     return _OVERSUBSCRIBED if any(row["oversubscribed"] for row in facts.done) else ""
 
 
-def _speed(value: float) -> str:
-    return grouped(value) if value >= 100 else significant(value)
-
-
 def _listed(texts: Sequence[str]) -> str:
     """The first texts, and how many more there are."""
     more = len(texts) - _MOST_NAMED
@@ -331,29 +312,24 @@ def measured_splits(facts: Facts) -> list[StepSplit]:
     """The parts of a step of the runs with `profiler=breakdown`: of their latest window."""
     splits = []
     for group, _ in facts.shown:
-        row, windows = _windows(facts, group)
-        if not windows:
-            continue
-        seconds: dict[str, float] = {}
-        columns = []
-        for name, value in windows[-1].items():
-            part = name.removeprefix(_BREAKDOWN).removesuffix("(s)")
-            if not name.startswith(_BREAKDOWN) or part == "step" or not isinstance(value, int | float) or value <= 0:
+        for row in group.rows:
+            windows = facts.metrics(row, "breakdown") if row["step"] else []
+            if not windows:
                 continue
-            columns.append(name)
-            seconds[part.removeprefix("exposed_")] = float(value)
-        if seconds:
-            splits.append(StepSplit(run=str(row["run"]), label=group.label, seconds=seconds, columns=columns))
+            seconds = {
+                name: float(value)
+                for name, value in windows[-1].items()
+                if name.startswith(_BREAKDOWN) and isinstance(value, int | float) and value > 0
+            }
+            seconds.pop(f"{_BREAKDOWN}step(s)", None)
+            if seconds:
+                parts = {
+                    name.removeprefix(_BREAKDOWN).removesuffix("(s)").removeprefix("exposed_"): value
+                    for name, value in seconds.items()
+                }
+                splits.append(StepSplit(run=str(row["run"]), label=group.label, seconds=parts, columns=list(seconds)))
+            break
     return splits
-
-
-def _windows(facts: Facts, group: RecipeRuns) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
-    """The first run of a recipe that has measured parts of a step, and its windows; without one, no windows."""
-    for row in group.rows:
-        windows = facts.metrics(row, "breakdown") if row["step"] else []
-        if windows:
-            return row, windows
-    return group.rows[0], []
 
 
 def estimated_splits(facts: Facts) -> list[StepSplit]:
@@ -367,11 +343,8 @@ def estimated_splits(facts: Facts) -> list[StepSplit]:
             parts = step_time(recipe, machine_of(recipe)).parts
         except (TitanlabError, ArithmeticError, ValueError, LookupError):
             continue
-        splits.append(
-            StepSplit(
-                run=str(row["run"]), label=group.label, seconds=dict(parts), columns=["config.yaml"], is_measured=False
-            )
-        )
+        split = StepSplit(run=str(row["run"]), label=group.label, seconds=dict(parts), columns=["config.yaml"])
+        splits.append(replace(split, is_measured=False))
     return splits
 
 
@@ -433,8 +406,8 @@ def _recipe(facts: Facts, row: Mapping[str, Any]) -> Recipe | None:
         return None
 
 
-# A row of a stranger's run may have any number of either.
-_MOST_BLOCKS, _MOST_EXPERTS, _MOST_TOKENS = 1024, 4096, 2**53
+# A row of a stranger's run may have any numbers.
+_MOST_COUNTS, _MOST_TOKENS = 2**22, 2**53
 _MOST_BLOCKS_NAMED = 4
 _CAPTION = (
     "A map has a row for each block and a column for each expert: its tokens over all processes, relative to an equal "
@@ -485,40 +458,28 @@ def _loads(facts: Facts) -> list[ExpertLoad]:
 
 def _load(metrics: Mapping[str, Any]) -> ExpertLoad | None:
     """The load in a row of metrics.jsonl; None: it has none that a run writes."""
-    counts, steps = metrics.get("counts"), metrics.get("steps")
-    if not (isinstance(counts, list) and 0 < len(counts) <= _MOST_BLOCKS and _is_count(steps)):
+    steps = metrics.get("steps")
+    try:
+        counts = np.asarray(metrics.get("counts"), dtype=float)
+    except (TypeError, ValueError):
         return None
-    if not all(isinstance(block, list) and 0 < len(block) <= _MOST_EXPERTS for block in counts):
+    is_map = counts.ndim == 2 and 0 < counts.size <= _MOST_COUNTS
+    if not (is_map and isinstance(steps, int) and ((counts >= 0) & (counts <= _MOST_TOKENS)).all()):
         return None
-    if len({len(block) for block in counts}) > 1 or not all(_is_count(count) for block in counts for count in block):
-        return None
-    return ExpertLoad(runs=[], label="", step=metrics["step"], steps=int(steps or 0), counts=counts)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MOST_TOKENS
+    return ExpertLoad(runs=[], label="", step=metrics["step"], steps=steps, counts=counts.tolist())
 
 
 def _table(loads: list[ExpertLoad]) -> PageTable:
     """A row for each block of each load."""
     rows = []
     for load in loads:
-        for block, (counts, shares) in enumerate(zip(load.counts, load.shares, strict=True)):
-            most, least = (shares.index(end) for end in (max(shares), min(shares)))
-            rows.append(
-                [
-                    run_cell(load.runs[0]),
-                    *(text(value) for value in (load.step, load.steps, block)),
-                    *(cell for expert in (most, least) for cell in (text(expert), _share(shares[expert]))),
-                    text(sum(not count for count in counts)),
-                ]
-            )
+        for block, shares in enumerate(load.shares):
+            cells = [run_cell(load.runs[0]), *(text(value) for value in (load.step, load.steps, block))]
+            for expert in (int(shares.argmax()), int(shares.argmin())):
+                cells += [text(expert), Cell(text=f"{shares[expert]:.3f}", is_number=True)]
+            rows.append([*cells, text(int((shares == 0).sum()))])
     headings = [
         *("run", "after step", "steps", "block", "most loaded", "its share", "least loaded", "its share"),
         "experts without a token",
     ]
     return PageTable(caption="Loads by block: shares relative to an equal one", headings=headings, rows=rows)
-
-
-def _share(value: float) -> Cell:
-    return Cell(text=f"{value:.3f}", is_number=True)

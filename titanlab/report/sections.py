@@ -15,10 +15,10 @@ from titanlab.records.provenance import redact
 from titanlab.report import panels
 from titanlab.report.facts import Answer, Facts, command_line, differences, representative, sources
 from titanlab.report.panels import Panel, expert_panel
-from titanlab.report.tables import Cell, PageTable, run_cell, text
+from titanlab.report.tables import Cell, PageTable, run_cell, speed_text, text
 from titanlab.sweep.listing import failure_text, tone, word
 from titanlab.sweep.ranking import RankedRecipe
-from titanlab.system.text import counted, grouped, significant
+from titanlab.system.text import counted
 
 _MOST_CAUSE = 300
 _MOST_TRACEBACKS, _MOST_TRACEBACK = 12, 4_000
@@ -144,7 +144,7 @@ def _recipe(entry: RankedRecipe, place: int | None, answer: Answer) -> list[Cell
         text(group.world),
         text(len(group.rows)),
         text(round(speed) if speed is not None and speed >= 100 else speed),
-        Cell(text="" if band is None else f"{_speed(band[0])} to {_speed(band[1])}", is_number=True),
+        Cell(text="" if band is None else f"{speed_text(band[0])} to {speed_text(band[1])}", is_number=True),
         text(group.typical("mfu_percent"), digits=3),
         text(group.typical("memory_gib"), digits=3),
         text(group.typical("loss"), digits=5),
@@ -152,10 +152,6 @@ def _recipe(entry: RankedRecipe, place: int | None, answer: Answer) -> list[Cell
         text(", ".join(f"{count} {name}" if count > 1 else name for name, count in ends.items())),
         text((entry.left_out or "").partition(":")[0]),
     ]
-
-
-def _speed(value: float) -> str:
-    return grouped(value) if value >= 100 else significant(value)
 
 
 def _differences(facts: Facts, answer: Answer) -> Section:

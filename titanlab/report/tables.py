@@ -66,6 +66,11 @@ def text(value: Any, *, digits: int = 4) -> Cell:
     return Cell(text="" if value is None else str(value))
 
 
+def speed_text(value: float) -> str:
+    """Tokens per second, or a share."""
+    return grouped(value) if value >= 100 else significant(value)
+
+
 def run_cell(name: object) -> Cell:
     """A cell that links to a run's folder."""
     return Cell(text=str(name), run=str(name))

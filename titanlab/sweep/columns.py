@@ -179,24 +179,18 @@ def fitting(name: str, value: Any) -> Any:
     if isinstance(value, bool) or kind == TRUTH:
         return value if isinstance(value, bool) and kind == TRUTH else None
     if kind == NUMBER:
-        return _number(value) if isinstance(value, int | float) else None
+        try:
+            # A float, because parquet refuses whole numbers above 2**53 as floats.
+            return float(value) if isinstance(value, int | float) else None
+        except OverflowError:
+            return None
     # In a file, a whole number has 64 bits.
     return value if isinstance(value, int) and abs(value) < 2**63 else None
 
 
-def _number(value: float) -> float | None:
-    """A float, because parquet refuses whole numbers above 2**53 as floats."""
-    try:
-        return float(value)
-    except OverflowError:
-        return None
-
-
 def point_keys(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """Names of the point's columns, as the rows have them after all others."""
-    for row in rows:
-        return [name for name in row if name.startswith(POINT)]
-    return []
+    return [name for name in next(iter(rows), {}) if name.startswith(POINT)]
 
 
 def as_text(value: Any) -> str:
@@ -247,18 +241,29 @@ def figure_columns(metrics: Mapping[str, Any], *, world: int) -> dict[str, Any]:
     # Rows of metrics have a separate key for the median; in a summary the only value is the median.
     step_seconds = metrics.get(meter.STEP_SECONDS_MEDIAN, metrics.get(meter.STEP_SECONDS))
     per_device = metrics.get(meter.TOKENS_PER_SECOND)
+    peak, formula = metrics.get("peak_tflops"), metrics.get("flops_convention")
+    convention = None
+    if peak is not None and formula is not None:
+        source = metrics.get("peak_source") or "unknown source"
+        convention = f"{formula} FLOPs a token, over {peak:.4g} TFLOP/s ({source})"
+    # The largest peak of all ranks; the rank that logs may have needed more after the ranks were last compared.
+    memory, memory_rank = metrics.get(meter.MEMORY_MOST), metrics.get(meter.MEMORY_MOST_RANK)
+    own = metrics.get(meter.MEMORY_RESERVED, metrics.get("memory/max_resident(GiB)"))
+    if memory is None or (own is not None and own > memory):
+        memory, memory_rank = own, 0 if own is not None and world == 1 else None
     return {
         "tokens_per_second": per_device,
         "tokens_per_second_all": None if per_device is None else per_device * world,
         "tflops": metrics.get(meter.TFLOPS),
         "mfu_percent": metrics.get(meter.MFU),
-        "mfu_convention": _convention(metrics),
+        "mfu_convention": convention,
         "step_seconds": step_seconds,
         "step_seconds_q1": metrics.get(meter.STEP_SECONDS_LOW),
         "step_seconds_q3": metrics.get(meter.STEP_SECONDS_HIGH),
         "data_percent": metrics.get(meter.DATA_PERCENT),
         "measured_steps": metrics.get(meter.MEASURED_STEPS),
-        **_memory(metrics, world=world),
+        "memory_gib": memory,
+        "memory_rank": memory_rank,
         "first_loss": metrics.get("first_loss"),
         "loss": metrics.get(meter.LOSS),
         "validation_loss": metrics.get(meter.VALIDATION_LOSS),
@@ -269,24 +274,6 @@ def figure_columns(metrics: Mapping[str, Any], *, world: int) -> dict[str, Any]:
         "train_seconds": metrics.get(meter.TRAIN_SECONDS),
         "paused_seconds": metrics.get(meter.PAUSED_SECONDS),
     }
-
-
-def _convention(metrics: Mapping[str, Any]) -> str | None:
-    """What an MFU means: FLOPs per token over a peak; None without a peak."""
-    peak, formula = metrics.get("peak_tflops"), metrics.get("flops_convention")
-    if peak is None or formula is None:
-        return None
-    return f"{formula} FLOPs a token, over {peak:.4g} TFLOP/s ({metrics.get('peak_source') or 'unknown source'})"
-
-
-def _memory(metrics: Mapping[str, Any], *, world: int) -> dict[str, Any]:
-    """The largest peak of all ranks, and whose it is; of the rank that logs where the ranks were not compared."""
-    own = metrics.get(meter.MEMORY_RESERVED, metrics.get("memory/max_resident(GiB)"))
-    most = metrics.get(meter.MEMORY_MOST)
-    # The rank that logs may have needed more after the last comparison.
-    if most is None or (own is not None and own > most):
-        return {"memory_gib": own, "memory_rank": 0 if own is not None and world == 1 else None}
-    return {"memory_gib": most, "memory_rank": metrics.get(meter.MEMORY_MOST_RANK)}
 
 
 def provenance_columns(env: Mapping[str, Any] | None, job: Mapping[str, Any]) -> dict[str, Any]:

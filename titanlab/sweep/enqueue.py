@@ -14,11 +14,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from titanlab.distributed.host import Host, check_host, this_host
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import LaunchConfig, States
 from titanlab.launch.launchers import launcher_named
-from titanlab.launch.submission import HANDING_OVER, JobShape, Submission, drop_submission, write_submission
+from titanlab.launch.submission import (
+    HANDING_OVER,
+    JobShape,
+    Submission,
+    check_cluster,
+    drop_submission,
+    write_submission,
+)
 from titanlab.ranges import plain
+from titanlab.recipe.recipe import Recipe, resolve
+from titanlab.recipe.recipe_rules import check_all_but_data, check_host_memory
 from titanlab.records.claim import claimed
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
@@ -45,6 +55,33 @@ class QueuedRun:
     shape: JobShape
     launch: LaunchConfig
     changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+def checked(recipe: Recipe, here: Callable[[], Host] | None = None, *, elsewhere: bool = False) -> Recipe:
+    """The resolved recipe of a job, after every check that needs no data.
+
+    Args:
+        here: looks at this host; None: `this_host`.
+        elsewhere: the job is not for this host, whose devices and memory do not matter.
+
+    Raises:
+        ConfigError: a rule is broken.
+    """
+    cluster, launch = recipe.cluster, recipe.launch
+    if not launch.runs_here:
+        # It will run on other hosts: do not use the devices of this one.
+        check_cluster(cluster, launch)
+        recipe = resolve(recipe, world=None, accelerator=cluster.accelerator, device=cluster.device or "cpu")
+        check_all_but_data(recipe)
+        return recipe
+    host = (here or this_host)()
+    recipe = resolve(recipe, world=None, accelerator=host.accelerator, device=host.device)
+    check_all_but_data(recipe)
+    if not elsewhere:
+        cluster, processes = recipe.cluster, recipe.layout.world
+        check_host(host, accelerator=cluster.accelerator, device=cluster.device, processes=processes)
+        check_host_memory(recipe, host, processes=processes)
+    return recipe
 
 
 def check_jobs(jobs: Sequence[tuple[LaunchConfig, JobShape]], *, submits: bool = True) -> None:
@@ -125,7 +162,15 @@ def enqueue(folder: SweepFolder, items: Sequence[QueuedRun], report: Callable[[s
             places=tuple(place_of[item.run] for item in group),
         )
         write_submission(folder.path, submission)
-        submission = _submitted(folder, submission, first.launch)
+        try:
+            job_id: str | None = first.launch.implementation().submit(folder.path, submission)
+        except ConfigError:
+            # The jobs may be in the queue in spite of the error: a late answer is an error too.
+            job_id = _settled(folder, submission)
+            if job_id is None:
+                raise
+        submission = replace(submission, state="submitted", job_id=job_id)
+        write_submission(folder.path, submission)
         report(f"job {submission.job_id}: {_described(submission)}")
         submitted.append(submission)
     return submitted
@@ -139,8 +184,8 @@ def settle(folder: SweepFolder, report: Callable[[str], None]) -> None:
     """
     for submission in folder.submissions():
         if submission.state == "intent":
-            settled = _settled(folder, submission)
-            end = f"is job {settled.job_id}" if settled else "came to nothing"
+            job_id = _settled(folder, submission)
+            end = f"is job {job_id}" if job_id else "came to nothing"
             report(f"an interrupted submission {end}: {_described(submission)}")
 
 
@@ -150,31 +195,16 @@ def wake(folder: SweepFolder) -> None:
         launcher_named(kind).wake(folder.path)
 
 
-def _submitted(folder: SweepFolder, submission: Submission, launch: LaunchConfig) -> Submission:
-    try:
-        job_id = launch.implementation().submit(folder.path, submission)
-    except ConfigError:
-        # The jobs may be in the queue in spite of the error: a late answer is an error too.
-        settled = _settled(folder, submission)
-        if settled is None:
-            raise
-        return settled
-    submission = replace(submission, state="submitted", job_id=job_id)
-    write_submission(folder.path, submission)
-    return submission
-
-
-def _settled(folder: SweepFolder, submission: Submission) -> Submission | None:
-    """The submission with the number of its jobs; None, and its file is removed, if it has none."""
+def _settled(folder: SweepFolder, submission: Submission) -> str | None:
+    """The number of a submission's jobs, which its file gets; None, and the file is removed, if it has none."""
     # Wait for an sbatch that the killed process has left behind; a later one finds that its intent is gone.
     with claimed(folder.path, "sweep", patience_seconds=_PATIENCE_SECONDS, file=HANDING_OVER):
         job_id = launcher_named(submission.launcher).find(folder.path, submission)
         if job_id is None:
             drop_submission(folder.path, submission)
-            return None
-        submission = replace(submission, state="submitted", job_id=job_id)
-        write_submission(folder.path, submission)
-        return submission
+        else:
+            write_submission(folder.path, replace(submission, state="submitted", job_id=job_id))
+        return job_id
 
 
 def arrays(items: Sequence[QueuedRun], *, answered: bool = True) -> Iterator[list[QueuedRun]]:

@@ -11,6 +11,7 @@ same for each recipe.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,16 +19,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlab.data import source
-from titanlab.distributed.host import Host, check_host, this_host
+from titanlab.distributed.host import this_host
 from titanlab.errors import ConfigError
-from titanlab.launch.submission import check_cluster, shape_of
+from titanlab.launch.submission import shape_of
 from titanlab.ranges import plain
 from titanlab.recipe.compose import Loader
-from titanlab.recipe.recipe import Recipe, resolve, shortened_warmup
-from titanlab.recipe.recipe_rules import check_all_but_data, check_data, check_host_memory
+from titanlab.recipe.recipe import Recipe, shortened_warmup
+from titanlab.recipe.recipe_rules import check_data
 from titanlab.records.identity import Identity, identify
 from titanlab.records.run_folder import check_runs
 from titanlab.sweep.composer import Composer
+from titanlab.sweep.enqueue import checked
 from titanlab.sweep.prune import Sieve, Unfit, prune
 from titanlab.sweep.request import CONTROL, Request, control_points, read_request
 from titanlab.sweep.space import SweepPoint, Values, canonical_text
@@ -138,7 +140,7 @@ class _Checks:
         self._elsewhere = elsewhere
         # A dict as an ordered set.
         self.notices: dict[str, None] = {}
-        self._host: Host | None = None
+        self._here = functools.cache(this_host)
 
     def composed(self, composer: Composer, point: Values) -> Recipe:
         """The resolved recipe of a point, after every check that needs no prepared data.
@@ -151,35 +153,15 @@ class _Checks:
         except ConfigError as error:
             raise Unfit("composition", error) from error
         try:
-            checked = self._checked(recipe)
-            if notice := shortened_warmup(recipe):
-                self.notices[notice] = None
-            return checked
+            resolved = checked(recipe, self._here, elsewhere=self._elsewhere)
+            self.data.check(resolved)
+            if not self._elsewhere:
+                check_beginning(resolved)
         except ConfigError as error:
             raise Unfit("rule", error) from error
-
-    def _checked(self, recipe: Recipe) -> Recipe:
-        if recipe.launch.runs_here:
-            self._host = self._host or this_host()
-            recipe = resolve(recipe, world=None, accelerator=self._host.accelerator, device=self._host.device)
-        else:
-            # It will run on other hosts: do not use the devices of this one.
-            cluster = recipe.cluster
-            check_cluster(cluster, recipe.launch)
-            recipe = resolve(recipe, world=None, accelerator=cluster.accelerator, device=cluster.device or "cpu")
-        check_all_but_data(recipe)
-        self.data.check(recipe)
-        if recipe.launch.runs_here and self._host is not None and not self._elsewhere:
-            check_host(
-                self._host,
-                accelerator=recipe.cluster.accelerator,
-                device=recipe.cluster.device,
-                processes=recipe.layout.world,
-            )
-            check_host_memory(recipe, self._host, processes=recipe.layout.world)
-        if not self._elsewhere:
-            check_beginning(recipe)
-        return recipe
+        if notice := shortened_warmup(recipe):
+            self.notices[notice] = None
+        return resolved
 
 
 def _named(request: Request, composer: Composer, left: Sieve, recipes: Mapping[int, Recipe], data: DataOnce) -> Study:

@@ -205,7 +205,7 @@ def drift_of(rows: Sequence[Row], column: str, *, squares: float = 0.0, degrees:
 def t_quantile(degrees: int, error: float) -> float:
     """The t of Student's distribution beyond which, on both sides together, a value lies with probability `error`."""
     # Imported here: only a ranking with repeats needs it.
-    from scipy.special import stdtrit
+    from scipy.special import stdtrit  # type: ignore[import-untyped]
 
     return float(stdtrit(degrees, 1 - error / 2))
 

@@ -112,8 +112,7 @@ def _bars(
                 size = 6 if mark == ">" else 9
                 axis.plot(end, place, mark, color=style.INK, markersize=size, markeredgewidth=1.2)
         for row in measured if len(measured) > 1 else []:
-            look = {"color": style.WHITE, "markeredgecolor": style.INK, "markeredgewidth": 0.6}
-            (point,) = axis.plot(row[column], place, "o", markersize=4, **look)
+            (point,) = axis.plot(row[column], place, "o", ms=4, color=style.WHITE, mec=style.INK, mew=0.6)
             description = f"{row['run']}: {significant(row[column], 4)}"
             figure.trace(point, runs=[row["run"]], columns=[column], text=description)
         furthest_mark = min(furthest, max(value, *(band or ()), *(row[column] for row in measured)))

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from titanlab.costs import meter
 from titanlab.report.figures import style
 from titanlab.system.text import counted, short, significant
@@ -112,34 +114,28 @@ class ExpertLoad:
         return f"step {self.step}" if self.steps == 1 else f"steps {self.step - self.steps + 1:,} to {self.step:,}"
 
     @cached_property
-    def shares(self) -> list[list[float]]:
+    def shares(self) -> np.ndarray:
         """Tokens by block and expert, relative to an equal share of the block's."""
-        means = [sum(row) / len(row) or 1.0 for row in self.counts]
-        return [[count / mean for count in row] for row, mean in zip(self.counts, means, strict=True)]
-
-    def extreme(self, *, most: bool) -> tuple[float, int, int]:
-        """The largest or the smallest share, with its block and expert."""
-        places = ((share, block, expert) for block, row in enumerate(self.shares) for expert, share in enumerate(row))
-        return (max if most else min)(places, key=lambda place: place[0])
-
-    @property
-    def idle(self) -> int:
-        """Number of experts without a token."""
-        return sum(not count for row in self.counts for count in row)
+        counts = np.asarray(self.counts, dtype=float)
+        means = counts.mean(axis=1, keepdims=True)
+        return counts / np.where(means > 0, means, 1.0)
 
     def __str__(self) -> str:
-        (most, *high), (least, *low) = self.extreme(most=True), self.extreme(most=False)
-        idle = f"; {counted(self.idle, 'expert')} without a token" if self.idle else ""
+        shares = self.shares
+        (high, most), (low, least) = (
+            divmod(int(place), shares.shape[1]) for place in (shares.argmax(), shares.argmin())
+        )
+        idle = int((shares == 0).sum())
         return (
-            f"{self.label}, {self.span}: at most {most:.2f} of an equal share (block {high[0]}, expert {high[1]}), "
-            f"at least {least:.2f} (block {low[0]}, expert {low[1]}){idle}"
+            f"{self.label}, {self.span}: at most {shares.max():.2f} of an equal share (block {high}, expert {most}), "
+            f"at least {shares.min():.2f} (block {low}, expert {least})"
+            + (f"; {counted(idle, 'expert')} without a token" if idle else "")
         )
 
 
 def expert_load(loads: Sequence[ExpertLoad]) -> TracedFigure:
     """Maps of blocks by experts: the share of tokens relative to an equal one, on a logarithmic scale of colours."""
     # Imported here: matplotlib is an optional package.
-    import numpy as np
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
@@ -151,9 +147,8 @@ def expert_load(loads: Sequence[ExpertLoad]) -> TracedFigure:
     # From purple through pale to orange, without the darkest ends, so that black is another colour.
     colours = ListedColormap(colormaps["PuOr_r"](np.linspace(0.12, 0.88, 256))).with_extremes(under=_NO_TOKEN)
     for axis, load in zip(axes, loads, strict=True):
-        shares = np.asarray(load.shares)
         with np.errstate(divide="ignore"):
-            powers = np.where(shares > 0, np.clip(np.log2(shares), -_END, _END), -math.inf)
+            powers = np.where(load.shares > 0, np.clip(np.log2(load.shares), -_END, _END), -math.inf)
         image = axis.imshow(powers, cmap=colours, vmin=-_END, vmax=_END, aspect="auto", interpolation="none")
         style.set_axis(axis, f"{style.label_text(load.label, most=70)} · {load.span}")
         for place in (axis.xaxis, axis.yaxis):
@@ -187,11 +182,6 @@ class PipelineTimeline:
     label: str
     timeline: Timeline
     unit: str = ""
-
-    @property
-    def cells(self) -> int:
-        """Actions in the timeline."""
-        return sum(map(len, self.timeline.events))
 
 
 def pipeline_timelines(pipelines: Sequence[PipelineTimeline]) -> TracedFigure:

@@ -172,8 +172,8 @@ def _number(figure: TracedFigure, axis: Axes, points: Sequence[ParetoPoint]) -> 
         else:
             placed.append((point.memory, point.speed, [number]))
     for memory, speed, numbers in placed:
-        text, look = ", ".join(map(str, numbers)), {"fontsize": 8.5, "color": style.INK}
-        axis.annotate(text, (memory, speed), xytext=(-6, 4), ha="right", textcoords="offset points", **look)
+        look: dict[str, Any] = {"ha": "right", "fontsize": 8.5, "color": style.INK}
+        axis.annotate(", ".join(map(str, numbers)), (memory, speed), (-6, 4), textcoords="offset points", **look)
     handles = [Line2D([], [], linestyle="none") for _ in chosen]
     labels = [f"{number}  {style.label_text(point.group.label, most=34)}" for number, point in enumerate(chosen, 1)]
     if any(point.group.is_oversubscribed for point in points):

@@ -77,7 +77,7 @@ def set_axis(axis: Axes, title: str = "") -> None:
 
 def add_legend(figure: Figure, place: str, **more: Any) -> None:
     """Put a legend outside the axes, such as `lower left`."""
-    figure.legend(loc=f"outside {place}", fontsize=8.5, frameon=False, labelcolor=INK, **more)
+    figure.legend(**{"loc": f"outside {place}", "fontsize": 8.5, "frameon": False, "labelcolor": INK, **more})
 
 
 def explain_hatches(figure: Figure) -> None:
