@@ -45,8 +45,8 @@ def submissions(monkeypatch):
             )
             for each in study.planned
         ]
-        jobs = [("12", decisions[0].shape, tuple(each.run_name for each in decisions))]
-        return Submitted(folder=SimpleNamespace(), decisions=tuple(decisions), jobs=tuple(jobs))
+        new = SimpleNamespace(job_id="12", shape=decisions[0].shape, runs=[each.run_name for each in decisions])
+        return Submitted(folder=SimpleNamespace(), decisions=tuple(decisions), submissions=(new,))
 
     monkeypatch.setattr("titanlab.cli.sweep.submit", submit)
     return made

@@ -19,7 +19,8 @@ from titanlab.data import source
 from titanlab.distributed.host import Host
 from titanlab.launch.execute import Ready, prepare
 from titanlab.prove.forked import Ended
-from titanlab.prove.proof import Proof, ProofRow
+from titanlab.prove.proof import ProofRow
+from titanlab.prove.reduction import Reduced
 from titanlab.recipe.recipe import Recipe, to_mapping
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder, create_run
@@ -148,9 +149,9 @@ class Reader:
         patch("titanlab.cli.weights.fetch_model", lambda name, **given: Path("given/small-hf"))
         patch("titanlab.cli.tokens.download_tokenizer", downloaded)
 
-    def _proved(self, proof: Proof) -> list[ProofRow]:
+    def _proved(self, proof: Reduced) -> list[ProofRow]:
         self.stood_in = True
-        assert proof.reduced is not None, proof.reason
+        assert proof.recipe is not None, proof.error
         return [ProofRow(run=proof.run, layout=proof.layout, precision="fp32", passed=True)]
 
     def _rehearsed(self, recipe: Recipe) -> Ended:

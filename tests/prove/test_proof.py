@@ -13,7 +13,8 @@ from tests.prove.planted_faults import traced
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.prove import tolerances
 from titanlab.prove.parity import TraceDifference, TrainingTrace
-from titanlab.prove.proof import Candidate, ProofRow, Prover, exceeded, plan_proofs, too_exact
+from titanlab.prove.proof import ProofRow, Prover, exceeded, plan_proofs, too_exact
+from titanlab.prove.reduction import Candidate
 from titanlab.techniques.model.llama_schema import Llama
 from titanlab.techniques.precision.cast_schema import Bf16
 from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8Tensorwise
@@ -188,7 +189,7 @@ def test_what_cannot_be_reduced_is_a_row_beside_others_and_an_error_alone(tmp_pa
     with pytest.raises(ConfigError, match="model=llama: has 8,030,261,248 parameters, and its config has no method"):
         plan_proofs([hopeless], steps=2, runs="x", most=16)
     proofs = plan_proofs([hopeless, small], steps=2, runs="x", most=16)
-    assert proofs[0].reduced is None
-    assert proofs[1].reduced.notes == ("model=llama is taken as it is: 131,392 parameters",)
+    assert proofs[0].recipe is None
+    assert proofs[1].notes == ("model=llama is taken as it is: 131,392 parameters",)
     (row,) = Prover(untrained()[0]).rows(proofs[0])
-    assert row == ProofRow(run="dp_s2", layout="dp_s2", precision="", passed=False, reason=proofs[0].reason)
+    assert row == ProofRow(run="dp_s2", layout="dp_s2", precision="", passed=False, reason=str(proofs[0].error))

@@ -10,8 +10,8 @@ from tests import tiny
 from tests.prove.test_proof import large
 from titanlab.checkpoint.schema import AsyncPinned
 from titanlab.errors import ConfigError
-from titanlab.prove.proof import Candidate, plan_proofs
-from titanlab.prove.rehearsal import plan_rehearsals
+from titanlab.prove.proof import plan_proofs
+from titanlab.prove.reduction import Candidate, reduce_all
 from titanlab.techniques.ac.recomputation_schema import SelectiveLayer
 from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.model.llama_schema import Qwen3
@@ -24,8 +24,7 @@ from titanlab.techniques.schedule.published_schema import DualPipeV, Interleaved
 
 
 def reduced(*candidates, most=16, inductor=False):
-    proofs = plan_proofs(candidates, steps=3, runs="runs", most=most, inductor=inductor)
-    return [proof.reduced for proof in proofs]
+    return plan_proofs(candidates, steps=3, runs="runs", most=most, inductor=inductor)
 
 
 def changed(candidate, **groups):
@@ -184,17 +183,17 @@ def test_what_cannot_be_folded_or_reduced_is_an_error_of_one_line(tmp_path):
 
 def test_a_rehearsal_saves_as_the_recipe_does(tmp_path):
     candidate = large(tmp_path, shard=2, every=500, validate_every=100)
-    (rehearsal,) = plan_rehearsals([candidate], steps=3, runs="runs", most=16)
-    recipe = rehearsal.reduced.recipe
+    (rehearsal,) = reduce_all([candidate], steps=3, runs="runs", most=16, saves=True)
+    recipe = rehearsal.recipe
     assert (recipe.checkpoint.kind, recipe.checkpoint.every, recipe.training.validate_every) == ("sync", 2, 2)
     pinned = changed(candidate, checkpoint=AsyncPinned(every=500))
-    (rehearsal,) = plan_rehearsals([pinned], steps=3, runs="runs", most=16)
-    assert rehearsal.reduced.recipe.checkpoint.kind == "async"
-    assert rehearsal.reduced.notes == ("checkpoint=async_pinned copies from GPUs: async",)
+    (rehearsal,) = reduce_all([pinned], steps=3, runs="runs", most=16, saves=True)
+    assert rehearsal.recipe.checkpoint.kind == "async"
+    assert rehearsal.notes == ("checkpoint=async_pinned copies from GPUs: async",)
     elsewhere = changed(candidate, checkpoint=AsyncPinned(every=500, folder="memory://checkpoints"))
-    (rehearsal,) = plan_rehearsals([elsewhere], steps=3, runs="runs", most=16)
-    assert rehearsal.reduced.recipe.checkpoint.folder is None
-    assert rehearsal.reduced.notes[1:] == ("checkpoint.folder is left alone: the checkpoint is written beside the run",)
+    (rehearsal,) = reduce_all([elsewhere], steps=3, runs="runs", most=16, saves=True)
+    assert rehearsal.recipe.checkpoint.folder is None
+    assert rehearsal.notes[1:] == ("checkpoint.folder is left alone: the checkpoint is written beside the run",)
     (proof,) = reduced(candidate)
     assert (proof.recipe.checkpoint.kind, proof.recipe.training.validate_every) == ("off", 0)
 

@@ -5,13 +5,14 @@ from types import SimpleNamespace
 import pytest
 
 from tests.prove.test_proof import large
-from titanlab.prove.proof import Candidate
-from titanlab.prove.rehearsal import FAILED, OK, Rehearsal, Result, plan_rehearsals, rehearse
+from titanlab.errors import ConfigError
+from titanlab.prove.proof import FAILED, OK, Result, rehearse
+from titanlab.prove.reduction import Candidate, Reduced, reduce_all
 from titanlab.records.outcome import Outcome, OutcomeKind
 
 
 def planned(*candidates, most=16):
-    return plan_rehearsals(candidates, steps=3, runs="runs", most=most)
+    return reduce_all(candidates, steps=3, runs="runs", most=most, saves=True)
 
 
 def trained(rehearsals, kind=OutcomeKind.DONE, cause=None):
@@ -27,8 +28,8 @@ def trained(rehearsals, kind=OutcomeKind.DONE, cause=None):
 
 def test_a_recipe_is_rehearsed_in_its_folded_layout(tmp_path):
     (one,) = planned(large(tmp_path, shard=8, tensor=8))
-    assert (one.run, one.layout, one.missing, one.cause) == ("dp_s8·tp8", "dp_s2·tp2 of dp_s8·tp8", (), "")
-    recipe = one.reduced.recipe
+    assert (one.run, one.layout, one.missing, one.error) == ("dp_s8·tp8", "dp_s2·tp2 of dp_s8·tp8", (), None)
+    recipe = one.recipe
     assert (recipe.layout.world, recipe.training.steps, recipe.runs) == (4, 3, "runs")
 
 
@@ -40,7 +41,7 @@ def test_axes_that_do_not_fit_get_a_rehearsal_of_their_own(tmp_path):
 
 def test_a_recipe_that_cannot_be_folded_is_a_result(tmp_path):
     (one,) = planned(large(tmp_path, shard=8), most=1)
-    assert (one.reduced, one.layout) == (None, "dp_s8")
+    assert (one.recipe, one.layout) == (None, "dp_s8")
     results, recipes = trained([one])
     assert recipes == []
     (result,) = results
@@ -91,7 +92,10 @@ def test_recipes_that_train_alike_are_trained_once(tmp_path):
 
 
 def test_failures_do_not_stop_the_others(tmp_path):
-    rehearsals = [Rehearsal(run="none", layout="x", reduced=None, cause="a rule"), *planned(large(tmp_path, shard=2))]
+    rehearsals = [
+        Reduced(run="none", layout="x", error=ConfigError("a", 1, "a rule", "")),
+        *planned(large(tmp_path, shard=2)),
+    ]
     results, _ = trained(rehearsals)
     assert [each.state for each in results] == [FAILED, OK]
     assert trained([]) == ([], [])

@@ -6,11 +6,7 @@ import pytest
 
 from tests.report.plain import facts_in
 from tests.sweep.made import begin, end
-from titanlab.report.facts import _between, _flat, differences
-
-
-def of(then, now):
-    return [tuple(item) for item in _between(dict(_flat(then)), dict(_flat(now)))]
+from titanlab.report.facts import differences, differing
 
 
 @pytest.mark.parametrize(
@@ -31,11 +27,11 @@ def of(then, now):
     ],
 )
 def test_keys_whose_values_differ(then, now, expected):
-    assert of(then, now) == expected
+    assert differing(then, now) == expected
 
 
 def test_texts_are_short_and_without_secrets():
-    ((_, before, after),) = of({"a": "x" * 201}, {"a": "api_key=abcdefgh12345678"})
+    ((_, before, after),) = differing({"a": "x" * 201}, {"a": "api_key=abcdefgh12345678"})
     assert before == "x" * 200 + "…"
     assert "abcdefgh12345678" not in after
 
@@ -52,11 +48,11 @@ def two(made):
 def test_each_recipe_is_compared_with_the_reference(two):
     facts = facts_in(two.folder)
     reference = next(row for row in facts.rows if row["name"] == "single")
-    found = {each.runs[0].partition("-")[0]: each.items for each in differences(facts, reference)}
+    found = {group.rows[0]["name"]: items for group, items in differences(facts, reference)}
     assert found["single"] == []
-    keys = {item.key: (item.reference, item.value) for item in found["fsdp"]}
-    assert keys["training.seq_len"] == ("32", "64")
-    assert keys["parallelism.shard"] == ("1", "2")
+    keys = {key: values for key, *values in found["fsdp"]}
+    assert keys["training.seq_len"] == ["32", "64"]
+    assert keys["parallelism.shard"] == ["1", "2"]
 
 
 def test_a_config_that_cannot_be_read_is_none_and_hides_no_other(two):
@@ -64,6 +60,6 @@ def test_a_config_that_cannot_be_read_is_none_and_hides_no_other(two):
     single, fsdp = sorted(facts.rows, key=lambda row: row["name"], reverse=True)
     for path in (two.folder.path / fsdp["run"]).rglob("config.yaml"):
         path.write_text("{")
-    found = {each.runs[0].partition("-")[0]: each.items for each in differences(facts, single)}
+    found = {group.rows[0]["name"]: items for group, items in differences(facts, single)}
     assert found == {"single": [], "fsdp": None}
     assert differences(facts, fsdp) is None

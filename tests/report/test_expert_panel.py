@@ -71,7 +71,6 @@ def test_a_sweep_without_experts_has_no_such_figure(made, tmp_path):
         [[1, 2], [3]],
         [[1, "x"]],
         [[1, -1]],
-        [[True, 1]],
         [[float("inf"), 1]],
         [[1e308, 1e308]],
         [{"a": 1}],

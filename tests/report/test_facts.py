@@ -25,14 +25,12 @@ from titanlab.report.facts import at, checked, representative
         ("tokens_per_second", "fast", None),
         ("tokens_per_second", {}, None),
         ("cause", "no", "no"),
-        ("cause", 3, "3"),
-        ("cause", ["a"], "['a']"),
+        ("cause", 3, None),
+        ("cause", ["a"], None),
         ("cause", None, None),
-        # Columns of swept keys have any type.
-        ("point.lr", 0.5, 0.5),
-        ("point.lr", True, True),
-        ("point.lr", math.nan, "nan"),
-        ("point.lr", {"a": 1}, "{'a': 1}"),
+        # Columns of swept keys are text.
+        ("point.lr", "0.5", "0.5"),
+        ("point.lr", {"a": 1}, None),
     ],
 )
 def test_a_value_of_another_type_counts_as_missing(column, value, kept):
@@ -43,7 +41,7 @@ def test_a_value_of_another_type_counts_as_missing(column, value, kept):
 
 def test_rows_of_earlier_versions_lack_columns():
     assert checked([]) == []
-    assert checked([{}, {"later": object}])[0] == {}
+    assert checked([{}, {"later": object}]) == [{}, {"later": None}]
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,10 @@ def test_runs_of_one_origin_are_together_and_the_most_frequent_first(made):
         end(made_run, ended=2000.0 + place)
     made.run("waits", seed=9)
     found = sources(facts_in(made.folder))
-    assert [(source.origin.code, len(source.runs)) for source in found] == [("two", 2), ("one", 1)]
-    assert [name.partition("-")[0] for name in found[0].runs] == ["r1", "r2"]
+    assert [(source["code"], len(source["runs"])) for source in found] == [("two", 2), ("one", 1)]
+    assert [name.partition("-")[0] for name in found[0]["runs"]] == ["r1", "r2"]
     # Those of all its runs: the first to begin, the last to end.
-    assert (found[0].began, found[0].ended) == ("1970-01-01 00:16:40 UTC", "1970-01-01 00:33:22 UTC")
+    assert (found[0]["began"], found[0]["ended"]) == ("1970-01-01 00:16:40 UTC", "1970-01-01 00:33:22 UTC")
 
 
 def test_an_origin_says_all_that_is_known(made):
@@ -59,10 +59,9 @@ def test_an_origin_says_all_that_is_known(made):
         },
     )
     (source,) = sources(facts_in(made.folder))
-    origin = source.origin
-    assert (origin.code, origin.commit) == ("f" * 12, "a" * 12 + " (main), with changes")
-    assert (origin.titanlab, origin.torch, origin.python) == ("0.9", "2.11.0", "3.12.1")
-    assert (origin.device, origin.host) == ("cpu", "n1 (EPYC, 64 cores)")
+    assert (source["code"], source["commit"]) == ("f" * 12, "a" * 12 + " (main), with changes")
+    assert (source["titanlab"], source["torch"], source["Python"]) == ("0.9", "2.11.0", "3.12.1")
+    assert (source["device"], source["host"]) == ("cpu", "n1 (EPYC, 64 cores)")
 
 
 @pytest.mark.parametrize(
@@ -79,8 +78,8 @@ def test_an_origin_may_be_known_in_part_or_of_wrong_types(monkeypatch, env, comm
     facts = facts_of(run("a", device=None, accelerator="cpu"))
     monkeypatch.setattr(type(facts), "env", lambda self, row: env)
     (source,) = sources(facts)
-    assert (source.origin.commit, source.origin.host, source.origin.device) == (commit, host, "cpu")
-    assert (source.began, source.ended) == ("", "")
+    assert (source["commit"], source["host"], source["device"]) == (commit, host, "cpu")
+    assert (source["began"], source["ended"]) == ("", "")
 
 
 def test_runs_that_never_began_have_no_origin(made):

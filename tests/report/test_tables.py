@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from titanlab.report.tables import Cell, number, run_cell, text, values_table
+from titanlab.report.panels import Cell, run_cell, text, values_table
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,8 @@ def test_a_plain_value_has_a_text(value, shown, is_number):
 
 
 def test_digits_of_a_number_and_a_missing_one():
-    assert number(0.123456, digits=2).text == "0.12"
-    assert number(None) == Cell(text="")
+    assert text(0.123456, digits=2).text == "0.12"
+    assert text(None) == Cell(text="")
 
 
 def test_long_texts_and_texts_of_parts_need_a_wide_column():

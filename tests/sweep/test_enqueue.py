@@ -57,7 +57,7 @@ def test_variables_of_a_shell_do_not_override_the_batch_file(slurm, tmp_path, mo
 def test_an_answer_of_sbatch_that_is_lost_is_found_in_the_queue(slurm, tmp_path):
     slurm.set(times_out=True)
     submitted = submit(study(tmp_path / "runs", seeds(2), launch=SLURM), quiet)
-    assert [job for job, _, _ in submitted.jobs] == ["101"]
+    assert [new.job_id for new in submitted.submissions] == ["101"]
     assert submitted.folder.submissions()[0].job_id == "101"
 
 
@@ -71,7 +71,7 @@ def test_an_intent_whose_job_is_there_is_taken_over(slurm, tmp_path, settings):
     lines = []
     settle(folder, lines.append)
     assert lines == ["an interrupted submission is job 101: 2 runs of 1 process"]
-    assert submit(wanted, quiet).jobs == ()
+    assert submit(wanted, quiet).submissions == ()
 
 
 def test_an_intent_whose_jobs_have_taken_their_runs_names_is_taken_over(slurm, tmp_path):
@@ -83,7 +83,7 @@ def test_an_intent_whose_jobs_have_taken_their_runs_names_is_taken_over(slurm, t
     job["flags"]["job-name"] = submission.job_name(folder.name, 1)
     assert job["flags"]["job-name"] == f"layouts/{submission.runs[1]}-{submission.token}"
     (slurm.folder / "jobs" / "101.json").write_text(json.dumps(job))
-    assert submit(wanted, quiet).jobs == ()
+    assert submit(wanted, quiet).submissions == ()
     assert [each.job_id for each in folder.submissions()] == ["101"]
 
 
@@ -92,7 +92,7 @@ def test_an_intent_without_a_job_is_submitted_again(slurm, tmp_path):
     folder = submit(wanted, quiet).folder
     _forget_answer(folder)
     (slurm.folder / "jobs" / "101.json").unlink()
-    assert [runs for _, _, runs in submit(wanted, quiet).jobs] == [tuple(each.run_name for each in decide(wanted))]
+    assert [new.runs for new in submit(wanted, quiet).submissions] == [tuple(each.run_name for each in decide(wanted))]
     assert len(folder.submissions()) == 1
 
 

@@ -71,15 +71,15 @@ def test_jobs_are_submitted_once_run_and_collected(launch, stub, tmp_path):
     assert [each.action for each in decide(wanted)] == ["submit"] * 3
     submitted = submit(wanted, quiet)
     folder, names = submitted.folder, [each.run_name for each in submitted.decisions]
-    assert [(shape.processes, len(runs)) for _, shape, runs in submitted.jobs] == [(1, 2), (2, 1)]
-    assert submit(wanted, quiet).jobs == ()
+    assert [(new.shape.processes, len(new.runs)) for new in submitted.submissions] == [(1, 2), (2, 1)]
+    assert submit(wanted, quiet).submissions == ()
     until(lambda: over(folder))
     assert ran(folder) == sorted(
         [[names[0], "0", "1"], [names[1], "0", "1"], [names[2], "0", "2"], [names[2], "1", "2"]]
     )
     rows = look_at(folder)()
     assert [(row["state"], row["outcome"], row["launcher"]) for row in rows] == [("ended", "done", launch.kind)] * 3
-    assert {row["job_id"] for row in rows} == {job for job, _, _ in submitted.jobs}
+    assert {row["job_id"] for row in rows} == {new.job_id for new in submitted.submissions}
     assert {row["scheduler_state"] for row in rows} == {None}
     assert all(path.is_file() for path in write_table(rows, folder.name, tmp_path / "table"))
     assert [each.action for each in decide(wanted)] == ["done"] * 3
@@ -99,7 +99,7 @@ def test_what_runs_is_told_what_waits_does_not_start_and_both_can_be_done_again(
     assert [row[0] for row in ran(folder)] == [first]
     assert [each.action for each in submit(wanted, quiet).decisions] == ["ended"] * 2
     stub(0.1)
-    assert len(retry(folder, quiet, outcomes=["cancelled"]).chosen) == 2
+    assert len(retry(folder, quiet, outcomes=["cancelled"])) == 2
     until(lambda: over(folder) and len(ran(folder)) == 3)
     assert [folder.run(name).result().kind for name in (first, second)] == [OutcomeKind.DONE] * 2
 

@@ -14,8 +14,9 @@ from titanlab.errors import ConfigError
 from titanlab.launch.local_schema import Local
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.recipe.recipe import from_mapping, to_mapping
-from titanlab.sweep import retry as module
-from titanlab.sweep.retry import checked, item_of, resubmit, submitted_with
+from titanlab.sweep import enqueue as module
+from titanlab.sweep.enqueue import checked
+from titanlab.sweep.retry import item_of, resubmit, submitted_with
 from titanlab.techniques.model import llama_account
 
 REFUSED = "invalid account or account/partition combination specified"

@@ -53,7 +53,12 @@ def test_each_shape_is_one_array_with_its_own_resources(slurm, tmp_path):
         ["2", "3", "0-0%1", "2", "3584M", "10"],
         ["3", "4", "0-0%1", "2", "3584M", "10"],
     ]
-    assert [(job, len(runs)) for job, _, runs in submitted.jobs] == [("101", 2), ("102", 2), ("103", 1), ("104", 1)]
+    assert [(new.job_id, len(new.runs)) for new in submitted.submissions] == [
+        ("101", 2),
+        ("102", 2),
+        ("103", 1),
+        ("104", 1),
+    ]
 
 
 @pytest.mark.usefixtures("whole_snapshots")
@@ -133,8 +138,8 @@ def test_submitting_twice_submits_nothing_the_second_time(slurm, tmp_path):
     wanted = study(tmp_path / "runs", MIXED, launch=SLURM)
     assert actions(decide(wanted)) == ["submit"] * 6
     first, second = submit(wanted, quiet), submit(wanted, quiet)
-    assert len(first.jobs) == 4
-    assert second.jobs == ()
+    assert len(first.submissions) == 4
+    assert second.submissions == ()
     assert actions(second.decisions) == ["queued"] * 6
     assert len(slurm.jobs()) == 4
 
@@ -152,7 +157,7 @@ def test_what_is_done_runs_or_ended_is_left_alone(slurm, tmp_path):
     found = submit(more, quiet)
     assert actions(found.decisions) == ["done", "running", "ended", "queued", "submit"]
     assert [each.outcome for each in found.decisions] == ["done", None, "oom", None, None]
-    assert [runs for _, _, runs in found.jobs] == [(found.decisions[4].run_name,)]
+    assert [new.runs for new in found.submissions] == [(found.decisions[4].run_name,)]
 
 
 def test_a_run_is_known_by_what_it_is_and_not_by_its_label(slurm, tmp_path):
@@ -160,7 +165,7 @@ def test_a_run_is_known_by_what_it_is_and_not_by_its_label(slurm, tmp_path):
     submit(wanted, quiet)
     (planned,) = wanted.planned
     renamed = dataclasses.replace(planned, recipe=dataclasses.replace(planned.recipe, name="other"))
-    assert submit(dataclasses.replace(wanted, planned=(renamed,)), quiet).jobs == ()
+    assert submit(dataclasses.replace(wanted, planned=(renamed,)), quiet).submissions == ()
 
 
 def test_force_puts_ended_runs_aside_and_does_them_anew(slurm, tmp_path):
@@ -172,7 +177,7 @@ def test_force_puts_ended_runs_aside_and_does_them_anew(slurm, tmp_path):
     assert actions(found.decisions) == ["submit", "queued"]
     assert first.result() is None
     assert (folder.superseded / f"{first.path.name}.1" / "result.json").is_file()
-    assert [runs for _, _, runs in found.jobs] == [(first.path.name,)]
+    assert [new.runs for new in found.submissions] == [(first.path.name,)]
     assert second.path.is_dir()
 
 
@@ -193,7 +198,7 @@ def test_force_that_sbatch_refuses_leaves_runs_to_submit(slurm, tmp_path):
     slurm.set()
     found = submit(wanted, quiet)
     assert actions(found.decisions) == ["submit", "submit"]
-    assert [job for job, _, _ in found.jobs] == ["102"]
+    assert [new.job_id for new in found.submissions] == ["102"]
     assert actions(submit(wanted, quiet).decisions) == ["queued", "queued"]
 
 
@@ -323,7 +328,7 @@ def test_what_sbatch_refuses_is_one_line_and_leaves_no_intent(slurm, tmp_path, c
     assert folder_of(wanted).submissions() == []
     assert capfd.readouterr() == ("", "")
     slurm.set()
-    assert len(submit(wanted, quiet).jobs) == 1
+    assert len(submit(wanted, quiet).submissions) == 1
 
 
 def test_what_no_node_can_run_is_refused_although_slurm_lists_it(slurm, tmp_path):
@@ -336,7 +341,7 @@ def test_what_no_node_can_run_is_refused_although_slurm_lists_it(slurm, tmp_path
         assert folder_of(wanted).submissions() == []
         assert actions(decide(wanted)) == ["submit"] * 2
     slurm.set()
-    assert [job for job, _, _ in submit(wanted, quiet).jobs] == ["103"]
+    assert [new.job_id for new in submit(wanted, quiet).submissions] == ["103"]
 
 
 def test_without_submitit_nothing_is_submitted_and_a_plan_is_still_made(slurm, tmp_path, monkeypatch):

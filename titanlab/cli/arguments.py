@@ -276,7 +276,7 @@ def _rehearse(add: Add) -> str:
     that do not fit together get a second rehearsal. A failure does not stop the others.
     """
     from titanlab.prove.reduction import MOST_PROCESSES
-    from titanlab.prove.rehearsal import STEPS
+    from titanlab.prove.proof import STEPS
 
     text = f"of each rehearsal (default {STEPS}, at most {MOST_STEPS})"
     add("--steps", type=int, default=STEPS, metavar="N", help=text)

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from titanlab.errors import ConfigError
-from titanlab.prove.proof import Candidate, ProofRow
+from titanlab.prove.proof import ProofRow
+from titanlab.prove.reduction import Candidate, Reduced
 from titanlab.recipe.compose import conf_folder
 from titanlab.recipe.flags import read_flags
 from titanlab.recipe.next_attempt import check_unedited
@@ -181,20 +181,22 @@ def left_out_lines(chosen: ProofCandidates) -> list[str]:
     return [f"{counted(len(chosen.left_out), 'point')} left out by the sweep: {reasons[0]}{more}"]
 
 
-def sizes_and_notes(proofs: Sequence[Any], steps: int) -> list[str]:
+def sizes_and_notes(proofs: Sequence[Reduced], steps: int) -> list[str]:
     """Lines about the reduced sizes, and about what is not as in the originals."""
     sizes: dict[str, None] = {}
     notes: dict[str, None] = {}
     unfit: list[str] = []
     for proof in proofs:
-        recipe = proof.reduced.recipe
+        recipe = proof.recipe
+        if recipe is None:
+            continue
         account, training = recipe.model.account(), recipe.training
         sizes[
             f"reduced to {account.layers} layers of {account.dim}, {account.heads} heads and {account.kv_heads} "
             f"key/value heads, vocabulary {account.vocab_size}, {training.global_batch} sequences of "
             f"{training.seq_len} tokens, {counted(steps, 'step')}"
         ] = None
-        notes.update(dict.fromkeys(proof.reduced.notes))
+        notes.update(dict.fromkeys(proof.notes))
         if proof.missing:
             axes = ", ".join(proof.missing)
             unfit.append(f"{proof.run}: {axes} did not fit into {proof.layout}; another layout has what is missing")

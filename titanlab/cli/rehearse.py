@@ -13,8 +13,8 @@ from titanlab.cli.arguments import MOST_STEPS, check_number, json_text
 from titanlab.cli.candidates import ProofCandidates, choose, left_out_lines, sizes_and_notes
 from titanlab.errors import ConfigError
 from titanlab.prove.forked import log_of, prepare, train_in_ranks
-from titanlab.prove.reduction import MOST_PROCESSES
-from titanlab.prove.rehearsal import FAILED, STEPS, Rehearsal, Result, plan_rehearsals, rehearse
+from titanlab.prove.proof import FAILED, STEPS, Result, rehearse
+from titanlab.prove.reduction import MOST_PROCESSES, Reduced, reduce_all
 from titanlab.records.outcome import OutcomeKind
 from titanlab.sweep.listing import aligned
 from titanlab.system.terminal import Console
@@ -70,8 +70,8 @@ def _rehearse(chosen: ProofCandidates, args: Any, console: Console) -> int:
 
 def _rehearse_in(folder: Path, chosen: ProofCandidates, results: list[Result], args: Any, console: Console) -> int:
     """Rehearse with runs in a folder, and add to the results. Returns the exit code."""
-    rehearsals = plan_rehearsals(
-        chosen.candidates, steps=args.steps, runs=str(folder), most=args.processes, inductor=args.inductor
+    rehearsals = reduce_all(
+        chosen.candidates, steps=args.steps, runs=str(folder), most=args.processes, inductor=args.inductor, saves=True
     )
     total = len(results) + len(rehearsals)
     code = 0
@@ -80,7 +80,7 @@ def _rehearse_in(folder: Path, chosen: ProofCandidates, results: list[Result], a
         for number, result in enumerate(results, 1):
             console.note(f"[{number}/{total}] {_line(result)}")
     try:
-        if any(rehearsal.reduced for rehearsal in rehearsals):
+        if any(rehearsal.recipe for rehearsal in rehearsals):
             prepare()
 
         for result in rehearse(rehearsals, _trainer(keep=args.keep is not None), lambda ended: str(log_of(ended))):
@@ -113,9 +113,9 @@ def _trainer(*, keep: bool) -> Any:
     return train
 
 
-def _heading(chosen: ProofCandidates, rehearsals: Sequence[Rehearsal], steps: int) -> list[str]:
+def _heading(chosen: ProofCandidates, rehearsals: Sequence[Reduced], steps: int) -> list[str]:
     lines = [f"{chosen.title}: {counted(len(chosen.candidates), 'recipe')}"]
-    lines += sizes_and_notes([rehearsal for rehearsal in rehearsals if rehearsal.reduced], steps)
+    lines += sizes_and_notes(rehearsals, steps)
     return lines + left_out_lines(chosen)
 
 

@@ -39,9 +39,8 @@ def collect_verb(args: Namespace) -> int:
 
 def best_verb(args: Namespace) -> int:
     """Print the answer in one sentence, the ranked recipes, and those that are left out."""
-    from titanlab.sweep.comparison import COLUMN_OF
     from titanlab.sweep.listing import dropped
-    from titanlab.sweep.ranking import rank, ranking_lines
+    from titanlab.sweep.ranking import COLUMN_OF, rank, ranking_lines
     from titanlab.sweep.rows import look_at
 
     if args.by not in COLUMN_OF:
@@ -56,7 +55,8 @@ def best_verb(args: Namespace) -> int:
         if args.json:
             console.note(json_text({"sweep": sweep.name, **ranking.to_mapping()}))
         else:
-            console.note("\n".join([f"{sweep.name}: {ranking.sentence}", *ranking_lines(ranking)[1:], *dropped(rows)]))
+            answer, *lines = ranking_lines(ranking)
+            console.note("\n".join([f"{sweep.name}: {answer}", *lines, *dropped(rows)]))
     return 0
 
 

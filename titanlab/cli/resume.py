@@ -23,7 +23,8 @@ from titanlab.recipe.recipe import Recipe, from_mapping, to_mapping
 from titanlab.records.identity import identify
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder, create_run
-from titanlab.sweep.retry import FAILED, Retried, checked, resubmit, retry, submitted_with
+from titanlab.sweep.enqueue import checked
+from titanlab.sweep.retry import FAILED, RetriedRun, resubmit, retry, submitted_with
 from titanlab.sweep.sweep_folder import SweepFolder, open_sweep
 from titanlab.system.terminal import Console
 from titanlab.system.text import counted, shown_path, sweep_argument
@@ -210,12 +211,12 @@ def retry_verb(args: Namespace) -> int:
     return 0
 
 
-def _report(console: Console, folder: SweepFolder, done: Retried, *, dry_run: bool) -> None:
+def _report(console: Console, folder: SweepFolder, done: Sequence[RetriedRun], *, dry_run: bool) -> None:
     if dry_run:
-        for chosen in done.chosen:
+        for chosen in done:
             outcome = chosen.outcome or "never started"
             console.note(f"{chosen.run.path.name}: {outcome}{', anew' if chosen.anew else ''}")
-    count = len(done.chosen)
+    count = len(done)
     named = sweep_argument(folder.path)
     runs = counted(count, "run")
     if not count:

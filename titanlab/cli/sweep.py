@@ -111,13 +111,16 @@ def _show(study: Study, args: SweepArguments, console: Console) -> None:
 
 def _report(study: Study, submitted: Submitted, args: SweepArguments, console: Console) -> None:
     if args.json:
-        made = [{"job": job, "shape": shape.to_mapping(), "runs": list(runs)} for job, shape, runs in submitted.jobs]
+        made = [
+            {"job": new.job_id, "shape": new.shape.to_mapping(), "runs": list(new.runs)}
+            for new in submitted.submissions
+        ]
         values = {**plan_values(study, submitted.decisions), "jobs": made}
         console.note(json_text(values))
         return
     lines = plan_lines(study, submitted.decisions)
-    count = sum(len(runs) for _, _, runs in submitted.jobs)
-    jobs = ", ".join(job for job, _, _ in submitted.jobs)
+    count = sum(len(new.runs) for new in submitted.submissions)
+    jobs = ", ".join(str(new.job_id) for new in submitted.submissions)
     lines.append(f"submitted {count}: {jobs}" if count else "submitted 0: nothing is missing")
     lines.append(f"next: titanlab status {sweep_argument(folder_of(study).path)} --watch")
     console.note("\n".join(lines))

@@ -1,4 +1,7 @@
-"""Proofs: reduced recipes that train as one process does, in fp32 and in their own precision. Torch-free.
+"""Reduced recipes are proved, to train as one process does, or rehearsed, to find what would break. Torch-free.
+
+A proof is in fp32 and in the recipe's own precision. A rehearsal trains a few steps in the real layout, folded;
+a failure does not stop the others.
 
 `parity.json` in the folder of a sweep has the newest proof of every run.
 """
@@ -15,58 +18,26 @@ from typing import TYPE_CHECKING, Any
 
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.prove import tolerances
-from titanlab.prove.reduction import (
-    Folded,
-    Reduced,
-    common_sizes,
-    comparable,
-    fold_label,
-    fold_recipe,
-    in_fp32,
-    missing_axes,
-    on_one_process,
-    reduce_recipe,
-)
+from titanlab.prove.reduction import Candidate, Reduced, in_fp32, on_one_process, reduce_all
 from titanlab.recipe.recipe import Recipe, to_mapping
 from titanlab.records.claim import claimed
 from titanlab.records.json_file import as_record, read_object
+from titanlab.records.outcome import OutcomeKind
 from titanlab.system.files import write_json
 from titanlab.techniques.precision.cast_schema import Fp32
 
 if TYPE_CHECKING:
+    from titanlab.prove.forked import Ended
     from titanlab.prove.parity import TraceDifference, TrainingTrace
 
 
 Train = Callable[[Recipe], "Sequence[TrainingTrace]"]
 """Trains a reduced recipe and returns the trace of every rank; raises TitanlabError if it fails."""
 
+OK = "ok"
+FAILED = "failed"
+STEPS = 3
 _LINEAR = "torch.nn.modules.linear.Linear"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A resolved recipe in its real size, and the name of its run."""
-
-    run: str
-    recipe: Recipe
-
-
-@dataclass(frozen=True, kw_only=True)
-class Proof:
-    """A reduced recipe that is to be held to one process.
-
-    Attributes:
-        run: name of the run.
-        layout: the folded layout and the real one, as text.
-        reduced: None: it cannot be reduced, for the given reason.
-        missing: axes that this layout lacks, which another proof of the run has.
-    """
-
-    run: str
-    layout: str
-    reduced: Reduced | None
-    reason: str = ""
-    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,80 +67,35 @@ class ProofRow:
 
 def plan_proofs(
     candidates: Sequence[Candidate], *, steps: int, runs: str, most: int, inductor: bool = False
-) -> list[Proof]:
-    """Fold and reduce recipes. Those that train the same model on the same data get the same sizes.
-
-    Args:
-        steps: of each reduced run.
-        runs: folder of the reduced runs.
-        most: processes of one reduced run.
-        inductor: keep inductor, which writes and compiles kernels.
+) -> list[Reduced]:
+    """The reduced recipes that are held to one process; see `reduce_all`.
 
     Raises:
         ConfigError: none can be reduced.
     """
-    proofs: list[Proof] = []
-    groups: dict[str, list[Folded]] = {}
-    errors: list[ConfigError] = []
-    for candidate in candidates:
-        try:
-            for folded in fold_recipe(candidate.run, candidate.recipe, most=most, inductor=inductor):
-                key = canonical(comparable(candidate.recipe))
-                groups.setdefault(key, []).append(folded)
-        except ConfigError as error:
-            errors.append(error)
-            proofs.append(_unreduced(candidate.run, candidate.recipe.layout.label, error))
-    for group in groups.values():
-        for part in _sized(group):
-            for folded in part:
-                label = fold_label(folded.layout, folded.recipe.layout)
-                try:
-                    reduced = reduce_recipe(folded, common_sizes(part), steps=steps, runs=runs)
-                except ConfigError as error:
-                    errors.append(error)
-                    proofs.append(_unreduced(folded.run, label, error))
-                    continue
-                missing = tuple(missing_axes(folded.layout, folded.recipe.layout))
-                proofs.append(Proof(run=folded.run, layout=label, reduced=reduced, missing=missing))
-    if errors and not any(proof.reduced for proof in proofs):
+    cases = reduce_all(candidates, steps=steps, runs=runs, most=most, inductor=inductor, alike=True)
+    errors = [case.error for case in cases if case.error is not None]
+    if errors and len(errors) == len(cases):
         raise errors[0]
-    order = {candidate.run: number for number, candidate in enumerate(candidates)}
-    return sorted(proofs, key=lambda proof: order[proof.run])
-
-
-def _sized(group: list[Folded]) -> list[list[Folded]]:
-    """The group as a whole if common sizes exist; otherwise each alone."""
-    try:
-        common_sizes(group)
-    except ConfigError:
-        return [[folded] for folded in group]
-    return [group]
-
-
-def _unreduced(run: str, layout: str, error: ConfigError) -> Proof:
-    return Proof(run=run, layout=layout, reduced=None, reason=str(error))
+    return cases
 
 
 class Prover:
-    """Proves reduced recipes; equal ones, and references that several share, are trained once.
-
-    Args:
-        train: trains a recipe.
-    """
+    """Proves reduced recipes; equal ones, and references that several share, are trained once."""
 
     def __init__(self, train: Train) -> None:
         self._train = train
         self._traces: dict[str, Sequence[TrainingTrace] | TitanlabError] = {}
 
-    def rows(self, proof: Proof) -> Iterator[ProofRow]:
+    def rows(self, case: Reduced) -> Iterator[ProofRow]:
         """The row in fp32, and where the recipe has another precision the row in that one."""
-        if proof.reduced is None:
-            yield ProofRow(run=proof.run, layout=proof.layout, precision="", passed=False, reason=proof.reason)
+        recipe = case.recipe
+        if recipe is None:
+            yield ProofRow(run=case.run, layout=case.layout, precision="", passed=False, reason=str(case.error))
             return
-        recipe = proof.reduced.recipe
-        yield self._row(proof, in_fp32(recipe))
+        yield self._row(case, in_fp32(recipe))
         if recipe.precision != Fp32():
-            yield self._row(proof, recipe)
+            yield self._row(case, recipe)
 
     def trained(self, recipe: Recipe) -> Sequence[TrainingTrace]:
         """The traces of all ranks.
@@ -188,39 +114,32 @@ class Prover:
             raise outcome
         return outcome
 
-    def _row(self, proof: Proof, recipe: Recipe) -> ProofRow:
-        named = ProofRow(run=proof.run, layout=proof.layout, precision=recipe.precision.kind, passed=False)
+    def _row(self, case: Reduced, recipe: Recipe) -> ProofRow:
+        named = ProofRow(run=case.run, layout=case.layout, precision=recipe.precision.kind, passed=False)
         reference = on_one_process(recipe)
         try:
             one = self.trained(reference)[0]
             exact = self.trained(in_fp32(reference))[0]
             every = self.trained(recipe)
-            return _judged(recipe, one, exact, every, named)
+            # Imported here: it imports torch.
+            from titanlab.prove.parity import compare, farthest
+
+            difference, from_fp32, rounding = farthest(one, every), farthest(exact, every), compare(exact, one)
         # ValueError: the traces have other tensors, such as no gradient of one.
         except (TitanlabError, ValueError) as error:
             return replace(named, reason=str(error))
-
-
-def _judged(
-    recipe: Recipe, one: TrainingTrace, exact: TrainingTrace, every: Sequence[TrainingTrace], named: ProofRow
-) -> ProofRow:
-    # Imported here: it imports torch.
-    from titanlab.prove.parity import compare, farthest
-
-    difference, from_fp32, rounding = farthest(one, every), farthest(exact, every), compare(exact, one)
-    limits = limits_of(recipe, rounding)
-    same = set(limits.values())
-    reason = wrong_layers(recipe, one, every) or exceeded(difference, limits) or too_exact(recipe, from_fp32, rounding)
-    return replace(
-        named,
-        passed=not reason,
-        reason=reason,
-        loss=difference.loss,
-        grad_norm=difference.grad_norm,
-        gradient=difference.gradient,
-        parameter=difference.parameter,
-        tolerance=same.pop() if len(same) == 1 else limits,
-    )
+        limits = limits_of(recipe, rounding)
+        same = set(limits.values())
+        reason = (
+            wrong_layers(recipe, one, every) or exceeded(difference, limits) or too_exact(recipe, from_fp32, rounding)
+        )
+        return replace(
+            named,
+            passed=not reason,
+            reason=reason,
+            **vars(difference),
+            tolerance=same.pop() if len(same) == 1 else limits,
+        )
 
 
 def limits_of(recipe: Recipe, rounding: TraceDifference) -> dict[str, float]:
@@ -239,19 +158,12 @@ def limits_of(recipe: Recipe, rounding: TraceDifference) -> dict[str, float]:
 
 def exceeded(difference: TraceDifference, limits: Mapping[str, float]) -> str:
     """The differences that exceed their tolerances, in one line; empty: none does."""
-    numbers = {
-        "loss": (difference.loss, ""),
-        "grad_norm": (difference.grad_norm, ""),
-        "gradient": difference.gradient,
-        "parameter": difference.parameter,
-    }
-    parts = [
-        f"{name.replace('_', ' ')} differs by {number:.1e}"
-        + (f" ({tensor})" if tensor else "")
-        + f", more than {limits[name]:.1e}"
-        for name, (number, tensor) in numbers.items()
-        if not number <= limits[name]
-    ]
+    parts = []
+    for name, value in vars(difference).items():
+        number, tensor = value if isinstance(value, tuple) else (value, "")
+        if not number <= limits[name]:
+            of = f" ({tensor})" if tensor else ""
+            parts.append(f"{name.replace('_', ' ')} differs by {number:.1e}{of}, more than {limits[name]:.1e}")
     return "; ".join(parts)
 
 
@@ -296,12 +208,73 @@ def content_key(recipe: Recipe) -> str:
     values = to_mapping(recipe)
     for name in ("name", "sweep", "runs", "launch", "tracker", "world"):
         values.pop(name)
-    return canonical(values)
-
-
-def canonical(values: Mapping[str, Any]) -> str:
-    """A text that is equal for equal values only."""
     return json.dumps(values, sort_keys=True, default=str)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The end of a rehearsal.
+
+    Attributes:
+        state: `ok` or `failed`.
+        outcome: how the run ended: `done`, `crash`, `oom`, …; `infeasible` if it was not started.
+        log: the log of the rank that failed; it has the traceback.
+        same_as: an earlier run whose reduced recipe is the same, so that this one was not trained again.
+    """
+
+    run: str
+    layout: str
+    state: str
+    outcome: str
+    cause: str = ""
+    processes: int = 0
+    seconds: float = 0.0
+    log: str | None = None
+    same_as: str | None = None
+    missing: tuple[str, ...] = ()
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain values."""
+        return dataclasses.asdict(self)
+
+
+def rehearse(
+    cases: Sequence[Reduced], train: Callable[[Recipe], Ended], log_of: Callable[[Ended], str]
+) -> Iterator[Result]:
+    """Train each reduced recipe once, and say how each rehearsal ended, in their order."""
+    known: dict[str, Result] = {}
+    for case in cases:
+        named = Result(
+            run=case.run,
+            layout=case.layout,
+            state=FAILED,
+            outcome=OutcomeKind.INFEASIBLE.value,
+            cause="" if case.error is None else str(case.error),
+            missing=case.missing,
+        )
+        if case.recipe is None:
+            yield named
+            continue
+        key = content_key(case.recipe)
+        if key in known:
+            first = known[key]
+            yield replace(
+                first, run=named.run, layout=named.layout, missing=named.missing, same_as=first.run, seconds=0.0
+            )
+            continue
+        ended = train(case.recipe)
+        kind = ended.outcome.kind
+        done = kind is OutcomeKind.DONE
+        known[key] = replace(
+            named,
+            processes=case.recipe.layout.world,
+            state=OK if done else FAILED,
+            outcome=kind.value,
+            cause="" if done else ended.outcome.cause or kind.meaning,
+            seconds=ended.seconds,
+            log=None if done else log_of(ended),
+        )
+        yield known[key]
 
 
 PARITY_SCHEMA = 1
@@ -339,7 +312,6 @@ def write_parity(sweep: Path, rows: Sequence[Mapping[str, Any]], *, reference: s
 
     Args:
         rows: of `Row.to_mapping`; all rows of a run replace its earlier ones.
-        reference: what the runs were held to.
 
     Raises:
         ConfigError: an earlier file is damaged, another process writes it for too long, or the folder is read-only.

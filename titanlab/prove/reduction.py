@@ -8,6 +8,7 @@ CPU lacks is replaced by what comes nearest; `Reduced.notes` says what.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,6 @@ from titanlab.records.run_folder import safe_name
 from titanlab.techniques.ac.recomputation_schema import NoCheckpointing
 from titanlab.techniques.compile.schema import RECORDING, Compile
 from titanlab.techniques.model.contract import ModelConfig, ReducedSizes
-from titanlab.techniques.optimizer.contract import OptimizerConfig
 from titanlab.techniques.precision.cast_schema import Fp32
 from titanlab.techniques.profiler.profilers_schema import NoProfiling as NoProfiler
 from titanlab.techniques.schedule.contract import PipelineSchedule
@@ -50,7 +50,6 @@ def folded(layout: Layout, *, most: int = MOST_PROCESSES, fixed: Mapping[str, st
     fit together, the later ones have those that did not fit, and others beside them.
 
     Args:
-        most: processes of one layout.
         fixed: axes whose degree cannot be changed, each with the reason.
 
     Raises:
@@ -113,9 +112,6 @@ class Folded:
     """A resolved recipe, and a layout of few processes in which it is reduced.
 
     Attributes:
-        run: name of its run.
-        recipe: in its real size.
-        layout: folded.
         inductor: keep the compiler of compiled blocks; otherwise they are traced and compiled without new kernels.
     """
 
@@ -161,7 +157,9 @@ def common_sizes(group: Sequence[Folded]) -> Sizes:
     model = group[0].recipe.model
     account = model.account()
     tensor = math.lcm(*(case.layout.tensor for case in group))
-    kv_heads = tensor * (2 if any(_kv_heads(case) >= 2 for case in group) else 1)
+    # Key/value heads of a process in the real size.
+    own_heads = [case.recipe.model.account().kv_heads // case.recipe.layout.tensor for case in group]
+    kv_heads = tensor * (2 if max(own_heads) >= 2 else 1)
     shared = account.heads // account.kv_heads
     heads = kv_heads * (shared if shared <= 2 else 4 if kv_heads <= 2 else 2)
     units = [_unit(case) for case in group]
@@ -194,7 +192,16 @@ def common_sizes(group: Sequence[Folded]) -> Sizes:
         vocab_size=_vocabulary(group, unit),
         unit=math.lcm(*units, *(case.layout.fsdp for case in group)),
     )
-    return Sizes(model=sizes, seq_len=_sequence(group), global_batch=_batch(group))
+    # Two chunks for each context-parallel process, and equal parts for tensor parallelism.
+    chunk = math.lcm(
+        *(2 * case.layout.context for case in group),
+        *(case.layout.context * case.layout.tensor for case in group),
+        *(case.layout.context * case.recipe.precision.multiple for case in group),
+    )
+    batch = math.lcm(*(case.layout.data * case.microbatches for case in group))
+    # Of four sequences in a row, each has another number of labels that count.
+    batch *= max(1, 4 // batch)
+    return Sizes(model=sizes, seq_len=-(-_LEAST_SEQUENCE // chunk) * chunk, global_batch=batch)
 
 
 def _runs(schedule: PipelineSchedule, ranks: int, microbatches: int) -> bool:
@@ -204,11 +211,6 @@ def _runs(schedule: PipelineSchedule, ranks: int, microbatches: int) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def _kv_heads(case: Folded) -> int:
-    """Key/value heads of a process in the real size."""
-    return case.recipe.model.account().kv_heads // case.recipe.layout.tensor
 
 
 def _unit(case: Folded) -> int:
@@ -235,28 +237,11 @@ def _vocabulary(group: Sequence[Folded], unit: int) -> int:
     """Rows of the embedding; not divisible by the degree of tensor parallelism where the original's are not."""
     rows = -(-_VOCABULARY // unit) * unit
     uneven = any(case.recipe.model.vocab_size % case.recipe.layout.tensor for case in group)
-    return rows + 1 if uneven and not any(_converts_head(case.recipe) for case in group) else rows
-
-
-def _converts_head(recipe: Recipe) -> bool:
-    account = recipe.model.account()
-    return bool(account.pieces) and account.pieces[-1] in recipe.precision.products(account)
-
-
-def _sequence(group: Sequence[Folded]) -> int:
-    """Tokens of a sequence: two chunks for each context-parallel process, and equal parts for tensor parallelism."""
-    unit = math.lcm(
-        *(2 * case.layout.context for case in group),
-        *(case.layout.context * case.layout.tensor for case in group),
-        *(case.layout.context * case.recipe.precision.multiple for case in group),
+    accounts = [(case.recipe.precision, case.recipe.model.account()) for case in group]
+    converts_head = any(
+        account.pieces and account.pieces[-1] in precision.products(account) for precision, account in accounts
     )
-    return -(-_LEAST_SEQUENCE // unit) * unit
-
-
-def _batch(group: Sequence[Folded]) -> int:
-    batch = math.lcm(*(case.layout.data * case.microbatches for case in group))
-    # Of four sequences in a row, each has another number of labels that count.
-    return batch * max(1, 4 // batch)
+    return rows + 1 if uneven and not converts_head else rows
 
 
 # A model without a reduced form is taken as it is if it has at most so many parameters.
@@ -269,22 +254,79 @@ _CPU_KERNELS = ("auto", "flash", "math")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A resolved recipe in its real size, and the name of its run."""
+
+    run: str
+    recipe: Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
 class Reduced:
-    """A reduced recipe, resolved and checked.
+    """A recipe in one layout of few processes.
 
     Attributes:
+        run: name of the run in its real size.
+        layout: the folded layout and the real one, as text.
+        missing: axes that this layout lacks, which another one of the run has.
+        recipe: reduced, resolved and checked; None: it cannot be reduced.
         notes: what is not as in the original, apart from sizes.
     """
 
-    recipe: Recipe
-    notes: tuple[str, ...]
+    run: str
+    layout: str
+    missing: tuple[str, ...] = ()
+    recipe: Recipe | None = None
+    error: ConfigError | None = None
+    notes: tuple[str, ...] = ()
+
+
+def reduce_all(
+    candidates: Sequence[Candidate],
+    *,
+    steps: int,
+    runs: str,
+    most: int,
+    inductor: bool = False,
+    alike: bool = False,
+    saves: bool = False,
+) -> list[Reduced]:
+    """Fold and reduce recipes; a recipe whose axes do not fit into one layout of `most` processes gets several.
+
+    Args:
+        inductor: keep inductor, which writes and compiles kernels.
+        alike: recipes that train the same model on the same data get the same sizes, if there are such sizes.
+        saves: save and validate as the originals do.
+    """
+    cases: list[Reduced] = []
+    groups: dict[str, list[Folded]] = {}
+    for candidate in candidates:
+        key = json.dumps(comparable(candidate.recipe), sort_keys=True, default=str)
+        try:
+            for folded in fold_recipe(candidate.run, candidate.recipe, most=most, inductor=inductor):
+                groups.setdefault(key if alike else f"{candidate.run} {folded.layout}", []).append(folded)
+        except ConfigError as error:
+            cases.append(Reduced(run=candidate.run, layout=candidate.recipe.layout.label, error=error))
+    for group in groups.values():
+        try:
+            shared = common_sizes(group)
+        except ConfigError:
+            shared = None
+        for folded in group:
+            try:
+                sizes = shared or common_sizes([folded])
+                cases.append(reduce_recipe(folded, sizes, steps=steps, runs=runs, saves=saves))
+            except ConfigError as error:
+                label = fold_label(folded.layout, folded.recipe.layout)
+                cases.append(Reduced(run=folded.run, layout=label, error=error))
+    order = {candidate.run: number for number, candidate in enumerate(candidates)}
+    return sorted(cases, key=lambda case: order[case.run])
 
 
 def reduce_recipe(case: Folded, sizes: Sizes, *, steps: int, runs: str, saves: bool = False) -> Reduced:
     """The recipe in these sizes.
 
     Args:
-        runs: folder of the run.
         saves: save and validate as the original does, in the second step; otherwise do neither.
 
     Raises:
@@ -313,6 +355,11 @@ def reduce_recipe(case: Folded, sizes: Sizes, *, steps: int, runs: str, saves: b
         step_timeout_seconds=120.0,
         first_step_timeout_seconds=600.0 if case.inductor else 300.0,
     )
+    data = Synthetic(vocab_size=model.vocab_size, gaps=True)
+    if recipe.data.document_mask:
+        # A few documents in each sequence: some of one token, some cut by the sequence's end.
+        data = replace(data, document_mask=True, document_tokens=sizes.seq_len // 4)
+    optimizer = recipe.optimizer.reduced(least_eps=LEAST_EPS)
     made = replace(
         recipe,
         name=f"{safe_name(case.run, longest=60)}-{layout.label.replace('·', '-')}",
@@ -327,8 +374,8 @@ def reduce_recipe(case: Folded, sizes: Sizes, *, steps: int, runs: str, saves: b
         precision=recipe.precision.reduced(layers=model.account().layers, note=notes.append),
         ac=recipe.ac.reduced(note=notes.append),
         compile=_compiled(case, notes),
-        optimizer=_optimizer(recipe, steps),
-        data=_data(recipe, model.vocab_size, sizes),
+        optimizer=replace(optimizer, lr=_RATE, schedule=replace(optimizer.schedule, warmup_steps=min(1, steps - 1))),
+        data=data,
         checkpoint=_checkpoint(recipe, notes) if saves else NoCheckpoints(),
         cluster=Cluster(accelerator="cpu", device="cpu", peak_tflops=1.0),
         tracker=Jsonl(),
@@ -343,14 +390,13 @@ def reduce_recipe(case: Folded, sizes: Sizes, *, steps: int, runs: str, saves: b
         raise ConfigError(
             "recipe", case.run, rule, "prove it in its own size: titanlab train, with few steps"
         ) from error
-    return Reduced(recipe=made, notes=tuple(notes))
-
-
-def _data(recipe: Recipe, vocab_size: int, sizes: Sizes) -> Synthetic:
-    if not recipe.data.document_mask:
-        return Synthetic(vocab_size=vocab_size, gaps=True)
-    # A few documents in each sequence: some of one token, some cut by the sequence's end.
-    return Synthetic(vocab_size=vocab_size, gaps=True, document_mask=True, document_tokens=sizes.seq_len // 4)
+    return Reduced(
+        run=case.run,
+        layout=fold_label(layout, recipe.layout),
+        missing=tuple(missing_axes(layout, recipe.layout)),
+        recipe=made,
+        notes=tuple(notes),
+    )
 
 
 def in_fp32(recipe: Recipe) -> Recipe:
@@ -386,6 +432,18 @@ def comparable(recipe: Recipe) -> dict[str, Any]:
         **{f"data.{key}": value for key, value in plain(recipe.data).items()},
         "seed": recipe.seed,
     }
+
+
+def check_same(first: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], cure: str) -> None:
+    """Check that two recipes have the same facts.
+
+    Raises:
+        ConfigError: the second has another value than the first, which is called so.
+    """
+    for key in {**ours, **theirs}:
+        if ours.get(key) != theirs.get(key):
+            rule = f"cannot be compared with {first}, which has {key}={ours.get(key)}"
+            raise ConfigError(key, theirs.get(key), rule, cure)
 
 
 def _model(recipe: Recipe, sizes: Sizes, notes: list[str]) -> ModelConfig:
@@ -427,12 +485,6 @@ def _compiled(case: Folded, notes: list[str]) -> Compile:
     if mode in RECORDING or backend != "inductor":
         mode = "default"
     return replace(config, backend=backend, mode=mode)
-
-
-def _optimizer(recipe: Recipe, steps: int) -> OptimizerConfig:
-    optimizer = recipe.optimizer.reduced(least_eps=LEAST_EPS)
-    schedule = replace(optimizer.schedule, warmup_steps=min(1, steps - 1))
-    return replace(optimizer, lr=_RATE, schedule=schedule)
 
 
 def _checkpoint(recipe: Recipe, notes: list[str]) -> CheckpointConfig:

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from titanlab.plan.memory import ITEMS
 from titanlab.report.analyses import GRAD_NORM, ITEM, LOSS
-from titanlab.report.figures.style import (
-    BLUE,
-    INK,
-    LINE_STYLES,
-    MUTED,
-    OVERSUBSCRIBED,
-    OVERSUBSCRIBED_TEXT,
-    SERIES,
-    WIDTH,
-    label_bars,
-    label_text,
-    legend_text,
-    new_figure,
-    set_title,
-    show_text,
-)
+from titanlab.report.figures import style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-_MOST_LINES = 14
-_MOST_BARS = 60
 # Items of memory, in the order of ITEMS: colour, and a hatch where a colour comes again.
 _LOOKS = ("#0072b2", "#56b4e9", "#009e73", "#0072b2", "#56b4e9", "#e69f00", "#e69f00", "#cc79a7", "#999999")
 _HATCHES = (None, None, None, "///", "///", None, "///", None, None)
@@ -42,30 +25,25 @@ def draw_scaling(scaling: DataFrame) -> Figure:
     Args:
         scaling: the frame of `titanlab.report.analyses.scaling_frame`.
     """
-    shown = scaling.head(_MOST_BARS)
-    figure, axis = new_figure(WIDTH, 1.5 + 0.36 * max(1, len(shown)))
+    shown = scaling.head(style.MOST_BARS)
+    figure, axis = style.new_bars(len(shown), "scaling efficiency by layout", above=1.5)
     longest = max([100.0, *shown["efficiency_percent"]])
     for place, row in enumerate(shown.to_dict("records")):
-        look: Mapping[str, Any] = OVERSUBSCRIBED if row["oversubscribed"] else {"facecolor": BLUE}
+        look: Mapping[str, Any] = style.OVERSUBSCRIBED if row["oversubscribed"] else {"facecolor": style.BLUE}
         axis.barh(place, row["efficiency_percent"], height=0.72, linewidth=0.8, **look)
-        times = (
-            f"{row['efficiency_percent']:.0f}%  ({row['speedup']:.2f} times as fast as {label_text(row['reference'])})"
-        )
+        than = style.label_text(row["reference"])
+        times = f"{row['efficiency_percent']:.0f}%  ({row['speedup']:.2f} times as fast as {than})"
         text = "the reference" if row["reference"] == row["recipe"] else times
         end = row["efficiency_percent"] + 0.015 * longest
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
-        axis.text(end, place, text, va="center", fontsize=8.5, color=INK, bbox=box)
-    axis.axvline(100, color=MUTED, linewidth=0.9, linestyle=(0, (3, 2)), zorder=0)
+        axis.text(end, place, text, va="center", fontsize=8.5, color=style.INK, bbox=box)
+    axis.axvline(100, color=style.MUTED, linewidth=0.9, linestyle=(0, (3, 2)), zorder=0)
     axis.set_xlim(0, longest * 1.55)
     labels = [f"{row['world']} × {row['recipe']}" for row in shown.to_dict("records")]
-    label_bars(axis, labels, len(scaling))
+    style.label_bars(axis, labels, len(scaling))
     axis.set_xlabel("scaling efficiency: % of the tokens per second of one device of the reference")
     if shown["oversubscribed"].any():
-        from matplotlib.patches import Patch
-
-        handles = [Patch(label=OVERSUBSCRIBED_TEXT, **OVERSUBSCRIBED)]
-        figure.legend(handles=handles, loc="outside lower left", fontsize=8.5, frameon=False)
-    set_title(axis, "scaling efficiency by layout")
+        style.explain_hatches(figure)
     return figure
 
 
@@ -75,8 +53,9 @@ def draw_memory(memory: DataFrame) -> Figure:
     Args:
         memory: the frame of `titanlab.report.analyses.memory_frame`.
     """
-    shown = memory.head(_MOST_BARS)
-    figure, axis = new_figure(WIDTH, 1.7 + 0.42 * max(1, len(shown)))
+    shown = memory.head(style.MOST_BARS)
+    title = "memory: the planner's items, and the measurement"
+    figure, axis = style.new_bars(len(shown), title, above=1.7, bar=0.42)
     used = [name for name in ITEMS if len(shown) and shown[f"{ITEM}{name}"].sum() > 0]
     left = [0.0] * len(shown)
     for name in used:
@@ -88,12 +67,13 @@ def draw_memory(memory: DataFrame) -> Figure:
     if len(shown):
         rest = [estimate - tensors for estimate, tensors in zip(shown["estimated_gib"], left, strict=True)]
         word = "beside tensors: allocator, and on a CPU the process"
-        axis.barh(range(len(shown)), rest, left=left, height=0.66, color="#f1f1ef", edgecolor=MUTED, lw=0.5, label=word)
-        axis.plot(shown["measured_gib"], range(len(shown)), "D", color=INK, markersize=5.5, label="measured")
-        figure.legend(loc="outside lower left", ncols=3, fontsize=8.5, frameon=False)
-    label_bars(axis, list(shown["name"]), len(memory))
+        axis.barh(
+            range(len(shown)), rest, left=left, height=0.66, color="#f1f1ef", edgecolor=style.MUTED, lw=0.5, label=word
+        )
+        axis.plot(shown["measured_gib"], range(len(shown)), "D", color=style.INK, markersize=5.5, label="measured")
+        style.add_legend(figure, "lower left", ncols=3)
+    style.label_bars(axis, list(shown["name"]), len(memory))
     axis.set_xlabel("GiB at the peak, of the rank that needs most")
-    set_title(axis, "memory: the planner's items, and the measurement")
     return figure
 
 
@@ -103,30 +83,21 @@ def draw_bubbles(schedules: DataFrame) -> Figure:
     Args:
         schedules: the frame of `titanlab.report.analyses.schedules_frame`, for one number of ranks.
     """
-    figure, axis = new_figure(WIDTH, 4.2)
+    ranks = ", ".join(map(str, sorted(set(schedules["ranks"]))))
+    figure, axis = style.new_figure(4.2, f"bubble of a pipeline of {ranks} ranks" if ranks else "bubble of a pipeline")
     names = list(dict.fromkeys(schedules["schedule"]))
     for place, name in enumerate(names):
         rows = schedules[schedules["schedule"] == name].sort_values("microbatches")
-        axis.plot(
-            rows["microbatches"],
-            rows["bubble_percent"],
-            marker="o",
-            markersize=4,
-            label=legend_text(name),
-            # Schedules that are equally idle draw the same line: the wider one stays visible.
-            linewidth=1.4 + 0.7 * (len(names) - 1 - place),
-            **_look(place),
-        )
+        look = {**style.line_look(place, len(names)), "marker": "o", "markersize": 4}
+        axis.plot(rows["microbatches"], rows["bubble_percent"], label=style.legend_text(name), **look)
     if names:
-        figure.legend(loc="outside right upper", fontsize=8.5, frameon=False)
+        style.add_legend(figure, "right upper")
     else:
-        show_text(axis, "no schedule allows these ranks and microbatches")
+        style.show_text(axis, "no schedule allows these ranks and microbatches")
     axis.set_xlabel("microbatches of a step")
     axis.set_ylabel("bubble: idle % of all ranks' time")
     axis.set_ylim(bottom=0)
     axis.grid(color="#e5e5e5", linewidth=0.8)
-    ranks = ", ".join(map(str, sorted(set(schedules["ranks"]))))
-    set_title(axis, f"bubble of a pipeline of {ranks} ranks" if ranks else "bubble of a pipeline")
     return figure
 
 
@@ -138,46 +109,27 @@ def draw_differences(differences: DataFrame, *, column: str = LOSS, tolerance: f
         column: `loss_difference` or `grad_norm_difference`.
         tolerance: drawn as a dashed line.
     """
-    figure, axis = new_figure(WIDTH, 4.2)
+    figure, axis = style.new_figure(4.2, f"difference of the {_QUANTITIES[column]} from the reference")
     runs = list(dict.fromkeys(differences["run"]))
-    for place, run in enumerate(runs[:_MOST_LINES]):
+    for place, run in enumerate(runs[: style.MOST_LINES]):
         rows = differences[(differences["run"] == run) & (differences[column] > 0)].sort_values("step")
-        label = legend_text(f"{_first(differences, run, 'name')} ({_first(differences, run, 'layout.label')})")
-        # Repeats of one recipe draw the same line: the wider one stays visible.
-        width = 1.3 + 0.5 * (min(len(runs), _MOST_LINES) - 1 - place)
-        axis.plot(
-            rows["step"],
-            rows[column],
-            marker="o",
-            markersize=3,
-            linewidth=width,
-            label=label,
-            **_look(place),
-        )
+        name, layout = (differences.loc[differences["run"] == run, key].iloc[0] for key in ("name", "layout.label"))
+        look = {**style.line_look(place, len(runs)), "marker": "o", "markersize": 3}
+        axis.plot(rows["step"], rows[column], label=style.legend_text(f"{name} ({layout})"), **look)
     axis.set_yscale("log")
     if tolerance:
         # Without a line there is no range of values; a logarithmic axis has no 0.
         drawn = (differences[column] > 0).any()
         if not drawn:
             axis.set_ylim(tolerance / 10, tolerance * 10)
-        axis.axhline(tolerance, color=MUTED, linewidth=1, linestyle=(0, (3, 2)))
+        axis.axhline(tolerance, color=style.MUTED, linewidth=1, linestyle=(0, (3, 2)))
         axis.text(1.0, tolerance, f" tolerance {tolerance:g}", transform=axis.get_yaxis_transform(), fontsize=8.5)
     if runs:
-        more = f"… and {len(runs) - _MOST_LINES} more" if len(runs) > _MOST_LINES else None
-        figure.legend(loc="outside right upper", fontsize=8.5, frameon=False, title=more, title_fontsize=8.5)
+        more = f"… and {len(runs) - style.MOST_LINES} more" if len(runs) > style.MOST_LINES else None
+        style.add_legend(figure, "right upper", title=more, title_fontsize=8.5)
     else:
-        show_text(axis, "no other run has logged the same steps")
+        style.show_text(axis, "no other run has logged the same steps")
     axis.set_xlabel("step")
     axis.set_ylabel("relative difference")
     axis.grid(axis="y", color="#e5e5e5", linewidth=0.8)
-    set_title(axis, f"difference of the {_QUANTITIES[column]} from the reference")
     return figure
-
-
-def _first(frame: DataFrame, run: str, column: str) -> str:
-    return str(frame.loc[frame["run"] == run, column].iloc[0])
-
-
-def _look(place: int) -> dict[str, Any]:
-    style: Sequence[Any] = LINE_STYLES
-    return {"color": SERIES[place % len(SERIES)], "linestyle": style[place // len(SERIES) % len(style)]}

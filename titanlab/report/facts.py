@@ -1,28 +1,25 @@
-"""What a report says, as data: the sweep's rows, its answer, differing configs, provenance, and its parity file."""
+"""What a report says, as data: the sweep's rows, its answer, differing configs, and provenance."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from titanlab.errors import TitanlabError
-from titanlab.prove import proof
 from titanlab.records.provenance import redact, redacted_arguments
 from titanlab.records.run_folder import RunFolder
-from titanlab.sweep.columns import COLUMNS, NUMBER, TEXT, TRUTH, WHOLE
+from titanlab.sweep.columns import fitting
 from titanlab.sweep.comparison import RecipeRuns, groups
 from titanlab.sweep.listing import runs
-from titanlab.sweep.ranking import SweepRanking, rank
+from titanlab.sweep.ranking import SweepRanking, rank, sentence_of
+from titanlab.sweep.space import flattened
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.system.text import counted, significant
 
-# A row that has no column of the name has no such value either, such as the rows of an earlier version.
-_TYPES = {column.name: column.type for column in COLUMNS}
 _MOST_RECIPES = 24
 
 
@@ -31,7 +28,6 @@ class Facts:
     """A sweep at one moment.
 
     Attributes:
-        sweep: its folder.
         rows: of its table, with a value or None in each column.
         made: when they were read, in seconds since the epoch.
     """
@@ -100,21 +96,11 @@ def representative(group: RecipeRuns) -> Mapping[str, Any]:
 
 def checked(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The rows, with None for a value that has not its column's type, or is no finite number."""
-    return [{name: _checked(value, _TYPES.get(name, "")) for name, value in row.items()} for row in rows]
-
-
-def _checked(value: Any, kind: str) -> Any:
-    if value is None:
-        return None
-    if kind == TRUTH:
-        return value if isinstance(value, bool) else None
-    if kind in (WHOLE, NUMBER):
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        return value if is_number else None
-    if kind == TEXT:
-        return value if isinstance(value, str) else str(value)
-    is_plain = isinstance(value, str | bool) or (isinstance(value, int | float) and math.isfinite(value))
-    return value if is_plain else str(value)
+    sound = [{name: fitting(name, value) for name, value in row.items()} for row in rows]
+    return [
+        {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
+        for row in sound
+    ]
 
 
 def at(value: Any, *keys: str) -> Any:
@@ -141,7 +127,7 @@ class Answer:
     @property
     def sentence(self) -> str:
         """The answer in one sentence."""
-        return self.ranking.sentence
+        return sentence_of(self.ranking)
 
     @property
     def best(self) -> RecipeRuns | None:
@@ -184,49 +170,31 @@ _MISSING = "–"
 _MOST_LETTERS = 200
 
 
-class ConfigDifference(NamedTuple):
-    """One key whose value is not the reference's."""
+def differences(
+    facts: Facts, reference: Mapping[str, Any]
+) -> list[tuple[RecipeRuns, list[tuple[str, str, str]] | None]] | None:
+    """For each recipe the key, the reference's value and its own value, of all that differ.
 
-    key: str
-    reference: str
-    value: str
-
-
-class Differences(NamedTuple):
-    """What one recipe has otherwise than the reference.
-
-    Attributes:
-        label: of the recipe.
-        runs: names of its folders.
-        items: the keys; None: its config.yaml cannot be read.
+    None in place of them: its config.yaml cannot be read; None for all: that of the reference cannot.
     """
-
-    label: str
-    runs: Sequence[str]
-    items: Sequence[ConfigDifference] | None
-
-
-def differences(facts: Facts, reference: Mapping[str, Any]) -> list[Differences] | None:
-    """The differences of all recipes to that of a run; None: the run's config.yaml cannot be read."""
     config = facts.config(reference)
     if config is None:
         return None
-    reference_values = dict(_flat(config))
     comparison = []
     for group in facts.groups:
-        names = [str(row["run"]) for row in group.rows]
-        other = facts.config(reference if reference["run"] in names else representative(group))
-        items = None if other is None else _between(reference_values, dict(_flat(other)))
-        comparison.append(Differences(group.label, names, items))
+        is_reference = reference["run"] in (row["run"] for row in group.rows)
+        other = facts.config(reference if is_reference else representative(group))
+        comparison.append((group, None if other is None else differing(config, other)))
     return comparison
 
 
-def _between(reference: Mapping[str, Any], other: Mapping[str, Any]) -> list[ConfigDifference]:
-    keys = [*other, *(key for key in reference if key not in other)]
+def differing(reference: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Key, value and other value of all that differs between two configs."""
+    ours, theirs = dict(flattened(reference)), dict(flattened(other))
     return [
-        ConfigDifference(key, _shown_value(reference, key), _shown_value(other, key))
-        for key in keys
-        if key.partition(".")[0] not in _NAMES and _is_other(reference.get(key, _NAMES), other.get(key, _NAMES))
+        (key, _shown_value(ours, key), _shown_value(theirs, key))
+        for key in {**theirs, **ours}
+        if key.partition(".")[0] not in _NAMES and _is_other(ours.get(key, _NAMES), theirs.get(key, _NAMES))
     ]
 
 
@@ -235,14 +203,6 @@ def _is_other(value: Any, other: Any) -> bool:
     if isinstance(value, bool) is not isinstance(other, bool):
         return True
     return bool(value != other) and not (value != value and other != other)
-
-
-def _flat(value: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, inner in value.items():
-        if isinstance(inner, Mapping) and inner:
-            yield from _flat(inner, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", inner
 
 
 def _shown_value(values: Mapping[str, Any], key: str) -> str:
@@ -254,42 +214,24 @@ def _shown_value(values: Mapping[str, Any], key: str) -> str:
     return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}…"
 
 
-class RunOrigin(NamedTuple):
-    """What some runs have in common."""
+def sources(facts: Facts) -> list[dict[str, Any]]:
+    """The runs by code, versions and machine, the most frequent first; runs that never began have none.
 
-    code: str
-    commit: str
-    titanlab: str
-    torch: str
-    python: str
-    device: str
-    host: str
-    launcher: str
-
-
-class RunSource(NamedTuple):
-    """Runs of one origin."""
-
-    origin: RunOrigin
-    runs: list[str]
-    began: str
-    ended: str
-
-
-def sources(facts: Facts) -> list[RunSource]:
-    """The runs by their origins, the most frequent first; runs that never began have none."""
-    members: dict[RunOrigin, list[Mapping[str, Any]]] = {}
+    Each has these by name, then `runs` (names of their folders), `began` (the first) and `ended` (the last).
+    """
+    members: dict[tuple[tuple[str, str], ...], list[Mapping[str, Any]]] = {}
     for row in facts.runs:
-        env = facts.env(row)
-        if env:
-            members.setdefault(_origin(row, env), []).append(row)
-    source_list = []
-    for origin, rows in members.items():
-        starts = [row["started"] for row in rows if row["started"]]
-        ends = [row["ended"] for row in rows if row["ended"]]
-        names = [str(row["run"]) for row in rows]
-        source_list.append(RunSource(origin, names, moment(min(starts, default=None)), moment(max(ends, default=None))))
-    return sorted(source_list, key=lambda source: -len(source.runs))
+        if env := facts.env(row):
+            members.setdefault(tuple(_origin(row, env).items()), []).append(row)
+    return [
+        {
+            **dict(origin),
+            "runs": [str(row["run"]) for row in rows],
+            "began": moment(min((row["started"] for row in rows if row["started"]), default=None)),
+            "ended": moment(max((row["ended"] for row in rows if row["ended"]), default=None)),
+        }
+        for origin, rows in sorted(members.items(), key=lambda item: -len(item[1]))
+    ]
 
 
 def command_line(facts: Facts) -> str:
@@ -310,99 +252,23 @@ def moment(seconds: float | None) -> str:
         return ""
 
 
-def _origin(row: Mapping[str, Any], env: Mapping[str, Any]) -> RunOrigin:
+def _origin(row: Mapping[str, Any], env: Mapping[str, Any]) -> dict[str, str]:
     git = at(env, "code", "git")
-    commit = _text(at(git, "sha"))[:12]
-    branch = _text(at(git, "branch"))
+    commit, branch = _text(at(git, "sha"))[:12], _text(at(git, "branch"))
     changed = ", with changes" if at(git, "dirty") is True else ""
     name, cpu, cores = (at(env, "host", key) for key in ("name", "cpu", "usable_cores"))
     machine = ", ".join(filter(None, [_text(cpu), f"{_text(cores)} cores" if cores is not None else ""]))
-    return RunOrigin(
-        code=_text(at(env, "code", "fingerprint"))[:12],
-        commit=(commit + (f" ({branch})" if branch else "") + changed) if commit else "",
-        titanlab=_text(at(env, "code", "version")),
-        torch=_text(at(env, "packages", "torch")),
-        python=_text(at(env, "python", "version")),
-        device=_text(row["device"]) or _text(row["accelerator"]),
-        host=_text(name) + (f" ({machine})" if machine else ""),
-        launcher=_text(row["launcher"]),
-    )
+    return {
+        "code": _text(at(env, "code", "fingerprint"))[:12],
+        "commit": (commit + (f" ({branch})" if branch else "") + changed) if commit else "",
+        "titanlab": _text(at(env, "code", "version")),
+        "torch": _text(at(env, "packages", "torch")),
+        "Python": _text(at(env, "python", "version")),
+        "device": _text(row["device"]) or _text(row["accelerator"]),
+        "host": _text(name) + (f" ({machine})" if machine else ""),
+        "launcher": _text(row["launcher"]),
+    }
 
 
 def _text(value: Any) -> str:
     return "" if value is None else str(value)
-
-
-class ParityRow(NamedTuple):
-    """One comparison, in words."""
-
-    run: str
-    layout: str
-    precision: str
-    loss: str
-    grad_norm: str
-    gradient: str
-    parameter: str
-    tolerance: str
-    verdict: str
-    reason: str
-
-
-class Parity(NamedTuple):
-    """The comparisons of a sweep.
-
-    Attributes:
-        note: why there are none; empty: there are some.
-    """
-
-    time: str = ""
-    reference: str = ""
-    rows: tuple[ParityRow, ...] = ()
-    note: str = ""
-
-
-def read_parity(folder: Path) -> Parity | None:
-    """The comparisons in a sweep's folder; None: there is no file. A damaged file is a note."""
-    try:
-        value = proof.read_parity(folder)
-    except TitanlabError as error:
-        return Parity(note=f"{proof.PARITY_FILE} cannot be read: {error}")
-    if value is None:
-        return None
-    return Parity(value["time"], value["reference"], tuple(map(_row, value["rows"])))
-
-
-def _row(row: Mapping[str, Any]) -> ParityRow:
-    passed = row.get("passed")
-    return ParityRow(
-        run=str(row.get("run") or ""),
-        layout=str(row.get("layout") or ""),
-        precision=str(row.get("precision") or ""),
-        loss=_number(row.get("loss")),
-        grad_norm=_number(row.get("grad_norm")),
-        gradient=_largest(row.get("gradient")),
-        parameter=_largest(row.get("parameter")),
-        tolerance=_tolerance(row.get("tolerance")),
-        verdict="PASS" if passed is True else "FAIL" if passed is False else "unknown",
-        reason=str(row.get("reason") or ""),
-    )
-
-
-def _number(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return "" if value is None else str(value)
-    return f"{value:.2g}"
-
-
-def _largest(value: Any) -> str:
-    """A pair of the largest difference and the name of its tensor."""
-    if isinstance(value, list) and len(value) == 2:
-        name = f" ({value[1]})" if value[1] else ""
-        return f"{_number(value[0])}{name}"
-    return _number(value)
-
-
-def _tolerance(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_number(inner)}" for key, inner in value.items())
-    return _number(value)

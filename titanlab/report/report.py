@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import time
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import titanlab
 from titanlab.errors import ConfigError
-from titanlab.report.facts import Facts, answer_of, checked
+from titanlab.report.facts import Answer, Facts, answer_of, checked, moment
+from titanlab.report.figures.style import printable
 from titanlab.report.frames import folder_of
-from titanlab.report.sections import panels_of
+from titanlab.report.panels import Panel
+from titanlab.report.sections import panels_of, sections_of
+from titanlab.sweep.listing import counts
+from titanlab.sweep.ranking import notes_of
 from titanlab.sweep.rows import SweepTable
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.system.files import user_path, write_text
+from titanlab.system.text import counted, grouped
+
+_FOLDER = Path(__file__).parent
 
 if TYPE_CHECKING:
     from titanlab.report.figures.traced import TracedFigure
 
 
 class Report(NamedTuple):
-    """What was written.
-
-    Attributes:
-        file: the page.
-        figures: files of its figures.
-        sentence: the answer.
-    """
+    """What was written."""
 
     file: Path
     figures: list[Path]
@@ -46,9 +50,7 @@ def write_report(
     """Write the page atomically, and its figures if a folder for them is given.
 
     Args:
-        rows: of the sweep's table.
         into: the HTML file.
-        figures: a folder, made if it is missing.
         format: `png`, `svg` or `pdf`.
         by: what the recipes are ranked by: `tps`, `mfu` or `memory`.
 
@@ -57,7 +59,6 @@ def write_report(
     """
     check_matplotlib(sweep.name)
     from titanlab.report.figures import svg
-    from titanlab.report.page import html
 
     facts = Facts(sweep, checked(rows), time.time())
     answer = answer_of(facts, by=by)
@@ -84,7 +85,6 @@ def sweep_figures(path: Path | str, *, by: str = "tps") -> dict[str, TracedFigur
 
     Args:
         path: the sweep's folder.
-        by: as for `write_report`.
 
     Raises:
         ConfigError: matplotlib is missing, or the path is no sweep's folder.
@@ -112,3 +112,106 @@ def _make_folder(folder: Path, *, key: str) -> None:
     except OSError as error:
         rule = f"cannot be made ({error.strerror or error})"
         raise ConfigError(key, folder, rule, "name a folder of yours") from error
+
+
+def html(facts: Facts, answer: Answer, figures: Mapping[str, Panel], *, into: Path) -> str:
+    """The page.
+
+    Args:
+        into: the folder for its file, from which links to run folders go.
+    """
+    # Imported here: the packages for plots are optional.
+    import jinja2
+    from markupsafe import Markup
+
+    from titanlab.report.figures import svg
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        # Text without characters that a page must not have; markup of ours stays.
+        finalize=lambda value: (
+            printable(value, kept="\n\t") if isinstance(value, str) and not isinstance(value, Markup) else value
+        ),
+        trim_blocks=True,
+    )
+    # Figures are markup: their texts are escaped when they are drawn.
+    drawn = {
+        name: Markup(svg.element(panel.figure, name=name, title=panel.title, description=printable(panel.description)))
+        for name, panel in figures.items()
+    }
+    return environment.get_template("page.html").render(
+        name=facts.sweep.name,
+        sentence=answer.sentence,
+        facts=_facts(facts),
+        notes=[*notes_of(answer.ranking), *_notes(facts)],
+        sections=sections_of(facts, answer, figures),
+        drawn=drawn,
+        css=Markup((_FOLDER / "style.css").read_text(encoding="utf-8")),
+        version=titanlab.__version__,
+        made=moment(facts.made),
+        folder=str(facts.sweep.path),
+        link=lambda run: _link(facts.sweep.path, run, into),
+    )
+
+
+def _link(sweep: Path, run: str, into: Path) -> str:
+    """The address of a run's folder, relative to the report."""
+    # Where two disks have no common path, the address is absolute.
+    path = os.path.relpath(sweep / Path(run).name, into)
+    address = urllib.parse.quote(os.fsencode(path))
+    # A name with a colon would be read as a scheme.
+    return address if address.startswith((".", "/")) else f"./{address}"
+
+
+def _facts(facts: Facts) -> list[tuple[str, str]]:
+    """What stands below the answer."""
+    devices = sorted({str(row["device"] or row["accelerator"]) for row in facts.runs if row["accelerator"]})
+    models = set()
+    for row in facts.runs:
+        sizes = [
+            f"{row[name]} {unit}" for name, unit in (("layers", "layers"), ("dim", "wide")) if row[name] is not None
+        ]
+        models |= {f"{row['model']} ({', '.join(sizes)})"} if row["model"] else set()
+    starts = [row["started"] for row in facts.runs if row["started"]]
+    ends = [row["ended"] for row in facts.runs if row["ended"]]
+    pairs = [
+        ("runs", counts(facts.rows).removeprefix(f"{counted(len(facts.runs), 'run')}: ")),
+        ("recipes", grouped(len(facts.groups)) if facts.groups else ""),
+        ("model", _few(sorted(models))),
+        ("device", _few(devices)),
+        ("began", moment(min(starts, default=None))),
+        ("last ended", moment(max(ends, default=None))),
+    ]
+    return [(label, value) for label, value in pairs if value]
+
+
+def _few(texts: Sequence[str]) -> str:
+    return ", ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
+
+
+def _notes(facts: Facts) -> list[str]:
+    """What a reader should know before believing the figures."""
+    notes = []
+    crowded = [row for row in facts.done if row["oversubscribed"]]
+    if crowded:
+        notes.append(
+            f"{counted(len(crowded), 'run')} had more processes than cores. They took turns, so that their speed says "
+            "nothing about the layout; memory and losses count."
+        )
+    codes = {row["code"] for row in facts.done if row["code"]}
+    if len(codes) > 1:
+        notes.append(f"The runs were made by {len(codes)} different states of the code; see Provenance.")
+    damaged = [row for row in facts.runs if row["state"] in ("unreadable", "missing")]
+    if damaged:
+        notes.append(f"{counted(len(damaged), 'run folder')} cannot be read or are gone; see Failures.")
+    lost = [row for row in facts.done if row["measured_steps"] == 0]
+    if lost:
+        notes.append(f"{counted(len(lost), 'run')} are done without a step after the warm-up: they have no speed.")
+    skipping = [row for row in facts.runs if (row["skipped_steps"] or 0) > 0]
+    if skipping:
+        steps = sum(row["skipped_steps"] for row in skipping)
+        of = counted(len(skipping), "run")
+        notes.append(f"{counted(steps, 'step')} of {of} updated nothing, since their gradients were not finite.")
+    return notes

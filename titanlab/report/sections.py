@@ -5,28 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from titanlab.errors import TitanlabError
+from titanlab.prove.proof import PARITY_FILE, read_parity
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.provenance import redact
 from titanlab.report import panels
-from titanlab.report.facts import (
-    Answer,
-    Differences,
-    Facts,
-    Parity,
-    command_line,
-    differences,
-    read_parity,
-    representative,
-    sources,
-)
-from titanlab.report.panels import Panel, expert_panel
-from titanlab.report.tables import Cell, PageTable, number, run_cell, text
-from titanlab.sweep.comparison import RankedRecipe
+from titanlab.report.facts import Answer, Facts, command_line, differences, representative, sources
+from titanlab.report.panels import Cell, PageTable, Panel, run_cell, speed_text, text
 from titanlab.sweep.listing import failure_text, tone, word
-from titanlab.system.text import counted, grouped, significant
+from titanlab.system.text import counted
 
 _MOST_CAUSE = 300
 _MOST_TRACEBACKS, _MOST_TRACEBACK = 12, 4_000
@@ -39,12 +29,6 @@ class Section:
     """One section.
 
     Attributes:
-        id: its place in the page.
-        title: its heading.
-        texts: paragraphs.
-        command: a command line.
-        panel: its figure.
-        tables: below the figure.
         details: texts that are shown on demand, by their summary.
     """
 
@@ -58,37 +42,28 @@ class Section:
 
 
 def sections_of(facts: Facts, answer: Answer, figures: Mapping[str, Panel]) -> list[Section]:
-    """All sections; the ones without a content say why.
-
-    Args:
-        figures: as `panels_of` returns them.
-    """
-    has_experts = "experts" in figures
-    sections = [
-        Section(id="pareto", title=figures["pareto"].title, panel=figures["pareto"]),
-        Section(
-            id="throughput",
-            title=figures["throughput"].title,
-            panel=figures["throughput"],
-            tables=[_recipes(facts, answer)],
+    """All sections; the ones without a content say why."""
+    notes = Counter(str(row["estimate.note"]) for row in facts.runs if row.get("estimate.note"))
+    why = "".join(f" Without an estimate: {note}." for note, _ in notes.most_common(1))
+    # Title and text of a figure that a report may lack. Only models with experts have a section for these.
+    lacking = {
+        "step-time": ("Where the time of a step goes", "Neither measured nor estimated for any recipe."),
+        "timeline": ("Pipeline timelines", "No recipe has a pipeline that can be drawn."),
+        "estimate": (
+            "Estimate against measurement",
+            f"No run that is done has both an estimate and a measurement.{why}",
         ),
-        _figure(
-            figures, "step-time", "Where the time of a step goes", "Neither measured nor estimated for any recipe."
-        ),
-        Section(id="loss", title=figures["loss"].title, panel=figures["loss"]),
-        # Of models with experts only.
-        *([Section(id="experts", title=figures["experts"].title, panel=figures["experts"])] if has_experts else []),
-        _figure(figures, "timeline", "Pipeline timelines", "No recipe has a pipeline that can be drawn."),
-        _figure(figures, "estimate", "Estimate against measurement", _no_estimate(facts)),
-        _differences(facts, answer),
-        _dropped(facts),
-        _failures(facts),
-    ]
-    parity = read_parity(facts.sweep.path)
-    if parity is not None:
-        sections.append(_parity(parity))
-    sections.append(_provenance(facts))
-    return sections
+    }
+    sections = []
+    for name in ("pareto", "throughput", "step-time", "loss", "experts", "timeline", "estimate"):
+        if (panel := figures.get(name)) is not None:
+            tables = [_recipes(facts, answer)] if name == "throughput" else []
+            sections.append(Section(id=name, title=panel.title, panel=panel, tables=tables))
+        elif name in lacking:
+            title, text_of_it = lacking[name]
+            sections.append(Section(id=name, title=title, texts=[text_of_it]))
+    sections += [_differences(facts, answer), _dropped(facts), _failures(facts)]
+    return [*sections, *_parity(facts.sweep.path), _provenance(facts)]
 
 
 def panels_of(facts: Facts, answer: Answer, *, by: str) -> dict[str, Panel]:
@@ -100,74 +75,50 @@ def panels_of(facts: Facts, answer: Answer, *, by: str) -> dict[str, Panel]:
         panels.throughput_panel(facts, answer),
         panels.split_panel(facts),
         panels.loss_panel(facts),
-        expert_panel(facts),
+        panels.expert_panel(facts),
         panels.timeline_panel(facts),
         panels.estimate_panel(facts),
     ]
     return {panel.name: panel for panel in all_panels if panel is not None}
 
 
-def _no_estimate(facts: Facts) -> str:
-    notes = Counter(str(row["estimate.note"]) for row in facts.runs if row.get("estimate.note"))
-    why = "".join(f" Without an estimate: {note}." for note, _ in notes.most_common(1))
-    return f"No run that is done has both an estimate and a measurement.{why}"
-
-
-def _figure(figures: Mapping[str, Panel], name: str, title: str, otherwise: str) -> Section:
-    panel = figures.get(name)
-    if panel is None:
-        return Section(id=name, title=title, texts=[otherwise])
-    return Section(id=name, title=panel.title, panel=panel)
-
-
 def _recipes(facts: Facts, answer: Answer) -> PageTable:
     """A row for each recipe, in the order of the ranking: figures of its runs that are done."""
-    headings = [
-        *("recipe", "place", "processes", "runs", "tokens/s", "95% interval", "MFU %", "GiB", "loss", "validation"),
-        *("outcomes", "not ranked"),
-    ]
-    places = {id(entry): place for place, entry in enumerate(answer.ranking.ranked, 1)}
-    control = [answer.ranking.control] if answer.ranking.control is not None else []
-    rows = [_recipe(entry, places.get(id(entry)), answer) for entry in (*answer.ranking.entries, *control)]
+    ranking = answer.ranking
+    places = {id(entry): place for place, entry in enumerate(ranking.ranked, 1)}
+    rows = []
+    for entry in (*ranking.entries, *([ranking.control] if ranking.control is not None else [])):
+        group, place = entry.group, places.get(id(entry))
+        near = place is not None and (ranking.is_within_noise if place == 1 else entry.is_within_noise) is True
+        standing = None if place is None else f"{place}{' (within noise)' if near else ''}"
+        # The control may have the label of another recipe.
+        band = None if entry.is_control else answer.bands.get(group.label)
+        interval = "" if band is None else f"{speed_text(band[0])} to {speed_text(band[1])}"
+        speed = group.typical("tokens_per_second")
+        ends = (f"{count} {name}" if count > 1 else name for name, count in entry.ends.items())
+        label = group.label + (" *" if group.is_oversubscribed else "")
+        rows.append(
+            {
+                "recipe": Cell(text=label, run=str(representative(group)["run"])),
+                "place": text("control" if entry.is_control else standing),
+                "processes": text(group.world),
+                "runs": text(len(group.rows)),
+                "tokens/s": text(round(speed) if speed is not None and speed >= 100 else speed),
+                "95% interval": Cell(text=interval, is_number=True),
+                "MFU %": text(group.typical("mfu_percent"), digits=3),
+                "GiB": text(group.typical("memory_gib"), digits=3),
+                "loss": text(group.typical("loss"), digits=5),
+                "validation": text(group.typical("validation_loss"), digits=5),
+                "outcomes": text(", ".join(ends)),
+                "not ranked": text((entry.left_out or "").partition(":")[0]),
+            }
+        )
     # A column without a value says nothing.
-    kept = [place for place in range(len(headings)) if not rows or any(row[place].text for row in rows)]
+    kept = [name for name in (rows[0] if rows else ["recipe"]) if not rows or any(row[name].text for row in rows)]
     caption = "Recipes by place: geometric means of tokens/s and MFU, medians of the rest, of the runs that are done"
     if any(row["oversubscribed"] for row in facts.done):
         caption += "; * more processes than cores"
-    return PageTable(
-        caption=caption,
-        headings=[headings[place] for place in kept],
-        rows=[[row[place] for place in kept] for row in rows],
-    )
-
-
-def _recipe(entry: RankedRecipe, place: int | None, answer: Answer) -> list[Cell]:
-    group = entry.group
-    # The control may have the label of another recipe.
-    band = None if entry.is_control else answer.bands.get(group.label)
-    ends = Counter(map(word, group.rows))
-    near = place is not None and (answer.ranking.is_within_noise if place == 1 else entry.is_within_noise) is True
-    speed = group.typical("tokens_per_second")
-    return [
-        Cell(text=group.label + (" *" if group.is_oversubscribed else ""), run=str(representative(group)["run"])),
-        text(
-            "control" if entry.is_control else None if place is None else f"{place}{' (within noise)' if near else ''}"
-        ),
-        number(group.world),
-        number(len(group.rows)),
-        number(round(speed) if speed is not None and speed >= 100 else speed),
-        Cell(text="" if band is None else f"{_speed(band[0])} to {_speed(band[1])}", is_number=True),
-        number(group.typical("mfu_percent"), digits=3),
-        number(group.typical("memory_gib"), digits=3),
-        number(group.typical("loss"), digits=5),
-        number(group.typical("validation_loss"), digits=5),
-        text(", ".join(f"{count} {name}" if count > 1 else name for name, count in ends.items())),
-        text((entry.left_out or "").partition(":")[0]),
-    ]
-
-
-def _speed(value: float) -> str:
-    return grouped(value) if value >= 100 else significant(value)
+    return PageTable(caption=caption, headings=kept, rows=[[row[name] for name in kept] for row in rows])
 
 
 def _differences(facts: Facts, answer: Answer) -> Section:
@@ -182,22 +133,21 @@ def _differences(facts: Facts, answer: Answer) -> Section:
         return Section(id=id, title=title, texts=[f"The config.yaml of {name} cannot be read."])
     which = "the best" if answer.best is not None else "the first one, because no run is done"
     intro = f"Compared with {name}, {which}. Names, paths and the number of the repeat are left out."
-    rows = [_difference_row(entry, name) for entry in comparison]
+    rows = []
+    for group, items in comparison:
+        lines = [f"{key}: {ours} → {theirs}" for key, ours, theirs in items or ()]
+        left = len(lines) - _MOST_KEYS
+        if lines:
+            more = [f"and {counted(left, 'key')} more"] if left > 0 else []
+            shown = Cell(text="", items=[*lines[:_MOST_KEYS], *more], more="\n".join(lines) if left > 0 else "")
+        elif items is None:
+            shown = text("config.yaml cannot be read")
+        else:
+            is_reference = name in (row["run"] for row in group.rows)
+            shown = text("the recipe that the others are compared with" if is_reference else "the same")
+        rows.append([Cell(text=group.label, run=str(group.rows[0]["run"])), text(len(group.rows)), shown])
     table = PageTable(caption="Keys that differ", headings=["recipe", "runs", "key: best → here"], rows=rows)
     return Section(id=id, title=title, texts=[intro], tables=[table])
-
-
-def _difference_row(entry: Differences, reference: str) -> list[Cell]:
-    if entry.items is None:
-        shown = text("config.yaml cannot be read")
-    elif not entry.items:
-        shown = text("the same" if reference not in entry.runs else "the recipe that the others are compared with")
-    else:
-        items = [f"{item.key}: {item.reference} → {item.value}" for item in entry.items]
-        left = items[_MOST_KEYS:]
-        more = [f"and {counted(len(left), 'key')} more"] if left else []
-        shown = Cell(text="", items=[*items[:_MOST_KEYS], *more], more="\n".join(items) if left else "")
-    return [Cell(text=entry.label, run=entry.runs[0]), number(len(entry.runs)), shown]
 
 
 def _dropped(facts: Facts) -> Section:
@@ -206,7 +156,7 @@ def _dropped(facts: Facts) -> Section:
     )
     if not reasons:
         return Section(id="dropped", title="Dropped points", texts=["No point was dropped."])
-    rows = [[text(stage), number(count), _cut(reason)] for (stage, reason), count in reasons.most_common()]
+    rows = [[text(stage), text(count), _cut(reason)] for (stage, reason), count in reasons.most_common()]
     intro = f"{counted(sum(reasons.values()), 'point')} came to no run."
     table = PageTable(caption="Dropped points by reason", headings=["stage", "points", "reason"], rows=rows)
     return Section(id="dropped", title="Dropped points", texts=[intro], tables=[table])
@@ -217,7 +167,10 @@ def _failures(facts: Facts) -> Section:
     if not bad:
         return Section(id="failures", title="Failures", texts=["No run has failed."])
     kinds = Counter(map(word, bad))
-    meanings = [f"{count} {kind}{_meaning(kind)}" for kind, count in kinds.most_common()]
+    meanings = [
+        f"{count} {kind}" + (f" ({OutcomeKind(kind).meaning})" if kind in list(OutcomeKind) else "")
+        for kind, count in kinds.most_common()
+    ]
     rows = [
         [
             run_cell(row["run"]),
@@ -243,10 +196,6 @@ def _failures(facts: Facts) -> Section:
     )
 
 
-def _meaning(kind: str) -> str:
-    return f" ({OutcomeKind(kind).meaning})" if kind in list(OutcomeKind) else ""
-
-
 def _tracebacks(facts: Facts, bad: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """The traceback of one run of each cause."""
     tracebacks: dict[tuple[str, str], tuple[str, str]] = {}
@@ -265,56 +214,70 @@ def _tracebacks(facts: Facts, bad: Sequence[Mapping[str, Any]]) -> list[tuple[st
     return list(tracebacks.values())
 
 
-def _parity(parity: Parity) -> Section:
+def _parity(folder: Path) -> list[Section]:
+    """The section of the sweep's parity.json; none without that file."""
     title = "Do the recipes train the same?"
-    if parity.note:
-        return Section(id="parity", title=title, texts=[parity.note])
-    failed = sum(row.verdict != "PASS" for row in parity.rows)
-    intro = f"{counted(len(parity.rows), 'comparison')} with {parity.reference or 'the reference'}"
-    intro += f", {parity.time}: " if parity.time else ": "
+    try:
+        parity = read_parity(folder)
+    except TitanlabError as error:
+        return [Section(id="parity", title=title, texts=[f"{PARITY_FILE} cannot be read: {error}"])]
+    if parity is None:
+        return []
+    failed = sum(row.get("passed") is not True for row in parity["rows"])
+    intro = f"{counted(len(parity['rows']), 'comparison')} with {parity['reference'] or 'the reference'}"
+    intro += f", {parity['time']}: " if parity["time"] else ": "
     intro += "all within their tolerances." if not failed else f"{failed} not within the tolerance."
     headings = ["run", "layout", "precision", "verdict", "loss", "gradient norm", "gradient", "parameter", "tolerance"]
     rows = [
         [
-            run_cell(row.run),
-            *map(text, (row.layout, row.precision, row.verdict, row.loss, row.grad_norm, row.gradient)),
-            *map(text, (row.parameter, row.tolerance)),
-            _cut(row.reason),
+            run_cell(row["run"]),
+            *(_plain(row.get(name)) for name in ("layout", "precision")),
+            text("PASS" if passed is True else "FAIL" if passed is False else "unknown"),
+            *(_plain(row.get(name)) for name in ("loss", "grad_norm", "gradient", "parameter", "tolerance")),
+            _cut(str(row.get("reason") or "")),
         ]
-        for row in parity.rows
+        for row in parity["rows"]
+        for passed in [row.get("passed")]
     ]
     table = PageTable(caption="Largest differences", headings=[*headings, "reason"], rows=rows)
-    return Section(id="parity", title=title, texts=[intro], tables=[table])
+    return [Section(id="parity", title=title, texts=[intro], tables=[table])]
+
+
+def _plain(value: Any) -> Cell:
+    """A value of parity.json: a text, a difference, a difference with its tensor, or tolerances by name."""
+    return Cell(text=_plain_text(value))
+
+
+def _plain_text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_plain_text(inner)}" for key, inner in value.items())
+    if isinstance(value, list) and len(value) == 2:
+        return _plain_text(value[0]) + (f" ({value[1]})" if value[1] else "")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "" if value is None else str(value)
+    return f"{value:.2g}"
 
 
 def _provenance(facts: Facts) -> Section:
     source_list = sources(facts)
-    names = ["code", "commit", "titanlab", "torch", "Python", "device", "host", "launcher", "runs", "began", "ended"]
     columns = [
-        [*map(text, source.origin), _runs(source.runs), text(source.began), text(source.ended)]
-        for source in source_list
+        [_runs(value) if name == "runs" else text(value) for name, value in source.items()] for source in source_list
     ]
     caption = "Runs by the code, the versions and the machines that made them"
-    if len(source_list) <= _MOST_SOURCES:
-        rows = [[text(name), *cells] for name, *cells in zip(names, *columns, strict=True)]
-        table = PageTable(
-            caption=caption,
-            headings=["fact", *(f"source {place}" for place, _ in enumerate(source_list, 1))],
-            rows=rows,
-        )
-    else:
-        table = PageTable(caption=caption, headings=names, rows=columns)
+    tables = []
+    if source_list:
+        names = list(source_list[0])
+        if len(source_list) <= _MOST_SOURCES:
+            headings = ["fact", *(f"source {place}" for place, _ in enumerate(source_list, 1))]
+            rows = [[text(name), *cells] for name, *cells in zip(names, *columns, strict=True)]
+        else:
+            headings, rows = names, columns
+        tables = [PageTable(caption=caption, headings=headings, rows=rows)]
     origin = facts.sweep.manifest().get("origin")
     texts = [f"The sweep is {origin}."] if isinstance(origin, str) and origin != "command line" else []
     if not source_list:
         texts.append("No run has begun, so that nothing is recorded of code and machines.")
-    return Section(
-        id="provenance",
-        title="Provenance",
-        texts=texts,
-        command=command_line(facts),
-        tables=[table] if source_list else [],
-    )
+    return Section(id="provenance", title="Provenance", texts=texts, command=command_line(facts), tables=tables)
 
 
 def _runs(names: Sequence[str]) -> Cell:

@@ -14,11 +14,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from titanlab.distributed.host import Host, check_host, this_host
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import LaunchConfig, States
 from titanlab.launch.launchers import launcher_named
-from titanlab.launch.submission import HANDING_OVER, JobShape, Submission, drop_submission, write_submission
+from titanlab.launch.submission import (
+    HANDING_OVER,
+    JobShape,
+    Submission,
+    check_cluster,
+    drop_submission,
+    write_submission,
+)
 from titanlab.ranges import plain
+from titanlab.recipe.recipe import Recipe, resolve
+from titanlab.recipe.recipe_rules import check_all_but_data, check_host_memory
 from titanlab.records.claim import claimed
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
@@ -35,9 +45,6 @@ class QueuedRun:
     """A run to be put into a queue.
 
     Attributes:
-        run: the name of its folder.
-        shape: the resources of its job.
-        launch: the launcher's config.
         changes: the groups and values of its recipe that the job replaces.
     """
 
@@ -47,11 +54,37 @@ class QueuedRun:
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 
+def checked(recipe: Recipe, here: Callable[[], Host] | None = None, *, elsewhere: bool = False) -> Recipe:
+    """The resolved recipe of a job, after every check that needs no data.
+
+    Args:
+        here: looks at this host; None: `this_host`.
+        elsewhere: the job is not for this host, whose devices and memory do not matter.
+
+    Raises:
+        ConfigError: a rule is broken.
+    """
+    cluster, launch = recipe.cluster, recipe.launch
+    if not launch.runs_here:
+        # It will run on other hosts: do not use the devices of this one.
+        check_cluster(cluster, launch)
+        recipe = resolve(recipe, world=None, accelerator=cluster.accelerator, device=cluster.device or "cpu")
+        check_all_but_data(recipe)
+        return recipe
+    host = (here or this_host)()
+    recipe = resolve(recipe, world=None, accelerator=host.accelerator, device=host.device)
+    check_all_but_data(recipe)
+    if not elsewhere:
+        cluster, processes = recipe.cluster, recipe.layout.world
+        check_host(host, accelerator=cluster.accelerator, device=cluster.device, processes=processes)
+        check_host_memory(recipe, host, processes=processes)
+    return recipe
+
+
 def check_jobs(jobs: Sequence[tuple[LaunchConfig, JobShape]], *, submits: bool = True) -> None:
     """Check that each launcher can take its jobs.
 
     Args:
-        jobs: the launcher's config and the shape of each job.
         submits: whether the jobs will be submitted from this host; else launchers that are not installed are skipped.
 
     Raises:
@@ -83,11 +116,7 @@ def check_folder(folder: Path, launches: Iterable[LaunchConfig]) -> None:
 
 
 def silent_launcher(launches: Iterable[LaunchConfig]) -> str | None:
-    """Why a launcher that is installed here does not answer, in one line; None if all answer.
-
-    Args:
-        launches: configs of launchers.
-    """
+    """Why a launcher that is installed here does not answer, in one line; None if all answer."""
     for kind in dict.fromkeys(launch.kind for launch in launches):
         launcher = launcher_named(kind)
         if launcher.is_here() and (problem := launcher.silence()) is not None:
@@ -125,7 +154,15 @@ def enqueue(folder: SweepFolder, items: Sequence[QueuedRun], report: Callable[[s
             places=tuple(place_of[item.run] for item in group),
         )
         write_submission(folder.path, submission)
-        submission = _submitted(folder, submission, first.launch)
+        try:
+            job_id: str | None = first.launch.implementation().submit(folder.path, submission)
+        except ConfigError:
+            # The jobs may be in the queue in spite of the error: a late answer is an error too.
+            job_id = _settled(folder, submission)
+            if job_id is None:
+                raise
+        submission = replace(submission, state="submitted", job_id=job_id)
+        write_submission(folder.path, submission)
         report(f"job {submission.job_id}: {_described(submission)}")
         submitted.append(submission)
     return submitted
@@ -139,8 +176,8 @@ def settle(folder: SweepFolder, report: Callable[[str], None]) -> None:
     """
     for submission in folder.submissions():
         if submission.state == "intent":
-            settled = _settled(folder, submission)
-            end = f"is job {settled.job_id}" if settled else "came to nothing"
+            job_id = _settled(folder, submission)
+            end = f"is job {job_id}" if job_id else "came to nothing"
             report(f"an interrupted submission {end}: {_described(submission)}")
 
 
@@ -150,31 +187,16 @@ def wake(folder: SweepFolder) -> None:
         launcher_named(kind).wake(folder.path)
 
 
-def _submitted(folder: SweepFolder, submission: Submission, launch: LaunchConfig) -> Submission:
-    try:
-        job_id = launch.implementation().submit(folder.path, submission)
-    except ConfigError:
-        # The jobs may be in the queue in spite of the error: a late answer is an error too.
-        settled = _settled(folder, submission)
-        if settled is None:
-            raise
-        return settled
-    submission = replace(submission, state="submitted", job_id=job_id)
-    write_submission(folder.path, submission)
-    return submission
-
-
-def _settled(folder: SweepFolder, submission: Submission) -> Submission | None:
-    """The submission with the number of its jobs; None, and its file is removed, if it has none."""
+def _settled(folder: SweepFolder, submission: Submission) -> str | None:
+    """The number of a submission's jobs, which its file gets; None, and the file is removed, if it has none."""
     # Wait for an sbatch that the killed process has left behind; a later one finds that its intent is gone.
     with claimed(folder.path, "sweep", patience_seconds=_PATIENCE_SECONDS, file=HANDING_OVER):
         job_id = launcher_named(submission.launcher).find(folder.path, submission)
         if job_id is None:
             drop_submission(folder.path, submission)
-            return None
-        submission = replace(submission, state="submitted", job_id=job_id)
-        write_submission(folder.path, submission)
-        return submission
+        else:
+            write_submission(folder.path, replace(submission, state="submitted", job_id=job_id))
+        return job_id
 
 
 def arrays(items: Sequence[QueuedRun], *, answered: bool = True) -> Iterator[list[QueuedRun]]:
@@ -235,6 +257,23 @@ def standing(run: RunFolder, job: tuple[Submission, int] | None, states: States)
     return "submit", None
 
 
+def standings(
+    folder: SweepFolder, report: Callable[[str], None], names: Sequence[str], *, note: str = ""
+) -> Iterator[tuple[RunFolder, tuple[Submission, int] | None, str, str | None]]:
+    """Runs with their jobs and their standings, after results were written for those whose jobs have ended.
+
+    Args:
+        names: of runs; none: all.
+        note: what a scheduler that does not answer means here.
+    """
+    jobs, states = jobs_of(folder, folder.submissions()), reconcile(folder)
+    if (problem := silence(states)) is not None:
+        report(problem + note)
+    for run in readable(folder.find(names), report, named=bool(names)):
+        job = jobs.get(run.path.name)
+        yield run, job, *standing(run, job, states)
+
+
 def supersede(folder: SweepFolder, run: RunFolder) -> None:
     """Move a run's folder aside, so that the run can start from the beginning.
 
@@ -271,7 +310,6 @@ def cancel(folder: SweepFolder, report: Callable[[str], None], *, names: Sequenc
     """Cancel runs of a sweep, or all of it.
 
     Args:
-        report: called with a line for each problem.
         names: of runs; none: all.
 
     Raises:
@@ -280,14 +318,10 @@ def cancel(folder: SweepFolder, report: Callable[[str], None], *, names: Sequenc
     cancelled = Cancelled()
     with folder.claim():
         settle(folder, report)
-        jobs, states = jobs_of(folder, folder.submissions()), reconcile(folder)
-        if (problem := silence(states)) is not None:
-            report(problem)
         # Jobs by launcher, and by whether they get time to save.
         jobs_to_end: dict[tuple[str, bool], list[tuple[Submission, int]]] = {}
-        for run in readable(folder.find(names), report, named=bool(names)):
-            name, job = run.path.name, jobs.get(run.path.name)
-            word, _ = standing(run, job, states)
+        for run, job, word, _ in standings(folder, report, names):
+            name = run.path.name
             if word in ("done", "ended"):
                 cancelled.ended.append(name)
                 continue
@@ -301,22 +335,16 @@ def cancel(folder: SweepFolder, report: Callable[[str], None], *, names: Sequenc
         for (kind, is_gentle), to_end in jobs_to_end.items():
             launcher_named(kind).cancel(folder.path, to_end, report, is_gentle=is_gentle)
         for name in list(cancelled.withdrawn):
-            if not _record_end(folder.run(name)):
+            run = folder.run(name)
+            try:
+                with run.claim():
+                    status = run.known_status()
+                    outcome = Outcome(kind=OutcomeKind.CANCELLED, attempt=0, cause=_CAUSE)
+                    if status is not None:
+                        outcome = replace(outcome, step=status.step, steps=status.steps)
+                    run.write_result(outcome)
+            except ConfigError:
                 # It has just started, and records its own end.
                 cancelled.withdrawn.remove(name)
                 cancelled.stopping.append(name)
     return cancelled
-
-
-def _record_end(run: RunFolder) -> bool:
-    """Write the result of a waiting run. Returns False if it has started meanwhile."""
-    try:
-        with run.claim():
-            status = run.known_status()
-            outcome = Outcome(kind=OutcomeKind.CANCELLED, attempt=0, cause=_CAUSE)
-            if status is not None:
-                outcome = replace(outcome, step=status.step, steps=status.steps)
-            run.write_result(outcome)
-            return True
-    except ConfigError:
-        return False

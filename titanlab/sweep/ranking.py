@@ -13,33 +13,194 @@ place of the tables of Dunnett's distribution: recipes may then have different n
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from titanlab.sweep.comparison import (
-    COLUMN_OF,
-    MEASURED_PEAK,
-    OWN_PEAK,
-    Drift,
-    RankedRecipe,
-    counted_runs,
-    drift_of,
-    entry_of,
-    groups,
-    t_quantile,
-)
-from titanlab.sweep.listing import ACTIVE, Row, aligned, runs
+from titanlab.sweep.comparison import RecipeRuns, groups
+from titanlab.sweep.listing import ACTIVE, Row, aligned, runs, word
 from titanlab.system.text import counted, duration, grouped
-
-if TYPE_CHECKING:
-    from titanlab.sweep.comparison import Drift, RankedRecipe
-
 
 # The probability of a wrong statement, for all statements about one sweep together. Of the 5 % that are promised,
 # one hundredth is left for noise that is not quite normal.
 ERROR = 0.04
+_DRIFT_ERROR = 0.05
+COLUMN_OF = {"tps": "tokens_per_second", "mfu": "mfu_percent", "memory": "memory_gib"}
+# In the convention of an MFU whose peak is not that of a datasheet: another run has measured another one.
+MEASURED_PEAK = "measured on this CPU"
+OWN_PEAK = "its MFU is a share of a peak that each run measured by itself; rank by tokens/s (--by tps)"
+_OVERSUBSCRIBED = "oversubscribed: more processes than cores, so that its speed says nothing"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankedRecipe:
+    """A recipe in a ranking.
+
+    Attributes:
+        figures: of the runs that count; empty if it is left out for want of them.
+        low, high: the interval of 95 % around it; None if the noise is unknown.
+        spread_percent: relative standard deviation of its own figures; None with fewer than two.
+        memory_gib: the most that a run of it needed; None if unknown.
+        is_within_noise: whether it may be as good as the first: True for the first itself. None if that is unknown.
+        left_out: why it has no place in the ranking; None: it has one.
+    """
+
+    group: RecipeRuns
+    figures: tuple[float, ...] = ()
+    centre: float | None = None
+    low: float | None = None
+    high: float | None = None
+    spread_percent: float | None = None
+    memory_gib: float | None = None
+    is_within_noise: bool | None = None
+    left_out: str | None = None
+
+    @property
+    def runs(self) -> int:
+        """The number of runs that count."""
+        return len(self.figures)
+
+    @property
+    def is_control(self) -> bool:
+        """Whether it is the sweep's control: the recipe without the sweep's changes."""
+        return self.group.is_control
+
+    @property
+    def label(self) -> str:
+        """The recipe's short name."""
+        return self.group.label
+
+    @property
+    def ends(self) -> dict[str, int]:
+        """The number of its runs by outcome; by state if they have not ended."""
+        return dict(Counter(map(word, self.group.rows)))
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The entry as plain values."""
+        own = {name: value for name, value in vars(self).items() if name not in ("group", "low", "high")}
+        return {
+            **own,
+            "recipe": self.label,
+            "layout": self.group.layout,
+            "world": self.group.world,
+            "differing": dict(self.group.differing),
+            "is_control": self.is_control,
+            "runs": [row["run"] for row in self.group.rows],
+            "ends": self.ends,
+            "interval": None if self.low is None else [self.low, self.high],
+        }
+
+
+def entry_of(group: RecipeRuns, by: str, max_memory_gib: float | None) -> RankedRecipe:
+    """A recipe before it has a place, or with the reason why it gets none."""
+    done = [row for row in group.rows if row["outcome"] == "done"]
+    memory = max(_positive(done, "memory_gib"), default=None)
+    counting = counted_runs(group, by)
+    figures = _positive(counting, COLUMN_OF[by])
+    reason = None
+    if not done:
+        reason = f"no run is done: {_counts(Counter(map(word, group.rows)))}"
+    elif max_memory_gib is not None and memory is None:
+        reason = "its memory is unknown, so that it cannot be held against the limit"
+    elif max_memory_gib is not None and memory is not None and memory > max_memory_gib:
+        reason = f"needs {memory:.2f} GiB, more than {max_memory_gib:g}"
+    elif not counting:
+        reason = _OVERSUBSCRIBED
+    elif by == "mfu" and any(MEASURED_PEAK in (row["mfu_convention"] or "") for row in counting):
+        reason = OWN_PEAK
+    elif not figures:
+        reason = {
+            "tps": "its speed was not measured: no step after warm-up",
+            "mfu": "has no MFU: the peak of its device is unknown",
+            "memory": "its memory was not measured",
+        }[by]
+    return RankedRecipe(
+        group=group,
+        figures=tuple(figures),
+        centre=statistics.geometric_mean(figures) if figures else None,
+        spread_percent=100 * statistics.stdev(map(math.log, figures)) if len(figures) > 1 else None,
+        memory_gib=memory,
+        left_out=reason,
+    )
+
+
+def counted_runs(group: RecipeRuns, by: str) -> list[Row]:
+    """The runs whose figures count: those that are done, and for a speed had a core for each process."""
+    return [row for row in group.rows if row["outcome"] == "done" and (by == "memory" or not row["oversubscribed"])]
+
+
+def _positive(rows: Sequence[Row], column: str) -> list[float]:
+    """The figures of a column that can be compared as ratios."""
+    known = (row[column] for row in rows)
+    return [value for value in known if value is not None and math.isfinite(value) and value > 0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drift:
+    """A straight line through the control's figures.
+
+    Attributes:
+        percent: change from the first control's start to the last one's.
+        interval_percent: of 95 %; None if nothing is known of the noise: two controls, and no repeats.
+        seconds: between the first and the last start.
+    """
+
+    percent: float
+    interval_percent: tuple[float, float] | None
+    runs: int
+    seconds: float
+
+    @property
+    def is_within_noise(self) -> bool | None:
+        """Whether it may be no drift at all; None if that is unknown."""
+        if self.interval_percent is None:
+            return None
+        return self.interval_percent[0] <= 0 <= self.interval_percent[1]
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The drift as plain values."""
+        return {**asdict(self), "is_within_noise": self.is_within_noise}
+
+
+def drift_of(rows: Sequence[Row], column: str, *, squares: float = 0.0, degrees: int = 0) -> Drift | None:
+    """The drift of the control's runs in a column; None unless two of them have a figure, at different times.
+
+    Args:
+        squares: of the residuals of the recipes' repeats (logarithms), which tell of the noise too.
+        degrees: of freedom of these.
+    """
+    known = [
+        (row["started"], math.log(value))
+        for row in rows
+        for value in _positive([row], column)
+        if row["started"] is not None
+    ]
+    first, last = min((time for time, _ in known), default=0.0), max((time for time, _ in known), default=0.0)
+    if last <= first:
+        return None
+    # From the first control (0) to the last (1): the slope is the change in all.
+    times = [(time - first) / (last - first) for time, _ in known]
+    values = [value for _, value in known]
+    slope, start = statistics.linear_regression(times, values)
+    interval = None
+    degrees += len(known) - 2
+    if degrees:
+        squares += math.fsum((value - start - slope * time) ** 2 for time, value in zip(times, values, strict=True))
+        half = t_quantile(degrees, _DRIFT_ERROR) * math.sqrt(
+            squares / degrees / (len(times) * statistics.pvariance(times))
+        )
+        interval = (_percent(slope - half, 1), _percent(slope + half, 1))
+    return Drift(percent=_percent(slope, 1), interval_percent=interval, runs=len(known), seconds=last - first)
+
+
+def t_quantile(degrees: int, error: float) -> float:
+    """The t of Student's distribution beyond which, on both sides together, a value lies with probability `error`."""
+    # Imported here: only a ranking with repeats needs it.
+    from scipy.special import stdtrit  # type: ignore[import-untyped]
+
+    return float(stdtrit(degrees, 1 - error / 2))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +212,12 @@ class SweepRanking:
         max_memory_gib: recipes that need more are left out; None: no limit.
         entries: the ranked recipes in their order, then those that are left out.
         winner: the first, if it is better than every other by more than noise. None: nobody can be named.
-        runner_up: the second.
         gap_percent: by how much the first is better than the second: how many percent more it does, or less it needs.
         interval_percent: the interval of that gap, which holds for the comparisons with all others together; None if
             the noise is unknown.
         is_within_noise: whether nobody can be named because of noise; None: the noise is unknown, or nothing is there
             to compare.
         noise_percent: relative standard deviation of a run, pooled over the recipes with repeats; None without any.
-        degrees: degrees of freedom of the noise.
         control: the runs of the sweep's control, which has no place; None: it has none, or none of them is done.
         control_gap_percent, control_interval_percent: of the first against the control, as for the runner-up, but as
             one comparison by itself.
@@ -95,33 +254,17 @@ class SweepRanking:
         """The entry with the best figure, whether or not it can be named the winner."""
         return next(iter(self.ranked), None)
 
-    @property
-    def sentence(self) -> str:
-        """The answer in one sentence."""
-        return sentence_of(self)
-
-    @property
-    def notes(self) -> list[str]:
-        """What else one has to know to believe the answer: one sentence each."""
-        return notes_of(self)
-
     def to_mapping(self) -> dict[str, Any]:
         """The ranking as plain values."""
+        own = {name: value for name, value in vars(self).items() if name not in ("entries", "degrees")}
         return {
-            "by": self.by,
-            "max_memory_gib": self.max_memory_gib,
-            "sentence": self.sentence,
-            "notes": self.notes,
+            **own,
+            "sentence": sentence_of(self),
+            "notes": notes_of(self),
             "winner": None if self.winner is None else self.winner.label,
             "runner_up": None if self.runner_up is None else self.runner_up.label,
-            "gap_percent": self.gap_percent,
-            "interval_percent": _list(self.interval_percent),
-            "is_within_noise": self.is_within_noise,
-            "noise_percent": self.noise_percent,
             "degrees_of_freedom": self.degrees,
             "control": None if self.control is None else self.control.to_mapping(),
-            "control_gap_percent": self.control_gap_percent,
-            "control_interval_percent": _list(self.control_interval_percent),
             "drift": None if self.drift is None else self.drift.to_mapping(),
             "recipes": [entry.to_mapping() for entry in self.entries],
         }
@@ -131,7 +274,6 @@ def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None =
     """Rank the recipes of a sweep's rows.
 
     Args:
-        rows: of `titanlab.sweep.rows`.
         by: `tps` (tokens per second of one device), `mfu` or `memory`.
         max_memory_gib: leave out recipes of which a run needed more, or of which that is unknown.
 
@@ -148,16 +290,25 @@ def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None =
     )
     comparisons = max(1, len(ranked) - 1)
     leads = [_lead(ranked[0], other, sign, noise, degrees, comparisons) for other in ranked[1:]]
-    named = bool(leads) and noise is not None and all(low > 0 for _, low, _ in leads)
+    named = bool(leads) and noise is not None and not any(near for *_, near in leads)
+    within = [None if noise is None else True, *(near for *_, near in leads)]
     placed = [
-        _with_interval(replace(entry, is_within_noise=None if noise is None else low <= 0), noise, degrees)
-        for entry, (_, low, _) in zip(ranked, [(0.0, 0.0, 0.0), *leads], strict=bool(ranked))
+        _with_interval(replace(entry, is_within_noise=near), noise, degrees)
+        for entry, near in zip(ranked, within, strict=bool(ranked))
     ]
     controls = [entry for entry in everything if entry.is_control]
     control = max((entry for entry in controls if entry.figures), key=lambda entry: entry.runs, default=None)
-    gap, interval = _gap(leads[0] if leads else None, sign)
-    beyond = _lead(ranked[0], control, sign, noise, degrees, 1) if ranked and control is not None else None
-    control_gap, control_interval = _gap(beyond, sign)
+    drift = None
+    if control is not None:
+        # Of the noise of all other recipes.
+        others, free = _pooled(entries)
+        squares = 0.0 if others is None else others**2 * free
+        drift = drift_of(counted_runs(control.group, by), COLUMN_OF[by], squares=squares, degrees=free)
+    nothing = None, None, None
+    gap, interval, _ = leads[0] if leads else nothing
+    control_gap, control_interval, _ = (
+        _lead(ranked[0], control, sign, noise, degrees, 1) if ranked and control is not None else nothing
+    )
     return SweepRanking(
         by=by,
         max_memory_gib=max_memory_gib,
@@ -172,7 +323,7 @@ def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None =
         control=None if control is None else _with_interval(control, noise, degrees),
         control_gap_percent=control_gap,
         control_interval_percent=control_interval,
-        drift=None if control is None else _drift(control, entries, by),
+        drift=drift,
     )
 
 
@@ -191,35 +342,21 @@ def _pooled(entries: Sequence[RankedRecipe]) -> tuple[float | None, int]:
     """
     samples = [[math.log(figure) for figure in entry.figures] for entry in entries]
     degrees = sum(len(sample) - 1 for sample in samples if sample)
-    return (math.sqrt(math.fsum(map(_squares, samples)) / degrees) if degrees else None), degrees
-
-
-def _drift(control: RankedRecipe, entries: Sequence[RankedRecipe], by: str) -> Drift | None:
-    """The drift of the control, held against the noise of the other recipes."""
-    noise, degrees = _pooled(entries)
-    squares = 0.0 if noise is None else noise**2 * degrees
-    return drift_of(counted_runs(control.group, by), COLUMN_OF[by], squares=squares, degrees=degrees)
-
-
-def _squares(sample: Sequence[float]) -> float:
-    """The sum of the squared distances from the mean."""
-    if len(sample) < 2:
-        return 0.0
-    mean = math.fsum(sample) / len(sample)
-    return math.fsum((value - mean) ** 2 for value in sample)
+    squares = [statistics.variance(sample) * (len(sample) - 1) for sample in samples if len(sample) > 1]
+    return (math.sqrt(math.fsum(squares) / degrees) if degrees else None), degrees
 
 
 def _lead(
     first: RankedRecipe, other: RankedRecipe, sign: int, noise: float | None, degrees: int, comparisons: int
-) -> tuple[float, float, float]:
-    """By how much the first is better than another, as a logarithm, and the ends of the interval of that."""
+) -> tuple[float, tuple[float, float] | None, bool | None]:
+    """By how many percent the first is better than another, the interval of that, and whether it may be noise."""
     assert first.centre is not None
     assert other.centre is not None
     lead = sign * (math.log(first.centre) - math.log(other.centre))
     if noise is None:
-        return lead, -math.inf, math.inf
+        return _percent(lead, sign), None, None
     half = t_quantile(degrees, ERROR / comparisons) * noise * math.sqrt(1 / first.runs + 1 / other.runs)
-    return lead, lead - half, lead + half
+    return _percent(lead, sign), (_percent(lead - half, sign), _percent(lead + half, sign)), lead - half <= 0
 
 
 def _with_interval(entry: RankedRecipe, noise: float | None, degrees: int) -> RankedRecipe:
@@ -228,19 +365,6 @@ def _with_interval(entry: RankedRecipe, noise: float | None, degrees: int) -> Ra
         return entry
     half = t_quantile(degrees, ERROR) * noise / math.sqrt(entry.runs)
     return replace(entry, low=entry.centre * _exp(-half), high=entry.centre * _exp(half))
-
-
-def _gap(lead: tuple[float, float, float] | None, sign: int) -> tuple[float | None, tuple[float, float] | None]:
-    """A lead and its interval in percent; None for what is unknown."""
-    if lead is None:
-        return None, None
-    centre, low, high = lead
-    is_known = not math.isinf(low)
-    return _percent(centre, sign), (_percent(low, sign), _percent(high, sign)) if is_known else None
-
-
-def _list(interval: tuple[float, float] | None) -> list[float] | None:
-    return None if interval is None else list(interval)
 
 
 def _percent(lead: float, sign: int) -> float:
@@ -319,7 +443,16 @@ def sentence_of(ranking: SweepRanking) -> str:
 
 def notes_of(ranking: SweepRanking) -> list[str]:
     """What else one has to know to believe the answer: the noise, the drift, and what is missing."""
-    notes = [_noise(ranking)] if ranking.ranked else []
+    notes = []
+    if ranking.ranked and ranking.noise_percent is None:
+        notes.append("Noise: unknown, as no recipe has two runs; hydra.sweeper.repeats=3 runs each three times.")
+    elif ranking.ranked and ranking.noise_percent is not None:
+        control = [] if ranking.control is None else [ranking.control]
+        repeated = [entry for entry in (*ranking.entries, *control) if entry.runs > 1]
+        notes.append(
+            f"Noise: a run differs by {percent(ranking.noise_percent)} (standard deviation, pooled over the repeats of "
+            f"{counted(len(repeated), 'recipe')}; {counted(ranking.degrees, 'degree')} of freedom)."
+        )
     if ranking.control is not None:
         notes.append(_control(ranking.control, ranking))
     if ranking.drift is not None:
@@ -361,58 +494,37 @@ def drift_line(drift: Drift, by: str) -> str:
 
 def ranking_lines(ranking: SweepRanking) -> list[str]:
     """The whole answer: the sentence, the ranked table, the notes, and who is left out and why."""
-    lines = [ranking.sentence]
+    lines = [sentence_of(ranking)]
     if ranking.ranked:
-        cells = [_cells(place, entry, ranking) for place, entry in enumerate(ranking.ranked, 1)]
+        cells = [_cells(place, entry, ranking.by, ranking.ranked[0]) for place, entry in enumerate(ranking.ranked, 1)]
         lines += [f"  {line}" for line in aligned(HEADINGS, cells, right=_FIGURES)]
-    lines += ranking.notes
+    lines += notes_of(ranking)
     if ranking.left_out:
         lines.append(f"left out: {counted(len(ranking.left_out), 'recipe')}")
         lines += [f"  {entry.label}: {entry.left_out}" for entry in ranking.left_out]
     return lines
 
 
-def _cells(place: int, entry: RankedRecipe, ranking: SweepRanking) -> tuple[str, ...]:
-    group, by = entry.group, ranking.by
-    shown = {name: _other(entry, name) for name in ("tps", "mfu", "memory")}
+def _cells(place: int, entry: RankedRecipe, by: str, first: RankedRecipe) -> tuple[str, ...]:
+    group, total = entry.group, len(entry.group.rows)
+    shown = {"memory": figure(entry.memory_gib, "memory")}
+    for name in ("tps", "mfu"):
+        value = group.typical(COLUMN_OF[name])
+        shown[name] = figure(value, name) + ("*" if value is not None and group.is_oversubscribed else "")
     shown[by] = figure(entry.centre, by)
-    total = len(group.rows)
+    against = ""
+    if place > 1 and first.centre is not None and entry.centre is not None:
+        against = f"{100 * (entry.centre / first.centre - 1):+.1f}%"
+        against += ", within noise" if entry.is_within_noise else ""
     return (
         str(place),
         entry.label,
         str(group.world),
         str(entry.runs) if entry.runs == total else f"{entry.runs} of {total}",
-        *shown.values(),
+        *(shown[name] for name in ("tps", "mfu", "memory")),
         "" if entry.low is None else f"{figure(entry.low, by)} to {figure(entry.high, by)}",
         "" if entry.spread_percent is None else percent(entry.spread_percent),
-        _standing(place, entry, ranking),
-    )
-
-
-def _other(entry: RankedRecipe, by: str) -> str:
-    """A figure by which the recipes are not ranked; speeds of oversubscribed runs are marked."""
-    if by == "memory":
-        return figure(entry.memory_gib, by)
-    value = entry.group.typical({"tps": "tokens_per_second", "mfu": "mfu_percent"}[by])
-    return figure(value, by) + ("*" if value is not None and entry.group.is_oversubscribed else "")
-
-
-def _standing(place: int, entry: RankedRecipe, ranking: SweepRanking) -> str:
-    """How a recipe compares with the first one."""
-    first = ranking.first
-    if place == 1 or first is None or first.centre is None or entry.centre is None:
-        return ""
-    change = 100 * (entry.centre / first.centre - 1)
-    text = f"{change:+.1f}%"
-    return f"{text}, within noise" if entry.is_within_noise else text
-
-
-def _noise(ranking: SweepRanking) -> str:
-    if ranking.noise_percent is None:
-        return "Noise: unknown, as no recipe has two runs; hydra.sweeper.repeats=3 runs each three times."
-    return (
-        f"Noise: a run differs by {percent(ranking.noise_percent)} (standard deviation, pooled over the repeats of "
-        f"{counted(len(_repeated(ranking)), 'recipe')}; {counted(ranking.degrees, 'degree')} of freedom)."
+        against,
     )
 
 
@@ -429,11 +541,6 @@ def _control(control: RankedRecipe, ranking: SweepRanking) -> str:
     low, high = ranking.control_interval_percent
     end = "within noise" if low <= 0 <= high else "more than noise"
     return f"{line} (95% interval {percent(low)} to {percent(high)}), {end}."
-
-
-def _repeated(ranking: SweepRanking) -> list[RankedRecipe]:
-    control = [] if ranking.control is None else [ranking.control]
-    return [entry for entry in (*ranking.entries, *control) if entry.runs > 1]
 
 
 def _nothing(ranking: SweepRanking) -> str:

@@ -34,11 +34,7 @@ def silence(states: States) -> str | None:
 
 
 def job_states(submitted: Sequence[Submission], sweep: Path) -> States:
-    """The state of every job, by token and index; each launcher is asked once.
-
-    Args:
-        sweep: the folder of the submissions.
-    """
+    """The state of every job, by token and index; each launcher is asked once."""
     by_launcher: dict[str, list[Submission]] = {}
     for submission in submitted:
         by_launcher.setdefault(submission.launcher, []).append(submission)
@@ -80,7 +76,8 @@ def reconcile(sweep: SweepFolder, report: Callable[[str], None] = lambda line: N
             if state.state not in _OVER or not run.path.is_dir():
                 continue
             early = _early_end(sweep, run, submission, index, state, launcher)
-            if early is None and _settled(run, state, launcher):
+            result = run.result()
+            if early is None and result is not None and _word(state, launcher) in (None, result.scheduler):
                 continue
             with run.claim():
                 memory = launcher.memory_word(sweep.path, submission, index)
@@ -100,21 +97,12 @@ def reconcile(sweep: SweepFolder, report: Callable[[str], None] = lambda line: N
 
 
 def close_dead_runs(sweep: SweepFolder, jobs: Container[str] = ()) -> None:
-    """Write a result for every run of which no process is left, and which no job has begun.
-
-    Args:
-        jobs: names of runs that have a job.
-    """
+    """Write a result for every run of which no process is left, and which no job has begun."""
     for run in sweep.runs():
         if run.path.name not in jobs:
             # Its files are damaged, or another user's; the table reports it.
             with contextlib.suppress(ConfigError, OSError):
                 close_dead(run)
-
-
-def _settled(run: RunFolder, state: JobState, launcher: Launcher) -> bool:
-    result = run.result()
-    return result is not None and _word(state, launcher) in (None, result.scheduler)
 
 
 def _early_end(
@@ -183,19 +171,13 @@ def _record(
     if result is not None and outcome.kind.automatic and (cancelled_by := run.asked_to_cancel()) is not None:
         # The job was cancelled between its requeue and its next attempt: the result is of the attempt before.
         outcome = replace(outcome, kind=OutcomeKind.CANCELLED, cause=f"{cancelled_by} before it went on")
-    if memory is not None and attempt and (outcome.kind is OutcomeKind.OOM or not _says_why(outcome)):
-        outcome = _with_memory_word(outcome, memory)
+    is_oom = outcome.kind is OutcomeKind.OOM
+    # A process with a traceback ran out of memory before the scheduler killed anything.
+    if memory is not None and attempt and not (outcome.traceback is not None if is_oom else _says_why(outcome)):
+        rank = memory.rank if memory.rank is not None else outcome.rank if is_oom else None
+        cause = f"{outcome.cause if is_oom else 'killed for want of memory'}; {memory.said}"
+        outcome = replace(outcome, kind=OutcomeKind.OOM, cause=cause, rank=rank, traceback=None, echo=False)
     run.write_result(replace(outcome, scheduler=_word(state, launcher)))
-
-
-def _with_memory_word(outcome: Outcome, memory: MemoryWord) -> Outcome:
-    """The outcome of a job that the scheduler has killed because of its memory, with the scheduler's message."""
-    if outcome.traceback is not None and outcome.kind is OutcomeKind.OOM:
-        return outcome  # The process ran out of memory before the scheduler killed anything.
-    first = outcome.cause if outcome.kind is OutcomeKind.OOM else "killed for want of memory"
-    rank = memory.rank if memory.rank is not None else outcome.rank if outcome.kind is OutcomeKind.OOM else None
-    cause = f"{first}; {memory.said}"
-    return replace(outcome, kind=OutcomeKind.OOM, cause=cause, rank=rank, traceback=None, echo=False)
 
 
 def _judged(run: RunFolder, attempt: int, state: JobState, launcher: Launcher, early: str | None) -> Outcome:
@@ -204,10 +186,14 @@ def _judged(run: RunFolder, attempt: int, state: JobState, launcher: Launcher, e
     Args:
         early: why the job failed before it began the attempt; None: it has begun it, or that is not known.
     """
+    cancelled_by = run.asked_to_cancel()
     if attempt == 0 and state.state == "ended" and state.never_started:
         unstarted = launcher.end_in_queue(state)
         if unstarted is not None:
-            return _plain(_with_person(run, unstarted), 0, None)
+            cause = unstarted.cause
+            if unstarted.kind is OutcomeKind.CANCELLED and cancelled_by is not None:
+                cause = f"{cancelled_by} before it started"
+            return Outcome(kind=unstarted.kind, cause=cause, attempt=0)
     notes = run.failures(attempt)
     noted = judged(notes, world_of(run, attempt), read_hang(run, attempt)[0]) if notes else None
     code = state.exit_code
@@ -218,7 +204,7 @@ def _judged(run: RunFolder, attempt: int, state: JobState, launcher: Launcher, e
     if (reason := read_stop(run.attempt_folder(attempt))) is not None:
         cause = f"{reason.cause}; it ended before it had saved"
         return _plain(JobEnd(kind=reason.kind, cause=cause), attempt, code)
-    if (cancelled_by := run.asked_to_cancel()) is not None:
+    if cancelled_by is not None:
         # Also if the signal killed it before it had a handler.
         cause = f"{cancelled_by}; it ended before it had saved"
         return _plain(JobEnd(kind=OutcomeKind.CANCELLED, cause=cause), attempt, code)
@@ -235,14 +221,6 @@ def _judged(run: RunFolder, attempt: int, state: JobState, launcher: Launcher, e
         cause = "its processes ended, or were killed, and left no result; logs/ and the sweep's jobs/ say more"
         return _plain(JobEnd(kind=OutcomeKind.CRASH, cause=cause), attempt, None)
     return from_exit(0, attempt=attempt)
-
-
-def _with_person(run: RunFolder, end: JobEnd) -> JobEnd:
-    """The end of a job that never started, with the name of the user who cancelled it."""
-    cancelled_by = run.asked_to_cancel()
-    if end.kind is not OutcomeKind.CANCELLED or cancelled_by is None:
-        return end
-    return JobEnd(kind=end.kind, cause=f"{cancelled_by} before it started")
 
 
 def _says_why(outcome: Outcome) -> bool:

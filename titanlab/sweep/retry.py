@@ -12,20 +12,17 @@ from typing import Any
 from titanlab.checkpoint.address_schema import Place
 from titanlab.checkpoint.contents import parent_of
 from titanlab.checkpoint.folders import put_back
-from titanlab.distributed.host import check_host, this_host
 from titanlab.errors import ConfigError
 from titanlab.launch.attempt import go_back, missed_checkpoint, pass_over_damaged
 from titanlab.launch.contract import launch_of
-from titanlab.launch.submission import Submission, check_cluster, shape_of
+from titanlab.launch.submission import Submission, shape_of
 from titanlab.recipe.next_attempt import LAYOUT, adapted, changes, check_changeable, check_unedited, next_recipe
-from titanlab.recipe.recipe import Recipe, from_mapping, resolve, to_mapping
-from titanlab.recipe.recipe_rules import check_all_but_data, check_host_memory
+from titanlab.recipe.recipe import Recipe, from_mapping, to_mapping
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder, create_run
 from titanlab.sweep import snapshot
-from titanlab.sweep.enqueue import QueuedRun, check_jobs, enqueue, settle, standing, supersede, wake
-from titanlab.sweep.reconcile import reconcile, silence
-from titanlab.sweep.sweep_folder import SweepFolder, jobs_of, readable
+from titanlab.sweep.enqueue import QueuedRun, check_jobs, checked, enqueue, settle, standings, supersede, wake
+from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 from titanlab.system.text import sweep_argument
 
 # Overrides may change how a job is submitted, not what a run computes.
@@ -38,29 +35,14 @@ class RetriedRun:
     """A run that is submitted again.
 
     Attributes:
-        run: its folder.
         outcome: the kind of its outcome; None if it never had a job.
         anew: it starts from the beginning; its old folder is renamed.
-        job: its next job.
     """
 
     run: RunFolder
     outcome: str | None
     anew: bool
     job: QueuedRun
-
-
-@dataclass(frozen=True, kw_only=True)
-class Retried:
-    """The result of a retry.
-
-    Attributes:
-        chosen: the runs, in the order of their names.
-        jobs: the submissions; empty after a dry run.
-    """
-
-    chosen: tuple[RetriedRun, ...]
-    jobs: tuple[Submission, ...]
 
 
 def retry(
@@ -72,33 +54,52 @@ def retry(
     names: Sequence[str] = (),
     overrides: Sequence[str] = (),
     dry_run: bool = False,
-) -> Retried:
-    """Submit ended runs again, and return at once.
+) -> list[RetriedRun]:
+    """Submit ended runs again, and return at once. Returns them, in the order of their names.
 
     Args:
-        report: called with a line for each action.
         outcomes: choose runs with these outcomes; none: any outcome, if runs are named.
         stale: choose runs that other code than the present has run, also finished ones; they start from the beginning.
         names: of runs; none: all of the sweep.
         overrides: of `launch`, of the cluster's sizes and of the layout, for the new jobs.
-        dry_run: submit nothing.
 
     Raises:
         ConfigError: no choice of runs is given, a named run does not exist, or the launcher refuses.
     """
-    _check(outcomes, overrides, chooses=bool(outcomes or stale or names), stale=stale)
+    if not (outcomes or stale or names):
+        cure = "try --outcome hang,node_fail, --all-failed or --stale, or name runs"
+        raise ConfigError("arguments", "", "say nothing of which runs", cure)
+    for outcome in outcomes:
+        if outcome not in FAILED:
+            rule = "is done" if outcome == OutcomeKind.DONE.value else "is no outcome"
+            raise ConfigError("--outcome", outcome, rule, f"known: {', '.join(FAILED)}")
+    check_changeable(overrides, CHANGEABLE, presets=("parallelism", "schedule", "ac"))
+    if stale and _changes_layout(overrides):
+        rule = "starts runs from the beginning, as the sweep describes them"
+        raise ConfigError("--stale", " ".join(overrides), rule, "leave one of the two out")
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key == "launch.kind":
+            raise ConfigError(key, value, "would be another launcher", "submit the sweep under another name: sweep=…")
     with folder.claim():
         settle(folder, report)
         chosen = _chosen(folder, report, outcomes, names, overrides, stale=stale)
         if dry_run or not chosen:
-            return Retried(chosen=tuple(chosen), jobs=())
+            return chosen
         check_jobs([(choice.job.launch, choice.job.shape) for choice in chosen])
         for choice in chosen:
-            if choice.anew:
-                _begin_anew(folder, choice.run)
-        submitted = enqueue(folder, [choice.job for choice in chosen], report)
+            if not choice.anew:
+                continue
+            run, config, identity = choice.run, choice.run.config(), choice.run.identity()
+            if identity is None:
+                cure = "restore that file, or submit the sweep again"
+                raise ConfigError("run", run.path, "has no identity.json", cure)
+            parent, root = parent_of(run.section("checkpoint").get("load_from")), folder.path.parent
+            supersede(folder, run)
+            create_run(root, sweep=folder.name, name=run.name, identity=identity, config=config, parent=parent)
+        enqueue(folder, [choice.job for choice in chosen], report)
     wake(folder)
-    return Retried(chosen=tuple(chosen), jobs=tuple(submitted))
+    return chosen
 
 
 def _chosen(
@@ -110,15 +111,13 @@ def _chosen(
     *,
     stale: bool,
 ) -> list[RetriedRun]:
-    jobs, states = jobs_of(folder, folder.submissions()), reconcile(folder)
-    if (problem := silence(states)) is not None:
-        report(f"{problem}; runs whose jobs it may have are left alone")
     code = snapshot.fingerprint() if stale else None
     chosen = []
-    for run in readable(folder.find(names), report, named=bool(names)):
-        word, outcome = standing(run, jobs.get(run.path.name), states)
+    for run, _, word, outcome in standings(folder, report, names, note="; runs whose jobs it may have are left alone"):
         if stale and word in ("done", "ended") and (not outcomes or outcome in outcomes):
-            is_chosen = _made_by(run) not in (None, code)
+            # None: no attempt has begun.
+            made_by = (run.env() or {}).get("code", {}).get("fingerprint")
+            is_chosen = made_by not in (None, code)
         elif stale:
             is_chosen = False
         elif names and not outcomes:
@@ -130,22 +129,6 @@ def _chosen(
         elif names:
             report(f"{run.path.name} is left alone: {outcome or word}")
     return chosen
-
-
-def _made_by(run: RunFolder) -> str | None:
-    """The fingerprint of the code that has run a run; None if no attempt has begun."""
-    code: Mapping[str, Any] = (run.env() or {}).get("code", {})
-    return code.get("fingerprint")
-
-
-def _begin_anew(folder: SweepFolder, run: RunFolder) -> None:
-    config, identity = run.config(), run.identity()
-    if identity is None:
-        raise ConfigError("run", run.path, "has no identity.json", "restore that file, or submit the sweep again")
-    load_from = run.section("checkpoint").get("load_from")
-    supersede(folder, run)
-    parent = parent_of(load_from)
-    create_run(folder.path.parent, sweep=folder.name, name=run.name, identity=identity, config=config, parent=parent)
 
 
 def _next_job(run: RunFolder, overrides: Sequence[str], report: Callable[[str], None]) -> QueuedRun:
@@ -174,45 +157,6 @@ def _changes_layout(overrides: Sequence[str]) -> bool:
     return bool(groups - {"launch", "cluster"})
 
 
-def _check(outcomes: Collection[str], overrides: Sequence[str], *, chooses: bool, stale: bool) -> None:
-    if not chooses:
-        cure = "try --outcome hang,node_fail, --all-failed or --stale, or name runs"
-        raise ConfigError("arguments", "", "say nothing of which runs", cure)
-    for outcome in outcomes:
-        if outcome not in FAILED:
-            rule = "is done" if outcome == OutcomeKind.DONE.value else "is no outcome"
-            raise ConfigError("--outcome", outcome, rule, f"known: {', '.join(FAILED)}")
-    check_changeable(overrides, CHANGEABLE, presets=("parallelism", "schedule", "ac"))
-    if stale and _changes_layout(overrides):
-        rule = "starts runs from the beginning, as the sweep describes them"
-        raise ConfigError("--stale", " ".join(overrides), rule, "leave one of the two out")
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if key == "launch.kind":
-            raise ConfigError(key, value, "would be another launcher", "submit the sweep under another name: sweep=…")
-
-
-def checked(recipe: Recipe) -> Recipe:
-    """The resolved recipe of a job, after every check that a new run's passes before it is submitted.
-
-    Raises:
-        ConfigError: a rule is broken.
-    """
-    cluster, launch = recipe.cluster, recipe.launch
-    if launch.runs_here:
-        host = this_host()
-        recipe = resolve(recipe, world=None, accelerator=host.accelerator, device=host.device)
-    else:
-        check_cluster(cluster, launch)
-        recipe = resolve(recipe, world=None, accelerator=cluster.accelerator, device=cluster.device or "cpu")
-    check_all_but_data(recipe)
-    if launch.runs_here:
-        cluster, processes = recipe.cluster, recipe.layout.world
-        check_host(host, accelerator=cluster.accelerator, device=cluster.device, processes=processes)
-        check_host_memory(recipe, host, processes=processes)
-    return recipe
-
-
 def item_of(run: RunFolder, recipe: Recipe) -> QueuedRun:
     """The job of a run with a checked recipe."""
     changed = changes(run.config(), to_mapping(recipe))
@@ -232,8 +176,6 @@ def resubmit(
     """Submit the next attempt of a run that has ended. Returns None if the run is done.
 
     Args:
-        recipe: of the attempt, with the launcher that gets it.
-        report: called with a line for each action.
         checkpoint: an older checkpoint to resume from; later ones are renamed at once.
 
     Raises:
@@ -244,10 +186,7 @@ def resubmit(
     item = item_of(run, recipe)
     with folder.claim():
         settle(folder, report)
-        states = reconcile(folder)
-        if (problem := silence(states)) is not None:
-            report(problem)
-        word, _ = standing(run, jobs_of(folder, folder.submissions()).get(run.path.name), states)
+        ((_, _, word, _),) = standings(folder, report, [run.path.name])
         if word == "done":
             report(f"{run.path} is done. For another like it: repeat={recipe.repeat + 1}")
             return None

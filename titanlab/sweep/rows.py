@@ -7,9 +7,8 @@ made when a sweep is submitted, and kept in points.jsonl: to read a recipe back 
 
 from __future__ import annotations
 
+import io
 import json
-import os
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,26 +23,11 @@ from titanlab.launch.submission import Submission
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.provenance import code_fingerprint
 from titanlab.records.run_folder import RunFolder, Status
-from titanlab.sweep.columns import (
-    COLUMNS,
-    NAMES,
-    NUMBER,
-    POINT,
-    SCHEMA,
-    TEXT,
-    TRUTH,
-    WHOLE,
-    as_text,
-    figure_columns,
-    fitting,
-    machine_columns,
-    point_keys,
-    provenance_columns,
-    recipe_columns,
-)
+from titanlab.sweep import columns
 from titanlab.sweep.listing import ACTIVE
 from titanlab.sweep.reconcile import close_dead_runs, reconcile
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
+from titanlab.system.files import write_bytes
 from titanlab.techniques.tracker.several_schema import Jsonl
 from titanlab.train.tracked_run import tracker_gap
 
@@ -56,21 +40,8 @@ _UNWANTED = ("where", "duplicate")
 _WAITING = ("pending", "requeued")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Context:
-    """What is known of a run outside its folder.
-
-    Attributes:
-        point: its line in points.jsonl; None if the sweep's plan does not contain the run any more.
-        job: its newest submission.
-        index: its index in that submission.
-        job_state: from the scheduler.
-    """
-
-    point: Mapping[str, Any] | None = None
-    job: Submission | None = None
-    index: int = 0
-    job_state: JobState | None = None
+Job = tuple[Submission, int]
+"""A submission, and the index of a run in it."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +58,6 @@ class SweepTable:
     """The rows of one sweep, to be computed repeatedly while it runs: files that cannot change are read once.
 
     Args:
-        sweep: its folder.
         code: fingerprint of the present code; None: no run is marked as stale.
         late: estimates runs for which no estimate was kept; None: these have none.
     """
@@ -105,62 +75,76 @@ class SweepTable:
         """
         points = self.sweep.points()
         folders = {run.path.name: run for run in self.sweep.runs()}
-        jobs = jobs_of(self.sweep, self.sweep.submissions())
+        jobs, known = jobs_of(self.sweep, self.sweep.submissions()), states or {}
+
+        def row(run: RunFolder, point: Mapping[str, Any]) -> dict[str, Any]:
+            job = jobs.get(run.path.name)
+            state = known.get((job[0].token, job[1])) if job else None
+            return self._row(run, point, job, state)
+
         rows = []
         for point in points:
             name = point.get("run")
             if point.get("dropped"):
-                rows.append(self._dropped(point))
+                drop = point["dropped"]
+                rows.append(
+                    {
+                        "sweep": self.sweep.name,
+                        "repeat": point.get("repeat"),
+                        "state": "dropped",
+                        "outcome": None if drop["stage"] in _UNWANTED else OutcomeKind.INFEASIBLE.value,
+                        "dropped_stage": drop["stage"],
+                        "cause": drop["reason"],
+                        **_values(point),
+                    }
+                )
             elif name in folders:
-                rows.append(self._row(folders.pop(name), _context(point, name, jobs, states)))
+                rows.append(row(folders.pop(name), point))
             else:
-                rows.append(self._missing(point, str(name)))
-        rows += [self._row(run, _context(None, name, jobs, states)) for name, run in folders.items()]
+                rows.append(
+                    {
+                        **_names(self.sweep.name, self.sweep.run(str(name))),
+                        "repeat": point.get("repeat"),
+                        "state": "missing",
+                        "cause": "its folder is gone; submit the sweep again",
+                        **_values(point),
+                    }
+                )
+        # Runs that the sweep's plan does not contain any more.
+        rows += [row(run, {}) for run in folders.values()]
         keys = list(dict.fromkeys(key for point in points for key in point.get("point", {})))
-        return [{name: row.get(name) for name in (*NAMES, *(POINT + key for key in keys))} for row in rows]
+        return [
+            {name: row.get(name) for name in (*columns.NAMES, *(columns.POINT + key for key in keys))} for row in rows
+        ]
 
-    def _dropped(self, point: Mapping[str, Any]) -> dict[str, Any]:
-        drop = point["dropped"]
-        return {
-            "sweep": self.sweep.name,
-            "repeat": point.get("repeat"),
-            "state": "dropped",
-            "outcome": None if drop["stage"] in _UNWANTED else OutcomeKind.INFEASIBLE.value,
-            "dropped_stage": drop["stage"],
-            "cause": drop["reason"],
-            **_values(point),
-        }
-
-    def _missing(self, point: Mapping[str, Any], run: str) -> dict[str, Any]:
-        return {
-            **_names(self.sweep.name, self.sweep.run(run)),
-            "repeat": point.get("repeat"),
-            "state": "missing",
-            "cause": "its folder is gone; submit the sweep again",
-            **_values(point),
-        }
-
-    def _row(self, run: RunFolder, context: _Context) -> dict[str, Any]:
+    def _row(
+        self, run: RunFolder, point: Mapping[str, Any], job: Job | None, job_state: JobState | None
+    ) -> dict[str, Any]:
         try:
-            return {**self._facts(run, context), **_names(self.sweep.name, run), **_values(context.point or {})}
+            facts = self._facts(run, point, job, job_state)
         except Exception as error:
             # Catch everything: one damaged folder must not hide the others.
             cause = " ".join(str(error).split()) or type(error).__name__
             if not isinstance(error, TitanlabError):
                 cause = f"its files cannot be understood ({type(error).__name__}: {cause})"
-            names = _names(self.sweep.name, run)
-            return {**names, "state": "unreadable", "cause": cause, **_values(context.point or {})}
+            facts = {"state": "unreadable", "cause": cause}
+        return {**facts, **_names(self.sweep.name, run), **_values(point)}
 
-    def _facts(self, run: RunFolder, context: _Context) -> dict[str, Any]:
+    def _facts(
+        self, run: RunFolder, point: Mapping[str, Any], job: Job | None, job_state: JobState | None
+    ) -> dict[str, Any]:
         status, outcome = run.status() or Status(state="prepared", updated=0.0), run.result()
-        state = _state(status, outcome, context)
+        state = _state(status, outcome, job[0] if job else None, job_state)
         end = outcome if state == "ended" else None
-        began = self._attempt(run, status.attempt, by_job=context.job is not None)
+        began = self._attempt(run, status.attempt, by_job=job is not None)
+        # Of the attempt before; of a run that waits to resume, the latest.
+        previous = run.result(status.attempt - 1) if status.attempt > 1 else None
+        previous = previous if end is not None or outcome is None else outcome
         facts = {
-            **recipe_columns(began.config),
-            **figure_columns(end.metrics if end else status.metrics, world=began.config["world"]),
+            **columns.recipe_columns(began.config),
+            **columns.figure_columns(end.metrics if end else status.metrics, world=began.config["world"]),
             "state": state,
-            "previous_outcome": _previous(run, status.attempt, outcome, ended=end is not None),
+            "previous_outcome": previous.kind.value if previous else None,
             "step": end.step if end else status.step,
             "steps": (end.steps if end else status.steps) or began.config["training"]["steps"],
             "attempt": status.attempt,
@@ -169,11 +153,11 @@ class SweepTable:
             "updated": status.updated or None,
             "folder": str(run.path),
             **dict(zip(("parent_run", "parent_step"), run.parent() or (None, None), strict=True)),
-            **machine_columns(began.env, began.job, began.config),
-            **provenance_columns(began.env, began.job),
-            **_job(context, began),
+            **columns.machine_columns(began.env, began.job, began.config),
+            **columns.provenance_columns(began.env, began.job),
+            **_job(job, job_state, began),
         }
-        kept = (context.point or {}).get("estimate") or (self.late.of(began.config) if self.late else None)
+        kept = point.get("estimate") or (self.late.of(began.config) if self.late else None)
         facts |= estimate_columns(kept, facts["layout.label"])
         if began.env is not None:
             facts["started"] = began.env.get("time")
@@ -204,9 +188,9 @@ class SweepTable:
         return self._attempts[key]
 
 
-def _state(status: Status, outcome: Outcome | None, context: _Context) -> str:
+def _state(status: Status, outcome: Outcome | None, job: Submission | None, job_state: JobState | None) -> str:
     """The state of a run: from its own files, except for what only the scheduler knows."""
-    word, job = context.job_state.state if context.job_state else None, context.job
+    word = job_state.state if job_state else None
     # A job puts itself back into the queue some seconds after the result, and its next start needs some to begin.
     may_return = outcome is not None and outcome.kind.automatic and job is not None and job.launch.get("requeue", False)
     if word in _WAITING or (word == "unknown" and may_return):
@@ -216,36 +200,18 @@ def _state(status: Status, outcome: Outcome | None, context: _Context) -> str:
     if word == "running" and status.state in ("prepared", "ended"):
         return "starting"
     # Also if the scheduler does not answer: the job has been submitted.
-    if status.state == "prepared" and context.job is not None:
-        return "queued"
-    return status.state
+    return "queued" if status.state == "prepared" and job is not None else status.state
 
 
-def _previous(run: RunFolder, attempt: int, outcome: Outcome | None, *, ended: bool) -> str | None:
-    """The outcome of the attempt before; for a run that waits to resume, the latest outcome."""
-    last = outcome if outcome is not None and not ended else run.result(attempt - 1) if attempt > 1 else None
-    return last.kind.value if last else None
-
-
-def _context(
-    point: Mapping[str, Any] | None, run: str, jobs: Mapping[str, tuple[Submission, int]], states: States | None
-) -> _Context:
-    if run not in jobs:
-        return _Context(point=point)
-    job, index = jobs[run]
-    return _Context(point=point, job=job, index=index, job_state=(states or {}).get((job.token, index)))
-
-
-def _job(context: _Context, began: _Attempt) -> dict[str, Any]:
-    job, index, state = context.job, context.index, context.job_state
-    started_by = began.env.get("launcher") if began.env else None
+def _job(job: Job | None, state: JobState | None, began: _Attempt) -> dict[str, Any]:
     if job is None:
-        return {"launcher": started_by, "scheduler_state": None}
-    own = began.job if (began.job.get("token"), began.job.get("index")) == (job.token, index) else {}
-    launcher = launcher_named(job.launcher)
+        return {"launcher": began.env.get("launcher") if began.env else None, "scheduler_state": None}
+    submission, index = job
+    is_own = (began.job.get("token"), began.job.get("index")) == (submission.token, index)
+    launcher = launcher_named(submission.launcher)
     return {
-        "launcher": job.launcher,
-        "job_id": own.get("job_id") or launcher.job_number(job, index),
+        "launcher": submission.launcher,
+        "job_id": (began.job.get("job_id") if is_own else None) or launcher.job_number(submission, index),
         "queue_reason": state.reason if state and state.state in (*_WAITING, "unknown") else None,
         "scheduler_state": state.raw if state and launcher.has_scheduler else None,
     }
@@ -259,7 +225,7 @@ def _values(point: Mapping[str, Any]) -> dict[str, Any]:
     """The point's columns; empty for a run that is in no plan."""
     if not point:
         return {}
-    values = {POINT + key: as_text(value) for key, value in point.get("point", {}).items()}
+    values = {columns.POINT + key: columns.as_text(value) for key, value in point.get("point", {}).items()}
     return {"control": point.get("control") is True, **values}
 
 
@@ -319,43 +285,40 @@ class LateEstimates:
         if key not in self._known:
             if len(self._known) >= _MOST_RECIPES:
                 return {"note": _TOO_MANY}
-            self._known[key] = _estimated(config)
+            from titanlab.recipe.recipe import from_mapping
+
+            try:
+                self._known[key] = estimate_values(from_mapping(config))
+            except (TitanlabError, LookupError, TypeError, ValueError) as error:
+                reason = " ".join(str(error).split()) or type(error).__name__
+                self._known[key] = {"note": f"its recipe cannot be read ({reason})"}
         return self._known[key]
-
-
-def _estimated(config: Mapping[str, Any]) -> dict[str, Any]:
-    from titanlab.recipe.recipe import from_mapping
-
-    try:
-        return estimate_values(from_mapping(config))
-    except (TitanlabError, LookupError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        return {"note": f"its recipe cannot be read ({reason})"}
 
 
 SCHEMA_KEY, SWEEP_KEY = "titanlab.schema", "titanlab.sweep"
 
 
 def parquet_schema(points: Sequence[str], sweep: str) -> Any:
-    """The schema of the file: all columns, and a text column for each key of the points.
-
-    Args:
-        points: names of the points' columns.
-    """
+    """The schema of the file: all columns, and a text column for each key of the points."""
     import pyarrow as pa
 
-    types = {TEXT: pa.string(), WHOLE: pa.int64(), NUMBER: pa.float64(), TRUTH: pa.bool_()}
-    fields = [pa.field(column.name, types[column.type]) for column in COLUMNS]
+    types = {
+        columns.TEXT: pa.string(),
+        columns.WHOLE: pa.int64(),
+        columns.NUMBER: pa.float64(),
+        columns.TRUTH: pa.bool_(),
+    }
+    fields = [pa.field(name, types[kind]) for name, kind in columns.COLUMNS.items()]
     fields += [pa.field(name, pa.string()) for name in points]
-    return pa.schema(fields, metadata={SCHEMA_KEY: str(SCHEMA), SWEEP_KEY: sweep})
+    return pa.schema(fields, metadata={SCHEMA_KEY: str(columns.SCHEMA), SWEEP_KEY: sweep})
 
 
 def arrow_table(rows: Sequence[Mapping[str, Any]], sweep: str) -> Any:
     """The rows as a table of pyarrow; a value of another kind than its column is left out."""
     import pyarrow as pa
 
-    sound = [{name: fitting(name, value) for name, value in row.items()} for row in rows]
-    return pa.Table.from_pylist(sound, schema=parquet_schema(point_keys(rows), sweep))
+    sound = [{name: columns.fitting(name, value) for name, value in row.items()} for row in rows]
+    return pa.Table.from_pylist(sound, schema=parquet_schema(columns.point_keys(rows), sweep))
 
 
 def write_table(rows: Sequence[Mapping[str, Any]], sweep: str, into: Path) -> list[Path]:
@@ -371,10 +334,13 @@ def write_table(rows: Sequence[Mapping[str, Any]], sweep: str, into: Path) -> li
     plain = arrow_table([{name: _inert(value) for name, value in row.items()} for row in rows], sweep)
     try:
         into.mkdir(parents=True, exist_ok=True)
-        return [
-            _whole(into / f"{sweep}.parquet", lambda path: parquet.write_table(table, path)),
-            _whole(into / f"{sweep}.csv", lambda path: csv.write_csv(plain, path)),
-        ]
+        written = []
+        for kind, write, content in (("parquet", parquet.write_table, table), ("csv", csv.write_csv, plain)):
+            buffer = io.BytesIO()
+            write(content, buffer)
+            written.append(into / f"{sweep}.{kind}")
+            write_bytes(written[-1], buffer.getvalue())
+        return written
     except OSError as error:
         rule = f"cannot be written ({error.strerror or error})"
         raise ConfigError("--into", into, rule, "name a folder of yours") from error
@@ -388,17 +354,6 @@ def _inert(value: Any) -> Any:
     except ValueError:
         return f"'{value}"
     return value
-
-
-def _whole(path: Path, write: Callable[[Path], None]) -> Path:
-    """Write a temporary file in the same folder, then rename it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    try:
-        write(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path
 
 
 # A scheduler serves many users, so do not ask it at every call; without a scheduler only local files are read.

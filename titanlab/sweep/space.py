@@ -22,7 +22,7 @@ import itertools
 import json
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,15 @@ def keys_of(points: Sequence[Values]) -> list[str]:
 def canonical_text(value: Any) -> str:
     """A text that is equal only for equal values of the same type: 1 differs from true and from 1.0."""
     return json.dumps(value, sort_keys=True, default=str)
+
+
+def flattened(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of nested mappings by its dotted key; an empty mapping is a value."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flattened(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _size(space: Any, place: str) -> int:
@@ -224,12 +233,7 @@ _MEANT = {
 
 @dataclass(frozen=True)
 class Expression:
-    """A parsed condition.
-
-    Attributes:
-        text: as the user wrote it.
-        names: keys that it may use, in order.
-    """
+    """A parsed condition."""
 
     text: str
     names: tuple[str, ...]
@@ -237,10 +241,6 @@ class Expression:
 
     def holds(self, value: Callable[[str], Any], label: str) -> bool:
         """Whether a point meets the condition.
-
-        Args:
-            value: the point's value by key.
-            label: of the point, for messages.
 
         Raises:
             ConfigError: it cannot be computed, or the result is neither true nor false.
@@ -376,13 +376,7 @@ _VAGUE = ("none", "off", "full", "block", "default", "local")
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPoint:
-    """One value for each key of a sweep.
-
-    Attributes:
-        values: by key; an option by its group.
-        repeat: number of the repetition.
-        is_control: whether it is a run of the sweep's control.
-    """
+    """One value for each key of a sweep."""
 
     values: Mapping[str, Any]
     repeat: int = 0

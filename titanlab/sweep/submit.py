@@ -11,15 +11,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titanlab.checkpoint.contents import parent_of
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import States, launch_of
 from titanlab.launch.submission import JobShape, Submission, shape_of
-from titanlab.plan.explanation import MEMORY_ERROR, Estimate, estimate_of
+from titanlab.plan.explanation import MEMORY_ERROR, estimate_of
 from titanlab.recipe.recipe import to_mapping
-from titanlab.records.run_folder import RunFolder, check_runs, create_run
+from titanlab.records.run_folder import check_runs, create_run
 from titanlab.sweep.enqueue import (
     QueuedRun,
     arrays,
@@ -41,20 +41,13 @@ from titanlab.system.files import user_path
 from titanlab.system.text import counted, grouped, sweep_argument, trimmed
 from titanlab.train.tracked_run import has_tracker
 
-if TYPE_CHECKING:
-    from titanlab.sweep.plan import Study
-
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
     """The action for one run of a study.
 
     Attributes:
-        planned: the run in the study.
-        run_name: of its folder.
         action: `submit`, `queued`, `running`, `done`, or `ended` (with another outcome: only a retry submits it again).
-        outcome: of a run that has ended.
-        shape: the resources of its job.
     """
 
     planned: PlannedRun
@@ -66,17 +59,11 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class Submitted:
-    """The result of a submission.
-
-    Attributes:
-        folder: of the sweep.
-        decisions: one for each run of the study.
-        jobs: number, shape and runs of each new array.
-    """
+    """The result of a submission."""
 
     folder: SweepFolder
     decisions: tuple[Decision, ...]
-    jobs: tuple[tuple[str, JobShape, tuple[str, ...]], ...]
+    submissions: tuple[Submission, ...]
 
 
 def folder_of(study: Study) -> SweepFolder:
@@ -142,7 +129,6 @@ def submit(study: Study, report: Callable[[str], None], *, force: bool = False) 
     """Submit the missing runs of a study, and return at once.
 
     Args:
-        report: called with a line for each action.
         force: submit ended runs again, from the beginning; their old folders go to `superseded/`.
 
     Raises:
@@ -161,13 +147,14 @@ def submit(study: Study, report: Callable[[str], None], *, force: bool = False) 
         _write(folder, study, decisions)
         submitted = enqueue(folder, items, report)
     wake(folder)
-    return Submitted(folder=folder, decisions=tuple(decisions), jobs=tuple(_jobs(submitted)))
+    return Submitted(folder=folder, decisions=tuple(decisions), submissions=tuple(submitted))
 
 
 def _decided(
     study: Study, folder: SweepFolder, shapes: Sequence[JobShape], states: States, *, force: bool
 ) -> list[Decision]:
-    jobs, run_of = jobs_of(folder, folder.submissions()), _by_identity(folder)
+    jobs = jobs_of(folder, folder.submissions())
+    run_of = {identity.sha256: run for run in folder.runs() if (identity := run.identity()) is not None}
     decisions = []
     for planned, shape in zip(study.planned, shapes, strict=True):
         # By its identity: its label may have changed since.
@@ -195,11 +182,6 @@ def _prepared(folder: SweepFolder, decision: Decision, *, force: bool) -> Queued
         parent=parent_of(recipe.checkpoint.load_from),
     )
     return QueuedRun(run=decision.run_name, shape=decision.shape, launch=launch_of(recipe))
-
-
-def _by_identity(folder: SweepFolder) -> dict[str, RunFolder]:
-    identities = ((run, run.identity()) for run in folder.runs())
-    return {identity.sha256: run for run, identity in identities if identity is not None}
 
 
 def _check_name(folder: SweepFolder, study: Study) -> None:
@@ -251,10 +233,6 @@ def _point(
     return {"point": dict(point.values), "repeat": point.repeat, "run": run, "dropped": dropped, **control}
 
 
-def _jobs(submitted: Sequence[Submission]) -> list[tuple[str, JobShape, tuple[str, ...]]]:
-    return [(submission.job_id or submission.token, submission.shape, submission.runs) for submission in submitted]
-
-
 HEADINGS = ("run", "layout", "processes", "nodes", "GPU-hours", "est. hours", "est. GB", "checkpoint GB", "action")
 FIGURES = ("processes", "nodes", "GPU-hours", "est. hours", "est. GB", "checkpoint GB")
 # In the order in which the counts are shown.
@@ -290,7 +268,8 @@ def plan_lines(study: Study, decisions: Sequence[Decision], *, answered: bool = 
         which = f"--outcome {','.join(outcomes)}" if all(decision.outcome for decision in ended) else "--all-failed"
         sweep = sweep_argument(user_path(study.planned[0].recipe.runs) / study.name)
         lines.append(f"to run those again: titanlab retry {sweep} {which}")
-    return lines + dropped([_row(point.stage, point.reason) for point in study.dropped])
+    rows_dropped = [{"state": "dropped", "dropped_stage": drop.stage, "cause": drop.reason} for drop in study.dropped]
+    return lines + dropped(rows_dropped)
 
 
 def _without_tracker(study: Study, decisions: Sequence[Decision]) -> list[str]:
@@ -329,9 +308,10 @@ def plan_values(study: Study, decisions: Sequence[Decision]) -> dict[str, Any]:
                 "outcome": decision.outcome,
                 "shape": decision.shape.to_mapping(),
                 "gpu_hours": decision.shape.gpu_hours,
-                "estimate": _mapping(estimate_of(decision.planned.recipe)),
+                "estimate": None if estimate is None else estimate.to_mapping(),
             }
             for decision in decisions
+            for estimate in [estimate_of(decision.planned.recipe)]
         ],
         "dropped": [
             {"point": dict(drop.point.values), "repeat": drop.point.repeat, "stage": drop.stage, "reason": drop.reason}
@@ -342,35 +322,28 @@ def plan_values(study: Study, decisions: Sequence[Decision]) -> dict[str, Any]:
     }
 
 
-def _mapping(estimate: Estimate | None) -> dict[str, Any] | None:
-    return None if estimate is None else estimate.to_mapping()
-
-
 def _cells(decision: Decision) -> tuple[str, ...]:
-    shape = decision.shape
-    runs_here = decision.planned.recipe.launch.runs_here
+    shape, recipe = decision.shape, decision.planned.recipe
     action = decision.outcome if decision.action == "ended" and decision.outcome else decision.action
+    hours = memory = checkpoint = ""
+    # Without one, nothing is known of the devices.
+    if (estimate := estimate_of(recipe)) is not None:
+        memory = f"{estimate.reserved_bytes / 1e9:.1f}{'' if estimate.fits else ' too much'}"
+        hours, checkpoint = (
+            trimmed(value) if value < 999.5 else grouped(value)
+            for value in (estimate.hours, estimate.checkpoint_bytes / 1e9)
+        )
     return (
         decision.run_name,
-        decision.planned.recipe.layout.label,
+        recipe.layout.label,
         str(shape.processes),
-        "" if runs_here else str(shape.nodes),
+        "" if recipe.launch.runs_here else str(shape.nodes),
         f"{shape.gpu_hours:.1f}" if shape.gpu_hours else "",
-        *_estimated(estimate_of(decision.planned.recipe)),
+        hours,
+        memory,
+        checkpoint,
         f"{action}, control" if decision.planned.point.is_control else action,
     )
-
-
-def _estimated(estimate: Estimate | None) -> tuple[str, str, str]:
-    """Hours, memory of a device and size of a checkpoint; empty if nothing is known of the devices."""
-    if estimate is None:
-        return "", "", ""
-    mark = "" if estimate.fits else " too much"
-    hours, checkpoint = (
-        trimmed(value) if value < 999.5 else grouped(value)
-        for value in (estimate.hours, estimate.checkpoint_bytes / 1e9)
-    )
-    return hours, f"{estimate.reserved_bytes / 1e9:.1f}{mark}", checkpoint
 
 
 def _resources(submitted: Sequence[Decision], *, answered: bool) -> str:
@@ -392,10 +365,6 @@ def _resources(submitted: Sequence[Decision], *, answered: bool) -> str:
         total = f"{sum(known):,.1f}" if len(known) == len(hours) else "no limit to the"
         parts += [counted(gpus, "GPU"), f"{total} GPU-hours asked for"]
     return f"{counted(len(submitted), 'job')}: {', '.join(parts)}; the largest has {max(s.processes for s in shapes):,}"
-
-
-def _row(stage: str, reason: str) -> dict[str, Any]:
-    return {"state": "dropped", "dropped_stage": stage, "cause": reason}
 
 
 STAGE = "memory"
@@ -420,7 +389,10 @@ def fitting(study: Study, *, strictly: bool) -> Study:
             kept.append(planned)
             doubtful += estimate is not None and not estimate.fits
         else:
-            dropped.append(Dropped(point=planned.point, stage=STAGE, reason=_reason(estimate)))
+            assert estimate.limit_bytes is not None
+            needed, limit = estimate.reserved_bytes / 1e9, estimate.limit_bytes / 1e9
+            reason = f"would reserve about {needed:.0f} GB of a device's {limit:.1f} GB"
+            dropped.append(Dropped(point=planned.point, stage=STAGE, reason=reason))
     if not kept:
         rule = f"none of {len(study.planned)} runs fits into memory; {dropped[-1].reason}"
         cure = "see what fits: titanlab plan; or submit them all the same: --keep"
@@ -439,10 +411,3 @@ def fitting(study: Study, *, strictly: bool) -> Study:
             "the largest error of estimates; --keep keeps all"
         )
     return dataclasses.replace(study, planned=tuple(kept), dropped=tuple(dropped), notices=(*study.notices, *notices))
-
-
-def _reason(estimate: Estimate) -> str:
-    assert estimate.limit_bytes is not None
-    return (
-        f"would reserve about {estimate.reserved_bytes / 1e9:.0f} GB of a device's {estimate.limit_bytes / 1e9:.1f} GB"
-    )

@@ -33,6 +33,7 @@ _COLOURS: Mapping[str, str] = {"good": "green", "busy": "cyan", "idle": "dim", "
 # On a narrow terminal, columns are dropped in this order; then names of runs are shortened.
 _DROPPED_FIRST = ("", "layout", "GiB", "MFU", "left")
 _LEAST_NAME = 20
+_HASH = 9  # letters of a hash with its dash
 _GAP = "  "
 # Lines of the live view besides the rows of runs: headings, counts, prompt.
 _FRAME_LINES = 6
@@ -45,9 +46,7 @@ class Screen:
     """The output on which a sweep is shown.
 
     Args:
-        stream: None: standard output.
         environ: environment with NO_COLOR, TERM, COLUMNS and LINES; None: this process's.
-        clock: seconds since the epoch.
     """
 
     def __init__(
@@ -77,12 +76,7 @@ class Screen:
     def follow(
         self, name: str, look: Look, *, seconds: float = 2.0, sleep: Callable[[float], None] = time.sleep
     ) -> list[dict[str, Any]]:
-        """Show a sweep until no run is active or waits, or until Ctrl-C, which stops no run. Returns the last rows.
-
-        Args:
-            look: returns the current rows.
-            seconds: between two calls of `look`.
-        """
+        """Show a sweep until no run is active or waits, or until Ctrl-C, which stops no run. Returns the last rows."""
         rows = look()
         with self._drawn(name) as draw:
             draw(_harmless(rows))
@@ -147,7 +141,10 @@ class Screen:
         if height is not None:
             room = max(1, height - _FRAME_LINES - len(beneath))
             left_out = max(0, len(shown) - room)
-            shown = _foremost(shown, room)
+            # In their order: active runs first, then failed, stopped, waiting and finished ones.
+            urgency = {"busy": 0, "bad": 1, "halted": 2, "idle": 3, "good": 4}
+            places = sorted(range(len(shown)), key=lambda place: (urgency[listing.tone(shown[place])], place))
+            shown = [shown[place] for place in sorted(places[:room])]
         parts = [Text(name, style="bold")]
         if shown:
             parts.append(_table(shown, columns, self._clock()))
@@ -178,13 +175,6 @@ def settled(rows: Sequence[Row]) -> bool:
     return not any(row["state"] in (*listing.ACTIVE, "queued") for row in rows)
 
 
-def _foremost(rows: Sequence[Row], room: int) -> list[Row]:
-    """As many rows as fit, in their order: active runs first, then failed, stopped, waiting and finished ones."""
-    urgency = {"busy": 0, "bad": 1, "halted": 2, "idle": 3, "good": 4}
-    first = sorted(range(len(rows)), key=lambda place: (urgency[listing.tone(rows[place])], place))[:room]
-    return [rows[place] for place in sorted(first)]
-
-
 def _table(rows: Sequence[Row], columns: int, now: float) -> Any:
     from rich.table import Table
     from rich.text import Text
@@ -198,16 +188,12 @@ def _table(rows: Sequence[Row], columns: int, now: float) -> Any:
         table.add_column(heading, justify=side, no_wrap=True, overflow="ellipsis", width=width)  # type: ignore[arg-type]
     state, name = listing.HEADINGS.index("state"), listing.HEADINGS.index("run")
     for row, line in zip(rows, lines, strict=True):
-        line[name] = _cut(line[name], kept[name])
+        if len(line[name]) > kept[name]:
+            # Without its middle: the hash at its end distinguishes it.
+            line[name] = f"{line[name][: kept[name] - _HASH - 1]}…{line[name][-_HASH:]}"
         colour = _COLOURS[listing.tone(row)]
         table.add_row(*(Text(line[place], style=colour if place == state else "") for place in kept))
     return table
-
-
-def _cut(name: str, width: int) -> str:
-    """A name without its middle if it is too long; the hash at its end, which distinguishes it, is kept."""
-    ending = 9
-    return name if len(name) <= width else f"{name[: width - ending - 1]}…{name[-ending:]}"
 
 
 def _fitting(lines: Sequence[Sequence[str]], columns: int) -> dict[int, int]:
@@ -263,12 +249,7 @@ _SILENT_HERE_SECONDS = 10.0
 
 
 class RunWatch:
-    """Watches one run.
-
-    Args:
-        clock: monotonic time in seconds.
-        now: seconds since the epoch.
-    """
+    """Watches one run."""
 
     def __init__(
         self, run: RunFolder, *, clock: Callable[[], float] = time.monotonic, now: Callable[[], float] = time.time
@@ -286,7 +267,9 @@ class RunWatch:
             self._due = -float("inf")
             return True, ""
         status = self._run.known_status()
-        if status is not None and status.state == "ended" and not _may_return(status):
+        # A job may put itself back into the queue after an automatic end.
+        automatic = [kind.value for kind in OutcomeKind if kind.automatic]
+        if status is not None and status.state == "ended" and status.outcome not in automatic:
             return False, f"ended: {status.outcome}"
         if self._clock() >= self._due:
             self._due = self._clock() + _LOOK_SECONDS
@@ -294,11 +277,10 @@ class RunWatch:
         return self._last
 
     def _judged(self, status: Status | None) -> tuple[bool, str]:
-        if self._run.path.name not in jobs_of(self._sweep, self._sweep.submissions()):
+        name = self._run.path.name
+        if name not in jobs_of(self._sweep, self._sweep.submissions()):
             return self._without_job(status)
-        row: dict[str, Any] | None = next(
-            (row for row in self._look() if row["run"] == self._run.path.name and row["state"] != "dropped"), None
-        )
+        row = next((row for row in self._look() if row["run"] == name and row["state"] != "dropped"), None)
         if row is None:
             return False, "is not in its sweep any more"
         if row["state"] == "queued":
@@ -314,15 +296,8 @@ class RunWatch:
             return False, "nobody has started it"
         if status.state == "ended":
             return False, f"ended: {status.outcome}"
-        silent = self._now() - status.updated
         is_here = status.host == socket.gethostname()
-        if is_here and born_at(status.pid) is not None:
-            return True, ""
-        if silent < (_SILENT_HERE_SECONDS if is_here else _SILENT_SECONDS):
+        is_fresh = self._now() - status.updated < (_SILENT_HERE_SECONDS if is_here else _SILENT_SECONDS)
+        if is_fresh or (is_here and born_at(status.pid) is not None):
             return True, ""
         return False, "nobody works on it any more, and it left no result"
-
-
-def _may_return(status: Status) -> bool:
-    """Whether a job may put itself back into the queue after such an end."""
-    return status.outcome in {kind.value for kind in OutcomeKind} and OutcomeKind(status.outcome).automatic

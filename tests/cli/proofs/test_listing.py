@@ -66,8 +66,7 @@ def test_a_tolerance_by_number_is_shown_once_for_equal_ones():
 
 
 def proof(recipe, *, notes=(), missing=(), run="a"):
-    reduced = SimpleNamespace(recipe=recipe, notes=notes)
-    return SimpleNamespace(run=run, layout="dp_s2", reduced=reduced, missing=missing)
+    return SimpleNamespace(run=run, layout="dp_s2", recipe=recipe, notes=notes, missing=missing)
 
 
 def test_sizes_and_notes_are_told_once(tmp_path):

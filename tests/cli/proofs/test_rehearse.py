@@ -133,7 +133,7 @@ def test_no_folder_stays_where_the_plan_is_refused(says, temporary, monkeypatch)
     def refuse(*candidates, **how):
         raise ConfigError("parallelism.pipeline", 3, "planted", "try 2")
 
-    monkeypatch.setattr("titanlab.cli.rehearse.plan_rehearsals", refuse)
+    monkeypatch.setattr("titanlab.cli.rehearse.reduce_all", refuse)
     assert says("rehearse", "+recipe=quickstart")[0] == 2
     assert list(temporary.iterdir()) == []
 

@@ -4,7 +4,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from titanlab.report.figures import style
-from titanlab.report.figures.style import label_bars, label_text, legend_text, new_figure, printable, set_title
+from titanlab.report.figures.style import label_bars, label_text, legend_text, new_figure, printable
 
 
 def test_labels_are_printable_and_short():
@@ -64,7 +64,7 @@ def test_a_label_has_at_most_so_many_letters(most):
 
 
 def test_bars_are_labelled_from_top_to_bottom():
-    _, axis = new_figure(4, 2)
+    _, axis = new_figure(2, "title")
     label_bars(axis, ["first", "second$"], 2)
     assert [label.get_text() for label in axis.get_yticklabels()] == ["first", r"second\$"]
     assert axis.get_ylim() == (1.5, -0.5)
@@ -72,13 +72,13 @@ def test_bars_are_labelled_from_top_to_bottom():
 
 
 def test_bars_that_are_left_out_are_counted():
-    _, axis = new_figure(4, 2)
+    _, axis = new_figure(2, "title")
     label_bars(axis, ["a"], 70)
     assert axis.get_ylabel() == "the first 1 of 70"
 
 
 def test_axes_without_bars_say_so():
-    _, axis = new_figure(4, 2)
+    _, axis = new_figure(2, "title")
     label_bars(axis, [], 0)
     assert [text.get_text() for text in axis.texts] == ["no run"]
     assert list(axis.get_yticks()) == []
@@ -86,10 +86,9 @@ def test_axes_without_bars_say_so():
 
 
 def test_a_figure_has_its_size_and_no_frame_above_and_on_the_right():
-    figure, axis = new_figure(3, 2)
-    assert tuple(figure.get_size_inches()) == (3, 2)
+    figure, axis = new_figure(2, "title")
+    assert tuple(figure.get_size_inches()) == (style.WIDTH, 2)
     assert [side for side, spine in axis.spines.items() if spine.get_visible()] == ["left", "bottom"]
-    set_title(axis, "title")
     assert axis.get_title(loc="left") == "title"
 
 

@@ -22,7 +22,7 @@ def test_a_panel_for_each_pipeline():
         for place, one in enumerate(timelines)
     ]
     figure = pipeline_timelines(pipelines)
-    assert [pipeline.cells for pipeline in pipelines] == [8, 16]
+    assert [sum(map(len, pipeline.timeline.events)) for pipeline in pipelines] == [8, 16]
     assert [axis.get_xlabel() for axis in figure.axes] == ["time (forward passes of a stage)", "time (s, estimated)"]
     assert [axis.get_xlim()[1] for axis in figure.axes] == [timeline.duration for timeline in timelines]
     assert {mark.runs for mark in figure.marks.values()} == {("r0",), ("r1",)}

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from titanlab.sweep.comparison import Drift, drift_of
+from titanlab.sweep.ranking import Drift, drift_of
 
 
 def rows(*pairs):
@@ -61,10 +61,10 @@ def test_a_control_that_goes_up_and_down_has_no_drift():
     assert drift.is_within_noise is True
 
 
-def test_a_drift_of_wild_figures_is_finite():
+def test_a_drift_of_wild_figures_is_noise():
     drift = drift_of(rows((0.0, 1e-300), (1.0, 1e300), (2.0, 1e-300), (3.0, 1e300)), "speed")
-    assert math.isfinite(drift.percent)
-    assert all(map(math.isfinite, drift.interval_percent))
+    assert drift.percent > 1000
+    assert drift.is_within_noise is True
 
 
 def test_a_drift_is_plain_values():

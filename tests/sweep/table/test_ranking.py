@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tests.sweep.table.plain import row
-from titanlab.sweep.ranking import rank
+from titanlab.sweep.ranking import notes_of, rank, sentence_of
 
 # Noise of a run: the standard deviation of the logarithm of tokens/s. Equal recipes on a shared host of two cores differed
 # by 3 to 6 % in quiet minutes, and by 20 to 31 % while seven others computed (AMD EPYC, 2026-11-24).
@@ -57,7 +57,7 @@ def test_one_clear_winner_is_named_with_the_gap_and_its_interval():
     assert 20 < low < 25 < high < 30
     assert (ranking.is_within_noise, ranking.degrees) == (False, 6)
     assert ranking.noise_percent == pytest.approx(1.0, abs=0.1)
-    assert ranking.sentence == (
+    assert sentence_of(ranking) == (
         "dp_s2 is the fastest: 1,000 tokens/s per device, 25.0% more than tp2 "
         f"(95% interval {low:.1f}% to {high:.1f}%)."
     )
@@ -67,7 +67,7 @@ def test_without_repeats_nobody_is_named():
     ranking = rank([row("dp_s2", 1000.0), row("tp2", 500.0)])
     assert (ranking.winner, ranking.is_within_noise, ranking.noise_percent) == (None, None, None)
     assert (ranking.interval_percent, ranking.gap_percent) == (None, pytest.approx(100.0))
-    assert "no recipe was run twice, so that the noise is unknown" in ranking.sentence
+    assert "no recipe was run twice, so that the noise is unknown" in sentence_of(ranking)
 
 
 def repeated(recipe, *speeds, **given):
@@ -78,7 +78,9 @@ def test_two_equal_recipes_are_within_noise():
     ranking = rank([*repeated("dp_s2", 1000.0, 1040.0, 960.0), *repeated("tp2", 990.0, 1030.0, 955.0)])
     assert (ranking.winner, ranking.is_within_noise, ranking.first.label) == (None, True, "dp_s2")
     assert ranking.interval_percent[0] < 0 < ranking.interval_percent[1]
-    assert "No winner can be named: dp_s2 (999 tokens/s per device) and tp2 (991) are within noise" in ranking.sentence
+    assert "No winner can be named: dp_s2 (999 tokens/s per device) and tp2 (991) are within noise" in sentence_of(
+        ranking
+    )
     assert [entry.is_within_noise for entry in ranking.ranked] == [True, True]
 
 
@@ -87,20 +89,20 @@ def test_a_recipe_with_one_run_may_still_be_as_good_as_the_first():
     ranking = rank(rows)
     assert [entry.is_within_noise for entry in ranking.ranked] == [True, False, True]
     assert ranking.winner is None
-    assert "2 of 3 recipes are within noise of the best figure" in ranking.sentence
+    assert "2 of 3 recipes are within noise of the best figure" in sentence_of(ranking)
 
 
 def test_the_least_memory_is_the_best():
     rows = [*repeated("dp_s2", *[1.0] * 3, memory_gib=50.0), *repeated("tp2", *[1.0] * 3, memory_gib=40.0)]
     ranking = rank(rows, by="memory")
     assert (ranking.winner.label, ranking.gap_percent) == ("tp2", pytest.approx(20.0))
-    assert ranking.sentence.startswith("tp2 needs the least memory: 40.00 GiB, 20.0% less than dp_s2")
+    assert sentence_of(ranking).startswith("tp2 needs the least memory: 40.00 GiB, 20.0% less than dp_s2")
 
 
 def test_recipes_that_are_level_have_no_winner():
     ranking = rank([*repeated("dp_s2", 5.0, 5.0), *repeated("tp2", 5.0, 5.0), *repeated("cp2", 5.0, 5.0)], by="memory")
     assert ranking.winner is None
-    assert ranking.sentence == "No winner can be named: cp2 and 2 other recipes are level at 1.00 GiB."
+    assert sentence_of(ranking) == "No winner can be named: cp2 and 2 other recipes are level at 1.00 GiB."
 
 
 def test_a_limit_of_memory_leaves_recipes_out_and_says_so():
@@ -116,7 +118,7 @@ def test_a_limit_of_memory_leaves_recipes_out_and_says_so():
     assert "unknown" in reasons["cp2"]
     # Runs that do not fit tell of the noise all the same.
     assert ranking.degrees == 3
-    assert rank(rows[:4], max_memory_gib=9).sentence == "No recipe fits into 9 GiB: the smallest needs 70.00."
+    assert sentence_of(rank(rows[:4], max_memory_gib=9)) == "No recipe fits into 9 GiB: the smallest needs 70.00."
 
 
 def test_oversubscribed_runs_say_nothing_of_speed_but_of_memory():
@@ -125,7 +127,7 @@ def test_oversubscribed_runs_say_nothing_of_speed_but_of_memory():
     assert [entry.label for entry in ranking.ranked] == ["dp_s2"]
     assert ranking.left_out[0].left_out.startswith("oversubscribed")
     assert len(rank(rows, by="memory").ranked) == 2
-    assert "--by memory" in rank(rows[2:]).sentence
+    assert "--by memory" in sentence_of(rank(rows[2:]))
 
 
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, 0.0, -1.0])
@@ -141,16 +143,16 @@ def test_failures_and_unfinished_runs_are_told():
     ranking = rank(rows)
     reasons = {entry.label: entry.left_out for entry in ranking.left_out}
     assert reasons == {"tp2": "no run is done: 1 oom", "cp2": "no run is done: 1 queued"}
-    assert "Ranked recipes have runs that failed: 1 oom." in ranking.notes
-    assert "The sweep has not ended (1 queued): the answer may change." in ranking.notes
-    assert ranking.sentence.startswith("Only dp_s2 (1,000 tokens/s per device) can be ranked")
-    assert rank(rows[1:]).sentence == "There is nothing to rank: none of 3 runs is done."
-    assert rank([]).sentence == "There is nothing to rank: the sweep has no run."
+    assert "Ranked recipes have runs that failed: 1 oom." in notes_of(ranking)
+    assert "The sweep has not ended (1 queued): the answer may change." in notes_of(ranking)
+    assert sentence_of(ranking).startswith("Only dp_s2 (1,000 tokens/s per device) can be ranked")
+    assert sentence_of(rank(rows[1:])) == "There is nothing to rank: none of 3 runs is done."
+    assert sentence_of(rank([])) == "There is nothing to rank: the sweep has no run."
 
 
 def test_without_a_peak_there_is_no_ranking_by_mfu():
     ranking = rank([row("dp_s2", 1000.0, mfu_percent=None)], by="mfu")
-    assert "the peak of its device is unknown" in ranking.sentence
+    assert "the peak of its device is unknown" in sentence_of(ranking)
 
 
 def control(speeds, *, every=100.0):
@@ -165,7 +167,7 @@ def test_the_control_has_no_place_and_shows_a_drift():
     assert ranking.control_gap_percent == pytest.approx(21.2, abs=0.5)
     assert ranking.drift.percent == pytest.approx(-16.1, abs=0.5)
     assert ranking.drift.is_within_noise is False
-    assert any("down in 5:00" in note and "more than noise" in note for note in ranking.notes)
+    assert any("down in 5:00" in note and "more than noise" in note for note in notes_of(ranking))
     steady = rank([*rows, *control([900.0, 909.0, 891.0, 900.0])])
     assert steady.drift.is_within_noise is True
 
@@ -174,7 +176,7 @@ def test_a_drift_without_any_measure_of_noise_is_told_as_such():
     ranking = rank([row("dp_s2", 1000.0), *control([900.0, 800.0])])
     # The two controls are repeats of each other, but a line goes through any two points.
     assert ranking.drift.is_within_noise is None
-    assert any("whether that is noise is unknown" in note for note in ranking.notes)
+    assert any("whether that is noise is unknown" in note for note in notes_of(ranking))
 
 
 def test_the_values_are_plain():

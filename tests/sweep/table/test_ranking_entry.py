@@ -6,7 +6,8 @@ import math
 import pytest
 
 from tests.sweep.table.plain import row
-from titanlab.sweep.comparison import RecipeRuns, counted_runs, entry_of
+from titanlab.sweep.comparison import RecipeRuns
+from titanlab.sweep.ranking import counted_runs, entry_of
 
 
 def entry(*rows, by="tps", limit=None):

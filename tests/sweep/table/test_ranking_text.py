@@ -5,8 +5,17 @@ import math
 import pytest
 
 from tests.sweep.table.plain import row
-from titanlab.sweep.comparison import Drift
-from titanlab.sweep.ranking import amount, drift_line, figure, notes_of, percent, rank, ranking_lines, sentence_of
+from titanlab.sweep.ranking import (
+    Drift,
+    amount,
+    drift_line,
+    figure,
+    notes_of,
+    percent,
+    rank,
+    ranking_lines,
+    sentence_of,
+)
 
 
 def repeated(recipe, *speeds, **given):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanlab.sweep.comparison import probability_within, t_quantile
+from titanlab.sweep.ranking import t_quantile
 
 
 @pytest.mark.parametrize(
@@ -22,14 +22,3 @@ from titanlab.sweep.comparison import probability_within, t_quantile
 )
 def test_the_quantiles_are_those_of_the_tables(degrees, error, expected):
     assert t_quantile(degrees, error) == pytest.approx(expected, rel=2e-6)
-
-
-@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 7, 50, 999])
-def test_a_quantile_has_its_probability(degrees):
-    for error in (0.5, 0.05, 1e-4):
-        assert probability_within(t_quantile(degrees, error), degrees) == pytest.approx(1 - error, abs=1e-10)
-
-
-def test_the_approximation_for_many_degrees_continues_the_sums():
-    for error in (0.05, 1e-5):
-        assert t_quantile(10_001, error) == pytest.approx(t_quantile(10_000, error), rel=1e-6)

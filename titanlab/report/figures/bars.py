@@ -8,36 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from titanlab.records.outcome import OutcomeKind
-from titanlab.report.figures.style import (
-    BAR,
-    BLUE,
-    FRAME,
-    GREEN,
-    GREY,
-    INK,
-    MOST_BARS,
-    MUTED,
-    ORANGE,
-    OVERSUBSCRIBED,
-    OVERSUBSCRIBED_TEXT,
-    PURPLE,
-    RED,
-    SKY,
-    WHITE,
-    WIDTH,
-    YELLOW,
-    label_bars,
-    new_figure,
-    recipe_colours,
-    records_of,
-    set_title,
-)
+from titanlab.report.figures import style
 from titanlab.sweep.comparison import RecipeRuns, groups
 from titanlab.sweep.listing import tone, word
 from titanlab.system.text import counted, grouped, short_span, significant
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from pandas import DataFrame
 
     from titanlab.report.figures.traced import TracedFigure
@@ -63,7 +39,7 @@ def throughput_by_layout(
         bands: an interval for each recipe, by its label, drawn as a line with ends.
     """
     column, of = ("tokens_per_second_all", "all devices") if together else ("tokens_per_second", "one device")
-    compared = groups(records_of(runs))
+    compared = groups(style.records_of(runs))
     if ranked:
         compared = sorted(
             compared,
@@ -87,7 +63,7 @@ def memory_by_layout(runs: DataFrame | Sequence[Mapping[str, Any]]) -> TracedFig
     Args:
         runs: the frame of `sweep_frame`, or the rows of a table.
     """
-    compared = groups(records_of(runs))
+    compared = groups(style.records_of(runs))
     on_gpu = {row["accelerator"] for group in compared for row in group.rows} == {"cuda"}
     kind = "reserved by the allocator" if on_gpu else "resident memory of the process on a CPU"
     label = f"GiB at the peak, of the rank that logs: {kind}"
@@ -106,71 +82,54 @@ def _bars(
     bands: Mapping[str, tuple[float, float]] | None = None,
 ) -> TracedFigure:
     """A horizontal bar for each recipe; a recipe without a value shows its outcomes as text."""
-    shown = compared[:MOST_BARS]
-    oversubscribed = [hatched and group.is_oversubscribed for group in shown]
-    figure, axis = new_figure(WIDTH, FRAME + BAR * max(1, len(shown)))
+    shown = compared[: style.MOST_BARS]
+    figure, axis = style.new_bars(len(shown), f"{title} by layout")
     longest = max((value for group in shown for value in group.values(column)), default=1.0) or 1.0
     # An interval from two runs can be many times as long as a bar: beyond this it is cut.
     furthest = min(max([longest, *(high for _, high in (bands or {}).values())]), _MOST_BAND * longest)
-    colours = recipe_colours([row for group in compared for row in group.rows])
+    colours = style.recipe_colours([row for group in compared for row in group.rows])
     for place, group in enumerate(shown):
         value = group.typical(column)
         names = [row["run"] for row in group.rows]
         if value is None:
             ends = ", ".join(sorted({word(row) for row in group.rows}))
-            note = axis.text(0.01 * longest, place, ends, va="center", fontsize=8.5, style="italic", color=MUTED)
+            note = axis.text(0.01 * longest, place, ends, va="center", fontsize=8.5, style="italic", color=style.MUTED)
             figure.trace(note, runs=names, columns=["outcome", "state"], text=f"{group.label}: {ends}")
             continue
-        colour = colours.get(names[0], BLUE)
-        look = {**OVERSUBSCRIBED, "edgecolor": colour} if oversubscribed[place] else {"facecolor": colour}
+        colour = colours.get(names[0], style.BLUE)
+        is_hatched = hatched and group.is_oversubscribed
+        look = {**style.OVERSUBSCRIBED, "edgecolor": colour} if is_hatched else {"facecolor": colour}
         (bar,) = axis.barh(place, value, height=0.72, linewidth=0.8, **look)
         measured = [row for row in group.rows if row["outcome"] == "done" and row[column] is not None]
         description = f"{group.label}: {text(group, value)}, {counted(len(measured), 'run')}"
         figure.trace(bar, runs=[row["run"] for row in measured], columns=[column], text=description)
         band = bands.get(group.label) if bands and not group.is_control else None
-        end = min(furthest, max(value, *(band or ()), *(row[column] for row in measured)))
         if band is not None:
-            _draw_band(axis, place, band, furthest)
-        if len(measured) > 1:
-            _draw_runs(figure, axis, place, measured, column)
-        axis.text(end + 0.02 * furthest, place, text(group, value), va="center", fontsize=8.5, color=INK)
+            # A line with ends, for the interval of the mean; an arrow where it goes on beyond the figure.
+            low, high, is_cut = band[0], min(band[1], furthest), band[1] > furthest
+            axis.plot([low, high], [place, place], color=style.INK, linewidth=1.2, solid_capstyle="butt")
+            for end, mark in ((low, "|"), (high, ">" if is_cut else "|")):
+                size = 6 if mark == ">" else 9
+                axis.plot(end, place, mark, color=style.INK, markersize=size, markeredgewidth=1.2)
+        for row in measured if len(measured) > 1 else []:
+            (point,) = axis.plot(row[column], place, "o", ms=4, color=style.WHITE, mec=style.INK, mew=0.6)
+            description = f"{row['run']}: {significant(row[column], 4)}"
+            figure.trace(point, runs=[row["run"]], columns=[column], text=description)
+        furthest_mark = min(furthest, max(value, *(band or ()), *(row[column] for row in measured)))
+        axis.text(
+            furthest_mark + 0.02 * furthest, place, text(group, value), va="center", fontsize=8.5, color=style.INK
+        )
     axis.set_xlim(0, furthest * _ROOM)
     labels = [f"{group.label} (control)" if group.is_control else group.label for group in shown]
-    label_bars(axis, labels, len(compared))
+    style.label_bars(axis, labels, len(compared))
     axis.set_xlabel(label)
     axis.xaxis.set_major_formatter(lambda value, _: grouped(value) if longest >= 10 else significant(value, 2))
-    if any(oversubscribed):
-        from matplotlib.patches import Patch
-
-        handles = [Patch(label=OVERSUBSCRIBED_TEXT, **OVERSUBSCRIBED)]
-        figure.legend(handles=handles, loc="outside lower left", fontsize=8.5, frameon=False, labelcolor=INK)
-    set_title(axis, f"{title} by layout")
-    figure.has_heading = True
+    if hatched and any(group.is_oversubscribed for group in shown):
+        style.explain_hatches(figure)
     return figure
 
 
-def _draw_band(axis: Axes, place: int, band: tuple[float, float], furthest: float) -> None:
-    """A line with ends over a bar, for the interval of its mean; an arrow where it goes on beyond the figure."""
-    low, high = band[0], min(band[1], furthest)
-    is_cut = band[1] > furthest
-    axis.plot([low, high], [place, place], color=INK, linewidth=1.2, solid_capstyle="butt")
-    axis.plot(low, place, "|", color=INK, markersize=9, markeredgewidth=1.2)
-    axis.plot(high, place, ">" if is_cut else "|", color=INK, markersize=6 if is_cut else 9, markeredgewidth=1.2)
-
-
-def _draw_runs(
-    figure: TracedFigure, axis: Axes, place: int, measured: Sequence[Mapping[str, Any]], column: str
-) -> None:
-    """A point for each run of a recipe."""
-    for row in measured:
-        (point,) = axis.plot(
-            row[column], place, "o", markersize=4, color=WHITE, markeredgecolor=INK, markeredgewidth=0.6
-        )
-        description = f"{row['run']}: {significant(row[column], 4)}"
-        figure.trace(point, runs=[row["run"]], columns=[column], text=description)
-
-
-_TONES = {"good": GREEN, "busy": SKY, "idle": GREY, "halted": YELLOW, "bad": RED}
+_TONES = {"good": style.GREEN, "busy": style.SKY, "idle": style.GREY, "halted": style.YELLOW, "bad": style.RED}
 # Outcomes also differ in black and white, and bad outcomes, which share a colour, differ from each other.
 _HATCHES = {
     "crash": "xx",
@@ -191,7 +150,7 @@ def outcomes(runs: DataFrame | Sequence[Mapping[str, Any]]) -> TracedFigure:
     """
     from matplotlib.ticker import MaxNLocator
 
-    rows = records_of(runs)
+    rows = style.records_of(runs)
     counts = [(group.label, Counter(map(word, group.rows))) for group in groups(rows)]
     unknown = [row for row in rows if row["layout.label"] is None and row["state"] != "dropped"]
     counts += [("(no folder)", Counter(map(word, unknown)))] if unknown else []
@@ -200,8 +159,8 @@ def outcomes(runs: DataFrame | Sequence[Mapping[str, Any]]) -> TracedFigure:
     colours = {word(row): _TONES[tone(row)] for row in rows}
     kinds = [kind.value for kind in OutcomeKind]
     order = [*kinds, *sorted({*colours} - {*kinds, "dropped"}), "dropped"]
-    shown = counts[:MOST_BARS]
-    figure, axis = new_figure(WIDTH, FRAME + BAR * max(1, len(shown)))
+    shown = counts[: style.MOST_BARS]
+    figure, axis = style.new_bars(len(shown), "outcomes")
     for name in order:
         starts = [sum(by_word[earlier] for earlier in order[: order.index(name)]) for _, by_word in shown]
         lengths = [by_word[name] for _, by_word in shown]
@@ -211,38 +170,36 @@ def outcomes(runs: DataFrame | Sequence[Mapping[str, Any]]) -> TracedFigure:
                 lengths,
                 left=starts,
                 height=0.72,
-                color=colours.get(name, GREY),
-                edgecolor=WHITE,
+                color=colours.get(name, style.GREY),
+                edgecolor=style.WHITE,
                 hatch=_HATCHES.get(name),
                 label=f"{name} ({sum(by_word[name] for _, by_word in counts)})",
             )
-    label_bars(axis, [label for label, _ in shown], len(counts))
+    style.label_bars(axis, [label for label, _ in shown], len(counts))
     axis.set_xlabel("runs, or points")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     if shown:
-        figure.legend(loc="outside right upper", fontsize=8.5, frameon=False)
-    set_title(axis, "outcomes")
-    figure.has_heading = True
+        style.add_legend(figure, "right upper")
     return figure
 
 
 # Colour and hatch of each part: communication is orange and red, with a hatch for each axis.
 _LOOKS: Mapping[str, tuple[str, str | None]] = {
-    "compute": (BLUE, None),
-    "forward": (BLUE, None),
-    "backward": (SKY, None),
-    "replicate": (ORANGE, None),
-    "shard": (ORANGE, "//"),
-    "tensor": (RED, None),
-    "context": (RED, "\\\\"),
-    "pipeline": (RED, ".."),
-    "expert": (RED, "++"),
-    "bubble": (GREY, "xx"),
-    "optimizer": (PURPLE, None),
-    "data": (YELLOW, None),
-    "checkpoint": (YELLOW, "//"),
-    "stragglers": (GREY, "//"),
-    "other": (GREY, None),
+    "compute": (style.BLUE, None),
+    "forward": (style.BLUE, None),
+    "backward": (style.SKY, None),
+    "replicate": (style.ORANGE, None),
+    "shard": (style.ORANGE, "//"),
+    "tensor": (style.RED, None),
+    "context": (style.RED, "\\\\"),
+    "pipeline": (style.RED, ".."),
+    "expert": (style.RED, "++"),
+    "bubble": (style.GREY, "xx"),
+    "optimizer": (style.PURPLE, None),
+    "data": (style.YELLOW, None),
+    "checkpoint": (style.YELLOW, "//"),
+    "stragglers": (style.GREY, "//"),
+    "other": (style.GREY, None),
 }
 COMMUNICATION = ("replicate", "shard", "tensor", "context", "pipeline", "expert")
 
@@ -252,10 +209,7 @@ class StepSplit:
     """The parts of one run's step.
 
     Attributes:
-        run: its folder.
-        label: of its recipe.
         seconds: by part; an axis stands for communication that nothing hides.
-        columns: where they come from.
         is_measured: False: an estimate of the planner.
     """
 
@@ -268,7 +222,9 @@ class StepSplit:
 
 def step_time_split(splits: Sequence[StepSplit]) -> TracedFigure:
     """Stacked bars of a step's seconds, one bar for each recipe; estimates are labelled as such."""
-    figure, axis = new_figure(WIDTH, FRAME + 0.3 + BAR * max(1, len(splits)))
+    is_measured = any(split.is_measured for split in splits)
+    title = "time of a step" if is_measured else "time of a step, estimated"
+    figure, axis = style.new_bars(len(splits), title, above=style.FRAME + 0.3)
     order = [name for name in _LOOKS if any(split.seconds.get(name) for split in splits)]
     order += sorted({name for split in splits for name, value in split.seconds.items() if value} - {*_LOOKS})
     longest = max((sum(split.seconds.values()) for split in splits), default=0.0) or 1.0
@@ -279,9 +235,9 @@ def step_time_split(splits: Sequence[StepSplit]) -> TracedFigure:
             seconds = split.seconds.get(name) or 0.0
             if seconds <= 0:
                 continue
-            colour, hatch = _LOOKS.get(name, (GREY, "oo"))
+            colour, hatch = _LOOKS.get(name, (style.GREY, "oo"))
             text = part_name(name)
-            look: dict[str, Any] = {"facecolor": colour, "hatch": hatch, "edgecolor": WHITE, "linewidth": 0.6}
+            look: dict[str, Any] = {"facecolor": colour, "hatch": hatch, "edgecolor": style.WHITE, "linewidth": 0.6}
             label = None if name in labelled else text
             (bar,) = axis.barh(place, seconds, left=left, height=0.72, label=label, **look)
             labelled.add(name)
@@ -289,15 +245,12 @@ def step_time_split(splits: Sequence[StepSplit]) -> TracedFigure:
             figure.trace(bar, runs=[split.run], columns=split.columns, text=description)
             left += seconds
         text = short_span(left) + ("" if split.is_measured else " (estimate)")
-        axis.text(left + 0.012 * longest, place, text, va="center", fontsize=8.5, color=INK)
+        axis.text(left + 0.012 * longest, place, text, va="center", fontsize=8.5, color=style.INK)
     axis.set_xlim(0, longest * 1.25)
-    label_bars(axis, [split.label for split in splits], len(splits))
+    style.label_bars(axis, [split.label for split in splits], len(splits))
     axis.set_xlabel("seconds of a step")
     if splits:
-        figure.legend(loc="outside lower left", ncols=4, fontsize=8.5, frameon=False, labelcolor=INK)
-    kind = "time of a step" if any(split.is_measured for split in splits) else "time of a step, estimated"
-    set_title(axis, kind)
-    figure.has_heading = True
+        style.add_legend(figure, "lower left", ncols=4)
     return figure
 
 

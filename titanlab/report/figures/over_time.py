@@ -8,23 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from titanlab.costs import meter
-from titanlab.report.figures.style import (
-    GRID,
-    INK,
-    LINE_STYLES,
-    MOST_LINES,
-    SERIES,
-    WIDTH,
-    empty_figure,
-    label_text,
-    legend_text,
-    new_figure,
-    records_of,
-    set_axis,
-    set_title,
-    show_text,
-)
+from titanlab.report.figures import style
 from titanlab.system.text import counted, short, significant
 from titanlab.techniques.schedule.plot import draw_legend, draw_panel, figure_size
 from titanlab.techniques.schedule.timeline import Timeline
@@ -52,41 +39,38 @@ def loss_by_tokens(
         labels: of the lines, by run folder; None: the name and the layout of the run.
         colours: likewise; None: one after the other.
     """
-    figure, axis = new_figure(WIDTH, 4.6)
+    figure, axis = style.new_figure(4.6, "loss against tokens")
     curves: dict[str, list[dict[Any, Any]]] = {}
-    for row in records_of(steps):
+    for row in style.records_of(steps):
         curves.setdefault(row["run"], []).append(row)
     for place, (run, rows) in enumerate(curves.items()):
-        rows = sorted((row for row in rows if _is_number(row.get(meter.LOSS))), key=lambda row: row["step"])
+        rows = sorted(
+            (row for row in rows if isinstance(row.get(meter.LOSS), int | float) and math.isfinite(row[meter.LOSS])),
+            key=lambda row: row["step"],
+        )
         chosen = thinned(rows)
         first = curves[run][0]
         label = labels[run] if labels else f"{first['name']} ({first['layout.label']})"
+        look = style.line_look(place, len(curves))
         (line,) = axis.plot(
             [row.get(meter.TOKENS_SEEN) or 0 for row in chosen],
             [row[meter.LOSS] for row in chosen],
-            color=(colours or {}).get(run, SERIES[place % len(SERIES)]),
-            linestyle=LINE_STYLES[place // len(SERIES) % len(LINE_STYLES)],
-            # The same training under two layouts gives the same curve: the wider line stays visible on both sides.
-            linewidth=1.4 + max(0, min(len(curves), MOST_LINES) - 1 - place) * 0.6,
+            **{**look, "color": (colours or {}).get(run, look["color"])},
             solid_capstyle="butt",
             dash_capstyle="butt",
-            label=legend_text(label, most=34) if place < MOST_LINES else None,
+            label=style.legend_text(label, most=34) if place < style.MOST_LINES else None,
         )
         last = f", last {significant(rows[-1][meter.LOSS], 5)} at step {rows[-1]['step']}" if rows else ": no loss"
         figure.trace(line, runs=[run], columns=[meter.LOSS, meter.TOKENS_SEEN], text=f"{label}{last}")
     axis.set_xlabel("tokens trained on")
     axis.set_ylabel("loss (nats per token)")
     axis.xaxis.set_major_formatter(lambda value, _: short(value, digits=2))
-    axis.grid(axis="y", color=GRID, linewidth=0.8)
+    axis.grid(axis="y", color=style.GRID, linewidth=0.8)
     if curves:
-        more = f"… and {len(curves) - MOST_LINES} more" if len(curves) > MOST_LINES else None
-        figure.legend(
-            loc="outside right upper", fontsize=8.5, frameon=False, title=more, title_fontsize=8.5, labelcolor=INK
-        )
+        more = f"… and {len(curves) - style.MOST_LINES} more" if len(curves) > style.MOST_LINES else None
+        style.add_legend(figure, "right upper", title=more, title_fontsize=8.5)
     else:
-        show_text(axis, "no step has been logged")
-    set_title(axis, "loss against tokens")
-    figure.has_heading = True
+        style.show_text(axis, "no step has been logged")
     return figure
 
 
@@ -95,10 +79,6 @@ def thinned(rows: Sequence[dict[Any, Any]], most: int = _MOST_POINTS) -> list[di
     if len(rows) <= most:
         return list(rows)
     return [rows[round(place * (len(rows) - 1) / (most - 1))] for place in range(most)]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 EXPERT_COLUMNS = ("experts/counts",)
@@ -115,7 +95,6 @@ class ExpertLoad:
 
     Attributes:
         runs: folders of the runs that have these counts.
-        label: of their recipes.
         step: after which they were written.
         steps: number of steps that they are sums of.
         counts: tokens by block and expert.
@@ -133,61 +112,53 @@ class ExpertLoad:
         return f"step {self.step}" if self.steps == 1 else f"steps {self.step - self.steps + 1:,} to {self.step:,}"
 
     @cached_property
-    def shares(self) -> list[list[float]]:
+    def shares(self) -> np.ndarray:
         """Tokens by block and expert, relative to an equal share of the block's."""
-        means = [sum(row) / len(row) or 1.0 for row in self.counts]
-        return [[count / mean for count in row] for row, mean in zip(self.counts, means, strict=True)]
-
-    def extreme(self, *, most: bool) -> tuple[float, int, int]:
-        """The largest or the smallest share, with its block and expert."""
-        places = ((share, block, expert) for block, row in enumerate(self.shares) for expert, share in enumerate(row))
-        return (max if most else min)(places, key=lambda place: place[0])
-
-    @property
-    def idle(self) -> int:
-        """Number of experts without a token."""
-        return sum(not count for row in self.counts for count in row)
+        counts = np.asarray(self.counts, dtype=float)
+        means = counts.mean(axis=1, keepdims=True)
+        return counts / np.where(means > 0, means, 1.0)
 
     def __str__(self) -> str:
-        (most, *high), (least, *low) = self.extreme(most=True), self.extreme(most=False)
-        idle = f"; {counted(self.idle, 'expert')} without a token" if self.idle else ""
+        shares = self.shares
+        (high, most), (low, least) = (
+            divmod(int(place), shares.shape[1]) for place in (shares.argmax(), shares.argmin())
+        )
+        idle = int((shares == 0).sum())
         return (
-            f"{self.label}, {self.span}: at most {most:.2f} of an equal share (block {high[0]}, expert {high[1]}), "
-            f"at least {least:.2f} (block {low[0]}, expert {low[1]}){idle}"
+            f"{self.label}, {self.span}: at most {shares.max():.2f} of an equal share (block {high}, expert {most}), "
+            f"at least {shares.min():.2f} (block {low}, expert {least})"
+            + (f"; {counted(idle, 'expert')} without a token" if idle else "")
         )
 
 
 def expert_load(loads: Sequence[ExpertLoad]) -> TracedFigure:
     """Maps of blocks by experts: the share of tokens relative to an equal one, on a logarithmic scale of colours."""
     # Imported here: matplotlib is an optional package.
-    import numpy as np
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
     from matplotlib.ticker import MaxNLocator
 
     heights = [min(max(0.16 * len(load.counts), _LEAST), _MOST) for load in loads]
-    figure = empty_figure(WIDTH, sum(heights) + 0.75 * len(loads) + 0.2)
+    figure = style.empty_figure(style.WIDTH, sum(heights) + 0.75 * len(loads) + 0.2)
     axes = figure.subplots(len(loads), 1, squeeze=False, height_ratios=heights)[:, 0]
     # From purple through pale to orange, without the darkest ends, so that black is another colour.
     colours = ListedColormap(colormaps["PuOr_r"](np.linspace(0.12, 0.88, 256))).with_extremes(under=_NO_TOKEN)
     for axis, load in zip(axes, loads, strict=True):
-        shares = np.asarray(load.shares)
         with np.errstate(divide="ignore"):
-            powers = np.where(shares > 0, np.clip(np.log2(shares), -_END, _END), -math.inf)
+            powers = np.where(load.shares > 0, np.clip(np.log2(load.shares), -_END, _END), -math.inf)
         image = axis.imshow(powers, cmap=colours, vmin=-_END, vmax=_END, aspect="auto", interpolation="none")
-        set_axis(axis)
+        style.set_axis(axis, f"{style.label_text(load.label, most=70)} · {load.span}")
         for place in (axis.xaxis, axis.yaxis):
             place.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        axis.set_ylabel("block", fontsize=9, color=INK)
-        title = f"{label_text(load.label, most=70)} · {load.span}"
-        axis.set_title(title, loc="left", fontsize=9.5, color=INK)
+        axis.set_ylabel("block")
+        axis.title.set_fontsize(9.5)
         figure.trace(image, runs=load.runs, columns=EXPERT_COLUMNS, text=str(load))
-    axes[-1].set_xlabel("expert", fontsize=9, color=INK)
+    axes[-1].set_xlabel("expert")
     scale = ScalarMappable(Normalize(-_END, _END), colours)
     bar = figure.colorbar(scale, ax=list(axes), ticks=(-2, -1, 0, 1, 2), fraction=0.04, pad=0.01)
-    bar.ax.set_yticklabels(["¼", "½", "1", "2", "4"], fontsize=8.5, color=INK)
-    bar.set_label("tokens, of an equal share", fontsize=9, color=INK)
+    bar.ax.set_yticklabels(["¼", "½", "1", "2", "4"], fontsize=8.5, color=style.INK)
+    bar.set_label("tokens, of an equal share", fontsize=9, color=style.INK)
     return figure
 
 
@@ -199,9 +170,6 @@ class PipelineTimeline:
     """The timeline of one recipe's pipeline.
 
     Attributes:
-        run: a run of the recipe.
-        label: of the recipe.
-        timeline: simulated.
         unit: of its times; empty: of the forward pass of a stage.
     """
 
@@ -210,27 +178,22 @@ class PipelineTimeline:
     timeline: Timeline
     unit: str = ""
 
-    @property
-    def cells(self) -> int:
-        """Actions in the timeline."""
-        return sum(map(len, self.timeline.events))
-
 
 def pipeline_timelines(pipelines: Sequence[PipelineTimeline]) -> TracedFigure:
     """Simulated timelines, one panel below the other; each has its own scale of time."""
     timelines = [pipeline.timeline for pipeline in pipelines]
     width, height = figure_size(timelines)
-    figure = empty_figure(width, height + 0.15 * len(pipelines))
+    figure = style.empty_figure(width, height + 0.15 * len(pipelines))
     heights = [len(timeline.events) for timeline in timelines]
     axes = figure.subplots(len(pipelines), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axis, pipeline in zip(axes, pipelines, strict=True):
         timeline, bubble = pipeline.timeline, f"idle {100 * pipeline.timeline.bubble_share:.1f} % of all ranks' time"
-        title = f"{label_text(pipeline.label, most=60)} · {bubble}"
+        title = f"{style.label_text(pipeline.label, most=60)} · {bubble}"
         idle = draw_panel(axis, title, timeline, longest=timeline.duration, width=width)
         for rank, (row, peak) in enumerate(zip(idle, timeline.peak_in_flight, strict=True)):
             noun = "microbatch" if peak == 1 else "microbatches"
             description = f"{pipeline.label}: rank {rank} keeps {peak:.3g} {noun} at most"
             figure.trace(row, runs=[pipeline.run], columns=TIMELINE_COLUMNS, text=description)
-        axis.set_xlabel(f"time ({pipeline.unit or 'forward passes of a stage'})", fontsize=8, color=INK)
+        axis.set_xlabel(f"time ({pipeline.unit or 'forward passes of a stage'})", fontsize=8, color=style.INK)
     draw_legend(figure, timelines)
     return figure

@@ -6,23 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from titanlab.report.figures.style import (
-    BLUE,
-    GRID,
-    INK,
-    MUTED,
-    OVERSUBSCRIBED_TEXT,
-    PALE,
-    RED,
-    WIDTH,
-    empty_figure,
-    label_text,
-    recipe_colours,
-    records_of,
-    set_axis,
-    set_title,
-    show_text,
-)
+from titanlab.report.figures import style
 from titanlab.sweep.comparison import RecipeRuns, groups
 from titanlab.sweep.listing import runs as without_dropped
 from titanlab.sweep.listing import tone, word
@@ -69,37 +53,58 @@ def pareto(runs: DataFrame | Sequence[Mapping[str, Any]], *, speed: str = "token
         runs: the frame of `sweep_frame`, or the rows of a table.
         speed: `tokens_per_second` or `mfu_percent`.
     """
-    rows = records_of(runs)
+    rows = style.records_of(runs)
     points = points_of(rows, speed)
     failed = [row for row in without_dropped(rows) if row["state"] == "ended" and tone(row) in ("bad", "halted")]
-    figure = empty_figure(WIDTH, 4.8 if failed else 4.4)
-    axis, strip = _axes(figure, has_failures=bool(failed))
+    figure = style.empty_figure(style.WIDTH, 4.8 if failed else 4.4)
+    figure.has_heading = True
+    strip: Axes | None = None
+    if failed:
+        axis, strip = figure.subplots(2, 1, sharex=True, height_ratios=[9, 1])
+        style.set_axis(strip)
+        strip.set_yticks([0], ["failed"])
+        strip.set_ylim(-1, 1)
+        strip.tick_params(axis="y", length=0)
+    else:
+        axis = figure.subplots()
+    style.set_axis(axis, f"memory against {'MFU' if speed == 'mfu_percent' else 'tokens per second'}")
     drawn = _draw_failures(figure, axis, strip, failed, speed)
     front = front_of(points)
     if len(front) > 1:
         stairs = [(point.memory, point.speed) for point in front]
-        axis.step(*zip(*stairs, strict=True), where="post", color=MUTED, linewidth=1.4, zorder=1)
+        axis.step(*zip(*stairs, strict=True), where="post", color=style.MUTED, linewidth=1.4, zorder=1)
     best = {id(point) for point in front}
-    colours = recipe_colours(rows)
+    colours = style.recipe_colours(rows)
     size = 6.5 if len(points) <= _MANY else 4.0
     for point in sorted(points, key=lambda point: id(point) in best):
-        colour = colours.get(point.group.rows[0]["run"], BLUE)
-        _draw_point(figure, axis, point, speed, size=size, colour=colour, is_best=id(point) in best)
-    _set_range(axis, [point.speed for point in points])
+        colour = colours.get(point.group.rows[0]["run"], style.BLUE)
+        is_best, hollow = id(point) in best, point.group.is_oversubscribed
+        (mark,) = axis.plot(
+            point.memory,
+            point.speed,
+            "D" if is_best else "o",
+            markersize=size + 1 if is_best else size,
+            color=style.PALE if hollow else colour,
+            markeredgecolor=colour if hollow else style.INK,
+            markeredgewidth=0.8,
+        )
+        description = f"{point.group.label}: {significant(point.speed, 4)} {SPEEDS[speed]}, {point.memory:.2f} GiB"
+        figure.trace(mark, runs=point.runs, columns=[MEMORY, speed], text=description)
+    # The axis of speed begins at 0, unless all points would then lie at the top.
+    low, high = axis.get_ylim()
+    speeds = [point.speed for point in points]
+    is_far = bool(speeds) and min(speeds) > _FAR * max(speeds) and low > 0
+    axis.set_ylim(low if is_far else 0, high + 0.04 * (high - low))
     _number(figure, axis, points if len(points) <= _MOST_NUMBERS else front)
     if not points and not drawn:
-        show_text(axis, "no run has been measured")
+        style.show_text(axis, "no run has been measured")
         axis.set_xticks([])
         axis.set_yticks([])
     axis.set_ylabel(SPEEDS[speed])
-    axis.grid(color=GRID, linewidth=0.6)
+    axis.grid(color=style.GRID, linewidth=0.6)
     axis.set_axisbelow(True)
     axis.yaxis.set_major_formatter(lambda value, _: grouped(value) if abs(value) >= 10 else significant(value, 2))
     (strip or axis).set_xlabel("GiB of memory at the peak, of one device or process")
-    set_title(axis, f"memory against {'MFU' if speed == 'mfu_percent' else 'tokens per second'}")
-    figure.has_heading = True
-    if strip is not None:
-        strip.xaxis.label.set_fontsize(9)
     return figure
 
 
@@ -120,45 +125,6 @@ def front_of(points: Sequence[ParetoPoint]) -> list[ParetoPoint]:
     return front
 
 
-def _axes(figure: TracedFigure, *, has_failures: bool) -> tuple[Axes, Axes | None]:
-    """The axes of the points, and those of the strip of failures."""
-    if not has_failures:
-        axis = figure.subplots()
-        set_axis(axis)
-        return axis, None
-    axis, strip = figure.subplots(2, 1, sharex=True, height_ratios=[9, 1])
-    set_axis(axis)
-    set_axis(strip)
-    strip.set_yticks([0], ["failed"])
-    strip.set_ylim(-1, 1)
-    strip.tick_params(axis="y", length=0)
-    return axis, strip
-
-
-def _set_range(axis: Axes, speeds: Sequence[float]) -> None:
-    """Let the axis of speed begin at 0, unless all points would then lie at the top."""
-    low, high = axis.get_ylim()
-    is_far = bool(speeds) and min(speeds) > _FAR * max(speeds) and low > 0
-    axis.set_ylim(low if is_far else 0, high + 0.04 * (high - low))
-
-
-def _draw_point(
-    figure: TracedFigure, axis: Axes, point: ParetoPoint, speed: str, *, size: float, colour: str, is_best: bool
-) -> None:
-    hollow = point.group.is_oversubscribed
-    (mark,) = axis.plot(
-        point.memory,
-        point.speed,
-        "D" if is_best else "o",
-        markersize=size + 1 if is_best else size,
-        color=PALE if hollow else colour,
-        markeredgecolor=colour if hollow else INK,
-        markeredgewidth=0.8,
-    )
-    description = f"{point.group.label}: {significant(point.speed, 4)} {SPEEDS[speed]}, {point.memory:.2f} GiB"
-    figure.trace(mark, runs=point.runs, columns=[MEMORY, speed], text=description)
-
-
 def _draw_failures(
     figure: TracedFigure, axis: Axes, strip: Axes | None, failed: Sequence[Mapping[str, Any]], speed: str
 ) -> int:
@@ -175,13 +141,15 @@ def _draw_failures(
         place = axis if rate is not None else strip
         assert place is not None
         (cross,) = place.plot(
-            memory, 0 if rate is None else rate, "x", markersize=7, markeredgewidth=1.8, color=RED, clip_on=False
+            memory, 0 if rate is None else rate, "x", markersize=7, markeredgewidth=1.8, color=style.RED, clip_on=False
         )
         description = f"{row['run']}: {word(row)}, {memory:.2f} GiB{'' if columns[0] == MEMORY else ' by the estimate'}"
         figure.trace(cross, runs=[row["run"]], columns=columns, text=description)
     if unknown and strip is not None:
         text = f"{counted(len(unknown), 'failed run')} of unknown memory"
-        note = strip.text(0.995, 0.5, text, transform=strip.transAxes, ha="right", va="center", fontsize=8, color=MUTED)
+        note = strip.text(
+            0.995, 0.5, text, transform=strip.transAxes, ha="right", va="center", fontsize=8, color=style.MUTED
+        )
         figure.trace(note, runs=unknown, columns=["outcome"], text=text)
     return len(failed) - len(unknown)
 
@@ -204,27 +172,15 @@ def _number(figure: TracedFigure, axis: Axes, points: Sequence[ParetoPoint]) -> 
         else:
             placed.append((point.memory, point.speed, [number]))
     for memory, speed, numbers in placed:
-        axis.annotate(
-            ", ".join(map(str, numbers)),
-            (memory, speed),
-            xytext=(-6, 4),
-            ha="right",
-            textcoords="offset points",
-            fontsize=8.5,
-            color=INK,
-        )
-    handles, labels = [], []
-    for number, point in enumerate(chosen, 1):
-        handles.append(Line2D([], [], linestyle="none"))
-        labels.append(f"{number}  {label_text(point.group.label, most=34)}")
+        look: dict[str, Any] = {"ha": "right", "fontsize": 8.5, "color": style.INK}
+        axis.annotate(", ".join(map(str, numbers)), (memory, speed), (-6, 4), textcoords="offset points", **look)
+    handles = [Line2D([], [], linestyle="none") for _ in chosen]
+    labels = [f"{number}  {style.label_text(point.group.label, most=34)}" for number, point in enumerate(chosen, 1)]
     if any(point.group.is_oversubscribed for point in points):
-        look: dict[str, Any] = {"color": PALE, "markeredgecolor": BLUE, "markeredgewidth": 0.8}
-        handles.append(Line2D([], [], linestyle="none", marker="o", markersize=6, **look))
-        labels.append(OVERSUBSCRIBED_TEXT.replace(": ", ":\n").replace(", so", ",\nso"))
+        handles.append(style.hollow_mark())
+        labels.append(style.OVERSUBSCRIBED_TEXT.replace(": ", ":\n").replace(", so", ",\nso"))
     if handles:
-        figure.legend(
-            handles, labels, loc="outside right upper", fontsize=8.5, frameon=False, handlelength=0.8, labelcolor=INK
-        )
+        style.add_legend(figure, "right upper", handles=handles, labels=labels, handlelength=0.8)
 
 
 # Column of the measurement, column of the estimate, title, unit.
@@ -242,21 +198,15 @@ def estimate_against_measurement(runs: DataFrame | Sequence[Mapping[str, Any]]) 
     Args:
         runs: the frame of `sweep_frame`, or the rows of a table.
     """
-    rows = records_of(runs)
-    figure = empty_figure(WIDTH, 3.9)
+    rows = style.records_of(runs)
+    figure = style.empty_figure(style.WIDTH, 3.9)
     for axis, (measured, estimated, title, unit) in zip(figure.subplots(1, 2), PAIRS, strict=True):
-        set_axis(axis)
+        style.set_axis(axis, title)
         _draw(figure, axis, compared(rows, measured, estimated), (measured, estimated), unit)
         axis.set_xlabel(f"estimate ({unit})")
         axis.set_ylabel(f"measured ({unit})")
-        set_title(axis, title)
     if any(row["oversubscribed"] for row, _, _ in compared(rows, *PAIRS[0][:2])):
-        from matplotlib.lines import Line2D
-
-        handle = Line2D([], [], linestyle="none", marker="o", color=PALE, markeredgecolor=BLUE)
-        figure.legend(
-            [handle], [OVERSUBSCRIBED_TEXT], loc="outside lower left", fontsize=8.5, frameon=False, labelcolor=INK
-        )
+        style.add_legend(figure, "lower left", handles=[style.hollow_mark()], labels=[style.OVERSUBSCRIBED_TEXT])
     return figure
 
 
@@ -279,7 +229,7 @@ def _draw(
     unit: str,
 ) -> None:
     if not points:
-        show_text(axis, "no run has both")
+        style.show_text(axis, "no run has both")
         axis.set_xticks([])
         axis.set_yticks([])
         return
@@ -290,8 +240,10 @@ def _draw(
     if is_wide:
         axis.set_xscale("log")
         axis.set_yscale("log")
-    for share, style in ((1.0, "solid"), (1 + _BAND, (0, (3, 2))), (1 - _BAND, (0, (3, 2)))):
-        axis.plot([low, high], [share * low, share * high], color=MUTED, linewidth=0.9, linestyle=style, zorder=1)
+    for share, dashes in ((1.0, "solid"), (1 + _BAND, (0, (3, 2))), (1 - _BAND, (0, (3, 2)))):
+        axis.plot(
+            [low, high], [share * low, share * high], color=style.MUTED, linewidth=0.9, linestyle=dashes, zorder=1
+        )
     for row, measured, estimated in points:
         hollow = bool(row["oversubscribed"]) and columns[0] == "step_seconds"
         (point,) = axis.plot(
@@ -299,8 +251,8 @@ def _draw(
             measured,
             "o",
             markersize=5.5,
-            color=PALE if hollow else BLUE,
-            markeredgecolor=BLUE if hollow else INK,
+            color=style.PALE if hollow else style.BLUE,
+            markeredgecolor=style.BLUE if hollow else style.INK,
             markeredgewidth=0.7,
         )
         excess = 100 * (estimated / measured - 1)
@@ -310,5 +262,5 @@ def _draw(
         figure.trace(point, runs=[row["run"]], columns=columns, text=f"{row['run']}: {description}")
     axis.set_xlim(low, high)
     axis.set_ylim(low, high)
-    axis.grid(color=GRID, linewidth=0.6)
+    axis.grid(color=style.GRID, linewidth=0.6)
     axis.set_axisbelow(True)

@@ -15,6 +15,7 @@ from titanlab.sweep.comparison import groups
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
     from pandas import DataFrame
 
     from titanlab.report.figures.traced import TracedFigure
@@ -39,12 +40,18 @@ _UNPRINTABLE = ("Cc", "Cs", "Cf")
 _JOINERS = "\u200c\u200d"
 
 
-def new_figure(width: float, height: float) -> tuple[TracedFigure, Axes]:
-    """A figure with one pair of axes; sizes in inches."""
-    figure = empty_figure(width, height)
+def new_figure(height: float, title: str) -> tuple[TracedFigure, Axes]:
+    """A figure of a page's width with one pair of axes; its height in inches."""
+    figure = empty_figure(WIDTH, height)
     axis = figure.subplots()
-    set_axis(axis)
+    set_axis(axis, title)
+    figure.has_heading = True
     return figure, axis
+
+
+def new_bars(count: int, title: str, *, above: float = FRAME, bar: float = BAR) -> tuple[TracedFigure, Axes]:
+    """A figure that is high enough for so many bars."""
+    return new_figure(above + bar * max(1, count), title)
 
 
 def empty_figure(width: float, height: float) -> TracedFigure:
@@ -55,21 +62,45 @@ def empty_figure(width: float, height: float) -> TracedFigure:
     return TracedFigure(figsize=(width, height), layout="constrained", dpi=110)
 
 
-def set_axis(axis: Axes) -> None:
-    """Set what all axes share: no frame above and on the right, small labels."""
+def set_axis(axis: Axes, title: str = "") -> None:
+    """Set what all axes share: title on the left, no frame above and on the right, small labels."""
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axis.spines[side].set_color(INK)
     axis.tick_params(labelsize=8.5, colors=INK)
-
-
-def set_title(axis: Axes, title: str) -> None:
-    """Set a title, and the looks of the labels of both axes."""
     axis.set_title(title, loc="left", fontsize=11, color=INK)
     for label in (axis.xaxis.label, axis.yaxis.label):
         label.set_fontsize(9)
         label.set_color(INK)
+
+
+def add_legend(figure: Figure, place: str, **more: Any) -> None:
+    """Put a legend outside the axes, such as `lower left`."""
+    figure.legend(**{"loc": f"outside {place}", "fontsize": 8.5, "frameon": False, "labelcolor": INK, **more})
+
+
+def explain_hatches(figure: Figure) -> None:
+    """Say in a legend what hatched bars are."""
+    from matplotlib.patches import Patch
+
+    add_legend(figure, "lower left", handles=[Patch(label=OVERSUBSCRIBED_TEXT, **OVERSUBSCRIBED)])
+
+
+def hollow_mark() -> Any:
+    """The key of a legend for marks of oversubscribed runs."""
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], ls="none", marker="o", ms=6, color=PALE, markeredgecolor=BLUE, markeredgewidth=0.8)
+
+
+def line_look(place: int, count: int) -> dict[str, Any]:
+    """The look of one of several lines; lines that cover each other have different widths, so that each is seen."""
+    return {
+        "color": SERIES[place % len(SERIES)],
+        "linestyle": LINE_STYLES[place // len(SERIES) % len(LINE_STYLES)],
+        "linewidth": 1.4 + max(0, min(count, MOST_LINES) - 1 - place) * 0.6,
+    }
 
 
 def show_text(axis: Axes, text: str) -> None:
@@ -94,11 +125,7 @@ def label_bars(axis: Axes, labels: list[str], count: int) -> None:
 
 
 def printable(text: str, *, kept: str = "") -> str:
-    """The text with a replacement for each character that has no shape, or that changes the direction of writing.
-
-    Args:
-        kept: characters that stay, such as line feeds.
-    """
+    """The text with a replacement for each character that has no shape, or that changes the direction of writing."""
     if text.isascii() and text.isprintable():
         return text
     shown = [*_JOINERS, *kept]
