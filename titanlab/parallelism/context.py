@@ -1,6 +1,6 @@
 """Context parallelism: each rank of a group has two chunks of every sequence, and attention exchanges keys and values.
 
-There are two exchanges: `ring` and `all_gather` (see `ring.py` and `gather_kv.py`). Both are one custom operator with
+There are two exchanges: `ring` and `all_gather` (see `exchanges.py`). Both are one custom operator with
 its own backward, in eager mode and in compiled code: its communication causes no graph break, and activation
 checkpointing sees one named operator.
 """
@@ -22,9 +22,8 @@ from titanlab.costs.account import BLOCKS, ModelAccount
 from titanlab.errors import ConfigError
 from titanlab.parallelism import head_tail
 from titanlab.parallelism.attention_kernels import choose
-from titanlab.parallelism.gather_kv import GatherKv
-from titanlab.parallelism.head_tail import Chunks
-from titanlab.parallelism.ring import Ring
+from titanlab.parallelism.exchanges import GatherKv, Ring
+from titanlab.parallelism.head_tail import DocumentChunks
 from titanlab.techniques.model.attention import InnerAttention
 from titanlab.techniques.model.documents import HostStarts
 from titanlab.techniques.precision.product import departure, has_hooks
@@ -142,10 +141,7 @@ def attention(
     chosen = choose(kernel, q, k, v, shapes_vary=starts is not None)
     q, k, v = map(_sequence_first, (q, k, v))
     exchange = EXCHANGES[method]((k, v), _group(group))
-    if starts is None:
-        out, lse = head_tail.forward(exchange, q, k, v, chosen)
-    else:
-        out, lse = head_tail.forward_within(exchange, q, k, v, chosen, _chunks(starts, group))
+    out, lse = head_tail.forward(exchange, q, k, v, chosen, _documents(starts, group))
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
@@ -166,11 +162,7 @@ def attention_backward(
     chosen = choose(kernel, q, k, v, shapes_vary=starts is not None)
     grad, q, k, v, out, lse = map(_sequence_first, (grad, q, k, v, out, lse))
     exchange = EXCHANGES[method]((k, v), _group(group))
-    rows = (grad, q, k, v, out, lse)
-    if starts is None:
-        dq, dk, dv = head_tail.backward(exchange, *rows, chosen)
-    else:
-        dq, dk, dv = head_tail.backward_within(exchange, *rows, chosen, _chunks(starts, group))
+    dq, dk, dv = head_tail.backward(exchange, grad, q, k, v, out, lse, chosen, _documents(starts, group))
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
@@ -199,9 +191,9 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Ten
 attention.register_autograd(_differentiate, setup_context=_keep)
 
 
-def _chunks(starts: Tensor, group: str) -> Chunks:
+def _documents(starts: Tensor | None, group: str) -> DocumentChunks | None:
     ranks = _group(group)
-    return Chunks(starts, rank=ranks.rank(), ranks=ranks.size())
+    return None if starts is None else DocumentChunks(starts, rank=ranks.rank(), ranks=ranks.size())
 
 
 def _group(name: Any) -> ProcessGroup:

@@ -136,11 +136,9 @@ def _layout_fits(recipe: Recipe) -> None:
     check_symmetric_memory(layout, config, accelerator=recipe.cluster.accelerator)
     if config.symmetric_memory:
         # Imported here: it imports torch, which no rule about layouts needs.
-        from titanlab.parallelism import symmetric_buffers
+        from titanlab.parallelism.shard import check_symmetric_memory_is_known
 
-        reason = symmetric_buffers.missing()
-        if reason is not None:
-            raise ConfigError(symmetric_buffers.KEY, True, *reason)
+        check_symmetric_memory_is_known()
     check_pipeline(layout, config, account, recipe.schedule, microbatches=recipe.microbatches)
     if layout.pipeline > 1:
         pieces_by_stage(recipe)
