@@ -132,9 +132,9 @@ def test_flops_are_those_that_torch_counts(change):
     edges = llama_account.edge_operations(config, batch=BATCH, seq_len=SEQ)
     for layer in range(config.layers):
         for operation in block:
-            assert counts.get(f"Llama.layers.{layer}.{operation.name}", 0) == operation.flops, operation.name
+            assert counts.get(f"LlamaModel.layers.{layer}.{operation.name}", 0) == operation.flops, operation.name
     for operation in edges:
-        assert counts.get(f"Llama.{operation.name}", 0) == operation.flops, operation.name
+        assert counts.get(f"LlamaModel.{operation.name}", 0) == operation.flops, operation.name
     assert counter.get_total_flops() == config.layers * forward_flops(block) + forward_flops(edges)
 
 

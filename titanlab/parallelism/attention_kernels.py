@@ -24,7 +24,7 @@ from torch.backends.cuda import (
 
 from titanlab.costs.attention_order import FLASH3, order
 from titanlab.techniques.model.attention import by_token, choose_flash
-from titanlab.techniques.model.documents import document_attention, document_attention_backward, document_tiling
+from titanlab.techniques.model.documents import document_tiling, tiled_attention, tiled_attention_backward
 
 aten = torch.ops.aten
 
@@ -81,13 +81,13 @@ class Cpu(AttentionKernel):
         return dq, dk, dv
 
     def documents_forward(self, q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = document_attention(q, k, v, starts, *document_tiling(q))
+        out, lse = tiled_attention(q, k, v, starts, *document_tiling(q))
         return out, lse
 
     def documents_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, starts: Tensor
     ) -> Gradients:
-        dq, dk, dv = document_attention_backward(grad, q, k, v, starts, out, lse, *document_tiling(q))
+        dq, dk, dv = tiled_attention_backward(grad, q, k, v, starts, out, lse, *document_tiling(q))
         return dq, dk, dv
 
 

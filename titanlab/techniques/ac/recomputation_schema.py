@@ -165,7 +165,6 @@ OWN = (CONTEXT_ATTENTION, GROUPED_PRODUCT, EXCHANGE)
 # FlexAttention takes its place where attention is within documents.
 SAME = {
     "titanlab.tiled_attention.default": "aten._scaled_dot_product_flash_attention_for_cpu.default",
-    "titanlab.document_attention.default": "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "flex_attention": "aten._scaled_dot_product_flash_attention.default",
 }
 # TorchTitan's list (arXiv 2410.06511, and its code): operators that are expensive to compute or communicate again.

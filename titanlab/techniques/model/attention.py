@@ -22,12 +22,12 @@ from titanlab.costs.attention_order import FLASH3, Capability, prefers_flash3, r
 from titanlab.techniques.model.documents import (
     Documents,
     block_mask,
-    document_attention,
     document_tiling,
     flex,
+    tiled_attention,
+    tiling,
     visible,
 )
-from titanlab.techniques.model.tiled_attention import tiled_attention, tiling
 
 FLASH3_PACKAGE = "flash_attn_interface"
 """The module that the package of FlashAttention 3 installs, which torch imports."""
@@ -142,7 +142,7 @@ class InnerAttention(nn.Module):
         if not self._backends:
             chosen = tiling(q, k, v)
             if chosen is not None:
-                tiled: Tensor = tiled_attention(q, k, v, *chosen)[0]
+                tiled: Tensor = tiled_attention(q, k, v, None, *chosen)[0]
                 return tiled
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         return self._named(q, k, v, is_causal=True)
@@ -151,7 +151,7 @@ class InnerAttention(nn.Module):
         """Attention within documents: FlexAttention on a GPU, tiles on a CPU, a mask of the square by other kernels."""
         if isinstance(documents, Tensor):
             if not self._backends:
-                output: Tensor = document_attention(q, k, v, documents, *document_tiling(q))[0]
+                output: Tensor = tiled_attention(q, k, v, documents, *document_tiling(q))[0]
                 return output
             if self.kernel != "auto":
                 return self._named(q, k, v, attn_mask=visible(documents))
