@@ -34,7 +34,7 @@ def test_a_flush_takes_time():
 
 
 def test_no_tracker_imports_what_it_tracks_with():
-    modules = "several several_schema tensorboard tensorboard_schema wandb wandb_schema wandb_writer contract".split()
+    modules = "several_schema tensorboard tensorboard_schema wandb wandb_schema wandb_writer contract".split()
     code = (
         f"import importlib, sys\nfor name in {modules}: importlib.import_module('titanlab.techniques.tracker.' + name)\n"
         "print([name for name in ('torch', 'wandb', 'tensorboard') if name in sys.modules])"

@@ -336,7 +336,7 @@ def descendants(pid):
 def test_signals_to_every_process_of_a_job_cost_no_row(run, told):
     tracker = open_tracker(Wandb(mode="offline", finish_seconds=120), run, warn=told.append)
     tracker.log(1, {"loss": 1.0})
-    until(lambda: tracker._pump() or tracker._is_ready)
+    until(lambda: tracker._pump() or "started" in tracker._events)
     everybody = descendants(tracker._process.pid)
     assert any("wandb-core" in Path(f"/proc/{pid}/cmdline").read_text() for pid in everybody)
     for number in ALL:

@@ -16,12 +16,9 @@ class Setting:
     So every option has its own rules, and no group depends on another.
 
     Attributes:
-        model: of the recipe's model.
-        layout: degrees.
         seq_len: tokens of a sequence.
         microbatch: sequences of one forward pass.
         accelerator: `cpu` or `cuda`.
-        device: the accelerator's name.
         compiled: backend that compiles the blocks; empty: blocks are not compiled.
         sequence_parallel: with tensor > 1, the residual stream is cut too.
         cpu_offload: parameters are kept in host memory.
@@ -60,12 +57,7 @@ _FLOAT = 4
 
 
 def automatic(*, tokens: int, columns: int) -> int:
-    """Tokens of a chunk; 0: the logits are small enough to exist whole.
-
-    Args:
-        tokens: that one process has in a microbatch.
-        columns: of the vocabulary that it has.
-    """
+    """Tokens of a chunk; 0: the logits are small enough to exist whole."""
     if tokens * columns * _FLOAT <= LARGE_BYTES:
         return 0
     return 1 << max(0, (CHUNK_BYTES // (columns * _FLOAT)).bit_length() - 1)
@@ -95,11 +87,7 @@ def chunk_bytes(
 
     Args:
         tokens: that one process has in a microbatch.
-        chunk: tokens of a chunk.
         columns: of the vocabulary that it has.
-        width: bytes of an element of the head's input.
-        accelerator: `cpu` or `cuda`.
-        compiled: the loss is compiled.
     """
     chunks = width * min(chunk, tokens) * columns
     if compiled:

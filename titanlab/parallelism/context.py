@@ -14,14 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-# Private: resolves the group names of functional collectives, the same in torch 2.11 to 2.13. Custom operators cannot
-# take a group as an argument.
-from torch.distributed.distributed_c10d import _resolve_process_group
-
 from titanlab.costs.account import BLOCKS, ModelAccount
 from titanlab.errors import ConfigError
 from titanlab.parallelism import head_tail
 from titanlab.parallelism.attention_kernels import choose
+from titanlab.parallelism.collectives import group_named
 from titanlab.parallelism.exchanges import GatherKv, Ring
 from titanlab.parallelism.head_tail import DocumentChunks
 from titanlab.techniques.model.attention import InnerAttention
@@ -59,8 +56,6 @@ class ContextAttention(nn.Module):
     it, forward and backward, in the same order.
 
     Args:
-        method: `ring` or `all_gather`.
-        group: the ranks of the context axis.
         kernel: the kernel that the model asks for, `auto` for the best. If it returns no denominators or does not
             support the inputs, the next kernel that does is used. On CPU there is only one.
     """
@@ -140,7 +135,7 @@ def attention(
     """The output of `ContextAttention`, and the logarithms of denominators [batch, heads, seq / ranks], float32."""
     chosen = choose(kernel, q, k, v, shapes_vary=starts is not None)
     q, k, v = map(_sequence_first, (q, k, v))
-    exchange = EXCHANGES[method]((k, v), _group(group))
+    exchange = EXCHANGES[method]((k, v), group_named(group))
     out, lse = head_tail.forward(exchange, q, k, v, chosen, _documents(starts, group))
     return out.transpose(1, 2), lse.transpose(1, 2)
 
@@ -161,7 +156,7 @@ def attention_backward(
     """Gradients of q, k and v."""
     chosen = choose(kernel, q, k, v, shapes_vary=starts is not None)
     grad, q, k, v, out, lse = map(_sequence_first, (grad, q, k, v, out, lse))
-    exchange = EXCHANGES[method]((k, v), _group(group))
+    exchange = EXCHANGES[method]((k, v), group_named(group))
     dq, dk, dv = head_tail.backward(exchange, grad, q, k, v, out, lse, chosen, _documents(starts, group))
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
@@ -192,13 +187,8 @@ attention.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _documents(starts: Tensor | None, group: str) -> DocumentChunks | None:
-    ranks = _group(group)
+    ranks = group_named(group)
     return None if starts is None else DocumentChunks(starts, rank=ranks.rank(), ranks=ranks.size())
-
-
-def _group(name: Any) -> ProcessGroup:
-    # `Any`, because torch 2.13 has a type for group names and torch 2.11 has none.
-    return _resolve_process_group(name)
 
 
 def _sequence_first(x: Tensor) -> Tensor:

@@ -1,10 +1,4 @@
-"""One product for several linear layers with the same input.
-
-The layers keep their parameters. Their weights are concatenated for the forward product and dropped after it; the
-backward multiplies with each layer's own weight, and adds into one gradient of the input. So checkpoints, optimizers,
-FSDP2, tensor parallelism and deferred gradients of weights treat the layers as before: under tensor parallelism a rank
-concatenates its own rows, which are whole heads of queries, keys and values. docs/decisions/0040 has the alternatives.
-"""
+"""One product for several linear layers with the same input, which keep their parameters; see docs/decisions/0040."""
 
 from __future__ import annotations
 
@@ -59,7 +53,6 @@ class JoinedProjections(Projections):
 
     Args:
         copied: for each layer, whether its output gets its own memory; the others are parts of one tensor.
-        cut: see `join_products`.
     """
 
     def __init__(self, copied: tuple[bool, ...], cut: TensorParallel | None) -> None:

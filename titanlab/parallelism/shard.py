@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from titanlab.costs.shard_account import fsdp_dim
+from titanlab.costs.account import fsdp_dim
 from titanlab.errors import ConfigError
 from titanlab.parallelism.collectives import reduce_scatter
 from titanlab.techniques.precision.cast import Dtypes
@@ -84,7 +84,6 @@ def fully_shard_model(
         whole: units that compute and reduce in float32 while others do not; the model itself means its rest.
         apart: modules outside blocks that are separate units, because their dtype is not that of the rest.
         experts: modules inside blocks that are separate units over another mesh; None: there are none.
-        symmetric_memory: see `use_symmetric_memory`.
     """
     # Imported here: it takes 0.3 s, and a single process in fp32 does not need it.
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -155,11 +154,7 @@ def fully_shard_model(
 
 
 def check_symmetric_memory_is_known() -> None:
-    """Check that the installed torch has symmetric memory for FSDP2.
-
-    Raises:
-        ConfigError: it has not.
-    """
+    """Check that the installed torch has symmetric memory for FSDP2."""
     from torch.distributed.fsdp import FSDPModule
 
     # A young name of torch.
@@ -170,9 +165,6 @@ def check_symmetric_memory_is_known() -> None:
 
 def use_symmetric_memory(units: Sequence[Any], groups: Sequence[dist.ProcessGroup]) -> None:
     """Let every unit of FSDP2 gather into, and scatter from, buffers that NCCL registers with all ranks.
-
-    Args:
-        groups: whose collectives these are.
 
     Raises:
         ConfigError: torch or the backend of a group does not support it.

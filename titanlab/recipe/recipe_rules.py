@@ -11,11 +11,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from titanlab.costs.account import STYLES, ModelAccount, cut_dim, parameter_style
+from titanlab.costs.account import STACK, STYLES, ModelAccount, account_for, cut_dim, parameter_style
 from titanlab.costs.hardware import compute_capability
 from titanlab.costs.layout import FSDP_AXES, Layout, divisors
 from titanlab.costs.setting import Setting
-from titanlab.costs.shard_account import STACK, account_for
 from titanlab.data import source
 from titanlab.distributed.host import Host
 from titanlab.errors import ConfigError

@@ -1,10 +1,4 @@
-"""Causal attention of full sequences, with the kernel that a model's config names.
-
-FlashAttention 3 (arXiv 2407.08608) replaces torch's own flash kernel:
-`torch.nn.attention.activate_flash_attention_impl("FA3")` registers the package's kernels for the operators of torch's
-flash attention, in the whole process. Autograd, compilers, checkpointing and context parallelism call the same
-operators as before. Its fake results have the same shapes, so that compiled code does not change either.
-"""
+"""Causal attention of full sequences, with the kernel that a model's config names."""
 
 from __future__ import annotations
 
@@ -61,9 +55,11 @@ def flash3_missing(capability: Capability | None) -> tuple[str, str] | None:
 def choose_flash(kernel: str, capability: Capability) -> bool:
     """Make torch's flash kernel the one that a model asks for, and return whether it is FlashAttention 3.
 
+    FlashAttention 3 (arXiv 2407.08608) registers its kernels for the operators of torch's flash attention, in the whole
+    process: autograd, compilers, checkpointing and context parallelism call the same operators as before.
+
     Args:
         kernel: `flash3`; `auto`, which takes it where it was measured as the fastest and is installed; or another.
-        capability: of the device.
 
     Raises:
         ImportError: the package does not have the kernels; `flash3_missing` has the other reasons.

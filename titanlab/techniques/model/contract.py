@@ -48,11 +48,7 @@ class ReducedSizes:
     """Sizes with which a model trains in a second on a CPU, for proofs and rehearsals.
 
     Attributes:
-        layers: number of blocks.
         heads, kv_heads: attention heads, and key/value heads; each divisible by the tensor-parallel degree.
-        head_dim: width of a head.
-        ffn_dim: width of a feed-forward.
-        vocab_size: rows of the embedding.
         unit: widths that are derived from these are multiples of it.
     """
 
@@ -69,7 +65,6 @@ class ModelConfig(Protocol):
     """A config of the group `model`: a torch-free dataclass that inherits from this class.
 
     Attributes:
-        kind: name of the option.
         vocab_size: rows of the embedding and of the output head.
         attention: the kernel that computes attention; see `titanlab.techniques.model.attention`.
         masks_documents: whether the model's forward takes `starts`; see `titanlab.techniques.model.language_model`.

@@ -187,7 +187,6 @@ def tiled_attention(
         q: [batch, heads, seq, head_dim]; k and v have kv_heads, which divide the heads.
         starts: [batch, seq] int64, the place of the first token of each token's document, before which a row attends to
             no keys; None: a sequence is one document.
-        rows, in_float32: see `Tiling`.
 
     Returns:
         output shaped as q, in memory [batch, seq, heads, head_dim]; [batch, heads, seq] float32.

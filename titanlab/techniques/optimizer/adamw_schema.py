@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from titanlab.costs import hardware
+from titanlab.costs.account import tensor_part
 from titanlab.costs.setting import Setting
-from titanlab.costs.shard_account import tensor_part
 from titanlab.errors import ConfigError
 from titanlab.options import option
 from titanlab.techniques.optimizer.contract import STEP_BYTES, OptimizerConfig, OptimizerFactory, Scheduled, Stored
@@ -23,10 +23,8 @@ class Averaged(Scheduled):
     """Adam with decoupled weight decay (arXiv 1711.05101).
 
     Attributes:
-        lr: peak learning rate.
         betas: decay of the averages of gradient and squared gradient; by default as the Llama models were trained
             (arXiv 2302.13971, section 2.3).
-        eps: added to the denominator.
         weight_decay: of parameters with two or more dimensions; norms and biases do not decay. The default is theirs.
     """
 
@@ -44,11 +42,9 @@ class Averaged(Scheduled):
             raise ConfigError("optimizer.weight_decay", self.weight_decay, "must be finite and not negative", "try 0.1")
 
     def reduced(self, *, least_eps: float) -> OptimizerConfig:
-        """With at least this `eps`."""
         return replace(self, eps=max(self.eps, least_eps))
 
     def state_bytes(self, parameter: Stored) -> int:
-        """Two averages in the dtype of the parameter."""
         return 2 * parameter.part_bytes + STEP_BYTES
 
 
@@ -69,11 +65,6 @@ class Rounded(Averaged):
             raise ConfigError("optimizer.rounding", self.rounding, "no such choice", f"try {', '.join(ROUNDINGS)}")
 
     def check(self, setting: Setting) -> None:
-        """Check that stochastic rounding is possible, also where `auto` chooses it.
-
-        Raises:
-            ConfigError: parameters are not stored in bfloat16, or torchao is not installed.
-        """
         in_bf16 = setting.rests_in == "bfloat16"
         if self.rounding == "stochastic" and not in_bf16:
             raise ConfigError(
@@ -94,18 +85,13 @@ class AdamW(Rounded):
     kind: str = "adamw"
 
     def implementation(self) -> OptimizerFactory:
-        """Torch's optimizer, or torchao's arithmetic."""
         from titanlab.techniques.optimizer.adamw import AdamWFactory
 
         return AdamWFactory(self)
 
 
 def needs_torchao(key: str, value: object, *, cure: str) -> None:
-    """Check that torchao is installed.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Check that torchao is installed."""
     if importlib.util.find_spec("torchao") is None:
         raise ConfigError(key, value, "needs the package torchao, which is not installed", f"{cure}, or install it")
 
@@ -152,11 +138,6 @@ class LowBit(Rounded):
             raise ConfigError("optimizer.block_size", self.block_size, "must be even and positive", "try 128 or 256")
 
     def check(self, setting: Setting) -> None:
-        """Check that torchao is installed, and that tensor parallelism leaves the same matrices with few bits.
-
-        Raises:
-            ConfigError: it is not, or does not.
-        """
         super().check(setting)
         needs_torchao("optimizer.kind", self.kind, cure="try optimizer=adamw")
         degree = setting.layout.tensor
@@ -172,11 +153,9 @@ class LowBit(Rounded):
                 raise ConfigError("optimizer.block_size", self.block_size, rule, cure)
 
     def reduced(self, *, least_eps: float) -> OptimizerConfig:
-        """With at least this `eps`, and with blocks that fit in short rows."""
         return replace(self, eps=max(self.eps, least_eps), block_size=_REDUCED_BLOCK)
 
     def state_bytes(self, parameter: Stored) -> int:
-        """Codes and scales of two averages, or the averages in the dtype of the parameter."""
         cuts = parameter.shape[-1] // parameter.part[-1] if len(parameter.shape) > 1 and parameter.part[-1] else 1
         if not packs(parameter.shape, block_size=self.block_size, cuts_of_rows=cuts):
             return super().state_bytes(parameter)
@@ -184,7 +163,6 @@ class LowBit(Rounded):
         return 2 * (elements // self.per_byte + elements // self.block_size * _SCALE_BYTES) + STEP_BYTES
 
     def implementation(self) -> OptimizerFactory:
-        """Torchao's arithmetic, with averages in the format of this kind."""
         from titanlab.techniques.optimizer.adamw import LowBitFactory
 
         return LowBitFactory(self)
@@ -216,11 +194,6 @@ class AdamWFp8(LowBit):
     kind: str = "adamw_fp8"
 
     def check(self, setting: Setting) -> None:
-        """Check that the GPU can convert to float8.
-
-        Raises:
-            ConfigError: it is too old.
-        """
         super().check(setting)
         capability = hardware.compute_capability(setting.device)
         if setting.accelerator == "cuda" and capability is not None and capability < _FP8_CAPABILITY:

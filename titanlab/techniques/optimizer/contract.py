@@ -84,10 +84,8 @@ class Stored:
     """A parameter, as one rank stores it.
 
     Attributes:
-        name: in the model.
         shape: of the whole parameter.
         part: of what the rank stores of it.
-        element_bytes: of a stored element.
     """
 
     name: str
@@ -105,7 +103,6 @@ class OptimizerConfig(Protocol):
     """Config of an optimizer; `Scheduled` has the fields that all share.
 
     Attributes:
-        lr: peak learning rate.
         schedule: of the learning rate, as a share of the peak.
         tolerances: of `parameter`, `loss` and `grad_norm` after a few steps in proofs in fp32, relative, where the
             optimizer rounds more than the gradients do.

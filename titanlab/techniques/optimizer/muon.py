@@ -23,9 +23,7 @@ class _Sharding:
     """The sharding of a matrix, or of this rank's part after earlier axes, over one axis of a mesh.
 
     Attributes:
-        dim: the sharded dim.
         lengths: lengths of the parts along `dim`, by rank.
-        group: the ranks with the parts.
     """
 
     dim: int

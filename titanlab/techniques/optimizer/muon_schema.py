@@ -51,11 +51,6 @@ class Muon(Averaged):
             raise ConfigError("optimizer.adjust_lr", self.adjust_lr, "no such choice", f"choose one of {known}")
 
     def check(self, setting: Setting) -> None:
-        """Check that the blocks' matrices are parameters of their own.
-
-        Raises:
-            ConfigError: they are experts, whose matrices are stacked.
-        """
         super().check(setting)
         if setting.model.experts is not None:
             rule = "orthogonalises single matrices, and the model's experts are stacks of matrices"
@@ -66,13 +61,11 @@ class Muon(Averaged):
         return is_in_block(name) and dims == 2
 
     def state_bytes(self, parameter: Stored) -> int:
-        """One average for matrices of blocks, AdamW's two for the rest."""
         if self.applies_to(parameter.name, len(parameter.shape)):
             return parameter.part_bytes
         return super().state_bytes(parameter)
 
     def implementation(self) -> OptimizerFactory:
-        """Torch's Muon and AdamW as one optimizer."""
         from titanlab.techniques.optimizer.muon import MuonFactory
 
         return MuonFactory(self)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from titanlab.techniques.precision.loss_scale import LossScale
+    from titanlab.techniques.precision.cast import LossScale
 
 
 # Bytes of an element, by torch's name of its dtype.
@@ -149,10 +149,6 @@ class PrecisionConfig(Protocol):
     def check_device(self, *, accelerator: str, device: str) -> None:
         """Check that a device can compute in this precision, whatever else the recipe has.
 
-        Args:
-            accelerator: `cpu` or `cuda`.
-            device: the accelerator's name.
-
         Raises:
             ConfigError: it cannot.
         """
@@ -188,9 +184,6 @@ class Precision(Protocol):
         A linear layer with another `forward` names its product in the attribute `product`
         (`titanlab.techniques.precision.product`). Without it no code may compute in the layer's place: tensor
         parallelism, fused projections and a loss in chunks are refused.
-
-        Args:
-            device: on which the model will compute.
 
         Raises:
             ConfigError: the device cannot compute in this precision.

@@ -65,11 +65,7 @@ class Profiler(Protocol):
 
     @abstractmethod
     def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
-        """Called once, before the first step.
-
-        Args:
-            traces: the folder for files.
-        """
+        """Called once, before the first step."""
 
     def connect(self, links: Links) -> None:
         """Called once, before `start`; a profiler that only writes files does nothing."""

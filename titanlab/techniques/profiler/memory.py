@@ -40,7 +40,6 @@ class MemoryProfiler(Profiler):
         self._links = links
 
     def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
-        """Begin to record allocations on a GPU."""
         self._used = resident_bytes
         if on_gpu:
             device = torch.cuda.current_device()
@@ -50,13 +49,11 @@ class MemoryProfiler(Profiler):
             )
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Count memory for a phase, in the steps that are sampled."""
         if self._sampler is None or name not in PHASES:
             return contextlib.nullcontext()
         return self._sampler.phase(name)
 
     def after_step(self, step: int) -> None:
-        """Start a window, or end it, if it is time to."""
         config = self._config
         self._steps += 1
         place = self._steps - config.skip
@@ -84,11 +81,7 @@ class MemoryProfiler(Profiler):
 
 
 class _Sampler:
-    """Peaks by phase, sampled by a thread and where phases change.
-
-    Args:
-        used: the bytes in use now.
-    """
+    """Peaks by phase, sampled by a thread and where phases change."""
 
     def __init__(self, used: Callable[[], int]) -> None:
         self._used, self._phase = used, OTHER
@@ -148,7 +141,7 @@ class _Snapshots:
         """Stop recording."""
         torch.cuda.memory._record_memory_history(enabled=None)
 
-    def _at_out_of_memory(self, device: int, allocated: int, on_device: int, free: int) -> None:
+    def _at_out_of_memory(self, *_: int) -> None:
         # The run's own error is to be reported, not a full disk.
         with contextlib.suppress(OSError, RuntimeError):
             self.write("out-of-memory")
@@ -206,8 +199,12 @@ def named_before_steps() -> Iterator[None]:
 
 
 def described(error: BaseException, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """The error's message, with this rank's consumers in its first line."""
-    module = failing_module(error, model)
+    """The error's message, with this rank's consumers, and the module whose forward raised, in its first line."""
+    names = {id(module): name for name, module in model.named_modules()}
+    module, trace = "", error.__traceback__
+    while trace is not None:
+        module = names.get(id(trace.tb_frame.f_locals.get("self")), module)
+        trace = trace.tb_next
     where = f"; in the forward of {module}" if module else ""
     return _described(error, consumers(model, optimizer), rest="activations and the rest", where=where)
 
@@ -268,16 +265,6 @@ def _bytes_of_new(values: Iterable[object], seen: set[int]) -> int:
                 seen.add(storage.data_ptr())
                 total += storage.nbytes()
     return total
-
-
-def failing_module(error: BaseException, model: nn.Module) -> str:
-    """The name of the innermost module whose forward raised; empty if none did."""
-    names = {id(module): name for name, module in model.named_modules()}
-    name, trace = "", error.__traceback__
-    while trace is not None:
-        name = names.get(id(trace.tb_frame.f_locals.get("self")), name)
-        trace = trace.tb_next
-    return name
 
 
 def _size(count: int) -> str:

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from titanlab.techniques.profiler import rates_schema as names
+from titanlab.techniques.profiler import profilers_schema as names
 from titanlab.techniques.profiler.contract import Links, Profiler
-from titanlab.techniques.profiler.rates_schema import Rates
+from titanlab.techniques.profiler.profilers_schema import Rates
 
 # Times of which the median counts.
 _TIMES = 7
@@ -39,11 +39,9 @@ class RatesProfiler(Profiler):
         self._links: Links | None = None
 
     def connect(self, links: Links) -> None:
-        """Remember how ranks exchange their figures."""
         self._links = links
 
     def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
-        """Measure, and report the row of the slowest figures."""
         assert self._links is not None
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         own = {} if on_gpu else {names.PROCESS: float(_peak_bytes())}

@@ -25,21 +25,14 @@ class DualPipeV(VShaped):
     """
 
     kind: str = "dualpipe_v"
+    splits: ClassVar[bool | None] = True
 
     def check_pipeline(self, *, ranks: int, microbatches: int) -> None:
-        """Check that there are enough microbatches.
-
-        Raises:
-            ConfigError: fewer microbatches than stages.
-        """
         if microbatches < 2 * ranks:
             rule = f"needs at least {2 * ranks} microbatches, one for each of its stages, and a step has {microbatches}"
             factor = -(-2 * ranks // microbatches)
             cure = f"try schedule=zbv, or training.global_batch times {factor}"
             raise ConfigError("schedule", self.kind, rule, cure)
-
-    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
-        return True
 
     def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
         """The forward passes of the warm-up and one of the steady phase, of two stages."""
@@ -102,9 +95,7 @@ class GPipe(OneStage):
     """All microbatches forward, then all backward (arXiv 1811.06965)."""
 
     kind: str = "gpipe"
-
-    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
-        return False
+    splits: ClassVar[bool | None] = False
 
     def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
         return microbatches
@@ -166,11 +157,9 @@ class Interleaved1F1B(_Interleaved):
     """1F1B with several stages per rank (arXiv 2104.04473, section 2.2)."""
 
     kind: str = "interleaved_1f1b"
+    splits: ClassVar[bool | None] = False
     # A backward pass delays the gradient as long as a forward pass delays the activation.
     _lead_per_rank: ClassVar[int] = 2
-
-    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
-        return False
 
     def _backward_begins(self, rank: int, lead: int) -> list[tuple[Kind, int]]:
         return [(Kind.BACKWARD, lead)]
@@ -182,11 +171,9 @@ class InterleavedZeroBubble(_Interleaved):
     """Interleaved 1F1B that computes gradients of weights in otherwise idle time (ZB-H1, arXiv 2401.10241)."""
 
     kind: str = "interleaved_zero_bubble"
+    splits: ClassVar[bool | None] = True
     # A gradient of the input arrives sooner than after a full backward pass, so a shorter lead is enough.
     _lead_per_rank: ClassVar[int] = 1
-
-    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
-        return True
 
     def _backward_begins(self, rank: int, lead: int) -> list[tuple[Kind, int]]:
         # Gradients of weights lag by the rank's number: a later rank has gradients sooner, and has more idle time at
@@ -223,9 +210,7 @@ class LoopedBFS(Looped):
     """All microbatches run through one stage before the rank's next stage begins (arXiv 2211.05953)."""
 
     kind: str = "looped_bfs"
-
-    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
-        return False
+    splits: ClassVar[bool | None] = False
 
     def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
         return microbatches
@@ -250,9 +235,7 @@ class OneFOneB(OneStage):
     """
 
     kind: str = "1f1b"
-
-    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
-        return False
+    splits: ClassVar[bool | None] = False
 
     def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
         """One for each stage, if there are as many."""
@@ -282,12 +265,9 @@ class ZBV(VShaped):
     """
 
     kind: str = "zbv"
-
-    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
-        return True
+    splits: ClassVar[bool | None] = True
 
     def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
-        """One for each rank, if there are as many."""
         return min(ranks, microbatches)
 
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:

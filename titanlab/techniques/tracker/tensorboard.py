@@ -65,7 +65,6 @@ class TensorBoardTracker(Tracker):
             self._give_up(error)
 
     def log(self, step: int, metrics: Mapping[str, Any], *, time: float | None = None) -> None:
-        """Add the numbers of a row."""
         if self._writer is None:
             return
         self._step = step
@@ -78,7 +77,6 @@ class TensorBoardTracker(Tracker):
             self._give_up(error)
 
     def finish(self, summary: Mapping[str, Any], *, exit_code: int = 0) -> None:
-        """Add the summary under `summary/` and close the file."""
         self.log(self._step, {f"summary/{name}": value for name, value in summary.items()})
         if self._writer is None:
             return
@@ -100,11 +98,9 @@ class TensorBoardTracker(Tracker):
         self._warn(f"tensorboard stopped ({type(error).__name__}: {error}); metrics.jsonl goes on")
 
     def kept_files(self, run: Path) -> frozenset[Path]:
-        """Event files of all starts."""
         return frozenset((run / FOLDER).glob(f"{_EVENTS}*"))
 
     def put_aside(self, run: Path, paths: Iterable[Path], *, keep: bool) -> None:
-        """Move event files to `replaced/tensorboard/`, or remove them."""
         aside = run / REPLACED / FOLDER
         for file in paths:
             if keep:
