@@ -17,8 +17,7 @@ import pytest
 from tests.until import until
 from titanlab.errors import ConfigError
 from titanlab.techniques.tracker.contract import FINISHED, TrackedRun, open_tracker, read_record
-from titanlab.techniques.tracker.several_schema import Jsonl
-from titanlab.techniques.tracker.wandb_schema import Wandb
+from titanlab.techniques.tracker.trackers_schema import Jsonl, Wandb
 
 
 @pytest.fixture
@@ -376,7 +375,7 @@ DIES = """
 import sys
 from pathlib import Path
 from titanlab.techniques.tracker.contract import TrackedRun, open_tracker
-from titanlab.techniques.tracker.wandb_schema import Wandb
+from titanlab.techniques.tracker.trackers_schema import Wandb
 folder = Path(sys.argv[1])
 run = TrackedRun(id="x", name="x", sweep="s", folder=folder, config={}, layout={})
 tracker = open_tracker(Wandb(mode="offline"), run, warn=print)

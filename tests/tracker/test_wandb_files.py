@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from titanlab.techniques.tracker.trackers_schema import Wandb
 from titanlab.techniques.tracker.wandb import WandbTracker, discard, is_uploaded, offline_files, online_folders
-from titanlab.techniques.tracker.wandb_schema import Wandb
 
 kept_files, put_aside = WandbTracker(Wandb()).kept_files, WandbTracker(Wandb()).put_aside
 

@@ -184,7 +184,6 @@ class TensorPlan(dict[str, str]):
         self._pieces: dict[str, tuple[str, ...]] = {}
 
     def style_of(self, module: str) -> str:
-        """The style of the module at a path, or an empty string."""
         style = self._known.get(module)
         if style is None:
             style = self._known[module] = _style(self._items, module)
@@ -265,12 +264,10 @@ class ModelAccount:
 
     @functools.cached_property
     def plan(self) -> TensorPlan:
-        """The tensor plan, which remembers its answers."""
         return TensorPlan(self.tensor_plan)
 
     @property
     def parameter_count(self) -> int:
-        """Number of stored scalars."""
         return sum(math.prod(shape) for shape in self.parameters.values())
 
     @property
@@ -282,7 +279,6 @@ class ModelAccount:
         return self.parameter_count - total // self.experts.count * (self.experts.count - self.experts.active)
 
     def is_of_experts(self, name: str) -> bool:
-        """Whether a parameter belongs to experts."""
         return self.experts is not None and f".{self.experts.module}." in name
 
     @property
@@ -293,7 +289,6 @@ class ModelAccount:
 
 
 def style_of(plan: Mapping[str, str], module: str) -> str:
-    """See `TensorPlan.style_of`."""
     return _style(tuple(plan.items()), module)
 
 
@@ -312,12 +307,10 @@ BLOCKS = "layers"
 
 
 def block_name(number: int | str) -> str:
-    """The name of a block."""
     return f"{BLOCKS}.{number}"
 
 
 def is_in_block(name: str) -> bool:
-    """Whether a name is a block's, or that of a part of one."""
     return name.startswith(f"{BLOCKS}.")
 
 
@@ -462,7 +455,6 @@ def account_for(account: ModelAccount, layout: Layout) -> ModelAccount:
 
 
 def cuts_of(account: ModelAccount, name: str, layout: Layout, *, sharded: bool = True) -> Cuts:
-    """The degrees that cut a parameter of an account for a layout."""
     if parameter_style(account, name) == STACK:
         return Cuts(layout.expert, layout.expert_shard if sharded else 1)
     return Cuts(layout.tensor, layout.fsdp if sharded else 1)
@@ -483,7 +475,6 @@ def tensor_part(account: ModelAccount, name: str, *, tensor: int, number: int = 
 
 
 def sharded_dim(account: ModelAccount, name: str, *, tensor: int, fsdp: int) -> int:
-    """The dim along which FSDP2 shards a parameter; see `fsdp_dim`."""
     return fsdp_dim(account.parameters[name], _cut(account, name, tensor=tensor), tensor=tensor, fsdp=fsdp)
 
 

@@ -93,7 +93,6 @@ class Speed:
     warming_up: bool
 
     def metrics(self) -> dict[str, Any]:
-        """The figures by their names in rows and trackers."""
         share = 100 * self.data_seconds / self.step_seconds if self.step_seconds > 0 else 0.0
         return {
             TOKENS_PER_SECOND: self.tokens_per_second,
@@ -148,7 +147,6 @@ class Meter:
         return len(self._seconds)
 
     def begin(self) -> None:
-        """Start the first step."""
         self._mark = self._clock()
         self._step_paused = 0.0
         self._loaded.clear()
@@ -215,7 +213,6 @@ class Meter:
         return seconds
 
     def window(self) -> Speed:
-        """The speed of the steps since the last call, or since the beginning."""
         if self._window_start == self.steps:
             raise RuntimeError("no step since the last window")
         speed = self._speed(self._window_start, self.steps)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import Field, dataclass
+from typing import Any, ClassVar, Protocol
 
 from titanlab.costs.account import ModelAccount
 from titanlab.costs.layout import Layout
@@ -41,6 +42,29 @@ class Setting:
     rests_in: str
     computes_in: str
     kinds: dict[str, str]
+
+
+class OptionConfig(Protocol):
+    """A config of one option of a group: a frozen dataclass that inherits from the class of the group's contract.
+
+    Attributes:
+        kind: name of the option.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    kind: str
+
+    def __hash__(self) -> int:
+        # The fields of a frozen dataclass make its hash.
+        return object.__hash__(self)
+
+    def check(self, setting: Setting) -> None:
+        """Check rules that need more of the recipe than the option's own fields; by default there are none.
+
+        Raises:
+            ConfigError: the first rule that is broken.
+        """
+        return  # the default; mypy takes an empty body for an abstract method
 
 
 # The value of training.loss_chunk that leaves the choice to `automatic`.

@@ -102,7 +102,6 @@ def add_sharding(step: Step, rank: Coordinate, number: int, pieces: Sequence[str
 
 
 def gathers(step: Step, number: int, *, reshards: bool) -> int:
-    """Number of gathers of a unit in a step."""
     if not step.orders:
         return step.microbatches * 2 if reshards else 1
     # A pipeline keeps parameters gathered by a backward until the end of the step or until another forward frees them.
@@ -227,7 +226,6 @@ def parameter_elements(step: Step, rank: Coordinate, pieces: Sequence[str]) -> i
 
 
 def _names(account: ModelAccount, pieces: Sequence[str]) -> list[str]:
-    """Parameters of some pieces."""
     begins = tuple(f"{piece}." for piece in pieces)
     return [name for name in account.parameters if name.startswith(begins)]
 
@@ -271,7 +269,6 @@ def forward_context_of_block(step: Step, block: str, rank: Coordinate, traffic: 
 
 
 def _add(traffic: Traffic, axis: str, kind: str, counts: dict[int, int], *, ranks: int, times: int) -> None:
-    """Count messages."""
     for size, count in counts.items():
         traffic.add(axis, kind, size, ranks=ranks, times=times * count)
 
@@ -364,7 +361,6 @@ class Step:
     repeats: Mapping[str, Repeats] = field(default_factory=dict)
 
     def element_bytes(self, piece: str) -> int:
-        """Bytes of an element of a piece's activations."""
         return 4 if piece in self.fp32_parts else self.compute_bytes
 
     @property
@@ -374,16 +370,13 @@ class Step:
 
     @property
     def scatter(self) -> str:
-        """The operation that implements reduce-scatter."""
         return "all_to_all" if self.accelerator == "cpu" else "reduce_scatter"
 
     @property
     def replicas_by_ddp(self) -> bool:
-        """Whether DDP sums the gradients."""
         return self.layout.data_parallelism(mixed=self.mixed) == "ddp"
 
     def stages_of(self, rank: Coordinate) -> Iterator[tuple[int, Sequence[str]]]:
-        """The stages of a rank, by number, with their pieces."""
         stages = self.stages or (self.account.pieces,)
         return ((number, pieces) for number, pieces in enumerate(stages) if self.placement[number] == rank.pipeline)
 

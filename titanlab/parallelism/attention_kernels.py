@@ -203,18 +203,15 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor, *, shapes_vary: bool = Fa
         if shapes_vary and candidate == "cudnn":
             continue
         shared = candidate != "efficient" and q.shape[1] != k.shape[1]
-        k_, v_ = (k, v) if shared else (_broadcast(x, q.shape[1]) for x in (k, v))
+        # As `repeated` makes them; a view is enough for a check of shapes.
+        heads_shared = shared or q.shape[1] == k.shape[1]
+        k_, v_ = (k, v) if heads_shared else (x[:, :1].expand(-1, q.shape[1], -1, -1) for x in (k, v))
         if _CAN_USE[candidate](SDPAParams(q, k_, v_, None, 0.0, False, shared)):
             return _KERNELS[candidate]
     raise RuntimeError(
         f"no attention kernel of {q.device.type} takes {q.dtype} with a head_dim of {q.shape[-1]}; "
         "fused kernels need a device of compute capability 8.0 or more and a head_dim that is a multiple of 8"
     )
-
-
-def _broadcast(x: Tensor, heads: int) -> Tensor:
-    """A view with the shape of `repeated`'s result, enough for a check of shapes."""
-    return x if x.shape[1] == heads else x[:, :1].expand(-1, heads, -1, -1)
 
 
 def _documents(starts: Tensor) -> Iterator[tuple[slice, slice, slice]]:

@@ -22,7 +22,7 @@ from titanlab.parallelism.collectives import group_named
 from titanlab.parallelism.exchanges import GatherKv, Ring
 from titanlab.parallelism.head_tail import DocumentChunks
 from titanlab.techniques.model.attention import InnerAttention
-from titanlab.techniques.model.documents import HostStarts
+from titanlab.techniques.model.documents import HostStarts, result_like
 from titanlab.techniques.precision.product import departure, has_hooks
 
 EXCHANGES: dict[str, type[Ring] | type[GatherKv]] = {"ring": Ring, "all_gather": GatherKv}
@@ -153,7 +153,6 @@ def attention_backward(
     group: str,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
     chosen = choose(kernel, q, k, v, shapes_vary=starts is not None)
     grad, q, k, v, out, lse = map(_sequence_first, (grad, q, k, v, out, lse))
     exchange = EXCHANGES[method]((k, v), group_named(group))
@@ -164,12 +163,12 @@ def attention_backward(
 @attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=head_tail.accumulator(q.dtype))
-    return _like(q), lse.transpose(1, 2)
+    return result_like(q), lse.transpose(1, 2)
 
 
 @attention_backward.register_fake
 def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(q), _like(k), _like(v)
+    return result_like(q), result_like(k), result_like(v)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -194,8 +193,3 @@ def _documents(starts: Tensor | None, group: str) -> DocumentChunks | None:
 def _sequence_first(x: Tensor) -> Tensor:
     """[batch, heads, seq, …] → [batch, seq, heads, …], contiguous; rarely a copy, as projections have this layout."""
     return x.transpose(1, 2).contiguous()
-
-
-def _like(x: Tensor) -> Tensor:
-    """An empty tensor shaped as x, with the strides of the operators' results."""
-    return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)

@@ -60,7 +60,6 @@ class KeyValueTransfer(Protocol):
 
 
 def owned(rank: int, ranks: int) -> tuple[int, int]:
-    """The numbers of a rank's chunks, its head and its tail."""
     return rank, 2 * ranks - 1 - rank
 
 

@@ -209,13 +209,11 @@ class DeferredWeights:
             self._collecting = None
 
     def compute(self, microbatch: int) -> None:
-        """Compute the deferred products and add them to the gradients of weights."""
         products = self._by_microbatch.pop(microbatch)
         while products:
             _accumulate(products.pop())
 
     def clear(self) -> None:
-        """Drop all deferred products."""
         self._by_microbatch.clear()
 
     def weight_gradient(

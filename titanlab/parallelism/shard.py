@@ -154,7 +154,6 @@ def fully_shard_model(
 
 
 def check_symmetric_memory_is_known() -> None:
-    """Check that the installed torch has symmetric memory for FSDP2."""
     from torch.distributed.fsdp import FSDPModule
 
     # A young name of torch.

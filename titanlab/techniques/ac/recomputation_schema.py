@@ -219,7 +219,6 @@ class SelectiveOp(ACConfig):
         return operator not in self.saved
 
     def _saved_operators(self, block: Sequence[Operation]) -> list[Operator]:
-        """The operators of a block whose results are kept."""
         saved, matmuls, chosen_operators = set(self.saved), 0, []
         for operator in (operator for operation in block for operator in operation.operators):
             chosen = saved.intersection(operator.names)

@@ -228,7 +228,6 @@ class Budgeted:
     budget: float
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        """Compile a graph."""
         # Private in torch 2.11 to 2.13: returns a backend by name, also a backend of another package.
         from torch._dynamo import lookup_backend
         from torch._functorch import config as functorch_config

@@ -72,7 +72,6 @@ class Watch:
         return seconds
 
     def after_validation(self, step: int) -> None:
-        """Report the compilations of the validation after a step."""
         self._report(step, self.look(evaluating=True)[1])
 
     def metrics(self) -> dict[str, float | int]:

@@ -191,7 +191,7 @@ def tiled_attention(
     Returns:
         output shaped as q, in memory [batch, seq, heads, head_dim]; [batch, heads, seq] float32.
     """
-    out, lse = _result_like(q), _denominators_of(q)
+    out, lse = result_like(q), _denominators_of(q)
     if in_float32:
         q, k, v = q.float(), k.float(), v.float()
     triangle = _triangle(q, rows)
@@ -215,11 +215,10 @@ def tiled_attention_backward(
     rows: int,
     in_float32: bool,  # noqa: FBT001
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
-    dq, dk, dv = _result_like(q), _result_like(k), _result_like(v)
+    dq, dk, dv = result_like(q), result_like(k), result_like(v)
     if in_float32:
         grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
-    totals = [_result_like(k), _result_like(v)] if k.dtype != dk.dtype else [dk, dv]
+    totals = [result_like(k), result_like(v)] if k.dtype != dk.dtype else [dk, dv]
     triangle = _triangle(q, rows)
     for sequences, begins in _sequences(q, starts):
         # The last tile of a document meets all its keys, so the others add to its gradients of keys and values.
@@ -241,12 +240,12 @@ def tiled_attention_backward(
 
 @tiled_attention.register_fake
 def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _result_like(q), _denominators_of(q)
+    return result_like(q), _denominators_of(q)
 
 
 @tiled_attention_backward.register_fake
 def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _result_like(q), _result_like(k), _result_like(v)
+    return result_like(q), result_like(k), result_like(v)
 
 
 # Two products of the whole square forward and five backward, as torch counts its own kernels.
@@ -321,7 +320,7 @@ def _sequences(q: Tensor, starts: Tensor | None) -> list[tuple[slice, list[int]]
     return [(slice(row, row + 1), begins) for row, begins in enumerate(starts.tolist())]
 
 
-def _result_like(x: Tensor) -> Tensor:
+def result_like(x: Tensor) -> Tensor:
     """An empty tensor shaped as x, with the strides of torch's results: [batch, seq, heads, head_dim] in memory."""
     return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
 

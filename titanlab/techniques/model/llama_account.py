@@ -61,6 +61,9 @@ HEAD_NORMS_PLAN = {"layers.*.attention.q_norm": "head_norm", "layers.*.attention
 
 def account(config: Llama) -> ModelAccount:
     """Parameters by name in the module's order, and the sizes that cost estimates need."""
+    plan = {**TENSOR_PLAN, **(HEAD_NORMS_PLAN if config.has_head_norms else {})}
+    if config.routed is not None:
+        plan = {**{name: style for name, style in plan.items() if ".feed_forward" not in name}, **EXPERTS_PLAN}
     parameters: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.dim)}
     for layer in range(config.layers):
         parameters.update({f"{block_name(layer)}.{name}": shape for name, shape in _block_parameters(config).items()})
@@ -79,7 +82,7 @@ def account(config: Llama) -> ModelAccount:
         vocab_size=config.vocab_size,
         pieces=("tok_embeddings", *(block_name(layer) for layer in range(config.layers)), "norm", "output"),
         attention="attention.inner",
-        tensor_plan=_tensor_plan(config),
+        tensor_plan=plan,
         experts=config.routed,
         joined=_fused_projections(config) if config.fused else (),
         head="output",
@@ -92,14 +95,6 @@ def _fused_projections(config: Llama) -> tuple[Joined, ...]:
     attention = Joined(caller="layers.*.attention.projections", layers=("wq", "wk", "wv"), copied=copied)
     feed_forward = Joined(caller="layers.*.feed_forward.projections", layers=("w1", "w3"))
     return (attention,) if config.routed is not None else (attention, feed_forward)
-
-
-def _tensor_plan(config: Llama) -> dict[str, str]:
-    plan = {**TENSOR_PLAN, **(HEAD_NORMS_PLAN if config.has_head_norms else {})}
-    if config.routed is None:
-        return plan
-    dense = {name: style for name, style in plan.items() if ".feed_forward" not in name}
-    return {**dense, **EXPERTS_PLAN}
 
 
 def _block_parameters(config: Llama) -> dict[str, tuple[int, ...]]:

@@ -72,12 +72,10 @@ class Llama(ModelConfig):
 
     @property
     def head_dim(self) -> int:
-        """Width of one head."""
         return self.dim // self.heads
 
     @property
     def attention_dim(self) -> int:
-        """Width of all query heads together."""
         return self.heads * self.head_dim
 
     def account(self) -> ModelAccount:
@@ -144,36 +142,28 @@ class Llama(ModelConfig):
             usable = [n for n in divisors(self.dim) if (self.dim // n) % 2 == 0]
             if not usable:
                 raise ConfigError("model.dim", self.dim, "must be even: heads are turned in pairs", "try 256")
-            raise ConfigError(
-                "model.heads",
-                self.heads,
-                f"must divide dim={self.dim} into heads of even width",
-                f"try {nearest(usable, self.heads)}",
-            )
+            rule = f"must divide dim={self.dim} into heads of even width"
+            raise ConfigError("model.heads", self.heads, rule, f"try {nearest(usable, self.heads)}")
+        self._check_kv_heads()
+
+    def _check_kv_heads(self) -> None:
         if self.heads % self.kv_heads:
-            raise ConfigError(
-                "model.kv_heads",
-                self.kv_heads,
-                f"must divide {self.heads} query heads",
-                f"try {nearest(divisors(self.heads), self.kv_heads)}",
-            )
+            cure = f"try {nearest(divisors(self.heads), self.kv_heads)}"
+            raise ConfigError("model.kv_heads", self.kv_heads, f"must divide {self.heads} query heads", cure)
 
     def _check_rope(self) -> None:
         if not (math.isfinite(self.rope_theta) and self.rope_theta > 1):
-            raise ConfigError(
-                "model.rope_theta", self.rope_theta, "must be above 1", "try 10000 (Llama 2) or 500000 (Llama 3)"
-            )
+            cure = "try 10000 (Llama 2) or 500000 (Llama 3)"
+            raise ConfigError("model.rope_theta", self.rope_theta, "must be above 1", cure)
         if not (math.isfinite(self.rope_factor) and self.rope_factor >= 1):
-            raise ConfigError(
-                "model.rope_factor", self.rope_factor, "must be at least 1", "try 1 (off), 8 (Llama 3.1) or 32 (3.2)"
-            )
+            cure = "try 1 (off), 8 (Llama 3.1) or 32 (3.2)"
+            raise ConfigError("model.rope_factor", self.rope_factor, "must be at least 1", cure)
         low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
         if not (math.isfinite(low) and low > 0):
             raise ConfigError("model.rope_low_freq_factor", low, "must be above 0", "try 1")
         if not (math.isfinite(high) and high > low):
-            raise ConfigError(
-                "model.rope_high_freq_factor", high, f"must be above rope_low_freq_factor={low:g}", f"try {4 * low:g}"
-            )
+            rule = f"must be above rope_low_freq_factor={low:g}"
+            raise ConfigError("model.rope_high_freq_factor", high, rule, f"try {4 * low:g}")
 
 
 def _usual_ffn_dim(dim: int) -> int:
@@ -316,9 +306,7 @@ class Qwen3(Llama):
         if self.head_dim < 2 or self.head_dim % 2:
             rule = "must be an even number of at least 2: heads are turned in pairs"
             raise ConfigError("model.head_dim", self.head_dim, rule, "try 128")
-        if self.heads % self.kv_heads:
-            cure = f"try {nearest(divisors(self.heads), self.kv_heads)}"
-            raise ConfigError("model.kv_heads", self.kv_heads, f"must divide {self.heads} query heads", cure)
+        self._check_kv_heads()
 
 
 @option("model", "qwen3_moe")

@@ -20,8 +20,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from titanlab.dtensor import local_part
 from titanlab.system.imports import import_quietly
-from titanlab.techniques.optimizer.adamw_schema import CODES, SCALE, AdamW, LowBit, Rounded, packs
 from titanlab.techniques.optimizer.contract import groups_by_decay
+from titanlab.techniques.optimizer.optimizers_schema import CODES, SCALE, AdamW, LowBit, Rounded, packs
 
 AVERAGES = {"exp_avg": True, "exp_avg_sq": False}  # name → has a sign
 
@@ -67,7 +67,6 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the parameters that have a gradient."""
         with self._own_randomness():
             for group in self.param_groups:
                 lr = torch.tensor(group["lr"], dtype=torch.float32)
@@ -204,7 +203,6 @@ _PACKED = {
 
 
 def format_of(kind: str, block_size: int, device: torch.device) -> Format:
-    """The storage format of an option's averages."""
     module, name = _PACKED[kind]
     packed = getattr(import_quietly(f"torchao.optim.{module}"), name)
     if kind == "adamw_fp8":

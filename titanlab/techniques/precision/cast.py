@@ -57,7 +57,6 @@ class LossScale:
         optimizer.step()
 
     def state(self) -> dict[str, float]:
-        """The state for a checkpoint."""
         return {}
 
     def restore(self, state: Mapping[str, float]) -> None:
@@ -155,7 +154,6 @@ class Cast:
         """Does not change the model."""
 
     def loss_scale(self, device: torch.device) -> LossScale:
-        """The loss is not scaled."""
         return LossScale()
 
     def after_update(self, model: nn.Module) -> None:
@@ -183,7 +181,6 @@ class Dtypes:
 
     @classmethod
     def of(cls, formats: Formats) -> Dtypes:
-        """Look up the dtypes by name."""
         master, compute, reduce = (getattr(torch, name) for name in (formats.master, formats.compute, formats.reduce))
         return cls(master=master, compute=compute, reduce=reduce, fp32_parts=formats.fp32_parts)
 
@@ -216,18 +213,13 @@ def keep_in_fp32(model: nn.Module, account: ModelAccount, dtypes: Dtypes) -> Uni
         return Units()
     for piece, part in parts.items():
         _cast_around(part, dtypes.compute, keeps_output=piece == account.pieces[-1])
-    blocks = _blocks(account)
-    edges = [piece for piece in pieces if piece not in blocks and any(True for _ in pieces[piece].parameters())]
+    edges = [piece for piece in pieces if not is_in_block(piece) and any(True for _ in pieces[piece].parameters())]
     whole = tuple(parts.values())
     if not account.tied or not any(account.embedding.startswith(f"{piece}.") for piece in parts):
         return Units(whole, tuple(pieces[piece] for piece in edges if piece in parts))
     # Embedding and head share one table, which belongs to the root's unit: that unit is in float32, and the other
     # pieces outside of blocks need separate units.
     return Units((*whole, model), tuple(pieces[piece] for piece in edges if piece not in parts))
-
-
-def _blocks(account: ModelAccount) -> frozenset[str]:
-    return frozenset(piece for piece in account.pieces if is_in_block(piece))
 
 
 def _piece(model: nn.Module, piece: str) -> nn.Module | None:

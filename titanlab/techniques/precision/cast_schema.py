@@ -21,7 +21,6 @@ _LAYER = re.compile(r"layers\.([^.]+)")
 
 
 def check_reduce(reduce: str, known: tuple[str, ...], why: str) -> None:
-    """Check that the precision supports a dtype of reductions."""
     if reduce not in known:
         raise ConfigError("precision.reduce", reduce, why, f"try {' or '.join(known)}")
 

@@ -6,10 +6,10 @@ import fnmatch
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from titanlab.costs.account import ModelAccount
-from titanlab.costs.setting import Setting
+from titanlab.costs.setting import OptionConfig
 
 if TYPE_CHECKING:
     import torch
@@ -44,17 +44,14 @@ class Formats:
 
     @property
     def master_bytes(self) -> int:
-        """Bytes per element of a parameter, its gradient, and each optimizer state of the same dtype."""
         return BYTES[self.master]
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes per element of a gathered parameter and of an activation."""
         return BYTES[self.compute]
 
     @property
     def reduce_bytes(self) -> int:
-        """Bytes per element of a gradient that is being summed."""
         return BYTES[self.reduce]
 
     @property
@@ -96,7 +93,7 @@ def _pattern(account: ModelAccount, part: str) -> str:
     return part
 
 
-class PrecisionConfig(Protocol):
+class PrecisionConfig(OptionConfig, Protocol):
     """Config of a precision. A dataclass that inherits from it has to define `kind` and `formats`.
 
     Attributes:
@@ -107,16 +104,10 @@ class PrecisionConfig(Protocol):
         multiple: both dims of the weights of these layers, and the tokens of a forward pass, are multiples of it.
     """
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-    kind: str
     mfu_note: ClassVar[str] = ""
     layer_class: ClassVar[str] = ""
     splits_products: ClassVar[bool] = True
     multiple: ClassVar[int] = 1
-
-    def __hash__(self) -> int:
-        """A config is a frozen dataclass, whose fields make its hash."""
-        return object.__hash__(self)
 
     @abstractmethod
     def formats(self) -> Formats:
@@ -137,14 +128,6 @@ class PrecisionConfig(Protocol):
     def describe(self, model: ModelAccount, *, accelerator: str, device: str) -> str:
         """The text for the table at the start."""
         return self.kind
-
-    def check(self, setting: Setting) -> None:
-        """Check that the rest of the recipe fits this precision.
-
-        Raises:
-            ConfigError: it does not fit.
-        """
-        return  # the default; mypy takes an empty body for an abstract method
 
     def check_device(self, *, accelerator: str, device: str) -> None:
         """Check that a device can compute in this precision, whatever else the recipe has.

@@ -225,7 +225,6 @@ class Mxfp8Linear(nn.Linear):
     product: Product
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's)
-        """See the class."""
         return self.product.forward(input, local_part(self.weight), self.bias)
 
 

@@ -82,17 +82,14 @@ class Float8(Bf16):
         # The command line gives a bare true or false as a boolean.
         object.__setattr__(self, "emulate", str(self.emulate).lower())
         if self.emulate not in EMULATE:
-            raise ConfigError(
-                "precision.emulate", self.emulate, "no such choice", f"choose one of {', '.join(EMULATE)}"
-            )
+            cure = f"choose one of {', '.join(EMULATE)}"
+            raise ConfigError("precision.emulate", self.emulate, "no such choice", cure)
 
     @abstractmethod
-    def implementation(self) -> Precision:
-        """See `PrecisionConfig`."""
+    def implementation(self) -> Precision: ...
 
     @property
     def gathers_float8(self) -> bool:
-        """Whether FSDP2 gathers the converted weights in float8."""
         return False
 
     def check(self, setting: Setting) -> None:
@@ -122,7 +119,6 @@ class Float8(Bf16):
         return Conversion(converted=converted, skipped=tuple(skipped), uneven=uneven)
 
     def skips(self, name: str) -> bool:
-        """Whether the recipe excludes the linear layer with this path."""
         return any(matches(name, pattern) for pattern in self.skip)
 
     def float8_gathered(self, model: ModelAccount) -> frozenset[str]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from titanlab.dtensor import local_part
 from titanlab.system.text import trimmed
-from titanlab.techniques.profiler.contract import Links, Profiler
+from titanlab.techniques.profiler.contract import Profiler
 from titanlab.techniques.profiler.profilers_schema import Memory
 from titanlab.techniques.profiler.step_parts import OTHER, PHASES
 from titanlab.techniques.profiler.trace import write_whole
@@ -36,16 +36,13 @@ class MemoryProfiler(Profiler):
         self._sampler: _Sampler | None = None
         self._snapshots: _Snapshots | None = None
 
-    def connect(self, links: Links) -> None:
-        self._links = links
-
     def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
         self._used = resident_bytes
         if on_gpu:
             device = torch.cuda.current_device()
             self._used = lambda: torch.cuda.memory_allocated(device)
             self._snapshots = _Snapshots(
-                traces, f"attempt-{attempt}", f"rank-{rank}", entries=self._config.entries, failed=self._links.failed
+                traces, f"attempt-{attempt}", f"rank-{rank}", entries=self._config.entries, failed=self.links.failed
             )
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -72,10 +69,10 @@ class MemoryProfiler(Profiler):
 
     def _report(self, step: int, sampler: _Sampler) -> None:
         self._sampler = None
-        row = largest(self._links.gather(sampler.close()))
+        row = largest(self.links.gather(sampler.close()))
         peaks = ", ".join(f"{name} {row[metric(name)]:.3g} GiB" for name in PHASES if row[metric(name)])
         text = f"memory up to step {step}, largest of the ranks: {peaks}; most on rank {int(row[RANK])}"
-        self._links.report("memory", step, row, [text])
+        self.links.report("memory", step, row, [text])
         if self._snapshots is not None:
             self._snapshots.write(f"step-{step}")
 
@@ -133,7 +130,6 @@ class _Snapshots:
             attach(self._at_out_of_memory)
 
     def write(self, moment: str) -> None:
-        """Write the allocations of now, and the latest ones before."""
         path = self._folder / f"{self._begin}-{moment}-{self._end}.snapshot.pickle"
         write_whole(path, lambda aside: torch.cuda.memory._dump_snapshot(str(aside)), self._failed)
 
@@ -223,7 +219,6 @@ def _described(error: BaseException, sizes: dict[str, int], *, rest: str, when: 
 
 
 def consumers(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes of this rank's parameters, gradients and optimizer state."""
     parameters = list(model.parameters())
     states = [value for state in optimizer.state.values() for value in state.values()]
     return {

@@ -39,12 +39,9 @@ class Memory(ProfilerConfig):
     entries: int = 100_000
 
     def __post_init__(self) -> None:
-        for name, least in {"skip": 1, "steps": 1, "entries": 1}.items():
-            if getattr(self, name) < least:
-                default = type(self).__dataclass_fields__[name].default
-                raise ConfigError(
-                    f"profiler.{name}", getattr(self, name), f"must be at least {least}", f"try {default}"
-                )
+        for name, example in (("skip", 5), ("steps", 3), ("entries", 100_000)):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"profiler.{name}", getattr(self, name), "must be at least 1", f"try {example}")
         if self.every and self.every <= self.steps:
             rule = f"must be 0, or larger than the {self.steps} steps of a window"
             raise ConfigError("profiler.every", self.every, rule, f"try {100 * self.steps}")
@@ -145,10 +142,9 @@ class Rates(ProfilerConfig):
         if not 0 < self.seconds < math.inf:
             raise ConfigError("profiler.seconds", self.seconds, "must be a positive number of seconds", "try 0.2")
         for name, least, example in (("largest", 64, 1024), ("megabytes", 1, 16)):
-            if getattr(self, name) < least:
-                raise ConfigError(
-                    f"profiler.{name}", getattr(self, name), f"must be at least {least}", f"try {example}"
-                )
+            value = getattr(self, name)
+            if value < least:
+                raise ConfigError(f"profiler.{name}", value, f"must be at least {least}", f"try {example}")
 
     def implementation(self) -> Profiler:
         from titanlab.techniques.profiler.rates import RatesProfiler

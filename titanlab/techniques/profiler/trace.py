@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from titanlab.system.files import refusal
-from titanlab.techniques.profiler.contract import Links, Profiler
+from titanlab.techniques.profiler.contract import Profiler
 from titanlab.techniques.profiler.profilers_schema import Breakdown, Trace
 from titanlab.techniques.profiler.step_parts import PHASE, line, mean, metrics, step_parts
 
@@ -65,9 +65,6 @@ class TraceProfiler(Profiler):
         self._steps = 0
         self._profile: profile | None = None
 
-    def connect(self, links: Links) -> None:
-        self._links = links
-
     def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
         self._traces, self._rank, self._attempt = traces, rank, attempt
         self._activities = _activities(on_gpu=on_gpu)
@@ -93,7 +90,7 @@ class TraceProfiler(Profiler):
         self._profile = profile(
             activities=self._activities,
             schedule=schedule(wait=0, warmup=1, active=self._config.steps, repeat=1),
-            on_trace_ready=lambda running: write_whole(path, partial(_write, running), self._links.failed),
+            on_trace_ready=lambda running: write_whole(path, partial(_write, running), self.links.failed),
             record_shapes=self._config.shapes,
             with_stack=self._config.stacks,
             # torch 2.11 warns of the first cycle without it.
@@ -115,9 +112,6 @@ class BreakdownProfiler(Profiler):
         self._steps = 0
         self._profile: profile | None = None
         self._marks = ExitStack()
-
-    def connect(self, links: Links) -> None:
-        self._links = links
 
     def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
         self._on_gpu = on_gpu
@@ -156,7 +150,7 @@ class BreakdownProfiler(Profiler):
         )
         self._profile.start()
         if not self._on_gpu:
-            self._marks.enter_context(self._links.marks_collectives())
+            self._marks.enter_context(self.links.marks_collectives())
 
     def _end(self) -> None:
         running, self._profile = self._profile, None
@@ -174,21 +168,21 @@ class BreakdownProfiler(Profiler):
         except FAULTS as error:
             self._fault = error
             return
-        self._parts = step_parts(events, self._links.axes)
+        self._parts = step_parts(events, self.links.axes)
 
     def _report(self, step: int) -> None:
         steps = self._config.steps
         span = f"step {step}" if steps == 1 else f"steps {step - steps + 1} to {step}"
         if self._fault is not None:
-            self._links.failed(f"the breakdown of {span}", self._fault)
+            self.links.failed(f"the breakdown of {span}", self._fault)
         # A rank that has none takes part all the same, because the others wait for it.
-        of_ranks = self._links.gather(self._parts)
+        of_ranks = self.links.gather(self._parts)
         if all(of_ranks):
             means = mean(of_ranks)
-            self._links.report("breakdown", step, metrics(means), [f"{span}, mean over ranks: {line(means)}"])
+            self.links.report("breakdown", step, metrics(means), [f"{span}, mean over ranks: {line(means)}"])
         elif self._fault is None:
             lacks = ", ".join(str(rank) for rank, found in enumerate(of_ranks) if not found)
-            self._links.failed(f"the breakdown of {span}", f"its part is missing on rank {lacks}")
+            self.links.failed(f"the breakdown of {span}", f"its part is missing on rank {lacks}")
 
 
 def _activities(*, on_gpu: bool) -> list[ProfilerActivity]:

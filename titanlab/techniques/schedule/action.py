@@ -212,7 +212,6 @@ def _result(kind: Kind) -> Kind:
 
 
 def _needs(action: Action, stages: int) -> list[Action]:
-    """The results that an action needs."""
     stage, kind, microbatch = action
     return [Action(stage + step, result, microbatch) for result, step in _NEEDS[kind] if 0 <= stage + step < stages]
 

@@ -7,34 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
-from titanlab.costs.setting import Setting
+from titanlab.costs.setting import OptionConfig
 from titanlab.errors import ConfigError
 from titanlab.techniques.schedule.action import Action, Kind
 from titanlab.techniques.schedule.timeline import peak_in_flight
 
 
-class PipelineSchedule(Protocol):
+class PipelineSchedule(OptionConfig, Protocol):
     """The config of a schedule; its methods give the placement of stages and the actions of each rank.
 
     A schedule needs no torch, so its config is its implementation. The base classes below implement everything but
     `actions`.
     """
 
-    kind: str
     # Whether gradients of weights are always (True) or never (False) computed later; None: seen in the actions.
     splits: ClassVar[bool | None] = None
-
-    def __hash__(self) -> int:
-        """A config is a frozen dataclass, whose fields make its hash."""
-        return object.__hash__(self)
-
-    def check(self, setting: Setting) -> None:
-        """Check that the rest of the recipe fits this schedule.
-
-        Raises:
-            ConfigError: it does not fit.
-        """
-        return  # the default; mypy takes an empty body for an abstract method
 
     def alternatives(self) -> Sequence[PipelineSchedule]:
         """The configs of this kind that the planner compares; by default this one alone."""

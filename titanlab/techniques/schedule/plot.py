@@ -216,7 +216,6 @@ def draw_panel(axis: Any, title: str, timeline: Timeline, *, longest: float, wid
 
 
 def draw_legend(figure: Any, timelines: Sequence[Timeline]) -> None:
-    """Explain the colours of the timelines below them."""
     from matplotlib.patches import Patch
 
     used = {event.action.kind for timeline in timelines for row in timeline.events for event in row}
@@ -242,8 +241,6 @@ def _labels(timeline: Timeline, inches: float) -> dict[Kind, tuple[str, float]]:
 
 
 def _mixed(first: str, last: str, share: float) -> tuple[float, float, float]:
-    """A colour between two."""
-
     def part(digit: int) -> float:
         begin, end = (int(colour[digit : digit + 2], 16) for colour in (first, last))
         return (begin + (end - begin) * share) / 255

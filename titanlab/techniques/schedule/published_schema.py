@@ -101,12 +101,8 @@ class GPipe(OneStage):
         return microbatches
 
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
-        orders = []
-        for rank in range(ranks):
-            order = ActionList()
-            order.add(rank, *[Kind.FORWARD] * microbatches, *[Kind.BACKWARD] * microbatches)
-            orders.append(list(order))
-        return orders
+        numbers = range(microbatches)
+        return [[Action(rank, kind, number) for kind in (F, B) for number in numbers] for rank in range(ranks)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +216,7 @@ class LoopedBFS(Looped):
         orders = []
         for rank in range(ranks):
             stages = stages_of(self.placement(ranks=ranks), rank)
-            forward = [Action(stage, Kind.FORWARD, number) for stage in stages for number in range(microbatches)]
+            forward = [Action(stage, F, number) for stage in stages for number in range(microbatches)]
             # The same stages and microbatches in reverse, with both halves of the backward pass at once.
             orders.append(forward + [action._replace(kind=Kind.BACKWARD) for action in reversed(forward)])
         return orders
@@ -247,9 +243,9 @@ class OneFOneB(OneStage):
             # The number of stages from this rank to the last: after that many, the first gradient can arrive.
             warm_up = min(microbatches, ranks - rank)
             order = ActionList()
-            order.add(rank, *[Kind.FORWARD] * warm_up)
-            order.add(rank, *[Kind.BACKWARD, Kind.FORWARD] * (microbatches - warm_up))
-            order.add(rank, *[Kind.BACKWARD] * warm_up)
+            order.add(rank, *[F] * warm_up)
+            order.add(rank, *[B, F] * (microbatches - warm_up))
+            order.add(rank, *[B] * warm_up)
             orders.append(list(order))
         return orders
 

@@ -6,15 +6,12 @@ import contextlib
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import Field, asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, Protocol
 
+from titanlab.costs.setting import OptionConfig
 from titanlab.system.files import parse_json, read_text, write_json
-
-if TYPE_CHECKING:
-    from titanlab.costs.setting import Setting
-
 
 RECORD_SCHEMA = 1
 RECORD_FILE = "tracker.json"
@@ -91,11 +88,8 @@ def read_record(path: Path) -> Record | None:
 Warn = Callable[[str], None]
 
 
-class TrackerConfig(Protocol):
+class TrackerConfig(OptionConfig, Protocol):
     """A config of the group `tracker`: a dataclass that inherits from this class."""
-
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-    kind: str
 
     @abstractmethod
     def implementation(self) -> Tracker:
@@ -104,14 +98,6 @@ class TrackerConfig(Protocol):
     def parts(self) -> Mapping[str, TrackerConfig]:
         """The trackers that the config consists of, by name; by default it is one tracker."""
         return {self.kind: self}
-
-    def check(self, setting: Setting) -> None:
-        """Check rules that need more of the recipe than the tracker's fields; by default there are none.
-
-        Raises:
-            ConfigError: the first rule that is broken.
-        """
-        return
 
     def check_installed(self) -> None:
         """Check that the packages of the tracker are installed; by default it needs none.
@@ -192,7 +178,6 @@ class TrackedRun:
 
     @property
     def record(self) -> Path:
-        """The path of the tracker's record."""
         folder = self.folder / "attempts" / str(self.attempt) if self.is_live else self.folder
         return folder / self.record_file
 

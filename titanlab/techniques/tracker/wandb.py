@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.system.files import finite, home, open_to_write
 from titanlab.techniques.tracker.contract import REPLACED, Record, TrackedRun, Tracker, Warn, write_record
-from titanlab.techniques.tracker.wandb_schema import Wandb
+from titanlab.techniques.tracker.trackers_schema import Wandb
 from titanlab.techniques.tracker.wandb_writer import IGNORED_SIGNALS
 
 _ENV_MODES = {"online": "online", "offline": "offline", "dryrun": "offline", "disabled": "off"}
@@ -73,7 +73,6 @@ def is_uploaded(file: Path) -> bool:
 
 
 def discard(folders: Iterable[Path]) -> None:
-    """Remove folders; errors are ignored."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -181,7 +180,6 @@ class WandbTracker(Tracker):
 
     @property
     def _may_send(self) -> bool:
-        """Whether a line waits in the queue and may be sent now."""
         return bool(self._queue) and ("started" in self._events or len(self._sent) < self._config.queue_rows)
 
     @property

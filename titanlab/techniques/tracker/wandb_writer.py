@@ -180,7 +180,6 @@ class _RecordWriter:
         self.write(state=OPEN, mode=start["mode"], folder=folder)
 
     def count(self, step: int) -> None:
-        """Record that wandb has taken a row of this step."""
         self._record = replace(self._record, step=step, rows=self._record.rows + 1)
         if time.monotonic() - self._write_time >= _RECORD_SECONDS:
             self.write()
@@ -190,7 +189,6 @@ class _RecordWriter:
         self.write(state=FINISHED, left_out=rows - self._record.rows)
 
     def write(self, **changes: Any) -> None:
-        """Change the record and write it to disk."""
         self._record = replace(self._record, **changes)
         self._write_time = time.monotonic()
         write_record(self._path, self._record)

@@ -1,8 +1,10 @@
-"""tracker=jsonl, the run's own rows alone, and several at once: `tracker=[wandb,tensorboard]`. Both need no package."""
+"""Configs of trackers, and tracker=jsonl and several trackers at once, which need no package. Torch-free."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +16,96 @@ from titanlab.techniques.tracker.contract import TrackedRun, Tracker, TrackerCon
 
 if TYPE_CHECKING:
     from titanlab.costs.setting import Setting
+
+
+@option("tracker", "tensorboard")
+@dataclass(frozen=True, kw_only=True)
+class TensorBoard(TrackerConfig):
+    """Event files in the run's folder, for `tensorboard --logdir runs`.
+
+    Attributes:
+        flush_seconds: seconds between writes of rows to disk.
+    """
+
+    kind: str = "tensorboard"
+    flush_seconds: int = 10
+
+    def __post_init__(self) -> None:
+        if self.flush_seconds < 1:
+            raise ConfigError("tracker.flush_seconds", self.flush_seconds, "must be at least 1", "try 10")
+
+    def implementation(self) -> Tracker:
+        from titanlab.techniques.tracker.tensorboard import TensorBoardTracker
+
+        return TensorBoardTracker(self)
+
+    def check_installed(self) -> None:
+        if importlib.util.find_spec("tensorboard") is None:
+            cure = "pip install tensorboard, or try tracker=jsonl"
+            raise ConfigError("tracker", "tensorboard", "the package is not installed", cure)
+
+    def for_rebuild(self, rows: int) -> TensorBoard:
+        return self
+
+
+MODES = ("auto", "online", "offline", "off")
+_NAME = re.compile(r"[^/\\#?%:]{1,128}")
+
+
+@option("tracker", "wandb")
+@dataclass(frozen=True, kw_only=True)
+class Wandb(TrackerConfig):
+    """Weights & Biases, in a separate process.
+
+    Attributes:
+        mode: `online`, `offline` (files for `wandb sync`), `off`, or `auto`: the value of WANDB_MODE, or online if it
+            is not set. Without an API key, online becomes offline.
+        project: null: WANDB_PROJECT, or titanlab.
+        entity: user or team; null: the account's default.
+        group: null: the sweep's name, so that a dashboard compares its recipes.
+        tags: added to those of model, hardware and precision.
+        finish_seconds: how long the end of a run may wait for uploads; rows that are not uploaded stay on disk.
+        queue_rows: rows that can wait while wandb starts or the network is slow; further rows are left out.
+    """
+
+    kind: str = "wandb"
+    mode: str = "auto"
+    project: str | None = None
+    entity: str | None = None
+    group: str | None = None
+    tags: tuple[str, ...] = ()
+    finish_seconds: float = 10.0
+    queue_rows: int = 10_000
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError("tracker.mode", self.mode, "is no mode of wandb", f"try {', '.join(MODES)}")
+        for name in ("project", "entity", "group"):
+            value = getattr(self, name)
+            if value is not None and not _NAME.fullmatch(value):
+                rule = r"must be 1 to 128 characters without / \ # ? % :"
+                raise ConfigError(f"tracker.{name}", value, rule, f"try tracker.{name}=titanlab")
+        for tag in self.tags:
+            if not 1 <= len(tag) <= 64:
+                raise ConfigError("tracker.tags", tag, "a tag has 1 to 64 characters", "shorten it")
+        if not self.finish_seconds >= 0:
+            raise ConfigError("tracker.finish_seconds", self.finish_seconds, "must not be negative", "try 10")
+        if self.queue_rows < 1:
+            raise ConfigError("tracker.queue_rows", self.queue_rows, "must be at least 1", "try 10000")
+
+    def implementation(self) -> Tracker:
+        from titanlab.techniques.tracker.wandb import WandbTracker
+
+        return WandbTracker(self)
+
+    def check_installed(self) -> None:
+        if self.mode != "off" and importlib.util.find_spec("wandb") is None:
+            cure = "pip install wandb, or try tracker=jsonl"
+            raise ConfigError("tracker", "wandb", "the package is not installed", cure)
+
+    def for_rebuild(self, rows: int) -> Wandb:
+        # wandb takes about 5,000 rows a second, so this time limit is generous.
+        return replace(self, mode="offline", queue_rows=rows + 1, finish_seconds=120 + rows / 100)
 
 
 @option("tracker", "jsonl")
