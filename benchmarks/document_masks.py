@@ -28,9 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlab.techniques.model.documents import document_attention, document_tiling, visible
-from titanlab.techniques.model.tiled_attention import tiled_attention
-from titanlab.techniques.model.tiled_attention import tiling as whole_tiling
+from titanlab.techniques.model.documents import document_tiling, tiled_attention, tiling, visible
 
 KEPT = Path(__file__).parent / "results" / "document_masks.json"
 TOKENS = 4096
@@ -89,7 +87,7 @@ def measured(seq_len: int, mean: int, dtype: torch.dtype, times: int) -> dict[st
         ways["one call a document"] = lambda: _one_by_one(q, k, v, starts)
     for rows in ROWS:
         chosen = "*" if rows == document_tiling(q).rows else ""
-        ways[f"tiles of {rows}{chosen}"] = lambda rows=rows: document_attention(q, k, v, starts, rows, True)[0]
+        ways[f"tiles of {rows}{chosen}"] = lambda rows=rows: tiled_attention(q, k, v, starts, rows, True)[0]
     least = dict.fromkeys(ways, float("inf"))
     gradient = torch.randn(q.shape, generator=generator).to(dtype)
     for _ in range(times):
@@ -107,10 +105,10 @@ def measured(seq_len: int, mean: int, dtype: torch.dtype, times: int) -> dict[st
 
 
 def _whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    chosen = whole_tiling(q, k, v)
+    chosen = tiling(q, k, v)
     if chosen is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    output: Tensor = tiled_attention(q, k, v, *chosen)[0]
+    output: Tensor = tiled_attention(q, k, v, None, *chosen)[0]
     return output
 
 

@@ -17,7 +17,7 @@ from titanlab.techniques.ac.contract import ACConfig
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer, SelectiveOp
 from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.model.llama_schema import Llama
-from titanlab.techniques.optimizer.adamw_schema import AdamW
+from titanlab.techniques.optimizer.optimizers_schema import AdamW
 from titanlab.techniques.precision.cast_schema import Bf16, Bf16Full
 from titanlab.techniques.precision.contract import PrecisionConfig
 from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise, Mxfp8

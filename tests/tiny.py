@@ -23,12 +23,12 @@ from titanlab.records.run_folder import RunFolder, create_run
 from titanlab.techniques.ac.recomputation_schema import NoCheckpointing
 from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.model.llama_schema import Llama
-from titanlab.techniques.optimizer.adamw_schema import AdamW
 from titanlab.techniques.optimizer.contract import Schedule
+from titanlab.techniques.optimizer.optimizers_schema import AdamW
 from titanlab.techniques.precision.cast_schema import Bf16, Fp32
 from titanlab.techniques.profiler.profilers_schema import NoProfiling as NoProfiler
 from titanlab.techniques.schedule.published_schema import OneFOneB
-from titanlab.techniques.tracker.several_schema import Jsonl
+from titanlab.techniques.tracker.trackers_schema import Jsonl
 from titanlab.train import train as story
 
 VOCABULARY = 256

@@ -12,6 +12,15 @@ def local_part(tensor: Any) -> Any:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def distributed_like(tensor: Any, local: Any) -> Any:
+    """This rank's part of a tensor that is distributed as another one; a plain tensor if that one is plain."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
 def in_gradient_dtype(parameter: Any, gradient: Any) -> Any:
     """A gradient in the dtype that a parameter's `grad` must have: not always its own (`Tensor.grad_dtype`).
 

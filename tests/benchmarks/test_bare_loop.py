@@ -11,8 +11,8 @@ from titanlab.data import source
 from titanlab.distributed.ranks import ALONE
 from titanlab.prove import parity
 from titanlab.techniques.model import llama_account
-from titanlab.techniques.optimizer.adamw_schema import AdamW
 from titanlab.techniques.optimizer.contract import Schedule
+from titanlab.techniques.optimizer.optimizers_schema import AdamW
 from titanlab.train.initialise import initialise
 
 STEPS = 4

@@ -26,9 +26,9 @@ from titanlab.recipe.flags import read_flags
 from titanlab.recipe.recipe import from_mapping, to_mapping
 from titanlab.records.outcome import OutcomeKind
 from titanlab.techniques.model.llama_schema import Llama
-from titanlab.techniques.optimizer.adamw_schema import AdamW
+from titanlab.techniques.optimizer.optimizers_schema import AdamW
 from titanlab.techniques.precision.cast_schema import Fp32
-from titanlab.techniques.tracker.several_schema import Jsonl
+from titanlab.techniques.tracker.trackers_schema import Jsonl
 
 ROOT = Path(__file__).parents[2]
 

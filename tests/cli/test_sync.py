@@ -13,8 +13,8 @@ from tests.training.recording.test_rebuild import again, tracked
 from titanlab.cli import main
 from titanlab.techniques.tracker import wandb as wandb_upload
 from titanlab.techniques.tracker.contract import FINISHED, RECORD_FILE, Record, read_record, write_record
+from titanlab.techniques.tracker.trackers_schema import Wandb
 from titanlab.techniques.tracker.wandb import offline_files
-from titanlab.techniques.tracker.wandb_schema import Wandb
 
 
 @pytest.fixture

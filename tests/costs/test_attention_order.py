@@ -64,20 +64,6 @@ def test_each_rule_says_where_it_is_from():
     assert rules_of(TABLE_WITH_ROWS, (9, 1))[0].source == "a page"
 
 
-@pytest.mark.parametrize(
-    "table",
-    [
-        {"published": [{"capability": [9], "first": "fast", "source": ""}], "measured": []},
-        {"published": [], "measured": [row(512, fast=1.0, flash=2.0)]},
-    ],
-)
-def test_a_kernel_that_does_not_exist_is_refused(table):
-    with pytest.raises(ValueError, match="attention_kernels.json names fast; there is flash, cudnn, efficient, flash3"):
-        rules_of(table, HOPPER)
-    # Rows of other devices are not looked at.
-    assert rules_of(table, (8, 0))
-
-
 def test_there_is_one_flash_kernel_at_a_time():
     names = (FLASH3, "cudnn", "flash", "efficient")
     assert with_one_flash(names, has_flash3=False) == ("cudnn", "flash", "efficient")

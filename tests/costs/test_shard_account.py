@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tests.plan.layouts import SMALL
-from titanlab.costs.layout import Layout
-from titanlab.costs.shard_account import (
+from titanlab.costs.account import (
     Cuts,
     account_for,
     cuts_of,
@@ -20,6 +19,7 @@ from titanlab.costs.shard_account import (
     stored_part,
     tensor_part,
 )
+from titanlab.costs.layout import Layout
 from titanlab.techniques.model.llama_schema import Mixtral
 
 ACCOUNT = SMALL.account()

@@ -15,6 +15,7 @@ PARSING = re.compile(
 # Modules that parse what this process, or a process that it started, has just written.
 OWN = {
     "titanlab/checkpoint/saving.py": "an error on its way between ranks",
+    "titanlab/costs/attention_order.py": "the table of attention kernels, which the package brings",
     "titanlab/checkpoint/writer.py": "values on their way between ranks",
     "titanlab/distributed/flight_recorder.py": "what torch's recorder gives as JSON in this process",
     "titanlab/distributed/stop.py": "lines of the watcher that has started the rank",

@@ -11,7 +11,7 @@ from titanlab.costs.account import RoutedExperts
 from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
 from titanlab.recipe.recipe_rules import setting
-from titanlab.techniques.model.llama_schema import BALANCES, check_experts
+from titanlab.techniques.model.llama_schema import BALANCES
 
 NAME = "mixtral_debug"
 
@@ -26,7 +26,7 @@ def test_an_account_has_the_experts():
 
 @pytest.mark.parametrize(("count", "active"), [(2, 2), (8, 2), (8, 8)])
 def test_numbers_of_experts(count, active):
-    assert check_experts(count, active) is None
+    assert load(NAME, experts=count, active_experts=active).routed.active == active
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_numbers_of_experts(count, active):
 )
 def test_numbers_that_are_no_experts(count, active, line):
     with pytest.raises(ConfigError) as refused:
-        check_experts(count, active)
+        load(NAME, experts=count, active_experts=active)
     assert str(refused.value).startswith(line)
 
 

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from titanlab.techniques.model.attention import InnerAttention
+from titanlab.techniques.model.documents import Tiling, tiled_attention, tiling
 from titanlab.techniques.model.llama_schema import Llama
-from titanlab.techniques.model.tiled_attention import Tiling, tiled_attention, tiling
 
 
 def inputs(seq_len, heads=4, kv_heads=2, head_dim=16, dtype=torch.float32, batch=2):
@@ -42,7 +42,7 @@ def test_tiles_are_the_whole(seq_len, kv_heads, dtype, how, bar):
     given = inputs(seq_len, kv_heads=kv_heads, dtype=dtype)
     gradient = torch.randn(given[0].shape, dtype=torch.float64)
     exact = computed(whole, [x.detach().double().requires_grad_() for x in given], gradient.to(dtype).double())
-    found = computed(lambda *qkv: tiled_attention(*qkv, *how)[0], given, gradient)
+    found = computed(lambda *qkv: tiled_attention(*qkv, None, *how)[0], given, gradient)
     assert max(errors(found, exact)) < bar
     torchs = computed(whole, given, gradient)
     assert [(x.dtype, x.stride()) for x in found] == [(x.dtype, x.stride()) for x in torchs]
@@ -87,7 +87,9 @@ def test_flops_are_those_of_the_whole_square():
 
 
 def test_the_operator_is_what_it_says_without_data():
-    torch.library.opcheck(tiled_attention, (*inputs(192), 64, True), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        tiled_attention, (*inputs(192), None, 64, True), test_utils=("test_schema", "test_faketensor")
+    )
 
 
 @pytest.mark.full

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from titanlab.techniques.optimizer.adamw_schema import AdamW
+from titanlab.techniques.optimizer.optimizers_schema import AdamW
 
 
 def test_matrices_decay_and_vectors_do_not():

@@ -11,7 +11,7 @@ import pytest
 from tests import tiny
 from titanlab.errors import ConfigError
 from titanlab.recipe.recipe_rules import setting
-from titanlab.techniques.optimizer.adamw_schema import AdamW, needs_torchao
+from titanlab.techniques.optimizer.optimizers_schema import AdamW, needs_torchao
 
 
 @pytest.fixture

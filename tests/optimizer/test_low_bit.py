@@ -14,9 +14,8 @@ from tests.pool import RankFailure
 from tests.training.test_resume import STEPS, STOP, attempt, same_bits, stopped
 from titanlab.checkpoint.folders import step_folder
 from titanlab.system.imports import import_quietly
-from titanlab.techniques.optimizer.adamw_schema import AdamW, AdamW4bit, AdamW8bit, AdamWFp8
 from titanlab.techniques.optimizer.contract import Schedule
-from titanlab.techniques.optimizer.muon_schema import Muon
+from titanlab.techniques.optimizer.optimizers_schema import AdamW, AdamW4bit, AdamW8bit, AdamWFp8, Muon
 from titanlab.train.train import _set_rate
 
 SCHEMAS = (AdamW8bit, AdamW4bit, AdamWFp8)

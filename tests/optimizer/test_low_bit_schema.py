@@ -11,8 +11,8 @@ from tests import tiny
 from titanlab.errors import ConfigError
 from titanlab.recipe.recipe_rules import check, setting
 from titanlab.techniques.model.llama_schema import Llama
-from titanlab.techniques.optimizer.adamw_schema import SMALLEST, AdamW4bit, AdamW8bit, AdamWFp8, packs
 from titanlab.techniques.optimizer.contract import Stored
+from titanlab.techniques.optimizer.optimizers_schema import SMALLEST, AdamW4bit, AdamW8bit, AdamWFp8, packs
 
 SCHEMAS = (AdamW8bit, AdamW4bit, AdamWFp8)
 

@@ -8,7 +8,7 @@ import torch
 from tests import tiny
 from tests.optimizer.layouts import CUTS, gentle, gradients, hold_layouts, parameters, stepped, traced
 from tests.training.test_resume import STEPS, STOP, attempt, same_bits, stopped
-from titanlab.techniques.optimizer.muon_schema import Muon
+from titanlab.techniques.optimizer.optimizers_schema import Muon
 from titanlab.train.train import _set_rate
 
 # The iteration runs in bfloat16: where a gradient's last bit turns a rounding, an element enters 0.4 % larger or smaller,

@@ -8,7 +8,7 @@ from tests import tiny
 from tests.model.published import load
 from titanlab.errors import ConfigError
 from titanlab.techniques.optimizer.contract import Stored
-from titanlab.techniques.optimizer.muon_schema import Muon
+from titanlab.techniques.optimizer.optimizers_schema import Muon
 
 
 @pytest.mark.parametrize(

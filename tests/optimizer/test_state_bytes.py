@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from titanlab.techniques.optimizer.adamw_schema import AdamW, AdamW4bit, AdamW8bit, AdamWFp8
 from titanlab.techniques.optimizer.contract import Stored
-from titanlab.techniques.optimizer.muon_schema import Muon
+from titanlab.techniques.optimizer.optimizers_schema import AdamW, AdamW4bit, AdamW8bit, AdamWFp8, Muon
 
 # A matrix of a block, one outside, a matrix that is too small for few bits, one with uneven blocks, and a vector.
 SHAPES = {

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import distributed as dist
 
 from titanlab.errors import ConfigError
-from titanlab.parallelism import attention_kernels, head_tail, ring
+from titanlab.parallelism import attention_kernels, head_tail
+from titanlab.parallelism import exchanges as ring
 from titanlab.parallelism.context import (
     EXCHANGES,
     ContextAttention,

@@ -24,7 +24,7 @@ from titanlab.prove.parity import compare
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing
 from titanlab.techniques.model.language_model import Projections
 from titanlab.techniques.model.llama_schema import Qwen3, Qwen3Moe
-from titanlab.techniques.optimizer.muon_schema import Muon
+from titanlab.techniques.optimizer.optimizers_schema import Muon
 from titanlab.techniques.precision.float8_schema import Float8Rowwise, Mxfp8
 from titanlab.techniques.schedule.published_schema import ZBV
 from titanlab.train.conformance import faults

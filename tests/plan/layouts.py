@@ -17,11 +17,11 @@ from titanlab.recipe.schema import Cluster, Training
 from titanlab.techniques.ac.recomputation_schema import NoCheckpointing
 from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.model.llama_schema import Llama
-from titanlab.techniques.optimizer.adamw_schema import AdamW
+from titanlab.techniques.optimizer.optimizers_schema import AdamW
 from titanlab.techniques.precision.cast_schema import Bf16
 from titanlab.techniques.profiler.profilers_schema import NoProfiling as NoProfiler
 from titanlab.techniques.schedule.published_schema import OneFOneB
-from titanlab.techniques.tracker.several_schema import Jsonl
+from titanlab.techniques.tracker.trackers_schema import Jsonl
 
 SMALL = Llama(dim=256, layers=6, heads=8, kv_heads=4, ffn_dim=768, vocab_size=2048)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.plan.layouts import SMALL
 from titanlab.plan.memory import ShardedStorage, added, representatives, stored_pieces
-from titanlab.techniques.optimizer.adamw_schema import AdamW
+from titanlab.techniques.optimizer.optimizers_schema import AdamW
 from titanlab.techniques.precision.cast_schema import Bf16, Fp32
 
 ACCOUNT = SMALL.account()

@@ -16,9 +16,8 @@ from titanlab.costs import meter
 from titanlab.parallelism.loss import SplitLoss
 from titanlab.prove import parity
 from titanlab.records.outcome import OutcomeKind
-from titanlab.techniques.precision.cast import Cast
+from titanlab.techniques.precision.cast import Cast, DynamicLossScale
 from titanlab.techniques.precision.cast_schema import Fp16, Fp32
-from titanlab.techniques.precision.loss_scale import DynamicLossScale
 from titanlab.train import assemble
 
 STEPS = 6
@@ -191,15 +190,7 @@ def with_scale(made, run, init_scale):
     """Train in fp32 with a scaled loss."""
 
     def loss_scale(self, device):
-        return DynamicLossScale(
-            device=device,
-            init_scale=init_scale,
-            growth_factor=2.0,
-            growth_interval=2,
-            backoff_factor=0.5,
-            min_scale=1.0,
-            max_skips=2,
-        )
+        return DynamicLossScale(Fp16(init_scale=init_scale, growth_interval=2, max_skips=2), device)
 
     with patch.object(Cast, "loss_scale", loss_scale):
         return attempt(made, run)

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from titanlab.distributed.world import World
+from titanlab.techniques.precision.cast import LossScale
 from titanlab.techniques.precision.cast_schema import LARGEST, Fp16
-from titanlab.techniques.precision.loss_scale import LossScale
 from titanlab.train.totals import Reduction
 
 CPU = torch.device("cpu")

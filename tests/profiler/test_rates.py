@@ -7,10 +7,11 @@ from torch.nn import functional as F
 from tests import tiny
 from titanlab.errors import ConfigError
 from titanlab.plan.measured_machine import measured_cluster
-from titanlab.techniques.profiler import rates, rates_schema
+from titanlab.techniques.profiler import profilers_schema as rates_schema
+from titanlab.techniques.profiler import rates
 from titanlab.techniques.profiler.contract import Links
+from titanlab.techniques.profiler.profilers_schema import Rates
 from titanlab.techniques.profiler.rates import RatesProfiler
-from titanlab.techniques.profiler.rates_schema import Rates
 
 SHORT = Rates(seconds=0.002, largest=64, megabytes=1)
 

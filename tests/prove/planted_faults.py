@@ -16,10 +16,10 @@ from titanlab.distributed.ranks import ALONE, joined
 from titanlab.parallelism import pipeline
 from titanlab.prove import parity
 from titanlab.techniques.model import llama
+from titanlab.techniques.precision.cast import LossScale
 from titanlab.techniques.precision.cast_schema import Bf16
 from titanlab.techniques.precision.float8 import Float8Layers
 from titanlab.techniques.precision.float8_schema import Float8Tensorwise
-from titanlab.techniques.precision.loss_scale import LossScale
 from titanlab.train import assemble, stage
 from titanlab.train.totals import Reduction
 

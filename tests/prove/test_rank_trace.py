@@ -10,7 +10,7 @@ from titanlab.prove.declared import declared
 from titanlab.prove.rank_trace import trace_rank
 from titanlab.prove.traced_step import TraceComparison
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveLayer, SelectiveOp
-from titanlab.techniques.optimizer.muon_schema import Muon
+from titanlab.techniques.optimizer.optimizers_schema import Muon
 from titanlab.techniques.precision.cast_schema import Fp16
 from titanlab.techniques.precision.float8_schema import Float8Tensorwise
 from titanlab.techniques.schedule.published_schema import ZBV, DualPipeV, Interleaved1F1B, InterleavedZeroBubble

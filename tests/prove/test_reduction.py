@@ -15,8 +15,8 @@ from titanlab.prove.reduction import Candidate, reduce_all
 from titanlab.techniques.ac.recomputation_schema import SelectiveLayer
 from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.model.llama_schema import Qwen3
-from titanlab.techniques.optimizer.adamw_schema import AdamW8bit
 from titanlab.techniques.optimizer.contract import Schedule
+from titanlab.techniques.optimizer.optimizers_schema import AdamW8bit
 from titanlab.techniques.precision.contract import Formats, PrecisionConfig
 from titanlab.techniques.precision.float8_schema import Float8Tensorwise
 from titanlab.techniques.schedule.csv_schema import CsvSchedule

@@ -13,8 +13,8 @@ from titanlab.options import Option, discover, option
 from titanlab.recipe import compose as recipes
 from titanlab.recipe.compose import PackagesOnSearchPath, conf_folder, to_group, to_recipe
 from titanlab.recipe.recipe import schema_node
-from titanlab.techniques.optimizer.adamw_schema import AdamW
 from titanlab.techniques.optimizer.contract import Scheduled
+from titanlab.techniques.optimizer.optimizers_schema import AdamW
 from titanlab.techniques.profiler.profilers_schema import NoProfiling
 
 KINDS = discover()["optimizer"]

@@ -243,7 +243,7 @@ def test_a_rank_without_a_pending_collective_is_behind():
     assert found.ranks == (1,)
 
 
-RING = {"file": "titanlab/parallelism/ring.py", "line": 94, "function": "received"}
+RING = {"file": "titanlab/parallelism/exchanges.py", "line": 94, "function": "received"}
 
 
 def in_ring(rank, given, **how):

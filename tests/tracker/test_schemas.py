@@ -9,7 +9,7 @@ import yaml
 
 from titanlab.errors import ConfigError
 from titanlab.options import discover
-from titanlab.techniques.tracker.tensorboard_schema import TensorBoard
+from titanlab.techniques.tracker.trackers_schema import TensorBoard
 
 CONF = Path(__file__).parents[2] / "conf" / "tracker"
 
@@ -34,7 +34,7 @@ def test_a_flush_takes_time():
 
 
 def test_no_tracker_imports_what_it_tracks_with():
-    modules = "several several_schema tensorboard tensorboard_schema wandb wandb_schema wandb_writer contract".split()
+    modules = "trackers_schema tensorboard wandb wandb_writer contract".split()
     code = (
         f"import importlib, sys\nfor name in {modules}: importlib.import_module('titanlab.techniques.tracker.' + name)\n"
         "print([name for name in ('torch', 'wandb', 'tensorboard') if name in sys.modules])"

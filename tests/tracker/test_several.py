@@ -14,11 +14,8 @@ from titanlab.errors import ConfigError
 from titanlab.options import combination, combined_name
 from titanlab.recipe.recipe import from_mapping, to_mapping
 from titanlab.techniques.tracker.contract import FINISHED, OPEN, TrackedRun, open_tracker, records_in
-from titanlab.techniques.tracker.several import JsonlTracker
-from titanlab.techniques.tracker.several_schema import Jsonl
 from titanlab.techniques.tracker.tensorboard import TensorBoardTracker
-from titanlab.techniques.tracker.tensorboard_schema import TensorBoard
-from titanlab.techniques.tracker.wandb_schema import Wandb
+from titanlab.techniques.tracker.trackers_schema import Jsonl, JsonlTracker, TensorBoard, Wandb
 from titanlab.train import rebuild
 from titanlab.train.tracked_run import tracker_gap
 

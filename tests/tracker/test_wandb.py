@@ -17,8 +17,7 @@ import pytest
 from tests.until import until
 from titanlab.errors import ConfigError
 from titanlab.techniques.tracker.contract import FINISHED, TrackedRun, open_tracker, read_record
-from titanlab.techniques.tracker.several_schema import Jsonl
-from titanlab.techniques.tracker.wandb_schema import Wandb
+from titanlab.techniques.tracker.trackers_schema import Jsonl, Wandb
 
 
 @pytest.fixture
@@ -336,7 +335,7 @@ def descendants(pid):
 def test_signals_to_every_process_of_a_job_cost_no_row(run, told):
     tracker = open_tracker(Wandb(mode="offline", finish_seconds=120), run, warn=told.append)
     tracker.log(1, {"loss": 1.0})
-    until(lambda: tracker._pump() or tracker._is_ready)
+    until(lambda: tracker._pump() or "started" in tracker._events)
     everybody = descendants(tracker._process.pid)
     assert any("wandb-core" in Path(f"/proc/{pid}/cmdline").read_text() for pid in everybody)
     for number in ALL:
@@ -376,7 +375,7 @@ DIES = """
 import sys
 from pathlib import Path
 from titanlab.techniques.tracker.contract import TrackedRun, open_tracker
-from titanlab.techniques.tracker.wandb_schema import Wandb
+from titanlab.techniques.tracker.trackers_schema import Wandb
 folder = Path(sys.argv[1])
 run = TrackedRun(id="x", name="x", sweep="s", folder=folder, config={}, layout={})
 tracker = open_tracker(Wandb(mode="offline"), run, warn=print)

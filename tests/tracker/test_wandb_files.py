@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from titanlab.techniques.tracker.wandb import (
-    discard,
-    is_uploaded,
-    kept_files,
-    offline_files,
-    online_folders,
-    put_aside,
-)
+from titanlab.techniques.tracker.trackers_schema import Wandb
+from titanlab.techniques.tracker.wandb import WandbTracker, discard, is_uploaded, offline_files, online_folders
+
+kept_files, put_aside = WandbTracker(Wandb()).kept_files, WandbTracker(Wandb()).put_aside
 
 FIRST, LATER = "offline-run-20260102_030405-x-1", "offline-run-20260103_030405-x-2"
 ONLINE = "run-20260104_030405-x-1"

@@ -1,7 +1,7 @@
 """The mode of wandb, from its config, the environment and netrc."""
 
+from titanlab.techniques.tracker.trackers_schema import Wandb
 from titanlab.techniques.tracker.wandb import has_key, resolve_mode
-from titanlab.techniques.tracker.wandb_schema import Wandb
 
 
 def test_which_mode(tmp_path):

@@ -13,8 +13,7 @@ from titanlab.records.identity import identify
 from titanlab.records.run_folder import create_run
 from titanlab.report.wandb_workspace import json_text, view_of
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.techniques.tracker.several import JsonlTracker
-from titanlab.techniques.tracker.wandb_schema import Wandb
+from titanlab.techniques.tracker.trackers_schema import JsonlTracker, Wandb
 
 
 @pytest.fixture

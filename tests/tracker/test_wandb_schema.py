@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.techniques.tracker.wandb_schema import Wandb
+from titanlab.techniques.tracker.trackers_schema import Wandb
 
 
 @pytest.mark.parametrize(

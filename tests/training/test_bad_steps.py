@@ -17,9 +17,9 @@ from titanlab.errors import ConfigError
 from titanlab.launch.attempt import pass_over_damaged
 from titanlab.parallelism.gradients import Gradients
 from titanlab.records.outcome import OutcomeKind
-from titanlab.techniques.optimizer.muon_schema import Muon
+from titanlab.techniques.optimizer.optimizers_schema import Muon
+from titanlab.techniques.precision.cast import DynamicLossScale, LossScale
 from titanlab.techniques.precision.cast_schema import Fp16
-from titanlab.techniques.precision.loss_scale import DynamicLossScale, LossScale
 from titanlab.train.assemble import SkipBadSteps
 from titanlab.train.totals import Reduction
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests import tiny
 from tests.training.test_balance import loads, recipe
-from titanlab.techniques.tracker.several_schema import Jsonl
+from titanlab.techniques.tracker.trackers_schema import Jsonl
 from titanlab.train.balance import ExpertRows, Load
 
 

@@ -32,7 +32,7 @@ from titanlab.checkpoint.position import (
     read_position,
 )
 from titanlab.errors import ConfigError
-from titanlab.techniques.optimizer.adamw_schema import CODES
+from titanlab.techniques.optimizer.optimizers_schema import CODES
 
 if TYPE_CHECKING:
     from titanlab.checkpoint.reader import Reader

@@ -35,7 +35,7 @@ class Position:
         data: state of the data stream.
         tracker: the run's id in the tracker.
         layout: degrees of the layout that saved the checkpoint, for users.
-        loss_scale: state of the loss scale, see `titanlab.techniques.precision.loss_scale`; empty without loss scaling.
+        loss_scale: state of the loss scale, see `titanlab.techniques.precision.cast`; empty without loss scaling.
         routing: by block, state of the balance of its experts, see `titanlab.train.balance`; empty without experts.
     """
 

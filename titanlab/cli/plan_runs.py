@@ -33,7 +33,7 @@ from titanlab.sweep.sweep_folder import SweepFolder, open_sweep
 from titanlab.system.files import user_path, write_text
 from titanlab.system.terminal import Console
 from titanlab.system.text import counted
-from titanlab.techniques.profiler.rates_schema import KIND
+from titanlab.techniques.profiler.profilers_schema import KIND
 
 OUT = "--out"
 # How the first comment of a file begins that may be replaced.

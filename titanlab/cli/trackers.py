@@ -16,9 +16,8 @@ from titanlab.sweep.sweep_folder import SweepFolder, find_run_or_sweep, open_swe
 from titanlab.system.terminal import Console
 from titanlab.system.text import counted
 from titanlab.techniques.tracker import wandb
-from titanlab.techniques.tracker.tensorboard_schema import TensorBoard
+from titanlab.techniques.tracker.trackers_schema import TensorBoard, Wandb
 from titanlab.techniques.tracker.wandb import has_key
-from titanlab.techniques.tracker.wandb_schema import Wandb
 from titanlab.train.tracked_run import has_repeated_steps, has_tracker, tracker_gap, waiting_files
 
 

@@ -1,8 +1,6 @@
 """Accounts: torch-free data that a model declares about its parameters, operations and activations.
 
-The planner, the trainer and the tests read the same account; tests compare it with the real modules. FLOPs follow the
-usual convention for model FLOPs utilisation. A tensor plan names a style for each module; `STYLES` says what a style
-does with the parameters.
+The planner, the trainer and the tests read the same account; tests compare it with the real modules.
 """
 
 from __future__ import annotations
@@ -11,8 +9,10 @@ import fnmatch
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+from titanlab.costs.layout import Layout
 
 OperationKind = Literal["matmul", "attention", "norm", "pointwise", "lookup", "exchange"]
 # A tensor-parallel rank's part of a tensor: `stream`: its tokens if the residual stream is cut, else all; `part`: its
@@ -67,9 +67,7 @@ class Share:
     Attributes:
         element_bytes: of an element in the compute precision.
         accelerator: `cpu` or `cuda`; their kernels keep different tensors.
-        tensor, context: degrees.
         sequence_parallel: with tensor > 1, the residual stream is cut too.
-        expert: ranks that share the experts.
     """
 
     element_bytes: int
@@ -186,7 +184,6 @@ class TensorPlan(dict[str, str]):
         self._pieces: dict[str, tuple[str, ...]] = {}
 
     def style_of(self, module: str) -> str:
-        """The style of the module at a path, or an empty string."""
         style = self._known.get(module)
         if style is None:
             style = self._known[module] = _style(self._items, module)
@@ -233,13 +230,8 @@ class ModelAccount:
 
     Attributes:
         parameters: every stored parameter by name, tied ones once, with its shape.
-        embedding: name of the token embedding's table.
         tied: names that share another's storage: alias → owner.
-        layers: number of blocks.
         heads, head_dim: of the queries, for attention's FLOPs.
-        kv_heads: key/value heads.
-        dim: width of the residual stream.
-        vocab_size: rows of the embedding.
         lookups: names of other tables whose rows are looked up, such as learned positions.
         pieces: top-level modules in the order of the forward pass, `layers.0` for a block: a pipeline may cut
             between them. The output of a piece is the input of the next. Empty: the model cannot be cut.
@@ -272,12 +264,10 @@ class ModelAccount:
 
     @functools.cached_property
     def plan(self) -> TensorPlan:
-        """The tensor plan, which remembers its answers."""
         return TensorPlan(self.tensor_plan)
 
     @property
     def parameter_count(self) -> int:
-        """Number of stored scalars."""
         return sum(math.prod(shape) for shape in self.parameters.values())
 
     @property
@@ -289,7 +279,6 @@ class ModelAccount:
         return self.parameter_count - total // self.experts.count * (self.experts.count - self.experts.active)
 
     def is_of_experts(self, name: str) -> bool:
-        """Whether a parameter belongs to experts."""
         return self.experts is not None and f".{self.experts.module}." in name
 
     @property
@@ -300,7 +289,6 @@ class ModelAccount:
 
 
 def style_of(plan: Mapping[str, str], module: str) -> str:
-    """See `TensorPlan.style_of`."""
     return _style(tuple(plan.items()), module)
 
 
@@ -319,12 +307,10 @@ BLOCKS = "layers"
 
 
 def block_name(number: int | str) -> str:
-    """The name of a block."""
     return f"{BLOCKS}.{number}"
 
 
 def is_in_block(name: str) -> bool:
-    """Whether a name is a block's, or that of a part of one."""
     return name.startswith(f"{BLOCKS}.")
 
 
@@ -401,7 +387,7 @@ STYLES = {
     "router": TensorStyle(treats_part=True),
     "expert_colwise": TensorStyle(cut_dim=1, is_stack=True),
     "expert_rowwise": TensorStyle(cut_dim=2, is_stack=True),
-    # Of expert parallelism, which cuts the stack among ranks of its own; see `titanlab.costs.shard_account`.
+    # Of expert parallelism, which cuts the stack among ranks of its own; see `titanlab.costs.account`.
     "expert_stack": TensorStyle(cut_dim=0, is_stack=True),
     "embedding": TensorStyle(cut_dim=0, allows_uneven=True, sums=True),
     "head": TensorStyle(cut_dim=0, allows_uneven=True, gathers=True),
@@ -444,3 +430,84 @@ def training_flops_per_token(account: ModelAccount, *, seq_len: int) -> int:
 def forward_flops(operations: Iterable[Operation]) -> int:
     """FLOPs of a forward pass through the given operations, for their batch and sequence."""
     return sum(operation.flops for operation in operations)
+
+
+class Cuts(NamedTuple):
+    """The degrees that cut a parameter: of tensor or expert parallelism, and of FSDP2."""
+
+    tensor: int
+    fsdp: int
+
+
+STACK = "expert_stack"
+
+
+def account_for(account: ModelAccount, layout: Layout) -> ModelAccount:
+    """The account with the tensor plan of a layout: expert parallelism does not cut the width of experts.
+
+    Then each rank of the tensor axis routes its own tokens, and no rank gathers or sums them.
+    """
+    if layout.expert == 1:
+        return account
+    styles = {"expert_colwise": STACK, "expert_rowwise": STACK}
+    plan = {path: styles.get(style, style) for path, style in account.tensor_plan.items() if style != "experts"}
+    return replace(account, tensor_plan=plan)
+
+
+def cuts_of(account: ModelAccount, name: str, layout: Layout, *, sharded: bool = True) -> Cuts:
+    if parameter_style(account, name) == STACK:
+        return Cuts(layout.expert, layout.expert_shard if sharded else 1)
+    return Cuts(layout.tensor, layout.fsdp if sharded else 1)
+
+
+def tensor_part(account: ModelAccount, name: str, *, tensor: int, number: int = 0) -> tuple[int, ...]:
+    """Shape of a parameter on one rank of tensor parallelism, or of expert parallelism for a stack of experts.
+
+    Args:
+        number: of the rank; the first ranks have the largest parts.
+    """
+    shape = list(account.parameters[name])
+    dim = _cut(account, name, tensor=tensor)
+    if dim is not None:
+        part = -(-shape[dim] // tensor)
+        shape[dim] = max(0, min(part, shape[dim] - number * part))
+    return tuple(shape)
+
+
+def sharded_dim(account: ModelAccount, name: str, *, tensor: int, fsdp: int) -> int:
+    return fsdp_dim(account.parameters[name], _cut(account, name, tensor=tensor), tensor=tensor, fsdp=fsdp)
+
+
+def fsdp_dim(shape: Sequence[int], cut: int | None, *, tensor: int, fsdp: int) -> int:
+    """The dim along which FSDP2 shards a parameter.
+
+    Rows, or columns if tensor parallelism has left uneven rows. Stacked matrices: experts; if their number is not
+    divisible, another dim that tensor parallelism does not cut, because FSDP2 would pad them to one expert for each
+    rank.
+    """
+    if len(shape) == 3 and cut != 0:
+        other = 2 if cut == 1 else 1
+        return other if shape[0] % fsdp and shape[other] % fsdp == 0 else 0
+    return 1 if cut == 0 and shape[0] % (tensor * fsdp) else 0
+
+
+def gathered_part(account: ModelAccount, name: str, *, tensor: int, fsdp: int, number: int = 0) -> tuple[int, ...]:
+    """Shape of what FSDP2 gathers of a parameter: this rank's part of it, padded so that all shards are equal."""
+    shape = tensor_part(account, name, tensor=tensor, number=number)
+    if sharded_dim(account, name, tensor=tensor, fsdp=fsdp) > 0:
+        return shape  # such a dim is divisible; for columns the rules of layouts ask for it
+    return (-(-shape[0] // fsdp) * fsdp, *shape[1:])
+
+
+def stored_part(account: ModelAccount, name: str, *, tensor: int, fsdp: int, number: int = 0) -> tuple[int, ...]:
+    """Shape of what a rank stores of a parameter: its shard, of which FSDP2 pads the last ones to an equal size."""
+    shape = list(gathered_part(account, name, tensor=tensor, fsdp=fsdp, number=number))
+    shape[sharded_dim(account, name, tensor=tensor, fsdp=fsdp)] //= fsdp
+    return tuple(shape)
+
+
+def _cut(account: ModelAccount, name: str, *, tensor: int) -> int | None:
+    """The dim that tensor parallelism cuts; None for whole parameters: norms, and biases that follow a sum."""
+    if tensor == 1:
+        return None
+    return cut_dim(parameter_style(account, name), len(account.parameters[name]))

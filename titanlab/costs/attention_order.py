@@ -1,15 +1,11 @@
-"""Which attention kernel to try first: a table of measurements, by compute capability, dtype, head_dim and length.
-
-`attention_kernels.json` is the table. Its measured rows are those of `benchmarks/gpu_attention.py`; where none fits the
-inputs, a published comparison for the device decides, and where there is none either, flash is first.
-"""
+"""Which attention kernel to try first: measurements in `attention_kernels.json`, else published comparisons."""
 
 from __future__ import annotations
 
 import functools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +27,6 @@ class Rule:
         dtype: of the inputs, by torch's name; None: any.
         head_dim: width of a head; None: any.
         longest: tokens of the longest sequence; None: any.
-        source: of the order.
     """
 
     order: tuple[str, ...]
@@ -62,7 +57,6 @@ def order(
 
     Args:
         name: `auto`, or the requested kernel: `flash`, `flash3`, `cudnn`, `efficient`.
-        capability: of the device; None: unknown.
         dtype, head_dim, seq_len: of the inputs; None: unknown.
         has_flash3: whether torch's flash kernel is FlashAttention 3 now; it then stands for both.
     """
@@ -96,15 +90,11 @@ def rules_of(table: Mapping[str, Any], capability: Capability | None) -> tuple[R
 
     Args:
         table: `measured`: rows of `benchmarks/gpu_attention.py`; `published`: by the first number of the capability.
-
-    Raises:
-        ValueError: a row names an unknown kernel.
     """
     published = Rule(("flash", "cudnn", "efficient"), source="no measurement is known; torch's own first choice")
     for row in table["published"]:
         if capability is not None and row["capability"][0] == capability[0]:
             first = row["first"]
-            _check([first])
             published = Rule((first, *(name for name in FUSED if name != first)), source=row["source"])
     groups: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
     for row in table["measured"]:
@@ -117,15 +107,7 @@ def rules_of(table: Mapping[str, Any], capability: Capability | None) -> tuple[R
         bounds = [math.isqrt(a["seq_len"] * b["seq_len"]) for a, b in zip(rows, rows[1:], strict=False)]
         for row, longest in zip(rows, [*bounds, None], strict=True):
             measured = {name: ms for name, ms in row["ms"].items() if ms is not None}
-            _check(measured)
             fastest = sorted(measured, key=lambda name: float(measured[name]))
             names = (*fastest, *(name for name in published.order if name not in measured))
             measured_rules.append(Rule(names, dtype, head_dim, longest, row["source"]))
     return (*measured_rules, published)
-
-
-def _check(names: Iterable[str]) -> None:
-    known = (*FUSED, FLASH3)
-    unknown = sorted(set(names) - set(known))
-    if unknown:
-        raise ValueError(f"{TABLE.name} names {', '.join(unknown)}; there is {', '.join(known)}")

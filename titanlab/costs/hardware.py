@@ -14,31 +14,29 @@ _TABLES = "stas00/ml-engineering, compute/accelerator and network"
 _TORCHTITAN = "torchtitan, get_peak_flops"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Device:
     """One device, or one die of a device that torch shows as several.
 
     Attributes:
-        name: for display.
         words: words that its name in torch (`torch.cuda.get_device_name`) contains.
         also: words that its name may contain too; any other word means another device.
-        peak_tflops: dense TFLOP/s by torch's name of the dtype, and by `tf32`.
         memory_gb: as in the datasheet, in 10⁹ or 2³⁰ bytes; a device reports a little less.
         memory_gb_per_second: bandwidth of that memory.
         link_gb_per_second: to the other devices of its node, in one direction.
+        peak_tflops: dense TFLOP/s by torch's name of the dtype, and by `tf32`.
         product_tflops: largest rate of a matrix product that was measured (MAMF), by dtype; empty: not measured.
-        source: source of the figures.
     """
 
     name: str
-    words: tuple[str, ...]
-    also: tuple[str, ...] = ()
-    peak_tflops: Mapping[str, float]
+    words: str
+    also: str = ""
     memory_gb: float | None = None
     memory_gb_per_second: float | None = None
     link_gb_per_second: float | None = None
+    peak_tflops: Mapping[str, float] = field(default_factory=dict)
     product_tflops: Mapping[str, float] = field(default_factory=dict)
-    source: str
+    source: str = ""
 
 
 def _peaks(bf16: float, *, fp8: float | None, tf32: float | None, fp32: float | None) -> dict[str, float]:
@@ -48,130 +46,37 @@ def _peaks(bf16: float, *, fp8: float | None, tf32: float | None, fp32: float | 
 
 
 _A100 = _peaks(312, fp8=None, tf32=156, fp32=19.5)
+_HOPPER = _peaks(989, fp8=1979, tf32=494.5, fp32=67)
+_H100_PCIE = _peaks(756, fp8=1513, tf32=378, fp32=51)
+_B200 = _peaks(2250, fp8=4500, tf32=1125, fp32=None)
+_GB200 = _peaks(2500, fp8=5000, tf32=1250, fp32=None)
+_L40S = _peaks(362, fp8=733, tf32=183, fp32=91.6)
+# No fp8: its float8 formats (…fnuz) are not those of the table.
+_MI300X = _peaks(1300, fp8=None, tf32=653.7, fp32=163.4)
 # The largest rates over shapes of products that were measured; an H200 computes as an H100.
 _A100_PRODUCTS = {"bfloat16": 271.2}
 _H100_PRODUCTS = {"bfloat16": 794.5, "float8_e4m3fn": 1402.6}
 _H200_PRODUCTS = {"bfloat16": 794.5, "float8_e4m3fn": 1453.4}
 _B200_PRODUCTS = {"bfloat16": 1745.0, "float8_e4m3fn": 3432.5}
-_HOPPER_SXM = _peaks(989, fp8=1979, tf32=494.5, fp32=67)
+_HBM2E = f"torchtitan benchmarks/llama3_h100_202412; {_TORCHTITAN}"
+_NVL72 = f"{_TABLES}; memory: NVIDIA, GB200 NVL72, 13.4 TB and 576 TB/s of 72"
 
 DEVICES = (
-    Device(
-        name="A100 SXM 80 GB",
-        words=("A100", "80GB"),
-        also=("SXM", "SXM4"),
-        peak_tflops=_A100,
-        memory_gb=80,
-        memory_gb_per_second=2000,
-        link_gb_per_second=300,
-        product_tflops=_A100_PRODUCTS,
-        source=_TABLES,
-    ),
-    Device(
-        name="A100 SXM 40 GB",
-        words=("A100", "40GB"),
-        also=("SXM", "SXM4"),
-        peak_tflops=_A100,
-        memory_gb=40,
-        memory_gb_per_second=1600,
-        link_gb_per_second=300,
-        product_tflops=_A100_PRODUCTS,
-        source=_TABLES,
-    ),
-    Device(
-        name="A100 PCIe",
-        words=("A100", "PCIE"),
-        also=("40GB", "80GB"),
-        # It has the SXM module's peak in bfloat16; the sources have no other figure for it.
-        peak_tflops={"bfloat16": 312},
-        source=_TORCHTITAN,
-    ),
-    Device(
-        name="H100 SXM",
-        words=("H100", "80GB", "HBM3"),
-        peak_tflops=_HOPPER_SXM,
-        memory_gb=80,
-        memory_gb_per_second=3350,
-        link_gb_per_second=450,
-        product_tflops=_H100_PRODUCTS,
-        source=_TABLES,
-    ),
-    Device(
-        name="H100 96 GB HBM2e",
-        # Its name differs from the other H100 names only by the words that it does not have.
-        words=("H100",),
-        peak_tflops=_HOPPER_SXM,
-        memory_gb=96,
-        memory_gb_per_second=2400,
-        link_gb_per_second=450,
-        product_tflops=_H100_PRODUCTS,
-        source=f"torchtitan benchmarks/llama3_h100_202412; {_TORCHTITAN}",
-    ),
-    Device(
-        name="H100 PCIe",
-        words=("H100", "PCIE"),
-        also=("80GB",),
-        peak_tflops=_peaks(756, fp8=1513, tf32=378, fp32=51),
-        memory_gb=80,
-        memory_gb_per_second=2000,
-        source=_TABLES,
-    ),
-    Device(
-        name="H100 NVL",
-        words=("H100", "NVL"),
-        peak_tflops={"bfloat16": 835},
-        memory_gb=94,
-        memory_gb_per_second=3900,
-        source=f"{_TORCHTITAN}; memory: {_TABLES}",
-    ),
-    Device(
-        name="H200 SXM",
-        words=("H200",),
-        peak_tflops=_HOPPER_SXM,
-        memory_gb=141,
-        memory_gb_per_second=4800,
-        link_gb_per_second=450,
-        product_tflops=_H200_PRODUCTS,
-        source=_TABLES,
-    ),
-    Device(
-        name="B200",
-        words=("B200",),
-        peak_tflops=_peaks(2250, fp8=4500, tf32=1125, fp32=None),
-        memory_gb=180,
-        memory_gb_per_second=8000,
-        link_gb_per_second=900,
-        product_tflops=_B200_PRODUCTS,
-        source=_TABLES,
-    ),
-    Device(
-        name="GB200",
-        words=("GB200",),
-        peak_tflops=_peaks(2500, fp8=5000, tf32=1250, fp32=None),
-        memory_gb=186,
-        memory_gb_per_second=8000,
-        link_gb_per_second=900,
-        product_tflops={"bfloat16": 1822.0},
-        source=f"{_TABLES}; memory: NVIDIA, GB200 NVL72, 13.4 TB and 576 TB/s of 72",
-    ),
-    Device(
-        name="L40S",
-        words=("L40S",),
-        peak_tflops=_peaks(362, fp8=733, tf32=183, fp32=91.6),
-        memory_gb=48,
-        memory_gb_per_second=860,
-        source=_TABLES,
-    ),
-    Device(
-        name="MI300X",
-        words=("MI300X",),
-        also=("INSTINCT", "OAM"),
-        # No fp8: its float8 formats (…fnuz) are not those of the table.
-        peak_tflops=_peaks(1300, fp8=None, tf32=653.7, fp32=163.4),
-        memory_gb=192,
-        memory_gb_per_second=5300,
-        source=_TABLES,
-    ),
+    # Name, words, other words, memory and its bandwidth, link, peaks, measured products, source.
+    Device("A100 SXM 80 GB", "A100 80GB", "SXM SXM4", 80, 2000, 300, _A100, _A100_PRODUCTS, _TABLES),
+    Device("A100 SXM 40 GB", "A100 40GB", "SXM SXM4", 40, 1600, 300, _A100, _A100_PRODUCTS, _TABLES),
+    # It has the SXM module's peak in bfloat16; the sources have no other figure for it.
+    Device("A100 PCIe", "A100 PCIE", "40GB 80GB", None, None, None, {"bfloat16": 312}, {}, _TORCHTITAN),
+    Device("H100 SXM", "H100 80GB HBM3", "", 80, 3350, 450, _HOPPER, _H100_PRODUCTS, _TABLES),
+    # Its name differs from the other H100 names only by the words that it does not have.
+    Device("H100 96 GB HBM2e", "H100", "", 96, 2400, 450, _HOPPER, _H100_PRODUCTS, _HBM2E),
+    Device("H100 PCIe", "H100 PCIE", "80GB", 80, 2000, None, _H100_PCIE, {}, _TABLES),
+    Device("H100 NVL", "H100 NVL", "", 94, 3900, None, {"bfloat16": 835}, {}, f"{_TORCHTITAN}; memory: {_TABLES}"),
+    Device("H200 SXM", "H200", "", 141, 4800, 450, _HOPPER, _H200_PRODUCTS, _TABLES),
+    Device("B200", "B200", "", 180, 8000, 900, _B200, _B200_PRODUCTS, _TABLES),
+    Device("GB200", "GB200", "", 186, 8000, 900, _GB200, {"bfloat16": 1822.0}, _NVL72),
+    Device("L40S", "L40S", "", 48, 860, None, _L40S, {}, _TABLES),
+    Device("MI300X", "MI300X", "INSTINCT OAM", 192, 5300, None, _MI300X, {}, _TABLES),
 )
 _VENDORS = frozenset({"NVIDIA", "AMD"})
 # Compute capability → words of device names, also of devices without figures above. One word is enough, because slices
@@ -199,7 +104,8 @@ def find(name: str) -> Device | None:
     """
     words = set(re.findall(r"[A-Z0-9]+", name.upper())) - _VENDORS
     for device in DEVICES:
-        if set(device.words) <= words <= {*device.words, *device.also}:
+        required = set(device.words.split())
+        if required <= words <= required | set(device.also.split()):
             return device
     return None
 

@@ -79,17 +79,14 @@ class Layout:
 
     @functools.cached_property
     def world(self) -> int:
-        """Number of processes."""
         return math.prod(self.degrees().values())
 
     @functools.cached_property
     def data(self) -> int:
-        """Number of processes that read different sequences."""
         return math.prod(getattr(self, name) for name in DATA_AXES)
 
     @functools.cached_property
     def fsdp(self) -> int:
-        """Number of processes over which FSDP2 shards."""
         return math.prod(getattr(self, name) for name in FSDP_AXES)
 
     @property
@@ -164,21 +161,13 @@ def resolve_layout(degrees: dict[str, int], world: int | None) -> Layout:
     key = f"parallelism.{axis}"
     if len(open_axes) > 1:
         other = open_axes[1]
-        raise ConfigError(
-            key,
-            -1,
-            f"only one degree may be -1, and parallelism.{other} is too",
-            f"try parallelism.{other}=1",
-        )
+        rule = f"only one degree may be -1, and parallelism.{other} is too"
+        raise ConfigError(key, -1, rule, f"try parallelism.{other}=1")
     if world is None:
         raise ConfigError(key, -1, "says 'the rest' of a world whose size is not given", f"try world=2, or {key}=2")
     if world % product:
-        raise ConfigError(
-            "world",
-            world,
-            f"the other degrees make {product}, which does not divide it",
-            f"try world={product * max(1, world // product)}",
-        )
+        rule = f"the other degrees make {product}, which does not divide it"
+        raise ConfigError("world", world, rule, f"try world={product * max(1, world // product)}")
     return Layout(**{**degrees, axis: world // product})
 
 
@@ -187,6 +176,5 @@ def _product(degrees: dict[str, int]) -> str:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of a number, ascending."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})

@@ -76,13 +76,11 @@ class Speed:
     """The speed of some steps.
 
     Attributes:
-        steps: number of steps.
         step_seconds, step_seconds_median: mean and median of one step.
         data_seconds: mean time per step spent waiting for data.
         tokens_per_second: of one device.
         tflops: of one device, by the convention for FLOPs per token.
         mfu_percent: share of the device's peak; None if the peak is unknown, or wrong because the share is over 100.
-        warming_up: whether warm-up steps are included.
     """
 
     steps: int
@@ -95,7 +93,6 @@ class Speed:
     warming_up: bool
 
     def metrics(self) -> dict[str, Any]:
-        """The figures by their names in rows and trackers."""
         share = 100 * self.data_seconds / self.step_seconds if self.step_seconds > 0 else 0.0
         return {
             TOKENS_PER_SECOND: self.tokens_per_second,
@@ -113,9 +110,7 @@ class Meter:
     """Measures the steps of one attempt.
 
     Args:
-        work: constants of the run.
         warmup_steps: first steps of the attempt, excluded from its summary: they compile, allocate, fill caches.
-        tokens_seen: tokens of earlier attempts.
         clock: a monotonic clock, in seconds.
     """
 
@@ -152,7 +147,6 @@ class Meter:
         return len(self._seconds)
 
     def begin(self) -> None:
-        """Start the first step."""
         self._mark = self._clock()
         self._step_paused = 0.0
         self._loaded.clear()
@@ -199,9 +193,6 @@ class Meter:
 
         Args:
             at: when the step has ended, by the meter's clock; None: now.
-
-        Raises:
-            RuntimeError: `begin` was not called.
         """
         if self._mark is None:
             raise RuntimeError("Meter.end_step before Meter.begin")
@@ -222,11 +213,6 @@ class Meter:
         return seconds
 
     def window(self) -> Speed:
-        """The speed of the steps since the last call, or since the beginning.
-
-        Raises:
-            RuntimeError: there are no such steps.
-        """
         if self._window_start == self.steps:
             raise RuntimeError("no step since the last window")
         speed = self._speed(self._window_start, self.steps)
@@ -260,11 +246,15 @@ class Meter:
     def summary(self) -> dict[str, Any]:
         """Medians after warm-up and totals of the attempt by metric; None for metrics without a measurement."""
         speed = self.measured()
+        seconds = self._seconds[min(self._warmup_steps, self.steps) :]
+        # With fewer than two steps there are no quartiles.
+        low, _, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else [None] * 3
         names = (TOKENS_PER_SECOND, TFLOPS, MFU, STEP_SECONDS, DATA_SECONDS, DATA_PERCENT)
         figures = {} if speed is None else speed.metrics()
         return {
             **{name: figures.get(name) for name in names},
-            **self._quartiles(),
+            STEP_SECONDS_LOW: low,
+            STEP_SECONDS_HIGH: high,
             MEASURED_STEPS: 0 if speed is None else speed.steps,
             TOKENS_SEEN: self._tokens_seen,
             TRAIN_SECONDS: sum(self._seconds),
@@ -274,14 +264,6 @@ class Meter:
             "peak_tflops": None if self._work.peak_flops is None else self._work.peak_flops / 1e12,
             "peak_source": self._work.peak_source,
         }
-
-    def _quartiles(self) -> dict[str, float | None]:
-        """The quartiles of the seconds of a step after warm-up; None with fewer than two such steps."""
-        seconds = self._seconds[min(self._warmup_steps, self.steps) :]
-        if len(seconds) < 2:
-            return {STEP_SECONDS_LOW: None, STEP_SECONDS_HIGH: None}
-        low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
-        return {STEP_SECONDS_LOW: low, STEP_SECONDS_HIGH: high}
 
     def _speed(self, start: int, end: int) -> Speed:
         seconds = self._seconds[start:end]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import Field, dataclass
+from typing import Any, ClassVar, Protocol
 
 from titanlab.costs.account import ModelAccount
 from titanlab.costs.layout import Layout
@@ -16,12 +17,9 @@ class Setting:
     So every option has its own rules, and no group depends on another.
 
     Attributes:
-        model: of the recipe's model.
-        layout: degrees.
         seq_len: tokens of a sequence.
         microbatch: sequences of one forward pass.
         accelerator: `cpu` or `cuda`.
-        device: the accelerator's name.
         compiled: backend that compiles the blocks; empty: blocks are not compiled.
         sequence_parallel: with tensor > 1, the residual stream is cut too.
         cpu_offload: parameters are kept in host memory.
@@ -46,6 +44,29 @@ class Setting:
     kinds: dict[str, str]
 
 
+class OptionConfig(Protocol):
+    """A config of one option of a group: a frozen dataclass that inherits from the class of the group's contract.
+
+    Attributes:
+        kind: name of the option.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    kind: str
+
+    def __hash__(self) -> int:
+        # The fields of a frozen dataclass make its hash.
+        return object.__hash__(self)
+
+    def check(self, setting: Setting) -> None:
+        """Check rules that need more of the recipe than the option's own fields; by default there are none.
+
+        Raises:
+            ConfigError: the first rule that is broken.
+        """
+        return  # the default; mypy takes an empty body for an abstract method
+
+
 # The value of training.loss_chunk that leaves the choice to `automatic`.
 AUTO = -1
 # Its rule, in bytes of logits in float32. A chunk of 512 MiB is 1,024 tokens of a vocabulary of 128,256:
@@ -60,12 +81,7 @@ _FLOAT = 4
 
 
 def automatic(*, tokens: int, columns: int) -> int:
-    """Tokens of a chunk; 0: the logits are small enough to exist whole.
-
-    Args:
-        tokens: that one process has in a microbatch.
-        columns: of the vocabulary that it has.
-    """
+    """Tokens of a chunk; 0: the logits are small enough to exist whole."""
     if tokens * columns * _FLOAT <= LARGE_BYTES:
         return 0
     return 1 << max(0, (CHUNK_BYTES // (columns * _FLOAT)).bit_length() - 1)
@@ -95,11 +111,7 @@ def chunk_bytes(
 
     Args:
         tokens: that one process has in a microbatch.
-        chunk: tokens of a chunk.
         columns: of the vocabulary that it has.
-        width: bytes of an element of the head's input.
-        accelerator: `cpu` or `cuda`.
-        compiled: the loss is compiled.
     """
     chunks = width * min(chunk, tokens) * columns
     if compiled:

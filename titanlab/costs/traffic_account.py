@@ -19,10 +19,19 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from titanlab.costs.account import STYLES, ModelAccount, cut_dim, has_partial_gradient, is_in_block, parameter_style
+from titanlab.costs.account import (
+    STACK,
+    STYLES,
+    ModelAccount,
+    cut_dim,
+    cuts_of,
+    gathered_part,
+    has_partial_gradient,
+    is_in_block,
+    parameter_style,
+)
 from titanlab.costs.layout import AXES, FOLD, Layout, hidden_shape
 from titanlab.costs.setting import chunks_of
-from titanlab.costs.shard_account import STACK, cuts_of, gathered_part
 
 # The step's totals: loss, norm, labels and a flag for each signal, in float64 (`titanlab.train.totals`).
 TOTALS_BYTES = 7 * 8
@@ -43,13 +52,11 @@ def step_traffic(step: Step, rank: Coordinate) -> list[TrafficRow]:
         add_exchange(step, pieces, traffic)
         _add_repeated(step, rank, pieces, traffic)
         _pipeline(step, number, traffic)
-    traffic.add(step.axis("world"), "all_reduce", TOTALS_BYTES + _counts_bytes(step.account), ranks=step.layout.world)
+    experts = step.account.experts
+    # Of each block the count of each expert's tokens, and the sum of entropies, in float64.
+    counts = 0 if experts is None else step.account.layers * (experts.count + 1) * 8
+    traffic.add(step.axis("world"), "all_reduce", TOTALS_BYTES + counts, ranks=step.layout.world)
     return traffic.rows()
-
-
-def _counts_bytes(account: ModelAccount) -> int:
-    """Of each block the count of each expert's tokens, and the sum of entropies, in float64."""
-    return 0 if account.experts is None else account.layers * (account.experts.count + 1) * 8
 
 
 def add_replicas(step: Step, traffic: Traffic) -> None:
@@ -95,7 +102,6 @@ def add_sharding(step: Step, rank: Coordinate, number: int, pieces: Sequence[str
 
 
 def gathers(step: Step, number: int, *, reshards: bool) -> int:
-    """Number of gathers of a unit in a step."""
     if not step.orders:
         return step.microbatches * 2 if reshards else 1
     # A pipeline keeps parameters gathered by a backward until the end of the step or until another forward frees them.
@@ -140,21 +146,19 @@ def sum_whole_gradients(step: Step, rank: Coordinate, pieces: Sequence[str], tra
     if step.layout.tensor == 1:
         return
     plan, cut = step.account.tensor_plan, step.sequence_parallel
-    names = [n for n in _names(step.account, pieces) if has_partial_gradient(plan, n, sequence_parallel=cut)]
-    if size := sum(_whole_shard(step, rank, name) for name in names):
+    size = 0
+    for name in _names(step.account, pieces):
+        rows, *rest = shape = step.account.parameters[name]
+        is_whole = cut_dim(parameter_style(step.account, name), len(shape)) is None
+        if is_whole and has_partial_gradient(plan, name, sequence_parallel=cut):
+            if step.layout.data_parallelism(mixed=step.mixed) == "fsdp2":
+                # This rank's rows, without FSDP2's padding.
+                part = -(-rows // step.layout.fsdp)
+                rows = max(0, min(part, rows - rank.fsdp * part))
+            size += rows * math.prod(rest)
+    if size:
         size *= max(step.master_bytes, step.reduce_bytes)
         traffic.add(step.axis("tensor"), "all_reduce", size, ranks=step.layout.tensor)
-
-
-def _whole_shard(step: Step, rank: Coordinate, name: str) -> int:
-    """This rank's elements of an uncut parameter, without FSDP2's padding; 0 for a cut parameter."""
-    if _cut_dim(step.account, name) is not None:
-        return 0
-    rows, *rest = step.account.parameters[name]
-    if step.layout.data_parallelism(mixed=step.mixed) == "fsdp2":
-        part = -(-rows // step.layout.fsdp)
-        rows = max(0, min(part, rows - rank.fsdp * part))
-    return rows * math.prod(rest)
 
 
 def add_context(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Traffic) -> None:
@@ -222,14 +226,8 @@ def parameter_elements(step: Step, rank: Coordinate, pieces: Sequence[str]) -> i
 
 
 def _names(account: ModelAccount, pieces: Sequence[str]) -> list[str]:
-    """Parameters of some pieces."""
     begins = tuple(f"{piece}." for piece in pieces)
     return [name for name in account.parameters if name.startswith(begins)]
-
-
-def _cut_dim(account: ModelAccount, parameter: str) -> int | None:
-    """The dim that tensor parallelism cuts; None for whole parameters: norms, and biases that follow a sum."""
-    return cut_dim(parameter_style(account, parameter), len(account.parameters[parameter]))
 
 
 def _padded(step: Step, rank: Coordinate, name: str) -> int:
@@ -271,11 +269,6 @@ def forward_context_of_block(step: Step, block: str, rank: Coordinate, traffic: 
 
 
 def _add(traffic: Traffic, axis: str, kind: str, counts: dict[int, int], *, ranks: int, times: int) -> None:
-    """Count messages.
-
-    Args:
-        counts: of messages by their bytes.
-    """
     for size, count in counts.items():
         traffic.add(axis, kind, size, ranks=ranks, times=times * count)
 
@@ -323,7 +316,6 @@ class Step:
     """The inputs of the formulas.
 
     Attributes:
-        account, layout: of the model, and its degrees.
         seq_len: tokens of a sequence, over all its ranks.
         microbatch: sequences of one forward pass.
         microbatches: forward passes of one rank in a step.
@@ -369,7 +361,6 @@ class Step:
     repeats: Mapping[str, Repeats] = field(default_factory=dict)
 
     def element_bytes(self, piece: str) -> int:
-        """Bytes of an element of a piece's activations."""
         return 4 if piece in self.fp32_parts else self.compute_bytes
 
     @property
@@ -379,16 +370,13 @@ class Step:
 
     @property
     def scatter(self) -> str:
-        """The operation that implements reduce-scatter."""
         return "all_to_all" if self.accelerator == "cpu" else "reduce_scatter"
 
     @property
     def replicas_by_ddp(self) -> bool:
-        """Whether DDP sums the gradients."""
         return self.layout.data_parallelism(mixed=self.mixed) == "ddp"
 
     def stages_of(self, rank: Coordinate) -> Iterator[tuple[int, Sequence[str]]]:
-        """The stages of a rank, by number, with their pieces."""
         stages = self.stages or (self.account.pieces,)
         return ((number, pieces) for number, pieces in enumerate(stages) if self.placement[number] == rank.pipeline)
 
@@ -420,7 +408,6 @@ class TrafficRow:
     Attributes:
         axis: the group's axis: an axis of the layout, `shard·context` if these share a group, or `world`.
         kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast`, `send`, `recv`, ….
-        count: number of operations.
         bytes: of their tensors.
         wire_bytes: bytes that the rank sends for them, by the ring algorithms.
     """
@@ -442,9 +429,7 @@ class Traffic:
         """Count operations.
 
         Args:
-            size: bytes of one operation.
             ranks: size of the group. A group of one rank sends nothing, so it is not counted.
-            times: number of equal operations.
             own: bytes of one `all_to_all` that the rank keeps; None: an equal part.
         """
         if ranks == 1 or times == 0:

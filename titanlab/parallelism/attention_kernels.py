@@ -8,9 +8,9 @@ runs the backward pass over a part of the keys with the denominators over all ke
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,59 +24,40 @@ from torch.backends.cuda import (
 
 from titanlab.costs.attention_order import FLASH3, order
 from titanlab.techniques.model.attention import by_token, choose_flash
-from titanlab.techniques.model.documents import document_attention, document_attention_backward, document_tiling
+from titanlab.techniques.model.documents import document_tiling, tiled_attention, tiled_attention_backward
 
 aten = torch.ops.aten
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-class AttentionKernel(Protocol):
+class AttentionKernel(ABC):
     """One attention kernel; `causal` masks keys after the row's own index, and needs as many rows as keys."""
 
+    @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
         """The output, shaped as q, and log Σ exp(scores) of every row: float32 [batch, heads, rows]."""
-        ...
 
+    @abstractmethod
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
     ) -> Gradients:
         """The gradients of q, k and v from these keys only, given `out` and `lse` over all keys of each row."""
-        ...
 
     def documents_forward(self, q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor) -> tuple[Tensor, Tensor]:
-        """As `forward`, causal within documents that begin at `starts` [batch, rows], which are on the CPU."""
-        ...
+        """As `forward`, causal within documents that begin at `starts` [batch, rows], which are on the CPU.
 
-    def documents_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, starts: Tensor
-    ) -> Gradients:
-        """As `backward`, causal within documents."""
-        ...
-
-
-class ByDocument:
-    """Attention within documents by one causal call for each."""
-
-    def documents_forward(
-        self: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        By default one causal call for each document.
+        """
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
         for piece in _documents(starts):
             out[piece], lse[piece] = self.forward(q[piece], k[piece], v[piece], causal=True)
         return out, lse
 
     def documents_backward(
-        self: AttentionKernel,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        starts: Tensor,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, starts: Tensor
     ) -> Gradients:
+        """As `backward`, causal within documents."""
         whole = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for piece in _documents(starts):
             parts = self.backward(*(x[piece] for x in (grad, q, k, v, out, lse)), causal=True)
@@ -85,7 +66,7 @@ class ByDocument:
         return whole
 
 
-class Cpu:
+class Cpu(AttentionKernel):
     """The fused kernel on CPU: float32, bfloat16, float16; grouped-query heads."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -100,17 +81,17 @@ class Cpu:
         return dq, dk, dv
 
     def documents_forward(self, q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = document_attention(q, k, v, starts, *document_tiling(q))
+        out, lse = tiled_attention(q, k, v, starts, *document_tiling(q))
         return out, lse
 
     def documents_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, starts: Tensor
     ) -> Gradients:
-        dq, dk, dv = document_attention_backward(grad, q, k, v, starts, out, lse, *document_tiling(q))
+        dq, dk, dv = tiled_attention_backward(grad, q, k, v, starts, out, lse, *document_tiling(q))
         return dq, dk, dv
 
 
-class Flash(ByDocument):
+class Flash(AttentionKernel):
     """FlashAttention-2 (arXiv 2307.08691) on CUDA: 16 bits; grouped-query heads.
 
     Where FlashAttention 3 has taken its place, the operators are the same.
@@ -130,7 +111,7 @@ class Flash(ByDocument):
         return dq, dk, dv
 
 
-class Cudnn(ByDocument):
+class Cudnn(AttentionKernel):
     """cuDNN's fused attention on CUDA: 16 bits; grouped-query heads; its denominators have an extra last dim of 1."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -149,7 +130,7 @@ class Cudnn(ByDocument):
         return dq, dk, dv
 
 
-class Efficient(ByDocument):
+class Efficient(AttentionKernel):
     """Memory-efficient attention (arXiv 2112.05682) on CUDA: also float32; its denominators are padded to 32 rows.
 
     It does not take grouped-query heads, so key/value heads are repeated.
@@ -222,18 +203,15 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor, *, shapes_vary: bool = Fa
         if shapes_vary and candidate == "cudnn":
             continue
         shared = candidate != "efficient" and q.shape[1] != k.shape[1]
-        k_, v_ = (k, v) if shared else (_broadcast(x, q.shape[1]) for x in (k, v))
+        # As `repeated` makes them; a view is enough for a check of shapes.
+        heads_shared = shared or q.shape[1] == k.shape[1]
+        k_, v_ = (k, v) if heads_shared else (x[:, :1].expand(-1, q.shape[1], -1, -1) for x in (k, v))
         if _CAN_USE[candidate](SDPAParams(q, k_, v_, None, 0.0, False, shared)):
             return _KERNELS[candidate]
     raise RuntimeError(
         f"no attention kernel of {q.device.type} takes {q.dtype} with a head_dim of {q.shape[-1]}; "
         "fused kernels need a device of compute capability 8.0 or more and a head_dim that is a multiple of 8"
     )
-
-
-def _broadcast(x: Tensor, heads: int) -> Tensor:
-    """A view with the shape of `repeated`'s result, enough for a check of shapes."""
-    return x if x.shape[1] == heads else x[:, :1].expand(-1, heads, -1, -1)
 
 
 def _documents(starts: Tensor) -> Iterator[tuple[slice, slice, slice]]:

@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titanlab.costs.setting import part_rows
-from titanlab.dtensor import in_gradient_dtype, local_part
+from titanlab.dtensor import distributed_like, in_gradient_dtype, local_part
 from titanlab.parallelism.collectives import all_gather_single
 from titanlab.parallelism.loss import IGNORE
 from titanlab.techniques.precision.product import PLAIN, Product, product_of
@@ -27,7 +26,6 @@ class Columns(NamedTuple):
     """The columns of the vocabulary that a rank has.
 
     Attributes:
-        first: its first column.
         group: the ranks that have the other columns; None: it has all.
     """
 
@@ -267,7 +265,7 @@ class _HeadAndLoss(torch.autograd.Function):
         total = work.run(tokens, weight, bias, labels, gradients)
         if adds:
             if weight.grad is None:
-                weight.grad = _like(weight, in_gradient_dtype(weight, gradients.weight))
+                weight.grad = distributed_like(weight, in_gradient_dtype(weight, gradients.weight))
             gradients.weight = None
         ctx.gradients, ctx.work, ctx.weight = gradients, work, None if adds else weight
         return total
@@ -279,15 +277,6 @@ class _HeadAndLoss(torch.autograd.Function):
         del ctx.gradients
         # 1, because the caller runs the backward of scale · loss.
         factor = grad_outputs[0] / ctx.work.scale
-        of_weight = None if gradients.weight is None else _like(ctx.weight, gradients.weight.mul_(factor))
+        of_weight = None if gradients.weight is None else distributed_like(ctx.weight, gradients.weight.mul_(factor))
         of_bias = None if gradients.bias is None else gradients.bias.mul_(factor)
         return gradients.tokens.mul_(factor), of_weight, of_bias, None, None
-
-
-def _like(weight: Any, local: Tensor | None) -> Any:
-    """This rank's part of a gradient as a DTensor if the weight is one."""
-    if local is None or not isinstance(weight, DTensor):
-        return local
-    return DTensor.from_local(
-        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-    )

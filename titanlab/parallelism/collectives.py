@@ -8,12 +8,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Private: resolves the group names of functional collectives, the same in torch 2.11 to 2.13.
+from torch.distributed.distributed_c10d import _resolve_process_group
+
 # torch 2.13 has the first name and deprecates the second; torch 2.11 has only the second.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 STANDS_FOR_NCCL = "fake_nccl"
 """Backend of a process group on CPU that sends nothing, but has NCCL's collectives; see `titanlab.prove.rank_trace`."""
+
+
+def group_named(name: Any) -> dist.ProcessGroup:
+    """The process group with a name: custom operators and compiled code cannot take a group as an argument."""
+    # `Any`, because torch 2.13 has a type for group names and torch 2.11 has none.
+    return _resolve_process_group(name)
 
 
 def gather_first(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

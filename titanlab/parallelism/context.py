@@ -1,6 +1,6 @@
 """Context parallelism: each rank of a group has two chunks of every sequence, and attention exchanges keys and values.
 
-There are two exchanges: `ring` and `all_gather` (see `ring.py` and `gather_kv.py`). Both are one custom operator with
+There are two exchanges: `ring` and `all_gather` (see `exchanges.py`). Both are one custom operator with
 its own backward, in eager mode and in compiled code: its communication causes no graph break, and activation
 checkpointing sees one named operator.
 """
@@ -14,19 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-# Private: resolves the group names of functional collectives, the same in torch 2.11 to 2.13. Custom operators cannot
-# take a group as an argument.
-from torch.distributed.distributed_c10d import _resolve_process_group
-
 from titanlab.costs.account import BLOCKS, ModelAccount
 from titanlab.errors import ConfigError
 from titanlab.parallelism import head_tail
 from titanlab.parallelism.attention_kernels import choose
-from titanlab.parallelism.gather_kv import GatherKv
-from titanlab.parallelism.head_tail import Chunks
-from titanlab.parallelism.ring import Ring
+from titanlab.parallelism.collectives import group_named
+from titanlab.parallelism.exchanges import GatherKv, Ring
+from titanlab.parallelism.head_tail import DocumentChunks
 from titanlab.techniques.model.attention import InnerAttention
-from titanlab.techniques.model.documents import HostStarts
+from titanlab.techniques.model.documents import HostStarts, result_like
 from titanlab.techniques.precision.product import departure, has_hooks
 
 EXCHANGES: dict[str, type[Ring] | type[GatherKv]] = {"ring": Ring, "all_gather": GatherKv}
@@ -60,8 +56,6 @@ class ContextAttention(nn.Module):
     it, forward and backward, in the same order.
 
     Args:
-        method: `ring` or `all_gather`.
-        group: the ranks of the context axis.
         kernel: the kernel that the model asks for, `auto` for the best. If it returns no denominators or does not
             support the inputs, the next kernel that does is used. On CPU there is only one.
     """
@@ -141,11 +135,8 @@ def attention(
     """The output of `ContextAttention`, and the logarithms of denominators [batch, heads, seq / ranks], float32."""
     chosen = choose(kernel, q, k, v, shapes_vary=starts is not None)
     q, k, v = map(_sequence_first, (q, k, v))
-    exchange = EXCHANGES[method]((k, v), _group(group))
-    if starts is None:
-        out, lse = head_tail.forward(exchange, q, k, v, chosen)
-    else:
-        out, lse = head_tail.forward_within(exchange, q, k, v, chosen, _chunks(starts, group))
+    exchange = EXCHANGES[method]((k, v), group_named(group))
+    out, lse = head_tail.forward(exchange, q, k, v, chosen, _documents(starts, group))
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
@@ -162,27 +153,22 @@ def attention_backward(
     group: str,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
     chosen = choose(kernel, q, k, v, shapes_vary=starts is not None)
     grad, q, k, v, out, lse = map(_sequence_first, (grad, q, k, v, out, lse))
-    exchange = EXCHANGES[method]((k, v), _group(group))
-    rows = (grad, q, k, v, out, lse)
-    if starts is None:
-        dq, dk, dv = head_tail.backward(exchange, *rows, chosen)
-    else:
-        dq, dk, dv = head_tail.backward_within(exchange, *rows, chosen, _chunks(starts, group))
+    exchange = EXCHANGES[method]((k, v), group_named(group))
+    dq, dk, dv = head_tail.backward(exchange, grad, q, k, v, out, lse, chosen, _documents(starts, group))
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 @attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=head_tail.accumulator(q.dtype))
-    return _like(q), lse.transpose(1, 2)
+    return result_like(q), lse.transpose(1, 2)
 
 
 @attention_backward.register_fake
 def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(q), _like(k), _like(v)
+    return result_like(q), result_like(k), result_like(v)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -199,21 +185,11 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Ten
 attention.register_autograd(_differentiate, setup_context=_keep)
 
 
-def _chunks(starts: Tensor, group: str) -> Chunks:
-    ranks = _group(group)
-    return Chunks(starts, rank=ranks.rank(), ranks=ranks.size())
-
-
-def _group(name: Any) -> ProcessGroup:
-    # `Any`, because torch 2.13 has a type for group names and torch 2.11 has none.
-    return _resolve_process_group(name)
+def _documents(starts: Tensor | None, group: str) -> DocumentChunks | None:
+    ranks = group_named(group)
+    return None if starts is None else DocumentChunks(starts, rank=ranks.rank(), ranks=ranks.size())
 
 
 def _sequence_first(x: Tensor) -> Tensor:
     """[batch, heads, seq, …] → [batch, seq, heads, …], contiguous; rarely a copy, as projections have this layout."""
     return x.transpose(1, 2).contiguous()
-
-
-def _like(x: Tensor) -> Tensor:
-    """An empty tensor shaped as x, with the strides of the operators' results."""
-    return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)

@@ -1,12 +1,7 @@
 """Expert parallelism: each rank of a group has some of every block's experts, and tokens travel to them and back.
 
 The ranks are neighbours on the axes shard, context and tensor, so the axis multiplies nothing: it is another view of
-the same ranks (`Mesh.experts`). A rank sends each of its tokens' rows to the ranks that have their experts (GShard,
-arXiv 2006.16668); no row is dropped, so the sizes of messages are known only when the router has chosen.
-
-`exchange` sends the rows. It is a custom operator, in eager mode and in compiled code. The sizes are values of tensors;
-for torch's functional all-to-all they would be as many variables of the graph as there are ranks. And activation
-checkpointing sees one named operator, whose results it can keep.
+the same ranks (`Mesh.experts`, docs/decisions/0037). No row is dropped (GShard, arXiv 2006.16668).
 """
 
 from __future__ import annotations
@@ -18,12 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
-
-# Private: resolves the group names of functional collectives, the same in torch 2.11 to 2.13. Custom operators cannot
-# take a group as an argument.
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from titanlab.parallelism.collectives import group_named
 from titanlab.parallelism.tensor import on_local_parts
 from titanlab.techniques.model.mixture_of_experts import ExpertLinear, MixtureOfExperts
 from titanlab.techniques.precision.product import take_over
@@ -37,13 +29,11 @@ def exchange(rows: Tensor, sent: Tensor, received: Tensor, total: int, group: st
         rows: [n, ...].
         sent, received: [k · ranks] int64 on the host: k numbers of rows for each rank, whose sum it is sent, and for
             each rank from which rows come.
-        total: the sum of `received`.
-        group: name of the process group.
 
     Returns:
         [total, ...].
     """
-    ranks = _group_named(group)
+    ranks = group_named(group)
     arrived = rows.new_empty((total, *rows.shape[1:]))
     splits = _by_rank(received, total, ranks.size()), _by_rank(sent, rows.shape[0], ranks.size())
     dist.all_to_all_single(arrived, rows.contiguous(), *splits, group=ranks)
@@ -76,11 +66,6 @@ def _by_rank(counts: Tensor, total: int, ranks: int) -> list[int]:
         return [total // ranks + (rank < total % ranks) for rank in range(ranks)]
     by_rank: list[int] = counts.view(ranks, -1).sum(1).tolist()
     return by_rank
-
-
-def _group_named(name: Any) -> dist.ProcessGroup:
-    # `Any`, because torch 2.13 has a type for group names and torch 2.11 has none.
-    return _resolve_process_group(name)
 
 
 def spread_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
@@ -129,7 +114,6 @@ class TokenExchange:
 
     Args:
         group: rank r has experts r · count / ranks to (r + 1) · count / ranks − 1.
-        count: of experts.
     """
 
     def __init__(self, group: dist.ProcessGroup, count: int) -> None:

@@ -37,7 +37,6 @@ class Gradients:
         return torch.stack(shares).sum()
 
     def scale(self, factor: torch.Tensor) -> None:
-        """Multiply every gradient by a scalar tensor."""
         for parameters in self._by_copies.values():
             gradients = _local_gradients(parameters)
             if gradients:
@@ -56,7 +55,6 @@ def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, 
 
 @torch.no_grad()
 def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
-    """Multiply the gradients of some parameters, in place."""
     gradients = _local_gradients(parameters)
     if gradients:
         torch._foreach_mul_(gradients, factor)

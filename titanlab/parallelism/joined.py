@@ -1,10 +1,4 @@
-"""One product for several linear layers with the same input.
-
-The layers keep their parameters. Their weights are concatenated for the forward product and dropped after it; the
-backward multiplies with each layer's own weight, and adds into one gradient of the input. So checkpoints, optimizers,
-FSDP2, tensor parallelism and deferred gradients of weights treat the layers as before: under tensor parallelism a rank
-concatenates its own rows, which are whole heads of queries, keys and values. docs/decisions/0040 has the alternatives.
-"""
+"""One product for several linear layers with the same input, which keep their parameters; see docs/decisions/0040."""
 
 from __future__ import annotations
 
@@ -59,7 +53,6 @@ class JoinedProjections(Projections):
 
     Args:
         copied: for each layer, whether its output gets its own memory; the others are parts of one tensor.
-        cut: see `join_products`.
     """
 
     def __init__(self, copied: tuple[bool, ...], cut: TensorParallel | None) -> None:
@@ -142,7 +135,14 @@ class _JoinedProduct(torch.autograd.Function):
         product, deferred = ctx.product, ctx.deferred
         if deferred is not None:
             weights = ctx.weights
-        of_inputs = _of_inputs(product, gradients, [local_part(weight) for weight in weights])
+        parts = [local_part(weight) for weight in weights]
+        of_inputs = product.of_inputs(gradients[0], parts[0])
+        for gradient, part in zip(gradients[1:], parts[1:], strict=True):
+            if product is PLAIN:
+                # One operation, which neither makes another tensor of the input's size nor reads it.
+                of_inputs = torch.addmm(rows(of_inputs), rows(gradient), part).view(of_inputs.shape)
+            else:
+                of_inputs = of_inputs + product.of_inputs(gradient, part)
         of_weights: list[Tensor | None] = []
         for number, (gradient, weight) in enumerate(zip(gradients, weights, strict=True)):
             if not ctx.needs_input_grad[4 + number]:
@@ -152,14 +152,3 @@ class _JoinedProduct(torch.autograd.Function):
             else:
                 of_weights.append(deferred.weight_gradient(product, weight, inputs, gradient))
         return of_inputs, None, None, None, *of_weights
-
-
-def _of_inputs(product: Product, gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    total = product.of_inputs(gradients[0], weights[0])
-    for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-        if product is PLAIN:
-            # One operation, which neither makes another tensor of the input's size nor reads it.
-            total = torch.addmm(rows(total), rows(gradient), weight).view(total.shape)
-        else:
-            total = total + product.of_inputs(gradient, weight)
-    return total

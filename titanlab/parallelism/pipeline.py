@@ -58,7 +58,6 @@ class Pipeline:
             hidden_shape: of the hidden states between stages: [microbatch, seq, dim], or under sequence parallelism
                 [1, this rank's tokens of a microbatch, dim].
             microbatch: sequences of a microbatch; None: the first number of hidden_shape.
-            phase: opens a phase of the profiler.
         """
         rank = dist.get_rank(group)
         self._ranks = dist.get_process_group_ranks(group)

@@ -27,7 +27,6 @@ class Message(NamedTuple):
     Attributes:
         operation: `send` or `recv`.
         what: `hidden state` or `gradient`.
-        microbatch: its number.
         stage, peer_stage: of this rank, and of the other side.
         peer_rank: rank of the group that has the other stage.
     """
@@ -70,7 +69,6 @@ class ScheduledStage(PipelineStage):
             loss: computes a scalar with the last stage's module, in the last stage only.
             scale: gradients are those of scale · loss.
             split_backward: some backwards compute the gradients of inputs first and those of weights later.
-            phase: opens a phase of the profiler.
         """
         super().__init__(module, number, len(placement), device, group=group)
         if not isinstance(module, FSDPModule) and any(isinstance(part, FSDPModule) for part in module.modules()):

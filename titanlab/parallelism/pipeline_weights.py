@@ -1,15 +1,9 @@
-"""Deferred gradients of weights: the W of zero-bubble schedules (arXiv 2401.10241).
+"""Deferred gradients of weights: the W of zero-bubble schedules (arXiv 2401.10241); see docs/decisions/0011.
 
-torch's own split backward walks the graph in Python for every microbatch and runs autograd once for every weight; it
-recomputes checkpointed blocks each time and compiled blocks twice, and FSDP2 gives wrong gradients where it frees
-parameters in between. Here only linear layers, which have nearly all of the work, defer their product during a
-backward for the inputs; everything else is computed at once.
-
-Compiled code must not have side effects, so in compiled blocks the factors of these products leave the code as
-gradients. A block gets two more input tensors (taps) for each of its linear layers, with the shapes of the layer's
-output and input. Their values are not used, but the layer's backward returns the two factors of its weight's gradient
-as the gradients of the taps. The weight itself gets no gradient in the compiled code, so the compiler removes that
-product.
+Only linear layers, which have nearly all of the work, defer their product; everything else is computed at once.
+Compiled code must not have side effects, so in compiled blocks a block gets two more input tensors (taps) for each of
+its linear layers, with the shapes of the layer's output and input. The layer's backward returns the two factors of its
+weight's gradient as the gradients of the taps; the weight itself gets none there.
 """
 
 from __future__ import annotations
@@ -21,12 +15,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 # Private, the same in torch 2.11 to 2.13.
 from torch.utils._python_dispatch import _disable_current_modes
 
-from titanlab.dtensor import in_gradient_dtype, local_part
+from titanlab.dtensor import distributed_like, in_gradient_dtype, local_part
 from titanlab.techniques.precision.product import PLAIN, Product, departure, product_of, rows
 
 _TAPS = "weight_taps"
@@ -216,13 +209,11 @@ class DeferredWeights:
             self._collecting = None
 
     def compute(self, microbatch: int) -> None:
-        """Compute the deferred products and add them to the gradients of weights."""
         products = self._by_microbatch.pop(microbatch)
         while products:
             _accumulate(products.pop())
 
     def clear(self) -> None:
-        """Drop all deferred products."""
         self._by_microbatch.clear()
 
     def weight_gradient(
@@ -230,7 +221,8 @@ class DeferredWeights:
     ) -> Tensor | None:
         """The gradient of a weight; None inside `collect`, which defers the product."""
         if self._collecting is None:
-            return _like(weight, product.of_weight(gradient, inputs))
+            whole: Tensor = distributed_like(weight, product.of_weight(gradient, inputs))
+            return whole
         self._collecting.append(_Deferred(product, weight, inputs, gradient))
         return None
 
@@ -297,18 +289,9 @@ class _DeferredLinear(torch.autograd.Function):
 def _accumulate(deferred: _Deferred) -> None:
     product, weight, inputs, gradient = deferred
     if weight.grad is None:
-        weight.grad = _like(weight, in_gradient_dtype(weight, product.of_weight(gradient, inputs)))
+        weight.grad = distributed_like(weight, in_gradient_dtype(weight, product.of_weight(gradient, inputs)))
     elif product is PLAIN and weight.grad.dtype == inputs.dtype:
         # One operation: no second matrix of the weight's size, and one rounding.
         local_part(weight.grad).addmm_(rows(gradient).t(), rows(inputs))
     else:
         local_part(weight.grad).add_(product.of_weight(gradient, inputs))
-
-
-def _like(weight: Tensor, local: Tensor) -> Tensor:
-    """This rank's part of a gradient as a DTensor if the weight is one."""
-    if not isinstance(weight, DTensor):
-        return local
-    return DTensor.from_local(
-        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-    )

@@ -74,13 +74,10 @@ class Parallelism:
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """The layout of resolved degrees."""
         return Layout(**self.degrees(), expert=self.expert)
 
     def degrees(self) -> dict[str, int]:
-        """Degree by axis, as given."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     def with_degrees(self, degrees: dict[str, int]) -> Parallelism:
-        """The same options with other degrees."""
         return dataclasses.replace(self, **degrees)  # type: ignore[arg-type]

@@ -16,9 +16,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from titanlab.costs.shard_account import fsdp_dim
+from titanlab.costs.account import fsdp_dim
+from titanlab.errors import ConfigError
 from titanlab.parallelism.collectives import reduce_scatter
 from titanlab.techniques.precision.cast import Dtypes
+
+_SYMMETRIC = "parallelism.symmetric_memory"
 
 
 class Microbatch(Protocol):
@@ -81,7 +84,6 @@ def fully_shard_model(
         whole: units that compute and reduce in float32 while others do not; the model itself means its rest.
         apart: modules outside blocks that are separate units, because their dtype is not that of the rest.
         experts: modules inside blocks that are separate units over another mesh; None: there are none.
-        symmetric_memory: see `titanlab.parallelism.symmetric_buffers`.
     """
     # Imported here: it takes 0.3 s, and a single process in fp32 does not need it.
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -128,8 +130,6 @@ def fully_shard_model(
     units = [module for module in all_units if isinstance(module, FSDPModule)]
     kept = [unit for unit in units if unit not in freed]
     if symmetric_memory:
-        from titanlab.parallelism.symmetric_buffers import use_symmetric_memory
-
         meshes = (mesh,) if experts is None else (mesh, experts.mesh)
         use_symmetric_memory(units, [device_mesh.get_group(device_mesh.ndim - 1) for device_mesh in meshes])
     elif mesh.device_type == "cpu":
@@ -151,6 +151,32 @@ def fully_shard_model(
             unit.reshard()
 
     return Sharded(forward=model, microbatch=microbatch, release=release, divides_by=mesh.size())
+
+
+def check_symmetric_memory_is_known() -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    # A young name of torch.
+    if not hasattr(FSDPModule, "set_symm_mem_for_comm"):
+        rule = "needs FSDPModule.set_symm_mem_for_comm, which this torch does not have"
+        raise ConfigError(_SYMMETRIC, True, rule, "try false, or a newer torch")
+
+
+def use_symmetric_memory(units: Sequence[Any], groups: Sequence[dist.ProcessGroup]) -> None:
+    """Let every unit of FSDP2 gather into, and scatter from, buffers that NCCL registers with all ranks.
+
+    Raises:
+        ConfigError: torch or the backend of a group does not support it.
+    """
+    check_symmetric_memory_is_known()
+    others = {str(dist.get_backend(group)) for group in groups} - {dist.Backend.NCCL}
+    if others:
+        rule = f"is memory of NCCL, and a group of FSDP2 uses {', '.join(sorted(others))}"
+        raise ConfigError(_SYMMETRIC, True, rule, "try false")
+    for unit in units:
+        # Before the other call: NCCL's reduce-scatter in symmetric memory only sums, so FSDP2 divides afterwards.
+        unit.set_force_sum_reduction_for_comms(True)
+        unit.set_symm_mem_for_comm()
 
 
 def _gather_with(block: nn.Module, unit: nn.Module) -> None:

@@ -17,14 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-
-# Private: resolves the group names of functional collectives, the same in torch 2.11 to 2.13.
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from titanlab.costs.account import cut_dim, has_partial_gradient, style_of
 from titanlab.dtensor import local_part
-from titanlab.parallelism.collectives import gather_first, sum_all, sum_and_scatter_first
+from titanlab.parallelism.collectives import gather_first, group_named, sum_all, sum_and_scatter_first
 from titanlab.parallelism.pipeline_weights import linear
 from titanlab.techniques.model.mixture_of_experts import Router
 from titanlab.techniques.precision.product import take_over
@@ -249,7 +246,7 @@ def parallelise(
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, style: str) -> None:
-    """Make a module's own parameters DTensors, cut by the style's dim in `titanlab.costs.shard_account`."""
+    """Make a module's own parameters DTensors, cut by the style's dim in `titanlab.costs.account`."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         dim = cut_dim(style, parameter.ndim)
         part = distribute_tensor(parameter.data, mesh, [Replicate() if dim is None else Shard(dim)])
@@ -272,7 +269,7 @@ def _gathered(part: Tensor, group: Any, size: int) -> Tensor:
     if torch.compiler.is_compiling():
         whole: Tensor = _functional.wait_tensor(_functional.all_gather_into_tensor(part.contiguous(), size, group))
         return whole
-    return gather_first(part, _resolve_process_group(group))
+    return gather_first(part, group_named(group))
 
 
 def _scattered(summand: Tensor, group: Any, size: int) -> Tensor:
@@ -281,14 +278,14 @@ def _scattered(summand: Tensor, group: Any, size: int) -> Tensor:
             _functional.reduce_scatter_tensor(summand.contiguous(), "sum", size, group)
         )
         return part
-    return sum_and_scatter_first(summand, _resolve_process_group(group))
+    return sum_and_scatter_first(summand, group_named(group))
 
 
 def _summed(summand: Tensor, group: Any) -> Tensor:
     if torch.compiler.is_compiling():
         total: Tensor = _functional.wait_tensor(_functional.all_reduce(summand.contiguous(), "sum", group))
         return total
-    return sum_all(summand, _resolve_process_group(group))
+    return sum_all(summand, group_named(group))
 
 
 class _Copy(torch.autograd.Function):

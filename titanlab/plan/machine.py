@@ -301,7 +301,7 @@ def _measured(cluster: Cluster) -> hardware.Device:
     assert cluster.peak_tflops is not None
     rates = {"bfloat16": cluster.peak_tflops}
     return hardware.Device(
-        name=str(cluster.device), words=(), peak_tflops=rates, product_tflops=rates, source="measured",
+        name=str(cluster.device), words="", peak_tflops=rates, product_tflops=rates, source="measured",
         memory_gb_per_second=cluster.memory_gb_per_second, link_gb_per_second=cluster.link_gb_per_second,
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from titanlab.plan.calibration import fit_sum
 from titanlab.plan.machine import LIMITS, AxisPlacement, Machine, machine_of
 from titanlab.recipe.recipe import Recipe
 from titanlab.recipe.schema import Cluster
-from titanlab.techniques.profiler import rates_schema as names
+from titanlab.techniques.profiler import profilers_schema as names
 
 KEY = "--measure"
 _LOCAL = (names.PRODUCT, names.ATTENTION, names.COPY, names.POINTWISE, names.LAUNCH)

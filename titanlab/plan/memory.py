@@ -14,9 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from titanlab.costs.account import ModelAccount, Share, is_in_block
+from titanlab.costs.account import ModelAccount, Share, account_for, cuts_of, gathered_part, is_in_block, stored_part
 from titanlab.costs.layout import Layout, hidden_shape
-from titanlab.costs.shard_account import account_for, cuts_of, gathered_part, stored_part
 from titanlab.costs.traffic_account import Coordinate, step_traffic
 from titanlab.plan.activations import (
     MicrobatchShape,

@@ -14,9 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from titanlab.costs.account import ModelAccount
+from titanlab.costs.account import ModelAccount, account_for
 from titanlab.costs.layout import Layout, divisors
-from titanlab.costs.shard_account import account_for
 from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.parallelism.schema import Parallelism

@@ -6,9 +6,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from titanlab.costs.account import ModelAccount, Share, block_input, is_in_block, kept
+from titanlab.costs.account import (
+    ModelAccount,
+    Share,
+    account_for,
+    block_input,
+    cuts_of,
+    is_in_block,
+    kept,
+    sharded_dim,
+    stored_part,
+    tensor_part,
+)
 from titanlab.costs.layout import AXES, FSDP_AXES, Layout
-from titanlab.costs.shard_account import account_for, cuts_of, sharded_dim, stored_part, tensor_part
 from titanlab.costs.traffic_account import Coordinate, TrafficRow, step_traffic
 from titanlab.recipe.communication import step_of
 from titanlab.recipe.recipe import Recipe, pieces_by_stage

@@ -34,7 +34,7 @@ from titanlab.techniques.precision.cast_schema import Fp32
 from titanlab.techniques.profiler.profilers_schema import NoProfiling as NoProfiler
 from titanlab.techniques.schedule.contract import PipelineSchedule
 from titanlab.techniques.schedule.published_schema import OneFOneB
-from titanlab.techniques.tracker.several_schema import Jsonl
+from titanlab.techniques.tracker.trackers_schema import Jsonl
 
 MOST_PROCESSES = 16
 # The degree to which a larger one is folded: an axis works with two ranks as with many.

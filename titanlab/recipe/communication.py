@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from titanlab.costs.account import EXCHANGE, ModelAccount, is_in_block
-from titanlab.costs.shard_account import account_for
+from titanlab.costs.account import EXCHANGE, ModelAccount, account_for, is_in_block
 from titanlab.costs.traffic_account import Repeats, Step
 from titanlab.recipe.recipe import Recipe, pieces_by_stage
 from titanlab.techniques.ac.contract import ACConfig

@@ -12,11 +12,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from titanlab.costs.account import STYLES, ModelAccount, cut_dim, parameter_style
+from titanlab.costs.account import STACK, STYLES, ModelAccount, account_for, cut_dim, parameter_style
 from titanlab.costs.hardware import compute_capability
 from titanlab.costs.layout import FSDP_AXES, Layout, divisors
 from titanlab.costs.setting import Setting
-from titanlab.costs.shard_account import STACK, account_for
 from titanlab.data import source
 from titanlab.distributed.host import Host
 from titanlab.errors import ConfigError
@@ -115,11 +114,9 @@ def _layout_fits(recipe: Recipe) -> None:
     check_symmetric_memory(layout, config, accelerator=accelerator)
     if config.symmetric_memory:
         # Imported here: it imports torch, which no rule about layouts needs.
-        from titanlab.parallelism import symmetric_buffers
+        from titanlab.parallelism.shard import check_symmetric_memory_is_known
 
-        reason = symmetric_buffers.missing()
-        if reason is not None:
-            raise ConfigError(symmetric_buffers.KEY, True, *reason)
+        check_symmetric_memory_is_known()
     check_pipeline(layout, config, account, recipe.schedule, microbatches=recipe.microbatches)
     if layout.pipeline > 1:
         pieces_by_stage(recipe)

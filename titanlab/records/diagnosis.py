@@ -145,7 +145,8 @@ def _judged(
 
 
 _MOST_NAMED = 8
-_RING = "titanlab/parallelism/ring.py"
+# File and function in which a rank waits for keys and values of a ring.
+_RING = ("titanlab/parallelism/exchanges.py", "received")
 # What a rank does that waits for no other rank, for one rank and for several.
 _VERBS = {
     "computes": ("computes", "compute"),
@@ -339,7 +340,7 @@ def _wait(records: Mapping[int, HangRecord], rank: int, late: _Late) -> Wait:
 
 
 def _is_in_ring(record: HangRecord) -> bool:
-    return any(place.file.endswith(_RING) for place in record.stack)
+    return any(place.file.endswith(_RING[0]) and place.function == _RING[1] for place in record.stack)
 
 
 def described(record: HangRecord, call: Collective) -> str:

@@ -28,7 +28,7 @@ from titanlab.sweep.listing import ACTIVE
 from titanlab.sweep.reconcile import close_dead_runs, reconcile
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 from titanlab.system.files import write_bytes
-from titanlab.techniques.tracker.several_schema import Jsonl
+from titanlab.techniques.tracker.trackers_schema import Jsonl
 from titanlab.train.tracked_run import tracker_gap
 
 if TYPE_CHECKING:

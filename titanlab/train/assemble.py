@@ -32,7 +32,7 @@ from titanlab.recipe.schema import Training
 from titanlab.records.hang_file import Messages
 from titanlab.techniques.compile.compiler import GraphMemory
 from titanlab.techniques.model.documents import HostStarts, Packed
-from titanlab.techniques.precision.loss_scale import LossScale, step_if
+from titanlab.techniques.precision.cast import LossScale, step_if
 from titanlab.techniques.profiler.contract import Phase, nothing
 from titanlab.train.balance import Balance, NoBalance
 from titanlab.train.stage import Stage, build_stage, dtypes_of, tensor_cut, together

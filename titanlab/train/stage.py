@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanlab.costs.shard_account import account_for
+from titanlab.costs.account import account_for
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.world import World
 from titanlab.parallelism.context import check_attention, spread_attention

@@ -26,7 +26,7 @@ from titanlab.distributed.stop import STOP_SIGNALS
 from titanlab.distributed.world import World
 from titanlab.recipe.schema import Cluster
 from titanlab.system.text import trimmed
-from titanlab.techniques.precision.loss_scale import LossScale, ScaledStep
+from titanlab.techniques.precision.cast import LossScale, ScaledStep
 from titanlab.train.balance import Load, NoBalance
 
 STOPS = tuple(map(int, STOP_SIGNALS))

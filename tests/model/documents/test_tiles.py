@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from titanlab.techniques.model.attention import InnerAttention
-from titanlab.techniques.model.documents import document_attention, document_tiling, tiles
+from titanlab.techniques.model.documents import document_tiling, tiled_attention, tiles
 from titanlab.techniques.model.llama_schema import Llama
 
 ROWS = 64
@@ -127,7 +127,7 @@ def test_flops_are_those_of_the_whole_square():
 def test_the_operator_is_what_it_says_without_data():
     leaves = inputs(CASES[-1])
     torch.library.opcheck(
-        document_attention,
+        tiled_attention,
         (*leaves, starts_of(CASES[-1]), *document_tiling(leaves[0])),
         test_utils=("test_schema", "test_faketensor"),
     )

@@ -7,10 +7,11 @@ import torch
 
 from tests.model.documents.test_tiles import apart, starts_of
 from tests.parallelism.test_context import FP32_ERROR, METHODS, SEQ, attend, inputs, opened, own
-from titanlab.parallelism import attention_kernels, context, ring
+from titanlab.parallelism import attention_kernels, context
+from titanlab.parallelism import exchanges as ring
 from titanlab.parallelism import head_tail as document_chunks
 from titanlab.parallelism.context import ContextAttention, positions
-from titanlab.parallelism.head_tail import Chunks, KeysAndValues, Rectangle
+from titanlab.parallelism.head_tail import DocumentChunks, KeysAndValues, Rectangle
 
 # Chunks have 12 tokens with two ranks, 8 with three, 6 with four. Edges at chunks' edges and beside them; one token;
 # a document as long as the sequence; documents over several chunks.
@@ -49,8 +50,11 @@ def test_outputs_and_gradients_are_those_of_documents_alone(pool, ranks):
         assert max(errors.values()) <= FP32_ERROR, errors
 
 
-class OneByOne(attention_kernels.ByDocument, attention_kernels.Cpu):
+class OneByOne(attention_kernels.Cpu):
     """What kernels of a GPU do, with that of a CPU."""
+
+    documents_forward = attention_kernels.AttentionKernel.documents_forward
+    documents_backward = attention_kernels.AttentionKernel.documents_backward
 
 
 def one_by_one_errors():
@@ -66,9 +70,9 @@ def test_kernels_without_documents_compute_them_one_by_one(pool):
 
 def planted(monkeypatch, name):
     if name == "keys of the document before":
-        right = Chunks.rectangles
+        right = DocumentChunks.rectangles
         monkeypatch.setattr(
-            Chunks,
+            DocumentChunks,
             "rectangles",
             lambda self, block: (
                 each._replace(keys=tuple(slice(max(0, keys.start - 1), keys.stop) for keys in each.keys))
@@ -76,9 +80,9 @@ def planted(monkeypatch, name):
             ),
         )
     elif name == "a row too many":
-        right = Chunks.rectangles
+        right = DocumentChunks.rectangles
         monkeypatch.setattr(
-            Chunks,
+            DocumentChunks,
             "rectangles",
             lambda self, block: (
                 each._replace(rows=slice(each.rows.start, each.rows.stop + 1)) for each in right(self, block)
@@ -87,15 +91,15 @@ def planted(monkeypatch, name):
     elif name == "the chunks of another owner":
         monkeypatch.setattr(ring, "owned", lambda rank, ranks: (ranks - 1 - rank, ranks + rank))
     elif name == "chunks begin like sequences":
-        right = Chunks.__init__
+        right = DocumentChunks.__init__
 
         def begin(self, starts, **place):
             right(self, starts, **place)
             self.inner = self.inner * 0
 
-        monkeypatch.setattr(Chunks, "__init__", begin)
+        monkeypatch.setattr(DocumentChunks, "__init__", begin)
     elif name == "gradients of a block's keys are dropped":
-        monkeypatch.setattr(Rectangle, "add", lambda self, part, into: None)
+        monkeypatch.setattr(Rectangle, "add_to_keys", lambda self, part, into: None)
     elif name == "a part replaces what was there":
         monkeypatch.setattr(document_chunks, "merge", lambda out, lse, part, part_lse: out.copy_(part))
 
@@ -162,11 +166,11 @@ def test_rectangles_are_what_a_mask_would_leave(ranks):
     counted = torch.zeros_like(visible, dtype=torch.int64)
     for rank in range(ranks):
         rows = positions(SEQ, ranks=ranks, rank=rank)
-        chunks = Chunks(starts[:, rows], rank=rank, ranks=ranks)
+        chunks = DocumentChunks(starts[:, rows], rank=rank, ranks=ranks)
         for number in range(2 * ranks):
             keys = torch.arange(number * size, (number + 1) * size)
             block = KeysAndValues(keys[None], keys[None], later=False, chunks=(number,))
             for each in chunks.rectangles(block):
                 for row, part in itertools.product(rows[each.rows].tolist(), each.keys):
-                    counted[each.sequence, row, keys[part]] += 1
+                    counted[each.sequences, row, keys[part]] += 1
     assert torch.equal(counted, visible.long())

@@ -12,7 +12,7 @@ from tests.sweep.studies import SLURM, seeds, study
 from titanlab.plan.explanation import Estimate
 from titanlab.sweep import submit
 from titanlab.sweep.submit import decide, plan_lines, plan_values
-from titanlab.techniques.tracker.wandb_schema import Wandb
+from titanlab.techniques.tracker.trackers_schema import Wandb
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from tests.tracker.test_wandb import inspect
 from tests.training.test_bad_steps import BAD, STEPS, attempt
 from titanlab.costs import meter
 from titanlab.techniques.tracker.contract import Tracker
-from titanlab.techniques.tracker.wandb_schema import Wandb
+from titanlab.techniques.tracker.trackers_schema import Wandb
 from titanlab.train.tracked_run import HeldRows
 
 

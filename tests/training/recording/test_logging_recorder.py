@@ -12,8 +12,8 @@ from titanlab.costs import meter
 from titanlab.distributed.world import World
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.system import terminal
+from titanlab.techniques.precision.cast import ScaledStep
 from titanlab.techniques.precision.cast_schema import Fp16
-from titanlab.techniques.precision.loss_scale import ScaledStep
 from titanlab.train.recording import LoggingRecorder, Recorder, StepEnd, open_recorder
 from titanlab.train.totals import Totals
 

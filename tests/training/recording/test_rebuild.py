@@ -11,9 +11,8 @@ from titanlab.costs import meter
 from titanlab.errors import ConfigError
 from titanlab.techniques.tracker import wandb
 from titanlab.techniques.tracker.contract import FINISHED, OPEN, RECORD_FILE, Record, read_record, write_record
-from titanlab.techniques.tracker.tensorboard_schema import TensorBoard
+from titanlab.techniques.tracker.trackers_schema import TensorBoard, Wandb
 from titanlab.techniques.tracker.wandb import offline_files
-from titanlab.techniques.tracker.wandb_schema import Wandb
 from titanlab.train import rebuild
 from titanlab.train.rebuild import RebuildError
 from titanlab.train.tracked_run import tracker_gap

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from titanlab.costs.account import Operation, Share, block_input, kept
-from titanlab.costs.setting import Setting
+from titanlab.costs.setting import OptionConfig
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-class ACConfig(Protocol):
+class ACConfig(OptionConfig, Protocol):
     """Config of a policy. A dataclass that inherits from it must define `kind`.
 
     Blocks are numbered in the full model, not in a pipeline stage. By default no block is recomputed.
     """
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-    kind: str
-
-    def __hash__(self) -> int:
-        """A config is a frozen dataclass, whose fields make its hash."""
-        return object.__hash__(self)
 
     def recomputes(self, number: int) -> bool:
         """Whether block `number` keeps only its input and is recomputed in the backward pass."""
@@ -60,14 +53,6 @@ class ACConfig(Protocol):
     def describe(self) -> str:
         """The text for the table at the start; empty: the table has no such row."""
         return self.kind
-
-    def check(self, setting: Setting) -> None:
-        """Check that the rest of the recipe fits this policy.
-
-        Raises:
-            ConfigError: it does not fit.
-        """
-        return  # the default; mypy takes an empty body for an abstract method
 
     def reduced(self, *, note: Callable[[str], None]) -> ACConfig:
         """The same policy for a model with as few as two blocks, in proofs and rehearsals; by default this one.

@@ -74,18 +74,12 @@ class SelectiveLayer(ACConfig):
             raise ConfigError("ac.every", self.every, "must be at least 1", cure)
 
     def check(self, setting: Setting) -> None:
-        """Check that the model has at least `every` blocks.
-
-        Raises:
-            ConfigError: it has fewer.
-        """
         layers = setting.model.layers
         if self.every > layers:
             rule = f"is more than the model's {layers} blocks"
             raise ConfigError("ac.every", self.every, rule, f"try {max(1, layers // 2)}, or ac={self._for_none}")
 
     def recomputes(self, number: int) -> bool:
-        """Every n-th block, or with `keep` all others."""
         return (number % self.every == 0) is not self.keep
 
     def reduced(self, *, note: Callable[[str], None]) -> ACConfig:
@@ -135,11 +129,6 @@ class MemoryBudget(ACConfig):
         return self.budget
 
     def check(self, setting: Setting) -> None:
-        """Check that blocks are compiled by a backend that has budgets.
-
-        Raises:
-            ConfigError: they are not.
-        """
         if not setting.compiled:
             rule = "is kept by the compiler, and the blocks are not compiled"
             raise ConfigError("ac", self.kind, rule, "try compile=block, or ac=selective_op")
@@ -165,7 +154,6 @@ OWN = (CONTEXT_ATTENTION, GROUPED_PRODUCT, EXCHANGE)
 # FlexAttention takes its place where attention is within documents.
 SAME = {
     "titanlab.tiled_attention.default": "aten._scaled_dot_product_flash_attention_for_cpu.default",
-    "titanlab.document_attention.default": "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "flex_attention": "aten._scaled_dot_product_flash_attention.default",
 }
 # TorchTitan's list (arXiv 2410.06511, and its code): operators that are expensive to compute or communicate again.
@@ -209,13 +197,7 @@ class SelectiveOp(ACConfig):
                 raise ConfigError(KEY, self._typed(), f"names {name} twice", "name it once")
 
     def check(self, setting: Setting) -> None:
-        """Check that torch has the operators.
-
-        Operators of other packages may be unknown until the model is imported; `apply` checks those.
-
-        Raises:
-            ConfigError: torch lacks an operator.
-        """
+        # Operators of other packages may be unknown until the model is imported; `apply` checks those.
         if not set(self.saved) <= set(PAPER):
             # Imports torch, so only for a list other than the default.
             self.check_known(self.implementation().known_operators(), all_imported=False)
@@ -234,11 +216,9 @@ class SelectiveOp(ACConfig):
         return tuple(name for name in needed_again(block) if name not in kept)
 
     def repeats_collective(self, operator: str, *, number: int) -> bool:
-        """Every collective that the list does not name."""
         return operator not in self.saved
 
     def _saved_operators(self, block: Sequence[Operation]) -> list[Operator]:
-        """The operators of a block whose results are kept."""
         saved, matmuls, chosen_operators = set(self.saved), 0, []
         for operator in (operator for operation in block for operator in operation.operators):
             chosen = saved.intersection(operator.names)
@@ -251,7 +231,6 @@ class SelectiveOp(ACConfig):
         return chosen_operators
 
     def implementation(self) -> SelectedOperators:
-        """Blocks keep the results of the chosen operators."""
         from titanlab.techniques.ac.recomputation import SelectedOperators
 
         return SelectedOperators(self)

@@ -1,9 +1,7 @@
 """Inductor's cache, and the folder in which the ranks of an attempt on one host compile.
 
-In torch 2.11 to 2.13 the compiler writes objects and libraries under their final names (`CppBuilder.build`): a killed
-compiler leaves a part of a file, which later processes load ("file too short"). So an attempt compiles in a folder of
-its own, which starts with hard links to the cache's files. A clean end links the new files into the cache; a folder
-without live ranks is removed. Compile in the cache itself when torch writes to another name and renames.
+In torch 2.11 to 2.13 the compiler writes files under their final names (`CppBuilder.build`): a killed compiler leaves a
+part of a file, which later processes load. Compile in the cache itself when torch writes to another name and renames.
 """
 
 from __future__ import annotations

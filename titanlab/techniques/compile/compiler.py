@@ -1,8 +1,4 @@
-"""Compiles a model's blocks, one graph each, and its loss.
-
-AsyncTP lets inductor fuse matrix products with adjacent collectives of tensor parallelism. What a recorded CUDA graph
-returns is overwritten when the next microbatch runs it again: `GraphMemory` copies what outlives a microbatch.
-"""
+"""Compiles a model's blocks, one graph each, and its loss."""
 
 from __future__ import annotations
 
@@ -224,8 +220,6 @@ class Budgeted:
     backward. torch compares backends to reuse compilations, so equal instances have to compare equal.
 
     Attributes:
-        name: of the backend.
-        options: of inductor.
         budget: 1 keeps all activations, 0 only the inputs.
     """
 
@@ -234,7 +228,6 @@ class Budgeted:
     budget: float
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        """Compile a graph."""
         # Private in torch 2.11 to 2.13: returns a backend by name, also a backend of another package.
         from torch._dynamo import lookup_backend
         from torch._functorch import config as functorch_config

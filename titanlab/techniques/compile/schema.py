@@ -44,7 +44,6 @@ class Compile:
 
     @property
     def compiles(self) -> bool:
-        """Whether any part is compiled."""
         return self.blocks or self.loss
 
     @property
@@ -95,7 +94,6 @@ class Compile:
             _check_recording(setting, "compile.mode", self.mode, f"try {other}")
 
     def implementation(self) -> Compiler:
-        """Compiles with `torch.compile`."""
         from titanlab.techniques.compile.compiler import TorchCompiler
 
         return TorchCompiler(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,25 +22,11 @@ class Compilation:
     Attributes:
         function: name and place, `forward (llama.py:130)`.
         reason: why existing compilations did not fit; empty for a function's first compilation.
-        surprise: whether it was not expected.
     """
 
     function: str
     reason: str
     surprise: bool
-
-
-@dataclass(frozen=True)
-class Compilations:
-    """The compilations since the last call of `look`.
-
-    Attributes:
-        seconds: compile time; overlapping spans count once.
-        functions: the compilations, in order.
-    """
-
-    seconds: float = 0.0
-    functions: tuple[Compilation, ...] = ()
 
 
 class Watch:
@@ -78,41 +64,37 @@ class Watch:
         Args:
             first: whether it was the first step of the process.
         """
-        new = self.look(first=first)
-        if first and new.functions:
-            names = ", ".join(dict.fromkeys(compilation.function for compilation in new.functions))
-            self._note(f"compiled in {new.seconds:.1f} s, which no step counts: {names}")
-        self._report(step, new)
-        return new.seconds
+        seconds, compilations = self.look(first=first)
+        if first and compilations:
+            names = ", ".join(dict.fromkeys(compilation.function for compilation in compilations))
+            self._note(f"compiled in {seconds:.1f} s, which no step counts: {names}")
+        self._report(step, compilations)
+        return seconds
 
     def after_validation(self, step: int) -> None:
-        """Report the compilations of the validation after a step."""
-        self._report(step, self.look(evaluating=True))
+        self._report(step, self.look(evaluating=True)[1])
 
     def metrics(self) -> dict[str, float | int]:
         """Totals so far, by the names of metrics; empty if nothing is compiled."""
         return {SECONDS: self.seconds, RECOMPILATIONS: self.surprises} if self._active else {}
 
-    def look(self, *, evaluating: bool = False, first: bool = False) -> Compilations:
-        """The compilations since the last call.
+    def look(self, *, evaluating: bool = False, first: bool = False) -> tuple[float, list[Compilation]]:
+        """The seconds of compilations since the last call, overlapping ones once, and the compilations in order.
 
         Args:
             evaluating: whether a validation has run since then.
             first: whether the first step of the process has run since then.
         """
         records = self._new()
-        named = [record for record in records if record.co_name]
-        new = Compilations(
-            seconds=_union((record.start_time_us, record.end_time_us) for record in records) / 1e6,
-            functions=tuple(self._compilation(record, evaluating=evaluating, first=first) for record in named),
-        )
-        self._active = self._active or bool(named)
-        self.seconds += new.seconds
-        return new
+        compilations = [self._compilation(r, evaluating=evaluating, first=first) for r in records if r.co_name]
+        seconds = _union((record.start_time_us, record.end_time_us) for record in records) / 1e6
+        self._active = self._active or bool(compilations)
+        self.seconds += seconds
+        return seconds, compilations
 
-    def _report(self, step: int, new: Compilations) -> None:
+    def _report(self, step: int, compilations: list[Compilation]) -> None:
         """Warn of the first surprise; the others are only counted."""
-        for compilation in new.functions:
+        for compilation in compilations:
             if compilation.surprise and self.surprises == 0:
                 reason = compilation.reason or "no reason given"
                 self._warn(
@@ -156,14 +138,10 @@ class Watch:
 def _union(spans: Iterable[tuple[int | None, int | None]]) -> int:
     """Length of the union of spans: a backward may be compiled within a forward's span."""
     total, end = 0, 0
-    for start, stop in sorted(_whole(spans)):
+    for start, stop in sorted((start, stop) for start, stop in spans if start is not None and stop is not None):
         total += max(0, stop - max(start, end))
         end = max(end, stop)
     return total
-
-
-def _whole(spans: Iterable[tuple[int | None, int | None]]) -> Iterator[tuple[int, int]]:
-    return ((start, stop) for start, stop in spans if start is not None and stop is not None)
 
 
 def _short(reason: str) -> str:

@@ -1,10 +1,4 @@
-"""Causal attention of full sequences, with the kernel that a model's config names.
-
-FlashAttention 3 (arXiv 2407.08608) replaces torch's own flash kernel:
-`torch.nn.attention.activate_flash_attention_impl("FA3")` registers the package's kernels for the operators of torch's
-flash attention, in the whole process. Autograd, compilers, checkpointing and context parallelism call the same
-operators as before. Its fake results have the same shapes, so that compiled code does not change either.
-"""
+"""Causal attention of full sequences, with the kernel that a model's config names."""
 
 from __future__ import annotations
 
@@ -22,12 +16,12 @@ from titanlab.costs.attention_order import FLASH3, Capability, prefers_flash3, r
 from titanlab.techniques.model.documents import (
     Documents,
     block_mask,
-    document_attention,
     document_tiling,
     flex,
+    tiled_attention,
+    tiling,
     visible,
 )
-from titanlab.techniques.model.tiled_attention import tiled_attention, tiling
 
 FLASH3_PACKAGE = "flash_attn_interface"
 """The module that the package of FlashAttention 3 installs, which torch imports."""
@@ -61,9 +55,11 @@ def flash3_missing(capability: Capability | None) -> tuple[str, str] | None:
 def choose_flash(kernel: str, capability: Capability) -> bool:
     """Make torch's flash kernel the one that a model asks for, and return whether it is FlashAttention 3.
 
+    FlashAttention 3 (arXiv 2407.08608) registers its kernels for the operators of torch's flash attention, in the whole
+    process: autograd, compilers, checkpointing and context parallelism call the same operators as before.
+
     Args:
         kernel: `flash3`; `auto`, which takes it where it was measured as the fastest and is installed; or another.
-        capability: of the device.
 
     Raises:
         ImportError: the package does not have the kernels; `flash3_missing` has the other reasons.
@@ -142,7 +138,7 @@ class InnerAttention(nn.Module):
         if not self._backends:
             chosen = tiling(q, k, v)
             if chosen is not None:
-                tiled: Tensor = tiled_attention(q, k, v, *chosen)[0]
+                tiled: Tensor = tiled_attention(q, k, v, None, *chosen)[0]
                 return tiled
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         return self._named(q, k, v, is_causal=True)
@@ -151,7 +147,7 @@ class InnerAttention(nn.Module):
         """Attention within documents: FlexAttention on a GPU, tiles on a CPU, a mask of the square by other kernels."""
         if isinstance(documents, Tensor):
             if not self._backends:
-                output: Tensor = document_attention(q, k, v, documents, *document_tiling(q))[0]
+                output: Tensor = tiled_attention(q, k, v, documents, *document_tiling(q))[0]
                 return output
             if self.kernel != "auto":
                 return self._named(q, k, v, attn_mask=visible(documents))

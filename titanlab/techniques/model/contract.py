@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+
+from titanlab.costs.setting import OptionConfig
 
 if TYPE_CHECKING:
     from titanlab.costs.account import Init, ModelAccount, Operation
-    from titanlab.costs.setting import Setting
     from titanlab.techniques.model.language_model import LanguageModel
 
 # The config of the models of one kind.
@@ -35,7 +36,6 @@ class Foreign:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all its tensors there."""
         return self.stack or (self.name,)
 
     def shape_there(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -48,11 +48,7 @@ class ReducedSizes:
     """Sizes with which a model trains in a second on a CPU, for proofs and rehearsals.
 
     Attributes:
-        layers: number of blocks.
         heads, kv_heads: attention heads, and key/value heads; each divisible by the tensor-parallel degree.
-        head_dim: width of a head.
-        ffn_dim: width of a feed-forward.
-        vocab_size: rows of the embedding.
         unit: widths that are derived from these are multiples of it.
     """
 
@@ -65,25 +61,18 @@ class ReducedSizes:
     unit: int
 
 
-class ModelConfig(Protocol):
+class ModelConfig(OptionConfig, Protocol):
     """A config of the group `model`: a torch-free dataclass that inherits from this class.
 
     Attributes:
-        kind: name of the option.
         vocab_size: rows of the embedding and of the output head.
         attention: the kernel that computes attention; see `titanlab.techniques.model.attention`.
         masks_documents: whether the model's forward takes `starts`; see `titanlab.techniques.model.language_model`.
     """
 
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-    kind: str
     vocab_size: int
     attention: str = "auto"
     masks_documents: ClassVar[bool] = False
-
-    def __hash__(self) -> int:
-        """A config is a frozen dataclass, whose fields make its hash."""
-        return object.__hash__(self)
 
     @abstractmethod
     def account(self) -> ModelAccount:
@@ -104,14 +93,6 @@ class ModelConfig(Protocol):
     @abstractmethod
     def implementation(self) -> ModelBuilder:
         """The builder of the modules. May import torch."""
-
-    def check(self, setting: Setting) -> None:
-        """Check rules that need more of the recipe than the model's fields; by default there are none.
-
-        Raises:
-            ConfigError: the first rule that is broken.
-        """
-        return
 
     def reduced(self, sizes: ReducedSizes) -> ModelConfig | None:
         """The same model in other sizes, for proofs and rehearsals; by default None: only a small model is proved."""

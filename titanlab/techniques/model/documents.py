@@ -3,9 +3,11 @@
 Sequences are packed: a row attends to the keys from its document's first token up to itself. `starts` [batch, seq]
 int64 is the place in the sequence of the first token of each token's document.
 
-On a CPU each document is cut into tiles of queries, each of which meets only its document's keys up to the tile's end;
-several short documents share one tile. As in `tiled_attention`, torch's kernel is called once for each tile, by one
-operator with its own backward, and FLOPs count the whole square.
+On a CPU a sequence, or each document, is cut into tiles of queries, each of which meets only the keys up to the tile's
+end; several short documents share one tile. torch's CPU kernel skips masked keys in blocks of 512, so that in a short
+sequence it computes nearly the whole square. It is called here once for each tile, by one operator with its own
+backward: activation checkpointing, compilers and counters of FLOPs see one attention, which saves what torch's saves.
+FLOPs count the whole square, as usual.
 """
 
 from __future__ import annotations
@@ -21,15 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.flop_counter import register_flop_formula
 
-from titanlab.techniques.model.tiled_attention import (
-    Tiling,
-    denominators_of,
-    register_attention,
-    result_like,
-    torchs_backward,
-    torchs_forward,
-)
+_torchs_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_torchs_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 class HostStarts:
@@ -141,8 +138,138 @@ def _compiled() -> Any:
     return torch.compile(flex_attention, dynamic=False)
 
 
-# Queries of a tile: of 32, 64, 128 and 256 the fastest for documents of any length, by benchmarks/document_masks.py.
+class Tiling(NamedTuple):
+    """How attention is cut.
+
+    rows: of queries in a tile
+    in_float32: inputs are cast to float32, and results back
+    """
+
+    rows: int
+    in_float32: bool
+
+
+# The lengths of sequences, from and to, that are faster in tiles than with torch's kernel: for heads of 32, 64 and 128,
+# shared or not, by benchmarks/attention_tiles.py (benchmarks/results/attention_tiles.json). In bfloat16 torch's kernel
+# packs all keys anew for every few rows, so that short sequences are faster in float32.
+_LENGTHS = {torch.float32: (128, 1024), torch.bfloat16: (128, 767)}
+_WIDEST_HEAD = 128
+# Queries of a tile: of 32, 64, 128 and 256 the fastest, for documents of any length by benchmarks/document_masks.py.
 _ROWS_OF_TILE = 64
+
+
+def tiling(q: Tensor, k: Tensor, v: Tensor) -> Tiling | None:
+    """The fastest tiling for q, k, v [batch, heads, seq, head_dim]; None: torch's kernel for the whole square."""
+    if q.device.type != "cpu" or not (q.dtype == k.dtype == v.dtype and q.shape[2:] == k.shape[2:] == v.shape[2:]):
+        return None
+    first, last = _LENGTHS.get(q.dtype, (1, 0))
+    fits = first <= q.shape[2] <= last and q.shape[3] <= _WIDEST_HEAD
+    return Tiling(_ROWS_OF_TILE, in_float32=True) if fits else None
+
+
+def document_tiling(q: Tensor) -> Tiling:
+    """The fastest tiling within documents, for q [batch, heads, seq, head_dim]."""
+    return Tiling(_ROWS_OF_TILE, in_float32=q.dtype != torch.float64)
+
+
+@torch.library.custom_op("titanlab::tiled_attention", mutates_args=())
+def tiled_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor | None,
+    rows: int,
+    in_float32: bool,  # noqa: FBT001 (operators take no keywords)
+) -> tuple[Tensor, Tensor]:
+    """Causal softmax(q·kᵀ/√head_dim)·v, and the logarithms of the denominators.
+
+    Args:
+        q: [batch, heads, seq, head_dim]; k and v have kv_heads, which divide the heads.
+        starts: [batch, seq] int64, the place of the first token of each token's document, before which a row attends to
+            no keys; None: a sequence is one document.
+
+    Returns:
+        output shaped as q, in memory [batch, seq, heads, head_dim]; [batch, heads, seq] float32.
+    """
+    out, lse = result_like(q), _denominators_of(q)
+    if in_float32:
+        q, k, v = q.float(), k.float(), v.float()
+    triangle = _triangle(q, rows)
+    for sequences, begins in _sequences(q, starts):
+        for tile in tiles(begins, rows):
+            own, keys = tile.slices(sequences)
+            mask = _mask_of_tile(triangle, begins, tile)
+            out[own], lse[own] = _torchs_forward(q[own], k[keys], v[keys], 0.0, mask is None, attn_mask=mask)
+    return out, lse
+
+
+@torch.library.custom_op("titanlab::tiled_attention_backward", mutates_args=())
+def tiled_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    rows: int,
+    in_float32: bool,  # noqa: FBT001
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = result_like(q), result_like(k), result_like(v)
+    if in_float32:
+        grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
+    totals = [result_like(k), result_like(v)] if k.dtype != dk.dtype else [dk, dv]
+    triangle = _triangle(q, rows)
+    for sequences, begins in _sequences(q, starts):
+        # The last tile of a document meets all its keys, so the others add to its gradients of keys and values.
+        for tile in reversed(list(tiles(begins, rows))):
+            own, keys = tile.slices(sequences)
+            inputs = (grad[own], q[own], k[keys], v[keys], out[own], lse[own])
+            mask = _mask_of_tile(triangle, begins, tile)
+            dq[own], *parts = _torchs_backward(*inputs, 0.0, mask is None, attn_mask=mask)
+            for total, part in zip(totals, parts, strict=True):
+                if tile.last:
+                    total[keys] = part
+                else:
+                    total[keys] += part
+    if totals[0] is not dk:
+        dk.copy_(totals[0])
+        dv.copy_(totals[1])
+    return dq, dk, dv
+
+
+@tiled_attention.register_fake
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return result_like(q), _denominators_of(q)
+
+
+@tiled_attention_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return result_like(q), result_like(k), result_like(v)
+
+
+# Two products of the whole square forward and five backward, as torch counts its own kernels.
+for _operator, _products in (("tiled_attention", 2), ("tiled_attention_backward", 5)):
+
+    @register_flop_formula(getattr(torch.ops.titanlab, _operator))
+    def _(shape: tuple[int, ...], *_: Any, products: int = _products, **__: Any) -> int:
+        return products * 2 * math.prod(shape) * shape[2]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.rows, ctx.in_float32 = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 6
+    gradients = tiled_attention_backward(grad, *ctx.saved_tensors, ctx.rows, ctx.in_float32)
+    return *gradients, None, None, None
+
+
+tiled_attention.register_autograd(_differentiate, setup_context=_keep)
 
 
 class Tile(NamedTuple):
@@ -158,98 +285,10 @@ class Tile(NamedTuple):
     shared: bool
     last: bool
 
-
-def document_tiling(q: Tensor) -> Tiling:
-    """The fastest tiling for q [batch, heads, seq, head_dim].
-
-    In 16 bits torch's kernel packs the keys anew for every few rows: float32 is faster.
-    """
-    return Tiling(rows=_ROWS_OF_TILE, in_float32=q.dtype != torch.float64)
-
-
-@torch.library.custom_op("titanlab::document_attention", mutates_args=())
-def document_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts: Tensor,
-    rows: int,
-    in_float32: bool,  # noqa: FBT001 (operators take no keywords)
-) -> tuple[Tensor, Tensor]:
-    """softmax(q·kᵀ/√head_dim)·v over the keys from a row's document's first token up to the row, and log-sum-exps.
-
-    Args:
-        q: [batch, heads, seq, head_dim]; k and v have kv_heads, which divide the heads.
-        starts: [batch, seq] int64, the place of the first token of each token's document.
-        rows, in_float32: see `Tiling`.
-
-    Returns:
-        output shaped as q, in memory [batch, seq, heads, head_dim]; [batch, heads, seq] float32.
-    """
-    out, lse = result_like(q), denominators_of(q)
-    if in_float32:
-        q, k, v = q.float(), k.float(), v.float()
-    triangle = _triangle(q, rows)
-    for row, begins in enumerate(starts.tolist()):
-        for tile in tiles(begins, rows):
-            own, keys = _slices(row, tile)
-            out[own], lse[own] = torchs_forward(
-                q[own], k[keys], v[keys], 0.0, _is_causal(tile), attn_mask=_mask_of_tile(triangle, starts[row], tile)
-            )
-    return out, lse
-
-
-@torch.library.custom_op("titanlab::document_attention_backward", mutates_args=())
-def document_attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    rows: int,
-    in_float32: bool,  # noqa: FBT001
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
-    dq, dk, dv = result_like(q), result_like(k), result_like(v)
-    if in_float32:
-        grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
-    totals = [result_like(k), result_like(v)] if k.dtype != dk.dtype else [dk, dv]
-    triangle = _triangle(q, rows)
-    for row, begins in enumerate(starts.tolist()):
-        # The last tile of a document meets all its keys, so the others add to its gradients of keys and values.
-        for tile in reversed(list(tiles(begins, rows))):
-            own, keys = _slices(row, tile)
-            inputs = (grad[own], q[own], k[keys], v[keys], out[own], lse[own])
-            mask = _mask_of_tile(triangle, starts[row], tile)
-            dq[own], *parts = torchs_backward(*inputs, 0.0, _is_causal(tile), attn_mask=mask)
-            for total, part in zip(totals, parts, strict=True):
-                if tile.last:
-                    total[keys] = part
-                else:
-                    total[keys] += part
-    if totals[0] is not dk:
-        dk.copy_(totals[0])
-        dv.copy_(totals[1])
-    return dq, dk, dv
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.rows, ctx.in_float32 = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    if grad is None:
-        return (None,) * 6
-    gradients = document_attention_backward(grad, *ctx.saved_tensors, ctx.rows, ctx.in_float32)
-    return *gradients, None, None, None
-
-
-register_attention("document_attention")
-document_attention.register_autograd(_differentiate, setup_context=_keep)
+    def slices(self, sequences: slice) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """The rows and the keys, in tensors [batch, heads, seq, …]."""
+        heads = slice(None)
+        return (sequences, heads, slice(self.start, self.end)), (sequences, heads, slice(self.first, self.end))
 
 
 def tiles(starts: list[int], rows: int) -> Iterator[Tile]:
@@ -260,7 +299,7 @@ def tiles(starts: list[int], rows: int) -> Iterator[Tile]:
     seq_len, begin = len(starts), 0
     group = 0  # where the waiting group of short documents begins
     while begin < seq_len:
-        end = _end(starts, begin)
+        end = bisect_right(starts, starts[begin], lo=begin)
         is_short = end - begin <= rows // 2
         if begin > group and not (is_short and end - group <= rows):
             yield Tile(group, group, begin, starts[begin - 1] != group, last=True)
@@ -274,18 +313,22 @@ def tiles(starts: list[int], rows: int) -> Iterator[Tile]:
         yield Tile(group, group, seq_len, starts[-1] != group, last=True)
 
 
-def _end(starts: list[int], begin: int) -> int:
-    """The end of the document that begins at `begin`."""
-    return bisect_right(starts, starts[begin], lo=begin)
+def _sequences(q: Tensor, starts: Tensor | None) -> list[tuple[slice, list[int]]]:
+    """Sequences of a batch, and where their rows' documents begin: one by one, or all together without documents."""
+    if starts is None:
+        return [(slice(None), [0] * q.shape[2])]
+    return [(slice(row, row + 1), begins) for row, begins in enumerate(starts.tolist())]
 
 
-def _slices(row: int, tile: Tile) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    sequence, heads = slice(row, row + 1), slice(None)
-    return (sequence, heads, slice(tile.start, tile.end)), (sequence, heads, slice(tile.first, tile.end))
+def result_like(x: Tensor) -> Tensor:
+    """An empty tensor shaped as x, with the strides of torch's results: [batch, seq, heads, head_dim] in memory."""
+    return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
 
 
-def _is_causal(tile: Tile) -> bool:
-    return tile.first == tile.start and not tile.shared
+def _denominators_of(q: Tensor) -> Tensor:
+    """An empty tensor for the logarithms of the denominators: float32 [batch, heads, seq]."""
+    batch, heads, seq_len, _ = q.shape
+    return q.new_empty((batch, seq_len, heads), dtype=torch.float32).transpose(1, 2)
 
 
 def _triangle(q: Tensor, rows: int) -> Tensor:
@@ -294,14 +337,14 @@ def _triangle(q: Tensor, rows: int) -> Tensor:
     return torch.triu(torch.full((rows, seq_len + rows), -math.inf, dtype=q.dtype, device=q.device), seq_len + 1)
 
 
-def _mask_of_tile(triangle: Tensor, starts: Tensor, tile: Tile) -> Tensor | None:
+def _mask_of_tile(triangle: Tensor, starts: list[int], tile: Tile) -> Tensor | None:
     """What is added to the scores of a tile: [rows, keys]; None: it is causal by itself."""
-    if _is_causal(tile):
+    before = tile.start - tile.first
+    if not before and not tile.shared:
         return None
     rows, keys, diagonal = tile.end - tile.start, tile.end - tile.first, triangle.shape[1] - triangle.shape[0]
-    before = tile.start - tile.first
     mask = triangle[:rows, diagonal - before : diagonal - before + keys]
     if tile.shared:
         places = torch.arange(tile.first, tile.end)
-        mask = mask.masked_fill(places < starts[tile.start : tile.end, None], -math.inf)
+        mask = mask.masked_fill(places < torch.tensor(starts[tile.start : tile.end])[:, None], -math.inf)
     return mask

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from titanlab.costs.account import (
     CONTEXT_ATTENTION,
+    EXCHANGE,
+    GROUPED_PRODUCT,
     HIDDEN,
     Activation,
     Cut,
@@ -17,9 +19,9 @@ from titanlab.costs.account import (
     ModelAccount,
     Operation,
     Operator,
+    RoutedExperts,
     block_name,
 )
-from titanlab.techniques.model import moe_account
 
 if TYPE_CHECKING:
     from titanlab.techniques.model.llama_schema import Llama
@@ -44,11 +46,24 @@ TENSOR_PLAN = {
     "norm": "norm",
     "output": "head",
 }
+_SELECT = ("aten.index_select.default",)
+_SUM = ("aten.sum.dim_IntList",)
+# In place of the plan of a dense feed-forward, in models with experts.
+EXPERTS_PLAN = {
+    "layers.*.feed_forward": "experts",
+    "layers.*.feed_forward.router": "router",
+    "layers.*.feed_forward.experts.w1": "expert_colwise",
+    "layers.*.feed_forward.experts.w3": "expert_colwise",
+    "layers.*.feed_forward.experts.w2": "expert_rowwise",
+}
 HEAD_NORMS_PLAN = {"layers.*.attention.q_norm": "head_norm", "layers.*.attention.k_norm": "head_norm"}
 
 
 def account(config: Llama) -> ModelAccount:
     """Parameters by name in the module's order, and the sizes that cost estimates need."""
+    plan = {**TENSOR_PLAN, **(HEAD_NORMS_PLAN if config.has_head_norms else {})}
+    if config.routed is not None:
+        plan = {**{name: style for name, style in plan.items() if ".feed_forward" not in name}, **EXPERTS_PLAN}
     parameters: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.dim)}
     for layer in range(config.layers):
         parameters.update({f"{block_name(layer)}.{name}": shape for name, shape in _block_parameters(config).items()})
@@ -67,7 +82,7 @@ def account(config: Llama) -> ModelAccount:
         vocab_size=config.vocab_size,
         pieces=("tok_embeddings", *(block_name(layer) for layer in range(config.layers)), "norm", "output"),
         attention="attention.inner",
-        tensor_plan=_tensor_plan(config),
+        tensor_plan=plan,
         experts=config.routed,
         joined=_fused_projections(config) if config.fused else (),
         head="output",
@@ -80,14 +95,6 @@ def _fused_projections(config: Llama) -> tuple[Joined, ...]:
     attention = Joined(caller="layers.*.attention.projections", layers=("wq", "wk", "wv"), copied=copied)
     feed_forward = Joined(caller="layers.*.feed_forward.projections", layers=("w1", "w3"))
     return (attention,) if config.routed is not None else (attention, feed_forward)
-
-
-def _tensor_plan(config: Llama) -> dict[str, str]:
-    plan = {**TENSOR_PLAN, **(HEAD_NORMS_PLAN if config.has_head_norms else {})}
-    if config.routed is None:
-        return plan
-    dense = {name: style for name, style in plan.items() if ".feed_forward" not in name}
-    return {**dense, **moe_account.TENSOR_PLAN}
 
 
 def _block_parameters(config: Llama) -> dict[str, tuple[int, ...]]:
@@ -107,7 +114,13 @@ def _block_parameters(config: Llama) -> dict[str, tuple[int, ...]]:
 
 def _feed_forward_parameters(config: Llama) -> dict[str, tuple[int, ...]]:
     if config.routed is not None:
-        return moe_account.parameters(config.routed, dim=config.dim, ffn_dim=config.ffn_dim)
+        count = config.routed.count
+        return {
+            "feed_forward.router.weight": (count, config.dim),
+            "feed_forward.experts.w1.weight": (count, config.ffn_dim, config.dim),
+            "feed_forward.experts.w2.weight": (count, config.dim, config.ffn_dim),
+            "feed_forward.experts.w3.weight": (count, config.ffn_dim, config.dim),
+        }
     return {
         "feed_forward.w1.weight": (config.ffn_dim, config.dim),
         "feed_forward.w2.weight": (config.dim, config.ffn_dim),
@@ -194,7 +207,7 @@ def block_operations(config: Llama, *, batch: int, seq_len: int) -> list[Operati
 
 def _feed_forward_operations(config: Llama, fed: Activation) -> list[Operation]:
     if config.routed is not None:
-        return moe_account.operations(config.routed, fed, ffn_dim=config.ffn_dim)
+        return _experts_operations(config.routed, fed, ffn_dim=config.ffn_dim)
     gate, up, silu, mul = (
         Activation(name=f"feed_forward.{name}", shape=(*fed.shape[:-1], config.ffn_dim), cut="part")
         for name in ("w1", "w3", "silu", "mul")
@@ -205,6 +218,140 @@ def _feed_forward_operations(config: Llama, fed: Activation) -> list[Operation]:
         _pointwise(mul, "aten.mul.Tensor", keeps=(silu, up)),
         matmul("feed_forward.w2", mul, config.dim, "whole"),
     ]
+
+
+def _experts_operations(experts: RoutedExperts, fed: Activation, *, ffn_dim: int) -> list[Operation]:
+    """The operations of a feed-forward of experts.
+
+    Shapes: a row is a token for one of its experts, `[batch, seq · active, width]`. Counts of rows are those of all
+    experts together.
+    """
+    batch, seq_len, dim = fed.shape
+    whole, rows = (batch, seq_len), (batch, seq_len * experts.active)
+    # The router computes in float32; torch's softmax keeps its result, and top-k the places of the chosen.
+    logits = replace(fed, name="feed_forward.router", shape=(*whole, experts.count), element_bytes=4)
+    scores = replace(logits, name="feed_forward.scores")
+    chosen = replace(logits, name="feed_forward.chosen", shape=(*whole, experts.active), element_bytes=8)
+    best, weights = (replace(chosen, name=f"feed_forward.{name}", element_bytes=4) for name in ("best", "weights"))
+    total = replace(best, name="feed_forward.total", shape=(*whole, 1))
+    order, inverse = (replace(chosen, name=f"feed_forward.{name}", shape=(*rows, 1)) for name in ("order", "inverse"))
+    spread, down = (
+        Activation(name=f"feed_forward.{name}", shape=(*rows, dim), cut="whole", with_experts="stream")
+        for name in ("spread", "experts.w2")
+    )
+    gate, up, silu, mul = (
+        Activation(name=f"feed_forward.{name}", shape=(*rows, ffn_dim), cut="part", with_experts="stream")
+        for name in ("experts.w1", "experts.w3", "experts.silu", "experts.mul")
+    )
+    # What is counted and balanced in the backward pass.
+    kept = [Activation(name="feed_forward.entropy", shape=(1,), cut="all", element_bytes=4)]
+    if experts.balance.startswith("auxiliary"):
+        sequences = batch if experts.balance == "auxiliary_sequence" else 1
+        kept.append(replace(kept[0], name="feed_forward.slope", shape=(sequences, experts.count)))
+    # Their order among the rows that other ranks have sent, and the inverse.
+    travelled = [replace(order, name=f"feed_forward.{name}", with_experts="only") for name in ("arrived", "returned")]
+    # The counts of rows that it sends and that it gets, on the host.
+    counts = Activation(
+        name="feed_forward.counts", shape=(2, experts.count), cut="all", element_bytes=8, with_experts="only"
+    )
+    theirs = replace(counts, name="feed_forward.theirs", shape=(experts.count,))
+    only = replace(spread, with_experts="only")
+    combined = replace(fed, name="feed_forward.combine")
+    by_token = replace(down, name="feed_forward.by_token")
+    return [
+        Operation(
+            name="feed_forward.router",
+            kind="matmul",
+            flops=2 * dim * batch * seq_len * experts.count,
+            output=logits.shape,
+            keeps=(fed,),
+            operators=(Operator(names=("aten.mm.default",), results=(logits,)),),
+        ),
+        _pointwise(
+            scores,
+            "aten._softmax.default",
+            keeps=(scores, chosen, best, total, *kept),
+            passes=6.0,
+            name="feed_forward.choose",
+            later=(
+                Operator(names=("aten.topk.default",), results=(replace(best, name="feed_forward.ranked"), chosen)),
+                Operator(names=("aten.gather.default",), results=(best,)),
+                Operator(names=("aten.mul.Tensor",), results=(replace(logits, name="feed_forward.entropies"),)),
+                Operator(names=_SUM, results=(total,)),
+                Operator(names=("aten.div.Tensor",), results=(weights,)),
+            ),
+        ),
+        _pointwise(
+            spread,
+            *_SELECT,
+            keeps=(order, inverse),
+            passes=2.0,
+            first=(Operator(names=_SELECT, results=(replace(order, name="feed_forward.by_expert"),)),),
+        ),
+        _exchange(
+            "feed_forward.exchange",
+            spread,
+            (counts, *travelled[:1]),
+            theirs,
+            replace(only, name="feed_forward.received"),
+        ),
+        _grouped(experts, "feed_forward.experts.w1", spread, gate),
+        _grouped(experts, "feed_forward.experts.w3", spread, up),
+        _pointwise(silu, "aten.silu.default", keeps=(gate,), passes=2.0),
+        _pointwise(mul, "aten.mul.Tensor", keeps=(silu, up)),
+        _grouped(experts, "feed_forward.experts.w2", mul, down),
+        _exchange("feed_forward.return", down, (counts, *travelled[1:]), replace(only, name="feed_forward.results")),
+        # Reads a row for each of a token's experts, and writes and reads it again with its weight.
+        _pointwise(
+            combined,
+            *_SUM,
+            keeps=(down, weights, order, inverse),
+            passes=4.0 * experts.active + 1,
+            first=(
+                Operator(names=_SELECT, results=(by_token,)),
+                Operator(names=("aten.mul.Tensor",), results=(replace(down, name="feed_forward.weighted"),)),
+            ),
+        ),
+    ]
+
+
+def _grouped(experts: RoutedExperts, name: str, inputs: Activation, result: Activation) -> Operation:
+    width = inputs.shape[-1]
+    return Operation(
+        name=name,
+        kind="matmul",
+        flops=2 * width * result.shape[0] * result.shape[1] * result.shape[2],
+        output=result.shape,
+        keeps=(
+            inputs,
+            Activation(
+                name="feed_forward.ends", shape=(experts.count,), cut="all", element_bytes=4, with_experts="stream"
+            ),
+        ),
+        operators=(Operator(names=(GROUPED_PRODUCT,), results=(result,)),),
+        groups=experts.count,
+    )
+
+
+def _exchange(name: str, rows: Activation, keeps: tuple[Activation, ...], *results: Activation) -> Operation:
+    """Rows that travel to other ranks and are sorted before or after it; only with expert parallelism.
+
+    Args:
+        results: of the exchanges: of counts, and of rows.
+    """
+    sorted_rows = replace(rows, name=f"{name}.sorted", with_experts="only")
+    return Operation(
+        name=name,
+        kind="exchange",
+        flops=0,
+        output=rows.shape,
+        keeps=keeps,
+        operators=(
+            *(Operator(names=(EXCHANGE,), results=(result,)) for result in results),
+            Operator(names=_SELECT, results=(sorted_rows,)),
+        ),
+        passes=2.0,
+    )
 
 
 def _projections(config: Llama, module: str, inputs: Activation, outputs: Mapping[str, int]) -> list[Operation]:
@@ -266,14 +413,24 @@ def _head_norms(config: Llama, q_shape: tuple[int, ...], k_shape: tuple[int, ...
     ]
 
 
-def _pointwise(result: Activation, operator: str, keeps: tuple[Activation, ...] = (), passes: float = 3.0) -> Operation:
+def _pointwise(
+    result: Activation,
+    operator: str,
+    keeps: tuple[Activation, ...] = (),
+    passes: float = 3.0,
+    *,
+    name: str = "",
+    first: tuple[Operator, ...] = (),
+    later: tuple[Operator, ...] = (),
+) -> Operation:
+    """An operation whose time is that of moving its result's bytes; `first`, `later`: the operators around this one."""
     return Operation(
-        name=result.name,
+        name=name or result.name,
         kind="pointwise",
         flops=0,
         output=result.shape,
         keeps=keeps,
-        operators=(Operator(names=(operator,), results=(result,)),),
+        operators=(*first, Operator(names=(operator,), results=(result,)), *later),
         passes=passes,
     )
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from titanlab.costs.account import block_name
 from titanlab.errors import ConfigError
 from titanlab.techniques.model.contract import Foreign, HuggingFaceFamily
 from titanlab.techniques.model.llama_account import EMBEDDING, HEAD
@@ -72,10 +71,15 @@ class LlamaFamily(HuggingFaceFamily["Llama"]):
     architectures: Sequence[str] = ("LlamaForCausalLM",)
     model_type: ClassVar[str] = "llama"
     unsupported: ClassVar[Mapping[str, Any]] = UNSUPPORTED
-    # Files from 2023 have one in each block; later ones may have one for the model.
+    # Names of an expert's matrices in transformers, by ours, and of the module that has the experts.
+    expert_matrices: ClassVar[Mapping[str, str]] = {}
+    expert_module: ClassVar[str] = ""
+    # Fields that a derived family adds, and that change what a model computes.
+    compared: ClassVar[Sequence[str]] = ()
     # Values of a config.json that does not have these keys, as in transformers.
     norm_eps: ClassVar[float] = 1e-6
     rope_theta: ClassVar[float] = 10000.0
+    # Files from 2023 have one in each block; later ones may have one for the model.
     derived = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(original_)?inv_freq")
 
     def tensors(self, model: Llama) -> dict[str, Foreign]:
@@ -86,10 +90,16 @@ class LlamaFamily(HuggingFaceFamily["Llama"]):
                 continue
             _, layer, rest = name.split(".", 2)
             module = rest.removesuffix(".weight")
-            if module not in _IN_BLOCK:
-                continue  # of experts, which a derived family names
-            head = model.head_dim if module in _ROTATED else 0
-            places[name] = Foreign(name=f"model.layers.{layer}.{_IN_BLOCK[module]}.weight", head=head)
+            block = f"model.layers.{layer}"
+            if module in _IN_BLOCK:
+                head = model.head_dim if module in _ROTATED else 0
+                places[name] = Foreign(name=f"{block}.{_IN_BLOCK[module]}.weight", head=head)
+            elif module == "feed_forward.router":
+                places[name] = Foreign(name=f"{block}.{self.expert_module}.gate.weight")
+            else:
+                theirs = f"{block}.{self.expert_module}.experts.{{}}.{self.expert_matrices[module[-2:]]}.weight"
+                stack = tuple(theirs.format(number) for number in range(_routed(model).count))
+                places[name] = Foreign(name=theirs.format("*"), stack=stack)
         return places
 
     def copies(self, model: Llama) -> dict[str, str]:
@@ -149,7 +159,7 @@ class LlamaFamily(HuggingFaceFamily["Llama"]):
         return int(model.rope_factor * model.rope_original_context) if model.rope_factor != 1 else 0
 
     def difference(self, model: Llama, other: Llama) -> str:
-        names = [*_SIZES, "kv_heads", "tied_embeddings", "norm_eps", "rope_theta", "rope_factor"]
+        names = [*_SIZES, "kv_heads", "tied_embeddings", "norm_eps", "rope_theta", "rope_factor", *self.compared]
         if model.rope_factor != 1:
             names += _SCALING
         return next((name for name in names if getattr(model, name) != getattr(other, name)), "")
@@ -215,10 +225,7 @@ def _number(config: Mapping[str, Any], name: str, default: float | None = None) 
     value = default if value is None else value
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise _wrong(name, value, "must be a number", "restore the file")
-    try:
-        return float(value)
-    except OverflowError:
-        raise _wrong(name, value, "is too large for a number of 64 bits", "restore the file") from None
+    return float(value)
 
 
 def _wrong(name: str, value: object, rule: str, cure: str) -> ConfigError:
@@ -243,6 +250,7 @@ class Qwen3Family(LlamaFamily):
 
     architectures: Sequence[str] = ("Qwen3ForCausalLM",)
     model_type: ClassVar[str] = "qwen3"
+    compared: ClassVar[Sequence[str]] = ("head_dim",)
     unsupported: ClassVar[Mapping[str, Any]] = UNSUPPORTED_BY_QWEN3
 
     def from_hf(self, config: Mapping[str, Any]) -> Llama:
@@ -262,11 +270,7 @@ class Qwen3Family(LlamaFamily):
         del config["mlp_bias"]
         return {**config, "use_sliding_window": False, "sliding_window": None, "max_window_layers": model.layers}
 
-    def difference(self, model: Llama, other: Llama) -> str:
-        return super().difference(model, other) or ("" if model.head_dim == other.head_dim else "head_dim")
 
-
-_EXPERTS = "feed_forward.experts."
 # Weight of the auxiliary loss, as the released files have it; inference does not read it.
 _QWEN3_AUXILIARY, _MIXTRAL_AUXILIARY = 0.001, 0.02
 
@@ -277,6 +281,9 @@ class Qwen3MoeFamily(Qwen3Family):
 
     architectures: Sequence[str] = ("Qwen3MoeForCausalLM",)
     model_type: ClassVar[str] = "qwen3_moe"
+    expert_module: ClassVar[str] = "mlp"
+    expert_matrices: ClassVar[Mapping[str, str]] = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    compared: ClassVar[Sequence[str]] = ("head_dim", "experts", "active_experts")
     unsupported: ClassVar[Mapping[str, Any]] = {
         **UNSUPPORTED_BY_QWEN3,
         # Blocks without experts, experts that see every token, and weights that are not divided by their sum.
@@ -285,10 +292,6 @@ class Qwen3MoeFamily(Qwen3Family):
         "shared_expert_intermediate_size": 0,
         "norm_topk_prob": True,
     }
-
-    def tensors(self, model: Llama) -> dict[str, Foreign]:
-        names = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-        return _with_experts(model, super().tensors(model), "mlp", names)
 
     def from_hf(self, config: Mapping[str, Any]) -> Llama:
         # A file without it means False to transformers.
@@ -317,9 +320,6 @@ class Qwen3MoeFamily(Qwen3Family):
             "router_aux_loss_coef": _QWEN3_AUXILIARY,
         }
 
-    def difference(self, model: Llama, other: Llama) -> str:
-        return super().difference(model, other) or _difference(model, other)
-
 
 @dataclass(frozen=True)
 class MixtralFamily(LlamaFamily):
@@ -327,12 +327,12 @@ class MixtralFamily(LlamaFamily):
 
     architectures: Sequence[str] = ("MixtralForCausalLM",)
     model_type: ClassVar[str] = "mixtral"
+    expert_module: ClassVar[str] = "block_sparse_moe"
+    expert_matrices: ClassVar[Mapping[str, str]] = {name: name for name in ("w1", "w2", "w3")}
+    compared: ClassVar[Sequence[str]] = ("experts", "active_experts")
     unsupported: ClassVar[Mapping[str, Any]] = {**UNSUPPORTED, "router_jitter_noise": 0.0}
     norm_eps: ClassVar[float] = 1e-5
     rope_theta: ClassVar[float] = 1_000_000.0
-
-    def tensors(self, model: Llama) -> dict[str, Foreign]:
-        return _with_experts(model, super().tensors(model), "block_sparse_moe", {name: name for name in _MATRICES})
 
     def head_fields(self, config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
         numbers = {"experts": whole_number(config, "num_local_experts", 8), "active_experts": _active(config, 2)}
@@ -352,32 +352,6 @@ class MixtralFamily(LlamaFamily):
             "sliding_window": None,
         }
 
-    def difference(self, model: Llama, other: Llama) -> str:
-        return super().difference(model, other) or _difference(model, other)
-
-
-_MATRICES = ("w1", "w2", "w3")
-
-
-def _with_experts(
-    model: Llama, places: Mapping[str, Foreign], module: str, matrices: Mapping[str, str]
-) -> dict[str, Foreign]:
-    """The places of tensors, with those of routers and experts.
-
-    Args:
-        module: of a block's experts in transformers.
-        matrices: their names of an expert's matrices, by ours.
-    """
-    foreign, count = dict(places), _routed(model).count
-    for layer in range(model.layers):
-        block = f"model.layers.{layer}.{module}"
-        foreign[f"{block_name(layer)}.feed_forward.router.weight"] = Foreign(name=f"{block}.gate.weight")
-        for ours, theirs in matrices.items():
-            names = tuple(f"{block}.experts.{number}.{theirs}.weight" for number in range(count))
-            name = f"{block_name(layer)}.{_EXPERTS}{ours}.weight"
-            foreign[name] = Foreign(name=f"{block}.experts.*.{theirs}.weight", stack=names)
-    return {name: foreign[name] for name in model.account().parameters}
-
 
 def _routed(model: Llama) -> Any:
     assert model.routed is not None
@@ -391,8 +365,3 @@ def _active(config: Mapping[str, Any], default: int | None = None) -> int:
         rule = f"is more than the {count} experts"
         raise ConfigError("config.json:num_experts_per_tok", active, rule, "restore the file")
     return active
-
-
-def _difference(model: Llama, other: Llama) -> str:
-    names = ("experts", "active_experts")
-    return next((name for name in names if getattr(model, name) != getattr(other, name)), "")

@@ -26,7 +26,6 @@ class Llama(ModelConfig):
 
     Attributes:
         dim: width of the residual stream.
-        layers: number of blocks.
         heads: query heads, each of width dim / heads.
         kv_heads: key/value heads; heads / kv_heads query heads share each of them (arXiv 2305.13245).
         ffn_dim: width of the SwiGLU feed-forward; not derived from dim.
@@ -42,9 +41,6 @@ class Llama(ModelConfig):
             a kernel of torch; flash3, FlashAttention 3 through torch; flash_attn, the kernel of the package flash-attn.
         fused: one matrix product for queries, keys and values, and one for gate and up of the feed-forward. Parameters
             keep their names, shapes and initial values. The experts of models with experts are not fused.
-
-    Raises:
-        ConfigError: a value breaks a rule.
     """
 
     # Whether each head of queries and keys is normalised before it is rotated.
@@ -76,12 +72,10 @@ class Llama(ModelConfig):
 
     @property
     def head_dim(self) -> int:
-        """Width of one head."""
         return self.dim // self.heads
 
     @property
     def attention_dim(self) -> int:
-        """Width of all query heads together."""
         return self.heads * self.head_dim
 
     def account(self) -> ModelAccount:
@@ -102,7 +96,6 @@ class Llama(ModelConfig):
         return LlamaBuilder(self)
 
     def reduced(self, sizes: ReducedSizes) -> Llama:
-        """The sizes replaced; rotary frequencies, norms, tied embeddings and the kernel stay."""
         return replace(
             self,
             dim=sizes.heads * sizes.head_dim,
@@ -149,36 +142,28 @@ class Llama(ModelConfig):
             usable = [n for n in divisors(self.dim) if (self.dim // n) % 2 == 0]
             if not usable:
                 raise ConfigError("model.dim", self.dim, "must be even: heads are turned in pairs", "try 256")
-            raise ConfigError(
-                "model.heads",
-                self.heads,
-                f"must divide dim={self.dim} into heads of even width",
-                f"try {nearest(usable, self.heads)}",
-            )
+            rule = f"must divide dim={self.dim} into heads of even width"
+            raise ConfigError("model.heads", self.heads, rule, f"try {nearest(usable, self.heads)}")
+        self._check_kv_heads()
+
+    def _check_kv_heads(self) -> None:
         if self.heads % self.kv_heads:
-            raise ConfigError(
-                "model.kv_heads",
-                self.kv_heads,
-                f"must divide {self.heads} query heads",
-                f"try {nearest(divisors(self.heads), self.kv_heads)}",
-            )
+            cure = f"try {nearest(divisors(self.heads), self.kv_heads)}"
+            raise ConfigError("model.kv_heads", self.kv_heads, f"must divide {self.heads} query heads", cure)
 
     def _check_rope(self) -> None:
         if not (math.isfinite(self.rope_theta) and self.rope_theta > 1):
-            raise ConfigError(
-                "model.rope_theta", self.rope_theta, "must be above 1", "try 10000 (Llama 2) or 500000 (Llama 3)"
-            )
+            cure = "try 10000 (Llama 2) or 500000 (Llama 3)"
+            raise ConfigError("model.rope_theta", self.rope_theta, "must be above 1", cure)
         if not (math.isfinite(self.rope_factor) and self.rope_factor >= 1):
-            raise ConfigError(
-                "model.rope_factor", self.rope_factor, "must be at least 1", "try 1 (off), 8 (Llama 3.1) or 32 (3.2)"
-            )
+            cure = "try 1 (off), 8 (Llama 3.1) or 32 (3.2)"
+            raise ConfigError("model.rope_factor", self.rope_factor, "must be at least 1", cure)
         low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
         if not (math.isfinite(low) and low > 0):
             raise ConfigError("model.rope_low_freq_factor", low, "must be above 0", "try 1")
         if not (math.isfinite(high) and high > low):
-            raise ConfigError(
-                "model.rope_high_freq_factor", high, f"must be above rope_low_freq_factor={low:g}", f"try {4 * low:g}"
-            )
+            rule = f"must be above rope_low_freq_factor={low:g}"
+            raise ConfigError("model.rope_high_freq_factor", high, rule, f"try {4 * low:g}")
 
 
 def _usual_ffn_dim(dim: int) -> int:
@@ -228,11 +213,6 @@ class ExpertFields(ModelConfig):
         )
 
     def check(self, setting: Setting) -> None:
-        """Check that each rank has whole sequences if their shares are counted.
-
-        Raises:
-            ConfigError: it has parts of sequences.
-        """
         super().check(setting)
         if self.balance == "auxiliary_sequence" and setting.layout.context > 1:
             rule = f"counts by sequence, of which context={setting.layout.context} gives each process a part"
@@ -247,30 +227,23 @@ class ExpertFields(ModelConfig):
         Raises:
             ConfigError: one breaks a rule.
         """
-        check_experts(self.experts, self.active_experts)
+        count, active = self.experts, self.active_experts
+        if count < 2:
+            rule = "must be at least 2: one expert is a dense feed-forward"
+            raise ConfigError("model.experts", count, rule, "try 8, or a dense model")
+        if active < 2:
+            rule = (
+                "must be at least 2: the weight of a single expert is always 1, so that its router would learn nothing"
+            )
+            raise ConfigError("model.active_experts", active, rule, "try 2")
+        if active > count:
+            raise ConfigError("model.active_experts", active, f"is more than the {count} experts", f"try {count}")
         if self.balance not in BALANCES:
             raise ConfigError("model.balance", self.balance, "no such balance", f"choose one of {', '.join(BALANCES)}")
         for name, cure in (("bias_rate", "try 0.001"), ("auxiliary_weight", "try 0.001")):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"model.{name}", value, "must be finite and at least 0", cure)
-
-
-def check_experts(count: int, active: int) -> None:
-    """Check the numbers of experts.
-
-    Raises:
-        ConfigError: there are fewer than two, or a token would have fewer than two or more than there are.
-    """
-    if count < 2:
-        rule = "must be at least 2: one expert is a dense feed-forward"
-        raise ConfigError("model.experts", count, rule, "try 8, or a dense model")
-    if active < 2:
-        rule = "must be at least 2: the weight of a single expert is always 1, so that its router would learn nothing"
-        raise ConfigError("model.active_experts", active, rule, "try 2")
-    if active > count:
-        rule = f"is more than the {count} experts"
-        raise ConfigError("model.active_experts", active, rule, f"try {count}")
 
 
 @option("model", "mixtral")
@@ -283,13 +256,6 @@ class Mixtral(ExpertFields, Llama):
 
     Attributes:
         ffn_dim: width of one expert.
-        experts: of each block.
-        active_experts: that compute each token.
-        balance, bias_rate, auxiliary_weight: see `ExpertFields`.
-        dim, layers, heads, …: as of a Llama.
-
-    Raises:
-        ConfigError: a value breaks a rule.
     """
 
     kind: str = "mixtral"
@@ -313,10 +279,6 @@ class Qwen3(Llama):
 
     Attributes:
         head_dim: width of a head; heads · head_dim need not be dim.
-        dim, layers, heads, …: as of a Llama.
-
-    Raises:
-        ConfigError: a value breaks a rule.
     """
 
     has_head_norms: ClassVar[bool] = True
@@ -344,9 +306,7 @@ class Qwen3(Llama):
         if self.head_dim < 2 or self.head_dim % 2:
             rule = "must be an even number of at least 2: heads are turned in pairs"
             raise ConfigError("model.head_dim", self.head_dim, rule, "try 128")
-        if self.heads % self.kv_heads:
-            cure = f"try {nearest(divisors(self.heads), self.kv_heads)}"
-            raise ConfigError("model.kv_heads", self.kv_heads, f"must divide {self.heads} query heads", cure)
+        self._check_kv_heads()
 
 
 @option("model", "qwen3_moe")
@@ -356,14 +316,7 @@ class Qwen3Moe(ExpertFields, Qwen3):
 
     Attributes:
         ffn_dim: width of one expert.
-        experts: of each block.
-        active_experts: that compute each token: those that are most probable to the router, whose probabilities are
-            divided by their sum.
-        balance, bias_rate, auxiliary_weight: see `ExpertFields`.
-        dim, layers, heads, …: as of a dense Qwen3.
-
-    Raises:
-        ConfigError: a value breaks a rule.
+        active_experts: those that are most probable to the router, whose probabilities are divided by their sum.
     """
 
     kind: str = "qwen3_moe"

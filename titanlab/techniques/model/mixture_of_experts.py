@@ -1,9 +1,6 @@
 """A feed-forward of experts; a router chooses a few for each token (arXiv 1701.06538, 2101.03961, 2401.04088).
 
 No token is dropped: the tokens are sorted by expert, and each product multiplies all experts' tokens at once.
-`grouped_product` calls `torch.nn.functional.grouped_mm`. It is a custom operator because torch 2.13 traces that
-function (for compilation and for tensors without data) only in bfloat16, and because its gradients need strides that
-the function accepts. The function can be called directly when `torch._meta_registrations` has all dtypes.
 """
 
 from __future__ import annotations
@@ -26,7 +23,11 @@ _grouped_mm: Callable[..., Tensor] = getattr(F, "grouped_mm", None) or torch._gr
 
 @torch.library.custom_op("titanlab::grouped_product", mutates_args=())
 def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """The product rows · weight[g]ᵀ for the rows of each group g.
+    """The product rows · weight[g]ᵀ for the rows of each group g, by `torch.nn.functional.grouped_mm`.
+
+    An operator, because torch 2.13 traces that function (for compilation and for tensors without data) only in
+    bfloat16, and because its gradients need strides that the function accepts. It can go when
+    `torch._meta_registrations` has all dtypes.
 
     Args:
         rows: [n, in], sorted by group.
@@ -172,7 +173,6 @@ class Router(nn.Module):
 
     Attributes:
         bias: [experts] float32, which is added to the probabilities for the choice only (arXiv 2408.15664).
-        auxiliary: the auxiliary loss.
         tally: [experts + 1] float32. Its gradient is the count of tokens by expert, and the sum of entropies: so each
             microbatch counts once, in its backward pass, however often its forward pass is computed.
     """
@@ -295,7 +295,6 @@ def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]
 
     Args:
         experts: [tokens, active].
-        count: of all experts.
 
     Returns:
         order [rows]: the row of `experts.flatten()` at each place; inverse [rows]: the place of each row; ends [count]

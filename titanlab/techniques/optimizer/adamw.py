@@ -1,9 +1,7 @@
 """optimizer=adamw, adamw_8bit, adamw_4bit and adamw_fp8: torch's fused AdamW, or torchao's arithmetic.
 
-torchao rounds new values stochastically, and keeps averages in few bits. It provides the number formats and the update
-of one parameter. Its optimizer class is not used, because its blocks cover the flattened shard of a rank. Here a block
-is inside a row, so that its scale does not depend on the layout; codes and scales are states that are sharded like
-their parameter, so `torch.distributed.checkpoint` can reshard them.
+torchao's optimizer class is not used, because its blocks cover the flattened shard of a rank. Here a block is inside a
+row, so that its scale does not depend on the layout; codes and scales are states that are sharded like their parameter.
 """
 
 from __future__ import annotations
@@ -22,18 +20,17 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from titanlab.dtensor import local_part
 from titanlab.system.imports import import_quietly
-from titanlab.techniques.optimizer.adamw_schema import CODES, SCALE, AdamW, LowBit, Rounded, packs
 from titanlab.techniques.optimizer.contract import groups_by_decay
+from titanlab.techniques.optimizer.optimizers_schema import CODES, SCALE, AdamW, LowBit, Rounded, packs
 
 AVERAGES = {"exp_avg": True, "exp_avg_sq": False}  # name → has a sign
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Format:
     """The storage format of an average.
 
     Attributes:
-        dtype: of the codes.
         per_code: number of elements in one code.
         wrap: `wrap(codes, scale, shape, signed=)` makes torchao's tensor from `codes` [rows, columns / per_code] and
             `scale` [rows, columns / block]; it shares their storage.
@@ -51,7 +48,6 @@ class LowBitAdamW(torch.optim.Optimizer):
         config: learning rate, betas and the rest; `rounding`.
         parameters: by name, plain tensors or DTensors.
         states: format of the averages of matrices; None: the dtype of the parameter.
-        block_size: elements of a row that share a scale.
     """
 
     def __init__(
@@ -67,11 +63,10 @@ class LowBitAdamW(torch.optim.Optimizer):
         self._format, self._block_size = states, block_size
         self._stochastic = config.rounding != "nearest"
         self._names = {parameter: name for name, parameter in parameters.items()}
-        self._update = _update_function()
+        self._update = import_quietly("torchao.optim.adam").single_param_adam
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the parameters that have a gradient."""
         with self._own_randomness():
             for group in self.param_groups:
                 lr = torch.tensor(group["lr"], dtype=torch.float32)
@@ -101,21 +96,18 @@ class LowBitAdamW(torch.optim.Optimizer):
         if stochastic:
             torch.manual_seed(self._seed(parameter, int(state["step"])))
         averages = [self._view(state, name, local) for name in AVERAGES]
-        update = torch.compile(self._update, fullgraph=True, dynamic=False) if _compiles(local) else self._update
-        with _without_limit() if _compiles(local) else contextlib.nullcontext():
-            update(
-                local.detach(),
-                gradient,
-                state["step"],
-                *averages,
-                None,
-                lr,
-                *group["betas"],
-                group["weight_decay"],
-                group["eps"],
-                True,
-                stochastic,
-            )
+        rates = (lr, *group["betas"], group["weight_decay"], group["eps"])
+        values = (local.detach(), gradient, state["step"], *averages, None, *rates, True, stochastic)
+        if local.device.type == "cpu":
+            # Compilation would take longer than the training of the small models that fit.
+            self._update(*values)
+            return
+        from torch._dynamo import config as dynamo
+
+        # torch limits recompilations, and the update is compiled for every shape of a parameter.
+        with dynamo.patch(recompile_limit=10_000):
+            update: Any = torch.compile(self._update, fullgraph=True, dynamic=False)
+            update(*values)
 
     def _begin(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         state = {"step": torch.tensor(0.0)}
@@ -190,24 +182,6 @@ def _zeros(parameter: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     return sharded.to(parameter.device)
 
 
-def _compiles(local: Tensor) -> bool:
-    # On a CPU, compilation takes longer than the training of the small models that fit.
-    return local.device.type != "cpu"
-
-
-def _without_limit() -> contextlib.AbstractContextManager[None]:
-    """Raise torch's limit of recompilations: the update is compiled for every shape of a parameter."""
-    import torch._dynamo.config
-
-    limit: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=10_000)
-    return limit
-
-
-def _update_function() -> Callable[..., None]:
-    update: Callable[..., None] = import_quietly("torchao.optim.adam").single_param_adam
-    return update
-
-
 class LowBitFactory:
     """AdamW with averages in few bits for matrices whose rows consist of complete blocks."""
 
@@ -216,44 +190,34 @@ class LowBitFactory:
 
     def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         config, device = self._config, next(iter(parameters.values())).device
-        states = _FORMATS[config.kind](config.block_size, device)
+        states = format_of(config.kind, config.block_size, device)
         return LowBitAdamW(config, parameters, states=states, block_size=config.block_size)
 
 
-def _eight_bits(block_size: int, device: torch.device) -> Format:
-    packed = import_quietly("torchao.optim.subclass_8bit").OptimState8bit
+# Module and class of torchao's tensor.
+_PACKED = {
+    "adamw_8bit": ("subclass_8bit", "OptimState8bit"),
+    "adamw_4bit": ("subclass_4bit", "OptimState4bit"),
+    "adamw_fp8": ("subclass_fp8", "OptimStateFp8"),
+}
+
+
+def format_of(kind: str, block_size: int, device: torch.device) -> Format:
+    module, name = _PACKED[kind]
+    packed = getattr(import_quietly(f"torchao.optim.{module}"), name)
+    if kind == "adamw_fp8":
+        return Format(torch.float8_e4m3fn, 1, lambda codes, scale, shape, *, signed: packed(codes, scale))
     # The value of every code; signed and unsigned averages have different tables.
     tables = {signed: packed.zeros((block_size,), signed, block_size, device).qmap for signed in (True, False)}
 
     def wrap(codes: Tensor, scale: Tensor, shape: torch.Size, *, signed: bool) -> Tensor:
-        tensor: Tensor = packed(codes, scale, tables[signed], signed)
+        if kind == "adamw_8bit":
+            tensor: Tensor = packed(codes, scale, tables[signed], signed)
+        else:
+            tensor = packed(codes.view(-1), scale, tables[signed], signed, shape)
         return tensor
 
-    return Format(dtype=torch.uint8, per_code=1, wrap=wrap)
-
-
-def _four_bits(block_size: int, device: torch.device) -> Format:
-    packed = import_quietly("torchao.optim.subclass_4bit").OptimState4bit
-    tables = {signed: packed.zeros((block_size,), signed, block_size, device).qmap for signed in (True, False)}
-
-    def wrap(codes: Tensor, scale: Tensor, shape: torch.Size, *, signed: bool) -> Tensor:
-        tensor: Tensor = packed(codes.view(-1), scale, tables[signed], signed, shape)
-        return tensor
-
-    return Format(dtype=torch.uint8, per_code=2, wrap=wrap)
-
-
-def _fp8(block_size: int, device: torch.device) -> Format:
-    packed = import_quietly("torchao.optim.subclass_fp8").OptimStateFp8
-
-    def wrap(codes: Tensor, scale: Tensor, shape: torch.Size, *, signed: bool) -> Tensor:
-        tensor: Tensor = packed(codes, scale)
-        return tensor
-
-    return Format(dtype=torch.float8_e4m3fn, per_code=1, wrap=wrap)
-
-
-_FORMATS = {"adamw_8bit": _eight_bits, "adamw_4bit": _four_bits, "adamw_fp8": _fp8}
+    return Format(torch.uint8, 1 if kind == "adamw_8bit" else 2, wrap)
 
 
 class AdamWFactory:

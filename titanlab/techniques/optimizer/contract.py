@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from titanlab.costs.setting import Setting
+from titanlab.costs.setting import OptionConfig
 from titanlab.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,7 +48,6 @@ class Schedule:
             raise ConfigError("optimizer.schedule.decay", self.decay, "is no decay", f"try {', '.join(DECAYS)}")
 
     def warmup(self, steps: int) -> int:
-        """Number of warm-up steps in a run of `steps` steps."""
         if self.warmup_steps is not None:
             return self.warmup_steps
         return WARMUP_STEPS if steps >= WARMUP_STEPS else max(1, steps // 10)
@@ -84,10 +83,8 @@ class Stored:
     """A parameter, as one rank stores it.
 
     Attributes:
-        name: in the model.
         shape: of the whole parameter.
         part: of what the rank stores of it.
-        element_bytes: of a stored element.
     """
 
     name: str
@@ -97,37 +94,21 @@ class Stored:
 
     @property
     def part_bytes(self) -> int:
-        """Bytes of the rank's part."""
         return math.prod(self.part) * self.element_bytes
 
 
-class OptimizerConfig(Protocol):
+class OptimizerConfig(OptionConfig, Protocol):
     """Config of an optimizer; `Scheduled` has the fields that all share.
 
     Attributes:
-        lr: peak learning rate.
         schedule: of the learning rate, as a share of the peak.
         tolerances: of `parameter`, `loss` and `grad_norm` after a few steps in proofs in fp32, relative, where the
             optimizer rounds more than the gradients do.
     """
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-    kind: str
     lr: float
     schedule: Schedule
     tolerances: ClassVar[Mapping[str, float]] = {}
-
-    def __hash__(self) -> int:
-        """A config is a frozen dataclass, whose fields make its hash."""
-        return object.__hash__(self)
-
-    def check(self, setting: Setting) -> None:
-        """Check that the rest of the recipe fits this optimizer.
-
-        Raises:
-            ConfigError: it does not fit.
-        """
-        return  # the default; mypy takes an empty body for an abstract method
 
     def reduced(self, *, least_eps: float) -> OptimizerConfig:
         """The same optimizer for a small model whose layouts are compared; by default this one.

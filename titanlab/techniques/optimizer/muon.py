@@ -15,7 +15,7 @@ from torch.optim import _muon as torch_muon
 
 from titanlab.dtensor import local_part
 from titanlab.techniques.optimizer.contract import groups_by_decay
-from titanlab.techniques.optimizer.muon_schema import Muon
+from titanlab.techniques.optimizer.optimizers_schema import Muon
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +23,7 @@ class _Sharding:
     """The sharding of a matrix, or of this rank's part after earlier axes, over one axis of a mesh.
 
     Attributes:
-        dim: the sharded dim.
         lengths: lengths of the parts along `dim`, by rank.
-        group: the ranks with the parts.
     """
 
     dim: int
@@ -174,7 +172,6 @@ class WholeMuon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the parameters that have a gradient."""
         for group in self.param_groups:
             groups: dict[Any, list[nn.Parameter]] = {}
             for parameter in group["params"]:
@@ -187,8 +184,6 @@ class WholeMuon(torch.optim.Muon):
                     self._step(parameters[start : start + size], group)
 
     def _step(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Update parameters that are sharded equally."""
-
         def orthogonalise(update: Tensor) -> Tensor:
             orthogonal: Tensor = torch_muon._zeropower_via_newtonschulz(
                 update, group["ns_coefficients"], group["ns_steps"], group["eps"]
@@ -237,6 +232,5 @@ class Together(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of every part."""
         for part in self._parts:
             part.step()

@@ -21,11 +21,6 @@ _LAYER = re.compile(r"layers\.([^.]+)")
 
 
 def check_reduce(reduce: str, known: tuple[str, ...], why: str) -> None:
-    """Check that the precision supports a dtype of reductions.
-
-    Raises:
-        ConfigError: it does not.
-    """
     if reduce not in known:
         raise ConfigError("precision.reduce", reduce, why, f"try {' or '.join(known)}")
 
@@ -42,11 +37,6 @@ class Parts(PrecisionConfig):
     fp32_parts: tuple[str, ...] = field(default=(), metadata={"before": ()})
 
     def check(self, setting: Setting) -> None:
-        """Check that the model has every part, and that a tied table does not need two dtypes.
-
-        Raises:
-            ConfigError: the model lacks a part, or embedding and head are tied and only one of them is named.
-        """
         if not self.fp32_parts:
             return
         account, shown = setting.model, f"[{','.join(self.fp32_parts)}]"
@@ -69,12 +59,7 @@ class Parts(PrecisionConfig):
 
 
 def parts_within(layers: int, names: tuple[str, ...], *, key: str, note: Callable[[str], None]) -> tuple[str, ...]:
-    """The names of parts without those of blocks that a model of `layers` blocks lacks.
-
-    Args:
-        key: the config key of the names.
-        note: is called with a line if the model lacks one.
-    """
+    """The names of parts without those of blocks that a model of `layers` blocks lacks."""
     numbers = [str(number) for number in range(layers)]
     fits = [part for part in names if (match := _LAYER.search(part)) is None or fnmatch.filter(numbers, match[1])]
     kept = tuple(fits)
@@ -84,11 +69,7 @@ def parts_within(layers: int, names: tuple[str, ...], *, key: str, note: Callabl
 
 
 def check_bf16(setting: Setting, kind: str) -> None:
-    """Check that the GPU multiplies in bfloat16: NVIDIA's do from compute capability 8.0 (Ampere) on.
-
-    Raises:
-        ConfigError: the GPU is known to be older.
-    """
+    """Check that the GPU multiplies in bfloat16: NVIDIA's do from compute capability 8.0 (Ampere) on."""
     capability = compute_capability(setting.device) if setting.accelerator == "cuda" else None
     if capability is not None and capability < (8, 0):
         rule = f"{setting.device} has no units for bfloat16: they came with compute capability 8.0"
@@ -119,17 +100,11 @@ class Bf16(Parts):
         check_reduce(self.reduce, ("fp32", "bf16"), _UNKNOWN_REDUCE)
 
     def formats(self) -> Formats:
-        """bfloat16 for computation; float32 for stored values and, by default, for sums of gradients."""
         return Formats(
             master="float32", compute="bfloat16", reduce=DTYPES[self.reduce], fp32_parts=tuple(self.fp32_parts)
         )
 
     def check(self, setting: Setting) -> None:
-        """Check that the device supports bfloat16, and that the model has the parts.
-
-        Raises:
-            ConfigError: one of these is not true.
-        """
         check_bf16(setting, self.kind)
         super().check(setting)
 
@@ -151,15 +126,9 @@ class Bf16Full(PrecisionConfig):
         check_reduce(self.reduce, ("fp32", "bf16"), _UNKNOWN_REDUCE)
 
     def formats(self) -> Formats:
-        """bfloat16 everywhere, except by default for sums of gradients."""
         return Formats(master="bfloat16", compute="bfloat16", reduce=DTYPES[self.reduce])
 
     def check(self, setting: Setting) -> None:
-        """Check that the device supports bfloat16.
-
-        Raises:
-            ConfigError: it does not.
-        """
         check_bf16(setting, self.kind)
 
 
@@ -211,13 +180,11 @@ class Fp16(Parts):
             raise ConfigError("precision.min_scale", self.min_scale, rule, f"try {min(1.0, self.init_scale):g}")
 
     def formats(self) -> Formats:
-        """float16 for computation; float32 for stored values and, by default, for sums of gradients."""
         return Formats(
             master="float32", compute="float16", reduce=DTYPES[self.reduce], fp32_parts=tuple(self.fp32_parts)
         )
 
     def implementation(self) -> Precision:
-        """Casts, and a loss scale."""
         from titanlab.techniques.precision.cast import ScaledCast
 
         return ScaledCast(self)
@@ -239,5 +206,4 @@ class Fp32(PrecisionConfig):
         check_reduce(self.reduce, ("fp32",), "fp32 is what other precisions are held to, and rounds nothing")
 
     def formats(self) -> Formats:
-        """float32 everywhere."""
         return Formats(master="float32", compute="float32", reduce="float32")

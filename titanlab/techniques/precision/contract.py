@@ -6,16 +6,16 @@ import fnmatch
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from titanlab.costs.account import ModelAccount
-from titanlab.costs.setting import Setting
+from titanlab.costs.setting import OptionConfig
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from titanlab.techniques.precision.loss_scale import LossScale
+    from titanlab.techniques.precision.cast import LossScale
 
 
 # Bytes of an element, by torch's name of its dtype.
@@ -44,17 +44,14 @@ class Formats:
 
     @property
     def master_bytes(self) -> int:
-        """Bytes per element of a parameter, its gradient, and each optimizer state of the same dtype."""
         return BYTES[self.master]
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes per element of a gathered parameter and of an activation."""
         return BYTES[self.compute]
 
     @property
     def reduce_bytes(self) -> int:
-        """Bytes per element of a gradient that is being summed."""
         return BYTES[self.reduce]
 
     @property
@@ -96,7 +93,7 @@ def _pattern(account: ModelAccount, part: str) -> str:
     return part
 
 
-class PrecisionConfig(Protocol):
+class PrecisionConfig(OptionConfig, Protocol):
     """Config of a precision. A dataclass that inherits from it has to define `kind` and `formats`.
 
     Attributes:
@@ -107,16 +104,10 @@ class PrecisionConfig(Protocol):
         multiple: both dims of the weights of these layers, and the tokens of a forward pass, are multiples of it.
     """
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-    kind: str
     mfu_note: ClassVar[str] = ""
     layer_class: ClassVar[str] = ""
     splits_products: ClassVar[bool] = True
     multiple: ClassVar[int] = 1
-
-    def __hash__(self) -> int:
-        """A config is a frozen dataclass, whose fields make its hash."""
-        return object.__hash__(self)
 
     @abstractmethod
     def formats(self) -> Formats:
@@ -138,20 +129,8 @@ class PrecisionConfig(Protocol):
         """The text for the table at the start."""
         return self.kind
 
-    def check(self, setting: Setting) -> None:
-        """Check that the rest of the recipe fits this precision.
-
-        Raises:
-            ConfigError: it does not fit.
-        """
-        return  # the default; mypy takes an empty body for an abstract method
-
     def check_device(self, *, accelerator: str, device: str) -> None:
         """Check that a device can compute in this precision, whatever else the recipe has.
-
-        Args:
-            accelerator: `cpu` or `cuda`.
-            device: the accelerator's name.
 
         Raises:
             ConfigError: it cannot.
@@ -188,9 +167,6 @@ class Precision(Protocol):
         A linear layer with another `forward` names its product in the attribute `product`
         (`titanlab.techniques.precision.product`). Without it no code may compute in the layer's place: tensor
         parallelism, fused projections and a loss in chunks are refused.
-
-        Args:
-            device: on which the model will compute.
 
         Raises:
             ConfigError: the device cannot compute in this precision.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanlab.dtensor import local_part
+from titanlab.dtensor import distributed_like, local_part
 from titanlab.errors import ConfigError
 from titanlab.system.imports import import_quietly
 from titanlab.techniques.precision.cast import Cast
@@ -38,11 +38,6 @@ class Float8Layers(Cast):
         self._config = config
 
     def convert(self, model: nn.Module, device: torch.device) -> None:
-        """Replace the linear layers of a model on the meta device, unless the config or their shape excludes them.
-
-        Raises:
-            ConfigError: the device cannot multiply in float8, and the config does not allow emulation.
-        """
         config = self._config
         float8 = import_quietly("torchao.float8")
         settings = dataclasses.replace(
@@ -126,7 +121,6 @@ def float8_product(multiplication: Any, config: Any) -> Product:
 
     Args:
         multiplication: `linear_mm_config` of a torchao layer.
-        config: its `config`.
     """
     multiply = import_quietly("torchao.float8.float8_linear").matmul_with_hp_or_float8_args
     scaling = import_quietly("torchao.float8.float8_scaling_utils")
@@ -213,11 +207,7 @@ def _save_plain(layer: nn.Module, state: dict[str, Any], prefix: str, _: Any) ->
     plain = getattr(shard, "_tensor", None)
     if plain is None:
         return
-    if isinstance(weight, DTensor):
-        plain = DTensor.from_local(
-            plain, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-        )
-    state[name] = plain
+    state[name] = distributed_like(weight, plain)
 
 
 _BLOCK = 32
@@ -235,7 +225,6 @@ class Mxfp8Linear(nn.Linear):
     product: Product
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's)
-        """See the class."""
         return self.product.forward(input, local_part(self.weight), self.bias)
 
 
@@ -246,35 +235,22 @@ class Mxfp8Layers(Cast):
         self._config = config
 
     def convert(self, model: nn.Module, device: torch.device) -> None:
-        """Replace the linear layers of a model on the meta device, unless the config or their shape excludes them.
+        multiply = _multiplier(emulate=emulates(self._config, device))
 
-        Raises:
-            ConfigError: the device can neither multiply in mxfp8 nor emulate it, or torchao lacks the prototype.
-        """
-        product = mxfp8_product(emulate=emulates(self._config, device))
+        def forward(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            output = multiply(inputs, weight)
+            return output if bias is None else output + bias.to(output.dtype)
+
+        # torchao computes both gradients at once.
+        product = Product(forward)
         is_converted = layer_filter(self._config)
         for name, layer in list(model.named_modules()):
             if isinstance(layer, nn.Linear) and is_converted(layer, name):
                 owner, _, leaf = name.rpartition(".")
-                setattr(model.get_submodule(owner), leaf, _mxfp8_layer(layer, product))
-
-
-def _mxfp8_layer(layer: nn.Linear, product: Product) -> Mxfp8Linear:
-    with torch.device("meta"):
-        replacement = Mxfp8Linear(layer.in_features, layer.out_features, bias=False)
-    replacement.weight, replacement.bias, replacement.product = layer.weight, layer.bias, product
-    return replacement
-
-
-def mxfp8_product(*, emulate: bool) -> Product:
-    """Torchao's product, which computes both gradients at once; see `_multiplier`."""
-    multiply = _multiplier(emulate=emulate)
-
-    def forward(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        output = multiply(inputs, weight)
-        return output if bias is None else output + bias.to(output.dtype)
-
-    return Product(forward)
+                with torch.device("meta"):
+                    replacement = Mxfp8Linear(layer.in_features, layer.out_features, bias=False)
+                replacement.weight, replacement.bias, replacement.product = layer.weight, layer.bias, product
+                setattr(model.get_submodule(owner), leaf, replacement)
 
 
 def _multiplier(*, emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:

@@ -27,7 +27,6 @@ class Conversion:
 
     Attributes:
         converted: layers that compute in the new format → shape of the weight, [out, in].
-        skipped: layers that the recipe excludes.
         uneven: layers that are not converted because a dim is not a multiple → shape of the weight.
     """
 
@@ -83,25 +82,17 @@ class Float8(Bf16):
         # The command line gives a bare true or false as a boolean.
         object.__setattr__(self, "emulate", str(self.emulate).lower())
         if self.emulate not in EMULATE:
-            raise ConfigError(
-                "precision.emulate", self.emulate, "no such choice", f"choose one of {', '.join(EMULATE)}"
-            )
+            cure = f"choose one of {', '.join(EMULATE)}"
+            raise ConfigError("precision.emulate", self.emulate, "no such choice", cure)
 
     @abstractmethod
-    def implementation(self) -> Precision:
-        """See `PrecisionConfig`."""
+    def implementation(self) -> Precision: ...
 
     @property
     def gathers_float8(self) -> bool:
-        """Whether FSDP2 gathers the converted weights in float8."""
         return False
 
     def check(self, setting: Setting) -> None:
-        """Check that the rest of the recipe fits these layers and their kernels.
-
-        Raises:
-            ConfigError: it does not fit, or no layer would be converted.
-        """
         super().check(setting)
         if importlib.util.find_spec("torchao") is None:
             raise ConfigError("precision", self.kind, "needs torchao", "pip install torchao, or try precision=bf16")
@@ -128,19 +119,15 @@ class Float8(Bf16):
         return Conversion(converted=converted, skipped=tuple(skipped), uneven=uneven)
 
     def skips(self, name: str) -> bool:
-        """Whether the recipe excludes the linear layer with this path."""
         return any(matches(name, pattern) for pattern in self.skip)
 
     def float8_gathered(self, model: ModelAccount) -> frozenset[str]:
-        """Names of the converted weights, if FSDP2 gathers those in float8."""
         return frozenset(f"{name}.weight" for name in self.conversion(model).converted if self.gathers_float8)
 
     def products(self, model: ModelAccount) -> Mapping[str, ProductFormat]:
-        """The converted layers."""
         return dict.fromkeys(self.conversion(model).converted, self.product())
 
     def product_bits(self) -> int:
-        """Those of float8."""
         return 8
 
     def product(self) -> ProductFormat:
@@ -155,7 +142,6 @@ class Float8(Bf16):
         )
 
     def describe(self, model: ModelAccount, *, accelerator: str, device: str) -> str:
-        """The option, the converted layers, and whether the device emulates."""
         capability = None if accelerator == "cpu" else hardware.compute_capability(device) or self.capability
         emulated = ", emulated" if self.emulates(capability) else ""
         # torchao's grouped float8 product has kernels for GPUs only, and none that can be emulated.
@@ -185,10 +171,6 @@ class Float8(Bf16):
 
         Args:
             capability: of the GPU; None: a CPU.
-            device: its name, for the message.
-
-        Raises:
-            ConfigError: it does neither.
         """
         if self.emulates(capability):
             return
@@ -203,11 +185,7 @@ class Float8(Bf16):
             raise ConfigError(key, value, rule, "try precision=bf16, or precision.emulate=true, which is slow")
 
     def check_tokens(self, setting: Setting) -> None:
-        """Check the number of tokens in a forward pass: products for gradients of weights need a multiple.
-
-        Raises:
-            ConfigError: it is not a multiple.
-        """
+        """Check the number of tokens in a forward pass: products for gradients of weights need a multiple."""
         tokens = setting.microbatch * setting.seq_len // setting.layout.context
         if tokens % self.multiple:
             rule = (
@@ -289,7 +267,6 @@ class TorchaoFloat8(Float8):
     layer_class: ClassVar[str] = "torchao.float8.float8_linear.Float8Linear"
 
     def implementation(self) -> Precision:
-        """Torchao's layers replace linear layers."""
         from titanlab.techniques.precision.float8 import Float8Layers
 
         return Float8Layers(self)
@@ -312,15 +289,9 @@ class Float8Tensorwise(TorchaoFloat8):
 
     @property
     def gathers_float8(self) -> bool:
-        """See `all_gather`."""
         return self.all_gather
 
     def check(self, setting: Setting) -> None:
-        """See `Float8.check`.
-
-        Raises:
-            ConfigError: also if weights cannot be gathered in float8.
-        """
         super().check(setting)
         if not self.all_gather:
             return
@@ -361,7 +332,6 @@ class Float8RowwiseWithGwHp(TorchaoFloat8):
     cast_kernels: ClassVar[int] = 2
 
     def product(self) -> ProductFormat:
-        """The gradient of the weight is multiplied in bfloat16."""
         return replace(super().product(), weight_gradient="bfloat16")
 
 
@@ -387,12 +357,6 @@ class Mxfp8(Float8):
     cast_kernels: ClassVar[int] = 2
 
     def check(self, setting: Setting) -> None:
-        """See `Float8.check`.
-
-        Raises:
-            ConfigError: also if tokens do not fill blocks, emulated or not; and with fused projections, or schedules
-                that compute gradients of weights later, which torchao's prototype cannot.
-        """
         super().check(setting)
         if setting.splits_backward:
             schedule = setting.kinds["schedule"]
@@ -405,7 +369,6 @@ class Mxfp8(Float8):
         self.check_tokens(setting)
 
     def implementation(self) -> Precision:
-        """`Mxfp8Linear` replaces linear layers."""
         from titanlab.techniques.precision.float8 import Mxfp8Layers
 
         return Mxfp8Layers(self)

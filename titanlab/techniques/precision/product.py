@@ -1,8 +1,4 @@
-"""The product of a linear layer, and which module may be computed by other code than its own `forward`.
-
-Tensor parallelism, fused projections, the loss in chunks and expert parallelism compute in the place of a
-module. `take_over` is asked before: it refuses a module that computes something else than this code would.
-"""
+"""The product of a linear layer, and which module may be computed by other code than its own `forward`."""
 
 from __future__ import annotations
 
@@ -84,9 +80,7 @@ def take_over(
     """Ask whether other code may compute a module, before its `forward` is replaced; returns a linear layer's product.
 
     Args:
-        path: the module's, for the message.
         key, value, cure: the setting that wants to compute it, and how to do without.
-        like: the class as which it is computed.
 
     Raises:
         ConfigError: the module computes something else.

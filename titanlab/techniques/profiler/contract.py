@@ -6,31 +6,19 @@ import contextlib
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import Field, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from titanlab.costs.setting import Setting
+from titanlab.costs.setting import OptionConfig
 
 
-class ProfilerConfig(Protocol):
+class ProfilerConfig(OptionConfig, Protocol):
     """A config of the group `profiler`: a dataclass that inherits from this class."""
-
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-    kind: str
 
     @abstractmethod
     def implementation(self) -> Profiler:
         """A profiler that has not been started."""
-
-    def check(self, setting: Setting) -> None:
-        """Check rules that need more of the recipe than the profiler's fields; by default there are none.
-
-        Raises:
-            ConfigError: the first rule that is broken.
-        """
-        return
 
 
 Phase = Callable[[str], AbstractContextManager[None]]
@@ -63,17 +51,15 @@ class Links:
 class Profiler(Protocol):
     """Profiles one rank. It must not change what the run computes, nor end it: see `Links.failed`."""
 
+    links: Links
+
     @abstractmethod
     def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
-        """Called once, before the first step.
-
-        Args:
-            traces: the folder for files.
-        """
+        """Called once, before the first step."""
 
     def connect(self, links: Links) -> None:
-        """Called once, before `start`; a profiler that only writes files does nothing."""
-        return
+        """Called once, before `start`."""
+        self.links = links
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Inside the block the main thread is in a phase of the step: `data`, `forward`, `backward`, `optimizer`,

@@ -18,7 +18,7 @@ from torch import nn
 
 from titanlab.dtensor import local_part
 from titanlab.system.text import trimmed
-from titanlab.techniques.profiler.contract import Links, Profiler
+from titanlab.techniques.profiler.contract import Profiler
 from titanlab.techniques.profiler.profilers_schema import Memory
 from titanlab.techniques.profiler.step_parts import OTHER, PHASES
 from titanlab.techniques.profiler.trace import write_whole
@@ -36,27 +36,21 @@ class MemoryProfiler(Profiler):
         self._sampler: _Sampler | None = None
         self._snapshots: _Snapshots | None = None
 
-    def connect(self, links: Links) -> None:
-        self._links = links
-
     def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
-        """Begin to record allocations on a GPU."""
         self._used = resident_bytes
         if on_gpu:
             device = torch.cuda.current_device()
             self._used = lambda: torch.cuda.memory_allocated(device)
             self._snapshots = _Snapshots(
-                traces, f"attempt-{attempt}", f"rank-{rank}", entries=self._config.entries, failed=self._links.failed
+                traces, f"attempt-{attempt}", f"rank-{rank}", entries=self._config.entries, failed=self.links.failed
             )
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Count memory for a phase, in the steps that are sampled."""
         if self._sampler is None or name not in PHASES:
             return contextlib.nullcontext()
         return self._sampler.phase(name)
 
     def after_step(self, step: int) -> None:
-        """Start a window, or end it, if it is time to."""
         config = self._config
         self._steps += 1
         place = self._steps - config.skip
@@ -75,20 +69,16 @@ class MemoryProfiler(Profiler):
 
     def _report(self, step: int, sampler: _Sampler) -> None:
         self._sampler = None
-        row = largest(self._links.gather(sampler.close()))
+        row = largest(self.links.gather(sampler.close()))
         peaks = ", ".join(f"{name} {row[metric(name)]:.3g} GiB" for name in PHASES if row[metric(name)])
         text = f"memory up to step {step}, largest of the ranks: {peaks}; most on rank {int(row[RANK])}"
-        self._links.report("memory", step, row, [text])
+        self.links.report("memory", step, row, [text])
         if self._snapshots is not None:
             self._snapshots.write(f"step-{step}")
 
 
 class _Sampler:
-    """Peaks by phase, sampled by a thread and where phases change.
-
-    Args:
-        used: the bytes in use now.
-    """
+    """Peaks by phase, sampled by a thread and where phases change."""
 
     def __init__(self, used: Callable[[], int]) -> None:
         self._used, self._phase = used, OTHER
@@ -140,7 +130,6 @@ class _Snapshots:
             attach(self._at_out_of_memory)
 
     def write(self, moment: str) -> None:
-        """Write the allocations of now, and the latest ones before."""
         path = self._folder / f"{self._begin}-{moment}-{self._end}.snapshot.pickle"
         write_whole(path, lambda aside: torch.cuda.memory._dump_snapshot(str(aside)), self._failed)
 
@@ -148,7 +137,7 @@ class _Snapshots:
         """Stop recording."""
         torch.cuda.memory._record_memory_history(enabled=None)
 
-    def _at_out_of_memory(self, device: int, allocated: int, on_device: int, free: int) -> None:
+    def _at_out_of_memory(self, *_: int) -> None:
         # The run's own error is to be reported, not a full disk.
         with contextlib.suppress(OSError, RuntimeError):
             self.write("out-of-memory")
@@ -206,8 +195,12 @@ def named_before_steps() -> Iterator[None]:
 
 
 def described(error: BaseException, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """The error's message, with this rank's consumers in its first line."""
-    module = failing_module(error, model)
+    """The error's message, with this rank's consumers, and the module whose forward raised, in its first line."""
+    names = {id(module): name for name, module in model.named_modules()}
+    module, trace = "", error.__traceback__
+    while trace is not None:
+        module = names.get(id(trace.tb_frame.f_locals.get("self")), module)
+        trace = trace.tb_next
     where = f"; in the forward of {module}" if module else ""
     return _described(error, consumers(model, optimizer), rest="activations and the rest", where=where)
 
@@ -226,7 +219,6 @@ def _described(error: BaseException, sizes: dict[str, int], *, rest: str, when: 
 
 
 def consumers(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes of this rank's parameters, gradients and optimizer state."""
     parameters = list(model.parameters())
     states = [value for state in optimizer.state.values() for value in state.values()]
     return {
@@ -268,16 +260,6 @@ def _bytes_of_new(values: Iterable[object], seen: set[int]) -> int:
                 seen.add(storage.data_ptr())
                 total += storage.nbytes()
     return total
-
-
-def failing_module(error: BaseException, model: nn.Module) -> str:
-    """The name of the innermost module whose forward raised; empty if none did."""
-    names = {id(module): name for name, module in model.named_modules()}
-    name, trace = "", error.__traceback__
-    while trace is not None:
-        name = names.get(id(trace.tb_frame.f_locals.get("self")), name)
-        trace = trace.tb_next
-    return name
 
 
 def _size(count: int) -> str:

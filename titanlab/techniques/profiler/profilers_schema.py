@@ -1,7 +1,8 @@
-"""Configs of profiler=off, memory, trace and breakdown."""
+"""Configs of profiler=off, memory, trace, breakdown and rates. Torch-free."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from titanlab.errors import ConfigError
@@ -27,7 +28,6 @@ class Memory(ProfilerConfig):
 
     Attributes:
         skip: steps of an attempt before the first window.
-        steps: steps of a window.
         every: steps from the begin of one window to the next; 0: only one window.
         entries: allocations and frees that a snapshot keeps, the latest ones.
     """
@@ -39,12 +39,9 @@ class Memory(ProfilerConfig):
     entries: int = 100_000
 
     def __post_init__(self) -> None:
-        for name, least in {"skip": 1, "steps": 1, "entries": 1}.items():
-            if getattr(self, name) < least:
-                default = type(self).__dataclass_fields__[name].default
-                raise ConfigError(
-                    f"profiler.{name}", getattr(self, name), f"must be at least {least}", f"try {default}"
-                )
+        for name, example in (("skip", 5), ("steps", 3), ("entries", 100_000)):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"profiler.{name}", getattr(self, name), "must be at least 1", f"try {example}")
         if self.every and self.every <= self.steps:
             rule = f"must be 0, or larger than the {self.steps} steps of a window"
             raise ConfigError("profiler.every", self.every, rule, f"try {100 * self.steps}")
@@ -61,7 +58,6 @@ class RecordedWindows(ProfilerConfig):
 
     Attributes:
         skip: steps of an attempt before the first window; the last of them warms the profiler up.
-        steps: steps of a window.
         every: steps from the begin of one window to the next; 0: only one window.
     """
 
@@ -117,3 +113,40 @@ class Breakdown(RecordedWindows):
         from titanlab.techniques.profiler.trace import BreakdownProfiler
 
         return BreakdownProfiler(self)
+
+
+# The kind of its row in metrics.jsonl, and the names there: of rates, in FLOP/s and bytes/s; of seconds; of bytes.
+KIND = "rates"
+PRODUCT, ATTENTION, COPY, POINTWISE = "rates/product", "rates/attention", "rates/copy", "rates/pointwise"
+LAUNCH, PROCESS, COLLECTIVE = "rates/launch(s)", "rates/process(B)", "rates/collective"
+# Ranks of the group of collectives: those of a node, and all.
+NODE, WORLD = "node", "world"
+
+
+@option("profiler", "rates")
+@dataclass(frozen=True, kw_only=True)
+class Rates(ProfilerConfig):
+    """Rates of the machine, measured once before the first step: products, attention, memory, collectives.
+
+    Attributes:
+        largest: side of the largest product; the smallest has an eighth of it.
+        megabytes: largest message of a collective, in 2²⁰ bytes.
+    """
+
+    kind: str = "rates"
+    seconds: float = 0.2
+    largest: int = 1024
+    megabytes: int = 16
+
+    def __post_init__(self) -> None:
+        if not 0 < self.seconds < math.inf:
+            raise ConfigError("profiler.seconds", self.seconds, "must be a positive number of seconds", "try 0.2")
+        for name, least, example in (("largest", 64, 1024), ("megabytes", 1, 16)):
+            value = getattr(self, name)
+            if value < least:
+                raise ConfigError(f"profiler.{name}", value, f"must be at least {least}", f"try {example}")
+
+    def implementation(self) -> Profiler:
+        from titanlab.techniques.profiler.rates import RatesProfiler
+
+        return RatesProfiler(self)

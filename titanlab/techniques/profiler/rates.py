@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from titanlab.techniques.profiler import rates_schema as names
-from titanlab.techniques.profiler.contract import Links, Profiler
-from titanlab.techniques.profiler.rates_schema import Rates
+from titanlab.techniques.profiler import profilers_schema as names
+from titanlab.techniques.profiler.contract import Profiler
+from titanlab.techniques.profiler.profilers_schema import Rates
 
 # Times of which the median counts.
 _TIMES = 7
@@ -36,23 +36,16 @@ class RatesProfiler(Profiler):
 
     def __init__(self, config: Rates) -> None:
         self._config = config
-        self._links: Links | None = None
-
-    def connect(self, links: Links) -> None:
-        """Remember how ranks exchange their figures."""
-        self._links = links
 
     def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
-        """Measure, and report the row of the slowest figures."""
-        assert self._links is not None
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         own = {} if on_gpu else {names.PROCESS: float(_peak_bytes())}
         with torch.no_grad():
             own.update(_Local(self._config, device).figures())
             own.update(_collectives(self._config, device))
-        of_ranks = self._links.gather(own)
+        of_ranks = self.links.gather(own)
         row = {name: _slowest(name, [figures[name] for figures in of_ranks]) for name in own}
-        self._links.report(names.KIND, 0, row, [f"measured {len(row)} rates of this machine"])
+        self.links.report(names.KIND, 0, row, [f"measured {len(row)} rates of this machine"])
 
     def after_step(self, step: int) -> None:
         """Do nothing."""
@@ -69,7 +62,6 @@ class _Local:
         self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def figures(self) -> dict[str, float]:
-        """Rates and times by name."""
         figures = dict(self._products())
         figures[names.ATTENTION] = self._attention()
         copied = self._random(_COPIED)

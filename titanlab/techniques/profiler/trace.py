@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from titanlab.system.files import refusal
-from titanlab.techniques.profiler.contract import Links, Profiler
+from titanlab.techniques.profiler.contract import Profiler
 from titanlab.techniques.profiler.profilers_schema import Breakdown, Trace
 from titanlab.techniques.profiler.step_parts import PHASE, line, mean, metrics, step_parts
 
@@ -26,12 +26,7 @@ FAULTS = (OSError, RuntimeError, ValueError)
 
 
 def write_whole(path: Path, write: Callable[[Path], object], failed: Callable[[str, Exception], None]) -> None:
-    """Write a file under another name, and rename it; if this fails, report it and leave no file.
-
-    Args:
-        write: writes the path that it is given.
-        failed: takes the path, and the error.
-    """
+    """Write a file under another name, and rename it; if this fails, report it and leave no file."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         # Without the folder of the run: if that was moved or removed, it must not come back.
@@ -55,16 +50,11 @@ def chrome_trace(running: profile) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         running.export_chrome_trace(str(path))
-        _check_written(path)
+        # At a full disk torch only logs a line, and leaves no file.
+        if not path.exists() or not path.stat().st_size:
+            path.touch()
+            raise refusal(path.parent) or OSError(f"torch.profiler has written no trace into {path.parent}")
         yield path
-
-
-def _check_written(path: Path) -> None:
-    """Raise an error if torch has not written the file: at a full disk it only logs a line, and leaves none."""
-    if path.exists() and path.stat().st_size:
-        return
-    path.touch()
-    raise refusal(path.parent) or OSError(f"torch.profiler has written no trace into {path.parent}")
 
 
 class TraceProfiler(Profiler):
@@ -75,15 +65,11 @@ class TraceProfiler(Profiler):
         self._steps = 0
         self._profile: profile | None = None
 
-    def connect(self, links: Links) -> None:
-        self._links = links
-
     def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
         self._traces, self._rank, self._attempt = traces, rank, attempt
-        self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        self._activities = _activities(on_gpu=on_gpu)
 
     def after_step(self, step: int) -> None:
-        """Start a window, or end it, if it is time to."""
         self._steps += 1
         if self._config.warms_up_after(self._steps):
             self._begin(step + 2)
@@ -104,7 +90,7 @@ class TraceProfiler(Profiler):
         self._profile = profile(
             activities=self._activities,
             schedule=schedule(wait=0, warmup=1, active=self._config.steps, repeat=1),
-            on_trace_ready=lambda running: write_whole(path, partial(_write, running), self._links.failed),
+            on_trace_ready=lambda running: write_whole(path, partial(_write, running), self.links.failed),
             record_shapes=self._config.shapes,
             with_stack=self._config.stacks,
             # torch 2.11 warns of the first cycle without it.
@@ -124,99 +110,57 @@ class BreakdownProfiler(Profiler):
     def __init__(self, config: Breakdown) -> None:
         self._config = config
         self._steps = 0
-        self._window: _Window | None = None
-
-    def connect(self, links: Links) -> None:
-        self._links = links
+        self._profile: profile | None = None
+        self._marks = ExitStack()
 
     def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
-        """Remember the device; there are no files."""
         self._on_gpu = on_gpu
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Annotate a phase, in the steps that are recorded."""
-        if self._window is None:
-            return contextlib.nullcontext()
-        return record_function(PHASE + name)
+        return contextlib.nullcontext() if self._profile is None else record_function(PHASE + name)
 
     def after_step(self, step: int) -> None:
-        """Start a window, or end it, if it is time to."""
-        config = self._config
         self._steps += 1
-        if config.warms_up_after(self._steps):
-            self._window = _Window(self._links, last=step + 1 + config.steps, steps=config.steps, on_gpu=self._on_gpu)
-        elif self._window is not None:
-            self._window.after_step()
-            if step == self._window.last:
-                window, self._window = self._window, None
-                self._report(step, window)
+        if self._config.warms_up_after(self._steps):
+            self._begin(step + 1 + self._config.steps)
+        elif self._profile is not None:
+            if self._on_gpu:
+                # So that the kernels of a step lie inside of it.
+                torch.cuda.synchronize()
+            self._profile.step()
+            if step == self._last:
+                self._end()
+                self._report(step)
 
     def close(self) -> None:
         """End a window that is open; it is not reported, because other ranks may be at other steps."""
-        if self._window is not None:
-            window, self._window = self._window, None
-            window.discard()
+        self._is_wanted = False
+        if self._profile is not None:
+            self._end()
 
-    def _report(self, step: int, window: _Window) -> None:
-        steps = self._config.steps
-        span = f"step {step}" if steps == 1 else f"steps {step - steps + 1} to {step}"
-        parts, fault = window.close()
-        if fault is not None:
-            self._links.failed(f"the breakdown of {span}", fault)
-        # A rank that has none takes part all the same, because the others wait for it.
-        of_ranks = self._links.gather(parts)
-        if all(of_ranks):
-            means = mean(of_ranks)
-            self._links.report("breakdown", step, metrics(means), [f"{span}, mean over ranks: {line(means)}"])
-        elif fault is None:
-            lacks = ", ".join(str(rank) for rank, found in enumerate(of_ranks) if not found)
-            self._links.failed(f"the breakdown of {span}", f"its part is missing on rank {lacks}")
-
-
-class _Window:
-    """Some steps under torch.profiler.
-
-    Args:
-        last: the number of the last step.
-    """
-
-    def __init__(self, links: Links, *, last: int, steps: int, on_gpu: bool) -> None:
-        self.last = last
-        self._links, self._on_gpu = links, on_gpu
+    def _begin(self, last: int) -> None:
+        self._last, self._is_wanted = last, True
         self._parts: dict[str, float] = {}
         self._fault: Exception | None = None
-        self._is_discarded = False
         self._profile = profile(
-            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
-            schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
+            activities=_activities(on_gpu=self._on_gpu),
+            schedule=schedule(wait=0, warmup=1, active=self._config.steps, repeat=1),
             on_trace_ready=self._analyse,
             acc_events=True,
         )
-        self._stack = ExitStack()
         self._profile.start()
-        if not on_gpu:
-            self._stack.enter_context(links.marks_collectives())
+        if not self._on_gpu:
+            self._marks.enter_context(self.links.marks_collectives())
 
-    def after_step(self) -> None:
-        """Begin the next step."""
-        if self._on_gpu:
-            # So that the kernels of a step lie inside of it.
-            torch.cuda.synchronize()
-        self._profile.step()
-
-    def close(self) -> tuple[dict[str, float], Exception | None]:
-        """The mean seconds of a step and of its parts; empty with the fault of the disk that prevents it."""
-        self._stack.close()
-        self._profile.stop()
-        return self._parts, self._fault
-
-    def discard(self) -> None:
-        """End the recording without its parts."""
-        self._is_discarded = True
-        self.close()
+    def _end(self) -> None:
+        running, self._profile = self._profile, None
+        self._marks.close()
+        if running is not None:
+            running.stop()
 
     def _analyse(self, running: profile) -> None:
-        if self._is_discarded:
+        """Find the mean seconds of a step and of its parts, or the fault of the disk that prevents it."""
+        if not self._is_wanted:
             return
         try:
             with chrome_trace(running) as path:
@@ -224,4 +168,22 @@ class _Window:
         except FAULTS as error:
             self._fault = error
             return
-        self._parts = step_parts(events, self._links.axes)
+        self._parts = step_parts(events, self.links.axes)
+
+    def _report(self, step: int) -> None:
+        steps = self._config.steps
+        span = f"step {step}" if steps == 1 else f"steps {step - steps + 1} to {step}"
+        if self._fault is not None:
+            self.links.failed(f"the breakdown of {span}", self._fault)
+        # A rank that has none takes part all the same, because the others wait for it.
+        of_ranks = self.links.gather(self._parts)
+        if all(of_ranks):
+            means = mean(of_ranks)
+            self.links.report("breakdown", step, metrics(means), [f"{span}, mean over ranks: {line(means)}"])
+        elif self._fault is None:
+            lacks = ", ".join(str(rank) for rank, found in enumerate(of_ranks) if not found)
+            self.links.failed(f"the breakdown of {span}", f"its part is missing on rank {lacks}")
+
+
+def _activities(*, on_gpu: bool) -> list[ProfilerActivity]:
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]

@@ -66,9 +66,7 @@ class OrderError(TitanlabError):
     """Lists of actions are not a schedule.
 
     Attributes:
-        rank: of the faulty list.
         index: of the faulty action in that list; None: an action is missing.
-        rule: the broken rule.
     """
 
     def __init__(self, rank: int, index: int | None, rule: str) -> None:
@@ -106,9 +104,6 @@ def validate(orders: Orders, placement: Sequence[int], *, microbatches: int) -> 
 
     Each stage runs every microbatch forward once and backward once, as B or as I and then W, on its rank, and every
     action comes after the actions that it needs.
-
-    Raises:
-        OrderError: the first broken rule.
     """
     seen: set[Action] = set()
     for rank, index, action in _all(orders):
@@ -217,7 +212,6 @@ def _result(kind: Kind) -> Kind:
 
 
 def _needs(action: Action, stages: int) -> list[Action]:
-    """The results that an action needs."""
     stage, kind, microbatch = action
     return [Action(stage + step, result, microbatch) for result, step in _NEEDS[kind] if 0 <= stage + step < stages]
 

@@ -5,34 +5,23 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
-from titanlab.costs.setting import Setting
+from titanlab.costs.setting import OptionConfig
 from titanlab.errors import ConfigError
 from titanlab.techniques.schedule.action import Action, Kind
 from titanlab.techniques.schedule.timeline import peak_in_flight
 
 
-class PipelineSchedule(Protocol):
+class PipelineSchedule(OptionConfig, Protocol):
     """The config of a schedule; its methods give the placement of stages and the actions of each rank.
 
     A schedule needs no torch, so its config is its implementation. The base classes below implement everything but
     `actions`.
     """
 
-    kind: str
-
-    def __hash__(self) -> int:
-        """A config is a frozen dataclass, whose fields make its hash."""
-        return object.__hash__(self)
-
-    def check(self, setting: Setting) -> None:
-        """Check that the rest of the recipe fits this schedule.
-
-        Raises:
-            ConfigError: it does not fit.
-        """
-        return  # the default; mypy takes an empty body for an abstract method
+    # Whether gradients of weights are always (True) or never (False) computed later; None: seen in the actions.
+    splits: ClassVar[bool | None] = None
 
     def alternatives(self) -> Sequence[PipelineSchedule]:
         """The configs of this kind that the planner compares; by default this one alone."""
@@ -47,10 +36,9 @@ class PipelineSchedule(Protocol):
         return None
 
     def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
-        """Whether gradients of weights are computed later than those of inputs (I and W).
-
-        By default seen in the actions; a schedule that always or never does answers sooner.
-        """
+        """Whether gradients of weights are computed later than those of inputs (I and W)."""
+        if self.splits is not None:
+            return self.splits
         actions = self.actions(ranks=ranks, microbatches=microbatches)
         return any(action.kind is Kind.WEIGHT for order in actions for action in order)
 
@@ -98,7 +86,6 @@ class OneStage(PipelineSchedule):
     """A schedule with one stage per rank."""
 
     def stage_count(self, *, ranks: int) -> int:
-        """One stage for each rank."""
         return ranks
 
     def placement(self, *, ranks: int) -> list[int]:
@@ -122,11 +109,9 @@ class Looped(PipelineSchedule):
             raise ConfigError(KEY, self.stages_per_rank, "every rank has at least one stage", "try 2")
 
     def alternatives(self) -> list[PipelineSchedule]:
-        """Few and many stages per rank."""
         return [replace(self, stages_per_rank=stages) for stages in _COMPARED_STAGES]
 
     def stage_count(self, *, ranks: int) -> int:
-        """`stages_per_rank` stages for each rank."""
         return ranks * self.stages_per_rank
 
     def placement(self, *, ranks: int) -> list[int]:
@@ -136,11 +121,7 @@ class Looped(PipelineSchedule):
 
 @dataclass(frozen=True, kw_only=True)
 class VShaped(PipelineSchedule):
-    """A schedule with two stages per rank, placed on the ranks in order and then in reverse.
-
-    Attributes:
-        stages_per_rank: always 2.
-    """
+    """A schedule with two stages per rank, placed on the ranks in order and then in reverse."""
 
     stages_per_rank: int = 2
 
@@ -150,7 +131,6 @@ class VShaped(PipelineSchedule):
             raise ConfigError(KEY, self.stages_per_rank, rule, "try 2, or schedule=interleaved_zero_bubble")
 
     def stage_count(self, *, ranks: int) -> int:
-        """Two stages for each rank."""
         return 2 * ranks
 
     def placement(self, *, ranks: int) -> list[int]:

@@ -105,7 +105,6 @@ class CsvSchedule(PipelineSchedule):
         object.__setattr__(self, "file", str(user_path(self.file).absolute()))
 
     def fixed_size(self) -> tuple[int, int]:
-        """The numbers of lines, and of microbatches in them."""
         orders = read_actions(self.file)
         return len(orders), _microbatches(orders)
 
@@ -114,27 +113,12 @@ class CsvSchedule(PipelineSchedule):
         return ranks
 
     def placement(self, *, ranks: int) -> list[int]:
-        """Rank of each stage in the file.
-
-        Raises:
-            ConfigError: the file breaks a rule, or is for another number of ranks.
-        """
         return placement_of(self._orders(ranks))
 
     def check_pipeline(self, *, ranks: int, microbatches: int) -> None:
-        """Check that the file obeys the rules of schedules and fits this pipeline.
-
-        Raises:
-            ConfigError: the file breaks a rule, or is for another number of ranks or microbatches.
-        """
         self.actions(ranks=ranks, microbatches=microbatches)
 
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
-        """Actions by rank.
-
-        Raises:
-            ConfigError: as `check_pipeline` does.
-        """
         orders = self._orders(ranks)
         expected = _microbatches(orders)
         if expected != microbatches:

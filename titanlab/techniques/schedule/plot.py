@@ -39,7 +39,6 @@ def rows(timeline: Timeline, *, width: int | None, coloured: bool) -> list[str]:
 
     Args:
         width: columns of the terminal; None: no limit.
-        coloured: with colours; otherwise plain text.
     """
     labels = [f"rank {rank:<{len(str(len(timeline.events) - 1))}} " for rank in range(len(timeline.events))]
     room = None if width is None else max(_LEAST_ROOM, width - len(labels[0]))
@@ -57,9 +56,8 @@ def rows(timeline: Timeline, *, width: int | None, coloured: bool) -> list[str]:
 
 def _columns(timeline: Timeline, room: int | None, *, coloured: bool) -> int:
     """Number of columns of the timeline: the shortest action is as wide as its label, or as the room allows."""
-    shortest = min((event.end - event.begin for event in _events(timeline) if event.end > event.begin), default=1.0)
     widest = max((len(_label(event.action)) for event in _events(timeline)), default=1)
-    units = timeline.duration / shortest
+    units = _cells(timeline)
     if room is None:
         return round(units * widest)
     # Plain cells need their label, coloured cells do not. With whole columns per unit, equal actions look equal.
@@ -137,10 +135,6 @@ _LEAST_POINTS = 4.5  # smaller digits cannot be read, so such cells have no text
 def draw(panels: Sequence[tuple[str, Timeline]], path: Path) -> None:
     """Write a figure of timelines.
 
-    Args:
-        panels: title and timeline of each panel.
-        path: its ending is the format.
-
     Raises:
         ConfigError: unknown ending, a place that takes no file, too many actions, or matplotlib is not installed.
     """
@@ -186,18 +180,12 @@ def figure_size(timelines: Sequence[Timeline]) -> tuple[float, float]:
 
 def _cells(timeline: Timeline) -> float:
     """The timeline's duration in units of its shortest action."""
-    shortest = min((e.end - e.begin for row in timeline.events for e in row if e.end > e.begin), default=1.0)
+    shortest = min((event.end - event.begin for event in _events(timeline) if event.end > event.begin), default=1.0)
     return timeline.duration / shortest
 
 
 def draw_panel(axis: Any, title: str, timeline: Timeline, *, longest: float, width: float) -> list[Any]:
-    """Draw one timeline. Returns the boxes behind the ranks' rows.
-
-    Args:
-        axis: matplotlib's axes.
-        longest: end of the axis of time.
-        width: of the figure in inches.
-    """
+    """Draw one timeline into a figure of some inches. Returns the boxes behind the ranks' rows."""
     from matplotlib.patches import Rectangle
 
     labels = _labels(timeline, (width - _LABEL_INCHES) / longest)
@@ -228,7 +216,6 @@ def draw_panel(axis: Any, title: str, timeline: Timeline, *, longest: float, wid
 
 
 def draw_legend(figure: Any, timelines: Sequence[Timeline]) -> None:
-    """Explain the colours of the timelines below them."""
     from matplotlib.patches import Patch
 
     used = {event.action.kind for timeline in timelines for row in timeline.events for event in row}
@@ -254,8 +241,6 @@ def _labels(timeline: Timeline, inches: float) -> dict[Kind, tuple[str, float]]:
 
 
 def _mixed(first: str, last: str, share: float) -> tuple[float, float, float]:
-    """A colour between two."""
-
     def part(digit: int) -> float:
         begin, end = (int(colour[digit : digit + 2], 16) for colour in (first, last))
         return (begin + (end - begin) * share) / 255

@@ -25,21 +25,14 @@ class DualPipeV(VShaped):
     """
 
     kind: str = "dualpipe_v"
+    splits: ClassVar[bool | None] = True
 
     def check_pipeline(self, *, ranks: int, microbatches: int) -> None:
-        """Check that there are enough microbatches.
-
-        Raises:
-            ConfigError: fewer microbatches than stages.
-        """
         if microbatches < 2 * ranks:
             rule = f"needs at least {2 * ranks} microbatches, one for each of its stages, and a step has {microbatches}"
             factor = -(-2 * ranks // microbatches)
             cure = f"try schedule=zbv, or training.global_batch times {factor}"
             raise ConfigError("schedule", self.kind, rule, cure)
-
-    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
-        return True
 
     def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
         """The forward passes of the warm-up and one of the steady phase, of two stages."""
@@ -102,20 +95,14 @@ class GPipe(OneStage):
     """All microbatches forward, then all backward (arXiv 1811.06965)."""
 
     kind: str = "gpipe"
-
-    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
-        return False
+    splits: ClassVar[bool | None] = False
 
     def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
         return microbatches
 
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
-        orders = []
-        for rank in range(ranks):
-            order = ActionList()
-            order.add(rank, *[Kind.FORWARD] * microbatches, *[Kind.BACKWARD] * microbatches)
-            orders.append(list(order))
-        return orders
+        numbers = range(microbatches)
+        return [[Action(rank, kind, number) for kind in (F, B) for number in numbers] for rank in range(ranks)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,11 +153,9 @@ class Interleaved1F1B(_Interleaved):
     """1F1B with several stages per rank (arXiv 2104.04473, section 2.2)."""
 
     kind: str = "interleaved_1f1b"
+    splits: ClassVar[bool | None] = False
     # A backward pass delays the gradient as long as a forward pass delays the activation.
     _lead_per_rank: ClassVar[int] = 2
-
-    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
-        return False
 
     def _backward_begins(self, rank: int, lead: int) -> list[tuple[Kind, int]]:
         return [(Kind.BACKWARD, lead)]
@@ -182,11 +167,9 @@ class InterleavedZeroBubble(_Interleaved):
     """Interleaved 1F1B that computes gradients of weights in otherwise idle time (ZB-H1, arXiv 2401.10241)."""
 
     kind: str = "interleaved_zero_bubble"
+    splits: ClassVar[bool | None] = True
     # A gradient of the input arrives sooner than after a full backward pass, so a shorter lead is enough.
     _lead_per_rank: ClassVar[int] = 1
-
-    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
-        return True
 
     def _backward_begins(self, rank: int, lead: int) -> list[tuple[Kind, int]]:
         # Gradients of weights lag by the rank's number: a later rank has gradients sooner, and has more idle time at
@@ -223,9 +206,7 @@ class LoopedBFS(Looped):
     """All microbatches run through one stage before the rank's next stage begins (arXiv 2211.05953)."""
 
     kind: str = "looped_bfs"
-
-    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
-        return False
+    splits: ClassVar[bool | None] = False
 
     def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
         return microbatches
@@ -235,7 +216,7 @@ class LoopedBFS(Looped):
         orders = []
         for rank in range(ranks):
             stages = stages_of(self.placement(ranks=ranks), rank)
-            forward = [Action(stage, Kind.FORWARD, number) for stage in stages for number in range(microbatches)]
+            forward = [Action(stage, F, number) for stage in stages for number in range(microbatches)]
             # The same stages and microbatches in reverse, with both halves of the backward pass at once.
             orders.append(forward + [action._replace(kind=Kind.BACKWARD) for action in reversed(forward)])
         return orders
@@ -250,9 +231,7 @@ class OneFOneB(OneStage):
     """
 
     kind: str = "1f1b"
-
-    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
-        return False
+    splits: ClassVar[bool | None] = False
 
     def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
         """One for each stage, if there are as many."""
@@ -264,9 +243,9 @@ class OneFOneB(OneStage):
             # The number of stages from this rank to the last: after that many, the first gradient can arrive.
             warm_up = min(microbatches, ranks - rank)
             order = ActionList()
-            order.add(rank, *[Kind.FORWARD] * warm_up)
-            order.add(rank, *[Kind.BACKWARD, Kind.FORWARD] * (microbatches - warm_up))
-            order.add(rank, *[Kind.BACKWARD] * warm_up)
+            order.add(rank, *[F] * warm_up)
+            order.add(rank, *[B, F] * (microbatches - warm_up))
+            order.add(rank, *[B] * warm_up)
             orders.append(list(order))
         return orders
 
@@ -282,12 +261,9 @@ class ZBV(VShaped):
     """
 
     kind: str = "zbv"
-
-    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
-        return True
+    splits: ClassVar[bool | None] = True
 
     def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
-        """One for each rank, if there are as many."""
         return min(ranks, microbatches)
 
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:

@@ -28,7 +28,6 @@ def split(costs: Sequence[float], *, stages: int, placement: Sequence[int]) -> l
 
     Args:
         costs: of every piece, in the order of the forward pass; none is negative.
-        placement: rank of every stage.
 
     Raises:
         ConfigError: fewer pieces than stages.
@@ -135,12 +134,7 @@ def _fits(sums: Sequence[float], stages: int, width: float) -> bool:
 
 
 class _Search:
-    """A depth-first search for cuts under two bounds, which tries the stage nearest to an even share first.
-
-    Args:
-        load: largest allowed load of a rank.
-        width: largest allowed cost of a stage.
-    """
+    """A depth-first search for cuts under two bounds, which tries the stage nearest to an even share first."""
 
     def __init__(self, costs: Sequence[float], placement: Sequence[int], *, load: float, width: float) -> None:
         self._placement = placement

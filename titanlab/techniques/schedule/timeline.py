@@ -28,8 +28,6 @@ class Timeline:
     """The times of a schedule in which every action begins as soon as it can.
 
     Attributes:
-        events: by rank, in order.
-        placement: rank of each stage.
         duration: from the begin of the first action to the end of the last, in the unit of the durations.
         bubble_share: idle share of all ranks' time, 0 to 1.
         peak_in_flight: by rank, the largest number of microbatches whose activations it keeps at the same time. A stage
@@ -50,9 +48,6 @@ def simulate(
     """Compute when each action of a schedule runs.
 
     Args:
-        orders: actions by rank.
-        placement: rank of each stage.
-        durations: of each kind.
         transfer: time to send a tensor from one rank to another; both ranks compute meanwhile.
 
     Raises:

@@ -1,8 +1,4 @@
-"""The contract of a tracker. Torch-free.
-
-It has the config, the object that takes the metrics, the description of the run that this object gets, and
-attempts/N/tracker.json: the rows that a tracker has taken, so that a run can report those that it lacks.
-"""
+"""The contract of a tracker, and attempts/N/tracker.json: the rows that a tracker has taken. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,15 +6,12 @@ import contextlib
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import Field, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, Protocol
 
+from titanlab.costs.setting import OptionConfig
 from titanlab.system.files import parse_json, read_text, write_json
-
-if TYPE_CHECKING:
-    from titanlab.costs.setting import Setting
-
 
 RECORD_SCHEMA = 1
 RECORD_FILE = "tracker.json"
@@ -26,7 +19,6 @@ RECORD_FILE = "tracker.json"
 _RECORD_FILES = "tracker*.json"
 # Folder in a run's folder for the tracker files that a rebuild has replaced.
 REPLACED = "replaced"
-_WHOLE_NUMBERS = ("step", "rows", "left_out", "attempt")
 # States of a tracker: not ready yet; takes rows; has all rows and the summary.
 STARTING, OPEN, FINISHED = "starting", "open", "finished"
 
@@ -36,9 +28,6 @@ class Record:
     """The content of tracker.json.
 
     Attributes:
-        kind: option of the group `tracker`.
-        state: STARTING, OPEN or FINISHED.
-        id: the run's id in the tracker.
         wanted: the configured mode, `online` or `offline`; None for trackers without modes.
         mode: the mode in use; None before the tracker is ready.
         folder: the folder of the tracker's files, relative to the run's folder; None before the tracker is ready.
@@ -84,37 +73,23 @@ def write_record(path: Path, record: Record) -> None:
 
 def read_record(path: Path) -> Record | None:
     """Read a record; None if there is none, if its schema differs, or if a value is of another kind."""
+    import msgspec
+
     try:
         value = parse_json(read_text(path))
-    except (OSError, ValueError):
+        record = msgspec.convert(value, Record) if value["schema"] == RECORD_SCHEMA else None
+    except (OSError, ValueError, LookupError, TypeError, msgspec.ValidationError):
         return None
-    if not isinstance(value, Mapping) or value.get("schema") != RECORD_SCHEMA:
+    if record is None or min(record.step or 0, record.rows, record.left_out, record.attempt) < 0:
         return None
-    known: dict[str, Any] = {field.name: value[field.name] for field in fields(Record) if field.name in value}
-    if "kind" not in known or not all(_is_sound(name, value) for name, value in known.items()):
-        return None
-    return Record(**known)
-
-
-def _is_sound(name: str, value: Any) -> bool:
-    """Whether a field of a record can have a value."""
-    if name in _WHOLE_NUMBERS:
-        return (type(value) is int and value >= 0) or (value is None and name == "step")
-    if name == "rebuilt":
-        return isinstance(value, bool)
-    if name == "updated":
-        return type(value) in (int, float)
-    return isinstance(value, str) or (value is None and name in ("wanted", "mode", "folder"))
+    return record
 
 
 Warn = Callable[[str], None]
 
 
-class TrackerConfig(Protocol):
+class TrackerConfig(OptionConfig, Protocol):
     """A config of the group `tracker`: a dataclass that inherits from this class."""
-
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-    kind: str
 
     @abstractmethod
     def implementation(self) -> Tracker:
@@ -123,14 +98,6 @@ class TrackerConfig(Protocol):
     def parts(self) -> Mapping[str, TrackerConfig]:
         """The trackers that the config consists of, by name; by default it is one tracker."""
         return {self.kind: self}
-
-    def check(self, setting: Setting) -> None:
-        """Check rules that need more of the recipe than the tracker's fields; by default there are none.
-
-        Raises:
-            ConfigError: the first rule that is broken.
-        """
-        return
 
     def check_installed(self) -> None:
         """Check that the packages of the tracker are installed; by default it needs none.
@@ -186,18 +153,13 @@ class TrackedRun:
     Attributes:
         id: digits of the run's identity; the same in all attempts, so that a resumed run continues its charts.
         name: the displayed name, such as the run folder's name.
-        sweep: the sweep that the run belongs to.
         folder: of the run; a tracker writes its files into it.
-        config: the resolved recipe as plain values.
         layout: degree of each axis; `flat_config` has them as `layout.*` keys too, for grouping and filtering.
         facts: further flat keys: model parameters, tokens per step, device, the layout's label, the sweep's point …
-        tags: model, hardware, precision.
         job_type: `train`, `bench` or `eval`.
-        attempt: number of the attempt, from 1.
         resumed_step: the step after which the attempt continues; 0: it starts from the beginning.
         is_live: whether a process trains the run now; otherwise rows come from metrics.jsonl, and the tracker does
             not monitor hardware.
-        record_file: name of the tracker's record.
     """
 
     id: str
@@ -216,7 +178,6 @@ class TrackedRun:
 
     @property
     def record(self) -> Path:
-        """The path of the tracker's record."""
         folder = self.folder / "attempts" / str(self.attempt) if self.is_live else self.folder
         return folder / self.record_file
 
@@ -235,7 +196,6 @@ def open_tracker(config: TrackerConfig, run: TrackedRun, *, warn: Warn) -> Track
     """Start the configured tracker. Only the rank that writes metrics calls this.
 
     Args:
-        config: of the group `tracker`.
         warn: called with one line if the tracker stops with an error.
 
     Raises:

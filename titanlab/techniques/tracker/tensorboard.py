@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,10 @@ from titanlab.techniques.tracker.contract import (
     Warn,
     write_record,
 )
-from titanlab.techniques.tracker.tensorboard_schema import TensorBoard
+from titanlab.techniques.tracker.trackers_schema import TensorBoard
 
 FOLDER = "tensorboard"
 _EVENTS = "events.out.tfevents."
-# A later event file of the run waits so long at most until its name sorts behind those of earlier attempts. Clocks of
-# two machines may differ by more; then TensorBoard shows rows that no longer count.
-_MOST_WAIT_SECONDS = 2.0
 
 
 class TensorBoardTracker(Tracker):
@@ -46,10 +43,9 @@ class TensorBoardTracker(Tracker):
         self._warn = warn
         self._path = run.record
         self._update_record(id=run.id, attempt=run.attempt)
-        try:
+        with self._guarded():
             from torch.utils.tensorboard import SummaryWriter
 
-            _wait_for_a_later_name(run.folder / FOLDER)
             self._writer = SummaryWriter(
                 log_dir=str(run.folder / FOLDER),
                 purge_step=run.resumed_step + 1 if run.attempt > 1 else None,
@@ -61,50 +57,44 @@ class TensorBoardTracker(Tracker):
             text = json.dumps(run.flat_config(), indent=2, default=str)
             self._writer.add_text("recipe", "\n".join("    " + line for line in text.splitlines()), self._step)
             self._update_record(state=OPEN)
-        except Exception as error:
-            self._give_up(error)
 
     def log(self, step: int, metrics: Mapping[str, Any], *, time: float | None = None) -> None:
-        """Add the numbers of a row."""
         if self._writer is None:
             return
         self._step = step
-        try:
+        with self._guarded():
             for name, value in metrics.items():
                 if isinstance(value, (int, float)):
                     self._writer.add_scalar(name, value, step, walltime=time)
             self._record = replace(self._record, step=step, rows=self._record.rows + 1)
-        except Exception as error:
-            self._give_up(error)
 
     def finish(self, summary: Mapping[str, Any], *, exit_code: int = 0) -> None:
-        """Add the summary under `summary/` and close the file."""
         self.log(self._step, {f"summary/{name}": value for name, value in summary.items()})
         if self._writer is None:
             return
-        try:
+        with self._guarded():
             self._writer.close()
             self._update_record(state=FINISHED)
-        except Exception as error:
-            self._give_up(error)
         self._writer = None
 
     def _update_record(self, **changes: Any) -> None:
         self._record = replace(self._record, **changes)
         write_record(self._path, self._record)
 
-    def _give_up(self, error: Exception) -> None:
-        # Every kind of error is caught: an error of a tracker never stops the run.
-        self._writer = None
-        self._update_record()
-        self._warn(f"tensorboard stopped ({type(error).__name__}: {error}); metrics.jsonl goes on")
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Give up after an error of any kind: an error of a tracker never stops the run."""
+        try:
+            yield
+        except Exception as error:
+            self._writer = None
+            self._update_record()
+            self._warn(f"tensorboard stopped ({type(error).__name__}: {error}); metrics.jsonl goes on")
 
     def kept_files(self, run: Path) -> frozenset[Path]:
-        """Event files of all starts."""
         return frozenset((run / FOLDER).glob(f"{_EVENTS}*"))
 
     def put_aside(self, run: Path, paths: Iterable[Path], *, keep: bool) -> None:
-        """Move event files to `replaced/tensorboard/`, or remove them."""
         aside = run / REPLACED / FOLDER
         for file in paths:
             if keep:
@@ -112,15 +102,3 @@ class TensorBoardTracker(Tracker):
                 shutil.move(file, aside / file.name)
             else:
                 file.unlink(missing_ok=True)
-
-
-def _wait_for_a_later_name(folder: Path) -> None:
-    """Wait until a new event file sorts behind those in this folder.
-
-    TensorBoard reads the files of a folder in the order of their names, which begin with the second of their creation.
-    """
-    seconds = (file.name.removeprefix(_EVENTS).split(".")[0] for file in folder.glob(f"{_EVENTS}*"))
-    newest = max((int(second) for second in seconds if second.isdecimal()), default=0)
-    wait = newest + 1 - time.time()
-    if 0 < wait <= _MOST_WAIT_SECONDS:
-        time.sleep(wait)

@@ -1,14 +1,4 @@
-"""tracker=wandb: one writer process per run, so that wandb can neither stop nor slow down the training process.
-
-The training process never imports wandb: the import takes a second and holds the GIL, and wandb starts threads and
-waits for its service when the interpreter ends. The training process sends rows through a pipe and never waits: rows
-that do not fit into the pipe wait in a bounded queue. If the writer dies, hangs or cannot log in, the user gets one
-warning, and attempts/N/tracker.json shows the missing rows. A writer that cannot get online is replaced by one that
-writes offline and gets all rows again. The writer runs `wandb_writer.py`.
-
-Each start has a folder in the run's folder, `wandb/[offline-]run-DATE-ID/` with the file `run-ID.wandb`; `upload` sends
-the files of offline starts with `wandb sync`.
-"""
+"""tracker=wandb: one writer process per run, so that wandb can neither stop nor slow down the training process."""
 
 from __future__ import annotations
 
@@ -33,7 +23,7 @@ from urllib.parse import urlsplit
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.system.files import finite, home, open_to_write
 from titanlab.techniques.tracker.contract import REPLACED, Record, TrackedRun, Tracker, Warn, write_record
-from titanlab.techniques.tracker.wandb_schema import Wandb
+from titanlab.techniques.tracker.trackers_schema import Wandb
 from titanlab.techniques.tracker.wandb_writer import IGNORED_SIGNALS
 
 _ENV_MODES = {"online": "online", "offline": "offline", "dryrun": "offline", "disabled": "off"}
@@ -82,24 +72,7 @@ def is_uploaded(file: Path) -> bool:
     return file.with_name(f"{file.name}.synced").exists()
 
 
-def kept_files(run: Path) -> frozenset[Path]:
-    """Folders of all starts."""
-    return frozenset(path for path in (run / FOLDER).glob("*run-*-*") if path.is_dir() and not path.is_symlink())
-
-
-def put_aside(run: Path, folders: Iterable[Path], *, keep: bool) -> None:
-    """Move folders of starts to `replaced/wandb/`, or remove them."""
-    if not keep:
-        discard(folders)
-        return
-    for folder in folders:
-        aside = run / REPLACED / FOLDER
-        aside.mkdir(parents=True, exist_ok=True)
-        folder.rename(aside / folder.name)
-
-
 def discard(folders: Iterable[Path]) -> None:
-    """Remove folders; errors are ignored."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -108,7 +81,16 @@ _WRITER = "titanlab.techniques.tracker.wandb_writer"
 
 
 class WandbTracker(Tracker):
-    """The training process's side of the pipe to the writer."""
+    """The training process's side of the pipe to the writer, which runs `wandb_writer.py`.
+
+    The training process never imports wandb: the import takes a second and holds the GIL, and wandb starts threads and
+    waits for its service when the interpreter ends. The training process never waits either: rows that do not fit into
+    the pipe wait in a bounded queue. If the writer dies, hangs or cannot log in, the user gets one warning, and
+    attempts/N/tracker.json shows the missing rows. A writer that cannot get online is replaced by one that writes
+    offline and gets all rows again.
+
+    Each start has a folder in the run's folder, `wandb/[offline-]run-DATE-ID/` with the file `run-ID.wandb`.
+    """
 
     _warn: Warn
 
@@ -129,7 +111,6 @@ class WandbTracker(Tracker):
         self._others: frozenset[Path] = frozenset()
 
     def start(self, run: TrackedRun, *, warn: Warn) -> None:
-        """Start the writer, which imports and opens wandb while the run continues."""
         self._warn = warn
         mode = resolve_mode(self._config, os.environ)
         if mode == "off":
@@ -142,7 +123,6 @@ class WandbTracker(Tracker):
         self._launch()
 
     def log(self, step: int, metrics: Mapping[str, Any], *, time: float | None = None) -> None:
-        """Put a row into the pipe, or into the queue if the pipe is full."""
         if self._process is None:
             return
         self._rows += 1
@@ -187,25 +167,24 @@ class WandbTracker(Tracker):
                 self._warn_once(f"was not online before the end, so it has written offline; {self._cure('sync')}")
 
     def kept_files(self, run: Path) -> frozenset[Path]:
-        """Folders of all starts."""
-        return kept_files(run)
+        return frozenset(path for path in (run / FOLDER).glob("*run-*-*") if path.is_dir() and not path.is_symlink())
 
     def put_aside(self, run: Path, paths: Iterable[Path], *, keep: bool) -> None:
-        """Move folders of starts to `replaced/wandb/`, or remove them."""
-        put_aside(run, paths, keep=keep)
-
-    @property
-    def _is_ready(self) -> bool:
-        return "started" in self._events
+        if not keep:
+            discard(paths)
+            return
+        for folder in paths:
+            aside = run / REPLACED / FOLDER
+            aside.mkdir(parents=True, exist_ok=True)
+            folder.rename(aside / folder.name)
 
     @property
     def _may_send(self) -> bool:
-        """Whether a line waits in the queue and may be sent now."""
-        return bool(self._queue) and (self._is_ready or len(self._sent) < self._config.queue_rows)
+        return bool(self._queue) and ("started" in self._events or len(self._sent) < self._config.queue_rows)
 
     @property
     def _is_going_online(self) -> bool:
-        return self._start["mode"] == "online" and not self._is_ready
+        return self._start["mode"] == "online" and "started" not in self._events
 
     def _launch(self) -> None:
         """Start a writer with the settings and the mode in `_start`."""

@@ -1,18 +1,9 @@
 """The process that logs to wandb: it reads messages from stdin and writes events to stdout, both as JSON lines.
 
-The training process starts it as `python -m titanlab.techniques.tracker.wandb_writer`:
-
     {"start": {...}}  {"log": {"step": 5, "metrics": {...}}}  …  {"finish": {"summary": {...}, "exit_code": 0}}
 
 Events: `started`, `refused` (wandb cannot get online; the process ends), `trouble` (with a text for the user),
-`finished`. All other output of this process and of wandb goes to logs/wandb.log; attempts/N/tracker.json has the rows
-that wandb has taken.
-
-Slurm and terminals send signals to every process of a run. This process and wandb's service, which it starts, ignore
-them: they end after the training process has closed the pipe or has died. Most programs keep a signal ignored that was
-ignored when they started. A Go program that calls `signal.Notify` gets the signal nevertheless; wandb's service does so
-and ends. A seccomp filter lets the system call that installs the handler succeed without effect. The filter can go when
-wandb's service has an option to ignore signals.
+`finished`. All other output of this process and of wandb goes to logs/wandb.log.
 """
 
 from __future__ import annotations
@@ -50,6 +41,12 @@ _CALL, _MACHINE, _FIRST, _SECOND = 0, 4, 16, 24
 def ignore_signals(numbers: Sequence[int]) -> bool:
     """Ignore signals in this process and in every process that it starts from now on.
 
+    Slurm and terminals send signals to every process of a run. This process and wandb's service, which it starts, end
+    after the training process has closed the pipe or has died. Most programs keep a signal ignored that was ignored
+    when they started. A Go program that calls `signal.Notify`, as wandb's service does, gets it nevertheless, and ends.
+    A seccomp filter lets the system call that installs the handler succeed without effect. The filter can go when
+    wandb's service has an option to ignore signals.
+
     Returns:
         whether this includes programs that install handlers: true on Linux if the kernel has seccomp.
     """
@@ -58,51 +55,37 @@ def ignore_signals(numbers: Sequence[int]) -> bool:
     machine = _MACHINES.get(platform.machine())
     if sys.platform != "linux" or machine is None or sys.byteorder != "little":
         return False
-    instructions = _filter(*machine, [int(number) for number in numbers])
-    buffer = ctypes.create_string_buffer(b"".join(instructions))
-    program = _FilterProgram(len(instructions), ctypes.cast(buffer, ctypes.c_void_p))
+    instructions = _filter(*machine, numbers)
+    buffer = ctypes.create_string_buffer(instructions)
+    # struct sock_fprog: a count and a pointer.
+    program = ctypes.create_string_buffer(struct.pack("@HP", len(instructions) // 8, ctypes.addressof(buffer)))
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     # Without NO_NEW_PRIVS only root may set a filter. It disables setuid bits; no setuid program is started here.
     ulong = ctypes.c_ulong
     if prctl(_PR_SET_NO_NEW_PRIVS, ulong(1), ulong(0), ulong(0), ulong(0)) != 0:
         return False
-    return bool(prctl(_PR_SET_SECCOMP, ulong(_SECCOMP_MODE_FILTER), ctypes.byref(program)) == 0)
+    return bool(prctl(_PR_SET_SECCOMP, ulong(_SECCOMP_MODE_FILTER), program) == 0)
 
 
-class _FilterProgram(ctypes.Structure):
-    """struct sock_fprog."""
-
-    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p))
-
-
-def _filter(machine: int, call: int, numbers: Sequence[int]) -> list[bytes]:
+def _filter(machine: int, call: int, numbers: Sequence[int]) -> bytes:
     """Instructions with which rt_sigaction(number, action, …) has no effect unless the action is null."""
-    # Each step is (code, value, step to go to if equal, step to go to otherwise); None is the next step.
-    allow, skip = 7 + len(numbers), 8 + len(numbers)
-    steps: list[tuple[int, int, int | None, int | None]] = [
-        (_LOAD, _MACHINE, None, None),
-        (_IF_EQUAL, machine, None, allow),
-        (_LOAD, _CALL, None, None),
-        (_IF_EQUAL, call, None, allow),
+    count = len(numbers)
+    # Code, steps to skip if equal, steps to skip otherwise, value; the last two steps are the ends.
+    steps = [
+        (_LOAD, 0, 0, _MACHINE),
+        (_IF_EQUAL, 0, count + 5, machine),
+        (_LOAD, 0, 0, _CALL),
+        (_IF_EQUAL, 0, count + 3, call),
         # A null action only reads the current handler.
-        (_LOAD, _SECOND, None, None),
-        (_IF_EQUAL, 0, allow, None),
-        (_LOAD, _FIRST, None, None),
-        *((_IF_EQUAL, number, skip, None) for number in numbers),
-        (_RETURN, _ALLOW, None, None),
-        (_RETURN, _SUCCEED_WITHOUT_EFFECT, None, None),
+        (_LOAD, 0, 0, _SECOND),
+        (_IF_EQUAL, count + 1, 0, 0),
+        (_LOAD, 0, 0, _FIRST),
+        *((_IF_EQUAL, count - place, 0, int(number)) for place, number in enumerate(numbers)),
+        (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, _SUCCEED_WITHOUT_EFFECT),
     ]
-    # struct sock_filter; jumps are relative to the next instruction.
-    return [
-        struct.pack(
-            "=HBBI",
-            code,
-            0 if equal is None else equal - place - 1,
-            0 if otherwise is None else otherwise - place - 1,
-            value,
-        )
-        for place, (code, value, equal, otherwise) in enumerate(steps)
-    ]
+    # struct sock_filter.
+    return b"".join(struct.pack("=HBBI", *step) for step in steps)
 
 
 # Signals with which Slurm, torchrun and terminals ask a job to end or to save. SIGKILL cannot be ignored.
@@ -197,7 +180,6 @@ class _RecordWriter:
         self.write(state=OPEN, mode=start["mode"], folder=folder)
 
     def count(self, step: int) -> None:
-        """Record that wandb has taken a row of this step."""
         self._record = replace(self._record, step=step, rows=self._record.rows + 1)
         if time.monotonic() - self._write_time >= _RECORD_SECONDS:
             self.write()
@@ -207,7 +189,6 @@ class _RecordWriter:
         self.write(state=FINISHED, left_out=rows - self._record.rows)
 
     def write(self, **changes: Any) -> None:
-        """Change the record and write it to disk."""
         self._record = replace(self._record, **changes)
         self._write_time = time.monotonic()
         write_record(self._path, self._record)

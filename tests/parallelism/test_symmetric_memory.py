@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests import tiny
 from titanlab.distributed.ranks import joined
 from titanlab.errors import ConfigError
-from titanlab.parallelism import symmetric_buffers
+from titanlab.parallelism import shard
 from titanlab.prove import parity
 
 
@@ -24,7 +24,7 @@ def traced(made, run):
         told.append(group.force_sum_reduction_for_comms)
 
     with (
-        patch.object(symmetric_buffers, "_set", set_memory),
+        patch.object(FSDPModule, "set_symm_mem_for_comm", set_memory),
         patch.object(dist, "get_backend", lambda group=None: "nccl"),
     ):
         return parity.trace(made, run, joined(os.environ)), told
@@ -51,7 +51,7 @@ def test_every_unit_sums_and_then_divides(pool, tmp_path, layout):
 def refused_on_gloo():
     dist.init_process_group("gloo")
     with pytest.raises(ConfigError, match="symmetric_memory=true: is memory of NCCL, and a group of FSDP2 uses gloo"):
-        symmetric_buffers.use_symmetric_memory([], [dist.group.WORLD])
+        shard.use_symmetric_memory([], [dist.group.WORLD])
 
 
 def test_another_backend_is_refused(pool):
@@ -59,8 +59,6 @@ def test_another_backend_is_refused(pool):
 
 
 def test_a_torch_without_it_is_refused(monkeypatch):
-    assert symmetric_buffers.missing() is None
-    assert symmetric_buffers._set is FSDPModule.set_symm_mem_for_comm
-    monkeypatch.setattr(symmetric_buffers, "_set", None)
+    monkeypatch.delattr(FSDPModule, "set_symm_mem_for_comm")
     with pytest.raises(ConfigError, match="needs FSDPModule.set_symm_mem_for_comm, which this torch does not have"):
-        symmetric_buffers.use_symmetric_memory([], [])
+        shard.use_symmetric_memory([], [])

@@ -1,4 +1,4 @@
-"""Configs of optimizer=adamw, adamw_8bit, adamw_4bit and adamw_fp8, and the fields of all with Adam's averages."""
+"""Configs of optimizer=adamw, adamw_8bit, adamw_4bit, adamw_fp8 and muon. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from titanlab.costs import hardware
+from titanlab.costs.account import is_in_block, tensor_part
 from titanlab.costs.setting import Setting
-from titanlab.costs.shard_account import tensor_part
 from titanlab.errors import ConfigError
 from titanlab.options import option
 from titanlab.techniques.optimizer.contract import STEP_BYTES, OptimizerConfig, OptimizerFactory, Scheduled, Stored
@@ -23,10 +23,8 @@ class Averaged(Scheduled):
     """Adam with decoupled weight decay (arXiv 1711.05101).
 
     Attributes:
-        lr: peak learning rate.
         betas: decay of the averages of gradient and squared gradient; by default as the Llama models were trained
             (arXiv 2302.13971, section 2.3).
-        eps: added to the denominator.
         weight_decay: of parameters with two or more dimensions; norms and biases do not decay. The default is theirs.
     """
 
@@ -44,11 +42,9 @@ class Averaged(Scheduled):
             raise ConfigError("optimizer.weight_decay", self.weight_decay, "must be finite and not negative", "try 0.1")
 
     def reduced(self, *, least_eps: float) -> OptimizerConfig:
-        """With at least this `eps`."""
         return replace(self, eps=max(self.eps, least_eps))
 
     def state_bytes(self, parameter: Stored) -> int:
-        """Two averages in the dtype of the parameter."""
         return 2 * parameter.part_bytes + STEP_BYTES
 
 
@@ -69,19 +65,11 @@ class Rounded(Averaged):
             raise ConfigError("optimizer.rounding", self.rounding, "no such choice", f"try {', '.join(ROUNDINGS)}")
 
     def check(self, setting: Setting) -> None:
-        """Check that stochastic rounding is possible, also where `auto` chooses it.
-
-        Raises:
-            ConfigError: parameters are not stored in bfloat16, or torchao is not installed.
-        """
         in_bf16 = setting.rests_in == "bfloat16"
         if self.rounding == "stochastic" and not in_bf16:
-            raise ConfigError(
-                "optimizer.rounding",
-                self.rounding,
-                f"rounds parameters that rest in bfloat16, and with precision={setting.kinds['precision']} they do not",
-                "try auto, or precision=bf16_full",
-            )
+            precision = setting.kinds["precision"]
+            rule = f"rounds parameters that rest in bfloat16, and with precision={precision} they do not"
+            raise ConfigError("optimizer.rounding", self.rounding, rule, "try auto, or precision=bf16_full")
         if self.rounding != "nearest" and in_bf16:
             needs_torchao("optimizer.rounding", self.rounding, cure="try nearest")
 
@@ -94,18 +82,12 @@ class AdamW(Rounded):
     kind: str = "adamw"
 
     def implementation(self) -> OptimizerFactory:
-        """Torch's optimizer, or torchao's arithmetic."""
         from titanlab.techniques.optimizer.adamw import AdamWFactory
 
         return AdamWFactory(self)
 
 
 def needs_torchao(key: str, value: object, *, cure: str) -> None:
-    """Check that torchao is installed.
-
-    Raises:
-        ConfigError: it is not.
-    """
     if importlib.util.find_spec("torchao") is None:
         raise ConfigError(key, value, "needs the package torchao, which is not installed", f"{cure}, or install it")
 
@@ -152,11 +134,6 @@ class LowBit(Rounded):
             raise ConfigError("optimizer.block_size", self.block_size, "must be even and positive", "try 128 or 256")
 
     def check(self, setting: Setting) -> None:
-        """Check that torchao is installed, and that tensor parallelism leaves the same matrices with few bits.
-
-        Raises:
-            ConfigError: it is not, or does not.
-        """
         super().check(setting)
         needs_torchao("optimizer.kind", self.kind, cure="try optimizer=adamw")
         degree = setting.layout.tensor
@@ -172,11 +149,9 @@ class LowBit(Rounded):
                 raise ConfigError("optimizer.block_size", self.block_size, rule, cure)
 
     def reduced(self, *, least_eps: float) -> OptimizerConfig:
-        """With at least this `eps`, and with blocks that fit in short rows."""
         return replace(self, eps=max(self.eps, least_eps), block_size=_REDUCED_BLOCK)
 
     def state_bytes(self, parameter: Stored) -> int:
-        """Codes and scales of two averages, or the averages in the dtype of the parameter."""
         cuts = parameter.shape[-1] // parameter.part[-1] if len(parameter.shape) > 1 and parameter.part[-1] else 1
         if not packs(parameter.shape, block_size=self.block_size, cuts_of_rows=cuts):
             return super().state_bytes(parameter)
@@ -184,7 +159,6 @@ class LowBit(Rounded):
         return 2 * (elements // self.per_byte + elements // self.block_size * _SCALE_BYTES) + STEP_BYTES
 
     def implementation(self) -> OptimizerFactory:
-        """Torchao's arithmetic, with averages in the format of this kind."""
         from titanlab.techniques.optimizer.adamw import LowBitFactory
 
         return LowBitFactory(self)
@@ -216,17 +190,66 @@ class AdamWFp8(LowBit):
     kind: str = "adamw_fp8"
 
     def check(self, setting: Setting) -> None:
-        """Check that the GPU can convert to float8.
-
-        Raises:
-            ConfigError: it is too old.
-        """
         super().check(setting)
         capability = hardware.compute_capability(setting.device)
         if setting.accelerator == "cuda" and capability is not None and capability < _FP8_CAPABILITY:
-            raise ConfigError(
-                "optimizer.kind",
-                self.kind,
-                f"converts to float8, which takes compute capability 8.9, and {setting.device} has less",
-                "try optimizer=adamw_8bit",
-            )
+            rule = f"converts to float8, which takes compute capability 8.9, and {setting.device} has less"
+            raise ConfigError("optimizer.kind", self.kind, rule, "try optimizer=adamw_8bit")
+
+
+ADJUSTMENTS = ("match_rms_adamw", "original")
+
+
+@option("optimizer", "muon")
+@dataclass(frozen=True, kw_only=True)
+class Muon(Averaged):
+    """Muon for the matrices of blocks, AdamW for all else (K. Jordan et al., 2024; at scale: arXiv 2502.16982).
+
+    `betas` and `eps` are AdamW's; the other fields apply to both.
+
+    Attributes:
+        momentum: decay of the average of gradients that is orthogonalised.
+        nesterov: mix the current gradient into that average once more.
+        newton_schulz_steps: iterations of the orthogonalisation.
+        adjust_lr: `match_rms_adamw` scales an update to the size of AdamW's, so that AdamW's learning rates fit
+            (0.2·√(larger side)); `original` scales it by √(rows / columns) if there are more rows than columns.
+    """
+
+    kind: str = "muon"
+    momentum: float = 0.95
+    nesterov: bool = True
+    newton_schulz_steps: int = 5
+    adjust_lr: str = "match_rms_adamw"
+
+    # Matrices are made orthogonal in bf16: 3.6e-4 of a parameter is measured after three steps.
+    tolerances: ClassVar[Mapping[str, float]] = {"parameter": 3e-3, "loss": 1e-4, "grad_norm": 1e-3}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.momentum < 1:
+            raise ConfigError("optimizer.momentum", self.momentum, "must lie in [0, 1)", "try 0.95")
+        if not 1 <= self.newton_schulz_steps < 100:
+            raise ConfigError("optimizer.newton_schulz_steps", self.newton_schulz_steps, "must lie in 1 to 99", "try 5")
+        if self.adjust_lr not in ADJUSTMENTS:
+            known = ", ".join(ADJUSTMENTS)
+            raise ConfigError("optimizer.adjust_lr", self.adjust_lr, "no such choice", f"choose one of {known}")
+
+    def check(self, setting: Setting) -> None:
+        super().check(setting)
+        if setting.model.experts is not None:
+            rule = "orthogonalises single matrices, and the model's experts are stacks of matrices"
+            raise ConfigError("optimizer", self.kind, rule, "try optimizer=adamw")
+
+    def applies_to(self, name: str, dims: int) -> bool:
+        """Whether Muon updates a parameter; AdamW updates the others."""
+        return is_in_block(name) and dims == 2
+
+    def state_bytes(self, parameter: Stored) -> int:
+        if self.applies_to(parameter.name, len(parameter.shape)):
+            return parameter.part_bytes
+        return super().state_bytes(parameter)
+
+    def implementation(self) -> OptimizerFactory:
+        from titanlab.techniques.optimizer.muon import MuonFactory
+
+        return MuonFactory(self)

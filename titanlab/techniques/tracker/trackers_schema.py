@@ -1,0 +1,203 @@
+"""Configs of trackers, and tracker=jsonl and several trackers at once, which need no package. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titanlab.errors import ConfigError
+from titanlab.options import combines, option
+from titanlab.techniques.tracker.contract import TrackedRun, Tracker, TrackerConfig, Warn, file_of
+
+if TYPE_CHECKING:
+    from titanlab.costs.setting import Setting
+
+
+@option("tracker", "tensorboard")
+@dataclass(frozen=True, kw_only=True)
+class TensorBoard(TrackerConfig):
+    """Event files in the run's folder, for `tensorboard --logdir runs`.
+
+    Attributes:
+        flush_seconds: seconds between writes of rows to disk.
+    """
+
+    kind: str = "tensorboard"
+    flush_seconds: int = 10
+
+    def __post_init__(self) -> None:
+        if self.flush_seconds < 1:
+            raise ConfigError("tracker.flush_seconds", self.flush_seconds, "must be at least 1", "try 10")
+
+    def implementation(self) -> Tracker:
+        from titanlab.techniques.tracker.tensorboard import TensorBoardTracker
+
+        return TensorBoardTracker(self)
+
+    def check_installed(self) -> None:
+        if importlib.util.find_spec("tensorboard") is None:
+            cure = "pip install tensorboard, or try tracker=jsonl"
+            raise ConfigError("tracker", "tensorboard", "the package is not installed", cure)
+
+    def for_rebuild(self, rows: int) -> TensorBoard:
+        return self
+
+
+MODES = ("auto", "online", "offline", "off")
+_NAME = re.compile(r"[^/\\#?%:]{1,128}")
+
+
+@option("tracker", "wandb")
+@dataclass(frozen=True, kw_only=True)
+class Wandb(TrackerConfig):
+    """Weights & Biases, in a separate process.
+
+    Attributes:
+        mode: `online`, `offline` (files for `wandb sync`), `off`, or `auto`: the value of WANDB_MODE, or online if it
+            is not set. Without an API key, online becomes offline.
+        project: null: WANDB_PROJECT, or titanlab.
+        entity: user or team; null: the account's default.
+        group: null: the sweep's name, so that a dashboard compares its recipes.
+        tags: added to those of model, hardware and precision.
+        finish_seconds: how long the end of a run may wait for uploads; rows that are not uploaded stay on disk.
+        queue_rows: rows that can wait while wandb starts or the network is slow; further rows are left out.
+    """
+
+    kind: str = "wandb"
+    mode: str = "auto"
+    project: str | None = None
+    entity: str | None = None
+    group: str | None = None
+    tags: tuple[str, ...] = ()
+    finish_seconds: float = 10.0
+    queue_rows: int = 10_000
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError("tracker.mode", self.mode, "is no mode of wandb", f"try {', '.join(MODES)}")
+        for name in ("project", "entity", "group"):
+            value = getattr(self, name)
+            if value is not None and not _NAME.fullmatch(value):
+                rule = r"must be 1 to 128 characters without / \ # ? % :"
+                raise ConfigError(f"tracker.{name}", value, rule, f"try tracker.{name}=titanlab")
+        for tag in self.tags:
+            if not 1 <= len(tag) <= 64:
+                raise ConfigError("tracker.tags", tag, "a tag has 1 to 64 characters", "shorten it")
+        if not self.finish_seconds >= 0:
+            raise ConfigError("tracker.finish_seconds", self.finish_seconds, "must not be negative", "try 10")
+        if self.queue_rows < 1:
+            raise ConfigError("tracker.queue_rows", self.queue_rows, "must be at least 1", "try 10000")
+
+    def implementation(self) -> Tracker:
+        from titanlab.techniques.tracker.wandb import WandbTracker
+
+        return WandbTracker(self)
+
+    def check_installed(self) -> None:
+        if self.mode != "off" and importlib.util.find_spec("wandb") is None:
+            cure = "pip install wandb, or try tracker=jsonl"
+            raise ConfigError("tracker", "wandb", "the package is not installed", cure)
+
+    def for_rebuild(self, rows: int) -> Wandb:
+        # wandb takes about 5,000 rows a second, so this time limit is generous.
+        return replace(self, mode="offline", queue_rows=rows + 1, finish_seconds=120 + rows / 100)
+
+
+@option("tracker", "jsonl")
+@dataclass(frozen=True, kw_only=True)
+class Jsonl(TrackerConfig):
+    """Only the run's own metrics.jsonl."""
+
+    kind: str = "jsonl"
+
+    def implementation(self) -> Tracker:
+        return JsonlTracker()
+
+
+@combines("tracker")
+class Several(TrackerConfig):
+    """Trackers that get the same rows; each has a field of its option's name.
+
+    `options.combination` makes the dataclass for a list of options: for `[wandb,tensorboard]` it has the fields `kind`
+    (`wandb+tensorboard`), `wandb` and `tensorboard`.
+    """
+
+    def parts(self) -> Mapping[str, TrackerConfig]:
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: config for name, config in values.items() if name != "kind"}
+
+    def implementation(self) -> Tracker:
+        return SeveralTrackers(self.parts())
+
+    def check(self, setting: Setting) -> None:
+        kinds: dict[str, str] = {}
+        for name, config in self.parts().items():
+            if config.kind in kinds:
+                rule = f"has two trackers of kind {config.kind}: {kinds[config.kind]} and {name}"
+                raise ConfigError("tracker", f"[{','.join(self.parts())}]", rule, "leave one of them out")
+            kinds[config.kind] = name
+            config.check(setting)
+
+    def check_installed(self) -> None:
+        for config in self.parts().values():
+            config.check_installed()
+
+
+class JsonlTracker(Tracker):
+    """Does nothing: the run writes metrics.jsonl and result.json itself."""
+
+    def start(self, run: TrackedRun, *, warn: Warn) -> None:
+        """Nothing to open."""
+
+    def log(self, step: int, metrics: Mapping[str, Any], *, time: float | None = None) -> None:
+        """The row is in metrics.jsonl already."""
+
+    def finish(self, summary: Mapping[str, Any], *, exit_code: int = 0) -> None:
+        """The summary is in result.json already."""
+
+
+class SeveralTrackers(Tracker):
+    """Passes everything on to each tracker; an error of one never reaches the others.
+
+    Args:
+        configs: config of each tracker, by the name of its option.
+    """
+
+    _warn: Warn
+
+    def __init__(self, configs: Mapping[str, TrackerConfig]) -> None:
+        self._trackers: dict[str, tuple[Tracker, str]] = {}
+        for name, config in configs.items():
+            self._trackers[name] = config.implementation(), file_of(config.kind)
+
+    def start(self, run: TrackedRun, *, warn: Warn) -> None:
+        self._warn = warn
+        self._call(lambda tracker, file: tracker.start(replace(run, record_file=file), warn=warn))
+
+    def log(self, step: int, metrics: Mapping[str, Any], *, time: float | None = None) -> None:
+        self._call(lambda tracker, _: tracker.log(step, metrics, time=time))
+
+    def finish(self, summary: Mapping[str, Any], *, exit_code: int = 0) -> None:
+        self._call(lambda tracker, _: tracker.finish(summary, exit_code=exit_code))
+
+    def kept_files(self, run: Path) -> frozenset[Path]:
+        return frozenset(path for tracker, _ in self._trackers.values() for path in tracker.kept_files(run))
+
+    def put_aside(self, run: Path, paths: Iterable[Path], *, keep: bool) -> None:
+        paths = set(paths)
+        for tracker, _ in self._trackers.values():
+            tracker.put_aside(run, paths & tracker.kept_files(run), keep=keep)
+
+    def _call(self, action: Callable[[Tracker, str], None]) -> None:
+        for name, (tracker, file) in list(self._trackers.items()):
+            try:
+                action(tracker, file)
+            # A tracker of another package may raise anything; the run and the other trackers go on.
+            except Exception as error:
+                del self._trackers[name]
+                self._warn(f"{name} stopped ({type(error).__name__}: {error}); metrics.jsonl goes on")
