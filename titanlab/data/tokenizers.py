@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import hashlib
 import importlib
@@ -82,7 +83,7 @@ def load(path: Path, key: str = "data.tokenizer") -> Tokenizer:
     """
     path = find(path, key)
     try:
-        content = path.read_bytes()
+        content = content_of(path)
     except OSError as error:
         raise ConfigError(key, path, f"cannot be read ({error.strerror})", "check its permissions") from error
     if content.startswith(LFS_POINTER):
@@ -96,17 +97,22 @@ def load(path: Path, key: str = "data.tokenizer") -> Tokenizer:
     return SentencePieceTokenizer(path, content, key)
 
 
+def content_of(path: Path) -> bytes:
+    """The bytes of a tokenizer's file, without the byte order mark that an editor may have put before them."""
+    return path.read_bytes().removeprefix(codecs.BOM_UTF8)
+
+
 def keep(file: Path, folder: Path) -> str:
     """Copy a tokenizer's file, and those beside it that name special tokens, into a folder under names of `find`.
 
     Returns the file's new name, which depends on its content, because its old name may be any.
     """
-    name = _JSON if file.read_bytes().lstrip()[:1] == b"{" else _MODEL
+    name = _JSON if content_of(file).lstrip()[:1] == b"{" else _MODEL
     beside = [(file.with_name(other), folder / other) for other in (_CONFIG, _MAP)]
     for source, target in ((file, folder / name), *beside):
         if source.is_file() and source != target:
             # Without permissions: files in the hub's cache may be read-only. A link is replaced, and not followed.
-            write_bytes(target, source.read_bytes())
+            write_bytes(target, content_of(source))
     return name
 
 
