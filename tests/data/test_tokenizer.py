@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import codecs
+import gzip
 import json
 import sysconfig
 from pathlib import Path
@@ -250,6 +251,8 @@ def test_folder_with_a_tokenizer(model_file: Path, json_file: Path) -> None:
         (b'{"a": 1}', "no tokenizer.json"),
         (json.dumps({"model": {"type": "BPE", "vocab": {}, "merges": []}}).encode(), "vocabulary"),
         (b"{\xff\xfe", "no tokenizer.json"),
+        (gzip.compress(b"{}"), "is compressed with gzip; decompress it"),
+        ("{}".encode("utf-16"), "begins as UTF-16 text does; .*iconv"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", "is a pointer of Git LFS, .*`git lfs pull`"),
     ],
 )

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titanlab.data.contract import Separators
+from titanlab.data.corpus import other_format
 from titanlab.data.tiktoken_file import OtherModelError, is_tiktoken, read_tiktoken
 from titanlab.data.tokenizer_rules import check_size, check_vocabulary, try_patterns, unknown_patterns
 from titanlab.distributed.host import cores
 from titanlab.errors import ConfigError
-from titanlab.system.files import LFS_POINTER, parse_json, write_bytes
+from titanlab.system.files import parse_json, write_bytes
 
 _MODEL, _JSON, _CONFIG = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
 # Beside a tokenizer_config.json of before 2023, which does not list the added tokens, this file names the special ones.
@@ -86,10 +87,9 @@ def load(path: Path, key: str = "data.tokenizer") -> Tokenizer:
         content = content_of(path)
     except OSError as error:
         raise ConfigError(key, path, f"cannot be read ({error.strerror})", "check its permissions") from error
-    if content.startswith(LFS_POINTER):
-        raise ConfigError(
-            key, path, "is a pointer of Git LFS, and not the file", "run `git lfs pull` in its repository"
-        )
+    if other := other_format(content):
+        rule, _, cure = other
+        raise ConfigError(key, path, rule, cure)
     if content.lstrip()[:1] == b"{":
         return HuggingFaceTokenizer(path, content, key)
     if is_tiktoken(content):
