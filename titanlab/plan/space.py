@@ -5,6 +5,7 @@ The options of the varied groups are discovered, so that options of other packag
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -14,13 +15,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from titanlab.costs.account import ModelAccount
 from titanlab.costs.layout import Layout, divisors
 from titanlab.costs.shard_account import account_for
 from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.parallelism.schema import Parallelism
-from titanlab.plan.stages import Remembered, model_facts
+from titanlab.plan.stages import model_facts
 from titanlab.recipe import recipe_rules
 from titanlab.recipe.recipe import Recipe
 from titanlab.recipe.recipe_rules import check_all_but_data
@@ -153,20 +153,6 @@ class SpacePoint(NamedTuple):
     compile: Choice
 
 
-class _Lighter:
-    """A model's config with another account."""
-
-    def __init__(self, model: Any, account: ModelAccount) -> None:
-        self._model, self._own = model, account
-
-    def account(self) -> ModelAccount:
-        """The other account."""
-        return self._own
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
 @dataclass(kw_only=True)
 class LayoutSpace:
     """The recipes that a world and a global batch allow.
@@ -278,12 +264,11 @@ class LayoutSpace:
     def broken_rule(self, recipe: Recipe) -> str:
         """The first rule of recipes that a recipe of the space breaks; empty: none."""
         # Rules look at each parameter, and blocks are alike: an account with one block answers much sooner.
-        lighter: Any = _Lighter(recipe.model, self._account)
-        remembered: Any = Remembered(recipe.schedule)
-        light = dataclasses.replace(recipe, model=lighter, schedule=remembered)
-        for model in (light, recipe):
+        lighter = copy.copy(recipe.model)
+        object.__setattr__(lighter, "account", lambda: self._account)
+        for asked in (dataclasses.replace(recipe, model=lighter), recipe):
             try:
-                check_all_but_data(model)
+                check_all_but_data(asked)
             except ConfigError as error:
                 text = f"{error.key} {error.rule}"
             else:
