@@ -26,7 +26,7 @@ import layout_guide_page
 from titanlab.cli.compose import compose
 from titanlab.cli.verbs import call
 from titanlab.costs.layout import Layout
-from titanlab.plan.machine import allocator_excess, machine_of
+from titanlab.plan.machine import machine_of
 from titanlab.plan.pipeline_time import simulated_time
 from titanlab.plan.ranking import Ranked, RecipeRanking
 from titanlab.plan.search import for_planning
@@ -155,7 +155,7 @@ def row(arguments: Sequence[str]) -> dict[str, Values]:
             choices=choices_of(recipe),
             kind=kind,
         )
-        ranking = RecipeRanking(space=space, machine=machine, limit=limit, excess=allocator_excess())
+        ranking = RecipeRanking(space=space, machine=machine, limit=limit)
         near = _near(ranking)
         found[kind] = _values(min(near, key=_simplicity)) if near else _nothing(ranking)
     return found

@@ -12,9 +12,9 @@ from titanlab.cli.compose import compose
 from titanlab.costs import hardware
 from titanlab.costs.account import Share, training_flops_per_token
 from titanlab.errors import ConfigError
-from titanlab.plan.activations import MicrobatchShape, saved_bytes
+from titanlab.plan.activations import saved_bytes
 from titanlab.plan.explanation import explain
-from titanlab.plan.memory import ShardedStorage, added, reserved_bytes, stored_pieces
+from titanlab.plan.memory import added, reserved_bytes, stored_pieces
 from titanlab.recipe.recipe import Recipe, resolve
 from titanlab.recipe.recipe_rules import check
 
@@ -84,14 +84,12 @@ def predicted(recipe: Recipe) -> dict[str, Any]:
 def activation_bytes(recipe: Recipe) -> int:
     """What the blocks keep of a microbatch between forward and backward, as the policy of checkpointing declares it."""
     share = Share(element_bytes=recipe.precision.formats().compute_bytes, accelerator=recipe.cluster.accelerator)
-    batch = MicrobatchShape(recipe.model, recipe.ac, share, recipe.microbatch, recipe.training.seq_len)
-    return saved_bytes(batch, recipe.model.account().layers)
+    return saved_bytes(recipe.ac, recipe.model, share, recipe.microbatch, recipe.training.seq_len)
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
     """Bytes of one checkpoint: parameters and optimizer state."""
-    whole = ShardedStorage(recipe.model, recipe.precision, recipe.optimizer, 1, 1)
-    saved = added(stored_pieces(whole).values())
+    saved = added(stored_pieces(recipe.model, recipe.precision, recipe.optimizer, 1, 1).values())
     return saved.parameters + saved.optimizer
 
 

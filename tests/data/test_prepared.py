@@ -10,7 +10,7 @@ import pytest
 from tests.data.conftest import silent, text
 from titanlab.data.contract import Separators
 from titanlab.data.schema import Files
-from titanlab.data.text import PreparedText, check_tokenizer, content_of, make_shards, train_tokenizer
+from titanlab.data.text import PreparedText, content_of, make_shards, train_tokenizer
 from titanlab.errors import ConfigError
 
 FITS = {"seq_len": 8, "vocab_size": 400, "validation_sequences": 0}
@@ -122,11 +122,14 @@ def test_a_file_that_cannot_be_read_is_one_line(made: Any, corpus: Path, monkeyp
     assert refusal(reader.fingerprint) == refusal(content_of, reader.corpus) == said
 
 
-def test_a_tokenizer_must_tell_documents_apart(made: Any) -> None:
-    tokenizer = made().tokenizer()
-    check_tokenizer(tokenizer)
+def test_a_tokenizer_must_tell_documents_apart(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = made()
+    tokenizer = kept.tokenizer()
+    named = made(tokenizer=str(tokenizer.file), document_mask=True)
+    monkeypatch.setattr(named, "tokenizer", lambda: tokenizer)
+    named.check_tokens(10**6)
     tokenizer.bos_id = tokenizer.eos_id = None
-    assert "try false, or a tokenizer with such a token" in refusal(check_tokenizer, tokenizer)
+    assert "try false, or a tokenizer with such a token" in refusal(named.check_tokens, 10**6)
 
 
 def test_progress_is_reported(made: Any, tmp_path: Path) -> None:

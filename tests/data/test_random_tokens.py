@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanlab.data.contract import IGNORE
-from titanlab.data.random_tokens import RandomRows, RandomStream, sequences
+from titanlab.data.random_tokens import RandomRows, RandomStream, random_sequences
 from titanlab.errors import ConfigError, DamagedPosition
 
 
 def numbered(*numbers: int, **given: Any) -> np.ndarray:
-    return sequences(np.array(numbers, dtype=np.int64), **{"seed": 3, "seq_len": 5, "vocab_size": 97, **given})
+    return random_sequences(np.array(numbers, dtype=np.int64), **{"seed": 3, "seq_len": 5, "vocab_size": 97, **given})
 
 
 def stream(**given: Any) -> RandomStream:

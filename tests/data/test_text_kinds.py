@@ -255,7 +255,7 @@ def test_python_without_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("name", "content", "rule"),
     [
-        ("a.txt", b"\xff\xfe\x00bad\xc3\x28", "a.txt, byte 0: is not UTF-8 text"),
+        ("a.txt", b"\xff\x00bad\xc3\x28", "a.txt, byte 0: is not UTF-8 text"),
         ("a.jsonl", b"no json\n", "a.jsonl:1: is not JSON"),
         ("a.parquet", b"PAR1", "a.parquet: is no readable parquet"),
         ("a.txt.gz", b"\x1f\x8b\x08", "a.txt.gz: is no whole .gz file"),

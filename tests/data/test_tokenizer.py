@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import codecs
+import gzip
 import json
 import sysconfig
 from pathlib import Path
@@ -249,6 +251,8 @@ def test_folder_with_a_tokenizer(model_file: Path, json_file: Path) -> None:
         (b'{"a": 1}', "no tokenizer.json"),
         (json.dumps({"model": {"type": "BPE", "vocab": {}, "merges": []}}).encode(), "vocabulary"),
         (b"{\xff\xfe", "no tokenizer.json"),
+        (gzip.compress(b"{}"), "is compressed with gzip; decompress it"),
+        ("{}".encode("utf-16"), "begins as UTF-16 text does; .*iconv"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", "is a pointer of Git LFS, .*`git lfs pull`"),
     ],
 )
@@ -260,6 +264,17 @@ def test_foreign_files_are_refused(tmp_path: Path, content: bytes, rule: str) ->
     assert caught.value.key == "data.tokenizer"
     assert str(file) in str(caught.value)
     assert caught.value.cure
+
+
+@pytest.mark.parametrize("name", ["mine.json", "tokenizer.json"])
+def test_a_byte_order_mark_is_no_part_of_a_tokenizer(tmp_path: Path, json_file: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(codecs.BOM_UTF8 + json_file.read_bytes())
+    tokenizer, plain = load(tmp_path / name), load(json_file)
+    assert tokenizer.encode("def f(x):") == plain.encode("def f(x):")
+    # Other readers than titanlab take no mark.
+    (tmp_path / "kept").mkdir()
+    assert keep(tmp_path / name, tmp_path / "kept") == "tokenizer.json"
+    assert (tmp_path / "kept" / "tokenizer.json").read_bytes() == json_file.read_bytes()
 
 
 def test_missing_tokenizer(tmp_path: Path) -> None:

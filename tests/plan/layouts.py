@@ -53,7 +53,7 @@ def planned(*, world: int = 8, batch: int = 16, seq_len: int = 2048, memory_gb: 
 
 def ranking_of(recipe: Recipe, *, limit: float | None = None, **less: Any) -> RecipeRanking:
     """The ranking of a recipe's world; `less`: choices in place of all."""
-    machine = machine_of(recipe)
+    machine = dataclasses.replace(machine_of(recipe), allocator_excess=1.0)
     choices: Choices = dataclasses.replace(choices_of(recipe), **less)
     space = LayoutSpace(recipe=recipe, world=recipe.layout.world, per_node=machine.per_node, choices=choices)
-    return RecipeRanking(space=space, machine=machine, limit=limit or machine.memory_bytes, excess=1.0)
+    return RecipeRanking(space=space, machine=machine, limit=limit or machine.memory_bytes)

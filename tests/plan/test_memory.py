@@ -8,6 +8,7 @@ import pytest
 
 from tests.plan.recipes import SMALL, made
 from titanlab.errors import ConfigError
+from titanlab.plan.machine import machine_of
 from titanlab.plan.memory import ITEMS, RankMemory, memory, most_memory
 from titanlab.plan.stages import model_facts
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing
@@ -25,8 +26,8 @@ def parameters(recipe):
 def test_reserved_is_what_is_allocated_with_the_excess_and_the_process():
     rank = RankMemory(rank=0, moment="loss", items={"parameters": 100, "activations": 50})
     assert rank.allocated == 150
-    assert rank.reserved(1.0) == 150
-    assert rank.reserved(1.5, process=25.0) == 250
+    machine = dataclasses.replace(machine_of(small()), allocator_excess=1.5, process_bytes=25.0)
+    assert machine.reserved_bytes(rank.allocated) == 250
 
 
 @pytest.mark.parametrize("degrees", [{}, {"shard": 4}, {"replicate": 2}, {"tensor": 2, "shard": 2}, {"pipeline": 2}])

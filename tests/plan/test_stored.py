@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from tests.plan.layouts import SMALL
+<<<<<<< HEAD
 from titanlab.plan.memory import ShardedStorage, added, representatives, stored_pieces
 from titanlab.techniques.optimizer.optimizers_schema import AdamW
+=======
+from titanlab.plan.memory import added, representatives, stored_pieces
+from titanlab.techniques.optimizer.adamw_schema import AdamW
+>>>>>>> wf
 from titanlab.techniques.precision.cast_schema import Bf16, Fp32
 
 ACCOUNT = SMALL.account()
 
 
 def whole(precision, *, tensor=1, fsdp=1):
-    sharding = ShardedStorage(SMALL, precision, AdamW(), tensor, fsdp)
-    return added(stored_pieces(sharding).values())
+    return added(stored_pieces(SMALL, precision, AdamW(), tensor, fsdp).values())
 
 
 def test_one_rank_stores_every_parameter_and_two_averages():

@@ -20,7 +20,7 @@ from titanlab.distributed.ranks import ALONE, joined
 from titanlab.distributed.world import open_world
 from titanlab.parallelism.chunked_loss import ChunkedLoss
 from titanlab.parallelism.pipeline_weights import linear
-from titanlab.plan.block_work import RankWork, work_of
+from titanlab.plan.block_time import RankWork, work_of
 from titanlab.prove import parity
 from titanlab.recipe.schema import Cluster
 from titanlab.techniques.model import llama_account

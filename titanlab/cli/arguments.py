@@ -275,8 +275,8 @@ def _rehearse(add: Add) -> str:
     folded; schedule, precision, checkpointing, compiled parts, optimizer, validation and kind of checkpoints stay. Axes
     that do not fit together get a second rehearsal. A failure does not stop the others.
     """
-    from titanlab.prove.reduction import MOST_PROCESSES
     from titanlab.prove.proof import STEPS
+    from titanlab.prove.reduction import MOST_PROCESSES
 
     text = f"of each rehearsal (default {STEPS}, at most {MOST_STEPS})"
     add("--steps", type=int, default=STEPS, metavar="N", help=text)

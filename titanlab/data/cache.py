@@ -94,20 +94,23 @@ def build(
                 # A killed process leaves its temporary folder behind.
                 for leftover in folder.parent.glob(prefix + "*"):
                     shutil.rmtree(leftover, ignore_errors=True)
-            _make_beside(folder, prefix, make)
+            try:
+                with beside(folder, prefix) as temporary:
+                    make(temporary)
+            except OSError:
+                # Without a working lock another process may have made the folder first; its content is the same.
+                if not folder.is_dir():
+                    raise
 
 
-def _make_beside(folder: Path, prefix: str, make: Callable[[Path], None]) -> None:
+@contextlib.contextmanager
+def beside(folder: Path, prefix: str) -> Iterator[Path]:
+    """A temporary folder, which becomes `folder` when the block ends without an error."""
     temporary = folder.with_name(prefix + secrets.token_hex(6))
     temporary.mkdir()
     try:
-        make(temporary)
-        try:
-            temporary.rename(folder)
-        except OSError:
-            # Without a working lock another process may have made the folder first; its content is the same.
-            if not folder.is_dir():
-                raise
+        yield temporary
+        temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -134,7 +137,7 @@ def _locked(path: Path, report: Report) -> Iterator[bool]:
             name_holder(file.fileno())
             alone = True
         except OSError as error:
-            # Some network file systems have no locks. The rename in `_make_beside` is safe without one, only slower.
+            # Some network file systems have no locks. The rename in `beside` is safe without one, only slower.
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
             alone = False

@@ -192,6 +192,33 @@ class Stream(Protocol):
         ...
 
 
+class SampleStream:
+    """What the streams share: the number of samples that all ranks together have taken.
+
+    Args:
+        identity: what the order of the samples depends on; part of the state.
+        global_batch: sequences of one step, over all ranks; a multiple of `ranks`.
+        state: a merged state to resume from, of any number of ranks and any global batch.
+    """
+
+    def __init__(
+        self, *, identity: Mapping[str, Any], global_batch: int, rank: int, ranks: int, state: State | None
+    ) -> None:
+        self._identity = dict(identity)
+        self._samples = 0
+        if state is not None:
+            check_state(state, **identity)
+            self._samples = int(state["samples"])
+        self._global_batch, self._rank, self._ranks = global_batch, rank, ranks
+
+    def state(self) -> State:
+        """See `Stream`; the same on every rank."""
+        return {**self._identity, "samples": self._samples}
+
+    def close(self) -> None:
+        """Nothing is read ahead."""
+
+
 class Rows(Protocol):
     """Held-out sequences for one rank; every rank has the same number of them, and every pass gives the same ones."""
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from titanlab.errors import ConfigError
 from titanlab.system.files import LFS_POINTER, parse_json
@@ -108,7 +108,7 @@ class Corpus:
 
     def _check_text(self, file: Path) -> None:
         with self._reading(file):
-            with _opened(file) as stream:
+            with self._opened(file) as stream:
                 begin = stream.read(_CHECKED_BYTES)
             try:
                 # The end of the bytes may be inside a character.
@@ -156,12 +156,26 @@ class Corpus:
                 self.key, file, f"cannot be read ({error.strerror or error})", "check the file and its permissions"
             ) from error
 
+    @contextlib.contextmanager
+    def _opened(self, file: Path) -> Iterator[io.BufferedReader]:
+        """The bytes of a file, unpacked as the ending of its name says."""
+        packed = file.suffix.lower()
+        if packed == ".zst":
+            arrow: Any = importlib.import_module("pyarrow")
+            # A file can have several frames, as those of the Pile do.
+            stream = io.BufferedReader(arrow.CompressedInputStream(str(file), "zstd"))
+        else:
+            open_: Any = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(packed, open)
+            stream = open_(file, "rb")
+        with stream:
+            if self.strict and (other := other_format(stream.peek(_SIGNATURE_BYTES))):
+                rule, ending, cure = other
+                raise ConfigError(self.key, file, rule, f"{cure}, or give it the ending {ending}" if ending else cure)
+            yield stream
+
     def _text(self, file: Path) -> Iterator[str]:
-        with _opened(file) as stream:
+        with self._opened(file) as stream:
             content = stream.read()
-        if content.startswith(LFS_POINTER):
-            rule = "is a pointer of Git LFS, and not the file"
-            raise ConfigError(self.key, file, rule, "run `git lfs pull` in its repository")
         try:
             yield content.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -169,7 +183,7 @@ class Corpus:
                 raise self._not_utf8(f"{file}, byte {error.start}") from error
 
     def _lines(self, file: Path) -> Iterator[str]:
-        with _opened(file) as stream:
+        with self._opened(file) as stream:
             for number, line in enumerate(stream, 1):
                 if not line.strip():
                     continue
@@ -333,14 +347,30 @@ def whole_characters(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _opened(file: Path) -> io.BufferedIOBase:
-    packed = file.suffix.lower()
-    if packed == ".zst":
-        arrow: Any = importlib.import_module("pyarrow")
-        # A file can have several frames, as those of the Pile do.
-        return io.BufferedReader(arrow.CompressedInputStream(str(file), "zstd"))
-    opened: Any = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(packed, open)
-    return cast("io.BufferedIOBase", opened(file, "rb"))
+_SIGNATURE_BYTES = 64
+_PACKED_SIGNATURES = (
+    (b"\x1f\x8b", "gzip", ".gz"),
+    (b"BZh", "bzip2", ".bz2"),
+    (b"\xfd7zXZ\x00", "xz", ".xz"),
+    (b"\x28\xb5\x2f\xfd", "zstd", ".zst"),
+)
+
+
+def other_format(content: bytes) -> tuple[str, str, str] | None:
+    """What a file is that begins so, the ending with which a corpus reads it, and a cure; None: it may be text."""
+    for signature, name, ending in _PACKED_SIGNATURES:
+        # Text can begin with "BZh"; the magic number of a block follows in bzip2.
+        if content.startswith(signature) and (name != "bzip2" or content[4:7] in (b"1AY", b"\x17rE")):
+            return f"is compressed with {name}", ending, "decompress it"
+    if content.startswith(LFS_POINTER):
+        return "is a pointer of Git LFS, and not the file", "", "run `git lfs pull` in its repository"
+    if content.startswith(b"PK\x03\x04"):
+        return "is a zip archive, and not text", "", "unpack it"
+    if content.startswith(b"PAR1"):
+        return "is parquet", "", "give it the ending .parquet"
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "begins as UTF-16 text does", "", "convert it with iconv -f UTF-16 -t UTF-8"
+    return None
 
 
 def is_held_out(text: str, fraction: float) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from titanlab.data.contract import IGNORE, Batch, Separators, State, check_state
+from titanlab.data.contract import IGNORE, Batch, SampleStream, Separators
 from titanlab.data.shard_index import INDEX, ShardIndex
 from titanlab.data.source import check_sequences, check_validation
 from titanlab.errors import ConfigError
@@ -30,15 +30,10 @@ def check_tokens(folder: Path, index: ShardIndex, key: str = "data.folder") -> N
     Raises:
         ConfigError: a token is not.
     """
-    for shard in (*index.train, *index.validation):
-        first = np.fromfile(folder / shard.file, dtype=_stored(index), count=min(shard.tokens, _CHECKED_TOKENS))
-        if first.size and int(first.max()) >= index.vocab_size:
-            raise ConfigError(
-                key,
-                folder / shard.file,
-                f"has token {int(first.max())}, and {INDEX} says vocab_size {index.vocab_size}",
-                "check dtype and vocab_size in the index",
-            )
+    for file, first in _beginnings(folder, index):
+        if int(first.max()) >= index.vocab_size:
+            rule = f"has token {int(first.max())}, and {INDEX} says vocab_size {index.vocab_size}"
+            raise ConfigError(key, file, rule, "check dtype and vocab_size in the index")
 
 
 def check_documents(folder: Path, index: ShardIndex, separators: Separators, key: str) -> None:
@@ -47,13 +42,19 @@ def check_documents(folder: Path, index: ShardIndex, separators: Separators, key
     Raises:
         ConfigError: it does not, so that the tokens named in the index are not those that separate documents.
     """
-    for shard in (*index.train, *index.validation):
-        first = np.fromfile(folder / shard.file, dtype=_stored(index), count=min(shard.tokens, _CHECKED_TOKENS))
-        if first.size and separators.starts(first[None].astype(np.int64)).any():
-            return
+    if any(separators.starts(first[None].astype(np.int64)).any() for _, first in _beginnings(folder, index)):
+        return
     rule = f"no document ends in the first {_CHECKED_TOKENS:,} tokens of any file"
     cure = f"check bos_id={index.bos_id} and eos_id={index.eos_id} in {INDEX}, or try false"
     raise ConfigError(key, True, rule, cure)
+
+
+def _beginnings(folder: Path, index: ShardIndex) -> Iterator[tuple[Path, npt.NDArray[Any]]]:
+    """The first 2^20 tokens of every file that is not empty."""
+    for shard in (*index.train, *index.validation):
+        count = min(shard.tokens, _CHECKED_TOKENS)
+        if count:
+            yield folder / shard.file, np.fromfile(folder / shard.file, dtype=_stored(index), count=count)
 
 
 class Split:
@@ -174,38 +175,14 @@ def _network(x: U64, keys: U64, left_size: int, right_size: int) -> U64:
 _AHEAD = 1024
 
 
-class IndexedStream:
-    """Sequences of a split in a seeded order, which differs from epoch to epoch.
+class IndexedStream(SampleStream):
+    """Sequences of a split, which has at least one, in a seeded order that differs from epoch to epoch."""
 
-    Args:
-        split: at least one sequence.
-        fingerprint: of the data; part of the state.
-        seed: of the order.
-        global_batch: sequences of one step, over all ranks; a multiple of `ranks`.
-        rank, ranks: this data-parallel rank, and the number of data-parallel ranks.
-        state: a merged state to resume from, of any number of ranks and any global batch.
-    """
-
-    def __init__(
-        self,
-        split: Split,
-        *,
-        fingerprint: str,
-        seed: int,
-        global_batch: int,
-        rank: int,
-        ranks: int,
-        state: State | None = None,
-    ) -> None:
-        self._split = split
-        self._identity = {"fingerprint": fingerprint, "seed": seed, "seq_len": split.seq_len}
-        self._samples = 0
-        if state is not None:
-            check_state(state, **self._identity)
-            self._samples = int(state["samples"])
-        self._seed, self._global_batch = seed, global_batch
-        self._order = _RankOrder(self._samples, global_batch=global_batch, rank=rank, ranks=ranks)
-        self._local = global_batch // ranks
+    def __init__(self, split: Split, *, fingerprint: str, seed: int, **place: Any) -> None:
+        super().__init__(identity={"fingerprint": fingerprint, "seed": seed, "seq_len": split.seq_len}, **place)
+        self._split, self._seed = split, seed
+        self._next = self._samples + (self._rank - self._samples) % self._ranks
+        self._local = self._global_batch // self._ranks
         self._ahead = np.empty(0, dtype=np.int64)
         self._at = 0
 
@@ -213,35 +190,15 @@ class IndexedStream:
         """This rank's sequences of the next step, int64 `[global_batch / ranks, seq]`."""
         if self._at == len(self._ahead):
             # Computing the order of many steps costs little more than that of one step.
-            samples = self._order.next(max(1, _AHEAD // self._local))
+            count = max(1, _AHEAD // self._local) * self._local
+            samples = self._next + self._ranks * np.arange(count, dtype=np.int64)
+            self._next += self._ranks * count
             self._ahead = shuffled(samples, seed=self._seed, n=self._split.sequences)
             self._at = 0
         chosen = self._ahead[self._at : self._at + self._local]
         self._at += self._local
         self._samples += self._global_batch
         return self._split.gather(chosen)
-
-    def state(self) -> State:
-        """The number of samples that all ranks together have taken; the same on every rank."""
-        return {**self._identity, "samples": self._samples}
-
-    def close(self) -> None:
-        """Nothing is read ahead."""
-
-
-class _RankOrder:
-    """The global samples g with g % ranks == rank, from `start` on, step by step."""
-
-    def __init__(self, start: int, *, global_batch: int, rank: int, ranks: int) -> None:
-        self._next, self._ranks = start + (rank - start) % ranks, ranks
-        self._local = global_batch // ranks
-
-    def next(self, steps: int) -> npt.NDArray[np.int64]:
-        """Samples of the next `steps` steps, int64 `[steps · local]`."""
-        count = steps * self._local
-        samples = self._next + self._ranks * np.arange(count, dtype=np.int64)
-        self._next += self._ranks * count
-        return samples
 
 
 def rank_samples(start: int, *, global_batch: int, rank: int, ranks: int) -> range:
@@ -278,32 +235,18 @@ class HeldOutRows:
                 yield self._split.padded_row(row)
 
 
-def open_train(
-    folder: Path,
-    index: ShardIndex,
-    *,
-    fingerprint: str,
-    seed: int,
-    seq_len: int,
-    global_batch: int,
-    rank: int,
-    ranks: int,
-    state: State | None,
-) -> IndexedStream:
-    """The training stream of a folder of token shards.
+def open_train(folder: Path, index: ShardIndex, *, seq_len: int, **how: Any) -> IndexedStream:
+    """The training stream of a folder of token shards; `how`: as in `DataSource.open_train`, with the fingerprint.
 
     Raises:
         ConfigError: the shards have less than one sequence, or `state` belongs to other data.
     """
     check_sequences(index, seq_len)
-    split = Split(folder, index, "train", seq_len)
-    return IndexedStream(
-        split, fingerprint=fingerprint, seed=seed, global_batch=global_batch, rank=rank, ranks=ranks, state=state
-    )
+    return IndexedStream(Split(folder, index, "train", seq_len), **how)
 
 
 def open_validation(
-    folder: Path, index: ShardIndex, *, seq_len: int, sequences: int, rank: int, ranks: int, key: str, value: object
+    folder: Path, index: ShardIndex, *, seq_len: int, key: str, value: object, **how: int
 ) -> HeldOutRows:
     """The held-out rows of a folder of token shards.
 
@@ -311,4 +254,4 @@ def open_validation(
         ConfigError: nothing was held out.
     """
     check_validation(index, key, value)
-    return HeldOutRows(Split(folder, index, "validation", seq_len), sequences=sequences, rank=rank, ranks=ranks)
+    return HeldOutRows(Split(folder, index, "validation", seq_len), **how)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
-import os
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 from titanlab.data import tokenizers
 from titanlab.data.schema import SMALLEST_VOCABULARY
 from titanlab.errors import ConfigError
+from titanlab.system.files import write_bytes
 from titanlab.system.hub import check_reachable, explained, is_absent
 
 SAMPLE_CHARACTERS = 8_000_000
@@ -122,11 +121,19 @@ def download_tokenizer(
                 "repo", repo, f"has neither {' nor '.join(_NEEDED)}", "name a model whose files include one of them"
             )
         # Before any file is replaced, one of the fetched files must load as a tokenizer.
-        name = _first_readable(Path(temporary), fetched)
+        problems = []
+        for name in sorted(set(fetched) & set(_NEEDED)):
+            try:
+                tokenizers.load(Path(temporary, name), "repo")
+                break
+            except ConfigError as error:
+                problems.append(error)
+        else:
+            raise ConfigError("repo", Path(str(problems[0].value)).name, problems[0].rule, problems[0].cure)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for file in fetched:
-                _replace(Path(temporary, file), folder / file)
+                write_bytes(folder / file, Path(temporary, file).read_bytes())
         except OSError as error:
             raise ConfigError(
                 "--folder", folder, f"cannot be written ({error.strerror})", "name a folder you can write to"
@@ -148,22 +155,3 @@ def _fetch(repo: str, name: str, folder: Path, token: str | None, report: Callab
         raise explained(error, repo) from error
     report(f"fetched {name}")
     return True
-
-
-def _first_readable(folder: Path, fetched: list[str]) -> str:
-    problem: ConfigError | None = None
-    for name in _NEEDED:
-        if name in fetched:
-            try:
-                tokenizers.load(folder / name, "repo")
-                return name
-            except ConfigError as error:
-                problem = problem or error
-    assert problem is not None
-    raise ConfigError("repo", Path(str(problem.value)).name, problem.rule, problem.cure)
-
-
-def _replace(source: Path, target: Path) -> None:
-    beside = target.with_name(f".{target.name}.new")
-    shutil.copyfile(source, beside)
-    os.replace(beside, target)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from titanlab.data.contract import IGNORE, Batch, State, check_state
+from titanlab.data.contract import IGNORE, Batch, SampleStream
 from titanlab.data.indexed import keyed, mix, rank_samples
 
 _STRIDE = np.uint64(0x9E3779B97F4A7C15)
@@ -16,7 +18,7 @@ _LOW = (1 << 32) - 1
 _VALIDATION_SEED = -1
 
 
-def sequences(
+def random_sequences(
     numbers: npt.NDArray[np.int64], *, seed: int, seq_len: int, vocab_size: int, document_tokens: int | None = None
 ) -> npt.NDArray[np.int64]:
     """The sequences with the numbers `[k]`, each with the label of its last token: int64 `[k, seq + 1]`.
@@ -34,8 +36,8 @@ def sequences(
     return np.where(ends, 0, np.maximum(tokens, 1))
 
 
-class RandomStream:
-    """An endless stream of random sequences; see `contract.Stream`."""
+class RandomStream(SampleStream):
+    """An endless stream of random sequences."""
 
     def __init__(
         self,
@@ -44,46 +46,25 @@ class RandomStream:
         fingerprint: str,
         seed: int,
         seq_len: int,
-        global_batch: int,
-        rank: int,
-        ranks: int,
-        state: State | None,
         gaps: bool = False,
         document_tokens: int | None = None,
+        **place: Any,
     ) -> None:
-        self._identity = {"fingerprint": fingerprint, "seed": seed, "seq_len": seq_len}
-        self._samples = 0
-        if state is not None:
-            check_state(state, **self._identity)
-            self._samples = int(state["samples"])
-        self._vocab_size, self._seed, self._seq_len = vocab_size, seed, seq_len
-        self._global_batch, self._rank, self._ranks = global_batch, rank, ranks
-        self._gaps, self._document_tokens = gaps, document_tokens
+        super().__init__(identity={"fingerprint": fingerprint, "seed": seed, "seq_len": seq_len}, **place)
+        self._seq_len, self._gaps = seq_len, gaps
+        self._sequences = functools.partial(
+            random_sequences, seed=seed, seq_len=seq_len, vocab_size=vocab_size, document_tokens=document_tokens
+        )
 
     def next_batch(self) -> Batch:
         """This rank's sequences of the next step, int64 `[global_batch / ranks, seq]`."""
         samples = rank_samples(self._samples, global_batch=self._global_batch, rank=self._rank, ranks=self._ranks)
         self._samples += self._global_batch
-        batch = _shifted(
-            sequences(
-                np.array(samples),
-                seed=self._seed,
-                seq_len=self._seq_len,
-                vocab_size=self._vocab_size,
-                document_tokens=self._document_tokens,
-            )
-        )
+        batch = _shifted(self._sequences(np.array(samples)))
         if self._gaps:
             for labels, sample in zip(batch.labels, samples, strict=True):
                 labels[: self._seq_len * (sample % 4) // 4] = IGNORE
         return batch
-
-    def state(self) -> State:
-        """The number of samples that all ranks together have taken; the same on every rank."""
-        return {**self._identity, "samples": self._samples}
-
-    def close(self) -> None:
-        """Nothing is read ahead."""
 
 
 class RandomRows:
@@ -99,7 +80,13 @@ class RandomRows:
         ranks: int,
         document_tokens: int | None = None,
     ) -> None:
-        self._vocab_size, self._seq_len, self._document_tokens = vocab_size, seq_len, document_tokens
+        self._make = functools.partial(
+            random_sequences,
+            seed=_VALIDATION_SEED,
+            seq_len=seq_len,
+            vocab_size=vocab_size,
+            document_tokens=document_tokens,
+        )
         self._sequences, self._rank, self._ranks = sequences, rank, ranks
 
     def __len__(self) -> int:
@@ -107,14 +94,7 @@ class RandomRows:
 
     def __iter__(self) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
         for row in range(self._rank, len(self) * self._ranks, self._ranks):
-            sequence = sequences(
-                np.array([row]),
-                seed=_VALIDATION_SEED,
-                seq_len=self._seq_len,
-                vocab_size=self._vocab_size,
-                document_tokens=self._document_tokens,
-            )
-            tokens, labels = _shifted(sequence)
+            tokens, labels = _shifted(self._make(np.array([row])))
             if row >= self._sequences:
                 labels.fill(IGNORE)
             yield tokens[0], labels[0]

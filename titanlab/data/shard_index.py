@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +55,11 @@ class ShardIndex:
     train: tuple[TokenShard, ...] = ()
     validation: tuple[TokenShard, ...] = ()
 
+    @property
+    def files(self) -> list[str]:
+        """Names of all files, those of `train` first."""
+        return [shard.file for shard in (*self.train, *self.validation)]
+
     def tokens(self, split: str) -> int:
         """Tokens of `train` or `validation`."""
         return sum(shard.tokens for shard in self.split(split))
@@ -90,9 +94,22 @@ def read_index(folder: Path, key: str = "data.folder") -> ShardIndex:
         raise ConfigError(key, folder, f"has no {INDEX}", cure) from None
     except (OSError, ValueError) as error:
         raise ConfigError(key, path, f"cannot be read ({error})", cure) from error
+    # Imported here: only a folder of token shards needs it.
+    import msgspec
+
     try:
-        index = _parsed(content)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        found = msgspec.convert(content, dict[str, Any])
+        if found.get("format") != FORMAT or found.get("version") != VERSION:
+            is_other = f"format {found.get('format')!r} version {found.get('version')!r}"
+            raise ValueError(f"{is_other}, not {FORMAT!r} {VERSION}")
+        index = msgspec.convert(content, ShardIndex)
+        if index.dtype not in BYTES:
+            raise ValueError(f"dtype {index.dtype!r}, neither uint16 nor uint32")
+        if not 0 < index.vocab_size <= 1 << 8 * BYTES[index.dtype]:
+            raise ValueError(f"vocab_size {index.vocab_size} does not fit {index.dtype}")
+        if outside := [name for name in index.files if Path(name).name != name]:
+            raise ValueError(f"{outside[0]!r} is not in the folder")
+    except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(key, path, f"is no index of token shards ({error})", cure) from error
     for shard in (*index.train, *index.validation):
         expected = shard.tokens * BYTES[index.dtype]
@@ -113,46 +130,12 @@ def is_whole(folder: Path) -> bool:
     return True
 
 
-def _parsed(content: dict[str, Any]) -> ShardIndex:
-    if content["format"] != FORMAT or content["version"] != VERSION:
-        raise ValueError(f"format {content['format']!r} version {content['version']!r}, not {FORMAT!r} {VERSION}")
-    if content["dtype"] not in BYTES:
-        raise ValueError(f"dtype {content['dtype']!r}, neither uint16 nor uint32")
-    vocab_size = int(content["vocab_size"])
-    if not 0 < vocab_size <= 1 << 8 * BYTES[content["dtype"]]:
-        raise ValueError(f"vocab_size {vocab_size} does not fit {content['dtype']}")
-    return ShardIndex(
-        dtype=content["dtype"],
-        vocab_size=vocab_size,
-        bos_id=_token(content.get("bos_id")),
-        eos_id=_token(content.get("eos_id")),
-        tokenizer=content.get("tokenizer"),
-        fingerprint=content.get("fingerprint"),
-        train=_shards(content.get("train", [])),
-        validation=_shards(content.get("validation", [])),
-    )
-
-
-def _token(value: Any) -> int | None:
-    return None if value is None else int(value)
-
-
-def _shards(entries: Sequence[dict[str, Any]]) -> tuple[TokenShard, ...]:
-    shards = tuple(
-        TokenShard(file=str(entry["file"]), tokens=int(entry["tokens"]), documents=int(entry.get("documents", 0)))
-        for entry in entries
-    )
-    if outside := [shard.file for shard in shards if Path(shard.file).name != shard.file]:
-        raise ValueError(f"{outside[0]!r} is not in the folder")
-    return shards
-
-
 def fingerprint_of(folder: Path, index: ShardIndex) -> str:
     """A hash of the tokens in a folder; 32 hexadecimal digits."""
     if index.fingerprint:
         return cache.hash_of_values(VERSION, index.fingerprint)
-    files = [folder / shard.file for shard in (*index.train, *index.validation)]
-    return cache.hash_of_values(VERSION, index.dtype, len(index.train), cache.hash_of_files(files))
+    content = cache.hash_of_files([folder / name for name in index.files])
+    return cache.hash_of_values(VERSION, index.dtype, len(index.train), content)
 
 
 def write_index(folder: Path, index: ShardIndex) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from titanlab.data.contract import Batch, State, Stream, check_state, damaged, is_count
+from titanlab.data.contract import Batch, SampleStream, State, Stream, damaged, is_count
 from titanlab.data.indexed import rank_samples
 from titanlab.data.source import check_streams
 
@@ -102,44 +102,27 @@ _POLL_SECONDS = 0.1
 _Ready = tuple[Batch, State] | BaseException
 
 
-class StreamingStream:
+class StreamingStream(SampleStream):
     """Sequences of V virtual streams in turn: global sample g is the next of stream g % V.
 
     Args:
         opener: (number of a virtual stream, position or None) → its documents.
         streams: V; a multiple of `ranks`.
-        fingerprint: of the data; part of the state.
-        global_batch: sequences of one step, over all ranks; a multiple of `ranks`.
-        rank, ranks: this data-parallel rank, and the number of data-parallel ranks.
-        state: a merged state to resume from, of any number of ranks and any global batch.
     """
 
     def __init__(
-        self,
-        opener: Opener,
-        *,
-        streams: int,
-        fingerprint: str,
-        seq_len: int,
-        global_batch: int,
-        rank: int,
-        ranks: int,
-        state: State | None,
+        self, opener: Opener, *, streams: int, fingerprint: str, seq_len: int, state: State | None, **place: int
     ) -> None:
-        check_streams(streams, ranks)
-        self._identity = {"fingerprint": fingerprint, "seq_len": seq_len, "streams": streams}
-        self._samples = 0
-        parts: dict[str, Any] = {}
-        if state is not None:
-            check_state(state, **self._identity)
-            self._samples, parts = int(state["samples"]), _checked_parts(state.get("parts"), streams)
-        self._count = streams
+        check_streams(streams, place["ranks"])
+        identity = {"fingerprint": fingerprint, "seq_len": seq_len, "streams": streams}
+        super().__init__(identity=identity, state=state, **place)
+        parts = {} if state is None else _checked_parts(state.get("parts"), streams)
+        self._count, self._seq_len = streams, seq_len
         self._streams: dict[int, PackedStream] = {}
-        for number in range(rank, streams, ranks):
+        for number in range(self._rank, streams, self._ranks):
             part = parts.get(str(number), {"position": None, "offset": 0})
             documents = opener(number, part["position"])
             self._streams[number] = PackedStream(documents, seq_len=seq_len, offset=part["offset"])
-        self._seq_len, self._global_batch, self._rank, self._ranks = seq_len, global_batch, rank, ranks
 
     def next_batch(self) -> Batch:
         """This rank's sequences of the next step, int64 `[global_batch / ranks, seq]`."""
@@ -151,9 +134,8 @@ class StreamingStream:
         return Batch(rows[:, :-1].copy(), rows[:, 1:].copy())
 
     def state(self) -> State:
-        """The number of samples that all ranks together have taken, and the positions of this rank's streams."""
-        parts = {str(number): stream.state() for number, stream in self._streams.items()}
-        return {**self._identity, "samples": self._samples, "parts": parts}
+        """With the positions of this rank's streams."""
+        return {**super().state(), "parts": {str(number): stream.state() for number, stream in self._streams.items()}}
 
     def close(self) -> None:
         """Close the streams."""

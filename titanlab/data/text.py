@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
-import shutil
 import sysconfig
 import time
 from abc import abstractmethod
@@ -119,7 +117,9 @@ class CachedText(ShardSource, Generic[TextConfig]):
         config = self.config
         check_vocab_size(vocab_size, config.vocab_size if config.tokenizer is None else self.tokenizer().vocab_size)
         if config.document_mask and config.tokenizer is not None:
-            check_tokenizer(self.tokenizer())
+            # One that is trained here tells documents apart.
+            cure = "try false, or a tokenizer with such a token"
+            check_separators(tokenizers.separators_of(self.tokenizer()), whose="the tokenizer", cure=cure)
 
 
 class PreparedText(CachedText[TextConfig]):
@@ -141,7 +141,6 @@ class PreparedText(CachedText[TextConfig]):
 
     @cached_property
     def _fingerprint(self) -> str:
-        """A hash of the texts, the tokenizer and the validation fraction; 32 hexadecimal digits."""
         tokenizer, content = self.tokenizer_identity(), content_of(self.corpus)
         return cache.hash_of_values(ORDER, content, self.corpus.text_field, tokenizer, self.config.validation_fraction)
 
@@ -193,17 +192,6 @@ def content_of(corpus: Corpus) -> str:
     except OSError as error:
         rule = f"cannot be read ({error.strerror})"
         raise ConfigError(corpus.key, error.filename or "", rule, "check its permissions") from error
-
-
-def check_tokenizer(tokenizer: Tokenizer) -> None:
-    """Check that a tokenizer tells documents apart; one that is trained here does.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    check_separators(
-        tokenizers.separators_of(tokenizer), whose="the tokenizer", cure="try false, or a tokenizer with such a token"
-    )
 
 
 def make_shards(
@@ -409,25 +397,27 @@ def write_token_shards(
         )
         content = content_of(corpus)
         folder = folder.absolute()
-        temporary = _beside(folder)
+        fingerprint = cache.hash_of_values(
+            ORDER, content, text_field, tokenizer_fingerprint, vocab_size, validation_fraction
+        )
         try:
-            index = make_shards(
-                temporary,
-                corpus,
-                tokenizer=config.tokenizer,
-                vocab_size=vocab_size,
-                validation_fraction=validation_fraction,
-                fingerprint=cache.hash_of_values(
-                    ORDER, content, text_field, tokenizer_fingerprint, vocab_size, validation_fraction
-                ),
-                report=report,
-            )
-            temporary.rename(folder)
+            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+                raise ConfigError("folder", folder, "is there already", "name another, or remove it")
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with cache.beside(folder, f".{folder.name}.making-") as temporary:
+                return make_shards(
+                    temporary,
+                    corpus,
+                    tokenizer=config.tokenizer,
+                    vocab_size=vocab_size,
+                    validation_fraction=validation_fraction,
+                    fingerprint=fingerprint,
+                    report=report,
+                )
         except OSError as error:
-            raise _unwritable(folder, error) from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-        return index
+            cure = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "name a folder you can write to"
+            rule = f"cannot be written ({error.strerror or error})"
+            raise ConfigError("folder", folder, rule, cure) from error
     except ConfigError as error:
         # The checks of data=files name config keys; here the values come from the command line.
         if not error.key.startswith("data"):
@@ -438,21 +428,3 @@ def write_token_shards(
         for text, here in _CURES.items():
             cure = cure.replace(text, here)
         raise ConfigError(key, error.value, error.rule, cure) from error
-
-
-def _beside(folder: Path) -> Path:
-    """Make a temporary folder beside a folder, which must not exist or must be empty."""
-    try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError("folder", folder, "is there already", "name another, or remove it")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = folder.with_name(f".{folder.name}.making-{secrets.token_hex(6)}")
-        temporary.mkdir()
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    return temporary
-
-
-def _unwritable(folder: Path, error: OSError) -> ConfigError:
-    cure = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "name a folder you can write to"
-    return ConfigError("folder", folder, f"cannot be written ({error.strerror or error})", cure)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlab.data.tokenizer_rules import GIVEN_UP, unknown_patterns
-from titanlab.data.tokenizers import HuggingFaceTokenizer, Tokenizer
+from titanlab.data.tokenizers import HuggingFaceTokenizer, Tokenizer, content_of
 from titanlab.errors import ConfigError
 
 _RUN = 1000
@@ -48,7 +48,7 @@ def main() -> int:
     """Make the trial. The kernel ends this process when its time is over, also in native code."""
     path, seconds, trial_seconds = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
     signal.setitimer(signal.ITIMER_REAL, seconds)
-    content = path.read_bytes()
+    content = content_of(path)
     try:
         tokenizer = HuggingFaceTokenizer(path, content, "", tried=True)
         # CPU time of all cores together, so that other load on the machine does not shorten the trial.

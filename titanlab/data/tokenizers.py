@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import hashlib
 import importlib
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titanlab.data.contract import Separators
+from titanlab.data.corpus import other_format
 from titanlab.data.tiktoken_file import OtherModelError, is_tiktoken, read_tiktoken
 from titanlab.data.tokenizer_rules import check_size, check_vocabulary, try_patterns, unknown_patterns
 from titanlab.distributed.host import cores
 from titanlab.errors import ConfigError
-from titanlab.system.files import LFS_POINTER, parse_json, write_bytes
+from titanlab.system.files import parse_json, write_bytes
 
 _MODEL, _JSON, _CONFIG = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
 # Beside a tokenizer_config.json of before 2023, which does not list the added tokens, this file names the special ones.
@@ -82,13 +84,12 @@ def load(path: Path, key: str = "data.tokenizer") -> Tokenizer:
     """
     path = find(path, key)
     try:
-        content = path.read_bytes()
+        content = content_of(path)
     except OSError as error:
         raise ConfigError(key, path, f"cannot be read ({error.strerror})", "check its permissions") from error
-    if content.startswith(LFS_POINTER):
-        raise ConfigError(
-            key, path, "is a pointer of Git LFS, and not the file", "run `git lfs pull` in its repository"
-        )
+    if other := other_format(content):
+        rule, _, cure = other
+        raise ConfigError(key, path, rule, cure)
     if content.lstrip()[:1] == b"{":
         return HuggingFaceTokenizer(path, content, key)
     if is_tiktoken(content):
@@ -96,17 +97,22 @@ def load(path: Path, key: str = "data.tokenizer") -> Tokenizer:
     return SentencePieceTokenizer(path, content, key)
 
 
+def content_of(path: Path) -> bytes:
+    """The bytes of a tokenizer's file, without the byte order mark that an editor may have put before them."""
+    return path.read_bytes().removeprefix(codecs.BOM_UTF8)
+
+
 def keep(file: Path, folder: Path) -> str:
     """Copy a tokenizer's file, and those beside it that name special tokens, into a folder under names of `find`.
 
     Returns the file's new name, which depends on its content, because its old name may be any.
     """
-    name = _JSON if file.read_bytes().lstrip()[:1] == b"{" else _MODEL
+    name = _JSON if content_of(file).lstrip()[:1] == b"{" else _MODEL
     beside = [(file.with_name(other), folder / other) for other in (_CONFIG, _MAP)]
     for source, target in ((file, folder / name), *beside):
         if source.is_file() and source != target:
             # Without permissions: files in the hub's cache may be read-only. A link is replaced, and not followed.
-            write_bytes(target, source.read_bytes())
+            write_bytes(target, content_of(source))
     return name
 
 

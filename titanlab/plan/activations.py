@@ -28,16 +28,6 @@ _FLOAT = 4
 _LARGEST_TOGETHER = 3
 
 
-class MicrobatchShape(NamedTuple):
-    """The shape of a microbatch and its share on a rank; the key of a cache."""
-
-    model: ModelConfig
-    ac: ACConfig
-    share: Share
-    microbatch: int
-    seq_len: int
-
-
 class BlockBytes(NamedTuple):
     """Bytes of a block.
 
@@ -51,37 +41,25 @@ class BlockBytes(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8192)
-def block_bytes(batch: MicrobatchShape, layers: int) -> tuple[BlockBytes, ...]:
-    """By number of the block."""
-    kinds, kind_of = _kinds(batch, layers)
-    return tuple(kinds[kind] for kind in kind_of)
-
-
-def saved_bytes(batch: MicrobatchShape, layers: int) -> int:
-    """Bytes that all blocks keep between forward and backward."""
-    kinds, kind_of = _kinds(batch, layers)
-    return sum(block.saved * kind_of.count(kind) for kind, block in enumerate(kinds))
-
-
-@functools.lru_cache(maxsize=8192)
-def _kinds(batch: MicrobatchShape, layers: int) -> tuple[tuple[BlockBytes, ...], tuple[int, ...]]:
+def block_bytes(
+    ac: ACConfig, model: ModelConfig, share: Share, microbatch: int, seq_len: int
+) -> tuple[tuple[BlockBytes, ...], tuple[int, ...]]:
     """The different blocks, and the number in them of each block."""
-    block, ac, share = block_operations(batch.model, batch.microbatch, batch.seq_len), batch.ac, batch.share
-    first, kind_of = treatments(batch.ac, layers)
+    block = block_operations(model, microbatch, seq_len)
+    first, kind_of = treatments(ac, model_facts(model).account.layers)
     kinds = []
     for number in first:
         saved = ac.saved_bytes(block, share, number=number)
-        again = 0
-        if ac.recomputed(block, number=number):
-            again = max(0, _all_bytes(batch.model, share, batch.microbatch, batch.seq_len) - saved)
+        # Without checkpointing autograd keeps all of these.
+        again = max(0, share.bytes_of(kept(block)) - saved) if ac.recomputed(block, number=number) else 0
         kinds.append(BlockBytes(saved, again))
     return tuple(kinds), kind_of
 
 
-@functools.lru_cache(maxsize=4096)
-def _all_bytes(model: ModelConfig, share: Share, microbatch: int, seq_len: int) -> int:
-    """Bytes of all that autograd keeps of a block without checkpointing."""
-    return share.bytes_of(kept(block_operations(model, microbatch, seq_len)))
+def saved_bytes(ac: ACConfig, model: ModelConfig, share: Share, microbatch: int, seq_len: int) -> int:
+    """Bytes that all blocks keep between forward and backward."""
+    kinds, kind_of = block_bytes(ac, model, share, microbatch, seq_len)
+    return sum(block.saved * kind_of.count(kind) for kind, block in enumerate(kinds))
 
 
 @functools.lru_cache(maxsize=4096)

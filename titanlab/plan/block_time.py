@@ -1,31 +1,261 @@
-"""Seconds of a block, and of the pieces before and after the blocks, for one microbatch on one rank."""
+"""The time of a block, and of the pieces before and after the blocks: kernels and communication, on one rank.
+
+Bytes of communication are those of `titanlab.costs.traffic_account`.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from titanlab.costs.account import EXCHANGE, STYLES, Operation, is_in_block
+from titanlab.costs.account import EXCHANGE, STYLES, Operation, TensorPlan, is_in_block
 from titanlab.costs.layout import Layout
-from titanlab.costs.traffic_account import TrafficRow
-from titanlab.plan.block_work import KernelGroup, RankWork, kernel_seconds, work_of
-from titanlab.plan.exchange import axis_in, context_rows, exchange_rows, expert_axis, seconds_of, tensor_rows
-from titanlab.plan.machine import AxisPlacement, Machine
-from titanlab.plan.stages import (
-    ModelFacts,
-    block_operations,
-    edge_operations,
-    model_facts,
-    treatments,
+from titanlab.costs.traffic_account import (
+    Coordinate,
+    Step,
+    Traffic,
+    TrafficRow,
+    add_context,
+    add_exchange,
+    add_tensor,
+    sum_whole_gradients,
 )
+from titanlab.plan.machine import AxisPlacement, Machine, axis_of, expert_axis
+from titanlab.plan.stages import Seen, block_operations, edge_operations, model_facts, treatments
 from titanlab.recipe.communication import repeats_in_block, step_of
 from titanlab.recipe.recipe import Recipe
 from titanlab.techniques.ac.contract import ACConfig
-from titanlab.techniques.model.contract import ModelConfig
-from titanlab.techniques.precision.contract import PrecisionConfig
+from titanlab.techniques.precision.contract import ProductFormat
+
+# Side of a tile of the output that a product's kernels compute at once; a part of a tile takes as long as all of it.
+_TILE = 128
+# The backward pass of fused attention has five products, the forward pass two (arXiv 2307.08691, section 2.3).
+_ATTENTION_BACKWARD = 2.5
+# Kernels read the gradient and what was kept, and write a gradient: twice the forward pass.
+_POINTWISE_BACKWARD = 2.0
+
+
+class KernelGroup(NamedTuple):
+    """Some kernels that are bounded by the same thing.
+
+    Attributes:
+        flops: of products or attention.
+        rate: dtype of products, or `attention`.
+        moved: bytes that are read and written.
+        launches: number of kernels.
+        fused: whether a compiler has made them.
+    """
+
+    flops: float
+    rate: str
+    moved: float
+    launches: float
+    fused: bool
+
+
+# Of the forward pass, of the gradients of inputs, and of the gradients of weights.
+_Passes = tuple[list[KernelGroup], list[KernelGroup], list[KernelGroup]]
+
+
+class OperationWork(NamedTuple):
+    """Kernels of one operation for one microbatch.
+
+    Attributes:
+        name, kind: of the operation.
+        forward: of the forward pass.
+        inputs: of the backward pass, except those of `weights`.
+        weights: products for the gradients of weights.
+    """
+
+    name: str
+    kind: str
+    forward: Sequence[KernelGroup]
+    inputs: Sequence[KernelGroup]
+    weights: Sequence[KernelGroup]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankWork:
+    """One rank's part of the operations, and how they run.
+
+    Attributes:
+        tensor, context: degrees.
+        sequence_parallel: the residual stream is cut too.
+        expert: degree; above 1 each rank of the tensor axis routes its own tokens.
+        dtype: of products that no format changes, by torch's name.
+        width: bytes of an element of it.
+        fused: neighbouring operations that memory bandwidth bounds are one kernel.
+        plan: style of each module, as in the model's account; a block has the names of the first one.
+        prefix: of the names of the operations in that plan.
+        products: by path, products in another format.
+    """
+
+    tensor: int
+    context: int
+    sequence_parallel: bool
+    expert: int
+    dtype: str
+    width: int
+    fused: bool
+    plan: TensorPlan
+    prefix: str
+    products: Mapping[str, ProductFormat]
+
+
+def kernel_seconds(kernels: Sequence[KernelGroup], machine: Machine) -> float:
+    """Time of kernels, one after another: max(FLOPs / rate, bytes / bandwidth) + launch for each."""
+    shares, total = machine.efficiencies, 0.0
+    for flops, rate, moved, launches, fused in kernels:
+        memory = moved / (machine.memory_bytes_per_second * (shares.fused_memory if fused else shares.eager_memory))
+        if flops == 0:
+            total += memory
+        elif rate == "attention":
+            total += max(flops / (machine.attention_flops * shares.attention), memory)
+        else:
+            total += max(flops / (machine.product_rate(rate) * shares.product), memory)
+        total += launches * shares.launch_seconds
+    return total
+
+
+def work_of(operations: Sequence[Operation], part: RankWork) -> list[OperationWork]:
+    """The kernels of operations that follow each other."""
+    work = []
+    follows, cast = False, set[str]()
+    for operation in operations:
+        if operation.kind == "matmul":
+            # A compiler casts an input once for all products that read it.
+            source = operation.keeps[0].name if operation.keeps and part.fused else operation.name
+            kernels = _product(operation, part, casts_input=source not in cast)
+            cast.add(source)
+        elif operation.kind == "attention":
+            kernels = _attention(operation, part)
+        elif operation.kind == "exchange":
+            work.append(OperationWork(operation.name, operation.kind, *_sorting(operation, part)))
+            continue
+        else:
+            kernel = _memory_kernel(operation, part, follows=follows)
+            kernels = [kernel], [kernel._replace(moved=_POINTWISE_BACKWARD * kernel.moved)], []
+        follows = operation.kind in ("norm", "pointwise")
+        work.append(OperationWork(operation.name, operation.kind, *kernels))
+    return work
+
+
+def _attention(operation: Operation, part: RankWork) -> _Passes:
+    flops = operation.flops / 2 / (part.tensor * part.context)  # causal: half of the square
+    moved = 4 * math.prod(operation.output) * part.width / (part.tensor * part.context)
+    backward = KernelGroup(_ATTENTION_BACKWARD * flops, "attention", 2 * moved, 3, True)
+    return [KernelGroup(flops, "attention", moved, 1, True)], [backward], []
+
+
+def _sorting(operation: Operation, part: RankWork) -> _Passes:
+    """Rows that travel are sorted beside it, in the backward pass too; without expert parallelism none travels."""
+    if part.expert == 1:
+        return [], [], []
+    moved = operation.passes * math.prod(operation.output) * part.width / (part.context * part.tensor)
+    kernels = [KernelGroup(0.0, "", moved, 1, part.fused)]
+    return kernels, kernels, []
+
+
+def _memory_kernel(operation: Operation, part: RankWork, *, follows: bool) -> KernelGroup:
+    """An operation that memory bandwidth bounds; `follows`: it stands after another one.
+
+    A fused operation writes its result, and the first of a group also reads its input.
+    """
+    results = [tensor for operator in operation.operators for tensor in operator.results]
+    cut = results[0].cut if results else "stream"
+    moves = part.expert > 1 and bool(results and results[0].with_experts)
+    is_cut = moves or cut == "part" or (cut == "stream" and part.sequence_parallel)
+    ranks = part.context * (part.tensor if is_cut else 1)
+    passes = operation.passes
+    if part.fused:
+        passes = min(passes, 1.0 if follows else 2.0)
+    launches = 0.5 if part.fused else max(1.0, operation.passes / 2.5)
+    return KernelGroup(0.0, "", passes * math.prod(operation.output) * part.width / ranks, launches, part.fused)
+
+
+def _product(operation: Operation, part: RankWork, *, casts_input: bool) -> _Passes:
+    """Kernels of a linear layer: forward, gradient of the input, gradient of the weight."""
+    path = f"{part.prefix}{operation.layer or operation.name}"
+    rows = math.prod(operation.output[:-1]) / part.context
+    columns = operation.output[-1]
+    inner = operation.flops / (2 * math.prod(operation.output))
+    style = STYLES.get(part.plan.style_of(path))
+    dim = (
+        style.cut_dim - style.is_stack if style is not None and style.cut_dim is not None and part.tensor > 1 else None
+    )
+    groups = operation.groups
+    if part.expert > 1 and operation.keeps and operation.keeps[0].with_experts:
+        # Every rank has some experts, and with a balanced load as many rows as it sends.
+        rows, groups, dim = rows / part.tensor, max(1, groups // part.expert), None
+    if dim == 0:
+        columns = -(-columns // part.tensor)
+    elif dim == 1:
+        inner = inner / part.tensor
+    moved = (rows * inner + groups * inner * columns + rows * columns) * part.width
+    product = part.products.get(path)
+    formats = (
+        (product.forward, product.input_gradient, product.weight_gradient) if product is not None else (part.dtype,) * 3
+    )
+    flops = 2 * rows * inner * columns
+    kernels = [
+        [KernelGroup(flops * _waste(*shape), dtype, moved, 1, True)]
+        for dtype, shape in zip(
+            formats, ((rows / groups, columns), (rows / groups, inner), (inner, columns)), strict=True
+        )
+    ]
+    if operation.layer:
+        # The weights of several layers are concatenated: read 1 and write 1.
+        kernels[0].append(KernelGroup(0.0, "", 2 * inner * columns * part.width, 1, False))
+    if product is not None:
+        # Half of the casts of input and weight run in the forward pass; those of the gradient run in the backward.
+        values = (rows * inner * casts_input + inner * columns) * product.cast_bytes / 2
+        launches = product.cast_kernels * (0.5 if part.fused else 1)
+        kernels[0].append(KernelGroup(0.0, "", values, launches, part.fused))
+        kernels[1].append(KernelGroup(0.0, "", values + rows * columns * product.cast_bytes, 2 * launches, part.fused))
+    return kernels[0], kernels[1], kernels[2]
+
+
+def _waste(rows: float, columns: float) -> float:
+    """How much more a product computes because tiles at the edges of its output are not full."""
+    return math.ceil(rows / _TILE) * math.ceil(columns / _TILE) * _TILE**2 / (rows * columns)
+
+
+def seconds_of(rows: Iterable[TrafficRow], axis: AxisPlacement, machine: Machine) -> float:
+    """Time of collectives and messages of one axis."""
+    total = 0.0
+    for row in rows:
+        if row.kind == "recv":
+            continue  # the time of a message is counted where it is sent
+        hops = {"send": 1, "all_reduce": 2 * (axis.ranks - 1)}.get(row.kind)
+        total += machine.collective_seconds(axis, row.wire_bytes, count=row.count, hops=hops)
+    return total
+
+
+def exchange_rows(step: Step, piece: str) -> list[TrafficRow]:
+    """Communication of expert parallelism in the forward pass of one block for one microbatch."""
+    traffic = Traffic()
+    add_exchange(step, (piece,), traffic, only_forward=True)
+    return traffic.rows()
+
+
+def tensor_rows(step: Step, piece: str) -> tuple[list[TrafficRow], list[TrafficRow]]:
+    """Communication of tensor parallelism in one piece: for each microbatch, and for each step."""
+    traffic = Traffic()
+    add_tensor(step, (piece,), traffic)
+    once = Traffic()
+    sum_whole_gradients(step, Coordinate(), (piece,), once)
+    return traffic.rows(), once.rows()
+
+
+def context_rows(step: Step, piece: str) -> list[TrafficRow]:
+    """Communication of context parallelism in one block for one microbatch."""
+    traffic = Traffic()
+    add_context(step, Coordinate(), (piece,), traffic)
+    return traffic.rows()
+
 
 # Bytes that the loss moves for each logit. Separate kernels in float32: cast 2 + 4, log-softmax 4 + 4, its backward 8 +
 # 4, cast back 4 + 2. Compiled: two passes forward over 2 bytes, one backward that reads and writes 2.
@@ -68,32 +298,6 @@ class PieceTime(NamedTuple):
         return self.forward + self.inputs + self.weights + self.recomputed
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockShape:
-    """Everything but checkpointing on which the time of a block depends, as the key of a cache."""
-
-    model: ModelConfig
-    precision: PrecisionConfig
-    machine: Machine
-    microbatch: int
-    seq_len: int
-    tensor: int
-    context: int
-    expert: int
-    # Only the position of ranks on nodes; the degrees of the outer axes are left out.
-    inner: Layout
-    compiled: bool
-    fuses_blocks: bool
-    fuses_loss: bool
-    sequence_parallel: bool
-    loss_parallel: bool
-    chunks_loss: bool
-    async_tensor: bool
-    context_method: str
-    # One of the recipes of this shape.
-    recipe: Recipe = field(compare=False, repr=False)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelTime:
     """Seconds of every piece for one microbatch.
@@ -123,31 +327,6 @@ def _sum(pieces: Iterable[PieceTime]) -> PieceTime:
     return PieceTime(*map(sum, zip(*pieces, strict=True)))
 
 
-def shape_of(recipe: Recipe, machine: Machine) -> BlockShape:
-    """The shape of a resolved recipe's blocks."""
-    layout, config = recipe.layout, recipe.parallelism
-    return BlockShape(
-        model=recipe.model,
-        precision=recipe.precision,
-        machine=machine,
-        microbatch=recipe.microbatch,
-        seq_len=recipe.training.seq_len,
-        tensor=layout.tensor,
-        context=layout.context,
-        expert=layout.expert,
-        inner=Layout(context=layout.context, tensor=layout.tensor, expert=layout.expert),
-        compiled=recipe.compile.blocks,
-        fuses_blocks=recipe.compile.fuses_blocks,
-        fuses_loss=recipe.compile.fuses_loss,
-        sequence_parallel=config.sequence_parallel,
-        loss_parallel=config.loss_parallel,
-        chunks_loss=recipe.loss_chunk > 0,
-        async_tensor=config.async_tensor,
-        context_method=config.context_method,
-        recipe=recipe,
-    )
-
-
 class _OperationTime(NamedTuple):
     """Seconds of one operation for one microbatch: forward, gradients of inputs, gradients of weights."""
 
@@ -161,37 +340,36 @@ class _OperationTime(NamedTuple):
 class _Shaped:
     """The times of one shape, without and with checkpointing."""
 
-    def __init__(self, shape: BlockShape) -> None:
-        self.shape, self.machine, self.recipe = shape, shape.machine, shape.recipe
-        recipe = shape.recipe
-        self.facts: ModelFacts = model_facts(shape.model)
-        formats = shape.precision.formats()
-        # Without the degrees that the key leaves out.
+    def __init__(self, recipe: Recipe, machine: Machine) -> None:
+        self.recipe, self.machine, self.layout = recipe, machine, _inside(recipe.layout)
+        layout, config, model = self.layout, recipe.parallelism, recipe.model
+        self.facts, formats = model_facts(model), recipe.precision.formats()
+        # Without the degrees that decide nothing here.
         step = step_of(recipe, account=self.facts.sample)
-        self.step = replace(step, layout=shape.inner, microbatches=1)
+        self.step = replace(step, layout=layout, microbatches=1)
         self.part = RankWork(
-            tensor=shape.tensor,
-            context=shape.context,
-            sequence_parallel=shape.sequence_parallel and shape.tensor > 1,
-            expert=shape.expert,
+            tensor=layout.tensor,
+            context=layout.context,
+            sequence_parallel=config.sequence_parallel and layout.tensor > 1,
+            expert=layout.expert,
             dtype=formats.compute,
             width=formats.compute_bytes,
-            fused=shape.fuses_blocks,
+            fused=recipe.compile.fuses_blocks,
             plan=step.account.plan,
             prefix=f"{self.facts.block}.",
-            products=shape.precision.products(self.facts.sample),
+            products=recipe.precision.products(self.facts.sample),
         )
-        self.operations = block_operations(shape.model, shape.microbatch, shape.seq_len)
+        self.operations = block_operations(model, recipe.microbatch, recipe.training.seq_len)
         self.times = self._times(self.operations, self.part)
         attention = [time for time in self.times if time.kind == "attention"]
         self.ring = sum(time.forward for time in attention), sum(time.inputs for time in attention)
         self.context = self._context(*self.ring)
         self.exchange = 0.0
-        if shape.expert > 1:
-            axis = expert_axis(shape.inner, "expert", self.machine.per_node)
-            self.exchange = seconds_of(exchange_rows(self.step, self.facts.block), axis, self.machine)
-        self.tensor_rows = tensor_rows(self.step, self.facts.block) if shape.tensor > 1 else ([], [])
-        edges = edge_operations(shape.model, shape.microbatch, shape.seq_len)
+        if layout.expert > 1:
+            axis = expert_axis(layout, "expert", machine.per_node)
+            self.exchange = seconds_of(exchange_rows(self.step, self.facts.block), axis, machine)
+        self.tensor_rows = tensor_rows(self.step, self.facts.block) if layout.tensor > 1 else ([], [])
+        edges = edge_operations(model, recipe.microbatch, recipe.training.seq_len)
         last = self.facts.after[-1] if self.facts.after else edges[-1].name
         self.edges = {edge.name: self.edge(edge, last=edge.name == last) for edge in edges}
 
@@ -211,10 +389,10 @@ class _Shaped:
         if any(time.kind == "attention" for time in again):
             context_backward += context_forward
         tensor_forward, tensor_backward = self._tensor_of_block(number, ac)
-        if self.shape.async_tensor and tensor_forward:
+        if self.recipe.parallelism.async_tensor and tensor_forward:
             # Products and the collectives beside them run together.
-            tensor_forward = self._exposed(forward - self.ring[0], tensor_forward)
-            tensor_backward = self._exposed(inputs + repeated + weights - self.ring[1], tensor_backward)
+            tensor_forward = exposed(forward - self.ring[0], tensor_forward, self.machine)
+            tensor_backward = exposed(inputs + repeated + weights - self.ring[1], tensor_backward, self.machine)
         # The rows of experts are needed at once, so nothing hides their way.
         tensor_forward += self.exchange
         tensor_backward += self.exchange * (2 if ac.repeats_collective(EXCHANGE, number=number) else 1)
@@ -224,44 +402,34 @@ class _Shaped:
 
     def edge(self, operation: Operation, *, last: bool) -> PieceTime:
         """A piece before or after the blocks; the last one computes the loss too."""
-        shape, machine = self.shape, self.machine
         part = replace(self.part, prefix="", fused=False)
         if operation.name in self.step.fp32_parts:
             part = replace(part, dtype="float32", width=4)
         (time,) = self._times([operation], part)
         forward, inputs = time.forward, time.inputs
-        tensor = self._tensor_of_edge(operation.name)
+        rows, _ = tensor_rows(self.step, operation.name) if self.layout.tensor > 1 else ([], [])
+        tensor = self.tensor_seconds(rows) / 2
         if last:
-            logits = math.prod(operation.output) / shape.context
-            logits /= shape.tensor if shape.loss_parallel else 1
-            fused = shape.fuses_loss
+            logits = math.prod(operation.output) / self.layout.context
+            logits /= self.layout.tensor if self.recipe.parallelism.loss_parallel else 1
+            fused = self.recipe.compile.fuses_loss
             moved = logits * (_COMPILED_LOSS_BYTES if fused else _LOSS_BYTES)
             launches = _COMPILED_LOSS_KERNELS if fused else _LOSS_KERNELS
-            loss = kernel_seconds([KernelGroup(0.0, "", moved / 2, launches / 2, fused)], machine)
+            loss = kernel_seconds([KernelGroup(0.0, "", moved / 2, launches / 2, fused)], self.machine)
             forward, inputs = forward + loss, inputs + loss
-            if shape.chunks_loss:
+            if self.recipe.loss_chunk:
                 # The forward pass computes the gradients too.
                 return PieceTime(forward + inputs + time.weights, 0.0, 0.0, 0.0, tensor, tensor)
         return PieceTime(forward, inputs, time.weights, 0.0, tensor, tensor)
 
-    def once(self) -> float:
-        """Communication of tensor parallelism that a block has once in a step."""
-        return self._tensor_seconds(self.tensor_rows[1])
-
-    def _tensor_of_edge(self, piece: str) -> float:
-        """Communication of tensor parallelism in each pass of a piece outside blocks."""
-        if self.shape.tensor == 1:
-            return 0.0
-        return self._tensor_seconds(tensor_rows(self.step, piece)[0]) / 2
-
     def _tensor_of_block(self, number: int, ac: ACConfig) -> tuple[float, float]:
         """Communication of tensor parallelism in the forward and the backward pass, with that of recomputation."""
-        if self.shape.tensor == 1:
+        if self.layout.tensor == 1:
             return 0.0, 0.0
-        by_kind = {row.kind: self._tensor_seconds([row]) for row in self.tensor_rows[0]}
+        by_kind = {row.kind: self.tensor_seconds([row]) for row in self.tensor_rows[0]}
         half = sum(by_kind.values()) / 2
         styles = [style for path, style in self.step.account.tensor_plan.items() if is_in_block(path)]
-        last = int(self.shape.expert == 1)  # a block ends with a sum
+        last = int(self.layout.expert == 1)  # a block ends with a sum
         gathers = sum(STYLES[style].gathers for style in styles)
         sums = sum(STYLES[style].sums for style in styles)
         if not gathers + sums:
@@ -269,32 +437,26 @@ class _Shaped:
         # The sum of the last product is not computed again, as the product is not.
         repeats_gathers, repeats_sums = repeats_in_block(self.recipe, ac, number)
         again = max(0, sums - last) * repeats_sums * by_kind.get("all_reduce", 0.0)
-        if self.shape.sequence_parallel:
+        if self.recipe.parallelism.sequence_parallel:
             again = gathers * repeats_gathers * by_kind.get("all_gather", 0.0)
             again += max(0, sums - last) * repeats_sums * by_kind.get(self.step.scatter, 0.0)
         return half, half + again / (gathers + sums)
 
-    def _tensor_seconds(self, rows: Sequence[TrafficRow]) -> float:
-        return seconds_of(rows, self._axis("tensor"), self.machine) if rows else 0.0
+    def tensor_seconds(self, rows: Sequence[TrafficRow]) -> float:
+        return seconds_of(rows, axis_of(self.layout, "tensor", self.machine.per_node), self.machine) if rows else 0.0
 
     def _context(self, attention: float, backward: float) -> tuple[float, float]:
         """Exposed communication of a ring, max(0, X − A/c) for each hop, or of a gather, which is all exposed."""
-        ranks = self.shape.context
+        ranks = self.layout.context
         if ranks == 1:
             return 0.0, 0.0
-        axis = self._axis("context")
+        axis = axis_of(self.layout, "context", self.machine.per_node)
         sent = seconds_of(context_rows(self.step, self.facts.block), axis, self.machine)
-        if self.shape.context_method != "ring":
+        if self.recipe.parallelism.context_method != "ring":
             return sent / 3, sent * 2 / 3
         # One of three transfers is in the forward pass; the backward sends keys, values and their gradients.
         hidden = (ranks - 1) / ranks
         return max(0.0, sent / 3 - attention * hidden), max(0.0, sent * 2 / 3 - backward * hidden)
-
-    def _exposed(self, compute: float, exchange: float) -> float:
-        return exposed(compute, exchange, self.machine)
-
-    def _axis(self, name: str) -> AxisPlacement:
-        return axis_in(self.shape.inner, name, self.machine.per_node)
 
 
 def exposed(compute: float, exchange: float, machine: Machine) -> float:
@@ -302,19 +464,31 @@ def exposed(compute: float, exchange: float, machine: Machine) -> float:
     return machine.efficiencies.overlap * min(compute, exchange) + abs(compute - exchange) - compute
 
 
-def model_time(shape: BlockShape, ac: ACConfig) -> ModelTime:
-    """The times of all pieces of a recipe with this shape and policy of checkpointing."""
-    return _cached(_shaped(shape), ac)
+def _inside(layout: Layout) -> Layout:
+    """The degrees that cut a block, which also say how its ranks lie on nodes: the other axes are further out."""
+    return Layout(context=layout.context, tensor=layout.tensor, expert=layout.expert)
+
+
+def model_time(recipe: Recipe, machine: Machine) -> ModelTime:
+    """The times of all pieces of a resolved recipe."""
+    config = recipe.parallelism
+    key = (
+        *(recipe.model, recipe.precision, recipe.compile, recipe.microbatch, recipe.training.seq_len),
+        *(_inside(recipe.layout), recipe.cluster.accelerator, recipe.loss_chunk > 0),
+        *(config.sequence_parallel, config.loss_parallel, config.async_tensor, config.context_method),
+    )
+    return _model_time(_shaped(Seen(key, recipe), machine), recipe.ac)
 
 
 @functools.lru_cache(maxsize=4096)
-def _shaped(shape: BlockShape) -> _Shaped:
-    return _Shaped(shape)
+def _shaped(seen: Seen, machine: Machine) -> _Shaped:
+    return _Shaped(seen.recipe, machine)
 
 
 @functools.lru_cache(maxsize=16384)
-def _cached(shaped: _Shaped, ac: ACConfig) -> ModelTime:
+def _model_time(shaped: _Shaped, ac: ACConfig) -> ModelTime:
     first, kind_of = treatments(ac, shaped.facts.account.layers)
     kinds = tuple(shaped.block(number, ac) for number in first)
-    times = ModelTime(kinds=kinds, kind_of=kind_of, edges=shaped.edges, once=shaped.once(), whole=kinds[0])
+    once = shaped.tensor_seconds(shaped.tensor_rows[1])
+    times = ModelTime(kinds=kinds, kind_of=kind_of, edges=shaped.edges, once=once, whole=kinds[0])
     return replace(times, whole=total(times, kind_of, shaped.edges))

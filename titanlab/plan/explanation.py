@@ -12,26 +12,23 @@ from typing import Any
 
 from titanlab.costs.traffic_account import Coordinate, TrafficRow, step_traffic
 from titanlab.errors import ConfigError
-from titanlab.plan.block_time import model_time, shape_of
+from titanlab.plan.block_time import model_time
 from titanlab.plan.machine import Machine, machine_of
 from titanlab.plan.memory import (
     ITEMS,
     RankMemory,
-    ShardedStorage,
     added,
     memory,
     most_memory,
     reserved_bytes,
     stored_pieces,
 )
-from titanlab.plan.pipeline_time import simulated_time
+from titanlab.plan.pipeline_time import durations_of, rank_stages, simulated_time
 from titanlab.plan.search import MARGIN
-from titanlab.plan.stage_time import rank_stages
 from titanlab.plan.step_time import StepTime, step_time
 from titanlab.recipe.communication import step_of
 from titanlab.recipe.recipe import Recipe
 from titanlab.recipe.recipe_rules import check_all_but_data
-from titanlab.techniques.schedule.action import Kind
 from titanlab.techniques.schedule.timeline import Timeline, simulate
 
 MEMORY_ERROR = 0.47
@@ -85,8 +82,7 @@ def estimate_or_reason(recipe: Recipe) -> Estimate | str:
     except ConfigError as error:
         return error.problem
     reserved = reserved_bytes(recipe, machine, most_memory(recipe))
-    whole = ShardedStorage(recipe.model, recipe.precision, recipe.optimizer, 1, 1)
-    saved = added(stored_pieces(whole).values())
+    saved = added(stored_pieces(recipe.model, recipe.precision, recipe.optimizer, 1, 1).values())
     limit = machine.memory_bytes * (1 - MARGIN)
     return Estimate(
         hours=step_time(recipe, machine).seconds * recipe.training.steps / 3600,
@@ -139,17 +135,15 @@ def timeline_of(recipe: Recipe, machine: Machine) -> Timeline | None:
     layout, model, schedule = recipe.layout, recipe.model, recipe.schedule
     if layout.pipeline == 1:
         return None
-    times = model_time(shape_of(recipe, machine), recipe.ac)
+    times = model_time(recipe, machine)
     split, ranks = recipe.parallelism.split, layout.pipeline
     stages = rank_stages(times, model, schedule, split, ranks, recipe.training.seq_len).pipeline
     assert stages is not None
-    durations = {
-        Kind.FORWARD: [stage.forward for stage in stages.stages],
-        Kind.BACKWARD: [stage.inputs + stage.weights for stage in stages.stages],
-        Kind.INPUT: [stage.inputs for stage in stages.stages],
-        Kind.WEIGHT: [stage.weights for stage in stages.stages],
-    }
-    return simulate(recipe.schedule.actions(ranks=ranks, microbatches=recipe.microbatches), stages.placement, durations)
+    return simulate(
+        recipe.schedule.actions(ranks=ranks, microbatches=recipe.microbatches),
+        stages.placement,
+        durations_of(stages.stages),
+    )
 
 
 def memory_rows(explanation: Explanation) -> tuple[list[str], list[list[str]]]:

@@ -180,6 +180,10 @@ class Machine:
         rates = self.product_flops
         return rates.get(dtype) or rates.get("bfloat16") or min(rates.values())
 
+    def reserved_bytes(self, allocated: float) -> int:
+        """Bytes that a process takes from its device for tensors of so many bytes, without those of messages."""
+        return round(allocated * self.allocator_excess + self.process_bytes)
+
     def collective_seconds(
         self, axis: AxisPlacement, wire_bytes: float, *, count: float = 1.0, hops: int | None = None
     ) -> float:
@@ -227,7 +231,8 @@ class AxisPlacement:
     nodes: int
 
 
-def axis_of(layout: Layout, name: str, *, per_node: int) -> AxisPlacement:
+@functools.lru_cache(maxsize=4096)
+def axis_of(layout: Layout, name: str, per_node: int) -> AxisPlacement:
     """The ranks of an axis: inner axes are neighbours, so they fill nodes first.
 
     Args:
@@ -240,6 +245,13 @@ def axis_of(layout: Layout, name: str, *, per_node: int) -> AxisPlacement:
     ranks = math.prod(getattr(layout, axis) for axis in names)
     last = max(AXES.index(axis) for axis in names)
     inner = math.prod(getattr(layout, axis) for axis in AXES[last + 1 :])
+    in_node = max(1, min(ranks, per_node // inner))
+    return AxisPlacement(ranks=ranks, in_node=in_node, nodes=-(-ranks // in_node))
+
+
+def expert_axis(layout: Layout, name: str, per_node: int) -> AxisPlacement:
+    """The ranks that share experts, `expert`, which are neighbours; or those that share a part, `expert_shard`."""
+    ranks, inner = (layout.expert, 1) if name == "expert" else (max(1, layout.expert_shard), layout.expert)
     in_node = max(1, min(ranks, per_node // inner))
     return AxisPlacement(ranks=ranks, in_node=in_node, nodes=-(-ranks // in_node))
 

@@ -14,11 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+<<<<<<< HEAD
 from titanlab.costs.account import ModelAccount, Share, account_for, cuts_of, gathered_part, is_in_block, stored_part
+=======
+from titanlab.costs.account import Share, is_in_block
+>>>>>>> wf
 from titanlab.costs.layout import Layout, hidden_shape
 from titanlab.costs.traffic_account import Coordinate, step_traffic
 from titanlab.plan.activations import (
-    MicrobatchShape,
     block_bytes,
     deferred_bytes,
     edge_bytes,
@@ -78,15 +81,6 @@ class RankMemory:
         """Bytes of all tensors."""
         return sum(self.items.values())
 
-    def reserved(self, excess: float, process: float = 0.0) -> int:
-        """Bytes that the allocator takes from the device.
-
-        Args:
-            excess: reserved bytes for each allocated byte.
-            process: bytes of a process without tensors, where the device's memory is the host's.
-        """
-        return round(self.allocated * excess + process)
-
 
 def memory(recipe: Recipe) -> tuple[RankMemory, ...]:
     """The memory of each rank of a resolved recipe's pipeline.
@@ -102,23 +96,6 @@ def most_memory(recipe: Recipe) -> RankMemory:
     return max(memory(recipe), key=lambda rank: rank.allocated)
 
 
-def _largest(rank: int, moments: Mapping[str, Mapping[str, int]], kept: int) -> RankMemory:
-    """The moment of a rank when its memory is largest.
-
-    Args:
-        moments: of `_Ranks._moments`.
-        kept: bytes of activations that the rank keeps when they are most.
-    """
-    activations = {moment: min(kept, items["activations"]) for moment, items in moments.items()}
-    # The sums are exact: these are whole numbers.
-    needed = {
-        moment: sum(items.values()) - items["activations"] + activations[moment] for moment, items in moments.items()
-    }
-    moment = max(needed, key=needed.__getitem__)
-    items = {**moments[moment], "activations": activations[moment]}
-    return RankMemory(rank=rank, moment=moment, items={name: items.get(name, 0) for name in ITEMS})
-
-
 class _Ranks:
     """The ranks of one recipe."""
 
@@ -129,9 +106,9 @@ class _Ranks:
         self.account = model_facts(self.model).account
         self.sums = layout.data_parallelism(mixed=formats.mixed)
         shards = layout.fsdp if self.sums == "fsdp2" else 1
-        options = recipe.precision, recipe.optimizer
-        self.sharding = ShardedStorage(self.model, *options, layout.tensor, shards, layout.expert)
-        self.pieces = stored_pieces(self.sharding)
+        self.pieces = stored_pieces(
+            self.model, recipe.precision, recipe.optimizer, layout.tensor, shards, layout.expert
+        )
         self.share = Share(
             element_bytes=formats.compute_bytes,
             accelerator=recipe.cluster.accelerator,
@@ -141,8 +118,8 @@ class _Ranks:
             expert=layout.expert,
         )
         self.shape = (self.model, self.share, recipe.microbatch, recipe.training.seq_len)
-        batch = MicrobatchShape(self.model, recipe.ac, self.share, recipe.microbatch, recipe.training.seq_len)
-        self.blocks = block_bytes(batch, self.account.layers)
+        kinds, kind_of = block_bytes(recipe.ac, *self.shape)
+        self.blocks = tuple(kinds[kind] for kind in kind_of)
         self.edges = edge_bytes(*self.shape)
         self.stages = stages_of(self.model, self.schedule, config.split, layout.pipeline, recipe.training.seq_len)
         self.parts = tuple(map(parts_of, self.stages))
@@ -157,20 +134,25 @@ class _Ranks:
 
     def memory(self) -> tuple[RankMemory, ...]:
         """By rank of the pipeline."""
-        ranks, placement = self.layout.pipeline, placement_of(self.schedule, self.layout.pipeline)
+        placement = placement_of(self.schedule, self.layout.pipeline)
         memories = []
         # Stages with pieces that are alike need the same; a pipeline has few different ones.
         kinds = [(*map(self.blocks.__getitem__, parts.blocks), *parts.edges) for parts in self.parts]
         known: dict[object, dict[str, dict[str, int]]] = {}
         saved = [self._stage(number) for number in range(len(placement))]
         deferred = [self._deferred(number) for number in range(len(placement))]
-        for rank in range(ranks):
+        for rank in range(self.layout.pipeline):
             stages = [number for number, owner in enumerate(placement) if owner == rank]
             kept = self._kept(rank, [saved[number] for number in stages], [deferred[number] for number in stages])
             key = tuple(kinds[number] for number in stages)
             if key not in known:
                 known[key] = self._moments(stages)
-            memories.append(_largest(rank, known[key], kept))
+            sums = {}
+            for moment, items in known[key].items():
+                items = {**items, "activations": min(kept, items["activations"])}
+                sums[moment] = {name: items.get(name, 0) for name in ITEMS}
+            moment = max(sums, key=lambda moment: sum(sums[moment].values()))
+            memories.append(RankMemory(rank=rank, moment=moment, items=sums[moment]))
         return tuple(memories)
 
     def _kept(self, rank: int, saved: Sequence[int], deferred: Sequence[int]) -> int:
@@ -316,24 +298,35 @@ def added(parts: Iterable[PieceBytes]) -> PieceBytes:
     return PieceBytes(*(sum(column) for column in zip(*parts, strict=True))) if (parts := list(parts)) else NOTHING
 
 
-class ShardedStorage(NamedTuple):
-    """How the parameters of a recipe are stored; the key of a cache."""
-
-    model: ModelConfig
-    precision: PrecisionConfig
-    optimizer: OptimizerConfig
-    tensor: int
-    fsdp: int
-    expert: int = 1
-
-
 @functools.lru_cache(maxsize=4096)
-def stored_pieces(sharding: ShardedStorage) -> Mapping[str, PieceBytes]:
-    """Bytes by piece, for the rank with the largest part of each parameter."""
-    account = model_facts(sharding.model).account
-    like, computes = representatives(sharding.model), _formats(sharding.model, sharding.precision)
-    names = _names(sharding.model)
-    kinds = {piece: _piece(sharding, account, names[piece], computes) for piece in set(like.values())}
+def stored_pieces(
+    model: ModelConfig, precision: PrecisionConfig, optimizer: OptimizerConfig, tensor: int, fsdp: int, expert: int = 1
+) -> Mapping[str, PieceBytes]:
+    """Bytes by piece, for the rank with the largest part of each parameter; the last three are degrees."""
+    whole, formats, like, names = model_facts(model).account, precision.formats(), representatives(model), _names(model)
+    wide = tuple(f"{piece}." for piece in matched(whole, formats.fp32_parts))
+    float8 = precision.float8_gathered(whole)
+    layout = Layout(shard=fsdp, tensor=tensor, expert=expert)
+    account = account_for(whole, layout)
+    kinds = {}
+    for piece in set(like.values()):
+        parts = []
+        for name in names[piece]:
+            degrees = cuts_of(account, name, layout)._asdict()
+            part = stored_part(account, name, **degrees)
+            elements = math.prod(gathered_part(account, name, **degrees))
+            compute, reduce = (4, 4) if name.startswith(wide) else (formats.compute_bytes, formats.reduce_bytes)
+            stored = Stored(name=name, shape=whole.parameters[name], part=part, element_bytes=formats.master_bytes)
+            parts.append(
+                PieceBytes(
+                    parameters=stored.part_bytes,
+                    optimizer=optimizer.state_bytes(stored),
+                    gathered=elements * (1 if name in float8 else compute),
+                    gradients=elements * compute,
+                    unreduced=elements * reduce,
+                )
+            )
+        kinds[piece] = added(parts)
     return {piece: kinds[other] for piece, other in like.items()}
 
 
@@ -350,28 +343,6 @@ def representatives(model: ModelConfig) -> Mapping[str, str]:
     return representative_of
 
 
-class _Formats(NamedTuple):
-    """Bytes of an element, and the pieces and parameters with others."""
-
-    master: int
-    compute: int
-    reduce: int
-    wide: frozenset[str]
-    float8: frozenset[str]
-
-
-@functools.lru_cache(maxsize=256)
-def _formats(model: ModelConfig, precision: PrecisionConfig) -> _Formats:
-    account, formats = model_facts(model).account, precision.formats()
-    return _Formats(
-        master=formats.master_bytes,
-        compute=formats.compute_bytes,
-        reduce=formats.reduce_bytes,
-        wide=frozenset(matched(account, formats.fp32_parts)),
-        float8=precision.float8_gathered(account),
-    )
-
-
 @functools.lru_cache(maxsize=256)
 def _names(model: ModelConfig) -> Mapping[str, Sequence[str]]:
     """Names of parameters by piece; a model that cannot be cut is one piece without a name."""
@@ -385,45 +356,10 @@ def _names(model: ModelConfig) -> Mapping[str, Sequence[str]]:
     return names
 
 
-def _piece(sharding: ShardedStorage, account: ModelAccount, names: Sequence[str], formats: _Formats) -> PieceBytes:
-    optimizer, parts = sharding.optimizer, []
-    layout = Layout(shard=sharding.fsdp, tensor=sharding.tensor, expert=sharding.expert)
-    account = account_for(account, layout)
-    for name in names:
-        degrees = cuts_of(account, name, layout)._asdict()
-        part = stored_part(account, name, **degrees)
-        elements = math.prod(gathered_part(account, name, **degrees))
-        is_wide = any(name.startswith(f"{piece}.") for piece in formats.wide)
-        compute, reduce = (4, 4) if is_wide else (formats.compute, formats.reduce)
-        stored = Stored(name=name, shape=account.parameters[name], part=part, element_bytes=formats.master)
-        gathered = elements * (1 if name in formats.float8 else compute)
-        parts.append(
-            PieceBytes(
-                stored.part_bytes, optimizer.state_bytes(stored), gathered, elements * compute, elements * reduce
-            )
-        )
-    return added(parts)
-
-
 def reserved_bytes(recipe: Recipe, machine: Machine, memory: RankMemory) -> int:
-    """Bytes that a rank of a resolved recipe takes from its device.
-
-    Args:
-        memory: of that rank.
-    """
-    own = memory.reserved(machine.allocator_excess, machine.process_bytes)
-    return own + message_bytes(recipe, machine, memory.rank)
-
-
-def message_bytes(recipe: Recipe, machine: Machine, pipeline: int) -> int:
-    """Bytes that the messages of a rank leave in its process.
-
-    Args:
-        pipeline: its rank on that axis.
-    """
-    if machine.message_excess == 0:
-        return 0
-    return round(machine.message_excess * exchanged_bytes(recipe, pipeline))
+    """Bytes that a rank of a resolved recipe takes from its device, with what its messages leave in its process."""
+    messages = exchanged_bytes(recipe, memory.rank) if machine.message_excess else 0.0
+    return machine.reserved_bytes(memory.allocated) + round(machine.message_excess * messages)
 
 
 def exchanged_bytes(recipe: Recipe, pipeline: int) -> float:

@@ -1,4 +1,4 @@
-"""The time of a pipeline's step: by simulating its schedule, by an estimate from a shorter one, or by a bound."""
+"""The stages of a pipeline in seconds, and its step: simulated, estimated from a shorter simulation, or bounded."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from titanlab.plan.stages import actions_of, placement_of
+from titanlab.plan.block_time import ModelTime, total
+from titanlab.plan.stages import actions_of, parts_of, placement_of, stages_of
+from titanlab.techniques.model.contract import ModelConfig
 from titanlab.techniques.schedule.action import Kind, executed
 from titanlab.techniques.schedule.contract import PipelineSchedule
 from titanlab.techniques.schedule.timeline import simulate
@@ -22,6 +24,14 @@ _SMALL = 1e-4
 
 
 _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+
+
+class StageTime(NamedTuple):
+    """Seconds of one stage for one microbatch: forward, gradients of inputs, gradients of weights."""
+
+    forward: float
+    inputs: float
+    weights: float
 
 
 class PipelineTime(NamedTuple):
@@ -52,7 +62,7 @@ class Stages:
     rounded: tuple[StageTime, ...]
 
 
-def stages_of(
+def timed_stages(
     different: Sequence[StageTime], kind_of: Sequence[int], placement: Sequence[int], *, ranks: int
 ) -> Stages:
     """Sums over the stages of a pipeline.
@@ -79,6 +89,90 @@ def stages_of(
     )
 
 
+class RankTime(NamedTuple):
+    """Sums over the pieces of one stage or of one rank, in seconds for one microbatch.
+
+    Attributes:
+        blocks: their number.
+        edges: the other pieces.
+        block_forward, block_backward: of all blocks together, with exposed communication.
+    """
+
+    blocks: int
+    edges: tuple[str, ...]
+    compute: float
+    tensor: float
+    context: float
+    time: StageTime
+    block_forward: float
+    block_backward: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankStages:
+    """The stages of a recipe: those of the rank that computes longest, and all of them if there is a pipeline."""
+
+    busiest: RankTime
+    pipeline: Stages | None
+
+
+@functools.lru_cache(maxsize=16384)
+def rank_stages(
+    times: ModelTime,
+    model: ModelConfig,
+    schedule: PipelineSchedule,
+    split: tuple[Any, ...] | None,
+    ranks: int,
+    seq_len: int,
+) -> RankStages:
+    """The stages of a recipe; without a pipeline, one."""
+    if ranks == 1:
+        return RankStages(busiest=_stage(times, times.kind_of, tuple(times.edges)), pipeline=None)
+    placement = placement_of(schedule, ranks)
+    kinds, kind_of = _different(stages_of(model, schedule, split, ranks, seq_len), times.kind_of)
+    different = [_stage(times, *part) for part in kinds]
+    pipeline = timed_stages([stage.time for stage in different], kind_of, placement, ranks=ranks)
+    own = [different[kind] for kind, rank in zip(kind_of, placement, strict=True) if rank == pipeline.busiest]
+    merged = RankTime(
+        blocks=sum(stage.blocks for stage in own),
+        edges=tuple(name for stage in own for name in stage.edges),
+        compute=sum(stage.compute for stage in own),
+        tensor=sum(stage.tensor for stage in own),
+        context=sum(stage.context for stage in own),
+        time=StageTime(*(sum(parts) for parts in zip(*(stage.time for stage in own), strict=True))),
+        block_forward=sum(stage.block_forward for stage in own),
+        block_backward=sum(stage.block_backward for stage in own),
+    )
+    return RankStages(busiest=merged, pipeline=pipeline)
+
+
+@functools.lru_cache(maxsize=16384)
+def _stage(times: ModelTime, kind_of: tuple[int, ...], edges: tuple[str, ...]) -> RankTime:
+    """Sums over the pieces of a stage: its blocks by their kinds, and the others by name."""
+    own, whole = total(times, kind_of, ()), total(times, kind_of, edges)
+    return RankTime(
+        blocks=len(kind_of),
+        edges=edges,
+        compute=whole.compute,
+        tensor=whole.tensor_forward + whole.tensor_backward,
+        context=whole.context_forward + whole.context_backward,
+        time=StageTime(whole.ahead, whole.back - whole.weights, whole.weights),
+        block_forward=own.ahead,
+        block_backward=own.back,
+    )
+
+
+@functools.lru_cache(maxsize=16384)
+def _different(
+    stages: tuple[tuple[str, ...], ...], kind_of: tuple[int, ...]
+) -> tuple[tuple[tuple[tuple[int, ...], tuple[str, ...]], ...], tuple[int, ...]]:
+    """The different stages, as kinds of their blocks and names of their edges; and the number in them of each stage."""
+    # The order of blocks changes no sum.
+    parts = [(tuple(sorted(kind_of[block] for block in stage.blocks)), stage.edges) for stage in map(parts_of, stages)]
+    different = list(dict.fromkeys(parts))
+    return tuple(different), tuple(map(different.index, parts))
+
+
 class PipelineEstimate(Protocol):
     """Gives the time of a pipeline: `simulated_time`, `pipeline_time` or `least_time`."""
 
@@ -99,7 +193,7 @@ def simulated_time(
 ) -> PipelineTime:
     """Every action is simulated with the times of its stage."""
     orders = schedule.actions(ranks=ranks, microbatches=microbatches)
-    durations = _durations(stages.stages)
+    durations = durations_of(stages.stages)
     whole = simulate(orders, stages.placement, durations, transfer=transfer).duration
     without = simulate(orders, stages.placement, durations).duration if transfer else whole
     return PipelineTime(whole, whole - without)
@@ -179,7 +273,7 @@ def _short(
 
 def _duration(program: _ActionGraph, ranks: int, stages: Sequence[StageTime], transfer: float) -> float:
     """End of the last action; as `techniques.schedule.timeline.simulate` has it, whose order is found once."""
-    durations = _durations(stages)
+    durations = durations_of(stages)
     times = [durations[kind][stage] for stage in range(len(stages)) for kind in _KINDS]
     free = [0.0] * ranks
     ends: list[float] = []
@@ -194,7 +288,8 @@ def _duration(program: _ActionGraph, ranks: int, stages: Sequence[StageTime], tr
     return max(free)
 
 
-def _durations(stages: Sequence[StageTime]) -> dict[Kind, list[float]]:
+def durations_of(stages: Sequence[StageTime]) -> dict[Kind, list[float]]:
+    """Seconds of each stage, by kind of action."""
     return {
         Kind.FORWARD: [stage.forward for stage in stages],
         Kind.BACKWARD: [stage.inputs + stage.weights for stage in stages],
@@ -248,11 +343,3 @@ def splits_backward(schedule: PipelineSchedule, ranks: int, microbatches: int) -
     """See `PipelineSchedule`."""
     splits: bool = ranks > 1 and schedule.splits_backward(ranks=ranks, microbatches=microbatches)
     return splits
-
-
-class StageTime(NamedTuple):
-    """Seconds of one stage for one microbatch: forward, gradients of inputs, gradients of weights."""
-
-    forward: float
-    inputs: float
-    weights: float

@@ -20,17 +20,15 @@ from typing import Any, NamedTuple
 from titanlab.costs.account import Share
 from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
-from titanlab.plan.activations import MicrobatchShape, deferred_bytes, saved_bytes
-from titanlab.plan.block_time import ModelTime, model_time, shape_of
-from titanlab.plan.exchange import axis_in
-from titanlab.plan.machine import Machine
+from titanlab.plan.activations import deferred_bytes, saved_bytes
+from titanlab.plan.block_time import ModelTime, model_time
+from titanlab.plan.machine import Machine, axis_of
 from titanlab.plan.memory import (
     PieceBytes,
     RankMemory,
-    ShardedStorage,
     added,
-    message_bytes,
     most_memory,
+    reserved_bytes,
     stored_pieces,
 )
 from titanlab.plan.pipeline_time import least_time, splits_backward
@@ -39,8 +37,7 @@ from titanlab.plan.stages import model_facts, placement_of
 from titanlab.plan.step_time import StepTime, least_seconds, step_time
 from titanlab.recipe.recipe import Recipe
 from titanlab.techniques.ac.contract import ACConfig
-from titanlab.techniques.compile.schema import Compile
-from titanlab.techniques.precision.contract import PrecisionConfig
+from titanlab.techniques.model.contract import ModelConfig
 from titanlab.techniques.schedule.contract import PipelineSchedule
 
 
@@ -53,95 +50,70 @@ class RecipeGroup(NamedTuple):
     precision: Choice
     compile: Choice
 
-    @property
-    def options(self) -> tuple[ACConfig, PrecisionConfig, Compile]:
-        """Its policy of checkpointing, precision and compilation, as the key of a table."""
-        return self.ac.value, self.precision.value, self.compile.value
-
     def point(self, layout: Layout, schedule: Choice) -> SpacePoint:
         """One of its recipes."""
         return SpacePoint(layout, self.microbatch, schedule, self.ac, self.precision, self.compile)
 
 
-class MemoryBound:
-    """Bytes that the rank with most memory needs at least, for the groups of one space.
+def least_memory(recipe: Recipe, group: RecipeGroup, schedules: Sequence[Choice]) -> float:
+    """Bytes that the rank with most memory needs at least, for all recipes of a group.
 
     Parameters are sharded over all processes that read other sequences, and ranks of a pipeline have equal parts of the
-    model. What groups share is computed once.
+    model.
+
+    Args:
+        recipe: of the space.
+        schedules: of the pipeline; the one that keeps the fewest microbatches counts.
     """
+    layout, precision, parallelism = group.layouts[0], group.precision.value, recipe.parallelism
+    whole = _whole(
+        recipe.model, precision, recipe.optimizer, layout.tensor, layout.data * layout.context, layout.expert
+    )
+    needed = 0.0 if parallelism.cpu_offload else float(whole.parameters + whole.optimizer)
+    microbatches = recipe.training.global_batch // layout.data // group.microbatch
+    accumulates = microbatches > 1 or layout.pipeline > 1
+    if accumulates and (layout.context > 1 or precision.formats().mixed):
+        needed += whole.unreduced + (0 if parallelism.frees_after_forward else whole.gathered)
+    share = Share(
+        element_bytes=precision.formats().compute_bytes,
+        accelerator=recipe.cluster.accelerator,
+        tensor=layout.tensor,
+        context=layout.context,
+        sequence_parallel=parallelism.sequence_parallel,
+        expert=layout.expert,
+    )
+    saved, deferred = _activations(group.ac.value, recipe.model, share, group.microbatch, recipe.training.seq_len)
+    if layout.pipeline > 1:
+        configs = tuple(schedule.value for schedule in schedules)
+        whole_passes, split_passes = _in_flight(configs, layout.pipeline, microbatches)
+        saved = min(whole_passes * saved, split_passes * min(saved, deferred))
+    return (needed + saved) / layout.pipeline
 
-    def __init__(self, space: LayoutSpace) -> None:
-        self._recipe, self._space = space.recipe, space
-        self._whole: dict[tuple[PrecisionConfig, int, int, int], PieceBytes] = {}
-        self._saved: dict[tuple[object, ...], tuple[float, float]] = {}
-        self._kept: dict[tuple[object, ...], tuple[float, float]] = {}
 
-    def least(self, group: RecipeGroup, schedules: Sequence[Choice]) -> float:
-        """Bytes for a group.
+@functools.lru_cache(maxsize=16384)
+def _whole(*stored: Any) -> PieceBytes:
+    """What one rank stores and gathers of the whole model; arguments as of `stored_pieces`."""
+    return added(stored_pieces(*stored).values())
 
-        Args:
-            schedules: of the pipeline; the one that keeps the fewest microbatches counts.
-        """
-        layout, parallelism = group.layouts[0], self._recipe.parallelism
-        whole = self._stored(group)
-        needed = 0.0 if parallelism.cpu_offload else float(whole.parameters + whole.optimizer)
-        microbatches = self._recipe.training.global_batch // layout.data // group.microbatch
-        accumulates = microbatches > 1 or layout.pipeline > 1
-        if accumulates and (layout.context > 1 or group.precision.value.formats().mixed):
-            needed += whole.unreduced + (0 if parallelism.frees_after_forward else whole.gathered)
-        saved, deferred = self._activations(group)
-        if layout.pipeline > 1:
-            whole_passes, split_passes = self._in_flight(schedules, layout.pipeline, microbatches)
-            saved = min(whole_passes * saved, split_passes * min(saved, deferred))
-        return (needed + saved) / layout.pipeline
 
-    def _stored(self, group: RecipeGroup) -> PieceBytes:
-        """What one rank stores and gathers of the whole model."""
-        layout = group.layouts[0]
-        key = group.precision.value, layout.tensor, layout.data * layout.context, layout.expert
-        if key not in self._whole:
-            model, optimizer = self._recipe.model, self._recipe.optimizer
-            sharding = ShardedStorage(model, group.precision.value, optimizer, *key[1:])
-            self._whole[key] = added(stored_pieces(sharding).values())
-        return self._whole[key]
+@functools.lru_cache(maxsize=16384)
+def _activations(ac: ACConfig, model: ModelConfig, *shape: Any) -> tuple[float, float]:
+    """What all blocks keep of one microbatch, and what of it between the halves of a split backward."""
+    return saved_bytes(ac, model, *shape), model_facts(model).account.layers * deferred_bytes(model, *shape)[""]
 
-    def _activations(self, group: RecipeGroup) -> tuple[float, float]:
-        """What all blocks keep of one microbatch, and what of it between the halves of a split backward."""
-        layout, precision = group.layouts[0], group.precision.value
-        key = group.ac.value, precision, layout.tensor, layout.context, group.microbatch, layout.expert
-        if key not in self._saved:
-            share = Share(
-                element_bytes=precision.formats().compute_bytes,
-                accelerator=self._recipe.cluster.accelerator,
-                tensor=layout.tensor,
-                context=layout.context,
-                sequence_parallel=self._recipe.parallelism.sequence_parallel,
-                expert=layout.expert,
-            )
-            model, seq_len = self._recipe.model, self._recipe.training.seq_len
-            layers = model_facts(model).account.layers
-            batch = MicrobatchShape(model, group.ac.value, share, group.microbatch, seq_len)
-            self._saved[key] = (
-                saved_bytes(batch, layers),
-                layers * deferred_bytes(model, share, group.microbatch, seq_len)[""],
-            )
-        return self._saved[key]
 
-    def _in_flight(self, schedules: Sequence[Choice], ranks: int, microbatches: int) -> tuple[float, float]:
-        """Microbatches that the rank with most of them keeps, if its stages are equal, in the schedule with fewest.
+@functools.lru_cache(maxsize=16384)
+def _in_flight(schedules: tuple[PipelineSchedule, ...], ranks: int, microbatches: int) -> tuple[float, float]:
+    """Microbatches that the rank with most of them keeps, if its stages are equal, in the schedule with fewest.
 
-        The first number is of schedules with whole backward passes, the second of those that split them; infinite
-        without such a schedule.
-        """
-        key = (ranks, microbatches, *(schedule.value for schedule in schedules))
-        if key not in self._kept:
-            fewest = {False: math.inf, True: math.inf}
-            for schedule in schedules:
-                splits = splits_backward(schedule.value, ranks, microbatches)
-                kept = schedule.value.peak_in_flight(ranks=ranks, microbatches=microbatches)
-                fewest[splits] = min(fewest[splits], kept)
-            self._kept[key] = fewest[False], fewest[True]
-        return self._kept[key]
+    The first number is of schedules with whole backward passes, the second of those that split them; infinite without
+    such a schedule.
+    """
+    fewest = {False: math.inf, True: math.inf}
+    for schedule in schedules:
+        splits = splits_backward(schedule, ranks, microbatches)
+        fewest[splits] = min(fewest[splits], schedule.peak_in_flight(ranks=ranks, microbatches=microbatches))
+    return fewest[False], fewest[True]
 
 
 # Stages that differ may have a smaller bubble than equal ones; this share of it is in the bound of a group.
@@ -175,7 +147,6 @@ class RecipeRanking:
         space: of recipes.
         machine: on which they would run.
         limit: bytes of a device that recipes may reserve.
-        excess: reserved bytes for each allocated byte.
         listed: number of recipes in the space; after `best`.
         too_large: number of recipes that do not fit, of those that were looked at.
         least: the smallest of those that do not fit, with its recipe.
@@ -185,7 +156,6 @@ class RecipeRanking:
     space: LayoutSpace
     machine: Machine
     limit: float
-    excess: float
     listed: int = 0
     too_large: int = 0
     least: tuple[int, Recipe] | None = None
@@ -198,17 +168,10 @@ class RecipeRanking:
     def estimate(self, point: SpacePoint) -> Ranked:
         """The estimates of one recipe."""
         recipe = self.space.recipe_of(point)
-        memory, reserved = self._memory_of(recipe)
+        memory = most_memory(recipe)
+        reserved = reserved_bytes(recipe, self.machine, memory)
         time = step_time(recipe, self.machine)
         return Ranked(point=point, recipe=recipe, time=time, memory=memory, reserved=reserved)
-
-    def _memory_of(self, recipe: Recipe) -> tuple[RankMemory, int]:
-        """The memory of the rank that needs most, and the bytes that its allocator takes."""
-        memory = most_memory(recipe)
-        return memory, self._reserved(memory.allocated) + message_bytes(recipe, self.machine, memory.rank)
-
-    def _reserved(self, allocated: float) -> int:
-        return round(allocated * self.excess + self.machine.process_bytes)
 
     def _in_order(self) -> Iterator[Ranked]:
         counter = itertools.count()
@@ -251,43 +214,29 @@ class RecipeRanking:
 
     def _fits(self, group: RecipeGroup, schedules: Sequence[Choice]) -> bool:
         """Whether the smallest possible memory is not too much; if it is, the recipes are left out."""
-        needed = self._reserved(self._memory.least(group, schedules))
+        needed = self.machine.reserved_bytes(least_memory(self.space.recipe, group, schedules))
         if needed > self.limit:
             recipe = self.space.recipe_of(group.point(group.layouts[0], schedules[0]))
             self._leave_out(needed, recipe, len(group.layouts) * len(schedules))
         return needed <= self.limit
 
     @functools.cached_property
-    def _memory(self) -> MemoryBound:
-        return MemoryBound(self.space)
-
-    @functools.cached_property
     def _known_times(self) -> dict[tuple[object, ...], ModelTime]:
         return {}
 
     def _times(self, group: RecipeGroup, layout: Layout) -> ModelTime:
-        key = (*group.options, group.microbatch, layout.tensor, layout.context, layout.expert)
+        key = (group.ac, group.precision, group.compile, group.microbatch, layout.tensor, layout.context, layout.expert)
         if key not in self._known_times:
             recipe = self.space.recipe_of(group.point(layout, self.space.schedules(layout)[0]))
-            self._known_times[key] = model_time(shape_of(recipe, self.machine), recipe.ac)
+            self._known_times[key] = model_time(recipe, self.machine)
         return self._known_times[key]
 
     def _compute_bound(self, group: RecipeGroup) -> float:
         """Seconds of the blocks without parallelism inside them, divided by the processes that share them."""
         layout = group.layouts[0]
-        times = self._times(group, self._whole(layout.pipeline))
+        times = self._times(group, Layout(pipeline=layout.pipeline, shard=self.space.world // layout.pipeline))
         local = self.space.recipe.training.global_batch / layout.data / group.microbatch
         return local * (times.whole.ahead + times.whole.back) / (layout.pipeline * layout.context * layout.tensor)
-
-    def _whole(self, ranks: int) -> Layout:
-        """The layout of a pipeline without parallelism inside blocks."""
-        if ranks not in self._known_whole:
-            self._known_whole[ranks] = Layout(pipeline=ranks, shard=self.space.world // ranks)
-        return self._known_whole[ranks]
-
-    @functools.cached_property
-    def _known_whole(self) -> dict[int, Layout]:
-        return {}
 
     def _refine_group(self, group: RecipeGroup) -> Iterator[tuple[float, Any]]:
         """The schedules of a group, with bounds of the pipeline's time."""
@@ -299,29 +248,13 @@ class RecipeRanking:
         times = self._times(group, layout)
         ahead, back = times.whole.ahead, times.whole.back
         stragglers = 1 + self.machine.efficiencies.stragglers * math.log2(
-            axis_in(layout, "world", self.machine.per_node).nodes
+            axis_of(layout, "world", self.machine.per_node).nodes
         )
-        for schedule, splits, share in self._idle_shares(layout.pipeline, count, schedules):
-            idle = _BUBBLE_SHARE * (ahead if splits else ahead + back) * share
+        for schedule in schedules:
+            passes = ahead if splits_backward(schedule.value, layout.pipeline, count) else ahead + back
+            idle = _BUBBLE_SHARE * passes * _before_last_rank(schedule.value, layout.pipeline)
             bound = (count * (ahead + back) / layout.pipeline + idle) * stragglers
             yield bound, (self._refine_schedule, (group, schedule))
-
-    def _idle_shares(
-        self, ranks: int, microbatches: int, schedules: Sequence[Choice]
-    ) -> Sequence[tuple[Choice, bool, float]]:
-        """The schedules of a pipeline, whether each splits the backward, and `_before_last_rank`."""
-        key = ranks, microbatches
-        if key not in self._known_shares:
-            keys = [schedule.value for schedule in schedules]
-            self._known_shares[key] = [
-                (schedule, splits_backward(own, ranks, microbatches), _before_last_rank(own, ranks))
-                for schedule, own in zip(schedules, keys, strict=True)
-            ]
-        return self._known_shares[key]
-
-    @functools.cached_property
-    def _known_shares(self) -> dict[tuple[int, int], Sequence[tuple[Choice, bool, float]]]:
-        return {}
 
     def _refine_schedule(self, item: tuple[RecipeGroup, Choice]) -> Iterator[tuple[float, Any]]:
         """The group with one schedule, with a bound of what its layouts share."""
@@ -351,7 +284,8 @@ class RecipeRanking:
     def _refine_recipe(self, point: SpacePoint) -> Iterator[tuple[float, Any]]:
         """The estimate of one recipe, if it fits."""
         recipe = self.space.recipe_of(point)
-        memory, reserved = self._memory_of(recipe)
+        memory = most_memory(recipe)
+        reserved = reserved_bytes(recipe, self.machine, memory)
         if reserved > self.limit:
             self._leave_out(reserved, recipe, 1)
             return

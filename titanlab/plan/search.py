@@ -148,7 +148,7 @@ def no_collection() -> Iterator[None]:
 def _ranking(recipe: Recipe, machine: Machine, limit: float, vary: Sequence[str]) -> RecipeRanking:
     world = recipe.layout.world
     space = LayoutSpace(recipe=recipe, world=world, per_node=machine.per_node, choices=choices_of(recipe, vary=vary))
-    return RecipeRanking(space=space, machine=machine, limit=limit, excess=machine.allocator_excess)
+    return RecipeRanking(space=space, machine=machine, limit=limit)
 
 
 def _check_precisions(space: LayoutSpace) -> None:

@@ -5,6 +5,7 @@ The options of the varied groups are discovered, so that options of other packag
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -19,10 +20,9 @@ from titanlab.costs.layout import Layout, divisors
 from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.parallelism.schema import Parallelism
-from titanlab.plan.stages import Remembered, model_facts
+from titanlab.plan.stages import model_facts
 from titanlab.recipe import recipe_rules
 from titanlab.recipe.recipe import Recipe
-from titanlab.recipe.recipe_rules import check_all_but_data
 from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.schedule.contract import PipelineSchedule
 
@@ -48,9 +48,13 @@ def choices_of(recipe: Recipe, *, vary: Sequence[str] = ()) -> Choices:
         compiles += [Compile(), Compile(blocks=True, loss=True)]
     return Choices(
         schedules=_schedules(recipe.schedule),
-        acs=_named(recipe.ac, _estimated(_defaults("ac"))),
-        precisions=_named(recipe.precision, _defaults("precision") if "precision" in vary else []),
-        compiles=[Choice(_compile_name(value), value) for value in _different(compiles)],
+        # Not the policies that leave recomputation to a compiler: nobody knows what those keep.
+        acs=_named([recipe.ac, *(policy for policy in _defaults("ac") if policy.compiler_budget() is None)]),
+        precisions=_named([recipe.precision, *(_defaults("precision") if "precision" in vary else [])]),
+        compiles=[
+            Choice("+".join(name for name, on in (("block", value.blocks), ("loss", value.loss)) if on) or "off", value)
+            for value in _different(compiles)
+        ],
     )
 
 
@@ -75,13 +79,8 @@ def _schedules(own: PipelineSchedule) -> list[Choice]:
     return choices
 
 
-def _estimated(policies: Iterable[Any]) -> list[Any]:
-    """Policies whose recomputation is known: not those for which a compiler chooses it."""
-    return [policy for policy in policies if policy.compiler_budget() is None]
-
-
-def _named(own: Any, others: Iterable[Any]) -> list[Choice]:
-    return [Choice(_name(value), value) for value in _different([own, *others])]
+def _named(values: Iterable[Any]) -> list[Choice]:
+    return [Choice(_name(value), value) for value in _different(values)]
 
 
 def _different(values: Iterable[Any]) -> list[Any]:
@@ -97,11 +96,6 @@ def _name(value: Any) -> str:
         if each.name != "kind" and field_value != default and isinstance(field_value, int | float | bool):
             changed.append(f"{each.name}={str(field_value).lower() if isinstance(field_value, bool) else field_value}")
     return " ".join([value.kind, *changed])
-
-
-def _compile_name(value: Compile) -> str:
-    parts = [name for name, compiled in (("block", value.blocks), ("loss", value.loss)) if compiled]
-    return "+".join(parts) or "off"
 
 
 # Reason for which a layout is left out although no rule forbids it.
@@ -152,20 +146,6 @@ class SpacePoint(NamedTuple):
     compile: Choice
 
 
-class _Lighter:
-    """A model's config with another account."""
-
-    def __init__(self, model: Any, account: ModelAccount) -> None:
-        self._model, self._own = model, account
-
-    def account(self) -> ModelAccount:
-        """The other account."""
-        return self._own
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
 @dataclass(kw_only=True)
 class LayoutSpace:
     """The recipes that a world and a global batch allow.
@@ -184,13 +164,22 @@ class LayoutSpace:
     choices: Choices
     dropped: Counter[str] = field(default_factory=Counter)
 
+    def __post_init__(self) -> None:
+        # Kept as long as the space.
+        self._ask = functools.cache(self._broken_rule)
+        self._legal = functools.cache(self._legal_schedules)
+        self._parallelism = functools.cache(self._with_degrees)
+        self._training = functools.cache(
+            lambda microbatch: dataclasses.replace(self.recipe.training, microbatch=microbatch)
+        )
+
     def layouts(self) -> list[Layout]:
         """All layouts that the rules allow, tensor parallelism inside a node if any such layout is allowed."""
         inside: list[Layout] = []
         beyond: list[Layout] = []
         self.dropped.clear()
         for layout in self._with_experts(all_layouts(self.world)):
-            rule = self._broken(layout)
+            rule = self.broken(layout)
             if rule:
                 self.dropped[rule] += 1
             else:
@@ -212,7 +201,7 @@ class LayoutSpace:
             for tensor in divisors(left)
             for replicate in divisors(data)
         )
-        return not all(map(self._broken, self._with_experts(possible)))
+        return not all(map(self.broken, self._with_experts(possible)))
 
     def _with_experts(self, layouts: Iterable[Layout]) -> Iterator[Layout]:
         """The layouts, with each degree by which they can divide the model's experts."""
@@ -243,19 +232,11 @@ class LayoutSpace:
     def schedules(self, layout: Layout, microbatches: int | None = None) -> Sequence[Choice]:
         """The schedules of a layout's pipeline; without one, that of the recipe."""
         if layout.pipeline == 1:
-            schedule: Sequence[Choice] = self._kept("schedule", lambda: [Choice("", self.recipe.schedule)])
-            return schedule
+            return [Choice("", self.recipe.schedule)]
         if microbatches is None:
             return self.choices.schedules
-        legal_schedules: Sequence[Choice] = self._kept(
-            ("schedules", layout.pipeline, microbatches), lambda: self._legal(layout.pipeline, microbatches)
-        )
-        return legal_schedules
-
-    def _legal(self, pipeline: int, microbatches: int) -> list[Choice]:
-        return [
-            choice for choice in self.choices.schedules if not self._pipeline_broken(pipeline, choice, microbatches)
-        ]
+        legal, _ = self._legal(layout.pipeline, microbatches)
+        return legal
 
     def others(self) -> Iterator[tuple[Choice, Choice, Choice]]:
         """Policies of checkpointing, precisions and compilations."""
@@ -277,19 +258,18 @@ class LayoutSpace:
     def broken_rule(self, recipe: Recipe) -> str:
         """The first rule of recipes that a recipe of the space breaks; empty: none."""
         # Rules look at each parameter, and blocks are alike: an account with one block answers much sooner.
-        lighter: Any = _Lighter(recipe.model, self._account)
-        remembered: Any = Remembered(recipe.schedule)
-        light = dataclasses.replace(recipe, model=lighter, schedule=remembered)
-        for model in (light, recipe):
+        lighter = copy.copy(recipe.model)
+        object.__setattr__(lighter, "account", lambda: self._account)
+        for asked in (dataclasses.replace(recipe, model=lighter), recipe):
             try:
-                check_all_but_data(model)
+                recipe_rules.check_all_but_data(asked)
             except ConfigError as error:
                 text = f"{error.key} {error.rule}"
             else:
                 return ""
         return text
 
-    def _broken(self, layout: Layout) -> str:
+    def broken(self, layout: Layout) -> str:
         """The rule that every point of a layout breaks; empty: none is known."""
         batch = self.recipe.training.global_batch
         if batch % layout.data:
@@ -301,82 +281,61 @@ class LayoutSpace:
             return ""
         local = batch // layout.data
         broken = ""
-        for schedule in self.choices.schedules:
-            for microbatch in divisors(local):
-                broken = self._pipeline_broken(layout.pipeline, schedule, local // microbatch)
-                if not broken:
-                    return ""
+        for microbatch in divisors(local):
+            legal, broken = self._legal(layout.pipeline, local // microbatch)
+            if legal:
+                return ""
         return broken
 
     # The rules are those of recipes; each is asked once for all layouts that look the same to it.
 
-    @functools.cached_property
-    def _cache(self) -> dict[tuple[object, ...], Any]:
-        return {}
-
     def _context_broken(self, context: int) -> str:
-        return self._violation("context", context, lambda: recipe_rules.check_context(
-            Layout(context=context), self._account, seq_len=self.recipe.training.seq_len,
-            kernel=self.recipe.model.attention,
-        ))  # fmt: skip
+        return self._ask("context", Layout(context=context))
 
     def _tensor_broken(self, layout: Layout) -> str:
         layout = Layout(tensor=layout.tensor, shard=layout.fsdp, expert=layout.expert)
-        seq_len = self.recipe.training.seq_len
-        experts = self._violation(
-            "expert", layout, lambda: recipe_rules.check_expert(layout, self.recipe.parallelism, self._account)
-        )
-        return experts or self._violation("tensor", layout, lambda: recipe_rules.check_tensor(
-            layout, self._whole_sequences, account_for(self._account, layout), seq_len=seq_len, microbatch=1
-        ))  # fmt: skip
-
-    @functools.cached_property
-    def _whole_sequences(self) -> Parallelism:
-        return dataclasses.replace(self.recipe.parallelism, sequence_parallel=False)
+        return self._ask("expert", layout) or self._ask("tensor", layout)
 
     def _tokens_broken(self, layout: Layout, microbatch: int) -> str:
-        if layout.tensor == 1:
-            return ""
-        key = (layout.tensor, layout.context, microbatch)
-        return self._violation("tokens", key, lambda: recipe_rules.check_tensor(
-            Layout(tensor=layout.tensor, context=layout.context), self._tokens_config, self._account,
-            seq_len=self.recipe.training.seq_len, microbatch=microbatch,
-        ))  # fmt: skip
+        layout = Layout(tensor=layout.tensor, context=layout.context)
+        return self._ask("tokens", layout, microbatch) if layout.tensor > 1 else ""
 
-    def _pipeline_broken(self, pipeline: int, schedule: Choice, microbatches: int) -> str:
-        config = self.recipe.parallelism
-        return self._violation("pipeline", (pipeline, schedule.name, microbatches), lambda: recipe_rules.check_pipeline(
-            Layout(pipeline=pipeline), config, self._account, schedule.value, microbatches=microbatches,
-        ))  # fmt: skip
-
-    def _violation(self, rule: str, key: object, check: Any) -> str:
-        """The text of the rule that a check says is broken; empty: none."""
-        text = self._cache.get((rule, key))
-        if text is None:
+    def _legal_schedules(self, pipeline: int, microbatches: int) -> tuple[Sequence[Choice], str]:
+        """The schedules that a pipeline can run, and the rule that the last of the others breaks."""
+        legal, broken, config = [], "", self.recipe.parallelism
+        for choice in self.choices.schedules:
             try:
-                check()
-                text = ""
+                recipe_rules.check_pipeline(
+                    Layout(pipeline=pipeline), config, self._account, choice.value, microbatches=microbatches
+                )
+                legal.append(choice)
             except ConfigError as error:
-                text = f"{error.key} {error.rule}"
-            self._cache[rule, key] = text
-        return str(text)
+                broken = f"{error.key} {error.rule}"
+        return legal, broken
 
-    @property
-    def _account(self) -> Any:
+    def _broken_rule(self, check: str, layout: Layout, microbatch: int = 1) -> str:
+        """The text of the rule that a check says is broken; empty: none."""
+        account, config, seq_len = self._account, self.recipe.parallelism, self.recipe.training.seq_len
+        try:
+            if check == "context":
+                kernel = self.recipe.model.attention
+                recipe_rules.check_context(layout, account, seq_len=seq_len, kernel=kernel)
+            elif check == "expert":
+                recipe_rules.check_expert(layout, config, account)
+            else:
+                if check == "tensor":
+                    config = dataclasses.replace(config, sequence_parallel=False)
+                account = account_for(account, layout)
+                recipe_rules.check_tensor(layout, config, account, seq_len=seq_len, microbatch=microbatch)
+        except ConfigError as error:
+            return f"{error.key} {error.rule}"
+        return ""
+
+    @functools.cached_property
+    def _account(self) -> ModelAccount:
         # The edges and one block: the rules ask each parameter, and blocks are alike.
         facts = model_facts(self.recipe.model)
-        return self._kept("account", lambda: dataclasses.replace(
-            facts.sample, layers=facts.account.layers, pieces=facts.account.pieces
-        ))  # fmt: skip
-
-    @property
-    def _tokens_config(self) -> Parallelism:
-        config: Parallelism = self.recipe.parallelism
-        return config
-
-    def _parallelism(self, layout: Layout) -> Parallelism:
-        parallelism: Parallelism = self._kept(layout, lambda: self._with_degrees(layout))
-        return parallelism
+        return dataclasses.replace(facts.sample, layers=facts.account.layers, pieces=facts.account.pieces)
 
     def _with_degrees(self, layout: Layout) -> Parallelism:
         own = self.recipe.parallelism
@@ -390,16 +349,6 @@ class LayoutSpace:
             # A split by hand is for one number of stages.
             split=own.split if layout.pipeline == self.recipe.layout.pipeline else None,
         )
-
-    def _training(self, microbatch: int) -> Any:
-        return self._kept(
-            ("training", microbatch), lambda: dataclasses.replace(self.recipe.training, microbatch=microbatch)
-        )
-
-    def _kept(self, key: Any, make: Any) -> Any:
-        if ("kept", key) not in self._cache:
-            self._cache["kept", key] = make()
-        return self._cache["kept", key]
 
 
 def all_layouts(world: int) -> Iterator[Layout]:

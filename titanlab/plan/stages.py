@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from titanlab.costs.account import ModelAccount, Operation, block_name, is_in_block, training_flops_per_token
-from titanlab.recipe.recipe import stage_pieces
+from titanlab.recipe.recipe import Recipe, stage_pieces
 from titanlab.techniques.ac.contract import ACConfig
 from titanlab.techniques.model.contract import ModelConfig
 from titanlab.techniques.schedule.action import Action
@@ -23,18 +23,12 @@ def actions_of(schedule: PipelineSchedule, ranks: int, microbatches: int) -> Seq
     return actions
 
 
-class Remembered:
-    """The config of a schedule that makes its actions once."""
+@dataclass(frozen=True)
+class Seen:
+    """A recipe as argument of a cached function, which depends only on what `key` has of it."""
 
-    def __init__(self, schedule: Any) -> None:
-        self._schedule = schedule
-
-    def actions(self, *, ranks: int, microbatches: int) -> Sequence[Sequence[Action]]:
-        """See `PipelineSchedule`."""
-        return actions_of(self._schedule, ranks, microbatches)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._schedule, name)
+    key: tuple[Any, ...]
+    recipe: Recipe = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

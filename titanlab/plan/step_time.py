@@ -5,22 +5,26 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from titanlab.costs.layout import Layout, hidden_shape
-from titanlab.costs.traffic_account import TOTALS_BYTES
-from titanlab.plan.block_time import exposed, model_time, shape_of
-from titanlab.plan.exchange import ShardingTraffic, axis_in, sharding_of
-from titanlab.plan.machine import AxisPlacement, Machine
-from titanlab.plan.memory import ShardedStorage as Stored
+from titanlab.costs.layout import hidden_shape
+from titanlab.costs.traffic_account import (
+    TOTALS_BYTES,
+    Coordinate,
+    Step,
+    Traffic,
+    TrafficRow,
+    add_sharding,
+    parameter_elements,
+)
+from titanlab.plan.block_time import exposed, model_time, seconds_of
+from titanlab.plan.machine import AxisPlacement, Machine, axis_of, expert_axis
 from titanlab.plan.memory import stored_pieces
-from titanlab.plan.pipeline_time import PipelineEstimate, Stages, least_time, pipeline_time
-from titanlab.plan.stage_time import RankTime, rank_stages
-from titanlab.plan.stages import flops_per_token, model_facts
+from titanlab.plan.pipeline_time import PipelineEstimate, RankTime, Stages, least_time, pipeline_time, rank_stages
+from titanlab.plan.stages import Seen, flops_per_token, model_facts
 from titanlab.recipe.communication import step_of
 from titanlab.recipe.recipe import Recipe
-from titanlab.techniques.model.contract import ModelConfig
-from titanlab.techniques.precision.contract import PrecisionConfig
 
 # How often a step reads or writes the gradients outside of the optimizer: for their norm 1, to scale them 2, to set
 # them to zero 1.
@@ -81,7 +85,7 @@ class _Estimate:
         self.model, self.precision = recipe.model, recipe.precision
         self.facts = model_facts(self.model)
         self.formats = recipe.precision.formats()
-        self.times = model_time(shape_of(recipe, machine), recipe.ac)
+        self.times = model_time(recipe, machine)
         self.microbatches = recipe.microbatches
         self.fsdp = self.layout.data_parallelism(mixed=self.formats.mixed) == "fsdp2"
         reshards = recipe.parallelism.frees_after_forward
@@ -112,7 +116,7 @@ class _Estimate:
 
     @property
     def _world(self) -> AxisPlacement:
-        return axis_in(self.layout, "world", self.machine.per_node)
+        return axis_of(self.layout, "world", self.machine.per_node)
 
     def _straggling(self, seconds: float) -> float:
         # One straggler slows all: the largest of n equal distributions grows with the logarithm of n.
@@ -161,7 +165,7 @@ class _Estimate:
             dim=self.facts.account.dim,
             sequence_parallel=self.recipe.parallelism.sequence_parallel,
         )
-        axis = axis_in(self.layout, "pipeline", self.machine.per_node)
+        axis = axis_of(self.layout, "pipeline", self.machine.per_node)
         return self.machine.collective_seconds(axis, math.prod(shape) * self.formats.compute_bytes, hops=1)
 
     def _data_parallel(
@@ -205,7 +209,7 @@ class _Estimate:
 
     def _ddp(self, stage: RankTime, parts: dict[str, float]) -> None:
         """Buckets are summed while the backward of the last microbatch runs; the last bucket is exposed."""
-        axis = axis_in(self.layout, "replicate", self.machine.per_node)
+        axis = axis_of(self.layout, "replicate", self.machine.per_node)
         size = self.facts.account.parameter_count * self.formats.master_bytes
         wire = 2 * size * (axis.ranks - 1) / axis.ranks
         buckets = max(1.0, size / (25 * 2**20))
@@ -216,9 +220,7 @@ class _Estimate:
     def _optimizer(self, rank: RankTime) -> float:
         """Time to read and write parameters, gradients and states, on the busiest rank."""
         optimizer, shards = self.recipe.optimizer, self.layout.fsdp if self.fsdp else 1
-        pieces = stored_pieces(
-            Stored(self.model, self.precision, optimizer, self.layout.tensor, shards, self.layout.expert)
-        )
+        pieces = stored_pieces(self.model, self.precision, optimizer, self.layout.tensor, shards, self.layout.expert)
         block = pieces[self.facts.block]
         others = [pieces[name] for name in rank.edges]
         parameters = rank.blocks * block.parameters + sum(piece.parameters for piece in others)
@@ -228,7 +230,7 @@ class _Estimate:
         return moved / (self.machine.memory_bytes_per_second * self.machine.efficiencies.fused_memory)
 
     def _unit(self, pieces: tuple[str, ...]) -> ShardingTraffic:
-        return _sharding(_Unit(self.model, self.precision, self.layout, self.machine, pieces, self.recipe))
+        return _sharding(Seen((self.model, self.precision, self.layout), self.recipe), self.machine, pieces)
 
 
 def freed_and_kept(blocks: int, *, reshards: bool) -> tuple[int, int]:
@@ -240,20 +242,49 @@ def freed_and_kept(blocks: int, *, reshards: bool) -> tuple[int, int]:
     return freed, blocks - freed
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """What decides how some pieces are sharded: the key of a cache."""
+class ShardingTraffic(NamedTuple):
+    """FSDP2's communication for some units of one rank, each once.
 
-    model: ModelConfig
-    precision: PrecisionConfig
-    layout: Layout
-    machine: Machine
-    pieces: tuple[str, ...]
-    # One of the recipes with these values.
-    recipe: Recipe = field(compare=False, repr=False)
+    Attributes:
+        gather, scatter, replicas: seconds of all-gathers, of reduce-scatters, and of HSDP's all-reduces.
+        gathered_bytes, scattered_bytes: of the whole tensors, which are copied on the device.
+        elements: of parameters that the units have on all ranks that share them.
+    """
+
+    gather: float
+    scatter: float
+    replicas: float
+    gathered_bytes: int
+    scattered_bytes: int
+    elements: int
+
+
+def sharding_of(step: Step, pieces: tuple[str, ...], machine: Machine) -> ShardingTraffic:
+    """FSDP2's communication for some pieces that are one stage."""
+    traffic = Traffic()
+    add_sharding(step, Coordinate(), 0, pieces, traffic)
+    rows, layout = traffic.rows(), step.layout
+    fsdp, replicate = (axis_of(layout, name, machine.per_node) for name in ("fsdp", "replicate"))
+    experts = expert_axis(layout, "expert_shard", machine.per_node)
+    gathers = [row for row in rows if row.kind == "all_gather"]
+    scatters = [row for row in rows if row.kind not in ("all_gather", "all_reduce")]
+
+    def seconds(rows: list[TrafficRow]) -> float:
+        # Some collectives have only the ranks that share a part of the experts.
+        own = [row for row in rows if row.axis == "expert_shard"]
+        return seconds_of(own, experts, machine) + seconds_of([row for row in rows if row not in own], fsdp, machine)
+
+    return ShardingTraffic(
+        gather=seconds(gathers),
+        scatter=seconds(scatters),
+        replicas=seconds_of([row for row in rows if row.kind == "all_reduce"], replicate, machine),
+        gathered_bytes=sum(row.bytes for row in gathers),
+        scattered_bytes=sum(row.bytes for row in scatters),
+        elements=parameter_elements(step, Coordinate(), pieces),
+    )
 
 
 @functools.lru_cache(maxsize=16384)
-def _sharding(unit: _Unit) -> ShardingTraffic:
-    step = step_of(unit.recipe, account=model_facts(unit.model).sample)
-    return sharding_of(step, unit.pieces, unit.machine)
+def _sharding(seen: Seen, machine: Machine, pieces: tuple[str, ...]) -> ShardingTraffic:
+    step = step_of(seen.recipe, account=model_facts(seen.recipe.model).sample)
+    return sharding_of(step, pieces, machine)

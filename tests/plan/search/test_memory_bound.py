@@ -7,7 +7,7 @@ import pytest
 from tests.plan.layouts import planned, ranking_of
 from titanlab.parallelism.schema import Parallelism
 from titanlab.plan.memory import most_memory
-from titanlab.plan.ranking import MemoryBound, RecipeGroup
+from titanlab.plan.ranking import RecipeGroup, least_memory
 
 
 def groups(space):
@@ -29,11 +29,11 @@ def groups(space):
 )
 def test_no_recipe_needs_less(given):
     space = ranking_of(planned(batch=8, **given)).space
-    bound, compared = MemoryBound(space), 0
+    compared = 0
     for group, schedules in groups(space):
-        everyone = bound.least(group, schedules)
+        everyone = least_memory(space.recipe, group, schedules)
         for schedule in schedules:
-            least = bound.least(group, [schedule])
+            least = least_memory(space.recipe, group, [schedule])
             needed = most_memory(space.recipe_of(group.point(group.layouts[0], schedule))).allocated
             assert everyone <= least <= needed
             compared += 1
@@ -42,7 +42,6 @@ def test_no_recipe_needs_less(given):
 
 def test_more_microbatches_in_flight_need_more():
     space = ranking_of(planned(batch=32)).space
-    bound = MemoryBound(space)
     group, schedules = next((group, schedules) for group, schedules in groups(space) if group.layouts[0].pipeline == 4)
-    by_name = {schedule.name: bound.least(group, [schedule]) for schedule in schedules}
+    by_name = {schedule.name: least_memory(space.recipe, group, [schedule]) for schedule in schedules}
     assert by_name["1f1b"] < by_name["gpipe"]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.plan.recipes import SMALL, made
 from titanlab.plan import block_time
-from titanlab.plan.block_time import PieceTime, exposed, model_time, shape_of, total
+from titanlab.plan.block_time import PieceTime, exposed, model_time, total
 from titanlab.plan.machine import machine_of
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer
 
@@ -20,13 +20,12 @@ MACHINE = machine_of(made())
 
 
 def times_of(recipe):
-    shape = shape_of(recipe, MACHINE)
-    return model_time(shape, recipe.ac)
+    return model_time(recipe, MACHINE)
 
 
 def fresh(recipe):
     """The same without what other recipes have left in the caches."""
-    for cache in (block_time._shaped, block_time._cached):
+    for cache in (block_time._shaped, block_time._model_time):
         cache.cache_clear()
     return times_of(recipe)
 

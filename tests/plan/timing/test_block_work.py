@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanlab.plan.block_work import RankWork, work_of
+from titanlab.plan.block_time import RankWork, work_of
 from titanlab.techniques.model.llama_schema import Llama
 
 CONFIG = {"dim": 128, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_dim": 256, "vocab_size": 64}

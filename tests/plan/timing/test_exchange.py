@@ -7,16 +7,9 @@ import pytest
 from tests.plan.recipes import SMALL, made
 from titanlab.costs.layout import Layout
 from titanlab.costs.traffic_account import TrafficRow
-from titanlab.plan.exchange import (
-    axis_in,
-    context_rows,
-    exchange_rows,
-    expert_axis,
-    seconds_of,
-    sharding_of,
-    tensor_rows,
-)
-from titanlab.plan.machine import AxisPlacement, machine_of
+from titanlab.plan.block_time import context_rows, exchange_rows, seconds_of, tensor_rows
+from titanlab.plan.machine import AxisPlacement, axis_of, expert_axis, machine_of
+from titanlab.plan.step_time import sharding_of
 from titanlab.recipe.communication import step_of
 
 
@@ -117,5 +110,5 @@ def test_ranks_that_share_experts_are_neighbours(expert, shards, per_node, own, 
 
 def test_an_axis_is_looked_up_once():
     layout = Layout(shard=4, tensor=2)
-    assert axis_in(layout, "tensor", 8) == AxisPlacement(ranks=2, in_node=2, nodes=1)
-    assert axis_in(layout, "tensor", 8) is axis_in(dataclasses.replace(layout), "tensor", 8)
+    assert axis_of(layout, "tensor", 8) == AxisPlacement(ranks=2, in_node=2, nodes=1)
+    assert axis_of(layout, "tensor", 8) is axis_of(dataclasses.replace(layout), "tensor", 8)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.plan.recipes import SMALL, made
 from titanlab.plan.block_time import ModelTime, PieceTime, total
-from titanlab.plan.stage_time import rank_stages
+from titanlab.plan.pipeline_time import rank_stages
 from titanlab.plan.stages import stages_of
 from titanlab.techniques.schedule.published_schema import ZBV, Interleaved1F1B, OneFOneB
 
