@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from tests.plan.layouts import SMALL
-<<<<<<< HEAD
-from titanlab.plan.memory import ShardedStorage, added, representatives, stored_pieces
-from titanlab.techniques.optimizer.optimizers_schema import AdamW
-=======
 from titanlab.plan.memory import added, representatives, stored_pieces
-from titanlab.techniques.optimizer.adamw_schema import AdamW
->>>>>>> wf
+from titanlab.techniques.optimizer.optimizers_schema import AdamW
 from titanlab.techniques.precision.cast_schema import Bf16, Fp32
 
 ACCOUNT = SMALL.account()

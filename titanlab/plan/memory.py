@@ -14,11 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-<<<<<<< HEAD
-from titanlab.costs.account import ModelAccount, Share, account_for, cuts_of, gathered_part, is_in_block, stored_part
-=======
-from titanlab.costs.account import Share, is_in_block
->>>>>>> wf
+from titanlab.costs.account import Share, account_for, cuts_of, gathered_part, is_in_block, stored_part
 from titanlab.costs.layout import Layout, hidden_shape
 from titanlab.costs.traffic_account import Coordinate, step_traffic
 from titanlab.plan.activations import (
