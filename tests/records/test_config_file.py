@@ -90,6 +90,7 @@ def laughs(levels):
         (laughs(2), False),
         (laughs(9), True),
         (laughs(300), True),
+        ("a: &a {b: 1}\nc: [" + "{<<: *a, d: 2}, " * 100 + "]", False),
         ("a: &a [*a]", True),
         ("a: &a {b: {c: [*a]}}", True),
         (f"a: &a 1\nb: {'[' * 150}*a{']' * 150}", False),

@@ -22,7 +22,7 @@ _SECTION = re.compile(r"^(?=\S)", re.MULTILINE)
 # Line breaks of Unicode that are none in YAML 1.2.
 _BREAKS = re.compile("[\x85\u2028\u2029]")
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*:( |$)")
-# They cannot stand for more than some 60,000 values.
+# Aliases inside of anchors: only these multiply, and 30 cannot stand for more than some 60,000 copies.
 MOST_ALIASES = 30
 MOST_DEPTH = 200
 
@@ -172,9 +172,9 @@ def excess(text: str) -> str | None:
         elif isinstance(event, yaml.CollectionEndEvent):
             anchors.pop()
         elif isinstance(event, yaml.AliasEvent):
-            aliases += 1
+            aliases += any(anchors)
             if event.anchor in anchors:
                 return "an alias in it stands for itself"
             if aliases > MOST_ALIASES:
-                return f"it has more than {MOST_ALIASES} aliases"
+                return f"it has more than {MOST_ALIASES} aliases inside of anchors"
     return None
