@@ -182,10 +182,9 @@ def others(made):
     (good.path / "status.json").unlink()
     train(good)
     sweep.submit(good, launcher="local", job_id="x")
-    place = next((sweep.folder.path / "submissions").glob("*.json")).with_suffix("")
-    place.mkdir()
-    noted = {"schema": 1, "state": "ended", "started": 1.0, "ended": 2.0, "host": os.uname().nodename}
-    (place / "0.json").write_text(json.dumps(noted))
+    token = next((sweep.folder.path / "submissions").glob("*.json")).stem
+    job = {"token": token, "index": 0, "nodes": [os.uname().nodename], "started": 1.0}
+    (good.attempt_folder(1) / "job.json").write_text(json.dumps(job))
     made_folders = [sweep.folder.path, *(path for path in sweep.folder.path.rglob("*") if path.is_dir())]
     for path in made_folders:
         path.chmod(0o555)
