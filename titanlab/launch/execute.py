@@ -298,7 +298,7 @@ def _recorded(
 
     Args:
         terminal: ranks whose output is on the terminal already.
-        memory: evidence about a SIGKILL; None: there is none.
+        memory: evidence about a SIGKILL.
     """
     recorded = run.result(attempt)
     if recorded is not None:

@@ -57,7 +57,6 @@ class Escalation:
 
     Args:
         world: number of ranks of the run; those on other hosts count too.
-        say: called with a line for the user.
 
     Attributes:
         is_over: whether the ranks must be killed: `is_due` has returned true.
@@ -252,7 +251,7 @@ class RankProcesses:
         return dict(sorted(self._codes.items()))
 
     def ask_to_stop(self, number: int) -> None:
-        """Send a stop signal to every rank that has not ended."""
+        """Send a stop signal to every rank that has not ended, as `ask_to_stop` does."""
         for pid in self.running().values():
             ask_to_stop(pid, number)
 
@@ -277,11 +276,7 @@ class RankProcesses:
         return failed, self._codes.keys() - failed
 
     def end(self, number: int, *, seconds: float) -> None:
-        """End all ranks, with the processes that they have started: by a signal, then by SIGKILL.
-
-        Args:
-            seconds: the time between the two.
-        """
+        """End all ranks, with the processes that they have started: by a signal, and by SIGKILL some seconds later."""
         for send, limit in ((number, seconds), (signal.SIGKILL, KILL_SECONDS)):
             for pid in self.running().values():
                 with contextlib.suppress(ProcessLookupError):
@@ -337,9 +332,8 @@ def start_one(
     """Run the worker as one given rank; its peers, if it has any, are started elsewhere.
 
     Args:
-        attempt: the number of the attempt, if every rank gets it; None: the ranks agree on it.
-        config: the recipe as plain values, for a rank that may start before rank 0 has written the attempt's
-            config.yaml.
+        attempt: None: the ranks agree on it.
+        config: the recipe as plain values, for a rank that may start before rank 0 has written config.yaml.
     """
     begin, run = time.time(), RunFolder(folder)
     escalation = _escalation(run, attempt=attempt, ranks=ranks)
@@ -351,8 +345,10 @@ def start_one(
             start_new_session=True,
         )
         signals.forward_to(lambda number: ask_to_stop(child.pid, number) if child.poll() is None else None)
-        if config:
-            _write_line(child, f"{json.dumps(config)}\n")
+        if child.stdin is not None:
+            # If the child has ended already, its exit code will show that.
+            with contextlib.suppress(BrokenPipeError), child.stdin:
+                child.stdin.write(f"{json.dumps(config)}\n".encode())
         end_if_silent(
             run,
             ranks.rank,
@@ -374,15 +370,6 @@ def _escalation(run: RunFolder, *, attempt: int | None, ranks: Ranks) -> Escalat
     return Escalation(run, attempt=attempt, world=ranks.world, say=console.note)
 
 
-def _write_line(child: subprocess.Popen[bytes], line: str) -> None:
-    """Write a line to a child's standard input, and close it."""
-    assert child.stdin is not None
-    # The child has ended already: its exit code will show that.
-    with contextlib.suppress(BrokenPipeError):
-        child.stdin.write(line.encode())
-        child.stdin.close()
-
-
 def _start_many(folder: Path, places: list[Ranks], attempt: int, logs: Path) -> list[Failure]:
     begin, run = time.time(), RunFolder(folder)
     escalation = _escalation(run, attempt=attempt, ranks=places[0])
@@ -401,14 +388,11 @@ def _start_many(folder: Path, places: list[Ranks], attempt: int, logs: Path) -> 
 def wait_for(
     started: RankProcesses, run: RunFolder, *, since: float, escalation: Escalation | None = None
 ) -> list[Failure]:
-    """Wait until all ranks of a run have ended; after the failure of one, end the others.
+    """Wait until all ranks of a run have ended; after the failure of one, end the others. Returns those that failed.
 
     Args:
         since: when the attempt began, in seconds since the epoch.
         escalation: has heard of stop requests; None: there are none.
-
-    Returns:
-        the ranks that failed, by rank.
     """
     watch = escalation or Escalation(run, attempt=None, world=len(started.pids), say=Console().note)
     failed, left = started.wait_for_failure(
@@ -495,11 +479,7 @@ def worker_command(folder: Path) -> list[str]:
 
 
 def worker_environment(ranks: Ranks, attempt: int | None = None) -> dict[str, str]:
-    """Environment variables of a rank that this process starts.
-
-    Args:
-        attempt: the number of the run's attempt, if all ranks get it.
-    """
+    """Environment variables of a rank that this process starts; without an attempt, the ranks agree on it."""
     own = {"TITANLAB_PARENT": str(os.getpid()), **launched_at()}
     return ranks.environment() | own | ({} if attempt is None else {"TITANLAB_ATTEMPT": str(attempt)})
 

@@ -41,8 +41,6 @@ class Child:
     """A running worker.
 
     Args:
-        folder: of the run.
-        attempt: the number of the attempt that has begun.
         config: the recipe as plain values.
         log: file to which the output of the worker and its libraries is appended.
         environment: variables for the worker, in addition to this process's.
@@ -75,14 +73,7 @@ class Child:
         )
         self._write(json.dumps(config) + "\n")
 
-    @property
-    def pid(self) -> int:
-        """The process number of the worker."""
-        return self._process.pid
-
-    def poll(self) -> int | None:
-        """The exit code of the worker, -N if signal N ended it; None while it runs."""
-        return self._process.poll()
+        self.pid, self.poll = self._process.pid, self._process.poll
 
     def ask_to_stop(self, kind: OutcomeKind, cause: str) -> None:
         """Ask the worker to agree with the other ranks on a step, to save, and to end."""
@@ -140,7 +131,6 @@ class StopCheck:
     """Looks whether a job must stop, and finds out why.
 
     Args:
-        job: of this process.
         signal_seconds: how long before its time limit the job asked for a warning.
     """
 
@@ -184,10 +174,8 @@ class StopCheck:
         return replace(outcome, kind=kind, cause=cause, exit_code=code)
 
     def _ask(self, number: int, cancelled_by: str | None) -> None:
-        job = self._job
-        self._meaning = meaning(
-            number, job.launcher, job.place, signal_seconds=self._signal_seconds, cancelled_by=cancelled_by
-        )
+        launcher, place = self._job.launcher, self._job.place
+        self._meaning = meaning(number, launcher, place, signal_seconds=self._signal_seconds, cancelled_by=cancelled_by)
 
 
 def meaning(
@@ -196,7 +184,6 @@ def meaning(
     """The meaning of a signal to a job: preemption, the end of its time, or a user who cancels it.
 
     Args:
-        signal_seconds: how long before its time limit the job asked for a warning.
         cancelled_by: who has asked titanlab itself to cancel the run.
     """
     name = signal.Signals(number).name
@@ -244,8 +231,6 @@ class RankWatch:
     """Watches one rank's worker in one attempt.
 
     Args:
-        child: the worker.
-        rank, world: of the worker.
         check_signals: called at every look; it may write the reason to stop.
         is_hurried: whether the worker must end without saving.
         is_first: whether the rank is the first one on its host.
@@ -314,11 +299,7 @@ class RankWatch:
         return set()
 
     def _time_to_end(self, names: set[str]) -> float | None:
-        """The time until which the worker may end by itself; None while nothing is wrong.
-
-        Args:
-            names: in the attempt's folder.
-        """
+        """The time until which the worker may end by itself, by the names in the attempt's folder; None: any."""
         if "result.json" in names and self._run.result(self._attempt) is not None:
             return time.monotonic() + TEARDOWN_SECONDS
         if self._is_hurried() or self._nothing_to_save():

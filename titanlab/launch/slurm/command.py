@@ -48,13 +48,7 @@ class Reply:
 
 
 def ask_slurm(*words: str, seconds: float = ANSWER_SECONDS, environ: Mapping[str, str] | None = None) -> Reply:
-    """Run a command of Slurm and wait for its answer.
-
-    Args:
-        words: name and arguments of the command.
-        seconds: time limit; then the command is killed.
-        environ: environment variables; None: those of this process.
-    """
+    """Run a command of Slurm and wait for its answer; after the time limit it is killed."""
     environ = os.environ if environ is None else environ
     if shutil.which(words[0], path=environ.get("PATH")) is None:
         return Reply(output=None, problem=f"there is no {words[0]} on PATH", is_here=False)
@@ -123,11 +117,7 @@ trap : TERM
 
 
 def answering_lines(jobs: Path) -> list[str]:
-    """Lines of a batch file that answer the questions of the job's processes.
-
-    Args:
-        jobs: folder in which the job may write.
-    """
+    """Lines of a batch file that answer the questions of the job's processes, in a folder where the job may write."""
     # Questions of an earlier start of the job must not be answered.
     folder = f'{shlex.quote(str(jobs))}/."$SLURM_JOB_ID"'
     start = ['rm -rf -- "$TITANLAB_SCONTROL"', 'mkdir -p -- "$TITANLAB_SCONTROL"']

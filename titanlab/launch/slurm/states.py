@@ -70,12 +70,7 @@ _TASKS = re.compile(r"srun: error: \S+ tasks \S+: (?:Out Of Memory|Killed)\s*$")
 
 
 def memory_word(jobs: Path, job_id: str) -> MemoryWord | None:
-    """Slurm's message about memory in the logs of a job; None if there is none.
-
-    Args:
-        jobs: the folder of the logs.
-        job_id: with its index in the array: 12_3.
-    """
+    """Slurm's message about memory in the logs of a job, such as 12_3; None if there is none."""
     sentences: list[str] = []
     ranks: dict[str, set[int]] = {"Out Of Memory": set(), "Killed": set()}
     several = False
