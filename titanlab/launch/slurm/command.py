@@ -8,6 +8,7 @@ writes the arguments, and a loop in the batch file runs scontrol with them.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import secrets
@@ -193,3 +194,26 @@ def expression_of(elements: Iterable[int]) -> str:
         else:
             ranges.append((element, element))
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+def hosts(nodes: str) -> list[str]:
+    """The hosts of Slurm's short form: `gpu[03-04,12],n1` → gpu03, gpu04, gpu12, n1; also with several brackets."""
+    names: list[str] = []
+    for word in re.findall(r"(?:[^,\[]|\[[^]]*\])+", nodes):
+        # Every second part was inside brackets.
+        parts = re.split(r"\[([^]]*)\]", word)
+        choices = [_numbers(part) if place % 2 else [part] for place, part in enumerate(parts)]
+        names += ["".join(chosen) for chosen in itertools.product(*choices)]
+    return names
+
+
+def _numbers(text: str) -> list[str]:
+    """The numbers of `03-04,12`, with their leading zeros."""
+    numbers: list[str] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first.isdecimal() and (not last or last.isdecimal()):
+            numbers += [f"{value:0{len(first)}d}" for value in range(int(first), int(last or first) + 1)]
+        else:
+            numbers.append(part)
+    return numbers

@@ -13,8 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from titanlab.launch.contract import UNANSWERED, JobEnd, JobKey, JobState, MemoryWord
-from titanlab.launch.slurm.command import ACCOUNTING_SECONDS, Reply, accounted_since, ask_slurm, elements_of, seconds_of
-from titanlab.launch.slurm.job import hosts
+from titanlab.launch.slurm.command import (
+    ACCOUNTING_SECONDS,
+    Reply,
+    accounted_since,
+    ask_slurm,
+    elements_of,
+    hosts,
+    seconds_of,
+)
 from titanlab.launch.submission import Submission, token_of
 from titanlab.records.logs import text_at_end
 from titanlab.records.outcome import OutcomeKind
