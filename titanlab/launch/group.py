@@ -32,7 +32,7 @@ from titanlab.launch.attempt import conclude, keep_tokenizer, missed_checkpoint
 from titanlab.launch.contract import ProcessPlace, launch_of
 from titanlab.launch.evidence import note_bad_host, suspect
 from titanlab.launch.job import Job, address_of, port_of, say
-from titanlab.launch.launchers import default_config, given_cores
+from titanlab.launch.launchers import default_config
 from titanlab.launch.restarts import Restart, Restarts, change, reduced
 from titanlab.launch.watch import Child, RankWatch, StopCheck, settle
 from titanlab.recipe.next_attempt import check_unedited
@@ -500,7 +500,6 @@ def watched(job: Job, recipe: Recipe, meeting: Rendezvous, stop: StopCheck) -> i
             attempt=meeting.attempt,
             config=run.config(meeting.attempt),
             log=run.logs / f"rank-{ranks.rank}.log",
-            environment=given_cores(job.place.launcher, os.environ),
         )
     except Exception as error:
         note = from_exception(error, rank=ranks.rank, attempt=meeting.attempt)

@@ -338,17 +338,11 @@ def start_one(
     begin, run = time.time(), RunFolder(folder)
     escalation = _escalation(run, attempt=attempt, ranks=ranks)
     with _forwarded_signals(escalation) as signals:
-        child = subprocess.Popen(
-            [*worker_command(folder), *(["-"] if config else [])],
-            env={**os.environ, **worker_environment(ranks, attempt), **given_cores(ranks.started_by, os.environ)},
-            stdin=subprocess.PIPE if config else None,
-            start_new_session=True,
-        )
+        child = start_worker(folder, ranks, attempt, config=config)
         signals.forward_to(lambda number: ask_to_stop(child.pid, number) if child.poll() is None else None)
         if child.stdin is not None:
-            # If the child has ended already, its exit code will show that.
-            with contextlib.suppress(BrokenPipeError), child.stdin:
-                child.stdin.write(f"{json.dumps(config)}\n".encode())
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.close()
         end_if_silent(
             run,
             ranks.rank,
@@ -458,19 +452,52 @@ def _forked(
 
 
 def _one_by_one(folder: Path, places: list[Ranks], attempt: int, logs: Path) -> RankProcesses:
-    processes = {
-        place.rank: subprocess.Popen(
-            worker_command(folder),
-            env={
-                **os.environ,
-                **worker_environment(place, attempt),
-                **({"TITANLAB_LOG": str(logs / f"rank-{place.rank}.log")} if place.rank else {}),
-            },
-            start_new_session=True,
-        )
-        for place in places
-    }
+    processes = {}
+    for place in places:
+        log = {"TITANLAB_LOG": str(logs / f"rank-{place.rank}.log")} if place.rank else {}
+        processes[place.rank] = start_worker(folder, place, attempt, variables=log)
     return RankProcesses({rank: process.pid for rank, process in processes.items()}, processes)
+
+
+def start_worker(
+    folder: Path,
+    ranks: Ranks,
+    attempt: int | None,
+    *,
+    config: Mapping[str, Any] | None = None,
+    variables: Mapping[str, str] | None = None,
+    set_up: Callable[[], None] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start the process of one rank, which leads a session.
+
+    Args:
+        config: the recipe as plain values, which the rank gets as the first line of its input; None: it has no input.
+        variables: further environment variables.
+        set_up: called in the new process.
+    """
+    child = subprocess.Popen(
+        [*worker_command(folder), *(["-"] if config else [])],
+        env={
+            **os.environ,
+            **given_cores(ranks.started_by, os.environ),
+            **worker_environment(ranks, attempt),
+            **(variables or {}),
+        },
+        stdin=subprocess.PIPE if config else None,
+        start_new_session=True,
+        preexec_fn=set_up,
+    )
+    if config:
+        tell(child, json.dumps(config) + "\n")
+    return child
+
+
+def tell(child: subprocess.Popen[bytes], line: str) -> None:
+    """Write a line with its end to a child's standard input; one that has ended already shows that by its exit code."""
+    assert child.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        child.stdin.write(line.encode())
+        child.stdin.flush()
 
 
 def worker_command(folder: Path) -> list[str]:

@@ -30,7 +30,7 @@ from titanlab.launch.attempt import by_log
 from titanlab.launch.contract import Launcher, ProcessPlace, StopReason
 from titanlab.launch.evidence import memory_kills
 from titanlab.launch.job import Job, say
-from titanlab.launch.processes import KILL_SECONDS, Escalation, worker_command, worker_environment
+from titanlab.launch.processes import KILL_SECONDS, Escalation, start_worker, tell
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exit
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.files import parse_json, read_text
@@ -38,46 +38,20 @@ from titanlab.system.processes import STOPPED, process_state
 
 
 class Child:
-    """A running worker.
+    """A running worker, to whose log the output of its libraries is appended."""
 
-    Args:
-        config: the recipe as plain values.
-        log: file to which the output of the worker and its libraries is appended.
-        environment: variables for the worker, in addition to this process's.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        ranks: Ranks,
-        *,
-        attempt: int,
-        config: Mapping[str, Any],
-        log: Path,
-        environment: Mapping[str, str],
-    ) -> None:
+    def __init__(self, folder: Path, ranks: Ranks, *, attempt: int, config: Mapping[str, Any], log: Path) -> None:
         self._log = log
         self._log_begin = log.stat().st_size if log.exists() else 0
-        self._process = subprocess.Popen(
-            [*worker_command(folder), "-"],
-            env={
-                **os.environ,
-                **environment,
-                **worker_environment(ranks, attempt),
-                "TITANLAB_TOLD": "1",
-                "TITANLAB_LOG": str(log),
-            },
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=_ignore_stop_signals,
+        variables = {"TITANLAB_TOLD": "1", "TITANLAB_LOG": str(log)}
+        self._process = start_worker(
+            folder, ranks, attempt, config=config, variables=variables, set_up=_ignore_stop_signals
         )
-        self._write(json.dumps(config) + "\n")
-
         self.pid, self.poll = self._process.pid, self._process.poll
 
     def ask_to_stop(self, kind: OutcomeKind, cause: str) -> None:
         """Ask the worker to agree with the other ranks on a step, to save, and to end."""
-        self._write(stop_line(kind, cause))
+        tell(self._process, stop_line(kind, cause))
         # If it is stopped (SIGSTOP), it must wake to read the line.
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGCONT)
@@ -104,13 +78,6 @@ class Child:
                 return file.read().decode(errors="replace")
         except OSError:
             return ""
-
-    def _write(self, line: str) -> None:
-        assert self._process.stdin is not None
-        # The worker has ended already: its exit code will show that.
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(line.encode())
-            self._process.stdin.flush()
 
 
 def _ignore_stop_signals() -> None:
