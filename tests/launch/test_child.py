@@ -90,8 +90,6 @@ def test_its_output_is_the_end_of_its_own_log(start, tmp_path):
     child = start('printf "first\nlast\n" >> "$TITANLAB_LOG"')
     ended(child)
     assert child.output() == "first\nlast\n"
-    assert child.output(limit=5) == "last\n"
-    assert child.output(limit=0) == ""
 
 
 def test_without_a_log_there_is_no_output(start, tmp_path):

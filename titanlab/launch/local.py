@@ -27,7 +27,6 @@ from titanlab.distributed.ranks import ALONE, MEETING
 from titanlab.distributed.stop import handled
 from titanlab.errors import ConfigError
 from titanlab.launch import processes
-from titanlab.launch.attempt import with_progress
 from titanlab.launch.contract import Failure, JobKey, JobState, Launcher, ProcessPlace
 from titanlab.launch.evidence import early_end, printed_lines
 from titanlab.launch.submission import Submission, claim_sweep, jobs_folder, submissions
@@ -249,6 +248,9 @@ def last_error(sweep: Path, *, begin: int = 0) -> str | None:
 
 def fail(sweep: Path, job: LocalJob, cause: str) -> None:
     """Write the result of a job that has ended before its run began, unless another process has the run."""
+    # Imported here: verbs that only ask for a launcher need no checkpoints.
+    from titanlab.launch.attempt import with_progress
+
     run = RunFolder(sweep / job.run)
     with contextlib.suppress(ConfigError), run.claim():
         outcome, earlier = with_progress(run, Outcome(kind=OutcomeKind.CRASH, attempt=0, cause=cause)), run.result()

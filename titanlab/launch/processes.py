@@ -15,12 +15,13 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from titanlab.distributed.hang import LEAST_LIMIT_SECONDS
-from titanlab.distributed.ranks import Ranks, free_port
+from titanlab.distributed.ranks import ALONE, Ranks, free_port
 from titanlab.distributed.silence import ANSWER_SECONDS, STATES, end_if_silent, hangs_of_others, note_silent_ranks
 from titanlab.distributed.start_up import launched_at
 from titanlab.distributed.stop import (
@@ -310,19 +311,8 @@ def start(folder: Path, *, attempt: int, world: int, logs: Path) -> list[Failure
     Returns:
         the ranks that failed, by rank. Their own records of the failure are in the run's folder.
     """
-    port = free_port()
-    places = [
-        Ranks(
-            rank=rank,
-            world=world,
-            local_rank=rank,
-            local_world=world,
-            address="127.0.0.1",
-            port=port,
-            started_by=Local.kind,
-        )
-        for rank in range(world)
-    ]
+    first = replace(ALONE, world=world, local_world=world, port=free_port(), started_by=Local.kind)
+    places = [replace(first, rank=rank, local_rank=rank) for rank in range(world)]
     return start_one(folder, places[0], attempt=attempt) if world == 1 else _start_many(folder, places, attempt, logs)
 
 

@@ -31,6 +31,7 @@ from titanlab.launch.contract import Launcher, ProcessPlace, StopReason
 from titanlab.launch.evidence import memory_kills
 from titanlab.launch.job import Job, say
 from titanlab.launch.processes import KILL_SECONDS, Escalation, start_worker, tell
+from titanlab.records.logs import text_at_end
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exit
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.files import parse_json, read_text
@@ -70,14 +71,9 @@ class Child:
             return self._process.wait(KILL_SECONDS)
         return -signal.SIGKILL
 
-    def output(self, limit: int = 50_000) -> str:
-        """The end of the worker's log, at most `limit` bytes."""
-        try:
-            with self._log.open("rb") as file:
-                file.seek(max(self._log_begin, file.seek(0, os.SEEK_END) - limit))
-                return file.read().decode(errors="replace")
-        except OSError:
-            return ""
+    def output(self) -> str:
+        """The end of the worker's log."""
+        return text_at_end(self._log, begin=self._log_begin)
 
 
 def _ignore_stop_signals() -> None:
@@ -297,18 +293,13 @@ class RankWatch:
         is_recorded = any(note.rank == self._rank for note in self._run.failures(self._attempt))
         if is_recorded or self._run.result(self._attempt) is not None:
             return
-        self._run.write_failure(self._judged(code))
-
-    def _judged(self, code: int) -> Outcome:
         outcome = from_exit(code, rank=self._rank, attempt=self._attempt, memory=self._kills.evidence())
         if self._reason is not None and code < 0:
-            return replace(
-                outcome,
-                kind=self._reason.kind,
-                cause=f"{self._reason.cause}; it ended before it could save",
-                echo=False,
-            )
-        return by_log(outcome, code, self._child.output())
+            cause = f"{self._reason.cause}; it ended before it could save"
+            outcome = replace(outcome, kind=self._reason.kind, cause=cause, echo=False)
+        else:
+            outcome = by_log(outcome, code, self._child.output())
+        self._run.write_failure(outcome)
 
 
 def await_result(run: RunFolder, attempt: int, world: int, *, seconds: float = RESULT_SECONDS) -> Outcome | None:
