@@ -70,7 +70,7 @@ def test_only_the_folder_of_launchers_names_one():
         ("Ranks(rank=0, started_by='local')", "local"),
         ("place.launcher == 'slurm'", "slurm"),
         ("from titanlab.launch.slurm_schema import Slurm", "titanlab.launch.slurm_schema"),
-        ("from titanlab.launch.local.supervisor import wake", "titanlab.launch.local.supervisor"),
+        ("from titanlab.launch.local import wake", "titanlab.launch.local"),
         ("from titanlab.launch import local_schema", "titanlab.launch.local_schema"),
         ("def f():\n    import titanlab.launch.slurm.command", "titanlab.launch.slurm.command"),
         ("NAMES = 'PATH SLURM_JOB_ID'.split()", "SLURM_"),

@@ -10,7 +10,7 @@ from titanlab.launch.group import Rendezvous, await_meeting, find_meeting, publi
 from titanlab.launch.job import address_of, port_of
 from titanlab.launch.launchers import launcher_named
 from titanlab.launch.slurm import launcher as slurm_launcher
-from titanlab.launch.slurm.job import hosts
+from titanlab.launch.slurm.command import hosts
 from titanlab.records.run_folder import RunFolder
 
 SLURM, HERE = launcher_named("slurm"), launcher_named("local")

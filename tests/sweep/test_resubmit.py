@@ -121,7 +121,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_before_the_job_waits(slurm, 
 def test_jobs_of_this_host_are_started(slurm, sweep, hung, monkeypatch):
     run, recipe = hung
     woken = []
-    monkeypatch.setattr("titanlab.launch.local.launcher.wake", woken.append)
+    monkeypatch.setattr("titanlab.launch.local.wake", woken.append)
     submission = resubmit(run, replace(recipe, launch=Local()), quiet)
     assert (submission.launcher, list(slurm.jobs())) == ("local", [101])
     assert woken == [sweep.path]

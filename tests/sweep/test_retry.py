@@ -6,7 +6,7 @@ from tests.sweep.conftest import names, quiet
 from tests.sweep.studies import SLURM, seeds, study
 from titanlab.cli.verbs import call
 from titanlab.errors import ConfigError
-from titanlab.launch.local.launcher import LocalLauncher
+from titanlab.launch.local import LocalLauncher
 from titanlab.launch.slurm.launcher import SlurmLauncher
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.sweep.enqueue import cancel
@@ -74,7 +74,7 @@ def test_stale_runs_that_sbatch_refuses_are_left_to_submit(slurm, sweep, tmp_pat
 
 def test_each_launcher_is_asked_about_its_own_jobs(slurm, sweep, tmp_path, monkeypatch):
     here = study(tmp_path / "runs", [{"shard": 1, "seed": 9}])
-    monkeypatch.setattr("titanlab.launch.local.launcher.wake", lambda sweep: None)
+    monkeypatch.setattr("titanlab.launch.local.wake", lambda sweep: None)
     (name,) = submit(here, quiet).submissions[0].runs
     run = sweep.run(name)
     run.begin_attempt(run.config(), {"code": {"fingerprint": "other"}})

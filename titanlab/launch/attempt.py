@@ -122,8 +122,7 @@ def begin(
         report: called with a line for each damaged checkpoint that the run passes over.
         processes: of the run on this host; None: all of them.
         environ: with which its ranks start.
-        checkpoint: the checkpoint that the user has chosen, which must be the run's newest: if it is damaged, the
-            attempt does not fall back to an older one.
+        checkpoint: that the user has chosen, and the run's newest: if it is damaged, there is no falling back.
 
     Raises:
         ConfigError: the run's checkpoint is missing, damaged, or of another model; or a file that the attempt appends
@@ -142,7 +141,6 @@ def begin(
 
 
 def _check_files(run: RunFolder) -> None:
-    """Check the files of earlier attempts that this one appends to."""
     for path in (run.path / "metrics.jsonl", *sorted(run.logs.glob("*.log"))):
         if path.is_symlink() or (path.exists() and not path.is_file()):
             what = "a symbolic link" if path.is_symlink() else "no regular file"
@@ -167,9 +165,6 @@ def pass_over_damaged(run: RunFolder, recipe: Recipe, report: Callable[[str], No
 
 def check_own_checkpoint(run: RunFolder, recipe: Recipe, checkpoint: Place | None) -> None:
     """Check the checkpoint from which a run will resume against its recipe and against the steps that it has saved.
-
-    Args:
-        checkpoint: None: there is no checkpoint, and the run begins with its first step.
 
     Raises:
         ConfigError: the checkpoint is missing, damaged, of another model, or its position is impossible for this run.
@@ -203,13 +198,7 @@ def check_own_checkpoint(run: RunFolder, recipe: Recipe, checkpoint: Place | Non
 
 
 def go_back(run: RunFolder, recipe: Recipe, checkpoint: Place, report: Callable[[str], None]) -> list[Place]:
-    """Make a checkpoint of a claimed run its newest one: rename all later checkpoints.
-
-    Args:
-        report: called with a line for each of them.
-
-    Returns:
-        the renamed ones; `put_back` undoes it.
+    """Make a checkpoint of a claimed run its newest one: rename all later ones, and return them for `put_back`.
 
     Raises:
         ConfigError: the run cannot resume from that checkpoint; nothing was changed.
@@ -351,12 +340,7 @@ def conclude(run: RunFolder, attempt: int, exits: Mapping[int, int], *, memory: 
 
 
 def by_log(outcome: Outcome, code: int, output: str) -> Outcome:
-    """The outcome of a rank that ended without a record of its own, with the reason that its log names.
-
-    Args:
-        code: the rank's exit code.
-        output: the end of its log in this attempt.
-    """
+    """The outcome of a rank that ended with a code and without a record, with what its log of this attempt says."""
     if NATIVE_SIGN in output and code == 1:
         cause = "a step did not end in time, in native code that lets no other thread run; its log has the stacks"
         stacks = output[output.rindex(NATIVE_SIGN) :]

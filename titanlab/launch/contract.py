@@ -82,12 +82,7 @@ class MemoryWord:
 
 @dataclass(frozen=True, kw_only=True)
 class StopReason:
-    """Why a job must end.
-
-    Attributes:
-        kind: `cancelled`, `preempted` or `walltime`.
-        cause: one line for the user.
-    """
+    """Why a job must end: `cancelled`, `preempted` or `walltime`, and one line for the user."""
 
     kind: OutcomeKind
     cause: str
@@ -127,12 +122,7 @@ Place = ProcessPlace
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A rank that failed.
-
-    Attributes:
-        rank: its number.
-        exit_code: of its process; -N if signal N ended it.
-    """
+    """A rank that failed; the exit code is -N if signal N ended its process."""
 
     rank: int
     exit_code: int
@@ -251,7 +241,6 @@ class Launcher(Protocol):
         """End jobs; jobs that have already ended are skipped.
 
         Args:
-            report: called with each line for the user.
             is_gentle: the jobs run, and get the time that they need to save.
 
         Raises:

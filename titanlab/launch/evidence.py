@@ -38,7 +38,6 @@ class MemoryKills:
 
     Attributes:
         place: what was counted: `its control group` or `this machine`; empty if the kernel has no counter.
-        count: number of processes.
         machine: number on the whole machine; None if the kernel has no counter of it.
     """
 
@@ -63,11 +62,7 @@ class MemoryKills:
 
 
 def memory_kills(root: Path = _ROOT) -> MemoryKills:
-    """The counter of this process's control group; without one, that of the machine.
-
-    Args:
-        root: of the file system; tests give another one.
-    """
+    """The counter of this process's control group; without one, that of the machine."""
     machine = _count(root / "proc/vmstat")
     count = _count_of_group(root)
     if count is not None:
@@ -153,14 +148,7 @@ _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 
 @dataclass(frozen=True)
 class BadHost:
-    """One failure on a host.
-
-    Attributes:
-        run: name of the run's folder.
-        kind: of the outcome.
-        cause: in one line.
-        time: seconds since the epoch.
-    """
+    """One failure on a host, of a run by the name of its folder, with the kind of the outcome."""
 
     host: str
     run: str

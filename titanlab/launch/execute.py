@@ -132,7 +132,9 @@ def continue_run(
         put_aside: list[Place] = []
         if checkpoint is not None:
             put_aside = go_back(run, recipe, checkpoint, console.note)
-        return make_attempts(run, RanksHere(run, recipe, ranks, console, checkpoint=checkpoint, put_aside=put_aside))
+        started_by = ranks.started_by if ranks else launch_of(recipe).kind
+        here = RanksHere(run, recipe, ranks, console, started_by=started_by, checkpoint=checkpoint, put_aside=put_aside)
+        return make_attempts(run, here)
 
 
 class RanksHere:
@@ -140,6 +142,7 @@ class RanksHere:
 
     Args:
         recipe: prepared; None: the job's, which is prepared first.
+        started_by: who starts the ranks, as env.json has it.
         put_aside: the checkpoints after the chosen one, which were renamed.
         job: of this process, which runs all ranks: what prevents its attempt is a result too.
     """
@@ -155,13 +158,14 @@ class RanksHere:
         ranks: Ranks | None,
         console: Console,
         *,
+        started_by: str,
         checkpoint: Place | None = None,
         put_aside: Sequence[Place] = (),
         job: Job | None = None,
     ) -> None:
         self._run, self._recipe, self._ranks, self._console, self._job = run, recipe, ranks, console, job
         self.checkpoint, self._put_aside = checkpoint, put_aside
-        self.started_by = ranks.started_by if ranks else launch_of(recipe).kind if recipe else ""
+        self.started_by = started_by
         self.processes = ranks.local_world if ranks else None
         self._restarts: Restarts | None = None
         self._restart: Restart | None = None
@@ -173,7 +177,6 @@ class RanksHere:
             self._console.note(missed)
         if self._recipe is None:
             assert self._job is not None
-            self.started_by = self._job.place.launcher
             self._job.check_code()
             check_unedited(self._run)
             # A scheduler may have started the process that submitted, not this one.
@@ -298,7 +301,7 @@ def _recorded(
 
     Args:
         terminal: ranks whose output is on the terminal already.
-        memory: evidence about a SIGKILL; None: there is none.
+        memory: evidence about a SIGKILL.
     """
     recorded = run.result(attempt)
     if recorded is not None:

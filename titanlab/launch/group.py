@@ -32,7 +32,7 @@ from titanlab.launch.attempt import conclude, keep_tokenizer, missed_checkpoint
 from titanlab.launch.contract import ProcessPlace, launch_of
 from titanlab.launch.evidence import note_bad_host, suspect
 from titanlab.launch.job import Job, address_of, port_of, say
-from titanlab.launch.launchers import default_config, given_cores
+from titanlab.launch.launchers import default_config
 from titanlab.launch.restarts import Restart, Restarts, change, reduced
 from titanlab.launch.watch import Child, RankWatch, StopCheck, settle
 from titanlab.recipe.next_attempt import check_unedited
@@ -92,9 +92,6 @@ def find_meeting(run: RunFolder, start: str) -> Rendezvous | None:
 def await_meeting(run: RunFolder, start: str, *, ranks: Ranks = ALONE, seconds: float = WAIT_SECONDS) -> Rendezvous:
     """Wait for the rendezvous of one start of a job, and look ever less often, as all ranks of a large job look.
 
-    Args:
-        ranks: of this process.
-
     Raises:
         TitanlabError: rank 0 does not publish it in time.
     """
@@ -141,15 +138,11 @@ def answer_call(run: RunFolder, attempt: int, rank: int) -> None:
 
 
 def lost_ranks(job: Job, attempt: int, *, known: Collection[int] = (), seconds: float = ANSWER_SECONDS) -> Loss:
-    """Wait until every rank has answered, or until it is known which ranks are lost.
+    """After an attempt, wait until every rank has answered, or until it is known which ranks are lost.
 
     Args:
-        attempt: that has ended.
-        known: ranks that have been lost before; nobody waits for them.
+        known: ranks that have been lost before; nobody waits for them, and they are not returned.
         seconds: after this time, ranks without an answer are lost.
-
-    Returns:
-        the lost ranks, without those known before.
     """
     place, folder = job.place, job.run.attempt_folder(attempt) / ANSWERS
     expected = set(range(place.ranks.world)) - {place.ranks.rank, *known}
@@ -210,12 +203,7 @@ _NEXT_SECONDS = 15.0
 
 
 def requeue_after(job: Job, outcome: Outcome, *, has_saved: bool, has_lost_nodes: bool = False) -> None:
-    """Put a job that was preempted, reached its time limit or lost nodes back into the queue, to resume from there.
-
-    Args:
-        has_saved: whether this start of the job has saved a checkpoint.
-        has_lost_nodes: whether the last attempt has lost a node, and the ranks that are left do not go on.
-    """
+    """Put a job that was preempted, reached its time limit or lost nodes back into the queue, to resume from there."""
     if not job.launcher.can_requeue:
         return
     if has_lost_nodes and outcome.kind is OutcomeKind.NODE_FAIL and not job.signals:
@@ -273,9 +261,6 @@ def requeue_without_rank_0(job: Job, recipe: Recipe, attempt: int) -> bool:
 
     Args:
         attempt: whose result rank 0 has not written; if it appears, rank 0 has not gone.
-
-    Returns:
-        whether this rank or another one has done that.
     """
     if not survives(job, recipe):
         return False
@@ -308,10 +293,6 @@ _ALONE_SECONDS = 60.0
 
 class RankGroup:
     """The ranks of one start of a job, as rank 0 sees them.
-
-    Args:
-        job: of rank 0.
-        say: called with a line for each decision.
 
     Attributes:
         round: number of the attempt in this start, from 0.
@@ -519,7 +500,6 @@ def watched(job: Job, recipe: Recipe, meeting: Rendezvous, stop: StopCheck) -> i
             attempt=meeting.attempt,
             config=run.config(meeting.attempt),
             log=run.logs / f"rank-{ranks.rank}.log",
-            environment=given_cores(job.place.launcher, os.environ),
         )
     except Exception as error:
         note = from_exception(error, rank=ranks.rank, attempt=meeting.attempt)

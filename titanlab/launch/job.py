@@ -221,11 +221,10 @@ def claim_run(
     """Claim the run until the stack closes.
 
     Args:
-        seconds: how long to wait for another process that has claimed the run.
         is_ending: whether this process must end and so waits no longer.
 
     Returns:
-        a message that names the other process; None if this process has the claim.
+        after that time, a message that names the other process; None if this process has the claim.
     """
     end = time.monotonic() + seconds
     while True:

@@ -46,6 +46,6 @@ class Local(LaunchConfig):
         return True
 
     def implementation(self) -> Launcher:
-        from titanlab.launch.local.launcher import LocalLauncher
+        from titanlab.launch.local import LocalLauncher
 
         return LocalLauncher()

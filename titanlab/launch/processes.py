@@ -15,12 +15,13 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from titanlab.distributed.hang import LEAST_LIMIT_SECONDS
-from titanlab.distributed.ranks import Ranks, free_port
+from titanlab.distributed.ranks import ALONE, Ranks, free_port
 from titanlab.distributed.silence import ANSWER_SECONDS, STATES, end_if_silent, hangs_of_others, note_silent_ranks
 from titanlab.distributed.start_up import launched_at
 from titanlab.distributed.stop import (
@@ -57,7 +58,6 @@ class Escalation:
 
     Args:
         world: number of ranks of the run; those on other hosts count too.
-        say: called with a line for the user.
 
     Attributes:
         is_over: whether the ranks must be killed: `is_due` has returned true.
@@ -252,7 +252,7 @@ class RankProcesses:
         return dict(sorted(self._codes.items()))
 
     def ask_to_stop(self, number: int) -> None:
-        """Send a stop signal to every rank that has not ended."""
+        """Send a stop signal to every rank that has not ended, as `ask_to_stop` does."""
         for pid in self.running().values():
             ask_to_stop(pid, number)
 
@@ -277,11 +277,7 @@ class RankProcesses:
         return failed, self._codes.keys() - failed
 
     def end(self, number: int, *, seconds: float) -> None:
-        """End all ranks, with the processes that they have started: by a signal, then by SIGKILL.
-
-        Args:
-            seconds: the time between the two.
-        """
+        """End all ranks, with the processes that they have started: by a signal, and by SIGKILL some seconds later."""
         for send, limit in ((number, seconds), (signal.SIGKILL, KILL_SECONDS)):
             for pid in self.running().values():
                 with contextlib.suppress(ProcessLookupError):
@@ -315,19 +311,8 @@ def start(folder: Path, *, attempt: int, world: int, logs: Path) -> list[Failure
     Returns:
         the ranks that failed, by rank. Their own records of the failure are in the run's folder.
     """
-    port = free_port()
-    places = [
-        Ranks(
-            rank=rank,
-            world=world,
-            local_rank=rank,
-            local_world=world,
-            address="127.0.0.1",
-            port=port,
-            started_by=Local.kind,
-        )
-        for rank in range(world)
-    ]
+    first = replace(ALONE, world=world, local_world=world, port=free_port(), started_by=Local.kind)
+    places = [replace(first, rank=rank, local_rank=rank) for rank in range(world)]
     return start_one(folder, places[0], attempt=attempt) if world == 1 else _start_many(folder, places, attempt, logs)
 
 
@@ -337,22 +322,17 @@ def start_one(
     """Run the worker as one given rank; its peers, if it has any, are started elsewhere.
 
     Args:
-        attempt: the number of the attempt, if every rank gets it; None: the ranks agree on it.
-        config: the recipe as plain values, for a rank that may start before rank 0 has written the attempt's
-            config.yaml.
+        attempt: None: the ranks agree on it.
+        config: the recipe as plain values, for a rank that may start before rank 0 has written config.yaml.
     """
     begin, run = time.time(), RunFolder(folder)
     escalation = _escalation(run, attempt=attempt, ranks=ranks)
     with _forwarded_signals(escalation) as signals:
-        child = subprocess.Popen(
-            [*worker_command(folder), *(["-"] if config else [])],
-            env={**os.environ, **worker_environment(ranks, attempt), **given_cores(ranks.started_by, os.environ)},
-            stdin=subprocess.PIPE if config else None,
-            start_new_session=True,
-        )
+        child = start_worker(folder, ranks, attempt, config=config)
         signals.forward_to(lambda number: ask_to_stop(child.pid, number) if child.poll() is None else None)
-        if config:
-            _write_line(child, f"{json.dumps(config)}\n")
+        if child.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.close()
         end_if_silent(
             run,
             ranks.rank,
@@ -374,15 +354,6 @@ def _escalation(run: RunFolder, *, attempt: int | None, ranks: Ranks) -> Escalat
     return Escalation(run, attempt=attempt, world=ranks.world, say=console.note)
 
 
-def _write_line(child: subprocess.Popen[bytes], line: str) -> None:
-    """Write a line to a child's standard input, and close it."""
-    assert child.stdin is not None
-    # The child has ended already: its exit code will show that.
-    with contextlib.suppress(BrokenPipeError):
-        child.stdin.write(line.encode())
-        child.stdin.close()
-
-
 def _start_many(folder: Path, places: list[Ranks], attempt: int, logs: Path) -> list[Failure]:
     begin, run = time.time(), RunFolder(folder)
     escalation = _escalation(run, attempt=attempt, ranks=places[0])
@@ -401,14 +372,11 @@ def _start_many(folder: Path, places: list[Ranks], attempt: int, logs: Path) -> 
 def wait_for(
     started: RankProcesses, run: RunFolder, *, since: float, escalation: Escalation | None = None
 ) -> list[Failure]:
-    """Wait until all ranks of a run have ended; after the failure of one, end the others.
+    """Wait until all ranks of a run have ended; after the failure of one, end the others. Returns those that failed.
 
     Args:
         since: when the attempt began, in seconds since the epoch.
         escalation: has heard of stop requests; None: there are none.
-
-    Returns:
-        the ranks that failed, by rank.
     """
     watch = escalation or Escalation(run, attempt=None, world=len(started.pids), say=Console().note)
     failed, left = started.wait_for_failure(
@@ -474,19 +442,52 @@ def _forked(
 
 
 def _one_by_one(folder: Path, places: list[Ranks], attempt: int, logs: Path) -> RankProcesses:
-    processes = {
-        place.rank: subprocess.Popen(
-            worker_command(folder),
-            env={
-                **os.environ,
-                **worker_environment(place, attempt),
-                **({"TITANLAB_LOG": str(logs / f"rank-{place.rank}.log")} if place.rank else {}),
-            },
-            start_new_session=True,
-        )
-        for place in places
-    }
+    processes = {}
+    for place in places:
+        log = {"TITANLAB_LOG": str(logs / f"rank-{place.rank}.log")} if place.rank else {}
+        processes[place.rank] = start_worker(folder, place, attempt, variables=log)
     return RankProcesses({rank: process.pid for rank, process in processes.items()}, processes)
+
+
+def start_worker(
+    folder: Path,
+    ranks: Ranks,
+    attempt: int | None,
+    *,
+    config: Mapping[str, Any] | None = None,
+    variables: Mapping[str, str] | None = None,
+    set_up: Callable[[], None] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start the process of one rank, which leads a session.
+
+    Args:
+        config: the recipe as plain values, which the rank gets as the first line of its input; None: it has no input.
+        variables: further environment variables.
+        set_up: called in the new process.
+    """
+    child = subprocess.Popen(
+        [*worker_command(folder), *(["-"] if config else [])],
+        env={
+            **os.environ,
+            **given_cores(ranks.started_by, os.environ),
+            **worker_environment(ranks, attempt),
+            **(variables or {}),
+        },
+        stdin=subprocess.PIPE if config else None,
+        start_new_session=True,
+        preexec_fn=set_up,
+    )
+    if config:
+        tell(child, json.dumps(config) + "\n")
+    return child
+
+
+def tell(child: subprocess.Popen[bytes], line: str) -> None:
+    """Write a line with its end to a child's standard input; one that has ended already shows that by its exit code."""
+    assert child.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        child.stdin.write(line.encode())
+        child.stdin.flush()
 
 
 def worker_command(folder: Path) -> list[str]:
@@ -495,11 +496,7 @@ def worker_command(folder: Path) -> list[str]:
 
 
 def worker_environment(ranks: Ranks, attempt: int | None = None) -> dict[str, str]:
-    """Environment variables of a rank that this process starts.
-
-    Args:
-        attempt: the number of the run's attempt, if all ranks get it.
-    """
+    """Environment variables of a rank that this process starts; without an attempt, the ranks agree on it."""
     own = {"TITANLAB_PARENT": str(os.getpid()), **launched_at()}
     return ranks.environment() | own | ({} if attempt is None else {"TITANLAB_ATTEMPT": str(attempt)})
 

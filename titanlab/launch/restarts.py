@@ -37,7 +37,6 @@ class Restart:
         recipe: resolved and checked; its layout may be smaller.
         number: of this restart, from 1.
         why: one line: how the last attempt ended, and what happens now.
-        cause: the cause of the last attempt's end.
         left_out: the rank of the last attempt that is left out because it has failed twice; None: no rank is.
         lost: what is known of ranks that are left out because they are lost, in one clause; empty: none is lost.
     """
@@ -54,7 +53,6 @@ class Restarts:
     """Decides, after each attempt of one start of a run, whether the group starts again.
 
     Args:
-        run: its folder.
         launch: the launcher's config, which has the limits.
         fixed: ranks that cannot be left out.
     """
@@ -75,7 +73,6 @@ class Restarts:
         """The next attempt after one that ended; None, and why, if there is none.
 
         Args:
-            recipe: of the attempt that ended.
             lost: what is known of ranks that are lost, in one clause; empty: none is lost.
             usable: number of processes that are left, with those that the attempt had no need of; None: those of the
                 attempt.
@@ -196,14 +193,9 @@ def note(run: RunFolder, attempt: int, restart: Restart, after: int) -> None:
 
 
 def reduced(recipe: Recipe, usable: int, least: int) -> Recipe | None:
-    """The recipe with the largest data-parallel degree that fits; None if none does.
+    """The resolved recipe with the largest data-parallel degree that fits the usable processes; None if none does.
 
     Pipeline, context and tensor degrees stay. Of layouts with the same degree, one that shards as before comes first.
-
-    Args:
-        recipe: resolved.
-        usable: processes that are left.
-        least: processes that the layout must have at least.
     """
     layout = recipe.layout
     others = layout.world // layout.data

@@ -17,14 +17,16 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
 from titanlab.recipe.schema import Cluster, LaunchSettings
 from titanlab.records.claim import claimed
 from titanlab.records.json_file import read_optional
 from titanlab.system.files import write_json
+
+if TYPE_CHECKING:
+    from titanlab.recipe.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,38 +56,17 @@ class JobShape:
         return None if self.minutes is None else self.gpus_per_node * self.nodes * self.minutes / 60
 
     def to_mapping(self) -> dict[str, Any]:
-        """Plain values by the names of the fields."""
+        """Plain values."""
         return asdict(self)
 
 
-class Placed(Protocol):
-    """The part of a resolved recipe from which a shape is derived."""
-
-    @property
-    def world(self) -> int | None:
-        """The number of processes."""
-
-    @property
-    def cluster(self) -> Cluster:
-        """The machines."""
-
-    @property
-    def launch(self) -> LaunchSettings:
-        """The way jobs are started."""
-
-    @property
-    def layout(self) -> Layout:
-        """The parallel degrees."""
-
-
-def shape_of(recipe: Placed) -> JobShape:
+def shape_of(recipe: Recipe) -> JobShape:
     """The shape of a resolved recipe's job.
 
     Raises:
         ConfigError: the cluster does not describe its nodes, or is too small.
     """
-    world, cluster, launch = recipe.world, recipe.cluster, recipe.launch
-    assert world is not None, "a resolved recipe has its world"
+    world, cluster, launch = recipe.layout.world, recipe.cluster, recipe.launch
     on_gpus = cluster.accelerator == "cuda"
     if launch.runs_here:
         return JobShape(processes=world, tasks_per_node=world, gpus_per_node=world if on_gpus else 0)
@@ -195,20 +176,14 @@ class Submission:
     places: tuple[int, ...] = ()
 
     def job_name(self, sweep: str, index: int | None = None) -> str:
-        """The name of the jobs in the queue.
-
-        Args:
-            sweep: its name.
-            index: of one run; None: the name that all jobs have until they start.
-        """
+        """The name in the queue: of one run's job, or the name that all jobs have until they start."""
         run = self.runs[index or 0] if index is not None or len(self.runs) == 1 else None
         return job_name(sweep, run, self.token)
 
     def command(self, sweep: Path, index: int | None = None) -> list[str]:
-        """The command of every task of a job, as arguments of the interpreter.
+        """The arguments of the interpreter for every task of a job.
 
         Args:
-            sweep: its folder.
             index: of the job; None: each task reads its own from the environment (`Launcher.place_in`).
         """
         # -P: a clone in the current folder must not be imported instead of the snapshot.
@@ -221,10 +196,7 @@ class Submission:
 
 
 def check_submitit(launcher: str) -> None:
-    """Check that submitit is installed, without importing it.
-
-    Args:
-        launcher: kind of the launcher that needs it.
+    """Check that submitit is installed, which a kind of launcher needs, without importing it.
 
     Raises:
         ConfigError: it is not.

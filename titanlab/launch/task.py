@@ -125,7 +125,8 @@ def _group(job: Job, stack: contextlib.ExitStack) -> RankGroup | RanksHere:
     close_earlier(job.run)
     # Rank 0 has no terminal.
     os.environ["TITANLAB_LOG"] = str(job.run.logs / "rank-0.log")
-    return RanksHere(job.run, None, None, stack.enter_context(Console()), job=job)
+    console = stack.enter_context(Console())
+    return RanksHere(job.run, None, None, console, started_by=job.place.launcher, job=job)
 
 
 def _nothing_to_do(job: Job, reason: str, *, code: int = 0) -> int:

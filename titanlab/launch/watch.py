@@ -30,7 +30,8 @@ from titanlab.launch.attempt import by_log
 from titanlab.launch.contract import Launcher, ProcessPlace, StopReason
 from titanlab.launch.evidence import memory_kills
 from titanlab.launch.job import Job, say
-from titanlab.launch.processes import KILL_SECONDS, Escalation, worker_command, worker_environment
+from titanlab.launch.processes import KILL_SECONDS, Escalation, start_worker, tell
+from titanlab.records.logs import text_at_end
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exit
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.files import parse_json, read_text
@@ -38,55 +39,20 @@ from titanlab.system.processes import STOPPED, process_state
 
 
 class Child:
-    """A running worker.
+    """A running worker, to whose log the output of its libraries is appended."""
 
-    Args:
-        folder: of the run.
-        attempt: the number of the attempt that has begun.
-        config: the recipe as plain values.
-        log: file to which the output of the worker and its libraries is appended.
-        environment: variables for the worker, in addition to this process's.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        ranks: Ranks,
-        *,
-        attempt: int,
-        config: Mapping[str, Any],
-        log: Path,
-        environment: Mapping[str, str],
-    ) -> None:
+    def __init__(self, folder: Path, ranks: Ranks, *, attempt: int, config: Mapping[str, Any], log: Path) -> None:
         self._log = log
         self._log_begin = log.stat().st_size if log.exists() else 0
-        self._process = subprocess.Popen(
-            [*worker_command(folder), "-"],
-            env={
-                **os.environ,
-                **environment,
-                **worker_environment(ranks, attempt),
-                "TITANLAB_TOLD": "1",
-                "TITANLAB_LOG": str(log),
-            },
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=_ignore_stop_signals,
+        variables = {"TITANLAB_TOLD": "1", "TITANLAB_LOG": str(log)}
+        self._process = start_worker(
+            folder, ranks, attempt, config=config, variables=variables, set_up=_ignore_stop_signals
         )
-        self._write(json.dumps(config) + "\n")
-
-    @property
-    def pid(self) -> int:
-        """The process number of the worker."""
-        return self._process.pid
-
-    def poll(self) -> int | None:
-        """The exit code of the worker, -N if signal N ended it; None while it runs."""
-        return self._process.poll()
+        self.pid, self.poll = self._process.pid, self._process.poll
 
     def ask_to_stop(self, kind: OutcomeKind, cause: str) -> None:
         """Ask the worker to agree with the other ranks on a step, to save, and to end."""
-        self._write(stop_line(kind, cause))
+        tell(self._process, stop_line(kind, cause))
         # If it is stopped (SIGSTOP), it must wake to read the line.
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGCONT)
@@ -105,21 +71,9 @@ class Child:
             return self._process.wait(KILL_SECONDS)
         return -signal.SIGKILL
 
-    def output(self, limit: int = 50_000) -> str:
-        """The end of the worker's log, at most `limit` bytes."""
-        try:
-            with self._log.open("rb") as file:
-                file.seek(max(self._log_begin, file.seek(0, os.SEEK_END) - limit))
-                return file.read().decode(errors="replace")
-        except OSError:
-            return ""
-
-    def _write(self, line: str) -> None:
-        assert self._process.stdin is not None
-        # The worker has ended already: its exit code will show that.
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(line.encode())
-            self._process.stdin.flush()
+    def output(self) -> str:
+        """The end of the worker's log."""
+        return text_at_end(self._log, begin=self._log_begin)
 
 
 def _ignore_stop_signals() -> None:
@@ -140,7 +94,6 @@ class StopCheck:
     """Looks whether a job must stop, and finds out why.
 
     Args:
-        job: of this process.
         signal_seconds: how long before its time limit the job asked for a warning.
     """
 
@@ -184,10 +137,8 @@ class StopCheck:
         return replace(outcome, kind=kind, cause=cause, exit_code=code)
 
     def _ask(self, number: int, cancelled_by: str | None) -> None:
-        job = self._job
-        self._meaning = meaning(
-            number, job.launcher, job.place, signal_seconds=self._signal_seconds, cancelled_by=cancelled_by
-        )
+        launcher, place = self._job.launcher, self._job.place
+        self._meaning = meaning(number, launcher, place, signal_seconds=self._signal_seconds, cancelled_by=cancelled_by)
 
 
 def meaning(
@@ -196,7 +147,6 @@ def meaning(
     """The meaning of a signal to a job: preemption, the end of its time, or a user who cancels it.
 
     Args:
-        signal_seconds: how long before its time limit the job asked for a warning.
         cancelled_by: who has asked titanlab itself to cancel the run.
     """
     name = signal.Signals(number).name
@@ -244,8 +194,6 @@ class RankWatch:
     """Watches one rank's worker in one attempt.
 
     Args:
-        child: the worker.
-        rank, world: of the worker.
         check_signals: called at every look; it may write the reason to stop.
         is_hurried: whether the worker must end without saving.
         is_first: whether the rank is the first one on its host.
@@ -314,11 +262,7 @@ class RankWatch:
         return set()
 
     def _time_to_end(self, names: set[str]) -> float | None:
-        """The time until which the worker may end by itself; None while nothing is wrong.
-
-        Args:
-            names: in the attempt's folder.
-        """
+        """The time until which the worker may end by itself, by the names in the attempt's folder; None: any."""
         if "result.json" in names and self._run.result(self._attempt) is not None:
             return time.monotonic() + TEARDOWN_SECONDS
         if self._is_hurried() or self._nothing_to_save():
@@ -349,18 +293,13 @@ class RankWatch:
         is_recorded = any(note.rank == self._rank for note in self._run.failures(self._attempt))
         if is_recorded or self._run.result(self._attempt) is not None:
             return
-        self._run.write_failure(self._judged(code))
-
-    def _judged(self, code: int) -> Outcome:
         outcome = from_exit(code, rank=self._rank, attempt=self._attempt, memory=self._kills.evidence())
         if self._reason is not None and code < 0:
-            return replace(
-                outcome,
-                kind=self._reason.kind,
-                cause=f"{self._reason.cause}; it ended before it could save",
-                echo=False,
-            )
-        return by_log(outcome, code, self._child.output())
+            cause = f"{self._reason.cause}; it ended before it could save"
+            outcome = replace(outcome, kind=self._reason.kind, cause=cause, echo=False)
+        else:
+            outcome = by_log(outcome, code, self._child.output())
+        self._run.write_failure(outcome)
 
 
 def await_result(run: RunFolder, attempt: int, world: int, *, seconds: float = RESULT_SECONDS) -> Outcome | None:

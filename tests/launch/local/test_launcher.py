@@ -12,8 +12,7 @@ import pytest
 from tests.launch.slurm.printed import submission
 from tests.until import until
 from titanlab.launch.contract import JobState
-from titanlab.launch.local.launcher import LocalLauncher
-from titanlab.launch.local.supervisor import LOCK, LOG
+from titanlab.launch.local import LOCK, LOG, LocalLauncher
 from titanlab.records.claim import claimed
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder, Status

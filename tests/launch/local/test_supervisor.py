@@ -13,8 +13,8 @@ from tests.sweep.stub_package import stub_package
 from tests.sweep.studies import seeds, study
 from tests.until import until
 from titanlab.distributed.host import Host, cores
-from titanlab.launch.local import supervisor as supervising
-from titanlab.launch.local.supervisor import (
+from titanlab.launch import local as supervising
+from titanlab.launch.local import (
     LOCK,
     LOG,
     LocalJob,

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.launch.slurm.printed import submission
-from titanlab.launch.local import supervisor as supervising
-from titanlab.launch.local.supervisor import LOCK, LOG, jobs_in_order, last_error, wake
+from titanlab.launch import local as supervising
+from titanlab.launch.local import LOCK, LOG, jobs_in_order, last_error, wake
 from titanlab.launch.submission import write_submission
 from titanlab.records.claim import claimed
 from titanlab.records.outcome import OutcomeKind

@@ -4,8 +4,9 @@ import pytest
 
 from titanlab.errors import ConfigError
 from titanlab.launch.launchers import joined
-from titanlab.launch.slurm import job as ranks_module
-from titanlab.launch.slurm.job import hosts, slurm_ranks
+from titanlab.launch.slurm import launcher as ranks_module
+from titanlab.launch.slurm.command import hosts
+from titanlab.launch.slurm.launcher import slurm_ranks
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
 REACHABLE = ranks_module._reachable

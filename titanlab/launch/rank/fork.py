@@ -51,13 +51,13 @@ def adopting() -> Iterator[bool]:
 
 
 def fork_ranks(prepare: Callable[[], T]) -> T:
-    """Fork every rank of this host; returns in each rank, with its environment set. This process itself exits.
+    """Fork every rank of this host. This process itself exits.
 
     Args:
         prepare: called before the fork, with the environment of rank 0.
 
     Returns:
-        what `prepare` has returned, which all ranks share.
+        in each rank, with its environment set: what `prepare` has returned, which all ranks share.
     """
     pids_file, logs = int(os.environ.pop(PIDS_FILE)), Path(os.environ.pop(LOGS))
     end_with_parent()
@@ -87,7 +87,6 @@ def fork_children(first: Ranks, logs: Path, act: Callable[[], int]) -> dict[int,
 
     Args:
         first: rank 0.
-        logs: folder for the output of the ranks.
         act: called in each rank, with its environment; returns its exit code.
     """
     for stream in (sys.stdout, sys.stderr):

@@ -207,11 +207,7 @@ def _has_locks(lock: Path) -> bool:
 
 
 def _refused(text: str, bad: Sequence[str]) -> ConfigError:
-    """The error for a submission that Slurm does not take.
-
-    Args:
-        bad: hosts that titanlab has left out.
-    """
+    """The error for a submission that Slurm does not take, perhaps because bad hosts were left out."""
     messages = [line for line in text.splitlines() if re.search(r"sbatch|slurm|rror", line) and "Traceback" not in line]
     lines = [re.sub(r"^.*?sbatch: (error: )?", "", line).strip() for line in messages if "sbatch:" in line] or messages
     # The last line gives the result; the lines before it give the reason.

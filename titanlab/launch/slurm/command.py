@@ -8,6 +8,7 @@ writes the arguments, and a loop in the batch file runs scontrol with them.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import secrets
@@ -48,13 +49,7 @@ class Reply:
 
 
 def ask_slurm(*words: str, seconds: float = ANSWER_SECONDS, environ: Mapping[str, str] | None = None) -> Reply:
-    """Run a command of Slurm and wait for its answer.
-
-    Args:
-        words: name and arguments of the command.
-        seconds: time limit; then the command is killed.
-        environ: environment variables; None: those of this process.
-    """
+    """Run a command of Slurm and wait for its answer; after the time limit it is killed."""
     environ = os.environ if environ is None else environ
     if shutil.which(words[0], path=environ.get("PATH")) is None:
         return Reply(output=None, problem=f"there is no {words[0]} on PATH", is_here=False)
@@ -123,11 +118,7 @@ trap : TERM
 
 
 def answering_lines(jobs: Path) -> list[str]:
-    """Lines of a batch file that answer the questions of the job's processes.
-
-    Args:
-        jobs: folder in which the job may write.
-    """
+    """Lines of a batch file that answer the questions of the job's processes, in a folder where the job may write."""
     # Questions of an earlier start of the job must not be answered.
     folder = f'{shlex.quote(str(jobs))}/."$SLURM_JOB_ID"'
     start = ['rm -rf -- "$TITANLAB_SCONTROL"', 'mkdir -p -- "$TITANLAB_SCONTROL"']
@@ -203,3 +194,26 @@ def expression_of(elements: Iterable[int]) -> str:
         else:
             ranges.append((element, element))
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+def hosts(nodes: str) -> list[str]:
+    """The hosts of Slurm's short form: `gpu[03-04,12],n1` → gpu03, gpu04, gpu12, n1; also with several brackets."""
+    names: list[str] = []
+    for word in re.findall(r"(?:[^,\[]|\[[^]]*\])+", nodes):
+        # Every second part was inside brackets.
+        parts = re.split(r"\[([^]]*)\]", word)
+        choices = [_numbers(part) if place % 2 else [part] for place, part in enumerate(parts)]
+        names += ["".join(chosen) for chosen in itertools.product(*choices)]
+    return names
+
+
+def _numbers(text: str) -> list[str]:
+    """The numbers of `03-04,12`, with their leading zeros."""
+    numbers: list[str] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first.isdecimal() and (not last or last.isdecimal()):
+            numbers += [f"{value:0{len(first)}d}" for value in range(int(first), int(last or first) + 1)]
+        else:
+            numbers.append(part)
+    return numbers

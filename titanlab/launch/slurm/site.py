@@ -109,11 +109,7 @@ _SITE_SECONDS = 15.0
 
 
 def check_slurm(config: Slurm) -> Iterator[Finding]:
-    """Commands, controller, partitions, a submission that submits nothing, settings.
-
-    Args:
-        config: the settings of `launch=slurm` that jobs would be submitted with.
-    """
+    """Commands, controller, partitions, a submission that submits nothing, settings."""
     missing = [command for command in _SITE_COMMANDS if shutil.which(command) is None]
     if len(missing) == len(_SITE_COMMANDS):
         yield ok("Slurm", "is not on this host; launch=local needs none")

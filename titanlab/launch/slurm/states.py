@@ -13,8 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from titanlab.launch.contract import UNANSWERED, JobEnd, JobKey, JobState, MemoryWord
-from titanlab.launch.slurm.command import ACCOUNTING_SECONDS, Reply, accounted_since, ask_slurm, elements_of, seconds_of
-from titanlab.launch.slurm.job import hosts
+from titanlab.launch.slurm.command import (
+    ACCOUNTING_SECONDS,
+    Reply,
+    accounted_since,
+    ask_slurm,
+    elements_of,
+    hosts,
+    seconds_of,
+)
 from titanlab.launch.submission import Submission, token_of
 from titanlab.records.logs import text_at_end
 from titanlab.records.outcome import OutcomeKind
@@ -70,12 +77,7 @@ _TASKS = re.compile(r"srun: error: \S+ tasks \S+: (?:Out Of Memory|Killed)\s*$")
 
 
 def memory_word(jobs: Path, job_id: str) -> MemoryWord | None:
-    """Slurm's message about memory in the logs of a job; None if there is none.
-
-    Args:
-        jobs: the folder of the logs.
-        job_id: with its index in the array: 12_3.
-    """
+    """Slurm's message about memory in the logs of a job, such as 12_3; None if there is none."""
     sentences: list[str] = []
     ranks: dict[str, set[int]] = {"Out Of Memory": set(), "Killed": set()}
     several = False

@@ -1,8 +1,9 @@
-"""`python -m titanlab.launch.local.supervisor SWEEP`: runs a sweep's jobs on this host, in order, a few at once.
+"""launch=local: a single run starts at once; a supervisor on this host starts the runs of a sweep.
 
-The process that submits starts it; it ends after the last job. Each job is one process that trains its run as `titanlab
-train` does. What runs is known from the claims of the runs alone, so the jobs of a supervisor that is killed go on, and
-the next one waits for them.
+`python -m titanlab.launch.local SWEEP` is the supervisor: it runs the jobs in order, a few at once. The process that
+submits starts it; it ends after the last job. Each job is one process that trains its run as `titanlab train` does.
+What runs is known from the claims of the runs alone, so the jobs of a supervisor that is killed go on, and the next one
+waits for them.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from titanlab.distributed.host import CORES, cores, this_host
-from titanlab.distributed.ranks import MEETING
+from titanlab.distributed.ranks import ALONE, MEETING
 from titanlab.distributed.stop import handled
 from titanlab.errors import ConfigError
-from titanlab.launch.attempt import with_progress
-from titanlab.launch.contract import JobState
+from titanlab.launch import processes
+from titanlab.launch.contract import Failure, JobKey, JobState, Launcher, ProcessPlace
 from titanlab.launch.evidence import early_end, printed_lines
 from titanlab.launch.submission import Submission, claim_sweep, jobs_folder, submissions
 from titanlab.records.claim import claimed, holder_of, is_claimed
@@ -135,6 +136,47 @@ def jobs_in_order(sweep: Path) -> list[LocalJob]:
     return [jobs[key] for key in sorted(jobs)]
 
 
+class LocalLauncher(Launcher):
+    """Processes on this host."""
+
+    def submit(self, sweep: Path, submission: Submission) -> str:
+        # The submission's file is the queue, which the supervisor reads.
+        return submission.token
+
+    def find(self, sweep: Path, submission: Submission) -> str | None:
+        return submission.token
+
+    def states(self, sweep: Path, submitted: Sequence[Submission]) -> dict[JobKey, JobState]:
+        jobs = [
+            LocalJob(submission=submission, index=index)
+            for submission in submitted
+            for index in range(len(submission.runs))
+        ]
+        states, idle = {job.key: job.state(sweep) for job in jobs}, why_idle(sweep)
+        return {
+            key: replace(state, reason=idle) if state.state == "pending" else state for key, state in states.items()
+        }
+
+    def cancel(
+        self, sweep: Path, jobs: Sequence[tuple[Submission, int]], report: Callable[[str], None], *, is_gentle: bool
+    ) -> None:
+        # A job that waits does not start: whoever cancels it writes its result.
+        for submission, index in jobs:
+            name = submission.runs[index]
+            if (host := signal_run(RunFolder(sweep / name), signal.SIGINT)) is not None:
+                report(f"{name} runs on {host}: cancel it there")
+
+    def wake(self, sweep: Path) -> bool:
+        return wake(sweep)
+
+    def place_in(self, environ: Mapping[str, str]) -> ProcessPlace:
+        job, ranks = str(os.getpid()), replace(ALONE, started_by=KIND)
+        return ProcessPlace(launcher=KIND, job_id=job, raw_job_id=job, ranks=ranks, nodes=(socket.gethostname(),))
+
+    def start(self, folder: Path, *, attempt: int, world: int, logs: Path) -> list[Failure]:
+        return processes.start(folder, attempt=attempt, world=world, logs=logs)
+
+
 def wake(sweep: Path) -> bool:
     """Start the sweep's supervisor if a job waits and none runs. Returns whether it was started.
 
@@ -149,7 +191,7 @@ def wake(sweep: Path) -> bool:
     jobs_folder(sweep).mkdir(exist_ok=True)
     log = jobs_folder(sweep) / LOG
     begin = log.stat().st_size if log.exists() else 0
-    command = [sys.executable, "-P", "-m", "titanlab.launch.local.supervisor", str(sweep.absolute())]
+    command = [sys.executable, "-P", "-m", "titanlab.launch.local", str(sweep.absolute())]
     newest = max((job.submission for job in waiting), key=lambda submission: submission.created)
     # The shell ends at once, so that the supervisor has no parent that waits for it, and no terminal.
     shell = subprocess.run(
@@ -206,6 +248,9 @@ def last_error(sweep: Path, *, begin: int = 0) -> str | None:
 
 def fail(sweep: Path, job: LocalJob, cause: str) -> None:
     """Write the result of a job that has ended before its run began, unless another process has the run."""
+    # Imported here: verbs that only ask for a launcher need no checkpoints.
+    from titanlab.launch.attempt import with_progress
+
     run = RunFolder(sweep / job.run)
     with contextlib.suppress(ConfigError), run.claim():
         outcome, earlier = with_progress(run, Outcome(kind=OutcomeKind.CRASH, attempt=0, cause=cause)), run.result()

@@ -1,1 +1,0 @@
-"""launch=local: jobs on this host."""
