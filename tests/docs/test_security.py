@@ -10,11 +10,11 @@ PAGE = "docs/security.md"
 PARSING = re.compile(
     r"pickle\.(?:loads?|Unpickler)\b|torch\.load\(|yaml\.(?:safe_load|load|compose|parse)\(|json\.loads?\(|\bparse_json\(|\bparse_yaml\(|safe_open\("
     r"|np\.(?:memmap|fromfile|load)\(|SentencePieceProcessor\(|Tokenizer\.from_\w+\(|\.load_dataset\(|csv\.reader\("
-    r"|read_object\(|read_optional\(|read_regular\(|read_config\("
+    r"|read_object\(|read_optional\(|read_typed\(|read_regular\(|read_config\(|msgspec\.(?:json\.decode|convert)\("
 )
 # Modules that parse what this process, or a process that it started, has just written.
 OWN = {
-    "titanlab/checkpoint/saving.py": "an error on its way between ranks",
+    "titanlab/checkpoint/store.py": "an error on its way between ranks",
     "titanlab/costs/attention_order.py": "the table of attention kernels, which the package brings",
     "titanlab/checkpoint/writer.py": "values on their way between ranks",
     "titanlab/distributed/flight_recorder.py": "what torch's recorder gives as JSON in this process",
@@ -32,7 +32,7 @@ EXECUTES = re.compile(
     r"(?<![\w.])(?:eval|exec|__import__)\(|pickle\.(?:loads?|Unpickler)\b|weights_only=False|yaml\.unsafe|allow_pickle=True"
 )
 ALLOWED = {
-    "titanlab/checkpoint/saving.py": "pickle.loads of an error that was just pickled here",
+    "titanlab/checkpoint/store.py": "pickle.loads of an error that was just pickled here",
     "titanlab/train/dcp_folder.py": "an unpickler that imports and calls nothing",
 }
 

@@ -17,8 +17,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from titanlab.distributed.loopback import is_one_host, listen, loopback_address, loopback_interface
-from titanlab.distributed.ranks import Ranks
+from titanlab.distributed.ranks import Ranks, is_one_host, listen, loopback_address, loopback_interface
 from titanlab.distributed.stop import StoppedEarly
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.records.diagnosis import named
@@ -227,11 +226,7 @@ class _Wait:
         self.absent: Callable[[], str] = lambda: "torchrun's agent" if _is_agents_store() else "rank 0"
 
     def pause(self) -> None:
-        """Wait before the next look.
-
-        Raises:
-            AbsentRanks: the time is over.
-        """
+        """Wait before the next look."""
         waited = time.monotonic() - self._begin
         if waited >= _JOIN_SECONDS:
             where = f"the rendezvous of {self._ranks.world} ranks at {self._ranks.address}:{self._ranks.port}"

@@ -18,9 +18,6 @@ T = TypeVar("T")
 def read_object(path: Path, *, cure: str = RESTORE) -> dict[str, Any] | None:
     """The object in a JSON file; None if there is no file.
 
-    Args:
-        cure: the error's advice about a damaged file.
-
     Raises:
         ConfigError: the file cannot be read, or contains no object.
     """
@@ -38,7 +35,7 @@ def read_object(path: Path, *, cure: str = RESTORE) -> dict[str, Any] | None:
     return value
 
 
-def read_record(path: Path, kind: type[T], *, schema: int, cure: str = RESTORE) -> T | None:
+def read_typed(path: Path, kind: type[T], *, schema: int, cure: str = RESTORE) -> T | None:
     """The object in a JSON file as a dataclass; None if there is no file. Keys of a later version are left out.
 
     Args:
@@ -49,11 +46,11 @@ def read_record(path: Path, kind: type[T], *, schema: int, cure: str = RESTORE) 
         ConfigError: the file cannot be read, or its schema or the type of a value is another.
     """
     value = read_object(path, cure=cure)
-    return None if value is None else as_record(path, value, kind, schema=schema, cure=cure)
+    return None if value is None else as_typed(path, value, kind, schema=schema, cure=cure)
 
 
-def as_record(path: Path, value: Mapping[str, Any], kind: type[T], *, schema: int, cure: str = RESTORE) -> T:
-    """An object as a dataclass, as for `read_record`."""
+def as_typed(path: Path, value: Mapping[str, Any], kind: type[T], *, schema: int, cure: str = RESTORE) -> T:
+    """An object as a dataclass, as for `read_typed`."""
     # Imported here: it takes time, and `titanlab --help` reads no records.
     import msgspec
 
@@ -80,11 +77,7 @@ def read_optional(path: Path) -> dict[str, Any] | None:
 
 
 def loaded(text: str) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: it is no JSON; see `parse_json`.
-    """
+    """The value of a JSON text."""
     value = parse_json(text)
     if "\\u" not in text:
         return value

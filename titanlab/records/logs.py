@@ -7,7 +7,6 @@ prints no times at all come at the end of their attempt: what such a rank prints
 from __future__ import annotations
 
 import contextlib
-import errno
 import heapq
 import itertools
 import os
@@ -17,11 +16,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from titanlab.errors import ConfigError
 from titanlab.records.json_file import read_optional
-from titanlab.system.files import write_json
+from titanlab.system.files import open_to_read, write_json
 
 if TYPE_CHECKING:
     # The folder of a run writes marks.
@@ -45,28 +44,10 @@ class FileSpan:
     end: int
 
 
-def open_log(path: Path) -> BinaryIO:
-    """Open a file for reading.
-
-    Raises:
-        OSError: it cannot be read, or is no regular file.
-    """
-    # Without O_NONBLOCK the open of a named pipe would wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "is no regular file", str(path))
-    return open(descriptor, "rb")
-
-
 def text_at_end(path: Path, *, begin: int = 0) -> str:
-    """The last 64 KiB of a file; empty if it cannot be read, or is no regular file.
-
-    Args:
-        begin: bytes before this one are left out.
-    """
+    """The last 64 KiB of a file; empty if it cannot be read, or is no regular file."""
     try:
-        with open_log(path) as file:
+        with open_to_read(path) as file:
             file.seek(max(begin, file.seek(0, os.SEEK_END) - _BLOCK_BYTES, 0))
             return file.read().decode(errors="replace")
     except OSError:
@@ -84,7 +65,7 @@ def size_of(path: Path) -> int:
 
 def complete_end(path: Path, end: int) -> int:
     """The position after the last line end before a position; the position itself if a line is longer than a block."""
-    with open_log(path) as file:
+    with open_to_read(path) as file:
         begin = max(0, end - _BLOCK_BYTES)
         file.seek(begin)
         block = file.read(end - begin)
@@ -97,7 +78,7 @@ def complete_end(path: Path, end: int) -> int:
 def forward(span: FileSpan) -> Iterator[bytes]:
     """The lines of a part of a file, without their ends; nothing where the file has gone."""
     try:
-        file = open_log(span.path)
+        file = open_to_read(span.path)
     except OSError:
         return
     with file:
@@ -111,7 +92,7 @@ def forward(span: FileSpan) -> Iterator[bytes]:
 def backward(span: FileSpan) -> Iterator[bytes]:
     """The lines of a part of a file, the last one first; only what is asked for is read."""
     try:
-        file = open_log(span.path)
+        file = open_to_read(span.path)
     except OSError:
         return
     with file:
@@ -160,7 +141,7 @@ class Growing:
         self.changed = False
         lines: list[bytes] = []
         try:
-            with open_log(self.path) as file:
+            with open_to_read(self.path) as file:
                 status = os.fstat(file.fileno())
                 if status.st_size < self.position or self._number not in (None, status.st_ino):
                     self.position, self._rest, self.changed = 0, b"", True
@@ -196,6 +177,7 @@ class LogPart:
         begin, end: when the attempt began, and when it wrote last, as well as it is known; seconds since the epoch.
     """
 
+    attempt: int
     rank: int
     span: FileSpan
     begin: float
@@ -226,47 +208,37 @@ def write_marks(run: RunFolder, attempt: int) -> None:
 def parts(run: RunFolder, rank: int, path: Path) -> list[LogPart]:
     """The parts of a rank's log, one for each attempt that may have written to it, oldest first.
 
-    Attempts that earlier versions of titanlab have begun have no marks; what they wrote belongs to the attempt before.
+    What an attempt without marks wrote belongs to the attempt before. A log that was cut short since belongs to the
+    last attempt.
     """
     size = size_of(path)
-    known = [(attempt, start) for attempt in run.attempts() if (start := _mark(run, attempt, rank)) is not None]
     starts: list[tuple[int, int]] = []
-    for attempt, start in known or [(0, 0)]:
-        if not starts or starts[-1][1] <= start <= size:
-            starts.append((attempt, min(start, size) if starts else 0))
-    log_parts = []
-    for place, (attempt, start) in enumerate(starts):
-        end = starts[place + 1][1] if place + 1 < len(starts) else size
-        begin = _begin(run, attempt)
-        log_parts.append(
-            LogPart(
-                rank=rank,
-                span=FileSpan(path=path, start=start, end=end),
-                begin=begin,
-                end=_written(path) if place + 1 == len(starts) else _begin(run, starts[place + 1][0]),
-            )
-        )
-    return log_parts
+    for attempt in run.attempts():
+        start = _mark(run, attempt, rank)
+        if start is not None:
+            if start > size or (starts and start < starts[-1][1]):
+                starts = []
+            starts.append((attempt, start if starts else 0))
+    starts = starts or [(run.newest_attempt(), 0)]
+    begins = [_begin(run, attempt) for attempt, _ in starts]
+    ends = [start for _, start in starts[1:]] + [size]
+    written = [*begins[1:], _written(path)]
+    return [
+        LogPart(attempt=attempt, rank=rank, span=FileSpan(path=path, start=start, end=end), begin=begin, end=last)
+        for (attempt, start), end, begin, last in zip(starts, ends, begins, written, strict=True)
+    ]
 
 
 def part_of(run: RunFolder, rank: int, path: Path, attempt: int) -> LogPart:
     """The part of a rank's log that an attempt has written.
 
     Raises:
-        ConfigError: where the attempt begins was not recorded.
+        ConfigError: where the attempt begins is not known.
     """
-    size, numbers = size_of(path), run.attempts()
-    start = _mark(run, attempt, rank)
-    later = [mark for number in numbers if number > attempt and (mark := _mark(run, number, rank)) is not None]
-    if start is None and (attempt != numbers[0] or (len(numbers) > 1 and not later)):
-        raise ConfigError("--attempt", attempt, "was begun before logs were marked", "leave --attempt out")
-    start = start or 0
-    if start > size:
-        # The log was cut short, or removed, since.
-        start = 0
-    end = next((mark for mark in later if mark >= start), size)
-    span = FileSpan(path=path, start=start, end=min(end, size))
-    return LogPart(rank=rank, span=span, begin=_begin(run, attempt), end=_written(path))
+    for part in parts(run, rank, path):
+        if part.attempt == attempt:
+            return part
+    raise ConfigError("--attempt", attempt, "where it begins in the logs is not known", "leave --attempt out")
 
 
 def _mark(run: RunFolder, attempt: int, rank: int) -> int | None:
@@ -307,13 +279,7 @@ _LOOK_AHEAD = 500
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Line:
-    """A line of a rank.
-
-    Attributes:
-        time: seconds since the epoch, as well as it is known.
-        rank: of the file.
-        text: without its end; any bytes.
-    """
+    """A line of a rank."""
 
     time: float
     rank: int
