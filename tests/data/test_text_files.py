@@ -200,7 +200,12 @@ def test_sample_is_spread_over_the_files(tmp_path: Path) -> None:
             "is a pointer of Git LFS",
         ),
         ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "data.files", "is a pointer of Git LFS"),
-        ("a.jsonl", gzip.compress(b'{"text": "a"}', mtime=0), "data.files", r"is compressed with gzip; .* the ending \.gz"),
+        (
+            "a.jsonl",
+            gzip.compress(b'{"text": "a"}', mtime=0),
+            "data.files",
+            r"is compressed with gzip; .* the ending \.gz",
+        ),
         ("a.txt", gzip.compress(b"text", mtime=0), "data.files", r"is compressed with gzip; .* the ending \.gz"),
         ("a.jsonl", bz2.compress(b'{"text": "a"}'), "data.files", r"is compressed with bzip2; .* the ending \.bz2"),
         ("a.jsonl", lzma.compress(b'{"text": "a"}'), "data.files", r"is compressed with xz; .* the ending \.xz"),

@@ -128,7 +128,9 @@ def test_a_yaml_that_cannot_be_read_is_one_line(text, reason):
 
 def test_a_config_of_a_run_that_expands_is_one_line(tmp_path):
     (tmp_path / "config.yaml").write_text(laughs(9))
-    with pytest.raises(ConfigError, match=r"its config\.yaml cannot be read \(it has more than 30 aliases inside of anchors\)"):
+    with pytest.raises(
+        ConfigError, match=r"its config\.yaml cannot be read \(it has more than 30 aliases inside of anchors\)"
+    ):
         read_config(tmp_path / "config.yaml")
 
 

@@ -23,6 +23,7 @@ FROM = "--from"
 PARITY_STEPS, MOST_STEPS = 3, 100
 RUN = "the run's folder, name, or the first digits of its hash"
 SWEEP = "the sweep's name, or its folder"
+FLAG = {"action": "store_true"}
 _TOKEN = "of the hub, for gated models (default: HF_TOKEN, or what `hf auth login` kept)"
 
 
@@ -133,7 +134,7 @@ VERBS: dict[str, Verb] = {}
 
 
 def _verb(
-    module: str, about: str, *, usage: str | None = None, has_runs: bool = False
+    module: str, about: str, *, usage: str | None = None, has_runs: bool = True
 ) -> Callable[[Callable[[Add], str | None]], None]:
     def register(declare: Callable[[Add], str | None]) -> None:
         name = declare.__name__.strip("_").replace("_", "-")
@@ -152,7 +153,7 @@ def parser_of(name: str) -> Arguments:
     return parser
 
 
-@_verb("train", "run a recipe: titanlab train +recipe=quickstart training.steps=50", has_runs=True)
+@_verb("train", "run a recipe: titanlab train +recipe=quickstart training.steps=50")
 def _train(add: Add) -> None:
     """Begin a new run from another run's checkpoint."""
     # Without --from, Hydra reads the command line and prints the help.
@@ -164,6 +165,7 @@ def _train(add: Add) -> None:
     "sweep",
     "run many: titanlab sweep +sweeps=quickstart_layouts --dry-run",
     usage="titanlab sweep [+sweeps=NAME] [KEY=VALUE,VALUE …] [KEY=VALUE …] [FLAG …]",
+    has_runs=False,
 )
 def _sweep(add: Add) -> str:
     """Plan many runs, submit what is missing of them, and return.
@@ -178,13 +180,13 @@ def _sweep(add: Add) -> str:
     """
     from titanlab.recipe.compose import conf_folder
 
-    add("-n", "--dry-run", action="store_true", help="plan and say what would be submitted; nothing is written")
-    add("--wait", action="store_true", help="follow the runs to their end; exit with the code of the first that failed")
+    add("-n", "--dry-run", **FLAG, help="plan and say what would be submitted; nothing is written")
+    add("--wait", **FLAG, help="follow the runs to their end; exit with the code of the first that failed")
     text = "leave out all whose estimate exceeds a device's memory (titanlab plan), not only those that exceed it by "
-    add("--prune", action="store_true", help=f"{text}more than the error of estimates")
-    add("--keep", action="store_true", help="leave out nothing because of its estimate")
-    add("--force", action="store_true", help="do those again that have ended; their folders go to superseded/")
-    add("--json", action="store_true", help="the plan as JSON")
+    add("--prune", **FLAG, help=f"{text}more than the error of estimates")
+    add("--keep", **FLAG, help="leave out nothing because of its estimate")
+    add("--force", **FLAG, help="do those again that have ended; their folders go to superseded/")
+    add("--json", **FLAG, help="the plan as JSON")
     sweeps = sorted(path.stem for path in (conf_folder() / "sweeps").glob("*.yaml"))
     return f"""\
 Hydra's own flags too: --cfg job, --info, --config-dir …, as in `titanlab train --help`
@@ -197,6 +199,7 @@ then: titanlab status SWEEP --watch, titanlab cancel SWEEP, titanlab retry SWEEP
     "plan",
     "rank layouts by estimates: titanlab plan +recipe=llama3_1_8b_8gpus cluster=h100",
     usage="titanlab plan +recipe=NAME cluster=NAME [world=N] [KEY=VALUE …] [FLAG …]",
+    has_runs=False,
 )
 def _plan(add: Add) -> None:
     """Estimate memory and speed of layouts without a GPU, and rank those that fit.
@@ -211,21 +214,21 @@ def _plan(add: Add) -> None:
     from titanlab.plan.search import MOST
 
     add("--top", type=int, metavar="N", help=f"how many (default 20, at most {MOST:,})")
-    add("--why", action="store_true", help="one sentence for each, and how many layouts were left out for which rule")
+    add("--why", **FLAG, help="one sentence for each, and how many layouts were left out for which rule")
     text = "precision and compile too, which otherwise stay as the recipe has them"
     add("--vary", default="", metavar="GROUP,…", help=text)
     text = "memory by rank of the pipeline, time by part, bytes of each collective, the timeline"
-    add("--explain", action="store_true", help=text)
+    add("--explain", **FLAG, help=text)
     add("--plot", type=user_path, metavar="FILE", help="with --explain: draw the timeline: timeline.svg, timeline.png")
     text = "run one step on tensors without data; exit code 1 if it is not what the planner declares"
-    add("--trace", action="store_true", help=text)
+    add("--trace", **FLAG, help=text)
     text = "with --trace: these ranks, and not the first one of each pipeline stage"
     add("--rank", default="", metavar="N,…", help=text)
-    add("--json", action="store_true", help="the same as JSON, in bytes and seconds")
+    add("--json", **FLAG, help="the same as JSON, in bytes and seconds")
     text = "fit the estimates to the runs of a sweep of yours, and write a file for cluster=NAME"
     add("--calibrate", metavar="SWEEP", help=text)
     text = "measure this machine, or with launch=slurm a node, by one short job, and write such a file"
-    add("--measure", action="store_true", help=text)
+    add("--measure", **FLAG, help=text)
     text = "with --calibrate or --measure: FOLDER/cluster/NAME.yaml (default: in the sweep's folder)"
     add("--out", type=user_path, metavar="FILE", help=text)
     add("--runs", metavar="FOLDER", help="with --calibrate: the folder of runs (default runs)")
@@ -236,7 +239,6 @@ def _plan(add: Add) -> None:
     "prove that recipes train the same: titanlab parity +sweeps=quickstart_layouts",
     usage="titanlab parity [+sweeps=NAME | SWEEP | +recipe=NAME] [KEY=VALUE …] [FLAG …]\n"
     "       titanlab parity A B [FLAG …]",
-    has_runs=True,
 )
 def _parity(add: Add) -> str:
     """Prove that recipes train the same.
@@ -262,7 +264,6 @@ def _parity(add: Add) -> str:
     "rehearse",
     "find what would break on the cluster: titanlab rehearse +sweeps=llama3_405b_512gpus",
     usage="titanlab rehearse [+sweeps=NAME | SWEEP | +recipe=NAME] [KEY=VALUE …] [FLAG …]",
-    has_runs=True,
 )
 def _rehearse(add: Add) -> str:
     """Find what would break on the cluster, on this CPU.
@@ -290,47 +291,46 @@ def _rehearse(add: Add) -> str:
 
 def _add_choice(add: Add) -> None:
     add("--only", default="", metavar="WORD", help="recipes with this word in their names")
-    text = "let inductor compile what it compiles in the recipe: minutes instead of seconds"
-    add("--inductor", action="store_true", help=text)
-    add("--json", action="store_true", help="the result as JSON")
+    add("--inductor", **FLAG, help="let inductor compile what it compiles in the recipe: minutes instead of seconds")
+    add("--json", **FLAG, help="the result as JSON")
 
 
-@_verb("status", "show where the runs of a sweep stand, and why those that failed did", has_runs=True)
+@_verb("status", "show where the runs of a sweep stand, and why those that failed did")
 def _status(add: Add) -> None:
     """Show where the runs of a sweep stand; without a sweep, which there are."""
     add("sweep", nargs="?", help=SWEEP)
     add("run", nargs="?", help="one run of it: its folder, name, or the first digits of its hash")
-    add("--watch", action="store_true", help="go on showing it until nothing runs or waits any more")
-    add("--json", action="store_true", help="rows as JSON; docs/comparing.md has the columns")
+    add("--watch", **FLAG, help="go on showing it until nothing runs or waits any more")
+    add("--json", **FLAG, help="rows as JSON; docs/comparing.md has the columns")
 
 
-@_verb("inspect_runs", "print what the ranks of a run have printed, by time; --follow goes on", has_runs=True)
+@_verb("inspect_runs", "print what the ranks of a run have printed, by time; --follow goes on")
 def _logs(add: Add) -> None:
     """Print what the ranks of a run have printed: of all ranks, ordered by time."""
     add("run", help=RUN)
     add("--rank", type=int, help="only this rank, as its file has it")
     add("--attempt", type=int, help="only what this attempt has printed (default: all of them)")
-    add("--follow", "-f", action="store_true", help="go on until the run ends; Ctrl-C ends the looking")
+    add("--follow", "-f", **FLAG, help="go on until the run ends; Ctrl-C ends the looking")
     add("--tail", type=int, metavar="K", help="only the last K lines")
     add("--grep", metavar="PATTERN", help="only lines in which this regular expression is found")
 
 
-@_verb("inspect_runs", "say again why a run hung: which rank, in which collective, on which line", has_runs=True)
+@_verb("inspect_runs", "say again why a run hung: which rank, in which collective, on which line")
 def _diagnose(add: Add) -> None:
     """Say again why a run hung, and where each of its ranks was."""
     add("run", help=RUN)
     add("--attempt", type=int, help="number of the attempt (default the newest)")
-    add("--json", action="store_true", help="the same as JSON, with whole stacks")
+    add("--json", **FLAG, help="the same as JSON, with whole stacks")
 
 
-@_verb("status", "end a sweep's jobs, or some of them; what is done stays done", has_runs=True)
+@_verb("status", "end a sweep's jobs, or some of them; what is done stays done")
 def _cancel(add: Add) -> None:
     """Cancel runs of a sweep: those that run save and end, those that wait do not start."""
     add("sweep", help=SWEEP)
     add("run", nargs="*", help="runs by folder, label or first digits of the hash (default: all)")
 
 
-@_verb("resume", "submit runs again that ended badly (--outcome oom) or by other code (--stale)", has_runs=True)
+@_verb("resume", "submit runs again that ended badly (--outcome oom) or by other code (--stale)")
 def _retry(add: Add) -> None:
     """Put ended runs of a sweep back into the queue; they go on from their checkpoints."""
     add("sweep", help=SWEEP)
@@ -343,29 +343,29 @@ def _retry(add: Add) -> None:
         help=f"{text}cluster.per_node, for the new jobs",
     )
     add("--outcome", default="", help="those that have ended so: hang,node_fail")
-    add("--all-failed", action="store_true", help="those that have ended otherwise than done")
-    add("--stale", action="store_true", help="those that other code has made, which start anew")
-    add("--dry-run", action="store_true", help="say which they are, and submit nothing")
+    add("--all-failed", **FLAG, help="those that have ended otherwise than done")
+    add("--stale", **FLAG, help="those that other code has made, which start anew")
+    add("--dry-run", **FLAG, help="say which they are, and submit nothing")
 
 
-@_verb("results", "write a sweep's results as one parquet and one CSV file", has_runs=True)
+@_verb("results", "write a sweep's results as one parquet and one CSV file")
 def _collect(add: Add) -> None:
     """Write a sweep's table as parquet and CSV: a row for each run and dropped point."""
     add("sweep", help=SWEEP)
     add("--into", type=Path, help="the folder for the files (default: the sweep's own)")
 
 
-@_verb("results", "name a sweep's best recipe by speed, MFU or memory, if the gap is more than noise", has_runs=True)
+@_verb("results", "name a sweep's best recipe by speed, MFU or memory, if the gap is more than noise")
 def _best(add: Add) -> None:
     """Rank the recipes of a sweep; nobody is named the winner of a gap that may be noise."""
     add("sweep", help=SWEEP)
     text = "tps: tokens per second of one device (default); mfu; memory: the least peak of a rank"
     add("--by", default="tps", help=text)
     add("--max-memory", type=float, metavar="GIB", help="leave out recipes that need more, such as 76")
-    add("--json", action="store_true", help="the ranking as JSON; docs/comparing.md has the keys")
+    add("--json", **FLAG, help="the ranking as JSON; docs/comparing.md has the keys")
 
 
-@_verb("results", "write a sweep's report: one HTML file with the answer, figures and causes", has_runs=True)
+@_verb("results", "write a sweep's report: one HTML file with the answer, figures and causes")
 def _report(add: Add) -> None:
     """Write a sweep's report: one HTML file, which opens without a network."""
     add("sweep", help=SWEEP)
@@ -375,7 +375,7 @@ def _report(add: Add) -> None:
     add("--format", choices=("png", "svg", "pdf"), help="of these figures (default png)")
 
 
-@_verb("resume", "continue a run that was stopped, under the same or another layout", has_runs=True)
+@_verb("resume", "continue a run that was stopped, under the same or another layout")
 def _resume(add: Add) -> None:
     """Continue a run that was stopped."""
     add("run", help=f"{RUN}; or one of its checkpoints")
@@ -383,45 +383,41 @@ def _resume(add: Add) -> None:
     add("--step", type=int, help="of the checkpoint to resume from (default: the newest)")
 
 
-@_verb("inspect_runs", "list a run's checkpoints; --verify reads and checks every byte", has_runs=True)
+@_verb("inspect_runs", "list a run's checkpoints; --verify reads and checks every byte")
 def _checkpoints(add: Add) -> None:
     """List a run's checkpoints, by step."""
     add("run", help=RUN)
-    add("--verify", action="store_true", help="read every byte, and exit with 1 if one is damaged")
-    add("--json", action="store_true", help="rows as JSON")
+    add("--verify", **FLAG, help="read every byte, and exit with 1 if one is damaged")
+    add("--json", **FLAG, help="rows as JSON")
 
 
-@_verb(
-    "inspect_runs", "list hosts on which a run failed, and which its later jobs leave out; --clear HOST", has_runs=True
-)
+@_verb("inspect_runs", "list hosts on which a run failed, and which its later jobs leave out; --clear HOST")
 def _hosts(add: Add) -> None:
     """List hosts on which a run failed; later jobs of that run leave them out."""
     add("--clear", metavar="HOST", help="forget the failures on this host")
-    add("--all", action="store_true", help="forget the failures on all hosts")
+    add("--all", **FLAG, help="forget the failures on all hosts")
 
 
-@_verb("trackers", "upload what wandb has written offline; --rebuild writes it anew from metrics.jsonl", has_runs=True)
+@_verb("trackers", "upload what wandb has written offline; --rebuild writes it anew from metrics.jsonl")
 def _sync(add: Add) -> None:
     """Upload what wandb has written offline: to the project, and under the id, of the run."""
     add("runs_and_sweeps", nargs="+", metavar="RUN | SWEEP", help="runs by folder, name or hash, or whole sweeps")
     text = "first write what the tracker has of a run anew, from metrics.jsonl; of a sweep, for runs that it lacks "
-    add("--rebuild", action="store_true", help=f"{text}something of")
+    add("--rebuild", **FLAG, help=f"{text}something of")
     text = "first write this tracker's files from metrics.jsonl, for runs that have none of it"
     add("--tracker", choices=("wandb", "tensorboard"), help=text)
 
 
-@_verb(
-    "trackers", "make a wandb workspace and report of a sweep; without an API key, print them as JSON", has_runs=True
-)
+@_verb("trackers", "make a wandb workspace and report of a sweep; without an API key, print them as JSON")
 def _workspace(add: Add) -> None:
     """Make a wandb workspace and a wandb report of a sweep's runs."""
     add("sweep", help=SWEEP)
     add("--project", help="wandb's project (default: that of the runs)")
     add("--entity", help="user or team (default: that of the runs, or of the account)")
-    add("--json", action="store_true", help="print them, as wandb's server takes them, and save nothing")
+    add("--json", **FLAG, help="print them, as wandb's server takes them, and save nothing")
 
 
-@_verb("weights", "write text with a run's latest checkpoint", has_runs=True)
+@_verb("weights", "write text with a run's latest checkpoint")
 def _generate(add: Add) -> None:
     """Write text with a run's latest checkpoint, or with weights of a folder."""
     add("run", help=f"{RUN}; or a folder of weights")
@@ -433,7 +429,7 @@ def _generate(add: Add) -> None:
     add("--device", default="cpu", help="cpu or cuda (default cpu)")
 
 
-@_verb("schedule", "draw a pipeline's schedule; `all` compares them: bubble, microbatches kept")
+@_verb("schedule", "draw a pipeline's schedule; `all` compares them: bubble, microbatches kept", has_runs=False)
 def _schedule(add: Add) -> None:
     """Show the timeline of a pipeline's schedule: idle time, and activations kept."""
     from titanlab.options import discover
@@ -448,13 +444,12 @@ def _schedule(add: Add) -> None:
     add("--backward", type=float, help=f"time of a whole backward pass (B){whole} (default 2)")
     add("--input", type=float, help=f"time of a gradient of the input (I){whole} (default half of B)")
     add("--weight", type=float, help=f"time of a gradient of the weights (W){whole} (default half of B)")
-    text = "time of a transfer from rank to rank, beside computation (default 0)"
-    add("--transfer", type=float, help=text)
+    add("--transfer", type=float, help="time of a transfer from rank to rank, beside computation (default 0)")
     add("--plot", type=user_path, help="draw it: timeline.svg, timeline.png")
     add("--csv", type=user_path, help="write the order, for schedule=csv schedule.file=…")
 
 
-@_verb("tokens", "make memory-mapped token shards of text, JSONL or parquet files")
+@_verb("tokens", "make memory-mapped token shards of text, JSONL or parquet files", has_runs=False)
 def _tokenize(add: Add) -> None:
     """Make memory-mapped token shards of text, JSONL or parquet files."""
     add("files", help="a glob, quoted: 'corpus/**/*.jsonl'")
@@ -465,7 +460,7 @@ def _tokenize(add: Add) -> None:
     add("--validation-fraction", type=float, default=0.01, help="share of documents held out (default 0.01)")
 
 
-@_verb("tokens", "fetch a model's tokenizer from Hugging Face's hub")
+@_verb("tokens", "fetch a model's tokenizer from Hugging Face's hub", has_runs=False)
 def _download_tokenizer(add: Add) -> None:
     """Fetch a model's tokenizer from the Hugging Face hub."""
     add("repo", help="the model, such as meta-llama/Llama-3.1-8B")
@@ -473,23 +468,22 @@ def _download_tokenizer(add: Add) -> None:
     add("--token", help=_TOKEN)
 
 
-@_verb("weights", "convert weights of Hugging Face or of DCP, for train init_from=…")
+@_verb("weights", "convert weights of Hugging Face or of DCP, for train init_from=…", has_runs=False)
 def _import(add: Add) -> None:
     """Convert weights of Hugging Face or of torch.distributed.checkpoint, for init_from."""
     text = "a folder with config.json and safetensors, a model of the hub (owner/name), or a folder with .metadata"
     add("source", help=text)
-    text = "sizes of the model of a folder with .metadata"
-    add("overrides", nargs="*", metavar="model.KEY=VALUE", help=text)
+    add("overrides", nargs="*", metavar="model.KEY=VALUE", help="sizes of the model of a folder with .metadata")
     add("--model", help="of a folder with .metadata, which has no config: the model's option")
     add("--into", type=user_path, help="the folder to make (default weights/NAME)")
     add("--name", help="of the model's option, model=NAME (default: from the source's name)")
     add("--revision", help="branch, tag or commit of a model of the hub")
     add("--token", help=_TOKEN)
     add("--shard-size", default="5GB", help="most bytes of a file (default 5GB)")
-    add("--force", action="store_true", help="replace weights that are there")
+    add("--force", **FLAG, help="replace weights that are there")
 
 
-@_verb("weights", "write a run's weights as a folder that transformers opens", has_runs=True)
+@_verb("weights", "write a run's weights as a folder that transformers opens")
 def _export(add: Add) -> None:
     """Write a run's weights, or an imported folder's, for transformers or for init_from."""
     from titanlab.train.weights_folder import DTYPES
@@ -502,10 +496,10 @@ def _export(add: Add) -> None:
     add("--step", type=int, help="of the checkpoint (default: the latest)")
     add("--shard-size", help="most bytes of a file (default 5GB)")
     add("--name", help="of the model's option, for --format titanlab (default: from --into)")
-    add("--force", action="store_true", help="replace weights that are there")
+    add("--force", **FLAG, help="replace weights that are there")
 
 
-@_verb("status", "remove old checkpoints, superseded runs, caches: shows sizes, and asks", has_runs=True)
+@_verb("status", "remove old checkpoints, superseded runs, caches: shows sizes, and asks")
 def _clean(add: Add) -> None:
     """Remove what no run needs any more; results, logs and records always stay."""
     from titanlab.sweep.clean import CACHES, KINDS
@@ -514,32 +508,31 @@ def _clean(add: Add) -> None:
     text = f"some of {', '.join(KINDS)}; or all (default: all but the caches)"
     add("--what", default=",".join(kind for kind in KINDS if kind not in CACHES), help=text)
     add("--keep", type=int, metavar="N", help="keep N checkpoints of each run (default: as its recipe)")
-    add("--verify", action="store_true", help="read every byte of checkpoints that stay, to be sure")
-    add("--remote", action="store_true", help="also checkpoints in remote stores")
-    add("--dry-run", action="store_true", help="only show it, with every path")
-    add("--yes", action="store_true", help="do not ask")
+    add("--verify", **FLAG, help="read every byte of checkpoints that stay, to be sure")
+    add("--remote", **FLAG, help="also checkpoints in remote stores")
+    add("--dry-run", **FLAG, help="only show it, with every path")
+    add("--yes", **FLAG, help="do not ask")
 
 
-@_verb("environment", "restore a run's code and config in a git worktree; what differs from now", has_runs=True)
+@_verb("environment", "restore a run's code and config in a git worktree; what differs from now")
 def _repro(add: Add) -> None:
     """Restore what a run was made with: code, config, and what differs from now."""
     add("run", help=RUN)
     add("--into", type=Path, help="the folder to make (default repro-RUN)")
     add("--attempt", type=int, help="of the run (default the newest)")
     add("--repo", type=user_path, help="a git repository that has the commit (default: titanlab's own)")
-    add("--dry-run", action="store_true", help="only say what differs, and make no folder")
+    add("--dry-run", **FLAG, help="only say what differs, and make no folder")
 
 
-@_verb("environment", "check this machine: torch, GPUs, Slurm, disk, limits; each line ok, warn or fail", has_runs=True)
+@_verb("environment", "check this machine: torch, GPUs, Slurm, disk, limits; each line ok, warn or fail")
 def _doctor(add: Add) -> None:
     """Check this machine; nothing is trained, and no job is submitted."""
-    text = "key=value of launch, such as launch=slurm launch.partition=gpu"
-    add("overrides", nargs="*", default=[], help=text)
-    add("--json", action="store_true", help="the findings as JSON")
+    add("overrides", nargs="*", default=[], help="key=value of launch, such as launch=slurm launch.partition=gpu")
+    add("--json", **FLAG, help="the findings as JSON")
     add("--config-dir", metavar="FOLDER", help="with your site's launch/NAME.yaml")
 
 
-@_verb("completion", 'print the shell\'s completion script: eval "$(titanlab completion bash)"')
+@_verb("completion", 'print the shell\'s completion script: eval "$(titanlab completion bash)"', has_runs=False)
 def _completion(add: Add) -> None:
     """Print a shell's completion script, for eval "$(titanlab completion bash)"."""
     add("shell", nargs="*", default=[], help="bash (default); zsh too, after bashcompinit")

@@ -45,26 +45,17 @@ class ProofCandidates:
     folder: Path | None = None
 
     def only(self, word: str) -> None:
-        """Keep runs with this word in their names.
-
-        Raises:
-            ConfigError: there are none.
-        """
+        """Keep runs with this word in their names; a ConfigError if there are none."""
         names = [*(candidate.run for candidate in self.candidates), *(name for name, _ in self.broken)]
         self.candidates = [candidate for candidate in self.candidates if word in candidate.run]
         self.broken = [(name, rule) for name, rule in self.broken if word in name]
         if not self.candidates and not self.broken:
-            raise ConfigError(
-                "--only", word, f"is in no run's name of {self.title}", f"try {names[0]}" if names else ""
-            )
+            cure = f"try {names[0]}" if names else ""
+            raise ConfigError("--only", word, f"is in no run's name of {self.title}", cure)
 
 
 def choose(arguments: Sequence[str], runs: str) -> ProofCandidates:
-    """The recipes of overrides, of a recipe's or a sweep's name, or of a sweep that was submitted.
-
-    Raises:
-        ConfigError: the arguments describe none.
-    """
+    """The recipes of overrides, of a recipe's or a sweep's name, or of a sweep that was submitted."""
     if len(arguments) == 1 and is_name(arguments[0]):
         (name,) = arguments
         try:
@@ -99,22 +90,15 @@ def override_of(name: str, error: ConfigError) -> str:
 
 
 def one_recipe(expression: str) -> Candidate:
-    """The recipe of an expression: a name, or overrides in one argument.
-
-    Raises:
-        ConfigError: it describes none, or several.
-    """
+    """The recipe of an expression: a name, or overrides in one argument."""
     try:
         words = shlex.split(expression)
     except ValueError as error:
-        raise ConfigError(
-            "recipe", expression, f"cannot be read ({error})", "try '+recipe=quickstart world=2'"
-        ) from error
+        cure = "try '+recipe=quickstart world=2'"
+        raise ConfigError("recipe", expression, f"cannot be read ({error})", cure) from error
     if len(words) == 1 and is_name(words[0]):
-        known = ConfigError(
-            "recipe", words[0], "is neither a run nor a recipe", "try +recipe=NAME, or name two runs (--runs FOLDER)"
-        )
-        words = [override_of(words[0], known)]
+        cure = "try +recipe=NAME, or name two runs (--runs FOLDER)"
+        words = [override_of(words[0], ConfigError("recipe", words[0], "is neither a run nor a recipe", cure))]
     chosen = _of_command_line(words)
     if len(chosen.candidates) != 1:
         rule = f"describes {len(chosen.candidates)} recipes, and two are compared"
@@ -207,41 +191,22 @@ def sizes_and_notes(proofs: Sequence[Reduced], steps: int) -> list[str]:
 
 def table(rows: Sequence[ProofRow]) -> list[str]:
     """The rows with aligned columns; without the names of tensors where a terminal is too narrow for them."""
-    lines = _aligned(rows, with_names=True)
-    if sys.stdout.isatty() and max(map(len, lines)) > shutil.get_terminal_size().columns:
-        return _aligned(rows, with_names=False)
-    return lines
 
+    def lines(*, with_names: bool) -> list[str]:
+        figures = _HEADINGS[4:6] if with_names else _HEADINGS[4:]
+        return aligned(_HEADINGS, [_cells(row, with_names=with_names) for row in rows], right=figures)
 
-def _aligned(rows: Sequence[ProofRow], *, with_names: bool) -> list[str]:
-    cells = [_cells(row, with_names=with_names) for row in rows]
-    figures = _HEADINGS[4:6] if with_names else _HEADINGS[4:]
-    return aligned(_HEADINGS, cells, right=figures)
+    whole = lines(with_names=True)
+    is_narrow = sys.stdout.isatty() and max(map(len, whole)) > shutil.get_terminal_size().columns
+    return lines(with_names=False) if is_narrow else whole
 
 
 def _cells(row: ProofRow, *, with_names: bool) -> tuple[str, ...]:
-    return (
-        "PASS" if row.passed else "FAIL",
-        row.run,
-        row.layout,
-        row.precision,
-        _figure(row.loss),
-        _figure(row.grad_norm),
-        *(
-            _figure(pair[0]) + (f" {pair[1]}" if with_names else "") if pair else ""
-            for pair in (row.gradient, row.parameter)
-        ),
-        _tolerance(row),
-    )
-
-
-def _tolerance(row: ProofRow) -> str:
-    if row.tolerance is None:
-        return ""
-    if not isinstance(row.tolerance, dict):
-        return f"{row.tolerance:.0e}"
-    return "/".join(f"{number:.0e}" for number in dict.fromkeys(row.tolerance.values()))
-
-
-def _figure(number: float | None) -> str:
-    return "" if number is None else f"{number:.1e}"
+    numbers = ["" if number is None else f"{number:.1e}" for number in (row.loss, row.grad_norm)]
+    tensors = [
+        f"{pair[0]:.1e}" + (f" {pair[1]}" if with_names else "") if pair else ""
+        for pair in (row.gradient, row.parameter)
+    ]
+    limits = row.tolerance.values() if isinstance(row.tolerance, dict) else [row.tolerance]
+    tolerance = "/".join(f"{limit:.0e}" for limit in dict.fromkeys(limits) if limit is not None)
+    return ("PASS" if row.passed else "FAIL", row.run, row.layout, row.precision, *numbers, *tensors, tolerance)

@@ -24,7 +24,7 @@ from titanlab.errors import ConfigError
 from titanlab.prove.finished_runs import NOT_COMPARED, compare_runs
 from titanlab.prove.forked import RunFailed, prepare, train_in_ranks
 from titanlab.prove.proof import ProofRow, Prover, plan_proofs, write_parity
-from titanlab.prove.reduction import MOST_PROCESSES, Reduced, check_same, comparable
+from titanlab.prove.reduction import MOST_PROCESSES, check_same, comparable
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_search import NoSuchRun, find_run
@@ -63,18 +63,12 @@ def parity_verb(args: Namespace) -> int:
 
 def _pair(arguments: Sequence[str]) -> tuple[str, str] | None:
     """Two runs or two recipes; None if the arguments are one command line."""
-    if len(arguments) != 2:
-        return None
     whole = [is_name(argument) or argument.lstrip().startswith("+recipe=") for argument in arguments]
-    return (arguments[0], arguments[1]) if all(whole) else None
+    return (arguments[0], arguments[1]) if len(arguments) == 2 and all(whole) else None
 
 
 def _runs(pair: tuple[str, str], runs: str) -> tuple[Any, Any] | None:
-    """The two runs that a pair names; None if neither is a run.
-
-    Raises:
-        ConfigError: one is a run and the other is not.
-    """
+    """The two runs that a pair names; None if neither is a run."""
     run_folders = []
     for text in pair:
         try:
@@ -94,20 +88,13 @@ def _runs(pair: tuple[str, str], runs: str) -> tuple[Any, Any] | None:
 
 
 def _of_pair(pair: tuple[str, str]) -> ProofCandidates:
-    """Two recipes that train the same model on the same data.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """Two recipes, which train the same model on the same data."""
     first, second = map(one_recipe, pair)
     cure = "compare recipes that differ in layout or technique only"
     check_same(first.run, comparable(first.recipe), comparable(second.recipe), cure)
     candidates = [first] if first == second else [first, second]
-    if first.run == second.run and first != second:
-        raise AssertionError("one expression has two recipes")
-    return ProofCandidates(
-        title="two recipes" if len(candidates) > 1 else "one recipe, given twice", candidates=candidates
-    )
+    title = "two recipes" if len(candidates) > 1 else "one recipe, given twice"
+    return ProofCandidates(title=title, candidates=candidates)
 
 
 def _compare(first: Any, second: Any, args: Any, console: Console) -> int:
@@ -146,7 +133,10 @@ def _prove(chosen: ProofCandidates, args: Any, console: Console) -> int:
     try:
         proofs = plan_proofs(chosen.candidates, steps=steps, runs=str(folder), most=most, inductor=args.inductor)
         if not args.json:
-            console.note("\n".join(_heading(chosen, proofs, steps)))
+            count = counted(len(chosen.candidates), "recipe")
+            lines = [f"{chosen.title}: {count}, each held to {REFERENCE}"]
+            lines += sizes_and_notes(proofs, steps)
+            console.note("\n".join([*lines, *left_out_lines(chosen)]))
         prepare()
         prover = Prover(trainer)
         for number, proof in enumerate(proofs, 1):
@@ -207,13 +197,6 @@ def _kept(chosen: ProofCandidates, rows: Sequence[ProofRow], console: Console) -
     except (OSError, ConfigError) as error:
         console.warn(f"the result is not kept with the sweep: {error}")
         return None
-
-
-def _heading(chosen: ProofCandidates, proofs: Sequence[Reduced], steps: int) -> list[str]:
-    lines = [f"{chosen.title}: {counted(len(chosen.candidates), 'recipe')}, each held to {REFERENCE}"]
-    lines += sizes_and_notes(proofs, steps)
-    lines += left_out_lines(chosen)
-    return lines
 
 
 def _line(row: ProofRow) -> str:

@@ -14,7 +14,7 @@ from titanlab.cli.candidates import ProofCandidates, choose, left_out_lines, siz
 from titanlab.errors import ConfigError
 from titanlab.prove.forked import log_of, prepare, train_in_ranks
 from titanlab.prove.proof import FAILED, STEPS, Result, rehearse
-from titanlab.prove.reduction import MOST_PROCESSES, Reduced, reduce_all
+from titanlab.prove.reduction import MOST_PROCESSES, reduce_all
 from titanlab.records.outcome import OutcomeKind
 from titanlab.sweep.listing import aligned
 from titanlab.system.terminal import Console
@@ -38,11 +38,7 @@ def rehearse_verb(args: Namespace) -> int:
 
 
 def _made(folder: Path) -> Path:
-    """The folder of `--keep`, which is made.
-
-    Raises:
-        ConfigError: it has files, or cannot be made.
-    """
+    """The folder of `--keep`, which is made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         is_empty = not any(folder.iterdir())
@@ -76,14 +72,23 @@ def _rehearse_in(folder: Path, chosen: ProofCandidates, results: list[Result], a
     total = len(results) + len(rehearsals)
     code = 0
     if not args.json:
-        console.note("\n".join(_heading(chosen, rehearsals, args.steps)))
+        lines = [f"{chosen.title}: {counted(len(chosen.candidates), 'recipe')}"]
+        lines += sizes_and_notes(rehearsals, args.steps)
+        console.note("\n".join([*lines, *left_out_lines(chosen)]))
         for number, result in enumerate(results, 1):
             console.note(f"[{number}/{total}] {_line(result)}")
+
+    def train(recipe: Any) -> Any:
+        ended = train_in_ranks(recipe)
+        if args.keep is None and ended.outcome.kind is OutcomeKind.DONE:
+            shutil.rmtree(ended.run.path, ignore_errors=True)
+        return ended
+
     try:
         if any(rehearsal.recipe for rehearsal in rehearsals):
             prepare()
 
-        for result in rehearse(rehearsals, _trainer(keep=args.keep is not None), lambda ended: str(log_of(ended))):
+        for result in rehearse(rehearsals, train, lambda ended: str(log_of(ended))):
             results.append(result)
             if not args.json:
                 console.note(f"[{len(results)}/{total}] {_line(result)}")
@@ -101,22 +106,6 @@ def _rehearse_in(folder: Path, chosen: ProofCandidates, results: list[Result], a
     if args.keep is not None:
         console.note(f"kept in {shown_path(folder)}")
     return code
-
-
-def _trainer(*, keep: bool) -> Any:
-    def train(recipe: Any) -> Any:
-        ended = train_in_ranks(recipe)
-        if not keep and ended.outcome.kind is OutcomeKind.DONE:
-            shutil.rmtree(ended.run.path, ignore_errors=True)
-        return ended
-
-    return train
-
-
-def _heading(chosen: ProofCandidates, rehearsals: Sequence[Reduced], steps: int) -> list[str]:
-    lines = [f"{chosen.title}: {counted(len(chosen.candidates), 'recipe')}"]
-    lines += sizes_and_notes(rehearsals, steps)
-    return lines + left_out_lines(chosen)
 
 
 def _line(result: Result) -> str:

@@ -16,7 +16,8 @@ from typing import Any
 
 from titanlab.errors import ConfigError
 from titanlab.options import discover
-from titanlab.system.terminal import Console
+from titanlab.sweep.listing import aligned
+from titanlab.system.terminal import Console, is_capable
 from titanlab.system.text import harmless
 from titanlab.techniques.schedule.action import Action, Kind
 from titanlab.techniques.schedule.contract import PipelineSchedule
@@ -69,7 +70,11 @@ def schedule_verb(args: Namespace) -> int:
     try:
         made, refused = _made(args)
     except ConfigError as error:
-        raise _with_flag_names(error) from error
+        # The flags of this command in place of a recipe's keys.
+        cure = _BATCH_ADVICE.sub("other --microbatches", error.cure)
+        for name, flag in FLAGS.items():
+            cure = cure.replace(name, flag)
+        raise ConfigError(FLAGS.get(error.key, error.key), error.value, error.rule, cure) from error
     if args.csv is not None:
         if not args.csv.absolute().parent.is_dir():
             raise ConfigError("--csv", args.csv, "there is no such folder", "make it, or name another")
@@ -108,24 +113,18 @@ def _check_arguments(args: Namespace) -> None:
         if value is not None and not (0 < value < math.inf or (may_be_zero and value == 0)):
             rule = "must be finite and " + ("not negative" if may_be_zero else "positive")
             raise ConfigError(f"--{name}", value, rule, "try 1")
-    _check_proportions(args)
-    if args.csv is not None and args.kind == ALL:
-        raise ConfigError("--csv", args.csv, "holds one schedule", "name it instead of all: titanlab schedule 1f1b")
-    if args.file is not None and (args.kind == ALL or "file" not in _fields(_schema(args.kind))):
-        raise ConfigError("--file", args.file, "is for the schedule csv", "try titanlab schedule csv")
-
-
-def _check_proportions(args: Namespace) -> None:
-    """Check the durations: a column is a fraction of the shortest one, so unequal durations need too many columns."""
-    times = {str(kind): time for kind, time in _durations(args).items()}
-    shortest = min(times.values())
-    typed = {name: getattr(args, name) for name in TIMES if getattr(args, name) is not None}  # by the user
-    longest = max([*times.values(), args.transfer or 0.0])
-    if longest > PROPORTION * shortest:
+    # A column is a fraction of the shortest duration, so unequal durations need too many columns.
+    typed = {name: getattr(args, name) for name in TIMES if getattr(args, name) is not None}
+    times = list(_durations(args).values())
+    if max(*times, args.transfer or 0.0) > PROPORTION * min(times):
         # Blame the typed duration that is furthest from 1.
         name = max(typed, key=lambda flag: abs(math.log(typed[flag] or 1.0)))
         rule = f"makes the longest duration more than {PROPORTION:,} times the shortest"
         raise ConfigError(f"--{name}", typed[name], rule, "try 1")
+    if args.csv is not None and args.kind == ALL:
+        raise ConfigError("--csv", args.csv, "holds one schedule", "name it instead of all: titanlab schedule 1f1b")
+    if args.file is not None and (args.kind == ALL or "file" not in _fields(_schema(args.kind))):
+        raise ConfigError("--file", args.file, "is for the schedule csv", "try titanlab schedule csv")
 
 
 def _made(args: Namespace) -> tuple[list[Made], dict[str, ConfigError]]:
@@ -150,9 +149,13 @@ def _make(kind: str, args: Namespace, *, chosen: bool = True) -> Made:
     fields, values = _fields(schema), {}
     if args.stages_per_rank is not None:
         if "stages_per_rank" in fields:
-            # When all are compared, a schedule with a fixed number of stages keeps its number.
-            if chosen or _takes(schema, args.stages_per_rank):
-                values["stages_per_rank"] = args.stages_per_rank
+            values["stages_per_rank"] = args.stages_per_rank
+            if not chosen:
+                try:
+                    schema(**values)
+                except ConfigError:
+                    # When all are compared, a schedule with a fixed number of stages keeps its number.
+                    values = {}
         elif chosen and args.stages_per_rank != 1:
             rule = f"{kind} has one stage a rank" if "file" not in fields else "the file says which stages there are"
             cure = "leave it out, or try titanlab schedule interleaved_1f1b"
@@ -177,14 +180,6 @@ def _schema(kind: str) -> type[Any]:
 
 def _fields(schema: type[Any]) -> set[str]:
     return {field.name for field in dataclasses.fields(schema)}
-
-
-def _takes(schema: type, stages_per_rank: int) -> bool:
-    try:
-        schema(stages_per_rank=stages_per_rank)
-    except ConfigError:
-        return False
-    return True
 
 
 def _durations(args: Namespace) -> Mapping[Kind, float]:
@@ -213,8 +208,7 @@ def _picture(made: Made, args: Namespace) -> list[str]:
 
 
 def _table(made: list[Made], refused: Mapping[str, ConfigError], args: Namespace) -> list[str]:
-    coloured = _is_coloured()
-    head = ("schedule", "stages a rank", "step", "bubble", "peak in flight, by rank")
+    headings = ("schedule", "stages a rank", "step", "bubble", "peak in flight, by rank")
     body = [
         (
             schedule.kind,
@@ -225,18 +219,10 @@ def _table(made: list[Made], refused: Mapping[str, ConfigError], args: Namespace
         )
         for schedule in made
     ]
-    widths = [max(len(row[column]) for row in (head, *body)) for column in range(len(head))]
-    lines = [
-        "  ".join(
-            # Names and lists are left-aligned, numbers right-aligned.
-            f"{cell:<{size}}" if column in (0, 4) else f"{cell:>{size}}"
-            for column, (cell, size) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (head, *body)
-    ]
+    lines = aligned(headings, body, right=headings[1:4])
     title = f"{_counted(args.ranks or 4, 'rank')}, {_counted(args.microbatches or 8, 'microbatch', 'es')}"
     left_out = [harmless(f"{kind}: {error.rule}") for kind, error in refused.items()]
-    return [title, f"({_times(args)})", "", _strong(lines[0], coloured=coloured), *lines[1:], *left_out]
+    return [title, f"({_times(args)})", "", _strong(lines[0], coloured=_is_coloured()), *lines[1:], *left_out]
 
 
 def _times(args: Namespace) -> str:
@@ -267,15 +253,4 @@ def _strong(text: str, *, coloured: bool) -> str:
 
 
 def _is_coloured() -> bool:
-    environ = os.environ
-    return (
-        sys.stdout.isatty() and not environ.get("NO_COLOR") and environ.get("TERM", "") not in ("", "dumb", "unknown")
-    )
-
-
-def _with_flag_names(error: ConfigError) -> ConfigError:
-    """The same error with the flags of this command in place of a recipe's keys."""
-    key, cure = FLAGS.get(error.key, error.key), error.cure
-    for name, flag in FLAGS.items():
-        cure = cure.replace(name, flag)
-    return ConfigError(key, error.value, error.rule, _BATCH_ADVICE.sub("other --microbatches", cure))
+    return is_capable(sys.stdout, os.environ) and not os.environ.get("NO_COLOR")
