@@ -1,7 +1,4 @@
-"""Columns of a sweep's table: names and types, the same in `status --json` and in the files of `collect`.
-
-docs/comparing.md has their meanings; a test compares that page with this list.
-"""
+"""Names and types of a sweep's columns, in `status --json` and in files; docs/comparing.md has their meanings."""
 
 from __future__ import annotations
 
@@ -104,8 +101,7 @@ def recipe_columns(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     training, compiled = config["training"], config["compile"]
     degrees = {axis: config["parallelism"][axis] for axis in AXES}
-    # Configs of earlier versions have no experts.
-    layout = Layout(**degrees, expert=config["parallelism"].get("expert", 1))
+    layout = Layout(**degrees, expert=config["parallelism"]["expert"])
     # As Recipe.microbatch; creating a Recipe would take longer than the whole row.
     microbatch = training["microbatch"] or (1 if layout.pipeline > 1 else training["global_batch"] // layout.data)
     return {

@@ -1,8 +1,4 @@
-"""Reads a sweep from a command line: the overrides that all points share, the space of the points, the control.
-
-The control is one recipe that runs at the beginning, between the repeats and at the end. Its values are the same each
-time, so that a change of its speed is a change of the machine.
-"""
+"""Reads a sweep from a command line: the overrides that all points share, the space of the points, the control."""
 
 from __future__ import annotations
 
@@ -102,8 +98,8 @@ def read_request(arguments: Sequence[str], loader: Loader | None = None) -> Requ
     if typed := _typed_values(loader, flags, {} if _is_space(node) else node.get("params") or {}):
         for key in () if space is None else keys_of(expand(space)):
             if key in typed:
-                both, rule = ",".join(map(str, typed[key])), "is swept by the sweep's file too"
-                raise ConfigError(key, both, rule, "leave it out here, or there")
+                rule = "is swept by the sweep's file too"
+                raise ConfigError(key, _listed(typed[key]), rule, "leave it out here, or there")
         # The product of the file's space and the values that the user has typed.
         space = {"product": dict(typed)} if space is None else {"product": [space, {"product": dict(typed)}]}
     points = [{}] if space is None else expand(space)
