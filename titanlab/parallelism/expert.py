@@ -141,7 +141,7 @@ class TokenExchange:
             total = rows.shape[0]
             order = torch.arange(total, device=rows.device)
         else:
-            # In compiled code a number that the graph does not know, so that other counts compile nothing again.
+            # In compiled code an unbacked symbol: another count must not recompile the graph.
             total = int(received.sum().item())
             torch._check(total >= 0)
             experts = torch.arange(self._own, device=rows.device).repeat(self._ranks)

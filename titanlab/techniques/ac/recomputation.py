@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titanlab.techniques.ac.contract import ACConfig
 from titanlab.techniques.ac.recomputation_schema import MATMULS, SAME, SelectiveOp
@@ -37,26 +37,37 @@ class WholeBlocks:
                 checkpoint_block(block)
 
 
-def checkpoint_block(block: nn.Module, contexts: Contexts = noop_context_fn) -> None:
+def checkpoint_block(block: nn.Module, contexts: Contexts | None = None) -> None:
     """Let a block be recomputed in its backward pass, in place.
 
     Args:
         contexts: `context_fn` of `torch.utils.checkpoint`: makes two contexts, for the forward pass and for its
-            recomputation. All blocks must get the same object, so that they share one compilation. By default only the
-            block's inputs are kept.
+            recomputation. All blocks must get the same object, so that they share one compilation. None: keep only
+            the block's inputs.
     """
     if "forward" in vars(block):
         # Other code has already replaced `forward`.
         setattr(block, _FORWARD, block.forward)
-    setattr(block, _CONTEXTS, contexts)
-    block.forward = types.MethodType(recomputed_forward, block)
+    if contexts is None:
+        block.forward = types.MethodType(recomputed_forward, block)
+    else:
+        setattr(block, _CONTEXTS, contexts)
+        block.forward = types.MethodType(partly_recomputed_forward, block)
+
+
+# Each forward pass gets new contexts, so that policies which count operators start at 0, also with several microbatches
+# in flight. torch restores the states of random generators (for dropout), and stops the recomputation at the last
+# tensor that the backward needs. There are two functions, because torch's compiler takes no `noop_context_fn` from an
+# attribute.
 
 
 def recomputed_forward(block: nn.Module, *inputs: Any, **named: Any) -> Any:
-    # Each forward pass gets new contexts, so that policies which count operators start at 0, also with several
-    # microbatches in flight. torch restores the states of random generators (for dropout), and stops the recomputation
-    # at the last tensor that the backward needs.
-    return checkpoint(_once(block), *inputs, use_reentrant=False, context_fn=getattr(block, _CONTEXTS), **named)
+    return checkpoint(_once(block), *inputs, use_reentrant=False, **named)
+
+
+def partly_recomputed_forward(block: nn.Module, *inputs: Any, **named: Any) -> Any:
+    contexts = getattr(block, _CONTEXTS)
+    return checkpoint(_once(block), *inputs, use_reentrant=False, context_fn=contexts, **named)
 
 
 def _once(block: nn.Module) -> Callable[..., Any]:
