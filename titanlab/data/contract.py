@@ -150,12 +150,6 @@ class DataSource(Protocol):
         Every rank has the same number of rows. All ranks together have `sequences` rows, or all that exist if there
         are fewer; padding, within a row or as a whole row, has the label `IGNORE`.
 
-        Args:
-            seq_len: tokens in a sequence.
-            sequences: rows over all ranks.
-            rank: data-parallel rank.
-            ranks: number of data-parallel ranks.
-
         Raises:
             ConfigError: the data has not been prepared, or nothing was held out.
         """

@@ -267,7 +267,8 @@ def matching(patterns: str, key: str = "data.files") -> tuple[Path, ...]:
         if os.path.isfile(pattern):
             paths: Iterable[str] = [pattern]
         elif os.path.isdir(pattern):
-            paths = _below(pattern)
+            # The visible files of a folder and of those in it.
+            paths = (path for each in _folders(pattern) for path in glob.iglob(os.path.join(glob.escape(each), "*")))
         else:
             paths = _matches(pattern)
         files = {Path(path) for path in paths if os.path.isfile(path)}
@@ -291,11 +292,6 @@ def _matches(pattern: str) -> Iterator[str]:
     for top in glob.iglob(head or os.sep):
         for folder in _folders(top):
             yield from _matches(os.path.join(glob.escape(folder), tail.rstrip(os.sep) or "*"))
-
-
-def _below(folder: str) -> Iterator[str]:
-    """The visible files of a folder and of those in it."""
-    return (path for each in _folders(folder) for path in glob.iglob(os.path.join(glob.escape(each), "*")))
 
 
 def _folders(folder: str, above: tuple[str, ...] = ()) -> Iterator[str]:

@@ -65,7 +65,12 @@ class PackedStream:
         """The next sequence and the label of its last token, uint32 `[seq + 1]`."""
         while self._ready < self._seq_len + 1:
             self._read()
-        sequence = self._first(self._seq_len + 1)
+        sequence = np.empty(self._seq_len + 1, dtype=np.uint32)
+        filled, start = 0, self._offset
+        for _, tokens in self._open:
+            piece = tokens[start : start + len(sequence) - filled]
+            sequence[filled : filled + len(piece)] = piece
+            filled, start = filled + len(piece), 0
         self._offset += self._seq_len
         self._ready -= self._seq_len
         while self._offset >= len(self._open[0][1]):
@@ -77,15 +82,6 @@ class PackedStream:
         tokens = self._documents.next()
         self._open.append((position, tokens))
         self._ready += len(tokens)
-
-    def _first(self, count: int) -> npt.NDArray[np.uint32]:
-        first = np.empty(count, dtype=np.uint32)
-        filled, start = 0, self._offset
-        for _, tokens in self._open:
-            piece = tokens[start : start + count - filled]
-            first[filled : filled + len(piece)] = piece
-            filled, start = filled + len(piece), 0
-        return first
 
     def close(self) -> None:
         """Close the documents."""

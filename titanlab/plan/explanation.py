@@ -97,7 +97,6 @@ class Explanation:
     """The account of one recipe.
 
     Attributes:
-        recipe: resolved.
         ranks: memory of each rank of the pipeline.
         time: of a step, with every action of a pipeline simulated.
         traffic: communication of one rank in a step, before the optimizer: the first of every axis.
@@ -158,13 +157,10 @@ def memory_rows(explanation: Explanation) -> tuple[list[str], list[list[str]]]:
     rows.append(["allocated", *(f"{rank.allocated / 1e9:.2f}" for rank in ranks)])
     machine = explanation.machine
     process = f", and {machine.process_bytes / 1e9:.2f}" if machine.process_bytes else ""
-    rows.append([f"reserved (×{machine.allocator_excess:.3g}{process})", *_reserved(explanation)])
+    reserved = [f"{reserved_bytes(explanation.recipe, machine, rank) / 1e9:.2f}" for rank in ranks]
+    rows.append([f"reserved (×{machine.allocator_excess:.3g}{process})", *reserved])
     rows.append(["largest at", *(rank.moment for rank in ranks)])
     return headings, rows
-
-
-def _reserved(explanation: Explanation) -> list[str]:
-    return [f"{reserved_bytes(explanation.recipe, explanation.machine, rank) / 1e9:.2f}" for rank in explanation.ranks]
 
 
 def time_rows(time: StepTime) -> list[list[str]]:

@@ -218,13 +218,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class AxisPlacement:
-    """The ranks of one group, as they lie on nodes.
-
-    Attributes:
-        ranks: their number.
-        in_node: how many of them are on one node.
-        nodes: how many nodes they are on.
-    """
+    """The ranks of one group: their number, how many of them are on one node, and on how many nodes they are."""
 
     ranks: int
     in_node: int

@@ -163,7 +163,7 @@ class _Ranks:
         if ranks == 1:
             return saved[0]
         if len(set(saved)) == len(set(deferred)) == 1:
-            pairs = totals(self.schedule, ranks=ranks, microbatches=microbatches)[rank]
+            pairs = totals(self.schedule, ranks=ranks, microbatches=microbatches, rank=rank)
             return max(passes * saved[0] + halves * deferred[0] for passes, halves in pairs)
         moments = peaks(self.schedule, ranks=ranks, microbatches=microbatches, rank=rank)
         most: int = max(sum(map(operator.mul, moment, (*saved, *deferred))) for moment in moments)

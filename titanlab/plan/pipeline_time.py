@@ -46,10 +46,8 @@ class Stages:
     """The stages of a pipeline, and sums over them.
 
     Attributes:
-        stages: times by stage.
         placement: rank of each stage.
-        busy: time of the busiest rank for one microbatch.
-        busiest: number of that rank.
+        busy, busiest: time of the busiest rank for one microbatch, and its number.
         mean: time of a stage for one microbatch.
         rounded: times by stage in units of `_ROUNDING` · mean.
     """
@@ -310,8 +308,6 @@ def least_idle(
     rank can then only compute gradients of weights, of as many microbatches as it keeps.
 
     Args:
-        schedule: config of the schedule.
-        placement: rank of each stage.
         stages: times of each stage, in any unit.
     """
     ranks = 1 + max(placement)

@@ -122,15 +122,7 @@ _BUBBLE_SHARE = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class Ranked:
-    """One recipe with its estimates.
-
-    Attributes:
-        point: of the space.
-        recipe: resolved.
-        time: of a step.
-        memory: of the rank that needs most.
-        reserved: bytes that the allocator takes on that rank.
-    """
+    """One recipe with its estimates: the time of a step, and memory of the rank that needs most, which it reserves."""
 
     point: SpacePoint
     recipe: Recipe
@@ -144,8 +136,6 @@ class RecipeRanking:
     """The recipes of a space in the order of their speed.
 
     Attributes:
-        space: of recipes.
-        machine: on which they would run.
         limit: bytes of a device that recipes may reserve.
         listed: number of recipes in the space; after `best`.
         too_large: number of recipes that do not fit, of those that were looked at.

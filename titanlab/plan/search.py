@@ -36,7 +36,6 @@ class Plan:
 
     Attributes:
         base: the recipe of the request, resolved for its world.
-        machine: of its cluster.
         limit: bytes of a device that recipes may reserve; infinite if the cluster does not say it.
         best: the fastest recipes, in order.
         listed, too_large: numbers of recipes in the space, and of those that do not fit.
@@ -230,7 +229,7 @@ _SMALL = 0.002
 
 def table_rows(plan: Plan) -> list[tuple[str, ...]]:
     """The cells of a plan under `HEADINGS`; columns whose cells are all empty may be left out."""
-    varied = [_differs(plan, name) for name in ("precision", "compile")]
+    varied = [len({getattr(ranked.point, name).name for ranked in plan.best}) > 1 for name in ("precision", "compile")]
     return [
         (
             str(place),
@@ -305,10 +304,6 @@ def _difference(above: Ranked, ranked: Ranked) -> str:
     if not terms:
         return f"takes as long within {100 * _SMALL:.1f} %{memory}"
     return f"is {change:.3g} s slower: {terms}{memory}"
-
-
-def _differs(plan: Plan, name: str) -> bool:
-    return len({getattr(ranked.point, name).name for ranked in plan.best}) > 1
 
 
 def plan_values(plan: Plan) -> dict[str, Any]:

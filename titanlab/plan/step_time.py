@@ -145,19 +145,7 @@ class _Estimate:
         return parts, busiest
 
     def _pipeline(self, pipeline: PipelineEstimate, stages: Stages, parts: dict[str, float]) -> None:
-        """Add a pipeline's bubble, and what sending adds."""
-        estimate = pipeline(
-            self.recipe.schedule,
-            stages,
-            ranks=self.layout.pipeline,
-            microbatches=self.microbatches,
-            transfer=self._transfer(),
-        )
-        parts["pipeline"] = estimate.sending
-        parts["bubble"] = max(0.0, estimate.seconds - estimate.sending - stages.busy * self.microbatches)
-
-    def _transfer(self) -> float:
-        """Time to send a hidden state to the next stage."""
+        """Add a pipeline's bubble, and what sending hidden states adds."""
         shape = hidden_shape(
             self.layout,
             microbatch=self.recipe.microbatch,
@@ -165,8 +153,17 @@ class _Estimate:
             dim=self.facts.account.dim,
             sequence_parallel=self.recipe.parallelism.sequence_parallel,
         )
+        bytes_sent = math.prod(shape) * self.formats.compute_bytes
         axis = axis_of(self.layout, "pipeline", self.machine.per_node)
-        return self.machine.collective_seconds(axis, math.prod(shape) * self.formats.compute_bytes, hops=1)
+        estimate = pipeline(
+            self.recipe.schedule,
+            stages,
+            ranks=self.layout.pipeline,
+            microbatches=self.microbatches,
+            transfer=self.machine.collective_seconds(axis, bytes_sent, hops=1),
+        )
+        parts["pipeline"] = estimate.sending
+        parts["bubble"] = max(0.0, estimate.seconds - estimate.sending - stages.busy * self.microbatches)
 
     def _data_parallel(
         self, stage: RankTime, block: ShardingTraffic, edges: ShardingTraffic, parts: dict[str, float]

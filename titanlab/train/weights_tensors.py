@@ -26,7 +26,6 @@ from titanlab.train.dcp_folder import read_saved
 from titanlab.train.dcp_tensors import DcpReader
 from titanlab.train.initialise import local_part, plain_name
 from titanlab.train.weights_folder import (
-    CHUNK_BYTES,
     DTYPES,
     Biases,
     TensorEntry,
@@ -281,13 +280,9 @@ def fill(model: nn.Module, source: WeightsSource) -> None:
     """
     for name, parameter in model.named_parameters():
         local, offsets = local_part(parameter)
-        if local.numel():
-            _fill_box(local, offsets, plain_name(name), source)
-
-
-def _fill_box(local: Tensor, offsets: Sequence[int], name: str, source: WeightsSource) -> None:
-    width = local.numel() // local.shape[0] * local.element_size()
-    step = max(CHUNK_BYTES // max(width, 1), 1)
-    for start in range(0, local.shape[0], step):
-        part = local[start : start + step]
-        part.copy_(source.read(name, [offsets[0] + start, *offsets[1:]], list(part.shape)))
+        if not local.numel():
+            continue
+        plain = plain_name(name)
+        for start, sizes in chunks(TensorEntry(dtype=source.entries[plain].dtype, shape=tuple(local.shape))):
+            there = [offset + at for offset, at in zip(offsets, start, strict=True)]
+            local[start[0] : start[0] + sizes[0]].copy_(source.read(plain, there, sizes))
