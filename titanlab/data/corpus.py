@@ -44,10 +44,7 @@ class Corpus:
     """Files and how to read them.
 
     Attributes:
-        files: in the order of their documents.
-        text_field: key or column of the text in JSONL and parquet.
         key: config key that named the files, for errors.
-        field_key: config key that named the field.
         strict: whether a file that is not UTF-8 is an error; otherwise it is skipped.
         left_out: files that a folder or a glob matches, and that are not read: descriptions beside data.
     """
@@ -373,7 +370,6 @@ def is_held_out(text: str, fraction: float) -> bool:
     """Whether a document belongs to validation.
 
     Args:
-        text: the whole document.
         fraction: part of all documents to hold out, in [0, 1); 0 holds out none.
     """
     if fraction <= 0:

@@ -37,12 +37,9 @@ def write_documents(
 
     Args:
         documents: texts; each becomes beginning-of-text, its tokens, end-of-text, as far as `separators_of` has them.
-        tokenizer_file: copied into the folder.
         fingerprint: hash of the documents and of their tokenisation, written to the index.
-        held_out: whether a document is for validation.
         tail_fraction: fraction of the tokens at the end that becomes the validation split if `held_out` chose no
             document or all of them, as it may if there are very few.
-        shard_tokens: see `SHARD_TOKENS`.
     """
     for line in separators_in_words(tokenizer):
         report(line)

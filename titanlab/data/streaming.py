@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from titanlab.data.contract import Batch, SampleStream, State, Stream, damaged, is_count
 from titanlab.data.indexed import rank_samples
-from titanlab.data.source import check_streams
+from titanlab.data.source import check_multiple
 
 Position = dict[str, Any]
 
@@ -42,8 +42,6 @@ class PackedStream:
     the first token of the next sequence. Every token is an input exactly once.
 
     Args:
-        documents: opened at the position of a state, or at the beginning.
-        seq_len: tokens of a sequence.
         offset: tokens of the first document that were used before; from a state.
 
     Raises:
@@ -103,13 +101,12 @@ class StreamingStream(SampleStream):
 
     Args:
         opener: (number of a virtual stream, position or None) → its documents.
-        streams: V; a multiple of `ranks`.
     """
 
     def __init__(
         self, opener: Opener, *, streams: int, fingerprint: str, seq_len: int, state: State | None, **place: int
     ) -> None:
-        check_streams(streams, place["ranks"])
+        check_multiple("data.streams", streams, place["ranks"])
         identity = {"fingerprint": fingerprint, "seq_len": seq_len, "streams": streams}
         super().__init__(identity=identity, state=state, **place)
         parts = {} if state is None else _checked_parts(state.get("parts"), streams)

@@ -370,7 +370,6 @@ def write_token_shards(
         files: a file, folder or glob, several separated by `:`; as in `schema.Files`.
         folder: the folder to make, with its parent; it may exist if it is empty.
         tokenizer, vocab_size, text_field, validation_fraction: as in `schema.Files`.
-        report: called with a line of progress now and then.
 
     Raises:
         ConfigError: the files, the tokenizer or the folder cannot be used; keys are `files`, `folder`,

@@ -111,7 +111,6 @@ def loss_bytes(
     """Largest sum of bytes of logits, log-probabilities and their gradients in one microbatch.
 
     Args:
-        last: name of the piece whose output are the logits.
         chunk: tokens for which they are computed at once; 0: all.
     """
     edges = {edge.name: edge for edge in edge_operations(model, microbatch, seq_len)}

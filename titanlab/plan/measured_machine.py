@@ -65,10 +65,6 @@ class MeasuredCollective:
 def measured_cluster(recipe: Recipe, row: Mapping[str, Any]) -> Cluster:
     """The cluster of a recipe with what `profiler=rates` has measured on it.
 
-    Args:
-        recipe: resolved, of the run that measured.
-        row: its row of metrics.
-
     Raises:
         ConfigError: a figure is missing, or is no positive number.
     """

@@ -63,7 +63,6 @@ class RankMemory:
     """The memory of one rank of a pipeline at the moment of a step when it is largest.
 
     Attributes:
-        rank: on the pipeline axis.
         moment: `loss`, `backward` (its first block, when all activations exist), `end` (of the backward pass, when all
             gradients exist) or `optimizer`.
         items: bytes by name, in the order of `ITEMS`.
@@ -363,9 +362,6 @@ def exchanged_bytes(recipe: Recipe, pipeline: int) -> float:
     """Bytes of the tensors that a rank sends or receives for one microbatch.
 
     The heap of a process keeps their buffers: they are freed in another order than they were made.
-
-    Args:
-        pipeline: its rank on that axis.
     """
     if recipe.layout.world == 1:
         return 0.0

@@ -136,7 +136,6 @@ class RecipeRanking:
     """The recipes of a space in the order of their speed.
 
     Attributes:
-        limit: bytes of a device that recipes may reserve.
         listed: number of recipes in the space; after `best`.
         too_large: number of recipes that do not fit, of those that were looked at.
         least: the smallest of those that do not fit, with its recipe.

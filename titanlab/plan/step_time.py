@@ -36,10 +36,8 @@ class StepTime:
     """The estimated time of one optimizer step.
 
     Attributes:
-        seconds: of the step.
         parts: seconds by cause; their sum is `seconds`. `compute`; `replicate`, `shard`, `context`, `tensor`,
             `pipeline`: communication of an axis that no computation hides; `bubble`; `optimizer`; `stragglers`.
-        tokens_per_second: of one device.
         mfu: model FLOPs utilisation, by `titanlab.costs.meter.per_token` and the peak in the precision of the
             activations, from 0 to 1; nan if the device has no such peak.
     """
@@ -54,8 +52,6 @@ def step_time(recipe: Recipe, machine: Machine, *, pipeline: PipelineEstimate = 
     """Estimate the time of a step.
 
     Args:
-        recipe: resolved.
-        machine: as `machine_of` gives it.
         pipeline: gives the time of a pipeline. `simulated_time` simulates each action; `pipeline_time` is within 1 % of
             that, from a shorter simulation that recipes share; `least_time` is a bound.
 

@@ -68,7 +68,6 @@ class StepEnds:
     last two steps are read at once, so that one of them would take no time. So a GPU's steps are timed by its events.
 
     Args:
-        device: of this rank; it is waited for.
         clock: as of the meter.
     """
 
@@ -263,6 +262,7 @@ class LoggingRecorder(Recorder):
         if totals.load is not None:
             self._experts.after_step(step, totals.load)
         self._last_loss = totals.loss
+        self._scaling = {}
         if totals.scaled is not None:
             scale = {} if math.isnan(totals.scaled.scale) else {meter.LOSS_SCALE: totals.scaled.scale}
             self._scaling = {**scale, meter.SKIPPED_STEPS: totals.scaled.skipped}

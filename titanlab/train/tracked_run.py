@@ -33,10 +33,8 @@ def tracked_run(
     """The description of a run for trackers.
 
     Args:
-        recipe: of this attempt.
         id: the tracker's id of the run in a checkpoint, for runs whose folder has none.
         is_live: whether the run is training now.
-        record_file: name of the tracker's record.
     """
     account = recipe.model.account()
     known = run.tracker_id() or id

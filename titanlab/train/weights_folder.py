@@ -150,11 +150,7 @@ def in_halves(rows: Tensor, head: int) -> Tensor:
 
 
 def chunks(entry: TensorEntry, *, rows: int = 1) -> Iterator[tuple[list[int], list[int]]]:
-    """Offsets and sizes of boxes that together make up a tensor, each of full rows and about CHUNK_BYTES at most.
-
-    Args:
-        rows: number of rows that must stay together.
-    """
+    """Offsets and sizes of the boxes of a tensor: full rows, `rows` of which stay together, of about CHUNK_BYTES."""
     width = entry.nbytes // max(entry.shape[0], 1)
     step = max(CHUNK_BYTES // max(width * rows, 1), 1) * rows
     for start in range(0, entry.shape[0], step):
