@@ -199,10 +199,7 @@ def explanation_values(explanation: Explanation) -> dict[str, Any]:
         "parts": dict(time.parts),
         "tokens_per_second_per_device": time.tokens_per_second,
         "mfu": None if math.isnan(time.mfu) else time.mfu,
-        "traffic": [
-            {"axis": r.axis, "kind": r.kind, "count": r.count, "bytes": r.bytes, "wire_bytes": r.wire_bytes}
-            for r in explanation.traffic
-        ],
+        "traffic": [asdict(row) for row in explanation.traffic],
         "bubble_share": None if timeline is None else timeline.bubble_share,
         "peak_in_flight": None if timeline is None else timeline.peak_in_flight,
     }

@@ -154,11 +154,14 @@ class RecipeRanking:
         """The fastest recipes, at most `count`."""
         return list(itertools.islice(self._in_order(), count))
 
-    def estimate(self, point: SpacePoint) -> Ranked:
-        """The estimates of one recipe."""
+    def estimate(self, point: SpacePoint) -> Ranked | None:
+        """The estimates of one recipe; None: it does not fit."""
         recipe = self.space.recipe_of(point)
         memory = most_memory(recipe)
         reserved = reserved_bytes(recipe, self.machine, memory)
+        if reserved > self.limit:
+            self._leave_out(reserved, recipe, 1)
+            return None
         time = step_time(recipe, self.machine)
         return Ranked(point=point, recipe=recipe, time=time, memory=memory, reserved=reserved)
 
@@ -272,14 +275,8 @@ class RecipeRanking:
 
     def _refine_recipe(self, point: SpacePoint) -> Iterator[tuple[float, Any]]:
         """The estimate of one recipe, if it fits."""
-        recipe = self.space.recipe_of(point)
-        memory = most_memory(recipe)
-        reserved = reserved_bytes(recipe, self.machine, memory)
-        if reserved > self.limit:
-            self._leave_out(reserved, recipe, 1)
-            return
-        time = step_time(recipe, self.machine)
-        yield time.seconds, (None, Ranked(point=point, recipe=recipe, time=time, memory=memory, reserved=reserved))
+        if (ranked := self.estimate(point)) is not None:
+            yield ranked.time.seconds, (None, ranked)
 
 
 @functools.lru_cache(maxsize=4096)
