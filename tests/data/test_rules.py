@@ -8,9 +8,8 @@ import pytest
 
 from titanlab.data.shard_index import ShardIndex, TokenShard
 from titanlab.data.source import (
-    check_batch,
+    check_multiple,
     check_sequences,
-    check_streams,
     check_validation,
     check_vocab_size,
     multiples_around,
@@ -31,16 +30,16 @@ def index(train: tuple[int, ...] = (), validation: tuple[int, ...] = ()) -> Shar
 @pytest.mark.parametrize(
     "check",
     [
-        lambda: check_batch(12, 1),
-        lambda: check_batch(12, 4),
-        lambda: check_batch(12, 12),
+        lambda: check_multiple("training.global_batch", 12, 1),
+        lambda: check_multiple("training.global_batch", 12, 4),
+        lambda: check_multiple("training.global_batch", 12, 12),
         lambda: check_vocab_size(10, 10),
         lambda: check_vocab_size(11, 10),
         lambda: check_sequences(index((9,)), 8),
         lambda: check_sequences(index((1, 9, 1)), 8),
         lambda: check_validation(index((), (2,)), "k", 0.1),
         lambda: check_validation(index((), (1, 1)), "k", 0.1),
-        lambda: check_streams(24, 8),
+        lambda: check_multiple("data.streams", 24, 8),
     ],
 )
 def test_what_fits_passes(check: Callable[[], None]) -> None:
@@ -55,11 +54,11 @@ SHORT = "the corpus is shorter than one sequence: it has"
     ("check", "said"),
     [
         (
-            lambda: check_batch(12, 5),
+            lambda: check_multiple("training.global_batch", 12, 5),
             "training.global_batch=12: must be a multiple of the 5 data-parallel processes; try 10 or 15",
         ),
         (
-            lambda: check_batch(3, 8),
+            lambda: check_multiple("training.global_batch", 3, 8),
             "training.global_batch=3: must be a multiple of the 8 data-parallel processes; try 8",
         ),
         (
@@ -76,7 +75,7 @@ SHORT = "the corpus is shorter than one sequence: it has"
         (lambda: check_validation(index((50,), ()), "k", 0.1), f"k=0.1: {NOTHING}"),
         (lambda: check_validation(index((50,), (1,)), "k", 0.1), f"k=0.1: {NOTHING}"),
         (
-            lambda: check_streams(24, 5),
+            lambda: check_multiple("data.streams", 24, 5),
             "data.streams=24: must be a multiple of the 5 data-parallel processes; try 20 or 25",
         ),
     ],

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.weights.conftest import Tensors
-from titanlab.train import weights_tensors as module
+from titanlab.train import weights_folder, weights_tensors
 from titanlab.train.weights_tensors import fill
 
 WEIGHT, BIAS = torch.arange(12.0).view(4, 3), torch.tensor([0.5, 1.5, 2.5, 3.5])
@@ -54,7 +54,7 @@ def test_names_are_those_without_wrappers(wrapper):
 @pytest.mark.parametrize(("chunk_bytes", "rows"), [(48, [4]), (36, [3, 1]), (25, [2, 2]), (12, [1] * 4), (1, [1] * 4)])
 def test_a_large_parameter_is_read_in_rows(monkeypatch, chunk_bytes, rows):
     """A row has 12 bytes; one that is larger than a chunk is read whole."""
-    monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(weights_folder, "CHUNK_BYTES", chunk_bytes)
     model, source = nn.Linear(3, 4, bias=False), Tensors(weight=WEIGHT)
     fill(model, source)
     assert [sizes for _, _, sizes in source.reads] == [[count, 3] for count in rows]
@@ -64,12 +64,12 @@ def test_a_large_parameter_is_read_in_rows(monkeypatch, chunk_bytes, rows):
 def rank_of(monkeypatch, offsets, sizes):
     """As on a rank that has this box of a parameter of 4×3; a real one needs a process group."""
     box = nn.Parameter(torch.zeros(sizes))
-    monkeypatch.setattr(module, "local_part", lambda parameter: (box.data, offsets))
+    monkeypatch.setattr(weights_tensors, "local_part", lambda parameter: (box.data, offsets))
     return box
 
 
 def test_a_rank_reads_its_part_only(monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_BYTES", 8)
+    monkeypatch.setattr(weights_folder, "CHUNK_BYTES", 8)
     box, source = rank_of(monkeypatch, (1, 1), (3, 2)), Tensors(weight=WEIGHT)
     fill(nn.Linear(3, 4, bias=False), source)
     assert torch.equal(box, WEIGHT[1:4, 1:3])

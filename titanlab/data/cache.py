@@ -71,9 +71,6 @@ def build(
     While one process makes the folder, the others wait.
 
     Args:
-        folder: the folder to make; its parent is created.
-        make: fills the folder whose path it receives.
-        report: called when this process waits for another.
         is_whole: whether an existing folder can be used; if not, for example after a power cut, it is made again.
 
     Raises:

@@ -86,9 +86,6 @@ class DataSource(Protocol):
 
         Safe when several processes call it together: one works, the others wait.
 
-        Args:
-            report: called with a line of progress now and then.
-
         Raises:
             ConfigError: the data, the tokenizer or the cache cannot be used.
         """
@@ -132,7 +129,6 @@ class DataSource(Protocol):
         g % ranks, so the order is the same for any number of ranks.
 
         Args:
-            seed: of the order.
             seq_len: tokens in a sequence.
             global_batch: sequences in a step, over all ranks; a multiple of `ranks`.
             rank: data-parallel rank.
@@ -149,12 +145,6 @@ class DataSource(Protocol):
 
         Every rank has the same number of rows. All ranks together have `sequences` rows, or all that exist if there
         are fewer; padding, within a row or as a whole row, has the label `IGNORE`.
-
-        Args:
-            seq_len: tokens in a sequence.
-            sequences: rows over all ranks.
-            rank: data-parallel rank.
-            ranks: number of data-parallel ranks.
 
         Raises:
             ConfigError: the data has not been prepared, or nothing was held out.

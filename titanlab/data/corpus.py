@@ -44,10 +44,7 @@ class Corpus:
     """Files and how to read them.
 
     Attributes:
-        files: in the order of their documents.
-        text_field: key or column of the text in JSONL and parquet.
         key: config key that named the files, for errors.
-        field_key: config key that named the field.
         strict: whether a file that is not UTF-8 is an error; otherwise it is skipped.
         left_out: files that a folder or a glob matches, and that are not read: descriptions beside data.
     """
@@ -267,7 +264,8 @@ def matching(patterns: str, key: str = "data.files") -> tuple[Path, ...]:
         if os.path.isfile(pattern):
             paths: Iterable[str] = [pattern]
         elif os.path.isdir(pattern):
-            paths = _below(pattern)
+            # The visible files of a folder and of those in it.
+            paths = (path for each in _folders(pattern) for path in glob.iglob(os.path.join(glob.escape(each), "*")))
         else:
             paths = _matches(pattern)
         files = {Path(path) for path in paths if os.path.isfile(path)}
@@ -291,11 +289,6 @@ def _matches(pattern: str) -> Iterator[str]:
     for top in glob.iglob(head or os.sep):
         for folder in _folders(top):
             yield from _matches(os.path.join(glob.escape(folder), tail.rstrip(os.sep) or "*"))
-
-
-def _below(folder: str) -> Iterator[str]:
-    """The visible files of a folder and of those in it."""
-    return (path for each in _folders(folder) for path in glob.iglob(os.path.join(glob.escape(each), "*")))
 
 
 def _folders(folder: str, above: tuple[str, ...] = ()) -> Iterator[str]:
@@ -377,7 +370,6 @@ def is_held_out(text: str, fraction: float) -> bool:
     """Whether a document belongs to validation.
 
     Args:
-        text: the whole document.
         fraction: part of all documents to hold out, in [0, 1); 0 holds out none.
     """
     if fraction <= 0:

@@ -17,7 +17,7 @@ from titanlab.data import cache, tokenizers
 from titanlab.data.contract import Report, State, Stream, damaged, is_count
 from titanlab.data.corpus import is_held_out, matching, whole_characters
 from titanlab.data.schema import LOCAL_BUILDERS, HuggingFace
-from titanlab.data.source import check_streams, check_validation
+from titanlab.data.source import check_multiple, check_validation
 from titanlab.data.text import CachedText, train_tokenizer
 from titanlab.data.tokenizers import Tokenizer, separators_of
 from titanlab.errors import ConfigError
@@ -49,7 +49,7 @@ class HuggingFaceSource(CachedText[HuggingFace]):
 
     def check(self, *, ranks: int, vocab_size: int, validation_sequences: int, **_: int) -> None:
         config = self.config
-        check_streams(config.streams, ranks)
+        check_multiple("data.streams", config.streams, ranks)
         if config.path in LOCAL_BUILDERS:
             _local_files(config)
         self.check_tokens(vocab_size)
@@ -167,9 +167,6 @@ class StreamDocuments:
 
     Args:
         dataset: an HF `IterableDataset`, not shuffled.
-        config: of the data.
-        tokenizer: encodes the documents.
-        number: v.
         position: result of `position`, to continue there; None starts at the beginning.
     """
 

@@ -145,9 +145,7 @@ def shuffled(samples: npt.NDArray[np.int64], *, seed: int, n: int) -> npt.NDArra
     """Map samples of an endless stream to numbers below n; every epoch of n samples has its own permutation.
 
     Args:
-        samples: int64 `[k]`, sample numbers from 0; sample g is place g % n of epoch g // n.
-        seed: of the order.
-        n: at least 1.
+        samples: int64 `[k]`, sample numbers from 0; sample g is place g % n of epoch g // n; n is at least 1.
 
     Returns:
         int64 `[k]` in [0, n).

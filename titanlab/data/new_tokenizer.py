@@ -30,7 +30,6 @@ def train_sentencepiece(texts: Iterable[str], *, vocab_size: int, file: Path) ->
     Args:
         texts: all are read; see `SAMPLE_CHARACTERS`.
         vocab_size: number of pieces, including 256 bytes and three special tokens.
-        file: where to write the `.model`.
 
     Raises:
         ConfigError: the texts are too few, or have too many characters, for this vocabulary.
@@ -100,7 +99,6 @@ def download_tokenizer(
         repo: the model's name, such as `meta-llama/Llama-3.1-8B`.
         folder: made if it does not exist; files of the same names are replaced after all files have been fetched.
         token: access token of the hub, for gated models; None: `HF_TOKEN` or the token that `hf auth login` saved.
-        report: called with a line for each file.
 
     Returns:
         The tokenizer's file, for `data.tokenizer`.

@@ -37,12 +37,9 @@ def write_documents(
 
     Args:
         documents: texts; each becomes beginning-of-text, its tokens, end-of-text, as far as `separators_of` has them.
-        tokenizer_file: copied into the folder.
         fingerprint: hash of the documents and of their tokenisation, written to the index.
-        held_out: whether a document is for validation.
         tail_fraction: fraction of the tokens at the end that becomes the validation split if `held_out` chose no
             document or all of them, as it may if there are very few.
-        shard_tokens: see `SHARD_TOKENS`.
     """
     for line in separators_in_words(tokenizer):
         report(line)
@@ -151,15 +148,12 @@ class _SplitWriter:
     def append(self, tokens: npt.NDArray[np.uint32]) -> None:
         """Write one document; uint32 `[tokens]`."""
         if self._file is None or self.shards[-1].tokens >= self._shard_tokens:
-            self._file = self._begin()
+            if self._file is not None:
+                self._file.close()
+            name = f"{self._name}-{len(self.shards):05d}.bin"
+            self.shards.append(TokenShard(file=name, tokens=0))
+            self._file = (self._folder / name).open("wb")
         self._file.write(tokens.astype(self._dtype).data)
         self.tokens += len(tokens)
         last = self.shards[-1]
         self.shards[-1] = replace(last, tokens=last.tokens + len(tokens), documents=last.documents + 1)
-
-    def _begin(self) -> IO[bytes]:
-        if self._file is not None:
-            self._file.close()
-        name = f"{self._name}-{len(self.shards):05d}.bin"
-        self.shards.append(TokenShard(file=name, tokens=0))
-        return (self._folder / name).open("wb")

@@ -50,7 +50,7 @@ def check(
     config: DataConfig, *, seq_len: int, global_batch: int, ranks: int, vocab_size: int, validation_sequences: int = 0
 ) -> None:
     """Check every rule that can be checked now; call it again after `prepare` for the rest."""
-    check_batch(global_batch, ranks)
+    check_multiple("training.global_batch", global_batch, ranks)
     implementation = config.implementation()
     if config.document_mask and not implementation.has_documents:
         raise _without_documents(config)
@@ -109,7 +109,7 @@ def open_train(
     Raises:
         ConfigError: `ranks` does not divide `global_batch`, or the data cannot be opened.
     """
-    check_batch(global_batch, ranks)
+    check_multiple("training.global_batch", global_batch, ranks)
     return config.implementation().open_train(
         seed=seed, seq_len=seq_len, global_batch=global_batch, rank=rank, ranks=ranks, state=state
     )
@@ -118,15 +118,6 @@ def open_train(
 def open_validation(config: DataConfig, *, seq_len: int, sequences: int, rank: int, ranks: int) -> Rows:
     """One rank's part of the held-out sequences: the same at every call and in every pass."""
     return config.implementation().open_validation(seq_len=seq_len, sequences=sequences, rank=rank, ranks=ranks)
-
-
-def check_batch(global_batch: int, ranks: int) -> None:
-    """Check that every data-parallel rank has the same number of sequences in a step.
-
-    Raises:
-        ConfigError: `global_batch` is no multiple of `ranks`.
-    """
-    _check_multiple("training.global_batch", global_batch, ranks)
 
 
 def check_vocab_size(of_model: int, of_data: int) -> None:
@@ -170,16 +161,12 @@ def check_validation(index: ShardIndex | None, key: str, value: object) -> None:
         raise ConfigError(key, value, "holds nothing out to validate on", "hold some out, or training.validate_every=0")
 
 
-def check_streams(streams: int, ranks: int) -> None:
-    """Check that every data-parallel rank owns the same number of virtual streams.
+def check_multiple(key: str, value: int, ranks: int) -> None:
+    """Check that every data-parallel rank has as many sequences of a step, or virtual streams, as the others.
 
     Raises:
-        ConfigError: `streams` is no multiple of `ranks`.
+        ConfigError: `value` is no multiple of `ranks`.
     """
-    _check_multiple("data.streams", streams, ranks)
-
-
-def _check_multiple(key: str, value: int, ranks: int) -> None:
     if value % ranks:
         rule = f"must be a multiple of the {ranks} data-parallel processes"
         raise ConfigError(key, value, rule, f"try {multiples_around(value, ranks)}")

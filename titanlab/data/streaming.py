@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from titanlab.data.contract import Batch, SampleStream, State, Stream, damaged, is_count
 from titanlab.data.indexed import rank_samples
-from titanlab.data.source import check_streams
+from titanlab.data.source import check_multiple
 
 Position = dict[str, Any]
 
@@ -42,8 +42,6 @@ class PackedStream:
     the first token of the next sequence. Every token is an input exactly once.
 
     Args:
-        documents: opened at the position of a state, or at the beginning.
-        seq_len: tokens of a sequence.
         offset: tokens of the first document that were used before; from a state.
 
     Raises:
@@ -65,7 +63,12 @@ class PackedStream:
         """The next sequence and the label of its last token, uint32 `[seq + 1]`."""
         while self._ready < self._seq_len + 1:
             self._read()
-        sequence = self._first(self._seq_len + 1)
+        sequence = np.empty(self._seq_len + 1, dtype=np.uint32)
+        filled, start = 0, self._offset
+        for _, tokens in self._open:
+            piece = tokens[start : start + len(sequence) - filled]
+            sequence[filled : filled + len(piece)] = piece
+            filled, start = filled + len(piece), 0
         self._offset += self._seq_len
         self._ready -= self._seq_len
         while self._offset >= len(self._open[0][1]):
@@ -77,15 +80,6 @@ class PackedStream:
         tokens = self._documents.next()
         self._open.append((position, tokens))
         self._ready += len(tokens)
-
-    def _first(self, count: int) -> npt.NDArray[np.uint32]:
-        first = np.empty(count, dtype=np.uint32)
-        filled, start = 0, self._offset
-        for _, tokens in self._open:
-            piece = tokens[start : start + count - filled]
-            first[filled : filled + len(piece)] = piece
-            filled, start = filled + len(piece), 0
-        return first
 
     def close(self) -> None:
         """Close the documents."""
@@ -107,13 +101,12 @@ class StreamingStream(SampleStream):
 
     Args:
         opener: (number of a virtual stream, position or None) → its documents.
-        streams: V; a multiple of `ranks`.
     """
 
     def __init__(
         self, opener: Opener, *, streams: int, fingerprint: str, seq_len: int, state: State | None, **place: int
     ) -> None:
-        check_streams(streams, place["ranks"])
+        check_multiple("data.streams", streams, place["ranks"])
         identity = {"fingerprint": fingerprint, "seq_len": seq_len, "streams": streams}
         super().__init__(identity=identity, state=state, **place)
         parts = {} if state is None else _checked_parts(state.get("parts"), streams)

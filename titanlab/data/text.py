@@ -369,14 +369,7 @@ def write_token_shards(
     Args:
         files: a file, folder or glob, several separated by `:`; as in `schema.Files`.
         folder: the folder to make, with its parent; it may exist if it is empty.
-        tokenizer: a `.model`, a `tokenizer.json` or a folder with one; None: train one on the files.
-        vocab_size: of the tokenizer to train.
-        text_field: key or column of the text in JSONL and parquet.
-        validation_fraction: fraction of the documents to hold out.
-        report: called with a line of progress now and then.
-
-    Returns:
-        The folder's index, with the number of tokens.
+        tokenizer, vocab_size, text_field, validation_fraction: as in `schema.Files`.
 
     Raises:
         ConfigError: the files, the tokenizer or the folder cannot be used; keys are `files`, `folder`,

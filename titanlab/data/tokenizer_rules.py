@@ -43,7 +43,6 @@ def check_vocabulary(vocabulary: Mapping[str, int], description: Any, path: Path
     Args:
         vocabulary: id of each token, as the tokenizers library has read it.
         description: the content of the tokenizer.json; None for other formats.
-        path, key: for errors.
 
     Raises:
         ConfigError: one of these rules is broken.
@@ -106,10 +105,6 @@ def _patterns(node: Any) -> Iterator[str]:
 
 def try_patterns(path: Path, key: str, patterns: Sequence[str]) -> None:
     """Read a `tokenizer.json` in another process, and encode and decode text there on which expressions are slow.
-
-    Args:
-        key: for errors.
-        patterns: its regular expressions, for errors.
 
     Raises:
         ConfigError: the process crashes, or an expression takes too long. Other errors show when the file is read here.

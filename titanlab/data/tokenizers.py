@@ -200,9 +200,6 @@ class SentencePieceTokenizer:
 class HuggingFaceTokenizer:
     """A `tokenizer.json` of the Hugging Face tokenizers library.
 
-    Args:
-        tried: whether its regular expressions need no trial in another process.
-
     Attributes:
         lacking: role and name of each special token that the files beside it name and that its vocabulary lacks.
     """

@@ -29,12 +29,7 @@ _LARGEST_TOGETHER = 3
 
 
 class BlockBytes(NamedTuple):
-    """Bytes of a block.
-
-    Attributes:
-        saved: kept between forward and backward.
-        again: of what its backward pass recomputes, before it begins.
-    """
+    """Bytes of a block: kept between forward and backward, and recomputed before its backward begins."""
 
     saved: int
     again: int
@@ -116,7 +111,6 @@ def loss_bytes(
     """Largest sum of bytes of logits, log-probabilities and their gradients in one microbatch.
 
     Args:
-        last: name of the piece whose output are the logits.
         chunk: tokens for which they are computed at once; 0: all.
     """
     edges = {edge.name: edge for edge in edge_operations(model, microbatch, seq_len)}
@@ -166,12 +160,15 @@ def peaks(schedule: PipelineSchedule, *, ranks: int, microbatches: int, rank: in
 
 
 @functools.lru_cache(maxsize=4096)
-def totals(schedule: PipelineSchedule, *, ranks: int, microbatches: int) -> tuple[Totals, ...]:
-    """By rank: the totals of the moments in which its memory may be largest if its stages are alike.
-
-    Without the moments of which another one has as many.
-    """
-    return _steady(lambda count: _totals(schedule, ranks, count), ranks, microbatches)
+def totals(schedule: PipelineSchedule, *, ranks: int, microbatches: int, rank: int) -> Totals:
+    """The same of a rank whose stages are alike: the sums of each moment's two kinds of numbers."""
+    moments = peaks(schedule, ranks=ranks, microbatches=microbatches, rank=rank)
+    half = len(moments[0]) // 2
+    largest: list[tuple[int, int]] = []
+    for pair in sorted({(sum(moment[:half]), sum(moment[half:])) for moment in moments}, reverse=True):
+        if not largest or pair[1] > largest[-1][1]:
+            largest.append(pair)
+    return tuple(largest)
 
 
 def _steady(value_of: Callable[[int], T], ranks: int, microbatches: int) -> T:
@@ -182,36 +179,6 @@ def _steady(value_of: Callable[[int], T], ranks: int, microbatches: int) -> T:
         if of_few == value_of(min(microbatches, few + ranks)):
             return of_few
     return value_of(microbatches)
-
-
-@functools.lru_cache(maxsize=4096)
-def _totals(schedule: PipelineSchedule, ranks: int, microbatches: int) -> tuple[Totals, ...]:
-    return tuple(map(_totals_of, actions_of(schedule, ranks, microbatches)))
-
-
-def _totals_of(order: Sequence[Action]) -> Totals:
-    ahead, halves, maxima, rose = 0, 0, set(), False
-    for _, kind, _ in order:
-        if kind is Kind.FORWARD:
-            ahead += 1
-            rose = True
-            continue
-        # Only before a number falls can it have been largest.
-        if rose:
-            maxima.add((ahead, halves))
-        if kind is Kind.WEIGHT:
-            halves -= 1
-            rose = False
-        else:
-            ahead -= 1
-            rose = kind is Kind.INPUT
-            halves += rose
-    maxima.add((ahead, halves))
-    largest: list[tuple[int, int]] = []
-    for pair in sorted(maxima, reverse=True):
-        if not largest or pair[1] > largest[-1][1]:
-            largest.append(pair)
-    return tuple(reversed(largest))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -240,10 +207,6 @@ def _of_rank(order: Sequence[Action], stages: Sequence[int]) -> Moments:
     largest: list[tuple[int, ...]] = []
     # A moment that another one covers has a smaller sum.
     for moment in sorted(maxima, key=sum, reverse=True):
-        if not any(_covers(other, moment) for other in largest[:_COMPARED]):
+        if not any(all(map(operator.ge, other, moment)) for other in largest[:_COMPARED]):
             largest.append(moment)
     return tuple(sorted(largest))
-
-
-def _covers(large: Sequence[int], small: Sequence[int]) -> bool:
-    return all(map(operator.ge, large, small))

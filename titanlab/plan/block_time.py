@@ -42,10 +42,8 @@ class KernelGroup(NamedTuple):
     """Some kernels that are bounded by the same thing.
 
     Attributes:
-        flops: of products or attention.
         rate: dtype of products, or `attention`.
         moved: bytes that are read and written.
-        launches: number of kernels.
         fused: whether a compiler has made them.
     """
 
@@ -61,14 +59,7 @@ _Passes = tuple[list[KernelGroup], list[KernelGroup], list[KernelGroup]]
 
 
 class OperationWork(NamedTuple):
-    """Kernels of one operation for one microbatch.
-
-    Attributes:
-        name, kind: of the operation.
-        forward: of the forward pass.
-        inputs: of the backward pass, except those of `weights`.
-        weights: products for the gradients of weights.
-    """
+    """Kernels of an operation for a microbatch: of the forward pass, of the gradients of inputs, and of weights."""
 
     name: str
     kind: str
@@ -82,11 +73,8 @@ class RankWork:
     """One rank's part of the operations, and how they run.
 
     Attributes:
-        tensor, context: degrees.
-        sequence_parallel: the residual stream is cut too.
         expert: degree; above 1 each rank of the tensor axis routes its own tokens.
-        dtype: of products that no format changes, by torch's name.
-        width: bytes of an element of it.
+        dtype, width: of products that no format changes: torch's name, and bytes of an element.
         fused: neighbouring operations that memory bandwidth bounds are one kernel.
         plan: style of each module, as in the model's account; a block has the names of the first one.
         prefix: of the names of the operations in that plan.
@@ -303,8 +291,7 @@ class ModelTime:
     """Seconds of every piece for one microbatch.
 
     Attributes:
-        kinds: the different blocks, as their recomputation differs.
-        kind_of: index of each block in `kinds`.
+        kinds, kind_of: the different blocks, as their recomputation differs, and the index in them of each block.
         edges: by name, the pieces before and after the blocks; the last one includes the loss.
         once: communication of tensor parallelism in a step for each block.
         whole: sums over all pieces.

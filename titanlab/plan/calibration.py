@@ -33,14 +33,7 @@ LEAST_RUNS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One measured run.
-
-    Attributes:
-        name: for messages.
-        recipe: resolved.
-        step_seconds: median of its steps.
-        memory_bytes: largest memory of a rank; None: not measured.
-    """
+    """One measured run: median of its steps, and the largest memory of a rank (None: not measured)."""
 
     name: str
     recipe: Recipe
@@ -56,12 +49,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """Median absolute errors of some runs, as shares of what was measured; nan without a measured run.
-
-    Attributes:
-        runs: their number.
-        time, memory: errors.
-    """
+    """Median absolute errors of a number of runs, as shares of what was measured; nan without a measured run."""
 
     runs: int
     time: float
@@ -70,12 +58,7 @@ class Errors:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """The result of a calibration.
-
-    Attributes:
-        cluster: that of the runs, with the fitted values.
-        before, after: errors by family, with those of all runs under `all`.
-    """
+    """The cluster of the runs with the fitted values, and errors by family, with those of all runs under `all`."""
 
     cluster: Cluster
     before: Mapping[str, Errors]
@@ -211,10 +194,14 @@ def lines(calibration: Calibration) -> list[str]:
     rows = [heading]
     for family, after in calibration.after.items():
         before = calibration.before[family]
-        figures = [_percent(value) for value in (before.time, after.time, before.memory, after.memory)]
+        shares = (before.time, after.time, before.memory, after.memory)
+        figures = ["-" if math.isnan(share) else f"{share:.1%}" for share in shares]
         rows.append(f"{family:24} {after.runs:4}  {figures[0]:>7} {figures[1]:>7}  {figures[2]:>7} {figures[3]:>7}")
     rows.append("")
-    rows += [f"{name:24} {value:.4g}" for name, value in _fitted_values(calibration.cluster)]
+    cluster = calibration.cluster
+    names = ("memory_gb_per_second", "link_gb_per_second", "allocator_excess", "message_excess", "process_gb")
+    known = {name: getattr(cluster, name) for name in names} | dict(cluster.efficiencies)
+    rows += [f"{name:24} {value:.4g}" for name, value in known.items() if value is not None]
     return rows
 
 
@@ -235,13 +222,6 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def _fitted_values(cluster: Cluster) -> list[tuple[str, float]]:
-    """The figures of a cluster that a calibration may find, by name."""
-    names = ("memory_gb_per_second", "link_gb_per_second", "allocator_excess", "message_excess", "process_gb")
-    known = [(name, getattr(cluster, name)) for name in names]
-    return [(name, value) for name, value in known if value is not None] + list(cluster.efficiencies.items())
-
-
 def _check(runs: Sequence[Measured]) -> None:
     if len(runs) < LEAST_RUNS:
         rule = f"a calibration needs at least {LEAST_RUNS} measured runs"
@@ -258,10 +238,6 @@ def _check(runs: Sequence[Measured]) -> None:
         raise ConfigError(KEY, f"{len(clusters)} clusters", rule, "choose the runs of one cluster")
 
 
-def _percent(share: float) -> str:
-    return "-" if math.isnan(share) else f"{share:.1%}"
-
-
 # Errors beyond this one count by their size and not by their square (Huber 1964): a row that the model cannot explain
 # does not decide the fit. 5 % of the time.
 _HUBER = 0.05
@@ -271,28 +247,23 @@ _PRIOR = 0.02
 # The same for the factors of a sum.
 _HELD = 1e-3
 _ITERATIONS = 40
-_DIFFERENCE = 1e-3
 _SMALL = 1e-4
 # Their limits are many orders of magnitude apart: their coordinate is the logarithm.
 _LOGARITHMIC = ("launch_seconds", "latency")
 _FLOOR = 1e-8  # seconds; its logarithm exists
 
 
-def fit(
-    errors: Callable[[Efficiencies], Sequence[float]],
-    start: Efficiencies,
-    names: Sequence[str],
-    *,
-    iterations: int = _ITERATIONS,
-) -> Efficiencies:
-    """The efficiencies with the smallest errors, by the Levenberg–Marquardt method.
+def fit(errors: Callable[[Efficiencies], Sequence[float]], start: Efficiencies, names: Sequence[str]) -> Efficiencies:
+    """The efficiencies with the smallest errors, by least squares.
 
     Args:
         errors: logarithm of estimated over measured, for each run.
         start: first values, and those of all parameters that are not in `names`.
-        names: parameters to fit.
     """
-    origin = point = np.array([_coordinate(name, getattr(start, name)) for name in names])
+    # Imported here: it takes 0.2 s.
+    from scipy.optimize import least_squares  # type: ignore[import-untyped]
+
+    origin = np.array([_coordinate(name, getattr(start, name)) for name in names])
 
     def residuals(at: np.ndarray) -> np.ndarray:
         raw = np.asarray(errors(_values(start, names, at)), dtype=float)
@@ -300,26 +271,7 @@ def fit(
         robust = np.sign(raw) * _HUBER * np.sqrt(2 * (np.sqrt(1 + (raw / _HUBER) ** 2) - 1))
         return np.concatenate([robust, _PRIOR * (at - origin)])
 
-    here, damping = residuals(point), 1e-2
-    for _ in range(iterations):
-        slopes = np.stack(
-            [(residuals(point + _DIFFERENCE * unit) - here) / _DIFFERENCE for unit in np.eye(len(names))], axis=1
-        )
-        square, slope = slopes.T @ slopes, slopes.T @ here
-        for _ in range(8):
-            step = np.linalg.solve(square + damping * np.eye(len(names)), -slope)
-            there = residuals(point + step)
-            if there @ there < here @ here:
-                damping /= 4
-                break
-            damping *= 4
-        else:
-            break
-        gained = 1 - (there @ there) / (here @ here)
-        point, here = point + step, there
-        if gained < _SMALL:
-            break
-    return _values(start, names, point)
+    return _values(start, names, least_squares(residuals, origin, ftol=_SMALL, max_nfev=_ITERATIONS).x)
 
 
 def fit_sum(
@@ -327,35 +279,28 @@ def fit_sum(
 ) -> list[float]:
     """Factors, none negative, of a sum of terms with the smallest sum of absolute relative errors.
 
-    By least squares whose weights are repeatedly those that make each error count by its size. A term whose factor
-    would be negative is left out.
+    By least squares whose weights are repeatedly those that make each error count by its size.
 
     Args:
         terms: values of each term, by row.
         measured: positive, by row.
         start: factors that hold where the rows do not decide; None: zero.
     """
+    from scipy.optimize import nnls
+
     y = np.asarray(measured, dtype=float)
     shares = np.asarray(terms, dtype=float).T / y[:, None]
-    first = np.zeros(len(terms)) if start is None else np.asarray(start, dtype=float)
-    # Terms have different units: each is scaled by its largest share.
-    scales = np.maximum(np.abs(shares).max(axis=0), np.finfo(float).tiny)
-    free = np.abs(shares).max(axis=0) > 0
-    solution = first.copy()
-    while free.any():
-        columns, origin = shares[:, free] / scales[free], first[free] * scales[free]
-        rest = 1 - shares[:, ~free] @ solution[~free]
-        weights = np.ones_like(y)
-        for _ in range(_ITERATIONS):
-            rows = np.concatenate([columns * weights[:, None], _HELD * np.eye(columns.shape[1])])
-            factors = np.linalg.lstsq(rows, np.concatenate([rest * weights, _HELD * origin]), rcond=None)[0]
-            weights = 1 / np.sqrt(np.maximum(np.abs(columns @ factors - rest), _SMALL))
-        solution[free] = factors / scales[free]
-        negative = solution < 0
-        if not negative.any():
-            break
-        solution[negative] = 0.0
-        free &= ~negative
+    solution = np.zeros(len(terms)) if start is None else np.array(start, dtype=float)
+    # Terms have different units: each is scaled by its largest share. One that no row has keeps its factor.
+    scales = np.abs(shares).max(axis=0)
+    used = scales > 0
+    columns, origin = shares[:, used] / scales[used], solution[used] * scales[used]
+    held, weights = _HELD * np.eye(columns.shape[1]), np.ones_like(y)
+    for _ in range(_ITERATIONS if used.any() else 0):
+        rows = np.concatenate([columns * weights[:, None], held])
+        factors = nnls(rows, np.concatenate([weights, _HELD * origin]))[0]
+        weights = 1 / np.sqrt(np.maximum(np.abs(columns @ factors - 1), _SMALL))
+        solution[used] = factors / scales[used]
     return [float(factor) for factor in solution]
 
 

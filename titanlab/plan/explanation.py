@@ -97,7 +97,6 @@ class Explanation:
     """The account of one recipe.
 
     Attributes:
-        recipe: resolved.
         ranks: memory of each rank of the pipeline.
         time: of a step, with every action of a pipeline simulated.
         traffic: communication of one rank in a step, before the optimizer: the first of every axis.
@@ -158,13 +157,10 @@ def memory_rows(explanation: Explanation) -> tuple[list[str], list[list[str]]]:
     rows.append(["allocated", *(f"{rank.allocated / 1e9:.2f}" for rank in ranks)])
     machine = explanation.machine
     process = f", and {machine.process_bytes / 1e9:.2f}" if machine.process_bytes else ""
-    rows.append([f"reserved (×{machine.allocator_excess:.3g}{process})", *_reserved(explanation)])
+    reserved = [f"{reserved_bytes(explanation.recipe, machine, rank) / 1e9:.2f}" for rank in ranks]
+    rows.append([f"reserved (×{machine.allocator_excess:.3g}{process})", *reserved])
     rows.append(["largest at", *(rank.moment for rank in ranks)])
     return headings, rows
-
-
-def _reserved(explanation: Explanation) -> list[str]:
-    return [f"{reserved_bytes(explanation.recipe, explanation.machine, rank) / 1e9:.2f}" for rank in explanation.ranks]
 
 
 def time_rows(time: StepTime) -> list[list[str]]:
@@ -203,10 +199,7 @@ def explanation_values(explanation: Explanation) -> dict[str, Any]:
         "parts": dict(time.parts),
         "tokens_per_second_per_device": time.tokens_per_second,
         "mfu": None if math.isnan(time.mfu) else time.mfu,
-        "traffic": [
-            {"axis": r.axis, "kind": r.kind, "count": r.count, "bytes": r.bytes, "wire_bytes": r.wire_bytes}
-            for r in explanation.traffic
-        ],
+        "traffic": [asdict(row) for row in explanation.traffic],
         "bubble_share": None if timeline is None else timeline.bubble_share,
         "peak_in_flight": None if timeline is None else timeline.peak_in_flight,
     }

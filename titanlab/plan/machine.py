@@ -93,7 +93,8 @@ def changed(base: Efficiencies, values: Mapping[str, Any]) -> Efficiencies:
 
 def file_text(efficiencies: Efficiencies, facts: Mapping[str, Any]) -> str:
     """Content of the file: how the values were found, and the values."""
-    values = {name: _rounded(value) for name, value in dataclasses.asdict(efficiencies).items()}
+    # Four digits: more are not known.
+    values = {name: float(f"{value:.4g}") for name, value in dataclasses.asdict(efficiencies).items()}
     return json.dumps({**facts, "efficiencies": values}, indent=2) + "\n"
 
 
@@ -107,11 +108,6 @@ def fitted() -> Efficiencies:
 def allocator_excess() -> float:
     """Reserved bytes for each allocated byte: what published runs had over the estimate of their tensors."""
     return float(json.loads(FILE.read_text())["allocator_excess"])
-
-
-def _rounded(value: float) -> float:
-    """Four digits: more are not known."""
-    return 0.0 if value == 0 else round(value, 3 - math.floor(math.log10(abs(value))))
 
 
 # Devices of which no measured rate is known: share of the peak that a product reaches. It is that of an H100 (MAMF,
@@ -138,12 +134,10 @@ class Machine:
     """One kind of device, and its connections; bytes and seconds. Equal only to itself, so that it can be a key.
 
     Attributes:
-        name: of the device.
         memory_bytes: of a device; infinite if not known.
         peak_flops: dense peak by torch's name of a dtype.
         product_flops: largest measured rate of a matrix product by dtype.
         attention_flops: largest rate of the attention's kernel.
-        memory_bytes_per_second: of the device's memory.
         per_node: devices of a node, or of neighbouring nodes that share a link.
         link_bytes_per_second: between devices of a node, one direction.
         network_bytes_per_second: of one device's share of the network between nodes, one direction.
@@ -190,9 +184,7 @@ class Machine:
         """Time of collectives on one axis: fixed + hops · latency + bytes / (bandwidth × efficiency).
 
         Args:
-            axis: its ranks, and how they lie on nodes.
             wire_bytes: bytes that a rank sends, over all collectives: bytes·(n−1)/n for a gather.
-            count: number of collectives.
             hops: of each; None: those of a ring, one less than its ranks.
         """
         if axis.ranks == 1 or count == 0:
@@ -218,13 +210,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class AxisPlacement:
-    """The ranks of one group, as they lie on nodes.
-
-    Attributes:
-        ranks: their number.
-        in_node: how many of them are on one node.
-        nodes: how many nodes they are on.
-    """
+    """The ranks of one group: their number, how many of them are on one node, and on how many nodes they are."""
 
     ranks: int
     in_node: int

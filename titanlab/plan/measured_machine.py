@@ -41,10 +41,8 @@ class MeasuredCollective:
 
     Attributes:
         group: `node`, or `world` where the ranks are on several nodes.
-        ranks: of its group.
         kind: `all_reduce`, `all_gather` or `all_to_all`.
         size: bytes of the whole tensor.
-        seconds: it took.
     """
 
     group: str
@@ -67,16 +65,14 @@ class MeasuredCollective:
 def measured_cluster(recipe: Recipe, row: Mapping[str, Any]) -> Cluster:
     """The cluster of a recipe with what `profiler=rates` has measured on it.
 
-    Args:
-        recipe: resolved, of the run that measured.
-        row: its row of metrics.
-
     Raises:
         ConfigError: a figure is missing, or is no positive number.
     """
     figures = _checked(row)
     cluster = dataclasses.replace(recipe.cluster, efficiencies={})
-    best, typical = _products(figures)
+    products = [rate for name, rate in figures.items() if name.startswith(names.PRODUCT)]
+    # The fastest product, and the median of those that have the size of a model's.
+    best, typical = max(products), statistics.median(products[_SMALL_SQUARES:] or products)
     memory = max(figures[names.COPY], figures[names.POINTWISE])
     if cluster.peak_tflops is None and (cluster.accelerator == "cpu" or not _is_known(recipe)):
         cluster = dataclasses.replace(cluster, peak_tflops=best / 1e12, memory_gb_per_second=memory / 1e9)
@@ -154,12 +150,6 @@ def _checked(row: Mapping[str, Any]) -> dict[str, float]:
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
             raise ConfigError(KEY, value, f"is no figure of {name}", "measure again")
     return figures
-
-
-def _products(figures: Mapping[str, float]) -> tuple[float, float]:
-    """FLOP/s of the fastest product, and the median of those that have the size of a model's."""
-    rates = [rate for name, rate in figures.items() if name.startswith(names.PRODUCT)]
-    return max(rates), statistics.median(rates[_SMALL_SQUARES:] or rates)
 
 
 def _is_known(recipe: Recipe) -> bool:

@@ -62,7 +62,6 @@ class RankMemory:
     """The memory of one rank of a pipeline at the moment of a step when it is largest.
 
     Attributes:
-        rank: on the pipeline axis.
         moment: `loss`, `backward` (its first block, when all activations exist), `end` (of the backward pass, when all
             gradients exist) or `optimizer`.
         items: bytes by name, in the order of `ITEMS`.
@@ -162,7 +161,7 @@ class _Ranks:
         if ranks == 1:
             return saved[0]
         if len(set(saved)) == len(set(deferred)) == 1:
-            pairs = totals(self.schedule, ranks=ranks, microbatches=microbatches)[rank]
+            pairs = totals(self.schedule, ranks=ranks, microbatches=microbatches, rank=rank)
             return max(passes * saved[0] + halves * deferred[0] for passes, halves in pairs)
         moments = peaks(self.schedule, ranks=ranks, microbatches=microbatches, rank=rank)
         most: int = max(sum(map(operator.mul, moment, (*saved, *deferred))) for moment in moments)
@@ -362,9 +361,6 @@ def exchanged_bytes(recipe: Recipe, pipeline: int) -> float:
     """Bytes of the tensors that a rank sends or receives for one microbatch.
 
     The heap of a process keeps their buffers: they are freed in another order than they were made.
-
-    Args:
-        pipeline: its rank on that axis.
     """
     if recipe.layout.world == 1:
         return 0.0

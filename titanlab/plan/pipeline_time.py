@@ -46,10 +46,7 @@ class Stages:
     """The stages of a pipeline, and sums over them.
 
     Attributes:
-        stages: times by stage.
-        placement: rank of each stage.
-        busy: time of the busiest rank for one microbatch.
-        busiest: number of that rank.
+        busy, busiest: time of the busiest rank for one microbatch, and its number.
         mean: time of a stage for one microbatch.
         rounded: times by stage in units of `_ROUNDING` · mean.
     """
@@ -70,7 +67,6 @@ def timed_stages(
     Args:
         different: times of stages.
         kind_of: by stage, index in `different`.
-        placement: rank of each stage.
     """
     sums = [sum(stage) for stage in different]
     by_rank = [0.0] * ranks
@@ -236,7 +232,6 @@ class _ActionGraph(NamedTuple):
     Attributes:
         actions: rank, number of stage and kind in a table of times, and number of the action of another rank that it
             waits for, or -1. The actions of one rank run one after the other and need not wait for each other.
-        placement: rank of each stage.
     """
 
     actions: list[tuple[int, int, int]]
@@ -310,8 +305,6 @@ def least_idle(
     rank can then only compute gradients of weights, of as many microbatches as it keeps.
 
     Args:
-        schedule: config of the schedule.
-        placement: rank of each stage.
         stages: times of each stage, in any unit.
     """
     ranks = 1 + max(placement)

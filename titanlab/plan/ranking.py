@@ -122,15 +122,7 @@ _BUBBLE_SHARE = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class Ranked:
-    """One recipe with its estimates.
-
-    Attributes:
-        point: of the space.
-        recipe: resolved.
-        time: of a step.
-        memory: of the rank that needs most.
-        reserved: bytes that the allocator takes on that rank.
-    """
+    """One recipe with its estimates: the time of a step, and memory of the rank that needs most, which it reserves."""
 
     point: SpacePoint
     recipe: Recipe
@@ -144,9 +136,6 @@ class RecipeRanking:
     """The recipes of a space in the order of their speed.
 
     Attributes:
-        space: of recipes.
-        machine: on which they would run.
-        limit: bytes of a device that recipes may reserve.
         listed: number of recipes in the space; after `best`.
         too_large: number of recipes that do not fit, of those that were looked at.
         least: the smallest of those that do not fit, with its recipe.
@@ -165,11 +154,14 @@ class RecipeRanking:
         """The fastest recipes, at most `count`."""
         return list(itertools.islice(self._in_order(), count))
 
-    def estimate(self, point: SpacePoint) -> Ranked:
-        """The estimates of one recipe."""
+    def estimate(self, point: SpacePoint) -> Ranked | None:
+        """The estimates of one recipe; None: it does not fit."""
         recipe = self.space.recipe_of(point)
         memory = most_memory(recipe)
         reserved = reserved_bytes(recipe, self.machine, memory)
+        if reserved > self.limit:
+            self._leave_out(reserved, recipe, 1)
+            return None
         time = step_time(recipe, self.machine)
         return Ranked(point=point, recipe=recipe, time=time, memory=memory, reserved=reserved)
 
@@ -283,14 +275,8 @@ class RecipeRanking:
 
     def _refine_recipe(self, point: SpacePoint) -> Iterator[tuple[float, Any]]:
         """The estimate of one recipe, if it fits."""
-        recipe = self.space.recipe_of(point)
-        memory = most_memory(recipe)
-        reserved = reserved_bytes(recipe, self.machine, memory)
-        if reserved > self.limit:
-            self._leave_out(reserved, recipe, 1)
-            return
-        time = step_time(recipe, self.machine)
-        yield time.seconds, (None, Ranked(point=point, recipe=recipe, time=time, memory=memory, reserved=reserved))
+        if (ranked := self.estimate(point)) is not None:
+            yield ranked.time.seconds, (None, ranked)
 
 
 @functools.lru_cache(maxsize=4096)

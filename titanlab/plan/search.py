@@ -36,9 +36,7 @@ class Plan:
 
     Attributes:
         base: the recipe of the request, resolved for its world.
-        machine: of its cluster.
         limit: bytes of a device that recipes may reserve; infinite if the cluster does not say it.
-        best: the fastest recipes, in order.
         listed, too_large: numbers of recipes in the space, and of those that do not fit.
         dropped: number of layouts by the rule that forbids them.
         refused: number of recipes by the rule that forbids them, of those that were fast enough to be looked at.
@@ -102,11 +100,6 @@ def here(cluster: Cluster) -> Cluster:
 def plan(recipe: Recipe, *, vary: Sequence[str] = (), top: int = 20) -> Plan:
     """Plan the world of a recipe.
 
-    Args:
-        recipe: of `for_planning`.
-        vary: see `choices_of`.
-        top: how many recipes are wanted.
-
     Raises:
         ConfigError: a value of the request is wrong, or its devices cannot compute in its precision.
     """
@@ -166,9 +159,20 @@ def _check_precisions(space: LayoutSpace) -> None:
 
 
 def _advice(ranking: RecipeRanking, vary: Sequence[str]) -> list[str]:
-    """What is nearest to a request that no recipe answers."""
+    """What is nearest to a request that no recipe answers: another world or batch, or more devices."""
+    world, batch = ranking.space.world, ranking.space.recipe.training.global_batch
     if ranking.listed == 0:
-        return _other_worlds(ranking, vary) + _other_batches(ranking, vary)
+        lines = []
+        for smaller in range(world - 1, max(0, world - 257), -1):
+            if (fastest := _first(ranking, smaller, batch, vary)) is not None:
+                lines.append(f"the nearest smaller world that works: world={smaller} ({fastest.recipe.layout.label})")
+                break
+        for unit in (world, world // math.gcd(world, ranking.machine.per_node)):
+            larger = -(-batch // unit) * unit
+            if larger != batch and (fastest := _first(ranking, world, larger, vary)) is not None:
+                lines.append(f"or another batch: training.global_batch={larger} ({fastest.recipe.layout.label})")
+                break
+        return lines
     if ranking.least is None:
         return [f"every layout breaks a rule: {rule}" for rule in list(ranking.refused)[:3]]
     needed, recipe = ranking.least
@@ -176,32 +180,13 @@ def _advice(ranking: RecipeRanking, vary: Sequence[str]) -> list[str]:
     has = f"{ranking.limit / 1e9:.1f} GB that a device has"
     lines = [f"the smallest needs {needed / 1e9:.1f} GB of the {has}: {smallest}"]
     for factor in _LARGER_WORLDS:
-        world = ranking.space.world * factor
-        if (fastest := _first(ranking, world, ranking.space.recipe.training.global_batch, vary)) is not None:
-            lines.append(f"it fits on {world:,} devices: world={world} ({fastest.recipe.layout.label})")
+        larger = world * factor
+        if (fastest := _first(ranking, larger, batch, vary)) is not None:
+            lines.append(f"it fits on {larger:,} devices: world={larger} ({fastest.recipe.layout.label})")
             break
     else:
         lines.append("nor does it fit on 64 times as many: try precision=bf16_full, or a smaller model")
     return lines
-
-
-def _other_worlds(ranking: RecipeRanking, vary: Sequence[str]) -> list[str]:
-    """The next smaller world that has a recipe."""
-    world, batch = ranking.space.world, ranking.space.recipe.training.global_batch
-    for smaller in range(world - 1, max(0, world - 257), -1):
-        if (fastest := _first(ranking, smaller, batch, vary)) is not None:
-            return [f"the nearest smaller world that works: world={smaller} ({fastest.recipe.layout.label})"]
-    return []
-
-
-def _other_batches(ranking: RecipeRanking, vary: Sequence[str]) -> list[str]:
-    """The next global batch that some layout of the world divides."""
-    world, batch = ranking.space.world, ranking.space.recipe.training.global_batch
-    for unit in (world, world // math.gcd(world, ranking.machine.per_node)):
-        larger = -(-batch // unit) * unit
-        if larger != batch and (fastest := _first(ranking, world, larger, vary)) is not None:
-            return [f"or another batch: training.global_batch={larger} ({fastest.recipe.layout.label})"]
-    return []
 
 
 def _first(ranking: RecipeRanking, world: int, batch: int, vary: Sequence[str]) -> Ranked | None:
@@ -230,7 +215,7 @@ _SMALL = 0.002
 
 def table_rows(plan: Plan) -> list[tuple[str, ...]]:
     """The cells of a plan under `HEADINGS`; columns whose cells are all empty may be left out."""
-    varied = [_differs(plan, name) for name in ("precision", "compile")]
+    varied = [len({getattr(ranked.point, name).name for ranked in plan.best}) > 1 for name in ("precision", "compile")]
     return [
         (
             str(place),
@@ -307,10 +292,6 @@ def _difference(above: Ranked, ranked: Ranked) -> str:
     return f"is {change:.3g} s slower: {terms}{memory}"
 
 
-def _differs(plan: Plan, name: str) -> bool:
-    return len({getattr(ranked.point, name).name for ranked in plan.best}) > 1
-
-
 def plan_values(plan: Plan) -> dict[str, Any]:
     """The same content as plain values; bytes and seconds."""
     return {
@@ -351,11 +332,7 @@ def _values(ranked: Ranked, base: Recipe) -> dict[str, Any]:
 
 
 def overrides(ranked: Ranked, base: Recipe) -> list[str]:
-    """The arguments that make the recipe of the request this one; precision and compile only if they differ.
-
-    Args:
-        base: the recipe of the request.
-    """
+    """The arguments that make the recipe of the request this one; precision and compile only if they differ."""
     degrees = [f"parallelism.{axis}={degree}" for axis, degree in ranked.recipe.layout.degrees().items()]
     if ranked.recipe.model.account().experts is not None:
         degrees.append(f"parallelism.expert={ranked.recipe.layout.expert}")

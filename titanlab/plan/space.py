@@ -103,12 +103,7 @@ BEYOND_NODE = "tensor parallelism would leave its node"
 
 
 class Choice(NamedTuple):
-    """One value of a part of a recipe that the space varies.
-
-    Attributes:
-        name: for tables.
-        value: config of the group.
-    """
+    """One value of a part of a recipe that the space varies: its name for tables, and the config."""
 
     name: str
     value: Any
@@ -116,12 +111,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What the space varies beside degrees and microbatch; each has at least one value.
-
-    Attributes:
-        schedules: of pipelines.
-        acs, precisions, compiles: of recipes.
-    """
+    """What the space varies beside degrees and microbatch; each has at least one value."""
 
     schedules: Sequence[Choice]
     acs: Sequence[Choice]
@@ -130,13 +120,7 @@ class Choices:
 
 
 class SpacePoint(NamedTuple):
-    """One recipe of the space, as what distinguishes it from the others.
-
-    Attributes:
-        layout: degrees.
-        microbatch: sequences of a forward pass.
-        schedule: of the pipeline; that of the recipe without one.
-    """
+    """One recipe of the space, as what distinguishes it; without a pipeline, the schedule is that of the recipe."""
 
     layout: Layout
     microbatch: int
@@ -152,9 +136,7 @@ class LayoutSpace:
 
     Attributes:
         recipe: resolved; what the space does not vary is its.
-        world: number of processes.
-        per_node: of them on a node, or on nodes that share a link.
-        choices: of other parts.
+        per_node: processes on a node, or on nodes that share a link.
         dropped: number of layouts by the rule that they break; filled while layouts are listed.
     """
 
@@ -166,6 +148,7 @@ class LayoutSpace:
 
     def __post_init__(self) -> None:
         # Kept as long as the space.
+        self.recipe_of = functools.cache(self._recipe_of)
         self._ask = functools.cache(self._broken_rule)
         self._legal = functools.cache(self._legal_schedules)
         self._parallelism = functools.cache(self._with_degrees)
@@ -242,7 +225,7 @@ class LayoutSpace:
         """Policies of checkpointing, precisions and compilations."""
         return itertools.product(self.choices.acs, self.choices.precisions, self.choices.compiles)
 
-    def recipe_of(self, point: SpacePoint) -> Recipe:
+    def _recipe_of(self, point: SpacePoint) -> Recipe:
         """The recipe of a point."""
         return dataclasses.replace(
             self.recipe,

@@ -36,9 +36,7 @@ class ModelFacts:
     """What estimates need of a model.
 
     Attributes:
-        account: of the whole model.
-        sample: account of the edges and of one block, which stands for all: the middle one.
-        block: name of that block.
+        sample: account of the edges and of one block, which stands for all: the middle one, `block`.
         before, after: pieces before and after the blocks.
     """
 
@@ -93,12 +91,7 @@ def treatments(ac: ACConfig, layers: int) -> tuple[tuple[int, ...], tuple[int, .
 
 
 class StagePieces(NamedTuple):
-    """The pieces of a stage.
-
-    Attributes:
-        blocks: their numbers.
-        edges: names of the other pieces.
-    """
+    """The pieces of a stage: numbers of its blocks, and names of the others."""
 
     blocks: tuple[int, ...]
     edges: tuple[str, ...]

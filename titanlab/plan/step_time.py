@@ -36,10 +36,8 @@ class StepTime:
     """The estimated time of one optimizer step.
 
     Attributes:
-        seconds: of the step.
         parts: seconds by cause; their sum is `seconds`. `compute`; `replicate`, `shard`, `context`, `tensor`,
             `pipeline`: communication of an axis that no computation hides; `bubble`; `optimizer`; `stragglers`.
-        tokens_per_second: of one device.
         mfu: model FLOPs utilisation, by `titanlab.costs.meter.per_token` and the peak in the precision of the
             activations, from 0 to 1; nan if the device has no such peak.
     """
@@ -54,8 +52,6 @@ def step_time(recipe: Recipe, machine: Machine, *, pipeline: PipelineEstimate = 
     """Estimate the time of a step.
 
     Args:
-        recipe: resolved.
-        machine: as `machine_of` gives it.
         pipeline: gives the time of a pipeline. `simulated_time` simulates each action; `pipeline_time` is within 1 % of
             that, from a shorter simulation that recipes share; `least_time` is a bound.
 
@@ -145,19 +141,7 @@ class _Estimate:
         return parts, busiest
 
     def _pipeline(self, pipeline: PipelineEstimate, stages: Stages, parts: dict[str, float]) -> None:
-        """Add a pipeline's bubble, and what sending adds."""
-        estimate = pipeline(
-            self.recipe.schedule,
-            stages,
-            ranks=self.layout.pipeline,
-            microbatches=self.microbatches,
-            transfer=self._transfer(),
-        )
-        parts["pipeline"] = estimate.sending
-        parts["bubble"] = max(0.0, estimate.seconds - estimate.sending - stages.busy * self.microbatches)
-
-    def _transfer(self) -> float:
-        """Time to send a hidden state to the next stage."""
+        """Add a pipeline's bubble, and what sending hidden states adds."""
         shape = hidden_shape(
             self.layout,
             microbatch=self.recipe.microbatch,
@@ -165,8 +149,17 @@ class _Estimate:
             dim=self.facts.account.dim,
             sequence_parallel=self.recipe.parallelism.sequence_parallel,
         )
+        bytes_sent = math.prod(shape) * self.formats.compute_bytes
         axis = axis_of(self.layout, "pipeline", self.machine.per_node)
-        return self.machine.collective_seconds(axis, math.prod(shape) * self.formats.compute_bytes, hops=1)
+        estimate = pipeline(
+            self.recipe.schedule,
+            stages,
+            ranks=self.layout.pipeline,
+            microbatches=self.microbatches,
+            transfer=self.machine.collective_seconds(axis, bytes_sent, hops=1),
+        )
+        parts["pipeline"] = estimate.sending
+        parts["bubble"] = max(0.0, estimate.seconds - estimate.sending - stages.busy * self.microbatches)
 
     def _data_parallel(
         self, stage: RankTime, block: ShardingTraffic, edges: ShardingTraffic, parts: dict[str, float]

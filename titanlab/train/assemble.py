@@ -11,8 +11,8 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -85,13 +85,56 @@ class Assembled:
         self.after_update()
 
 
+class _Runner(NamedTuple):
+    """What runs a step: this rank's stages of the model, and the functions over them; fields as in `Assembled`.
+
+    scale: factor of the loss before its backward
+    """
+
+    model: nn.Module
+    stages: Sequence[Stage]
+    scale: float | Tensor
+    reports_loss: bool
+    forward_backward: Callable[[StepBatch], Sums]
+    evaluate: Callable[[StepBatch], Sums]
+    evaluation_rows: int
+    messages: Callable[[], Mapping[str, Any] | None] = lambda: None
+
+
 def assemble(recipe: Recipe, world: World, mesh: Mesh, *, phase: Phase = nothing) -> Assembled:
     """Build, parallelise, materialise and initialise the recipe's model; `phase` opens a phase of the profiler."""
-    check = _first_step_check(recipe, world)
-    loss_scale = recipe.precision.implementation().loss_scale(world.device)
-    loss_scale = with_policy(loss_scale, recipe.training, world.device)
-    if recipe.layout.pipeline > 1:
-        return replace(_pipelined(recipe, world, mesh, loss_scale, phase), after_first_step=check)
+    after_first_step: Callable[[], None] = lambda: None  # noqa: E731
+    if recipe.parallelism.async_tensor and recipe.compile.blocks:
+        from titanlab.techniques.compile.compiler import FusionCheck
+
+        # Created before compilation.
+        after_first_step = functools.partial(FusionCheck().check_fused, world.gather)
+    precision = recipe.precision.implementation()
+    loss_scale = with_policy(precision.loss_scale(world.device), recipe.training, world.device)
+    run = (_pipelined if recipe.layout.pipeline > 1 else _single)(recipe, world, mesh, loss_scale, phase)
+    balance = _balance(recipe, world, mesh, [stage.model for stage in run.stages], run.scale)
+
+    def forward_backward(batch: StepBatch) -> Sums:
+        # The counts are of one step only.
+        balance.begin()
+        return run.forward_backward(batch)
+
+    return Assembled(
+        model=run.model,
+        to_device=to_device_of(recipe, world, mesh, reports_loss=run.reports_loss),
+        forward_backward=forward_backward,
+        balance=balance,
+        loss_scale=loss_scale,
+        evaluate=run.evaluate,
+        evaluation_rows=run.evaluation_rows,
+        after_update=functools.partial(precision.after_update, run.model),
+        after_first_step=after_first_step,
+        messages=run.messages,
+    )
+
+
+def _single(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, phase: Phase) -> _Runner:
+    """Build the whole model."""
     stage = build_stage(recipe, world, mesh)
     reports_loss = mesh.coordinate("tensor") == 0
     # Without positions a model takes 0, 1, …, which is right for whole sequences.
@@ -100,22 +143,52 @@ def assemble(recipe: Recipe, world: World, mesh: Mesh, *, phase: Phase = nothing
     # them exactly if fewer labels were valid.
     scale = loss_scale.multiplier(stage.sharded.divides_by / recipe.tokens_per_step)
     loss = _loss(recipe, mesh, stage.model, scale)
-    balance = _balance(recipe, world, mesh, [stage.model], scale)
-    trainer = _trainer(stage, recipe, loss, scale, positions, phase, reports_loss=reports_loss)
-    return Assembled(
-        model=stage.model,
-        to_device=to_device_of(recipe, world, mesh, reports_loss=reports_loss),
-        forward_backward=_counted(trainer, balance),
-        balance=balance,
-        loss_scale=loss_scale,
-        evaluate=_evaluator(stage, recipe, loss, positions, reports_loss=reports_loss),
-        evaluation_rows=recipe.microbatch,
-        after_update=_updater(recipe, stage.model),
-        after_first_step=check,
-    )
+    size = recipe.microbatch
+    graphs = GraphMemory(records=recipe.compile.records_graphs)
+
+    def forward_backward(batch: StepBatch) -> Sums:
+        total: torch.Tensor | None = None
+        count = batch.tokens.shape[0]
+        for start in range(0, count, size):
+            rows = slice(start, start + size)
+            graphs.begin()
+            with stage.sharded.microbatch(last=start + size >= count):
+                with phase("forward"):
+                    places = batch.places(rows, positions)
+                    forward = functools.partial(stage.sharded.forward, batch.tokens[rows], *places)
+                    part = loss(forward, batch.labels[rows])
+                with phase("backward"):
+                    (part * scale).backward()
+            part = graphs.kept(part.detach())
+            if start == 0 and size < count:
+                graphs.keep_gradients(stage.model.parameters())
+            total = part if total is None else total + part
+        assert total is not None
+        with phase("backward"):
+            stage.finish_gradients()
+        return Sums(total if reports_loss else torch.zeros_like(total), batch.valid)
+
+    evaluation_graphs = GraphMemory(records=recipe.compile.records_graphs)
+
+    @torch.no_grad()
+    def evaluate(batch: StepBatch) -> Sums:
+        evaluation_graphs.begin()
+        tokens, labels = batch.tokens, batch.labels
+        if recipe.layout.tensor > 1 or recipe.compile.compiles:
+            # The tokens of a full microbatch are divisible by the ranks, and compiled code exists for their shape.
+            missing = size - tokens.shape[0]
+            tokens, labels = F.pad(tokens, (0, 0, 0, missing)), F.pad(labels, (0, 0, 0, missing), value=IGNORE)
+            documents = None if batch.documents is None else batch.documents.padded(missing)
+            batch = StepBatch(tokens, labels, batch.valid, documents)
+        places = batch.places(slice(None), positions)
+        total = evaluation_graphs.kept(loss(functools.partial(stage.sharded.forward, tokens, *places), labels))
+        stage.sharded.release()
+        return Sums(total if reports_loss else torch.zeros_like(total), batch.valid)
+
+    return _Runner(stage.model, [stage], scale, reports_loss, forward_backward, evaluate, evaluation_rows=size)
 
 
-def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, phase: Phase) -> Assembled:
+def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, phase: Phase) -> _Runner:
     """Build this rank's stages of the pipeline, and the schedule that runs them."""
     # Imported here: it takes 0.5 s, and only pipelines need it.
     from titanlab.parallelism.pipeline import Pipeline
@@ -131,7 +204,6 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, 
     divides_by = next(iter(built.values())).sharded.divides_by
     scale = loss_scale.multiplier(divides_by / recipe.tokens_per_step)
     last = built.get(len(placement) - 1)
-    balance = _balance(recipe, world, mesh, [stage.model for stage in built.values()], scale)
     pipeline = Pipeline(
         {number: stage.model for number, stage in built.items()},
         actions=recipe.schedule.actions(ranks=ranks, microbatches=recipe.microbatches),
@@ -167,15 +239,9 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, 
         return Sums(total if reports_loss else torch.zeros_like(total), batch.valid)
 
     model = together({piece: stage.model for number, stage in built.items() for piece in pieces[number]})
-    return Assembled(
-        model=model,
-        to_device=to_device_of(recipe, world, mesh, reports_loss=reports_loss),
-        forward_backward=_counted(forward_backward, balance),
-        balance=balance,
-        loss_scale=loss_scale,
-        evaluate=evaluate,
+    return _Runner(
+        *(model, list(built.values()), scale, reports_loss, forward_backward, evaluate),
         evaluation_rows=recipe.local_batch,
-        after_update=_updater(recipe, model),
         messages=pipeline.messages,
     )
 
@@ -200,116 +266,27 @@ def _balance(
         )
 
 
-def _counted(train: Callable[[StepBatch], Sums], balance: NoBalance) -> Callable[[StepBatch], Sums]:
-    """The function that trains a step, with the counts of one step only."""
-
-    def forward_backward(batch: StepBatch) -> Sums:
-        balance.begin()
-        return train(batch)
-
-    return forward_backward
-
-
-def _updater(recipe: Recipe, model: nn.Module) -> Callable[[], None]:
-    """The precision's function to run after the optimizer has changed parameters."""
-    return functools.partial(recipe.precision.implementation().after_update, model)
-
-
-def _first_step_check(recipe: Recipe, world: World) -> Callable[[], None]:
-    """A check of compiled code; it has to be created before compilation."""
-    if not (recipe.parallelism.async_tensor and recipe.compile.blocks):
-        return lambda: None
-    from titanlab.techniques.compile.compiler import FusionCheck
-
-    return functools.partial(FusionCheck().check_fused, world.gather)
-
-
 def _loss(recipe: Recipe, mesh: Mesh, model: nn.Module | None, scale: float | torch.Tensor) -> Loss:
     """The loss of a model whose last piece is on this rank; None: another rank has it, and nobody calls the loss."""
     compiled = recipe.compile.implementation().compile_loss
     if recipe.loss_chunk and model is not None:
-        return _chunked_loss(recipe, mesh, model, scale)
+        columns, gathered = Columns(), None
+        if recipe.layout.tensor > 1:
+            columns = Columns.of(mesh.axis("tensor").get_group(), recipe.model.vocab_size)
+            gathered = tensor_cut(recipe, mesh).whole
+        return ChunkedLoss(
+            model.get_submodule(recipe.model.account().head),
+            tokens=recipe.loss_chunk,
+            scale=scale,
+            columns=columns,
+            gathered=gathered,
+            compiled=compiled if recipe.compile.loss else None,
+            writes_gradient=recipe.layout.pipeline > 1,
+        )
     if recipe.layout.tensor > 1 and recipe.parallelism.loss_parallel:
         group = mesh.axis("tensor").get_group()
         return of_logits(SplitLoss(group, vocab_size=recipe.model.vocab_size, compiled=compiled))
     return of_logits(compiled(loss_sum))
-
-
-def _chunked_loss(recipe: Recipe, mesh: Mesh, model: nn.Module, scale: float | torch.Tensor) -> ChunkedLoss:
-    columns, gathered = Columns(), None
-    if recipe.layout.tensor > 1:
-        columns = Columns.of(mesh.axis("tensor").get_group(), recipe.model.vocab_size)
-        gathered = tensor_cut(recipe, mesh).whole
-    return ChunkedLoss(
-        model.get_submodule(recipe.model.account().head),
-        tokens=recipe.loss_chunk,
-        scale=scale,
-        columns=columns,
-        gathered=gathered,
-        compiled=recipe.compile.implementation().compile_loss if recipe.compile.loss else None,
-        writes_gradient=recipe.layout.pipeline > 1,
-    )
-
-
-def _trainer(
-    stage: Stage,
-    recipe: Recipe,
-    loss: Loss,
-    scale: float | torch.Tensor,
-    positions: torch.Tensor | None,
-    phase: Phase,
-    *,
-    reports_loss: bool,
-) -> Callable[[StepBatch], Sums]:
-    sharded = stage.sharded
-    size = recipe.microbatch
-    graphs = GraphMemory(records=recipe.compile.records_graphs)
-
-    def forward_backward(batch: StepBatch) -> Sums:
-        total: torch.Tensor | None = None
-        count = batch.tokens.shape[0]
-        for start in range(0, count, size):
-            rows = slice(start, start + size)
-            graphs.begin()
-            with sharded.microbatch(last=start + size >= count):
-                with phase("forward"):
-                    places = batch.places(rows, positions)
-                    part = loss(functools.partial(sharded.forward, batch.tokens[rows], *places), batch.labels[rows])
-                with phase("backward"):
-                    (part * scale).backward()
-            part = graphs.kept(part.detach())
-            if start == 0 and size < count:
-                graphs.keep_gradients(stage.model.parameters())
-            total = part if total is None else total + part
-        assert total is not None
-        with phase("backward"):
-            stage.finish_gradients()
-        return Sums(total if reports_loss else torch.zeros_like(total), batch.valid)
-
-    return forward_backward
-
-
-def _evaluator(
-    stage: Stage, recipe: Recipe, loss: Loss, positions: torch.Tensor | None, *, reports_loss: bool
-) -> Callable[[StepBatch], Sums]:
-    graphs = GraphMemory(records=recipe.compile.records_graphs)
-
-    @torch.no_grad()
-    def evaluate(batch: StepBatch) -> Sums:
-        graphs.begin()
-        tokens, labels = batch.tokens, batch.labels
-        if recipe.layout.tensor > 1 or recipe.compile.compiles:
-            # The tokens of a full microbatch are divisible by the ranks, and compiled code exists for their shape.
-            missing = recipe.microbatch - tokens.shape[0]
-            tokens, labels = F.pad(tokens, (0, 0, 0, missing)), F.pad(labels, (0, 0, 0, missing), value=IGNORE)
-            documents = None if batch.documents is None else batch.documents.padded(missing)
-            batch = StepBatch(tokens, labels, batch.valid, documents)
-        places = batch.places(slice(None), positions)
-        total = graphs.kept(loss(functools.partial(stage.sharded.forward, tokens, *places), labels))
-        stage.sharded.release()
-        return Sums(total if reports_loss else torch.zeros_like(total), batch.valid)
-
-    return evaluate
 
 
 class StepBatch(NamedTuple):
@@ -342,7 +319,15 @@ def positions_of(recipe: Recipe, world: World, mesh: Mesh) -> torch.Tensor:
 def to_device_of(recipe: Recipe, world: World, mesh: Mesh, *, reports_loss: bool) -> Callable[[Batch], StepBatch]:
     """The function that copies this rank's part of a batch to its device."""
     chosen = positions_of(recipe, world, mesh).cpu() if recipe.layout.context > 1 else None
-    documents = _document_finder(recipe, chosen, world) if recipe.data.document_mask else None
+    # The data need not exist yet: a trace of a step has none.
+    separators = functools.cache(functools.partial(source.separators, recipe.data))
+
+    def documents(batch: Batch) -> Packed:
+        starts = torch.from_numpy(separators().starts(batch.tokens))
+        positions = torch.arange(starts.shape[1]) - starts
+        if chosen is not None:
+            return Packed(_on_device(positions[:, chosen], world), starts[:, chosen], stays_on_host=True)
+        return Packed(_on_device(positions, world), _on_device(starts, world))
 
     def to_device(batch: Batch) -> StepBatch:
         tokens, labels = torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels)
@@ -350,24 +335,9 @@ def to_device_of(recipe: Recipe, world: World, mesh: Mesh, *, reports_loss: bool
             tokens, labels = tokens[:, chosen], labels[:, chosen]
         valid = int((labels != IGNORE).sum()) if reports_loss else 0
         tokens, labels = _on_device(tokens, world), _on_device(labels, world)
-        return StepBatch(tokens, labels, valid, None if documents is None else documents(batch))
+        return StepBatch(tokens, labels, valid, documents(batch) if recipe.data.document_mask else None)
 
     return to_device
-
-
-def _document_finder(recipe: Recipe, chosen: torch.Tensor | None, world: World) -> Callable[[Batch], Packed]:
-    """The function that finds the documents of this rank's tokens."""
-    # The data need not exist yet: a trace of a step has none.
-    separators = functools.cache(functools.partial(source.separators, recipe.data))
-
-    def find(batch: Batch) -> Packed:
-        starts = torch.from_numpy(separators().starts(batch.tokens))
-        positions = torch.arange(starts.shape[1]) - starts
-        if chosen is not None:
-            return Packed(_on_device(positions[:, chosen], world), starts[:, chosen], stays_on_host=True)
-        return Packed(_on_device(positions, world), _on_device(starts, world))
-
-    return find
 
 
 def _on_device(tensor: torch.Tensor, world: World) -> torch.Tensor:

@@ -93,11 +93,9 @@ class Balance(NoBalance):
     """Counts and balances the experts of a model.
 
     Args:
-        models: this rank's stages of the model.
         counts: whether this rank counts; of ranks that route the same tokens only one does.
         parts: ranks that route the same tokens.
         scale: factor of the loss before its backward.
-        seq_len: tokens of a sequence on this rank.
     """
 
     def __init__(
@@ -186,10 +184,6 @@ class ExpertRows:
 
     A row has `counts`, tokens by block and expert over all ranks and microbatches, and `steps`, the number of steps
     that they are sums of. The steps of rows depend on the length of the run only: runs of several layouts compare.
-
-    Args:
-        steps: of the run.
-        write: takes the step and the row.
     """
 
     def __init__(self, steps: int, write: Callable[[int, Mapping[str, Any]], None]) -> None:

@@ -95,17 +95,14 @@ def _pieces(model: LanguageModel, account: ModelAccount) -> Iterator[str]:
             if not any(name.startswith(f"{piece}.") for piece in account.pieces):
                 yield f"pieces: none of them has {name}"
     for joined in account.joined:
-        for path, layers in zip(_blocks_of(joined.caller, account), joined.paths(account.layers), strict=True):
+        callers = [joined.caller.replace("*", str(number), 1) for number in range(account.layers)]
+        for path, layers in zip(callers, joined.paths(account.layers), strict=True):
             for name in {path, *layers} - set(modules):
                 yield f"joined: there is no module {name}"
     if account.attention:
         for piece in blocks:
             if f"{piece}.{account.attention}" not in modules:
                 yield f"attention: there is no module {piece}.{account.attention}"
-
-
-def _blocks_of(path: str, account: ModelAccount) -> list[str]:
-    return [path.replace("*", str(number), 1) for number in range(account.layers)]
 
 
 def _plan(model: nn.Module, account: ModelAccount) -> Iterator[str]:

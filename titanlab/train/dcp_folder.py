@@ -58,7 +58,6 @@ class Inert:
 
     Attributes:
         name: module and name of the class or function, joined by a dot.
-        args: arguments of the call.
         state: argument of `__setstate__`; None: it is not called.
     """
 
@@ -82,7 +81,6 @@ def read_inert(content: bytes, names: Collection[tuple[str, str]]) -> Any:
     A name that is not called, such as that of a dtype, becomes a subclass of Inert.
 
     Args:
-        content: the pickle.
         names: pairs of module and name that the pickle may ask for.
 
     Raises:
@@ -116,7 +114,6 @@ class SavedTensor:
     """A tensor in a checkpoint.
 
     Attributes:
-        dtype: its name in `torch`.
         size: shape of the full tensor.
         boxes: offsets and sizes of the saved parts.
     """
@@ -132,7 +129,6 @@ class SavedPlace:
 
     Attributes:
         relative_path: the file's name in the checkpoint's folder.
-        offset, length: in bytes.
         transform_descriptors: None: no compression.
     """
 
@@ -147,10 +143,7 @@ class SavedState:
     """The entries of a checkpoint.
 
     Attributes:
-        tensors: by name.
-        objects: names of the entries that are not tensors.
         places: by the entry's name, the chunk's offsets (None: not a tensor), and the chunk's number if it is known.
-        version: of the format.
     """
 
     tensors: Mapping[str, SavedTensor]
@@ -196,9 +189,6 @@ def contents_of(checkpoint: Place, key: str) -> Readable:
 
 def read_saved(checkpoint: Path, key: str) -> SavedState:
     """Read the metadata of a folder without running code in it.
-
-    Args:
-        key: for errors.
 
     Raises:
         DamagedCheckpoint: the file is missing, damaged, too large, or asks for a name that no checkpoint needs.

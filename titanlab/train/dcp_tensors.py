@@ -36,12 +36,7 @@ if TYPE_CHECKING:
 
 
 class DcpReader(Reader, dcp.FileSystemReader):
-    """Reads `.metadata` as data, and reports faults of the files as ConfigError.
-
-    Args:
-        saved: the entries of the folder.
-        key: for errors.
-    """
+    """Reads `.metadata` as data, and reports faults of the files as ConfigError."""
 
     checkpoint: Path
 
@@ -140,7 +135,6 @@ def write_dcp(checkpoint: Place, into: Path, key: str, *, prefix: str = _OWN_PRE
     `checkpoint.load_from`; it has no states of generators.
 
     Args:
-        key: names the checkpoint in errors.
         prefix: before the names of parameters; empty: as torchtitan names them. Such a folder has no position.json,
             and `titanlab import` reads it.
 

@@ -33,7 +33,6 @@ class _Finding(NamedTuple):
     Attributes:
         loss: whether the rank's own loss differs.
         name: the first parameter whose gradient differs; empty: none.
-        parameters, values: how many parameters and values differ.
     """
 
     loss: bool
@@ -47,9 +46,6 @@ class RepeatedStep:
 
     The first run changes nothing: gradients are dropped, buffers and random generators restored. So training goes on
     with the bits that it would have without the check.
-
-    Args:
-        every: steps between two checks; 0: none.
     """
 
     def __init__(self, every: int, assembled: Assembled, optimizer: torch.optim.Optimizer, world: World) -> None:

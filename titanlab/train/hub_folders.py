@@ -220,8 +220,6 @@ def fetch_model(repo: str, *, revision: str | None, token: str | None, key: str,
         repo: the model's name, such as `meta-llama/Llama-3.1-8B`.
         revision: a branch, tag or commit; None: the model's main branch.
         token: access token of the hub, for gated models; None: `HF_TOKEN` or the token that `hf auth login` saved.
-        key: for errors.
-        report: called with a line of progress now and then.
 
     Raises:
         ConfigError: the model cannot be fetched, or is not supported.

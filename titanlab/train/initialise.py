@@ -41,7 +41,6 @@ def initialise(model: nn.Module, values: Mapping[str, Init], seed: int) -> None:
         model: materialised; parameters are plain tensors or DTensors of any placement. A tied parameter is filled
             once, under its first name.
         values: initial value by parameter name; may have more names than a pipeline stage has parameters.
-        seed: any integer.
 
     Raises:
         ValueError: a parameter has no entry in `values`, is on meta, or is a partial sum.

@@ -62,7 +62,12 @@ def write_ours(
         )
         yaml = part / "conf" / "model" / f"{name}.yaml"
         yaml.parent.mkdir(parents=True)
-        yaml.write_text(_option_text(model, origin.title), encoding="utf-8")
+        values = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+        defaults = {field.name: field.default for field in dataclasses.fields(model)}
+        changed = {name: value for name, value in values.items() if name != "kind" and value != defaults[name]}
+        schema = discover()["model"][model.kind].schema_name
+        comment = f"# From {' '.join(origin.title.split())}."
+        yaml.write_text(f"defaults: [{schema}, _self_]\n{comment}\n{config_text(literal(changed))}", encoding="utf-8")
         tokenizer_files = copy_tokenizer(origin.tokenizer, part / ours.TOKENIZER)
         _write_generation(origin, part)
         manifest = {
@@ -151,18 +156,6 @@ def _write_generation(origin: WeightsOrigin, part: Path) -> None:
         shutil.copyfile(origin.generation, part / ours.GENERATION)
 
 
-def _option_text(model: ModelConfig, title: str) -> str:
-    """The YAML of a model's option: the values that differ from its schema's defaults."""
-    values = {
-        field.name: getattr(model, field.name)
-        for field in dataclasses.fields(model)
-        if field.name != "kind" and getattr(model, field.name) != field.default
-    }
-    schema = discover()["model"][model.kind].schema_name
-    comment = " ".join(title.split())
-    return f"defaults: [{schema}, _self_]\n# From {comment}.\n{config_text(literal(values))}"
-
-
 def _report_size(origin: WeightsOrigin, into: Path, report: Report) -> None:
     entries = origin.source.entries.values()
     files = sorted(into.glob("*.safetensors"))
@@ -185,11 +178,9 @@ class WeightsOrigin:
     """A model that can be written to another folder.
 
     Attributes:
-        source: its weights.
         about: values for config.json that are not part of the model config.
         tokenizer: the folder of the tokenizer's files; it may have none of them.
         generation: the path of generation_config.json, or its content.
-        title: name of the origin, for users.
         copies, not_read: see `SafetensorsSource`.
     """
 

@@ -68,7 +68,6 @@ class StepEnds:
     last two steps are read at once, so that one of them would take no time. So a GPU's steps are timed by its events.
 
     Args:
-        device: of this rank; it is waited for.
         clock: as of the meter.
     """
 
@@ -202,14 +201,12 @@ class LoggingRecorder(Recorder):
     def loading(self) -> AbstractContextManager[None]:
         return self._meter.loading_data()
 
-    def sending(self, mesh: Mesh) -> AbstractContextManager[None]:
-        if self._traced or self._world.world == 1:
-            return contextlib.nullcontext()
-        self._traced = True
-        return self._tracing(mesh)
-
     @contextlib.contextmanager
-    def _tracing(self, mesh: Mesh) -> Iterator[None]:
+    def sending(self, mesh: Mesh) -> Iterator[None]:
+        if self._traced or self._world.world == 1:
+            yield
+            return
+        self._traced = True
         with traced(axis_groups(mesh)) as traffic:
             yield
         rows = traffic.rows()
@@ -265,7 +262,10 @@ class LoggingRecorder(Recorder):
         if totals.load is not None:
             self._experts.after_step(step, totals.load)
         self._last_loss = totals.loss
-        self._scaling = _scaling(totals)
+        self._scaling = {}
+        if totals.scaled is not None:
+            scale = {} if math.isnan(totals.scaled.scale) else {meter.LOSS_SCALE: totals.scaled.scale}
+            self._scaling = {**scale, meter.SKIPPED_STEPS: totals.scaled.skipped}
         if self._first_loss is None:
             self._first_loss = totals.loss
         bad = not totals.finite
@@ -285,13 +285,16 @@ class LoggingRecorder(Recorder):
 
     def _log(self, step: int, totals: Totals, *, rate: float, tokens_seen: int) -> None:
         speed = self._meter.window()
+        load, routing = totals.load, dict[str, object]()
+        if load is not None:
+            routing = {meter.EXPERT_LOAD: load.most, meter.DROPPED_SHARE: 0.0, meter.ROUTER_ENTROPY: load.entropy}
         row: dict[str, object] = {
             meter.LOSS: totals.loss,
             meter.GRAD_NORM: totals.grad_norm,
             meter.LEARNING_RATE: rate,
             meter.TOKENS_SEEN: tokens_seen,
             **self._scaling,
-            **_routing(totals),
+            **routing,
             **speed.metrics(),
             **self._watch.metrics(),
             **memory(self._world.device),
@@ -398,43 +401,20 @@ def open_recorder(
     if not world.logs:
         yield Recorder()
         return
-    with _console(run.logs / "rank-0.log") as console:
+    with contextlib.ExitStack() as stack:
+        log = run.logs / "rank-0.log"
+        if "TITANLAB_LOG" in os.environ:
+            # All output goes to the log anyway: the console writes to the log alone, with the time of day.
+            null = stack.enter_context(Path(os.devnull).open("w"))
+            console = stack.enter_context(Console(null, errors=null, log_file=log))
+        else:
+            console = stack.enter_context(Console(log_file=log))
         recorder = LoggingRecorder(recipe, run, world, attempt=attempt, position=position, console=console)
         try:
             yield recorder
         except BaseException as error:
             recorder.abandon(error)
             raise
-
-
-@contextlib.contextmanager
-def _console(log: Path) -> Iterator[Console]:
-    """A console for terminal and log; for the log alone, with the time of day, if all output goes to the log anyway."""
-    if "TITANLAB_LOG" not in os.environ:
-        with Console(log_file=log) as console:
-            yield console
-        return
-    with Path(os.devnull).open("w") as null, Console(null, errors=null, log_file=log) as console:
-        yield console
-
-
-def _routing(totals: Totals) -> dict[str, object]:
-    """Load of experts and entropy of routers; empty if the model has no experts."""
-    if totals.load is None:
-        return {}
-    return {
-        meter.EXPERT_LOAD: totals.load.most,
-        meter.DROPPED_SHARE: 0.0,
-        meter.ROUTER_ENTROPY: totals.load.entropy,
-    }
-
-
-def _scaling(totals: Totals) -> dict[str, object]:
-    """Loss scale and number of skipped steps; empty if the precision does not scale the loss."""
-    if totals.scaled is None:
-        return {}
-    scale = {} if math.isnan(totals.scaled.scale) else {meter.LOSS_SCALE: totals.scaled.scale}
-    return {**scale, meter.SKIPPED_STEPS: totals.scaled.skipped}
 
 
 CONVENTION = "6(N−N_emb)+12·L·H·Q·T"

@@ -27,11 +27,6 @@ class Saves:
 
     A save at an interval that the disk refuses is reported, and the training goes on: the checkpoint before it stays.
     The last save raises its error, because the run could not go on from the steps since.
-
-    Args:
-        target: what is saved.
-        step: from which the attempt begins.
-        phase: opens a phase of the profiler.
     """
 
     def __init__(

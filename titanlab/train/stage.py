@@ -34,11 +34,8 @@ class Stage:
     """A model, or some pieces of it, ready to compute.
 
     Attributes:
-        model: its modules; to compute, call `sharded.forward`.
         sharded: the model distributed over data-parallel ranks.
         summands: parameters whose gradients have to be summed over the tensor axis after the backward.
-        summed_in: the dtype of that sum.
-        mesh: of all ranks.
         experts: parameters whose gradients have to be multiplied by `expert_factor` after the backward.
     """
 
@@ -119,10 +116,6 @@ def _apply_data_parallelism(
     """Apply DDP or FSDP2, allocate storage and compute initial values."""
     layout, dtypes = recipe.layout, dtypes_of(recipe)
     method = layout.data_parallelism(mixed=dtypes.mixed)
-    if method == "ddp":
-        with world.without_data or contextlib.nullcontext():
-            materialise(model, recipe, world)
-            return replicate_model(model, mesh.axis("replicate"))
     sharded = keep_whole(model)
     if method == "fsdp2":
         units = keep_in_fp32(model, recipe.model.account(), dtypes)
@@ -140,6 +133,8 @@ def _apply_data_parallelism(
         )
     with world.without_data or contextlib.nullcontext():
         materialise(model, recipe, world)
+        if method == "ddp":
+            sharded = replicate_model(model, mesh.axis("replicate"))
     return sharded
 
 

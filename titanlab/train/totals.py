@@ -37,7 +37,6 @@ class Totals(NamedTuple):
 
     loss: mean cross-entropy over the valid labels, in nats
     grad_norm: norm of the gradient of that loss, before clipping
-    tokens: number of valid labels of the step
     stop: the largest signal that a rank has received, or 0
     scaled: loss scale and skipped steps; None if the precision does not scale the loss
     saves: whether rank 0 asks for a checkpoint
@@ -90,7 +89,6 @@ class Reduction:
         Args:
             squared_norm: this rank's share of the squared norm of the gradients of
                 loss_sum / nominal_tokens, times the scale of the loss.
-            loss_sum: this rank's loss, summed over its valid labels.
             nominal_tokens: labels of a step in which all are valid.
             loss_scale: gets the norm; None: the loss was not scaled.
             saves: whether this rank asks for a checkpoint; None on all ranks: no rank asks.
@@ -176,7 +174,6 @@ class RankTimes:
     Args:
         every: steps between two comparisons; 0: only one, after the last step.
         pipeline: degree of the pipeline, whose ranks lie farthest apart.
-        report: on rank 0, gets the metrics and a warning, which is empty if no rank is slow.
     """
 
     def __init__(

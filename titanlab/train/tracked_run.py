@@ -33,14 +33,17 @@ def tracked_run(
     """The description of a run for trackers.
 
     Args:
-        recipe: of this attempt.
         id: the tracker's id of the run in a checkpoint, for runs whose folder has none.
         is_live: whether the run is training now.
-        record_file: name of the tracker's record.
     """
     account = recipe.model.account()
+    known = run.tracker_id() or id
+    if known is None:
+        # Runs of earlier versions without a checkpoint have it only in the records of earlier attempts.
+        ids = {attempt: record.id for kind in records(run).values() for attempt, record in kind.items() if record.id}
+        known = ids[max(ids)] if ids else None
     return TrackedRun(
-        id=run.tracker_id() or id or _known_id(run) or run.hash8 or run.path.name,
+        id=known or run.hash8 or run.path.name,
         name=run.path.name,
         sweep=recipe.sweep,
         folder=run.path,
@@ -73,12 +76,6 @@ def records(run: RunFolder) -> dict[str, dict[int, Record]]:
 def has_tracker(run: RunFolder, kind: str) -> bool:
     """Whether a tracker of this kind has taken rows of the run, or its files were written afterwards."""
     return kind in records(run) or kind in records_in(run.path)
-
-
-def _known_id(run: RunFolder) -> str | None:
-    """The id in the records of earlier attempts, for runs of earlier versions without a checkpoint."""
-    ids = {attempt: record.id for kind in records(run).values() for attempt, record in kind.items() if record.id}
-    return ids[max(ids)] if ids else None
 
 
 _WANDB = "wandb"

@@ -93,8 +93,6 @@ def train(
     Args:
         attempt: number of the attempt if every rank has it; None: the run's latest, as rank 0 reads it.
         stop: the caller's stop request, which signals may have set before torch was imported; None: a new one.
-        watchdog: gets the run's phases; None: no watchdog.
-        observer: gets the state after steps; None: no observer.
         start_up: gets the phases before the first step; None: nobody has counted those before.
 
     Returns:

@@ -83,13 +83,11 @@ class SafetensorsSource:
     """Weights in safetensors files of titanlab or of another library.
 
     Attributes:
-        model, entries: as in Source.
         files: the file of each tensor, by the tensor's name.
         foreign: name and order of rows in the files, by titanlab's name.
         about: other values of the folder's config: `max_position_embeddings`, ids of special tokens.
         digest: hash of the content; empty if it is not known.
         copies: tensors that must equal another tensor and are not read: name → the other's name, both in the files.
-        biases: as in Source.
         wrapped: names of tensors in the files, where those differ from the names in `foreign`.
         not_read: a line for each kind of weights in the folder that is left aside.
     """
@@ -152,12 +150,7 @@ def in_halves(rows: Tensor, head: int) -> Tensor:
 
 
 def chunks(entry: TensorEntry, *, rows: int = 1) -> Iterator[tuple[list[int], list[int]]]:
-    """Offsets and sizes of boxes that together make up a tensor, each of full rows and about CHUNK_BYTES at most.
-
-    Args:
-        entry: the tensor.
-        rows: number of rows that must stay together.
-    """
+    """Offsets and sizes of the boxes of a tensor: full rows, `rows` of which stay together, of about CHUNK_BYTES."""
     width = entry.nbytes // max(entry.shape[0], 1)
     step = max(CHUNK_BYTES // max(width * rows, 1), 1) * rows
     for start in range(0, entry.shape[0], step):
@@ -172,7 +165,6 @@ def read_entries(
 
     Args:
         files: the names of the tensors to read of each file; None: all.
-        key: for errors.
 
     Raises:
         ConfigError: a file is missing, damaged or no regular file, or lacks a tensor.
@@ -288,7 +280,10 @@ def open_weights(path: Path, key: str) -> SafetensorsSource:
     try:
         model = model_of(manifest["model"])
         about, digest = checked_about(dict(manifest.get("about", {}))), str(manifest["digest"])
-        biases = biases_of(model, _lists(manifest.get("biases", {})), key, path)
+        numbers = {name: list(map(float, block)) for name, block in dict(manifest.get("biases", {})).items()}
+        if not all(math.isfinite(number) for block in numbers.values() for number in block):
+            raise ValueError("a bias is not finite")
+        biases = biases_of(model, numbers, key, path)
         if manifest["schema"] != SCHEMA:
             raise ValueError("another version of titanlab's")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -320,18 +315,6 @@ def checked_about(about: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(context, int) or isinstance(context, bool) or context < 1:
         raise ValueError(f"{CONTEXT} is no whole number of at least 1")
     return dict(about)
-
-
-def _lists(value: Any) -> dict[str, list[float]]:
-    """Lists of finite numbers by name.
-
-    Raises:
-        TypeError, ValueError: the value is none.
-    """
-    lists = {name: [float(number) for number in numbers] for name, numbers in dict(value).items()}
-    if not all(math.isfinite(number) for numbers in lists.values() for number in numbers):
-        raise ValueError("a bias is not finite")
-    return lists
 
 
 def model_of(mapping: Mapping[str, Any]) -> ModelConfig:

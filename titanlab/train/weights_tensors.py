@@ -26,7 +26,6 @@ from titanlab.train.dcp_folder import read_saved
 from titanlab.train.dcp_tensors import DcpReader
 from titanlab.train.initialise import local_part, plain_name
 from titanlab.train.weights_folder import (
-    CHUNK_BYTES,
     DTYPES,
     Biases,
     TensorEntry,
@@ -40,12 +39,7 @@ _ALIGNMENT = 8
 
 
 class SafetensorsWriter:
-    """Writes one file; use it in a `with` block, and write every tensor in the order of `entries`, in pieces.
-
-    Args:
-        path: must not exist.
-        entries: tensors by name.
-    """
+    """Writes one file; use it in a `with` block, and write every tensor in the order of `entries`, in pieces."""
 
     def __init__(self, path: Path, entries: Mapping[str, TensorEntry]) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -83,9 +77,7 @@ def split_in_files(entries: Mapping[str, TensorEntry], *, most: int, stem: str) 
     """Names of the tensors of each file, in order: `<stem>-00001-of-00003.safetensors`, or one file without numbers.
 
     Args:
-        entries: tensors by name.
         most: largest size of a file in bytes; a larger tensor gets a file of its own.
-        stem: beginning of the file names.
     """
     groups: list[list[str]] = []
     size = 0
@@ -121,11 +113,6 @@ PREFIXES = ("model.", "")
 
 def run_source(checkpoint: Place, model: ModelConfig, key: str) -> CheckpointSource:
     """The weights in a checkpoint of titanlab.
-
-    Args:
-        checkpoint: folder of one step.
-        model: config of the run's model.
-        key: for errors.
 
     Raises:
         ConfigError: the checkpoint lacks a parameter, or a parameter is not a tensor of a floating-point format.
@@ -167,9 +154,6 @@ class CheckpointSource:
 
     Args:
         metadata: of the reader. It is read once: that of a run on hundreds of ranks has 100,000 entries.
-        prefix: before the names of parameters.
-        model: config of the model.
-        biases: of its routers.
 
     Raises:
         ConfigError: the checkpoint lacks a parameter, or a parameter is not a tensor of a floating-point format.
@@ -217,13 +201,8 @@ def write_weights(
     """Write all tensors of a source into files of a bounded size, with an index if there are several.
 
     Args:
-        source: read piece by piece, in the order of its entries.
-        folder: the folder to write into.
-        stem: beginning of the file names.
-        index: name of the index.
         foreign: name and order of rows of each parameter in the files.
         dtype: number format, such as `bfloat16`; None keeps the format of each tensor.
-        shard_bytes: largest size of a file.
 
     Returns:
         SHA-256 over names, shapes, formats and contents of all tensors; the same for any `shard_bytes`.
@@ -281,13 +260,9 @@ def fill(model: nn.Module, source: WeightsSource) -> None:
     """
     for name, parameter in model.named_parameters():
         local, offsets = local_part(parameter)
-        if local.numel():
-            _fill_box(local, offsets, plain_name(name), source)
-
-
-def _fill_box(local: Tensor, offsets: Sequence[int], name: str, source: WeightsSource) -> None:
-    width = local.numel() // local.shape[0] * local.element_size()
-    step = max(CHUNK_BYTES // max(width, 1), 1)
-    for start in range(0, local.shape[0], step):
-        part = local[start : start + step]
-        part.copy_(source.read(name, [offsets[0] + start, *offsets[1:]], list(part.shape)))
+        if not local.numel():
+            continue
+        plain = plain_name(name)
+        for start, sizes in chunks(TensorEntry(dtype=source.entries[plain].dtype, shape=tuple(local.shape))):
+            there = [offset + at for offset, at in zip(offsets, start, strict=True)]
+            local[start[0] : start[0] + sizes[0]].copy_(source.read(plain, there, sizes))

@@ -18,7 +18,7 @@ def exhaustive(ranking):
     for layout in ranking.space.layouts():
         for point in ranking.space.points(layout):
             one = ranking.estimate(point)
-            if one.reserved <= ranking.limit and not ranking.space.broken_rule(one.recipe):
+            if one is not None and not ranking.space.broken_rule(one.recipe):
                 found.append(one.time.seconds)
     return sorted(found)
 
