@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -98,7 +98,7 @@ class _Runner(NamedTuple):
     forward_backward: Callable[[StepBatch], Sums]
     evaluate: Callable[[StepBatch], Sums]
     evaluation_rows: int
-    messages: Callable[[], Mapping[str, Any] | None] = lambda: None
+    messages: Callable[[], Messages | None] = lambda: None
 
 
 def assemble(recipe: Recipe, world: World, mesh: Mesh, *, phase: Phase = nothing) -> Assembled:
