@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import signal
-from types import SimpleNamespace
 
 import pytest
 
+from tests import tiny
 from titanlab.errors import TitanlabError
 from titanlab.prove import forked
 from titanlab.prove.forked import Ended, RunFailed, log_of, prepare
@@ -35,17 +35,17 @@ def test_the_log_is_that_of_the_rank_that_failed(tmp_path, rank, name):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, SystemExit])
-def test_after_an_error_or_ctrl_c_every_rank_is_killed(error):
-    calls = []
-    started = SimpleNamespace(end=lambda number, *, seconds: calls.append(number))
-    with pytest.raises(error), forked._ended(started):
+def test_after_an_error_or_ctrl_c_every_rank_is_killed(tmp_path, monkeypatch, error):
+    def interrupted(started, *rest, **named):
         raise error
-    assert calls == [signal.SIGKILL]
 
-
-def test_ranks_that_have_ended_are_let_be():
-    with forked._ended(SimpleNamespace(end=None)):
-        pass
+    killed = []
+    monkeypatch.setattr(forked, "fork_children", lambda *given: {})
+    monkeypatch.setattr(forked, "wait_for", interrupted)
+    monkeypatch.setattr(forked.RankProcesses, "end", lambda self, number, *, seconds: killed.append(number))
+    with pytest.raises(error):
+        forked.train_in_ranks(tiny.recipe(tmp_path))
+    assert killed == [signal.SIGKILL]
 
 
 def test_ranks_inherit_no_other_rank_and_compute_with_one_thread(monkeypatch):

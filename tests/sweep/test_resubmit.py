@@ -115,7 +115,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_before_the_job_waits(slurm, 
     lines = []
     resubmit(run, recipe, lines.append)
     assert saved(run) == ["step-00000002", "step-00000004.damaged"]
-    assert lines[0].startswith("goes on from step 2: step-00000004 cannot be read")
+    assert lines[0].startswith("goes on from step 2: step-00000004 is damaged: its file position.json is no JSON")
 
 
 def test_jobs_of_this_host_are_started(slurm, sweep, hung, monkeypatch):

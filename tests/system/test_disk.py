@@ -175,13 +175,14 @@ def test_an_attempt_that_cannot_be_begun_leaves_all_as_it_was(run, monkeypatch):
     assert (run.path / "status.json").read_text() == before
 
 
-@pytest.mark.parametrize(("verb", "trains"), [("status", False), ("resume", True)])
+@pytest.mark.parametrize(("verb", "trains"), [("status", False), ("resume nope", True)])
 def test_a_verb_says_it_in_a_line(monkeypatch, capsys, verb, trains):
     def verb_main(arguments):
         raise full("/runs/x")
 
-    monkeypatch.setattr(f"titanlab.cli.{verb}.{verb}_verb", verb_main)
-    assert main([verb]) == 1
+    name, *_ = words = verb.split()
+    monkeypatch.setattr(f"titanlab.cli.{name}.{name}_verb", verb_main)
+    assert main(words) == 1
     said = capsys.readouterr().err
     assert said == f"error: {disk_fault(full('/runs/x'), ends_run=trains)}\n"
     assert ("titanlab resume" in said) is trains

@@ -73,7 +73,7 @@ def answer(flags: Flags) -> None:
     """
     register()
     # Hydra raises its errors instead of printing them.
-    os.environ["HYDRA_FULL_ERROR"] = "1"
+    full_error, os.environ["HYDRA_FULL_ERROR"] = os.environ.get("HYDRA_FULL_ERROR"), "1"
     # Hydra's loggers would print a traceback on a full disk, so its output is captured, and written at the end.
     output, errors, arguments = io.StringIO(), io.StringIO(), sys.argv
     try:
@@ -87,6 +87,9 @@ def answer(flags: Flags) -> None:
             raise ConfigError(ARGUMENTS, " ".join(sys.argv[1:]), lines[-1], "see `titanlab train --help`") from end
     finally:
         sys.argv = arguments
+        del os.environ["HYDRA_FULL_ERROR"]
+        if full_error is not None:
+            os.environ["HYDRA_FULL_ERROR"] = full_error
         text = output.getvalue()
         if _REFUSED.search(text) is not None:
             text = _REFUSED.sub("", text) + _COMPLETION

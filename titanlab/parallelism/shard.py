@@ -153,13 +153,19 @@ def fully_shard_model(
     return Sharded(forward=model, microbatch=microbatch, release=release, divides_by=mesh.size())
 
 
-def check_symmetric_memory_is_known() -> None:
+def symmetric_memory_setter() -> Callable[[Any], None]:
+    """The call of FSDP2, a young name of torch, that lets a unit use symmetric memory.
+
+    Raises:
+        ConfigError: the installed torch does not have it.
+    """
     from torch.distributed.fsdp import FSDPModule
 
-    # A young name of torch.
-    if not hasattr(FSDPModule, "set_symm_mem_for_comm"):
+    setter: Callable[[Any], None] | None = getattr(FSDPModule, "set_symm_mem_for_comm", None)
+    if setter is None:
         rule = "needs FSDPModule.set_symm_mem_for_comm, which this torch does not have"
         raise ConfigError(_SYMMETRIC, True, rule, "try false, or a newer torch")
+    return setter
 
 
 def use_symmetric_memory(units: Sequence[Any], groups: Sequence[dist.ProcessGroup]) -> None:
@@ -168,7 +174,7 @@ def use_symmetric_memory(units: Sequence[Any], groups: Sequence[dist.ProcessGrou
     Raises:
         ConfigError: torch or the backend of a group does not support it.
     """
-    check_symmetric_memory_is_known()
+    setter = symmetric_memory_setter()
     others = {str(dist.get_backend(group)) for group in groups} - {dist.Backend.NCCL}
     if others:
         rule = f"is memory of NCCL, and a group of FSDP2 uses {', '.join(sorted(others))}"
@@ -176,7 +182,7 @@ def use_symmetric_memory(units: Sequence[Any], groups: Sequence[dist.ProcessGrou
     for unit in units:
         # Before the other call: NCCL's reduce-scatter in symmetric memory only sums, so FSDP2 divides afterwards.
         unit.set_force_sum_reduction_for_comms(True)
-        unit.set_symm_mem_for_comm()
+        setter(unit)
 
 
 def _gather_with(block: nn.Module, unit: nn.Module) -> None:

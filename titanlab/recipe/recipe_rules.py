@@ -114,9 +114,9 @@ def _layout_fits(recipe: Recipe) -> None:
     check_symmetric_memory(layout, config, accelerator=accelerator)
     if config.symmetric_memory:
         # Imported here: it imports torch, which no rule about layouts needs.
-        from titanlab.parallelism.shard import check_symmetric_memory_is_known
+        from titanlab.parallelism.shard import symmetric_memory_setter
 
-        check_symmetric_memory_is_known()
+        symmetric_memory_setter()
     check_pipeline(layout, config, account, recipe.schedule, microbatches=recipe.microbatches)
     if layout.pipeline > 1:
         pieces_by_stage(recipe)

@@ -73,7 +73,7 @@ def test_jobs_run_in_order_and_a_large_one_waits_for_room(stub, tmp_path, monkey
     monkeypatch.chdir(tmp_path / "here")
     points = [*seeds(2), {"shard": 2}]
     submitted = submit(study(tmp_path / "runs", points, launch=Local(at_once=2)), quiet)
-    assert [shape.processes for _, shape, _ in submitted.jobs] == [1, 2]
+    assert [new.shape.processes for new in submitted.submissions] == [1, 2]
     until(lambda: over(submitted.folder))
     rows = ran(submitted.folder)
     names = [each.run_name for each in submitted.decisions]
@@ -87,7 +87,7 @@ def test_jobs_run_in_order_and_a_large_one_waits_for_room(stub, tmp_path, monkey
     assert {row[3] for row in rows} == {str(max(1, cores() // 2))}
     assert all(submitted.folder.run(name).result().kind is OutcomeKind.DONE for name in names)
     # Nothing is left to do, and the next submission starts nothing.
-    assert submit(study(tmp_path / "runs", points, launch=Local(at_once=2)), quiet).jobs == ()
+    assert submit(study(tmp_path / "runs", points, launch=Local(at_once=2)), quiet).submissions == ()
     assert not is_claimed(submitted.folder.path, file=LOCK)
 
 
@@ -112,7 +112,7 @@ def test_the_job_of_a_killed_supervisor_goes_on_and_the_next_one_waits_for_it(st
     until(lambda: not is_claimed(folder.path, file=LOCK))
     found = submit(wanted, quiet)
     assert [each.action for each in found.decisions] == ["running", "queued"]
-    assert found.jobs == ()
+    assert found.submissions == ()
     log = jobs_folder(folder.path) / LOG
     until(lambda: "was started by an earlier supervisor" in log.read_text())
     end_jobs(folder)

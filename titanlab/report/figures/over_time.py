@@ -45,7 +45,7 @@ def loss_by_tokens(
         curves.setdefault(row["run"], []).append(row)
     for place, (run, rows) in enumerate(curves.items()):
         rows = sorted(
-            (row for row in rows if isinstance(row.get(meter.LOSS), int | float) and math.isfinite(row[meter.LOSS])),
+            (row for row in rows if type(row.get(meter.LOSS)) in (int, float) and math.isfinite(row[meter.LOSS])),
             key=lambda row: row["step"],
         )
         chosen = thinned(rows)
