@@ -123,7 +123,7 @@ def _timed(action: Callable[[], None]) -> float:
 
 def _save(state: dict[str, Any], folder: Path, world: World) -> None:
     planned = Plans().plan(state, folder, world)
-    write_and_publish(planned.stage, planned.writer, world)
+    write_and_publish(planned.stage, planned, world)
 
 
 def _write(state: dict[str, Any], folder: Path, rank: int) -> None:

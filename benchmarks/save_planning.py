@@ -39,8 +39,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlab.checkpoint.blocks import blocks_of
 from titanlab.checkpoint.index import IndexedFile
+from titanlab.checkpoint.position import Position, SavedPosition
 from titanlab.checkpoint.shards import shard_of
-from titanlab.checkpoint.writer import CheckpointWriter, SavePlannerOfJson, Written
+from titanlab.checkpoint.writer import SavePlannerOfJson, Written, publish
 from titanlab.costs.layout import Layout
 from titanlab.distributed.mesh import build_mesh
 from titanlab.parallelism.tensor import TensorParallel, parallelise
@@ -108,7 +109,7 @@ def measured(ranks: int, pipeline: int) -> dict[str, Any]:
         for host in range(hosts)
         for rank in range(TENSOR)
     ]
-    planner, writer = SavePlannerOfJson(), CheckpointWriter(Path("unused"), 0)
+    planner = SavePlannerOfJson()
     before, seconds = _peak_mb(), {}
 
     def timed(name: str, begin: float) -> float:
@@ -121,21 +122,21 @@ def measured(ranks: int, pipeline: int) -> dict[str, Any]:
     at = timed("unpickle", at)
     plans, _ = planner.create_global_plan(plans)
     at = timed("global plan", at)
-    plans = writer.prepare_global_plan(plans)
+    shards = [shard_of(plan, rank) for rank, plan in enumerate(plans)]
     at = timed("places of all files", at)
     answers = [pickle.dumps(plan) for plan in plans]
     at = timed("pickle", at)
-    sizes = [shard_of(plan, rank).size for rank, plan in enumerate(plans)]
+    sizes = [shard.size for shard in shards]
     at = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        writer.folder = Path(folder)
         files = [
             IndexedFile(
                 name=f"rank-{rank:05d}.safetensors", size=size, checksums=range(1 << 60, (1 << 60) + blocks_of(size))
             )
             for rank, size in enumerate(sizes)
         ]
-        writer.publish([Written(file=file, objects={}) for file in files])
+        position = SavedPosition(position=Position(), parameters={}, files={})
+        publish(Path(folder), shards, [Written(file=file, objects={}) for file in files], position)
         timed("index", at)
         cpu_seconds = time.process_time() - cpu_begin
         index_mb = (Path(folder) / "index.json").stat().st_size / 1e6

@@ -17,7 +17,7 @@ def write(state, folder, *, copies=False, world=ALONE):
     folder.mkdir(exist_ok=True)
     planned = Plans().plan(state, folder, world)
     staged = planned.stage(HostBuffer() if copies else None)
-    write_and_publish(lambda: staged, planned.writer, world)
+    write_and_publish(lambda: staged, planned, world)
 
 
 def read(state, folder):

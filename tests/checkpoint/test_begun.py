@@ -9,7 +9,7 @@ import torch
 
 from tests.checkpoint.one_process import ALONE
 from titanlab.checkpoint import saving as begun
-from titanlab.checkpoint.saving import Begun, make_part, publish, remove_old, removed_after_errors
+from titanlab.checkpoint.saving import give_name, make_part, remove_old, removed_after_errors
 from titanlab.distributed.world import World
 
 SECOND = World(rank=1, world=2, local_rank=1, device=torch.device("cpu"))
@@ -104,11 +104,11 @@ def test_a_whole_folder_gets_its_name_and_replaces_another(tmp_path):
     final = step(tmp_path, 1, "old")
     part = make_part(tmp_path, final)
     (part / "new").write_text("")
-    publish(Begun(planned=None, part=part, final=final))
+    give_name(part, final)
     assert names(tmp_path) == ["step-00000001"]
     assert names(final) == ["new"]
     # In a store the two are the same.
-    publish(Begun(planned=None, part=final, final=final))
+    give_name(final, final)
     assert names(final) == ["new"]
 
 
@@ -117,7 +117,7 @@ def test_a_checkpoint_that_cannot_be_replaced_is_an_error(tmp_path, monkeypatch)
     part = make_part(tmp_path, final)
     monkeypatch.setattr(begun, "remove", lambda path: OSError(errno.EACCES, "Permission denied", str(path)))
     with pytest.raises(PermissionError):
-        publish(Begun(planned=None, part=part, final=final))
+        give_name(part, final)
     assert names(tmp_path) == ["step-00000001", "step-00000001.part"]
 
 

@@ -54,7 +54,7 @@ def of_two(folder, kind):
     # Collectives of the training, while threads agree beside them.
     totals = [float(world.sum(torch.ones(1))) for _ in range(20)]
     saver.wait()
-    return totals, saver.saved_step, {call["group"] for call in last_collectives() if call["created"] >= began}
+    return totals, saver.saved_step, {call.group for call in last_collectives() if call.created >= began}
 
 
 def test_threads_of_ranks_agree_beside_the_training(pool, tmp_path):

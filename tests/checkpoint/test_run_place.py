@@ -129,7 +129,7 @@ def halves(endpoint):
     if rank == 0:
         alone = World(rank=0, world=1, local_rank=0, device=torch.device("cpu"))
         planned = Plans().plan({"whole": whole}, folder, alone)
-        write_and_publish(planned.stage, planned.writer, alone)
+        write_and_publish(planned.stage, planned, alone)
     dist.barrier()
     state = {"whole": DTensor.from_local(torch.zeros(ROWS // 2, 1024), init_device_mesh("cpu", (2,)), [Shard(0)])}
     reader = ShardReader(folder, read_index(folder), "run")

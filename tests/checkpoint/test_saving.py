@@ -36,7 +36,7 @@ class Counted:
 def saved(plans, state, folder, world=ALONE):
     """Save, and return a hash of each file."""
     planned = plans.plan(state, folder, world)
-    write_and_publish(planned.stage, planned.writer, world)
+    write_and_publish(planned.stage, planned, world)
     world.share(None)
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(folder).iterdir())}
 

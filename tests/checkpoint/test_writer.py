@@ -10,16 +10,13 @@ import struct
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests.checkpoint.one_process import ALONE
-from tests.checkpoint.storage import SHARDINGS, of_every_dtype, read, sharded_state, write
-from tests.checkpoint.test_shard_reader import resharded
+from tests.checkpoint.storage import of_every_dtype, read, write
 from titanlab.checkpoint.blocks import checksum
 from titanlab.checkpoint.saving import Plans, write_and_publish
-from titanlab.checkpoint.writer import CheckpointWriter, HostBuffer, SavePlannerOfJson
+from titanlab.checkpoint.writer import HostBuffer, publish
 from titanlab.checkpoint.writer import write as write_file
 from titanlab.distributed.world import World
 
@@ -60,23 +57,9 @@ def test_staged_copies_do_not_change_with_the_model(tmp_path):
     staged = planned.stage(buffer)
     for tensor in state.values():
         tensor.zero_()
-    write_and_publish(lambda: staged, planned.writer, ALONE)
+    write_and_publish(lambda: staged, planned, ALONE)
     read(state, tmp_path)
     assert all(torch.equal(state[name], expected[name]) for name in expected)
-
-
-def dcp_saves(folder):
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    state, _ = sharded_state(mesh, SHARDINGS["rows"], filled=True)
-    writer = CheckpointWriter(folder, dist.get_rank())
-    dcp.save(state, storage_writer=writer, planner=SavePlannerOfJson())
-
-
-def test_dcp_can_use_the_storage_by_itself(pool, tmp_path):
-    (tmp_path / "c").mkdir()
-    pool.run(2, dcp_saves, tmp_path / "c")
-    assert pool.run(1, resharded, tmp_path / "c", None, "columns")[0][:2] == ([], 1)
 
 
 def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path):
@@ -96,7 +79,7 @@ def fails_on_a_rank(folder, failing):
     if rank == failing:
         (folder / f"rank-{rank:05d}.safetensors").mkdir()
     try:
-        write_and_publish(planned.stage, planned.writer, world)
+        write_and_publish(planned.stage, planned, world)
     except OSError as error:
         return type(error).__name__
     return "saved"
@@ -167,5 +150,5 @@ def test_the_index_is_written_last(tmp_path, monkeypatch):
 
     monkeypatch.setattr("titanlab.checkpoint.writer.write_bytes", fails_at_the_second)
     with pytest.raises(OSError, match="No space left"):
-        planned.writer.publish([written])
+        publish(tmp_path, planned.shards, [written], planned.position)
     assert names == [("position.json", {"durable": True}), ("index.json", {"durable": True})]

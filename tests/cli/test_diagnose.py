@@ -8,7 +8,7 @@ from tests import tiny
 from tests.distributed.test_silence import silent, waits
 from tests.records.test_hang_file import values
 from titanlab.cli.verbs import main
-from titanlab.records.hang_file import hang_folder, write_hang
+from titanlab.records.hang_file import hang_folder, parse_hang, write_hang
 from titanlab.records.outcome import Outcome, OutcomeKind
 
 GROUPS = {"0": {"axis": "shard", "ranks": [0, 1, 2]}}
@@ -18,7 +18,7 @@ GROUPS = {"0": {"axis": "shard", "ranks": [0, 1, 2]}}
 def run(tmp_path):
     made = tiny.begin(tiny.recipe(tmp_path, shard=3))
     for rank in (0, 2):
-        write_hang(made, 1, rank, values(rank=rank, groups=GROUPS))
+        write_hang(made, 1, parse_hang(values(rank=rank, groups=GROUPS)))
         made.write_failure(waits(rank))
     made.write_failure(silent(1))
     return made

@@ -12,7 +12,7 @@ import yaml
 from tests.records.test_hang_file import values
 from tests.sweep.made import Made, begin, end, train
 from titanlab.cli import main
-from titanlab.records.hang_file import write_hang
+from titanlab.records.hang_file import parse_hang, write_hang
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
 
@@ -43,8 +43,7 @@ def made(tmp_path, monkeypatch):
     begin(run, job={"schema": 1, "job_id": "12", "start": "x"})
     train(run)
     end(run, "crash", cause="planted")
-    record = {name: value for name, value in values().items() if name != "schema"}
-    write_hang(run, 1, 0, record)
+    write_hang(run, 1, parse_hang(values()))
     sweep.submit(run)
     attempt = run.attempt_folder(1)
     (attempt / "failures").mkdir()

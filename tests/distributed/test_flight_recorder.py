@@ -12,6 +12,7 @@ from titanlab.costs.layout import Layout
 from titanlab.distributed import flight_recorder
 from titanlab.distributed.flight_recorder import last_collectives, topology
 from titanlab.distributed.mesh import build_mesh
+from titanlab.records.hang_file import Collective
 
 
 def entry(sequence, **changes):
@@ -44,29 +45,21 @@ def test_collectives_of_gloo_and_of_nccl(dumps):
     nccl = entry(2, profiling_name="nccl:all_gather", state="started", retired=False, time_created_ns=1)
     message = entry(0, is_p2p=True, p2p_seq_id=5, profiling_name="nccl:recv 0<-1", state="completed", retired=False)
     dumps([entry(1), entry(2, retired=False)], [nccl, message])
-    found = [(each["operation"], each["sequence"], each["is_message"], each["is_done"]) for each in last_collectives()]
+    found = [(each.operation, each.sequence, each.is_message, each.is_done) for each in last_collectives()]
     assert found == [
         ("all_gather", 2, False, False),
         ("recv 0<-1", 5, True, True),
         ("all_reduce", 1, False, True),
         ("all_reduce", 2, False, False),
     ]
-    assert last_collectives()[-1] == {
-        "group": "1",
-        "sequence": 2,
-        "operation": "all_reduce",
-        "sizes": [[8]],
-        "dtypes": ["Float"],
-        "is_message": False,
-        "is_done": False,
-        "created": pytest.approx(1.000000002),
-    }
+    last = Collective("1", 2, "all_reduce", ((8,),), ("Float",), is_message=False, is_done=False, created=1.000000002)
+    assert last_collectives()[-1] == last
 
 
 def test_a_recorder_in_two_dumps_is_counted_once_and_the_last_are_kept(dumps):
     every = [entry(number) for number in range(10)]
     dumps(every, every)
-    assert [each["sequence"] for each in last_collectives(4)] == [6, 7, 8, 9]
+    assert [each.sequence for each in last_collectives(4)] == [6, 7, 8, 9]
 
 
 def test_a_recorder_that_does_not_answer_or_says_nonsense_is_passed_over(dumps, monkeypatch):
@@ -86,7 +79,7 @@ def names_of_groups():
     mesh = build_mesh(Layout(shard=2, tensor=2), "cpu")
     found = topology(mesh)
     assert found.messages() is None
-    return dict(found.coordinates), sorted(found.groups.values())
+    return dict(found.coordinates), sorted((group.axis, group.ranks) for group in found.groups.values())
 
 
 def test_groups_and_coordinates_of_a_mesh(pool):

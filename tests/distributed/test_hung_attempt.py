@@ -7,7 +7,7 @@ from tests.distributed.test_silence import silent, waits
 from tests.records.test_hang_file import values
 from titanlab.distributed.hang import has_hung, hung_attempt
 from titanlab.records.config_file import config_text
-from titanlab.records.hang_file import hang_folder, write_hang
+from titanlab.records.hang_file import hang_folder, parse_hang, write_hang
 from titanlab.records.outcome import Outcome, OutcomeKind
 
 GROUPS = {"0": {"axis": "shard", "ranks": [0, 1, 2]}}
@@ -18,7 +18,7 @@ def run(tmp_path):
     """Ranks 0 and 2 have records, and wait for rank 1, which does not answer."""
     run = tiny.begin(tiny.recipe(tmp_path, shard=3))
     for rank in (0, 2):
-        write_hang(run, 1, rank, values(rank=rank, groups=GROUPS))
+        write_hang(run, 1, parse_hang(values(rank=rank, groups=GROUPS)))
         run.write_failure(waits(rank))
     run.write_failure(silent(1))
     return run

@@ -26,7 +26,7 @@ HERE = """
     watchdog._NATIVE_MARGIN_SECONDS = 0.5
 
     def note(outcome, record):
-        assert record["rank"] == outcome.rank
+        assert record.rank == outcome.rank
         print(json.dumps(outcome.to_mapping()), flush=True)
 
     asked = []

@@ -137,7 +137,7 @@ def test_what_calls_of_different_steps_have_in_common() -> None:
     one = record([])
     assert signature(one, call("all_reduce", 5, 4)) == ("data", "all_reduce", ((4,),))
     assert signature(one, call("all_to_all", 5, 4)) == ("data", "all_to_all", ())
-    assert signature(one, call("all_reduce", 5, 4, group="9")) == ("9", "all_reduce", ((4,),))
+    assert signature(one, call("all_reduce", 5, 4, group="9")) == ("group 9", "all_reduce", ((4,),))
 
 
 def test_a_call_that_is_as_in_earlier_steps_does_not_deviate() -> None:

@@ -46,7 +46,7 @@ def run(tmp_path):
 
 
 def test_what_is_written_is_read(run):
-    write_hang(run, 1, 0, {name: value for name, value in values().items() if name != "schema"})
+    write_hang(run, 1, parse_hang(values()))
     records, damaged = read_hang(run, 1)
     assert (records, damaged) == ({0: parse_hang(values())}, {})
     assert records[0].groups["0"].ranks == (0, 1)
@@ -68,16 +68,22 @@ DAMAGE = {
     "nested": ("[" * 100_000, "is no JSON"),
     "another schema": (values(schema=2), "schema 2 is not 1"),
     "another rank": (values(rank=5), "it is of rank 5"),
-    "a missing key": ({"schema": 1, "state": "waits"}, "source is missing"),
-    "an unknown state": (values(state="flies"), "state: 'flies' is not known"),
-    "a text as a number": (values(step="3"), "step is of type str, and not int"),
-    "true as a number": (values(rank=True), "rank is of type bool, and not int"),
-    "ranks of text": (values(groups={"0": {"axis": "shard", "ranks": ["0"]}}), "ranks is of type str, and not int"),
-    "a group of text": (values(groups={"0": "shard"}), "groups.0 is of type str, and not dict"),
-    "a size of text": (values(collectives=[{**values()["collectives"][0], "sizes": [["x"]]}]), "sizes is of type str"),
+    "a missing key": ({"schema": 1, "state": "waits"}, "missing required field `rank`"),
+    "an unknown state": (values(state="flies"), "'flies' - at `$.state`"),
+    "a text as a number": (values(step="3"), "Expected `int`, got `str` - at `$.step`"),
+    "true as a number": (values(rank=True), "Expected `int`, got `bool` - at `$.rank`"),
+    "ranks of text": (
+        values(groups={"0": {"axis": "shard", "ranks": ["0"]}}),
+        "Expected `int`, got `str` - at `$.groups[...].ranks[0]`",
+    ),
+    "a group of text": (values(groups={"0": "shard"}), "Expected `object`, got `str` - at `$.groups[...]`"),
+    "a size of text": (
+        values(collectives=[{**values()["collectives"][0], "sizes": [["x"]]}]),
+        "Expected `int`, got `str` - at `$.collectives[0].sizes[0][0]`",
+    ),
     "messages to no rank": (
         values(messages={"runs": True, "stages": [0], "sent": {"x": 1}, "received": {}, "waiting": None}),
-        "sent: 'x' is no rank",
+        "Expected `int`, got `str` - at `key` in `$.messages.sent`",
     ),
 }
 
@@ -85,7 +91,7 @@ DAMAGE = {
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_record_is_named_in_one_line_and_hides_no_other(run, name):
     content, reason = DAMAGE[name]
-    write_hang(run, 1, 1, values(rank=1))
+    write_hang(run, 1, parse_hang(values(rank=1)))
     path = hang_folder(run, 1) / "rank-0.json"
     if isinstance(content, dict):
         content = json.dumps(content)
@@ -99,12 +105,12 @@ def test_a_damaged_record_is_named_in_one_line_and_hides_no_other(run, name):
 
 def test_a_record_that_is_too_long_is_not_read(run, monkeypatch):
     monkeypatch.setattr("titanlab.records.hang_file._BYTES", 100)
-    write_hang(run, 1, 0, values())
+    write_hang(run, 1, parse_hang(values()))
     assert "more than 100 bytes" in read_hang(run, 1)[1][0]
 
 
 def test_other_files_are_passed_over(run):
-    write_hang(run, 1, 0, values())
+    write_hang(run, 1, parse_hang(values()))
     for name in ("rank-x.json", f"rank-{'9' * 30}.json", ".rank-1.json.tmp"):
         (hang_folder(run, 1) / name).write_text("{}")
     assert list(read_hang(run, 1)[0]) == [0]
@@ -120,5 +126,5 @@ def test_texts_that_would_steer_a_terminal_are_cleaned():
 def test_messages_of_a_pipeline():
     found = stage(0, sent=8, received=7, waiting=("send", "gradient"), calls=REDUCE)
     assert (found.messages.sent, found.messages.waiting.operation) == ({1: 8}, "send")
-    with pytest.raises(DamagedRecordError, match="waiting is of type"):
+    with pytest.raises(DamagedRecordError, match=r"got `int` - at `\$\.messages\.waiting`"):
         parse_hang(values(messages={"runs": True, "stages": [], "sent": {}, "received": {}, "waiting": 3}))

@@ -11,7 +11,7 @@ import torch
 from titanlab.checkpoint import store
 from titanlab.checkpoint.contract import OnlyModel, Saver, Target
 from titanlab.checkpoint.position import Position
-from titanlab.checkpoint.saving import Begun, PlannedSave, Plans, attempted
+from titanlab.checkpoint.saving import PlannedSave, Plans, attempted
 from titanlab.checkpoint.writer import HostBuffer, Staged
 
 
@@ -86,12 +86,18 @@ class AsyncSaver(Saver):
     def save(self, position: Position) -> None:
         """Plan with all ranks, copy, and start the thread."""
         assert self._thread is None, "the last save is under way"
-        begun = store.begin(self._target, position, plans=self._plans)
+        planned = store.begin(self._target, position, plans=self._plans)
         # An error of one rank goes to all of them in the thread, where they agree.
-        staged = self._staged(begun.planned)
-        self._thread = threading.Thread(
-            target=self._complete, args=(begun, staged, position.step), name="checkpoint", daemon=True
-        )
+        staged = self._staged(planned)
+
+        def complete() -> None:
+            try:
+                store.complete(planned, staged, self._beside)
+                self.saved_step = position.step
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=complete, name="checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -125,13 +131,6 @@ class AsyncSaver(Saver):
             return staged
 
         return result
-
-    def _complete(self, begun: Begun, staged: Callable[[], Staged], step: int) -> None:
-        try:
-            store.complete(begun, staged, self._beside)
-            self.saved_step = step
-        except BaseException as error:
-            self._error = error
 
 
 class PinnedSaver(AsyncSaver):

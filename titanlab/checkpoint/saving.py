@@ -10,7 +10,7 @@ import errno
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,16 +28,9 @@ from titanlab.checkpoint.folders import (
     rename,
     step_of,
 )
-from titanlab.checkpoint.shards import CheckpointShard
-from titanlab.checkpoint.writer import (
-    CheckpointWriter,
-    HostBuffer,
-    SavePlannerOfJson,
-    Staged,
-    stage,
-    sync_folder,
-    write,
-)
+from titanlab.checkpoint.position import Position, SavedPosition
+from titanlab.checkpoint.shards import CheckpointShard, shard_of
+from titanlab.checkpoint.writer import HostBuffer, SavePlannerOfJson, Staged, publish, stage, sync_folder, write
 from titanlab.distributed.world import World
 from titanlab.errors import ConfigError
 from titanlab.records.outcome import first_line
@@ -63,7 +56,14 @@ def attempted(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return action(), None
     except Exception as error:
-        return None, _portable(error)
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            # Any exception class may be impossible to pickle, and then no rank would learn of the failure.
+            portable = RuntimeError(first_line(error))
+            portable.__cause__ = error
+            return None, portable
+        return None, error
 
 
 def raise_first(failures: Sequence[Exception | None], *, own: Exception | None = None) -> None:
@@ -79,34 +79,29 @@ def raise_first(failures: Sequence[Exception | None], *, own: Exception | None =
     raise config_error or own or known[0]
 
 
-def _portable(error: Exception) -> Exception:
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        # Any exception class may be impossible to pickle, and then no rank would learn of the failure.
-        portable = RuntimeError(first_line(error))
-        portable.__cause__ = error
-        return portable
-    return error
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class PlannedSave:
     """A save that all ranks have agreed on.
 
     Attributes:
         planner: knows where the state is.
         plan: this rank's part.
-        writer: of the checkpoint's folder.
+        rank: of this process.
+        folder: into which all ranks write.
+        shards: layouts of all ranks' files, on rank 0 only.
+        position: content of position.json without `files`, on rank 0 only.
     """
 
     planner: SavePlannerOfJson
     plan: SavePlan
-    writer: CheckpointWriter
+    rank: int
+    folder: Place
+    shards: Sequence[CheckpointShard]
+    position: SavedPosition = field(default_factory=lambda: SavedPosition(position=Position(), parameters={}, files={}))
 
     def stage(self, into: HostBuffer | None = None) -> Staged:
         """Take this rank's part from the model; see `writer.stage`."""
-        return stage(self.plan, self.planner, self.writer.rank, into)
+        return stage(self.plan, self.planner, self.rank, into)
 
 
 class Plans:
@@ -117,7 +112,9 @@ class Plans:
     """
 
     def __init__(self) -> None:
-        self._last: _LastPlan | None = None
+        self._outline: Mapping[str, Any] | None = None
+        self._plan: SavePlan | None = None
+        self._shards: Sequence[CheckpointShard] = ()
 
     def plan(self, state: Mapping[str, Any], folder: Place, world: World) -> PlannedSave:
         """Agree with all ranks on who writes what; `dcp.save` does the same at its beginning.
@@ -127,28 +124,14 @@ class Plans:
             folder: of the checkpoint; it need not exist yet.
         """
         planner = SavePlannerOfJson()
-        writer = CheckpointWriter(folder, world.rank)
         _, failure = attempted(lambda: planner.set_up_planner(dict(state), None, world.logs))
         outline = None if failure else _outline(planner.state_dict)
-        last = self._last
-        stays = last is not None and last.outline == outline
-        if all(world.gather(stays)):
-            assert last is not None
-            writer.shards = last.shards
-            return PlannedSave(planner=planner, plan=planner.finish_plan(last.plan), writer=writer)
-        own = _planned_together(planner, writer, world, failure)
-        assert outline is not None
-        self._last = _LastPlan(outline=outline, plan=own, shards=writer.shards)
-        return PlannedSave(planner=planner, plan=planner.finish_plan(own), writer=writer)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _LastPlan:
-    """A plan, and what it depends on."""
-
-    outline: Mapping[str, Any]
-    plan: SavePlan
-    shards: Sequence[CheckpointShard]
+        if not all(world.gather(outline is not None and outline == self._outline)):
+            self._plan, self._shards = _planned_together(planner, world, failure)
+            self._outline = outline
+        assert self._plan is not None
+        plan = planner.finish_plan(self._plan)
+        return PlannedSave(planner=planner, plan=plan, rank=world.rank, folder=folder, shards=self._shards)
 
 
 def _outline(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,9 +145,9 @@ def _outline(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _planned_together(
-    planner: SavePlannerOfJson, writer: CheckpointWriter, world: World, failure: Exception | None
-) -> SavePlan:
-    """This rank's part of a new plan of all ranks.
+    planner: SavePlannerOfJson, world: World, failure: Exception | None
+) -> tuple[SavePlan, Sequence[CheckpointShard]]:
+    """This rank's part of a new plan of all ranks; on rank 0 also the layouts of all ranks' files.
 
     Args:
         failure: the error with which this rank could not set up its planner.
@@ -172,14 +155,15 @@ def _planned_together(
 
     def local() -> SavePlan:
         raise_first([failure])
-        writer.set_up_storage_writer(world.logs)
-        return writer.prepare_local_plan(planner.create_local_plan())
+        return planner.create_local_plan()
 
     def all_of(gathered: list[tuple[SavePlan | None, Exception | None]]) -> list[SavePlan]:
         raise_first([failure for _, failure in gathered])
         plans, _ = planner.create_global_plan([plan for plan, _ in gathered if plan is not None])
-        return writer.prepare_global_plan(plans)
+        shards.extend(shard_of(plan, rank) for rank, plan in enumerate(plans))
+        return plans
 
+    shards: list[CheckpointShard] = []
     gathered = world.collect(attempted(local))
     answers: list[tuple[SavePlan | None, Exception | None]] = []
     if world.logs:
@@ -188,39 +172,25 @@ def _planned_together(
     own, error = world.scatter(answers)
     raise_first([error])
     assert own is not None
-    return own
+    return own, shards
 
 
-def write_and_publish(staged: Callable[[], Staged], writer: CheckpointWriter, world: World) -> None:
+def write_and_publish(staged: Callable[[], Staged], planned: PlannedSave, world: World) -> None:
     """Write every rank's file, then position.json and the index. It does not use the model.
 
     Args:
         staged: returns this rank's part, or raises the error with which it could not be staged.
     """
-    written, own = attempted(lambda: write(staged(), writer.folder))
+    written, own = attempted(lambda: write(staged(), planned.folder))
     # Rank 0 alone: the checksums of a large checkpoint take tens of megabytes.
     everyone = world.collect((written, own))
 
-    def publish() -> None:
+    def finish() -> None:
         raise_first([failure for _, failure in everyone])
-        writer.publish([part for part, _ in everyone if part is not None])
+        publish(planned.folder, planned.shards, [part for part, _ in everyone if part is not None], planned.position)
 
-    failure = attempted(publish)[1] if world.logs else None
+    failure = attempted(finish)[1] if world.logs else None
     raise_first([world.share(failure)], own=own)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Begun:
-    """A save that all ranks have begun.
-
-    Attributes:
-        planned: what each rank writes.
-        part, final: the folder, without and with its name.
-    """
-
-    planned: PlannedSave
-    part: Place
-    final: Place
 
 
 def make_part(folder: Place, final: Place) -> Place:
@@ -255,17 +225,17 @@ def removed_after_errors(part: Place, world: World) -> Iterator[None]:
         raise
 
 
-def publish(begun: Begun) -> None:
+def give_name(part: Place, final: Place) -> None:
     """Give a checkpoint whose files are all on the disk its name."""
-    if begun.part == begun.final:
+    if part == final:
         return
     # The folder exists if an earlier attempt saved this step and the run was then resumed from an earlier step.
-    failure = remove(begun.final)
+    failure = remove(final)
     if failure is not None:
         raise failure
-    rename(begun.part, begun.final)
-    if isinstance(begun.final, Path):
-        sync_folder(begun.final.parent)
+    rename(part, final)
+    if isinstance(final, Path):
+        sync_folder(final.parent)
 
 
 def remove_old(folder: Place, keep: int, keep_every: int, warn: Callable[[str], None]) -> None:

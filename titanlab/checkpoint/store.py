@@ -38,10 +38,10 @@ from titanlab.checkpoint.folders import (
 from titanlab.checkpoint.position import MODEL, Position, SavedPosition
 from titanlab.checkpoint.reader import load_state
 from titanlab.checkpoint.saving import (
-    Begun,
+    PlannedSave,
     Plans,
+    give_name,
     make_part,
-    publish,
     remove_old,
     removed_after_errors,
     together,
@@ -72,14 +72,14 @@ def save(
     Raises:
         OSError: the disk takes no more; nothing of the checkpoint is left.
     """
-    begun = begin(target, position, plans=plans, only_model=only_model)
-    complete(begun, begun.planned.stage, target)
-    return begun.final
+    planned = begin(target, position, plans=plans, only_model=only_model)
+    complete(planned, planned.stage, target)
+    return step_folder(target.folder, position.step)
 
 
 def begin(
     target: Target, position: Position, *, plans: Plans | None = None, only_model: OnlyModel | None = None
-) -> Begun:
+) -> PlannedSave:
     """Make the folder of a checkpoint, and agree with all ranks on what each of them writes.
 
     Raises:
@@ -104,19 +104,18 @@ def begin(
         # Each pipeline stage has only its own parameters.
         shapes = [(name, list(parameter.shape)) for name, parameter in target.model.named_parameters()]
         everyone = world.collect((shapes, generator_states(world)))
-        if world.logs:
-            planned.writer.position = SavedPosition(
-                position=position,
-                parameters=dict(itertools.chain.from_iterable(shapes for shapes, _ in everyone)),
-                files={},
-                generators={rank: states for rank, (_, states) in enumerate(everyone)},
-                recipe=target.recipe,
-                contents=None if only_model is None else MODEL,
-            )
-    return Begun(planned=planned, part=part, final=final)
+        planned.position = SavedPosition(
+            position=position,
+            parameters=dict(itertools.chain.from_iterable(shapes for shapes, _ in everyone)),
+            files={},
+            generators={rank: states for rank, (_, states) in enumerate(everyone)},
+            recipe=target.recipe,
+            contents=None if only_model is None else MODEL,
+        )
+    return planned
 
 
-def complete(begun: Begun, staged: Callable[[], Staged], target: Target) -> None:
+def complete(planned: PlannedSave, staged: Callable[[], Staged], target: Target) -> None:
     """Write a checkpoint, and give it its name. It does not use the model, so another thread may call it.
 
     Args:
@@ -128,12 +127,13 @@ def complete(begun: Begun, staged: Callable[[], Staged], target: Target) -> None
     """
 
     def finish() -> None:
-        publish(begun)
-        target.saved(step_of(begun.final))
-        remove_old(begun.final.parent, target.keep, target.keep_every, target.warn)
+        final = step_folder(target.folder, planned.position.position.step)
+        give_name(planned.folder, final)
+        target.saved(step_of(final))
+        remove_old(target.folder, target.keep, target.keep_every, target.warn)
 
-    with removed_after_errors(begun.part, target.world):
-        write_and_publish(staged, begun.planned.writer, target.world)
+    with removed_after_errors(planned.folder, target.world):
+        write_and_publish(staged, planned, target.world)
         together(target.world, lambda: finish() if target.world.logs else None)
 
 
@@ -174,7 +174,7 @@ def load(
     try:
         together(world, lambda: restore_generators(states, world, folder, key))
     except DamagedCheckpoint:
-        restore_generators(current, world, folder, key)
+        set_generators(current, world)
         raise
     set_state_dict(
         model,

@@ -1,4 +1,4 @@
-"""A storage for DCP that writes one safetensors file a rank and index.json, and no pickle."""
+"""Writes a checkpoint: one safetensors file a rank, position.json and index.json, and no pickle."""
 
 from __future__ import annotations
 
@@ -16,20 +16,17 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from titanlab.checkpoint import objects
 from titanlab.checkpoint.address_schema import Place, StorePath
 from titanlab.checkpoint.blocks import BlockWriter
 from titanlab.checkpoint.folders import INDEX
 from titanlab.checkpoint.index import IndexedFile, index_bytes
-from titanlab.checkpoint.position import POSITION, Position, SavedPosition, position_bytes
+from titanlab.checkpoint.position import POSITION, SavedPosition, position_bytes
 from titanlab.checkpoint.shards import (
     CheckpointShard,
-    Chunk,
     bytes_of,
     check_coverage,
     dtype_named,
@@ -61,24 +58,21 @@ class HostBuffer:
         if self._memory is None or len(self._memory) < size:
             # The smaller one is freed first.
             self._memory = None
-            self._memory = _locked(size) if self.page_locked else _mapped(size)
+            self._memory = self._taken(size)
         return self._memory[:size]
 
-
-def _locked(size: int) -> Tensor:
-    try:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError as error:
-        # A failed save ends no run; an error of the device would.
-        raise OSError(errno.ENOMEM, f"the host pins no {size} bytes: {first_line(error)}") from error
-
-
-def _mapped(size: int) -> Tensor:
-    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Processes that this one forks need no copy of it. Other systems have no such advice, and a kernel may refuse it.
-    with contextlib.suppress(OSError, AttributeError):
-        memory.madvise(mmap.MADV_DONTFORK)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    def _taken(self, size: int) -> Tensor:
+        if self.page_locked:
+            try:
+                return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as error:
+                # A failed save ends no run; an error of the device would.
+                raise OSError(errno.ENOMEM, f"the host pins no {size} bytes: {first_line(error)}") from error
+        memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Processes that this one forks need no copy of it. Other systems have no such advice; a kernel may refuse it.
+        with contextlib.suppress(OSError, AttributeError):
+            memory.madvise(mmap.MADV_DONTFORK)
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,79 +135,6 @@ class SavePlannerOfJson(dcp.DefaultSavePlanner):
         return io.BytesIO(text.encode())
 
 
-class CheckpointWriter(dcp.StorageWriter):
-    """A storage for `torch.distributed.checkpoint`, which plans what each rank writes.
-
-    Args:
-        folder: an empty folder, the same for all ranks.
-        rank: of this process.
-
-    Attributes:
-        position: content of position.json without `files`; the coordinator needs it before `finish`.
-        shards: layouts of all ranks' files, on the coordinator only; `prepare_global_plan` sets them.
-    """
-
-    def __init__(self, folder: Place, rank: int) -> None:
-        self.folder, self.rank = folder, rank
-        self.position = SavedPosition(position=Position(), parameters={}, files={})
-        self.shards: Sequence[CheckpointShard] = ()
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to do: a writer writes one checkpoint."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
-        """Nothing to do."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan, unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Remember where every rank will write; called on the coordinator only."""
-        self.shards = [shard_of(plan, rank) for rank, plan in enumerate(plans)]
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file."""
-        written = write(stage(plan, planner, self.rank), self.folder)
-        future: Future[list[WriteResult]] = Future()
-        # The results are ours alone: `finish` receives them. The index names the rank's file, not an entry.
-        index = MetadataIndex(written.file.name)
-        future.set_result([WriteResult(index=index, size_in_bytes=written.file.size, storage_data=written)])
-        return future
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write position.json and the index; called on the coordinator when all ranks have written."""
-        self.publish([result.storage_data for of_rank in results for result in of_rank])
-
-    def publish(self, written: Sequence[Written]) -> None:
-        """Write position.json and the index, and wait until the folder is on the disk.
-
-        Args:
-            written: of all ranks, in their order.
-        """
-        tensors: dict[str, tuple[str, Sequence[int], list[list[int]]]] = {}
-        for number, shard in enumerate(self.shards):
-            for chunk in shard.chunks:
-                _, _, rows = tensors.setdefault(chunk.name, (chunk.dtype, chunk.shape, []))
-                rows.append([number, chunk.start, chunk.size, *chunk.offsets, *chunk.sizes])
-        objects = {name: json.loads(text) for rank in written for name, text in rank.objects.items()}
-        files = [rank.file for rank in written]
-        position = position_bytes(replace(self.position, files={file.name: file.size for file in files}))
-        index = index_bytes(position=position, objects=objects, tensors=tensors, files=files)
-        if isinstance(self.folder, StorePath):
-            _publish_in_store(self.folder, files, position, index)
-            return
-        for name, content in ((POSITION, position), (INDEX, index)):
-            write_bytes(self.folder / name, content, durable=True)
-        sync_folder(self.folder)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """False: DCP never chooses this storage by itself."""
-        return False
-
-
 def stage(plan: SavePlan, planner: SavePlanner, rank: int, into: HostBuffer | None = None) -> Staged:
     """Take what this rank writes from the model.
 
@@ -230,7 +151,13 @@ def stage(plan: SavePlan, planner: SavePlanner, rank: int, into: HostBuffer | No
             content = planner.resolve_data(item)
             assert isinstance(content, io.BytesIO)
             objects[item.index.fqn] = content.getvalue().decode()
-    tensors = [_resolved(planner, items[chunk.index], chunk) for chunk in shard.chunks]
+    tensors: list[Tensor] = []
+    for chunk in shard.chunks:
+        tensor = local_part(planner.resolve_data(items[chunk.index]))
+        assert isinstance(tensor, Tensor)
+        if tuple(tensor.shape) != chunk.sizes:
+            raise ValueError(f"{chunk.name} has the shape {list(tensor.shape)}, and the plan says {list(chunk.sizes)}")
+        tensors.append(tensor.detach())
     if into is None:
         return Staged(shard=shard, tensors=tensors, objects=objects)
     # The header too, so that the file is one range of memory.
@@ -273,18 +200,38 @@ def _written(staged: Staged, folder: Place) -> Written:
     )
 
 
-def _publish_in_store(folder: StorePath, files: Sequence[IndexedFile], position: bytes, index: bytes) -> None:
-    """Write position.json and the index, which makes the checkpoint complete, after a look at what the store has.
+def publish(
+    folder: Place, shards: Sequence[CheckpointShard], written: Sequence[Written], position: SavedPosition
+) -> None:
+    """Write position.json and then the index, which makes the checkpoint whole, and wait until all of it is durable.
+
+    Args:
+        shards, written: of all ranks, in their order.
+        position: without `files`.
 
     Raises:
-        StoreFault: the store has not all bytes, does not answer, or refuses.
+        OSError: the disk takes no more; or the store has not all bytes, does not answer, or refuses.
     """
+    tensors: dict[str, tuple[str, Sequence[int], list[list[int]]]] = {}
+    for number, shard in enumerate(shards):
+        for chunk in shard.chunks:
+            _, _, rows = tensors.setdefault(chunk.name, (chunk.dtype, chunk.shape, []))
+            rows.append([number, chunk.start, chunk.size, *chunk.offsets, *chunk.sizes])
+    values = {name: json.loads(text) for rank in written for name, text in rank.objects.items()}
+    files = [rank.file for rank in written]
+    last = position_bytes(replace(position, files={file.name: file.size for file in files}))
+    index = index_bytes(position=last, objects=values, tensors=tensors, files=files)
+    if not isinstance(folder, StorePath):
+        for name, content in ((POSITION, last), (INDEX, index)):
+            write_bytes(folder / name, content, durable=True)
+        sync_folder(folder)
+        return
     stored = objects.objects_below(folder)
     for file in files:
         size = stored[file.name].size if file.name in stored else 0
         if size != file.size:
             raise StoreFault(folder.address, f"it has {size} bytes of {file.name}, and {file.size} were written")
-    objects.put(folder / POSITION, position)
+    objects.put(folder / POSITION, last)
     objects.put(folder / INDEX, index)
 
 
@@ -295,11 +242,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _resolved(planner: SavePlanner, item: WriteItem, chunk: Chunk) -> Tensor:
-    tensor = local_part(planner.resolve_data(item))
-    assert isinstance(tensor, Tensor)
-    if tuple(tensor.shape) != chunk.sizes:
-        raise ValueError(f"{chunk.name} has the shape {list(tensor.shape)}, and the plan says {list(chunk.sizes)}")
-    return tensor.detach()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch._C._distributed_c10d as c10d
@@ -18,14 +18,11 @@ from titanlab.distributed.hang import Topology
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.traffic import axis_groups
 from titanlab.distributed.world import BESIDE
+from titanlab.records.hang_file import Collective, GroupRecord, Messages
 
 # How many of the last collectives a record of a hang holds. They must span more than one step of the training.
 KEPT = 1000
-
-
 _DUMP_SECONDS = 2.0
-
-
 # One dump for each backend's recorder; a build of torch without CUDA has the first only. Private, without a public way.
 _DUMPS: tuple[Callable[[], bytes] | None, ...] = (
     getattr(c10d, "_dump_fr_trace_json", None),
@@ -33,7 +30,7 @@ _DUMPS: tuple[Callable[[], bytes] | None, ...] = (
 )
 
 
-def topology(mesh: Mesh, messages: Callable[[], Mapping[str, Any] | None] = lambda: None) -> Topology:
+def topology(mesh: Mesh, messages: Callable[[], Messages | None] = lambda: None) -> Topology:
     """This rank's groups and coordinates in a mesh.
 
     Args:
@@ -45,7 +42,9 @@ def topology(mesh: Mesh, messages: Callable[[], Mapping[str, Any] | None] = lamb
     axes = axis_groups(mesh)
     return Topology(
         groups={
-            group.group_name: (axes.get(group.group_name, "other"), tuple(dist.get_process_group_ranks(group)))
+            group.group_name: GroupRecord(
+                axes.get(group.group_name, "other"), tuple(dist.get_process_group_ranks(group))
+            )
             for group in groups.values()
         },
         coordinates={axis: mesh.coordinate(axis) for axis, degree in mesh.layout.degrees().items() if degree > 1},
@@ -54,26 +53,31 @@ def topology(mesh: Mesh, messages: Callable[[], Mapping[str, Any] | None] = lamb
     )
 
 
-def last_collectives(kept: int = KEPT) -> list[dict[str, Any]]:
+def last_collectives(kept: int = KEPT) -> list[Collective]:
     """The last collectives that this process has called, oldest first; empty if the recorder is off.
 
-    Those of `World.beside` are left out.
-
-    Each has `group` (torch's name of the process group), `sequence` (its number in that group), `operation`, `sizes`
-    (of its inputs), `dtypes`, `is_message` (a send or receive), `is_done`, and `created` in seconds since the epoch.
+    Those of `World.beside` are left out: another thread calls these, and the training does not wait for them.
     """
-    entries: dict[tuple[Any, ...], dict[str, Any]] = {}
+    calls: dict[tuple[Any, ...], Collective] = {}
     for dump in _DUMPS:
         for entry in _entries(dump) if dump is not None else []:
-            # Another thread calls these, and the training does not wait for them.
             if BESIDE in entry.get("process_group", [])[1:]:
                 continue
-            collective = _collective(entry)
-            # Both dumps may hold the same recorder's collectives.
-            entries[collective["group"], collective["is_message"], collective["sequence"], collective["created"]] = (
-                collective
+            is_message = bool(entry.get("is_p2p"))
+            call = Collective(
+                group=str((entry.get("process_group") or [""])[0]),
+                sequence=entry.get("p2p_seq_id" if is_message else "collective_seq_id", 0),
+                operation=str(entry.get("profiling_name", "")).rpartition(":")[2],
+                sizes=tuple(map(tuple, entry.get("input_sizes", []))),
+                dtypes=tuple(entry.get("input_dtypes", [])),
+                is_message=is_message,
+                # gloo leaves the state at `scheduled`, and retires what is complete.
+                is_done=bool(entry.get("retired")) or entry.get("state") == "completed",
+                created=entry.get("time_created_ns", 0) / 1e9,
             )
-    return sorted(entries.values(), key=lambda collective: float(collective["created"]))[-kept:]
+            # Both dumps may hold the same recorder's collectives.
+            calls[call.group, call.is_message, call.sequence, call.created] = call
+    return sorted(calls.values(), key=lambda call: call.created)[-kept:]
 
 
 def _entries(dump: Callable[[], bytes]) -> list[dict[str, Any]]:
@@ -87,18 +91,3 @@ def _entries(dump: Callable[[], bytes]) -> list[dict[str, Any]]:
     thread.start()
     thread.join(_DUMP_SECONDS)
     return list(entries)
-
-
-def _collective(entry: dict[str, Any]) -> dict[str, Any]:
-    is_message = bool(entry.get("is_p2p"))
-    return {
-        "group": str((entry.get("process_group") or [""])[0]),
-        "sequence": entry.get("p2p_seq_id" if is_message else "collective_seq_id", 0),
-        "operation": str(entry.get("profiling_name", "")).rpartition(":")[2],
-        "sizes": entry.get("input_sizes", []),
-        "dtypes": entry.get("input_dtypes", []),
-        "is_message": is_message,
-        # gloo leaves the state at `scheduled`, and retires what is complete.
-        "is_done": bool(entry.get("retired")) or entry.get("state") == "completed",
-        "created": entry.get("time_created_ns", 0) / 1e9,
-    }

@@ -11,16 +11,15 @@ import statistics
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
 
 from titanlab.distributed.silence import diagnosis_of
 from titanlab.errors import ConfigError
 from titanlab.records.diagnosis import Diagnosis
-from titanlab.records.hang_file import HangRecord, read_hang
+from titanlab.records.hang_file import CodeLine, Collective, GroupRecord, HangRecord, Messages, RankState, read_hang
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.text import trimmed
@@ -32,7 +31,7 @@ _SLOW = 10
 # The limit of a step if the config has none: this, or _SLOW times the median step, once so many steps are known.
 LEAST_LIMIT_SECONDS = 60.0
 _FEWEST_STEPS = 3
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 # Modules of titanlab and of torch that read or write files: a rank in one of them waits for a disk, not for a rank.
 _OWN_FILE_MODULES = (
@@ -133,12 +132,12 @@ def hang(
     text, waits = None, False
     if frame is not None:
         text = "".join(["Traceback (most recent call last):\n", *traceback.format_stack(frame)])
-        frame = _innermost_relevant(frame)
-        code = frame.f_code
-        waits = not busy and _waits_for_others(code.co_filename)
-        file = Path(code.co_filename)
-        verb = "waits" if waits else "computes" if busy else "stands"
-        cause += f" {verb} in {code.co_name} ({file.parent.name}/{file.name}:{frame.f_lineno})"
+        lines = stack_of(frame)
+        # The caller of `queue.get` tells more than `queue.get`.
+        line = next((line for line in lines if not is_standard(line.file)), lines[0])
+        waits = not busy and _waits_for_others(line.file)
+        # With the last two parts of the path, also where it is titanlab's own.
+        cause += f" {'waits' if waits else 'computes' if busy else 'stands'} in {line}"
     return Outcome(
         kind=OutcomeKind.HANG,
         step=step,
@@ -180,17 +179,6 @@ def _main_thread_seconds() -> float | None:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _innermost_relevant(frame: FrameType) -> FrameType:
-    """The innermost frame outside Python's standard library: the caller of `queue.get` tells more than `queue.get`."""
-    return next((caller for caller in _frames(frame) if not is_standard(caller.f_code.co_filename)), frame)
-
-
 def is_standard(file: str) -> bool:
     """Whether a source file is in Python's standard library."""
     if file.startswith("<frozen "):
@@ -200,11 +188,10 @@ def is_standard(file: str) -> bool:
 
 def _waits_for_others(file: str) -> bool:
     """Whether a source file computes or communicates: those of torch and titanlab, unless they read or write files."""
-    if file.startswith(_PACKAGE + os.sep):
-        return not file.removeprefix(_PACKAGE + os.sep).startswith(_OWN_FILE_MODULES)
-    if any(f"{os.sep}{part}" in file for part in _TORCH_FILE_MODULES):
-        return False
-    return f"{os.sep}torch{os.sep}" in file
+    if file.startswith(_PACKAGE):
+        return not file.removeprefix(_PACKAGE).startswith(_OWN_FILE_MODULES)
+    is_torch = f"{os.sep}torch{os.sep}" in file
+    return is_torch and not any(f"{os.sep}{part}" in file for part in _TORCH_FILE_MODULES)
 
 
 def _rounded_up(seconds: float) -> float:
@@ -214,7 +201,6 @@ def _rounded_up(seconds: float) -> float:
 
 
 _FRAMES = 60
-_OWN_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,105 +208,77 @@ class Topology:
     """A rank's place among the others, as far as it is known yet.
 
     Attributes:
-        groups: by torch's name of a process group, its axis and the ranks in it.
+        groups: by torch's name of a process group.
         coordinates: the rank's number on each axis whose degree is above 1.
         messages: returns the state of the pipeline's sends and receives; None without a pipeline.
         collectives: returns the last collectives of this process.
     """
 
-    groups: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    groups: Mapping[str, GroupRecord] = field(default_factory=dict)
     coordinates: Mapping[str, int] = field(default_factory=dict)
-    messages: Callable[[], Mapping[str, Any] | None] = lambda: None
-    collectives: Callable[[], list[dict[str, Any]]] = list
+    messages: Callable[[], Messages | None] = lambda: None
+    collectives: Callable[[], Sequence[Collective]] = tuple
 
 
-@dataclass(frozen=True)
-class Frame:
-    """A line of a stack."""
-
-    file: str
-    line: int
-    function: str
-
-
-def stack_of(frame: FrameType | None) -> list[Frame]:
-    """The stack of a thread, innermost frame first."""
-    frames = []
+def stack_of(frame: FrameType | None) -> list[CodeLine]:
+    """The stack of a thread, innermost line first."""
+    lines = []
     while frame is not None:
-        frames.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        lines.append(CodeLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
-    return frames
+    return lines
 
 
-def stack_of_error(trace: TracebackType | None) -> list[Frame]:
-    """The stack of an exception, innermost frame first."""
-    frames = []
+def stack_of_error(trace: TracebackType | None) -> list[CodeLine]:
+    """The stack of an exception, innermost line first."""
+    lines = []
     while trace is not None:
         code = trace.tb_frame.f_code
-        frames.append(Frame(code.co_filename, trace.tb_lineno, code.co_name))
+        lines.append(CodeLine(code.co_filename, trace.tb_lineno, code.co_name))
         trace = trace.tb_next
-    return frames[::-1]
+    return lines[::-1]
 
 
 def hang_record(
-    frames: list[Frame],
+    stack: Sequence[CodeLine],
     topology: Topology,
     *,
     rank: int,
-    state: str,
+    state: RankState,
     phase: str,
     step: int,
     seconds: float,
     limit: float | None,
-) -> dict[str, Any]:
-    """The content of `attempts/N/hang/rank-R.json`.
-
-    Args:
-        frames: of the main thread, innermost first.
-        state: `waits` for other ranks or its device, `computes`, `stands` elsewhere, or `raised`.
-        phase: such as `step 3`.
-        step: last complete step.
-        seconds: since the phase began.
-        limit: of the phase; None: another rank reached its limit first, or there is none.
-    """
-    source = next(filter(_is_ours_or_users, frames), None)
-    return {
-        "rank": rank,
-        "time": time.time(),
-        "state": state,
-        "phase": phase,
-        "step": step,
-        "seconds": seconds,
-        "limit": limit,
-        "activity": _activity(frames),
-        "source": None if source is None else _values(source),
-        "stack": [_values(frame) for frame in frames[:_FRAMES]],
-        "coordinates": dict(topology.coordinates),
-        "groups": {name: {"axis": axis, "ranks": list(ranks)} for name, (axis, ranks) in topology.groups.items()},
-        "messages": topology.messages(),
-        "collectives": topology.collectives(),
-    }
+) -> HangRecord:
+    """The record of a rank whose main thread is at a stack; for the other arguments see `HangRecord`."""
+    lines = [replace(line, file=line.file.replace(_PACKAGE, "titanlab/", 1)) for line in stack]
+    ours_or_users = (line for line in lines if not is_standard(line.file) and f"{os.sep}torch{os.sep}" not in line.file)
+    return HangRecord(
+        rank=rank,
+        time=time.time(),
+        state=state,
+        phase=phase,
+        step=step,
+        seconds=seconds,
+        limit=limit,
+        activity=_activity(stack),
+        source=next(ours_or_users, None),
+        stack=tuple(lines[:_FRAMES]),
+        coordinates=topology.coordinates,
+        groups=topology.groups,
+        messages=topology.messages(),
+        collectives=tuple(topology.collectives()),
+    )
 
 
-def _activity(frames: Iterable[Frame]) -> str:
+def _activity(stack: Iterable[CodeLine]) -> str:
     """`data` or `checkpoint` if the main thread is inside the data or a checkpoint, else an empty text."""
-    for frame in frames:
-        if frame.function == "next_batch" or frame.file.startswith(_OWN_PACKAGE + "data" + os.sep):
+    for line in stack:
+        if line.function == "next_batch" or line.file.startswith(_PACKAGE + "data" + os.sep):
             return "data"
-        if frame.file.startswith(_OWN_PACKAGE + "checkpoint" + os.sep):
+        if line.file.startswith(_PACKAGE + "checkpoint" + os.sep):
             return "checkpoint"
     return ""
-
-
-def _is_ours_or_users(frame: Frame) -> bool:
-    return not is_standard(frame.file) and f"{os.sep}torch{os.sep}" not in frame.file
-
-
-def _values(frame: Frame) -> dict[str, Any]:
-    file = frame.file
-    if file.startswith(_OWN_PACKAGE):
-        file = os.path.join("titanlab", file.removeprefix(_OWN_PACKAGE))
-    return {"file": file, "line": frame.line, "function": frame.function}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,6 @@ ANSWER_SECONDS = 8.0
 _POLL_SECONDS = 0.2
 # Time for a process that is blocked in native code to write its stacks into its log.
 _STACKS_SECONDS = 0.5
-_MOST_NAMED = 8
 # Between two checks for notes of other ranks.
 _LOOK_SECONDS = 1.0
 _END_SECONDS = 5.0
@@ -169,44 +168,36 @@ def await_answers(run: RunFolder, world: int, *, since: float) -> None:
 def judged(notes: Collection[Outcome], world: int, records: Mapping[int, HangRecord] | None = None) -> Outcome:
     """The outcome of an attempt from its ranks' notes: the first cause, and for a hang the verdict of the diagnosis.
 
-    Without records, the rank that others wait for is, in this order: a rank that does not answer; a rank that is
-    outside a collective or computes; if all ranks with a note wait for others, a rank without a note. If every rank
-    waits, no rank is named.
-
     Args:
         world: number of ranks; 0: unknown.
-        records: of the hang, by rank.
+        records: of the hang, by rank. Without them a rank that does not wait for others is named by its own note.
     """
-    first = first_cause(notes)
-    hung = sorted((note for note in notes if note.kind is OutcomeKind.HANG), key=lambda note: note.rank or 0)
-    diagnosis = _diagnosis(first, notes, world, records or {})
-    if diagnosis is not None:
-        return _diagnosed(first, notes, diagnosis)
-    if first.kind is not OutcomeKind.HANG:
+    first, diagnosis = first_cause(notes), None
+    hung = [note for note in notes if note.kind is OutcomeKind.HANG]
+    if not records:
+        if first in hung and (first.echo or is_silent(first)):
+            diagnosis = diagnosis_of(notes, world, {})
+        if diagnosis is None or not diagnosis.ranks:
+            return first
+    # A rank that ends with exit code 0 has left the others without a word.
+    elif first in hung or first.echo or first.exit_code == 0:
+        diagnosis = diagnosis_of(notes, world, records)
+    elif first.exit_code == -signal.SIGABRT or "gloo" in (first.cause or ""):
+        # gloo ends, or raises in, the process that receives a message of another size: not the one that sent it.
+        diagnosis = different_calls(records) or odd_calls(records, first.rank or 0)
+        if diagnosis is not None:
+            diagnosis = replace(diagnosis, verdict=f"{diagnosis.verdict}; rank {first.rank}: {first.cause}")
+        if diagnosis is None or not diagnosis.ranks:
+            return first
+    else:
         return first
-    silent = [note for note in hung if is_silent(note)]
-    if len(silent) > 1:
-        reasons = ", ".join(
-            f"rank {note.rank} {(note.cause or '').partition(f': rank {note.rank} ')[2].partition(';')[0]}"
-            for note in silent[:_MOST_NAMED]
-        )
-        ranks = _named([note.rank or 0 for note in silent])
-        return replace(silent[0], cause=f"{_what_hangs(hung)}: {ranks} do not answer: {reasons}{_advice(hung)}")
-    if not first.echo:
-        return first
-    missing = sorted(set(range(world)) - {note.rank or 0 for note in notes})
-    if missing:
-        verb = "has" if len(missing) == 1 else "have"
-        cause = f"{_what_hangs(hung)}: {_named(missing)} {verb} left no word, and all others wait{_advice(hung)}"
-        return replace(first, rank=missing[0], cause=cause, traceback=None, exit_code=None, echo=False)
-    if len(hung) > 1 and len(hung) == world and len({note.step for note in hung}) == 1:
-        places = ", ".join(
-            f"rank {note.rank} {(note.cause or '').partition(f'rank {note.rank} waits ')[2].partition(';')[0]}"
-            for note in hung[:_MOST_NAMED]
-        )
-        deadlock = f"all {world} ranks wait for each other: {places}"
-        return replace(first, rank=None, cause=f"{_what_hangs(hung)}: {deadlock}{_advice(hung)}")
-    return first
+    cause = f"{_what_hangs(hung)}: {diagnosis.verdict}{_advice(hung)}" if hung else diagnosis.verdict
+    if not diagnosis.ranks:
+        return replace(first, rank=None, cause=cause, echo=False)
+    note = next((note for note in notes if note.rank == diagnosis.ranks[0]), None)
+    if note is None or is_silent(note):
+        return replace(first, rank=diagnosis.ranks[0], cause=cause, traceback=None, exit_code=None, echo=False)
+    return replace(note, kind=first.kind, cause=cause, echo=False)
 
 
 def diagnosis_of(notes: Collection[Outcome], world: int, records: Mapping[int, HangRecord]) -> Diagnosis:
@@ -233,35 +224,6 @@ def diagnosis_of(notes: Collection[Outcome], world: int, records: Mapping[int, H
     return diagnose(records, world=world, silent=silent, ended=ended, unread=unread)
 
 
-def _diagnosis(
-    first: Outcome, notes: Collection[Outcome], world: int, records: Mapping[int, HangRecord]
-) -> Diagnosis | None:
-    """The diagnosis, if it says more than the first cause; None if that rank's failure explains everything."""
-    if not records:
-        return None
-    # A rank that ends with exit code 0 has left the others without a word.
-    if first.kind is OutcomeKind.HANG or first.echo or first.exit_code == 0:
-        return diagnosis_of(notes, world, records)
-    if first.exit_code == -signal.SIGABRT or "gloo" in (first.cause or ""):
-        # gloo ends, or raises in, the process that receives a message of another size: not the one that sent it.
-        diagnosis = different_calls(records) or odd_calls(records, first.rank or 0)
-        if diagnosis is not None and diagnosis.ranks:
-            return replace(diagnosis, verdict=f"{diagnosis.verdict}; rank {first.rank}: {first.cause}")
-    return None
-
-
-def _diagnosed(first: Outcome, notes: Collection[Outcome], diagnosis: Diagnosis) -> Outcome:
-    """The first cause with the verdict as its cause, and the note of the rank that the verdict names."""
-    hung = [note for note in notes if note.kind is OutcomeKind.HANG]
-    cause = f"{_what_hangs(hung)}: {diagnosis.verdict}{_advice(hung)}" if hung else diagnosis.verdict
-    if not diagnosis.ranks:
-        return replace(first, rank=None, cause=cause, echo=False)
-    note = next((note for note in notes if note.rank == diagnosis.ranks[0]), None)
-    if note is None or is_silent(note):
-        return replace(first, rank=diagnosis.ranks[0], cause=cause, traceback=None, exit_code=None, echo=False)
-    return replace(note, kind=first.kind, cause=cause, echo=False)
-
-
 def _what_hangs(notes: Sequence[Outcome]) -> str:
     """`step 3 did not end within 600 s`, from the note of a rank that reached its own limit."""
     # Ranks may be in different steps: the earliest one is the one that does not end.
@@ -277,10 +239,3 @@ def _advice(notes: Sequence[Outcome]) -> str:
     texts = [(note.cause or "").partition(": rank ")[2].partition("; ")[2] for note in notes]
     text = next((text for text in texts if "timeout_seconds=" in text), "")
     return f"; {text}" if text else ""
-
-
-def _named(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:_MOST_NAMED]))
-    return f"ranks {shown}" + (f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else "")

@@ -14,13 +14,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from titanlab.distributed.hang import (
     BUSY_SECONDS,
     FIRST_STEP_KEY,
     STEP_KEY,
-    Frame,
     StepTimes,
     Topology,
     hang,
@@ -29,6 +28,7 @@ from titanlab.distributed.hang import (
     stack_of,
     stack_of_error,
 )
+from titanlab.records.hang_file import CodeLine, HangRecord, RankState
 from titanlab.records.outcome import Outcome, OutcomeKind
 
 # Longest time between two checks; with short limits the thread checks more often.
@@ -72,7 +72,7 @@ class Watchdog:
         *,
         step_seconds: float | None,
         first_seconds: float | None,
-        note: Callable[[Outcome, dict[str, Any] | None], None],
+        note: Callable[[Outcome, HangRecord | None], None],
         rank: int = 0,
         attempt: int = 1,
         world: int = 1,
@@ -126,7 +126,7 @@ class Watchdog:
         """The last step that is complete."""
         return self._phase.step
 
-    def record_of_error(self, error: BaseException) -> dict[str, Any]:
+    def record_of_error(self, error: BaseException) -> HangRecord:
         """The record of a rank whose main thread has raised an error."""
         return self._record(stack_of_error(error.__traceback__), "raised", self._phase, limit=None)
 
@@ -180,7 +180,7 @@ class Watchdog:
             sys.stderr.write(f"{outcome.cause}. Stacks of all threads:\n")
             sys.stderr.flush()
         faulthandler.dump_traceback(file=2, all_threads=True)
-        state = "computes" if busy else "waits" if outcome.echo else "stands"
+        state: RankState = "computes" if busy else "waits" if outcome.echo else "stands"
         record = None
         with contextlib.suppress(Exception):
             record = self._record(stack_of(frame), state, phase, limit=None if since is not None else phase.limit)
@@ -189,9 +189,9 @@ class Watchdog:
         time.sleep(LINGER_SECONDS)
         os._exit(OutcomeKind.HANG.exit_code)
 
-    def _record(self, frames: list[Frame], state: str, phase: _Phase, *, limit: float | None) -> dict[str, Any]:
+    def _record(self, stack: list[CodeLine], state: RankState, phase: _Phase, *, limit: float | None) -> HangRecord:
         return hang_record(
-            frames,
+            stack,
             self._topology,
             rank=self._rank,
             state=state,

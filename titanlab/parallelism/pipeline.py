@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 
 from titanlab.parallelism.loss import IGNORE, Loss
 from titanlab.parallelism.pipeline_stage import ScheduledStage
+from titanlab.records.hang_file import Messages, Waiting
 from titanlab.techniques.model.documents import Packed
 from titanlab.techniques.profiler.contract import Phase, nothing
 from titanlab.techniques.schedule.action import Action, Kind
@@ -128,29 +128,25 @@ class Pipeline:
             stage.free_parameters()
         return total
 
-    def messages(self) -> dict[str, Any]:
-        """The state of sends and receives, for the diagnosis of a hang; another thread may call it at any time.
-
-        `runs`: whether a schedule runs; `stages`: this rank's; `sent`, `received`: how many this rank has started, by
-        the other rank; `waiting`: the one that it waits for now, or None.
-        """
+    def messages(self) -> Messages:
+        """The state of sends and receives, for the diagnosis of a hang; another thread may call it at any time."""
         waiting = next((message for stage in self._stages if (message := stage.waiting) is not None), None)
         peers = list(enumerate(self._ranks))
-        return {
-            "runs": self._runs,
-            "stages": [stage.stage_index for stage in self._stages],
-            "sent": {rank: sum(stage.sent[peer] for stage in self._stages) for peer, rank in peers},
-            "received": {rank: sum(stage.received[peer] for stage in self._stages) for peer, rank in peers},
-            "waiting": waiting
-            and {
-                "operation": waiting.operation,
-                "what": waiting.what,
-                "microbatch": waiting.microbatch,
-                "stage": waiting.stage,
-                "peer_stage": waiting.peer_stage,
-                "peer": self._ranks[waiting.peer_rank],
-            },
-        }
+        return Messages(
+            runs=self._runs,
+            stages=tuple(stage.stage_index for stage in self._stages),
+            sent={rank: sum(stage.sent[peer] for stage in self._stages) for peer, rank in peers},
+            received={rank: sum(stage.received[peer] for stage in self._stages) for peer, rank in peers},
+            waiting=waiting
+            and Waiting(
+                operation=waiting.operation,
+                what=waiting.what,
+                microbatch=waiting.microbatch,
+                stage=waiting.stage,
+                peer_stage=waiting.peer_stage,
+                peer=self._ranks[waiting.peer_rank],
+            ),
+        )
 
     def _runtime(self, actions: Sequence[Sequence[Action]]) -> _PipelineScheduleRuntime:
         # Without a loss function: the last stage calls it and frees the logits earlier than the runtime would.

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from titanlab.records.hang_file import Collective, HangRecord, Messages
+from titanlab.records.hang_file import Collective, HangRecord
 
 # Collectives whose inputs have the same size on all ranks.
 _EQUAL_SIZES = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "broadcast")
@@ -58,8 +58,7 @@ class Mismatch:
 
 def group_key(record: HangRecord, name: str) -> GroupKey:
     """A group's name and ranks; without ranks if the record does not have the group."""
-    group = record.groups.get(name)
-    return name, group.ranks if group is not None else ()
+    return name, record.groups[name].ranks if name in record.groups else ()
 
 
 def first_mismatch(records: Mapping[int, HangRecord]) -> Mismatch | None:
@@ -99,8 +98,17 @@ def deviation(record: HangRecord, call: Collective) -> Deviation | None:
 
 def signature(record: HangRecord, call: Collective) -> Signature:
     """What a call has in common with the same call of other steps: axis, operation and sizes."""
-    group = record.groups.get(call.group)
-    return group.axis if group is not None else call.group, call.operation, _sizes(call)
+    return _axis(record, call.group), *_in_group(call)
+
+
+def _axis(record: HangRecord, group: str) -> str:
+    return record.groups[group].axis if group in record.groups else f"group {group}"
+
+
+def _in_group(call: Collective) -> tuple[str, tuple[tuple[int, ...], ...]]:
+    """What must be the same on all ranks of a group: operation and sizes, or operation only."""
+    is_equal = any(name in call.operation for name in _EQUAL_SIZES)
+    return call.operation, call.sizes if is_equal else ()
 
 
 def _same_place(signatures: Sequence[Signature], index: int) -> tuple[int | None, int]:
@@ -134,15 +142,6 @@ def _judged(
             wrong = [rank for rank, call in by_rank.items() if _in_group(call) != usual]
     ranks = tuple(sorted(wrong))
     return Mismatch(key, sequence, by_rank, ranks, deviations.get(ranks[0]) if ranks else None)
-
-
-def _in_group(call: Collective) -> tuple[str, tuple[tuple[int, ...], ...]]:
-    return call.operation, _sizes(call)
-
-
-def _sizes(call: Collective) -> tuple[tuple[int, ...], ...]:
-    """The sizes if they must be the same on all ranks, else nothing."""
-    return call.sizes if any(name in call.operation for name in _EQUAL_SIZES) else ()
 
 
 _MOST_NAMED = 8
@@ -252,11 +251,11 @@ def odd_calls(records: Mapping[int, HangRecord], failed: int) -> Diagnosis | Non
         return None
     ranks = tuple(sorted(odd))
     first, record = odd[ranks[0]], records[ranks[0]]
-    text = f"{named(ranks)} {'calls' if len(ranks) == 1 else 'call'} {_with_sizes(first.called)} where earlier steps "
-    axis = record.groups[first.called.group].axis
-    text += f"called {_with_sizes(first.expected)} ({axis}, sequence number {first.called.sequence})"
-    text += f"; {named(ranks[:1])} is at {record.source}" if record.source is not None else ""
-    return Diagnosis(verdict=text, ranks=ranks, pending=described(record, first.called))
+    text = (
+        f"{_who(ranks, 'calls', 'call')} {_with_sizes(first.called)} where earlier steps called "
+        f"{_with_sizes(first.expected)} ({_axis(record, first.called.group)}, sequence number {first.called.sequence})"
+    )
+    return Diagnosis(verdict=text + _is_at(ranks[0], record), ranks=ranks, pending=described(record, first.called))
 
 
 def named(ranks: Iterable[int]) -> str:
@@ -268,12 +267,27 @@ def named(ranks: Iterable[int]) -> str:
     return f"ranks {shown}" + (f" and {len(numbers) - _MOST_NAMED} more" if len(numbers) > _MOST_NAMED else "")
 
 
+def _who(ranks: Collection[int], singular: str, plural: str) -> str:
+    """`rank 1 waits`, `ranks 0, 2 wait`."""
+    return f"{named(ranks)} {singular if len(ranks) == 1 else plural}"
+
+
+def _is_at(rank: int, record: HangRecord) -> str:
+    return f"; rank {rank} is at {record.source}" if record.source is not None else ""
+
+
 class _Late:
     """The ranks of a group that have not called a collective."""
 
     def __init__(self, records: Mapping[int, HangRecord], absent: Collection[int]) -> None:
         self.absent = absent
-        self._lasts = {rank: _lasts(record) for rank, record in records.items()}
+        # By rank and group, the sequence number of the last collective.
+        self._lasts: dict[int, dict[str, int]] = {}
+        for rank, record in records.items():
+            lasts = self._lasts[rank] = {}
+            for call in record.collectives:
+                if not call.is_message:
+                    lasts[call.group] = max(lasts.get(call.group, 0), call.sequence)
         # Ranks that wait in the same collective have the same answer.
         self._known: dict[tuple[object, ...], frozenset[int]] = {}
 
@@ -297,8 +311,15 @@ def _wait(records: Mapping[int, HangRecord], rank: int, late: _Late) -> Wait:
         return Wait(at=at, instead="computes")
     if record.state == "stands":
         return Wait(at=at, instead=record.activity if record.activity in _VERBS else "stands")
-    if record.messages is not None and record.messages.waiting is not None:
-        return _message(records, rank, record.messages, at, late.absent)
+    if record.messages is not None and (waiting := record.messages.waiting) is not None:
+        text = (
+            f"{waiting.operation} of the {waiting.what} of microbatch {waiting.microbatch} "
+            f"{'to' if waiting.operation == 'send' else 'from'} stage {waiting.peer_stage} "
+            f"(pipeline, stage {waiting.stage})"
+        )
+        peer = records.get(waiting.peer)
+        is_late = peer is not None and _missing(record, peer, waiting.operation) > 0
+        return Wait(text=text, on=frozenset({waiting.peer} if is_late or waiting.peer in late.absent else ()), at=at)
     # Collectives of one group end in their order: only the first pending one of each group holds the rank up.
     firsts: dict[str, Collective] = {}
     # A collective that has raised counts as done; it is the last one.
@@ -314,9 +335,7 @@ def _wait(records: Mapping[int, HangRecord], rank: int, late: _Late) -> Wait:
         ring = next((group.ranks for group in record.groups.values() if group.axis == "context"), ())
         outside = {peer for peer in ring if peer in late.absent or (peer in records and not _is_in_ring(records[peer]))}
         return Wait(text="a receive of the ring (context)", on=frozenset(outside - {rank}), at=at)
-    if not waits:
-        return Wait(text="", at=at)
-    return next((wait for wait in waits if wait.on), waits[0])
+    return next((wait for wait in waits if wait.on), waits[0] if waits else Wait(at=at))
 
 
 def _is_in_ring(record: HangRecord) -> bool:
@@ -325,41 +344,16 @@ def _is_in_ring(record: HangRecord) -> bool:
 
 def described(record: HangRecord, call: Collective) -> str:
     """`all_reduce (shard, sequence number 41)`."""
-    group = record.groups.get(call.group)
-    axis = group.axis if group is not None else f"group {call.group}"
-    return f"{call.operation} ({axis}, sequence number {call.sequence})"
+    return f"{call.operation} ({_axis(record, call.group)}, sequence number {call.sequence})"
 
 
-def _lasts(record: HangRecord) -> dict[str, int]:
-    """By group, the sequence number of the last collective that a rank has called."""
-    lasts: dict[str, int] = {}
-    for call in record.collectives:
-        if not call.is_message:
-            lasts[call.group] = max(lasts.get(call.group, 0), call.sequence)
-    return lasts
-
-
-def _message(
-    records: Mapping[int, HangRecord], rank: int, messages: Messages, at: str, absent: Collection[int]
-) -> Wait:
-    waiting = messages.waiting
-    assert waiting is not None
-    toward = "to" if waiting.operation == "send" else "from"
-    text = (
-        f"{waiting.operation} of the {waiting.what} of microbatch {waiting.microbatch} {toward} stage "
-        f"{waiting.peer_stage} (pipeline, stage {waiting.stage})"
-    )
-    peer = records.get(waiting.peer)
-    theirs = peer.messages if peer is not None else None
-    is_late = theirs is not None and _missing(messages, theirs, rank, waiting.peer, waiting.operation) > 0
-    return Wait(text=text, on=frozenset({waiting.peer} if is_late or waiting.peer in absent else ()), at=at)
-
-
-def _missing(ours: Messages, theirs: Messages, rank: int, peer: int, operation: str) -> int:
-    """How many of this rank's sends to a peer, or receives from it, the peer has not started."""
+def _missing(ours: HangRecord, theirs: HangRecord, operation: str) -> int:
+    """How many of our sends to a peer, or receives from it, the peer has not started; 0 without its messages."""
+    if ours.messages is None or theirs.messages is None:
+        return 0
     if operation == "send":
-        return ours.sent.get(peer, 0) - theirs.received.get(rank, 0)
-    return ours.received.get(peer, 0) - theirs.sent.get(rank, 0)
+        return ours.messages.sent.get(theirs.rank, 0) - theirs.messages.received.get(ours.rank, 0)
+    return ours.messages.received.get(theirs.rank, 0) - theirs.messages.sent.get(ours.rank, 0)
 
 
 def _accused(reasons: Mapping[int, str], singular: str, plural: str, waits: Mapping[int, Wait]) -> Diagnosis:
@@ -373,32 +367,30 @@ def _accused(reasons: Mapping[int, str], singular: str, plural: str, waits: Mapp
 
 
 def _different(mismatch: Mismatch, records: Mapping[int, HangRecord], waits: Mapping[int, Wait]) -> Diagnosis:
-    calls: dict[str, list[int]] = defaultdict(list)
-    for rank, call in mismatch.collectives.items():
-        calls[_with_sizes(call)].append(rank)
-    first = next(iter(mismatch.collectives))
-    axis = records[first].groups[mismatch.group[0]].axis
-    place = f"{axis}, sequence number {mismatch.sequence}"
-    pending = described(records[first], mismatch.collectives[first])
-    if not mismatch.wrong:
-        listing = ", ".join(f"{named(ranks)} {text}" for text, ranks in calls.items())
+    calls, wrong = mismatch.collectives, mismatch.wrong
+    first = next(iter(calls))
+    place = f"{records[first].groups[mismatch.group[0]].axis}, sequence number {mismatch.sequence}"
+    if not wrong:
+        ranks_of: dict[str, list[int]] = defaultdict(list)
+        for rank, call in calls.items():
+            ranks_of[_with_sizes(call)].append(rank)
+        listing = ", ".join(f"{named(ranks)} {text}" for text, ranks in ranks_of.items())
         text = f"ranks call different collectives ({place}): {listing}; the records do not show which of them is wrong"
-        return Diagnosis(verdict=text, pending=pending, waits=waits)
-    right = next((rank for rank in mismatch.collectives if rank not in mismatch.wrong), first)
-    others = [rank for rank in mismatch.collectives if rank not in mismatch.wrong]
-    usual, wrong = mismatch.collectives[right], mismatch.collectives[mismatch.wrong[0]]
-    who, difference = named(mismatch.wrong), mismatch.deviation
-    is_one = len(mismatch.wrong) == 1
-    if difference is not None and difference.is_skip:
-        skipped = _with_sizes(difference.expected)
-        text = f"{who} skipped {skipped} and called {_with_sizes(wrong)}, where {named(others)} "
-        text += f"{'waits' if len(others) == 1 else 'wait'} in {_with_sizes(usual)} ({place})"
+        return Diagnosis(verdict=text, pending=described(records[first], calls[first]), waits=waits)
+    others = [rank for rank in calls if rank not in wrong]
+    right = others[0] if others else first
+    called, usual = _with_sizes(calls[wrong[0]]), _with_sizes(calls[right])
+    if mismatch.deviation is not None and mismatch.deviation.is_skip:
+        text = f"{named(wrong)} skipped {_with_sizes(mismatch.deviation.expected)} and called {called}, where "
+        text += f"{_who(others, 'waits', 'wait')} in {usual} ({place})"
     else:
-        text = f"{who} {'calls' if is_one else 'call'} {_with_sizes(wrong)} where {named(others)} "
-        text += f"{'calls' if len(others) == 1 else 'call'} {_with_sizes(usual)} ({place})"
-    at = records[mismatch.wrong[0]].source
-    text += f"; {named(mismatch.wrong[:1])} is at {at}" if at is not None else ""
-    return Diagnosis(verdict=text, ranks=mismatch.wrong, pending=described(records[right], usual), waits=waits)
+        text = f"{_who(wrong, 'calls', 'call')} {called} where {_who(others, 'calls', 'call')} {usual} ({place})"
+    return Diagnosis(
+        verdict=text + _is_at(wrong[0], records[wrong[0]]),
+        ranks=wrong,
+        pending=described(records[right], calls[right]),
+        waits=waits,
+    )
 
 
 def _with_sizes(call: Collective) -> str:
@@ -429,13 +421,12 @@ def _waiting(records: Mapping[int, HangRecord], waits: Mapping[int, Wait], *, is
     ends = sorted(rank for rank in awaited if rank in waits and not waits[rank].on and not waits[rank].text)
     if ends:
         at = f" in {waits[ends[0]].at}" if waits[ends[0]].at else ""
-        verb = "is" if len(ends) == 1 else "are"
-        return _with_waits(f"{named(ends)} {verb}{at} and in no collective", tuple(ends), waits)
+        return _with_waits(f"{_who(ends, 'is', 'are')}{at} and in no collective", tuple(ends), waits)
     listing = _listed(waits, with_peers=True)
     whole = {rank: wait for rank, wait in waits.items() if rank in awaited and wait.text and not wait.on}
     if whole:
         texts = ", ".join(dict.fromkeys(wait.text for wait in whole.values()))
-        text = f"{named(whole)} {'waits' if len(whole) == 1 else 'wait'} in {texts}, which all of its ranks have called"
+        text = f"{_who(whole, 'waits', 'wait')} in {texts}, which all of its ranks have called"
         return replace(_with_waits(text, tuple(whole), waits), ranks=(), pending=texts)
     if blocked:
         text = f"ranks wait for each other: {listing}; the records do not show which of them is wrong"
@@ -452,20 +443,20 @@ def _waiting(records: Mapping[int, HangRecord], waits: Mapping[int, Wait], *, is
 def _skipped_message(records: Mapping[int, HangRecord], waits: Mapping[int, Wait]) -> Diagnosis | None:
     """The verdict about a rank that has ended its schedule, and has not started a message that another waits for."""
     for rank, wait in waits.items():
-        ours = records[rank].messages
-        if ours is None or ours.waiting is None or not wait.on:
+        messages = records[rank].messages
+        if messages is None or messages.waiting is None or not wait.on:
             continue
         (peer,) = wait.on
         theirs = records[peer].messages
         if theirs is None or theirs.runs or records[peer].step != records[rank].step:
             continue
-        opposite = "recv" if ours.waiting.operation == "send" else "send"
-        missing = _missing(ours, theirs, rank, peer, ours.waiting.operation)
+        waiting = messages.waiting
+        opposite = "recv" if waiting.operation == "send" else "send"
+        missing = _missing(records[rank], records[peer], waiting.operation)
         count = f"a {opposite}" if missing == 1 else f"{missing} {opposite}s"
-        text = f"rank {peer} (stage {ours.waiting.peer_stage}) skipped {count} ({ours.waiting.what})"
-        at = waits[peer].at if peer in waits else ""
+        text = f"rank {peer} (stage {waiting.peer_stage}) skipped {count} ({waiting.what})"
         if peer in waits and waits[peer].text:
-            text += f" and waits in {waits[peer].text}" + (f" at {at}" if at else "")
+            text += f" and waits in {waits[peer].text}" + (f" at {waits[peer].at}" if waits[peer].at else "")
         return _with_waits(text, (peer,), waits)
     return None
 
@@ -490,10 +481,7 @@ def _listed(waits: Mapping[int, Wait], *, with_peers: bool = False) -> str:
             text += f" at {wait.at}" if wait.instead is None else f" in {wait.at}"
         text += f" for {named(wait.on)}" if with_peers and wait.on else ""
         places[singular, plural, text].append(rank)
-    listed = [
-        f"{named(ranks)} {singular if len(ranks) == 1 else plural}{text}"
-        for (singular, plural, text), ranks in places.items()
-    ]
+    listed = [f"{_who(ranks, singular, plural)}{text}" for (singular, plural, text), ranks in places.items()]
     more = f", and {len(listed) - _MOST_NAMED} more places" if len(listed) > _MOST_NAMED else ""
     return ", ".join(listed[:_MOST_NAMED]) + more
 
@@ -511,37 +499,32 @@ def rank_rows(
         others: what is known of ranks without a record.
         world: number of ranks; 0: unknown.
     """
-    return [
-        _row(diagnosis, records, rank, others) for rank in sorted({*range(world), *records, *others, *diagnosis.ranks})
-    ]
-
-
-def _row(
-    diagnosis: Diagnosis, records: Mapping[int, HangRecord], rank: int, others: Mapping[int, str]
-) -> dict[str, Any]:
-    record = records.get(rank)
-    row: dict[str, Any] = {"rank": rank, "is_named": rank in diagnosis.ranks}
-    if record is None:
-        state = others.get(rank, "no record")
-        unknown = dict.fromkeys(("phase", "step", "last", "is_done", "sequence", "place"))
-        return {**row, "state": state, **unknown, "waits_for": [], "stack": []}
-    wait = diagnosis.waits.get(rank)
-    last = record.collectives[-1] if record.collectives else None
-    text, is_done = (None, None) if last is None else (described(record, last), last.is_done)
-    if record.messages is not None and record.messages.waiting is not None and wait is not None:
-        text, is_done = wait.text, False
-    return {
-        **row,
-        "state": f"{record.state} ({record.activity})" if record.activity else record.state,
-        "phase": record.phase,
-        "step": record.step,
-        "last": text,
-        "is_done": is_done,
-        "sequence": None if last is None else last.sequence,
-        "waits_for": [] if wait is None else sorted(wait.on),
-        "place": None if record.source is None else str(record.source),
-        "stack": [str(place) for place in record.stack],
-    }
+    rows: list[dict[str, Any]] = []
+    for rank in sorted({*range(world), *records, *others, *diagnosis.ranks}):
+        row: dict[str, Any] = {"rank": rank, "is_named": rank in diagnosis.ranks}
+        rows.append(row)
+        record = records.get(rank)
+        if record is None:
+            row |= dict.fromkeys(("phase", "step", "last", "is_done", "sequence", "place"))
+            row |= {"state": others.get(rank, "no record"), "waits_for": [], "stack": []}
+            continue
+        wait = diagnosis.waits.get(rank)
+        last = record.collectives[-1] if record.collectives else None
+        text, is_done = (None, None) if last is None else (described(record, last), last.is_done)
+        if record.messages is not None and record.messages.waiting is not None and wait is not None:
+            text, is_done = wait.text, False
+        row |= {
+            "state": f"{record.state} ({record.activity})" if record.activity else record.state,
+            "phase": record.phase,
+            "step": record.step,
+            "last": text,
+            "is_done": is_done,
+            "sequence": None if last is None else last.sequence,
+            "waits_for": [] if wait is None else sorted(wait.on),
+            "place": None if record.source is None else str(record.source),
+            "stack": [str(place) for place in record.stack],
+        }
+    return rows
 
 
 def table_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:

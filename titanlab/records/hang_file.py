@@ -1,15 +1,12 @@
-"""`attempts/N/hang/rank-R.json`: where a rank was when the run hung, and its last collectives.
-
-Files may be damaged, or come from another version: every value's type is checked when a file is read.
-"""
+"""`attempts/N/hang/rank-R.json`: where a rank was when the run hung, and its last collectives."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal
 
 from titanlab.errors import ConfigError
 from titanlab.records.json_file import read_object
@@ -19,8 +16,7 @@ from titanlab.system.files import finite, write_text
 SCHEMA = 1
 _TEXT = 500
 _BYTES = 1 << 24
-STATES = ("waits", "computes", "stands", "raised")
-T = TypeVar("T")
+RankState = Literal["waits", "computes", "stands", "raised"]
 
 
 class DamagedRecordError(ValueError):
@@ -52,6 +48,7 @@ class Collective:
         dtypes: of its inputs, in torch's words.
         is_message: whether it is a send or receive.
         is_done: whether it has ended.
+        created: when it was called, in seconds since the epoch.
     """
 
     group: str
@@ -61,6 +58,7 @@ class Collective:
     dtypes: tuple[str, ...]
     is_message: bool
     is_done: bool
+    created: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ class HangRecord:
     """One rank's record.
 
     Attributes:
-        state: one of STATES.
+        state: `waits` for other ranks or its device, `computes`, `stands` elsewhere, or has `raised` an error.
         phase: such as `step 3`.
         step: last complete step.
         seconds: since the phase began.
@@ -114,10 +112,12 @@ class HangRecord:
         stack: of the main thread, innermost first.
         groups: process groups by torch's name.
         collectives: oldest first.
+        coordinates: the rank's number on each axis whose degree is above 1.
+        time: when the record was made, in seconds since the epoch.
     """
 
     rank: int
-    state: str
+    state: RankState
     phase: str
     step: int
     seconds: float
@@ -128,6 +128,8 @@ class HangRecord:
     groups: Mapping[str, GroupRecord]
     messages: Messages | None
     collectives: tuple[Collective, ...]
+    coordinates: Mapping[str, int] = field(default_factory=dict)
+    time: float = 0.0
 
 
 def hang_folder(run: RunFolder, attempt: int) -> Path:
@@ -135,7 +137,7 @@ def hang_folder(run: RunFolder, attempt: int) -> Path:
     return run.attempt_folder(attempt) / "hang"
 
 
-def write_hang(run: RunFolder, attempt: int, rank: int, record: Mapping[str, Any]) -> None:
+def write_hang(run: RunFolder, attempt: int, record: HangRecord) -> None:
     """Write a rank's record.
 
     Raises:
@@ -144,7 +146,8 @@ def write_hang(run: RunFolder, attempt: int, rank: int, record: Mapping[str, Any
     folder = hang_folder(run, attempt)
     folder.mkdir(parents=True, exist_ok=True)
     # In one line: a record has a thousand collectives.
-    write_text(folder / f"rank-{rank}.json", json.dumps(finite({"schema": SCHEMA, **record})) + "\n")
+    text = json.dumps(finite({"schema": SCHEMA, **asdict(record)}))
+    write_text(folder / f"rank-{record.rank}.json", text + "\n")
 
 
 def read_hang(run: RunFolder, attempt: int) -> tuple[dict[int, HangRecord], dict[int, str]]:
@@ -177,97 +180,20 @@ def parse_hang(value: Mapping[str, Any]) -> HangRecord:
     Raises:
         DamagedRecordError: a value has another type, or the schema is another.
     """
-    if _get(value, "schema", int) != SCHEMA:
-        raise DamagedRecordError(f"schema {value['schema']} is not {SCHEMA}")
-    state = _get(value, "state", str)
-    if state not in STATES:
-        raise DamagedRecordError(f"state: {state[:40]!r} is not known")
-    source = _get(value, "source", dict, optional=True)
-    messages = _get(value, "messages", dict, optional=True)
-    return HangRecord(
-        rank=_get(value, "rank", int),
-        state=state,
-        phase=_get(value, "phase", str),
-        step=_get(value, "step", int),
-        seconds=_get(value, "seconds", float),
-        limit=_get(value, "limit", float, optional=True),
-        activity=_get(value, "activity", str),
-        source=None if source is None else _place(source),
-        stack=_list(value, "stack", dict, _place),
-        groups={
-            name: _group(_checked(f"groups.{name}", group, dict)) for name, group in _get(value, "groups", dict).items()
-        },
-        messages=None if messages is None else _messages(messages),
-        collectives=_list(value, "collectives", dict, _collective),
-    )
+    import msgspec
+
+    if value.get("schema") != SCHEMA:
+        raise DamagedRecordError(f"schema {value.get('schema')} is not {SCHEMA}")
+    try:
+        return msgspec.convert(_printable(value), HangRecord, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise DamagedRecordError(str(error)) from error
 
 
-def _place(value: Mapping[str, Any]) -> CodeLine:
-    return CodeLine(_get(value, "file", str), _get(value, "line", int), _get(value, "function", str))
-
-
-def _group(value: Mapping[str, Any]) -> GroupRecord:
-    return GroupRecord(_get(value, "axis", str), _list(value, "ranks", int, int))
-
-
-def _collective(value: Mapping[str, Any]) -> Collective:
-    return Collective(
-        group=_get(value, "group", str),
-        sequence=_get(value, "sequence", int),
-        operation=_get(value, "operation", str),
-        sizes=_list(value, "sizes", list, lambda sizes: tuple(_checked("sizes", size, int) for size in sizes)),
-        dtypes=_list(value, "dtypes", str, str),
-        is_message=_get(value, "is_message", bool),
-        is_done=_get(value, "is_done", bool),
-    )
-
-
-def _messages(value: Mapping[str, Any]) -> Messages:
-    waiting = _get(value, "waiting", dict, optional=True)
-    return Messages(
-        runs=_get(value, "runs", bool),
-        stages=_list(value, "stages", int, int),
-        sent=_counts(value, "sent"),
-        received=_counts(value, "received"),
-        waiting=None if waiting is None else _waiting(waiting),
-    )
-
-
-def _waiting(value: Mapping[str, Any]) -> Waiting:
-    return Waiting(
-        operation=_get(value, "operation", str),
-        what=_get(value, "what", str),
-        microbatch=_get(value, "microbatch", int),
-        stage=_get(value, "stage", int),
-        peer_stage=_get(value, "peer_stage", int),
-        peer=_get(value, "peer", int),
-    )
-
-
-def _counts(value: Mapping[str, Any], key: str) -> dict[int, int]:
-    counts: dict[int, int] = {}
-    for rank, count in _get(value, key, dict).items():
-        if not rank.isdecimal() or len(rank) > 9:
-            raise DamagedRecordError(f"{key}: {rank[:40]!r} is no rank")
-        counts[int(rank)] = _checked(f"{key}.{rank}", count, int)
-    return counts
-
-
-def _list(value: Mapping[str, Any], key: str, kind: type, make: Callable[[Any], T]) -> tuple[T, ...]:
-    return tuple(make(_checked(key, item, kind)) for item in _get(value, key, list))
-
-
-def _get(value: Mapping[str, Any], key: str, kind: type, *, optional: bool = False) -> Any:
-    if key not in value:
-        raise DamagedRecordError(f"{key} is missing")
-    return None if optional and value[key] is None else _checked(key, value[key], kind)
-
-
-def _checked(key: str, value: Any, kind: type) -> Any:
-    allowed = (int, float) if kind is float else kind
-    if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
-        raise DamagedRecordError(f"{key} is of type {type(value).__name__}, and not {kind.__name__}")
+def _printable(value: Any) -> Any:
+    """The value with short texts that cannot control the terminal on which they are printed."""
     if isinstance(value, str):
-        # Texts are printed on terminals, which obey control characters.
         return "".join(letter if letter.isprintable() else "?" for letter in value[:_TEXT])
-    return value
+    if isinstance(value, Mapping):
+        return {_printable(key): _printable(inner) for key, inner in value.items()}
+    return [_printable(inner) for inner in value] if isinstance(value, list) else value

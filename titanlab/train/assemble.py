@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,7 @@ from titanlab.parallelism.context import positions
 from titanlab.parallelism.loss import IGNORE, Loss, SplitLoss, loss_sum, of_logits
 from titanlab.recipe.recipe import Recipe, pieces_by_stage
 from titanlab.recipe.schema import Training
+from titanlab.records.hang_file import Messages
 from titanlab.techniques.compile.compiler import GraphMemory
 from titanlab.techniques.model.documents import HostStarts, Packed
 from titanlab.techniques.precision.loss_scale import LossScale, step_if
@@ -75,7 +76,7 @@ class Assembled:
     balance: NoBalance = field(default_factory=NoBalance)
     after_update: Callable[[], None] = lambda: None
     after_first_step: Callable[[], None] = lambda: None
-    messages: Callable[[], Mapping[str, Any] | None] = lambda: None
+    messages: Callable[[], Messages | None] = lambda: None
 
     def restore(self, position: Position) -> None:
         """Go on from a position, when the model has its parameters."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titanlab.data import cache as data_cache
 from titanlab.data import source
@@ -32,7 +32,7 @@ from titanlab.distributed.watchdog import Watchdog
 from titanlab.errors import TitanlabError
 from titanlab.launch.rank.fork import PIDS_FILE, end_with_parent, fork_ranks, hear_stop_signals
 from titanlab.recipe.recipe import Recipe, from_mapping
-from titanlab.records.hang_file import write_hang
+from titanlab.records.hang_file import HangRecord, write_hang
 from titanlab.records.outcome import Outcome, exit_code, from_exception, is_secondary
 from titanlab.records.run_folder import RunFolder, open_run
 from titanlab.system.files import FolderGone, disk_fault, open_to_write
@@ -213,12 +213,12 @@ def _begun_attempt() -> int | None:
 def _watchdog(recipe: Recipe, run: RunFolder, ranks: Ranks, attempt: int | None) -> Watchdog:
     begin = time.time()
 
-    def note(outcome: Outcome, record: dict[str, Any] | None) -> None:
+    def note(outcome: Outcome, record: HangRecord | None) -> None:
         number = attempt or run.newest_attempt() or 1
         # The record first: a reader that sees the note finds the record too.
         if record is not None:
             with contextlib.suppress(OSError):
-                write_hang(run, number, ranks.rank, record)
+                write_hang(run, number, record)
         run.write_failure(replace(outcome, attempt=number))
 
     return Watchdog(
@@ -254,7 +254,7 @@ def _failed(error: BaseException, run: RunFolder, ranks: Ranks, attempt: int | N
         if watchdog is not None and ranks.world > 1 and not is_impatient and not isinstance(error, TitanlabError):
             # A collective may have failed because of another rank. Nothing here may hide the error itself.
             with contextlib.suppress(Exception):
-                write_hang(run, note.attempt, ranks.rank, watchdog.record_of_error(error))
+                write_hang(run, note.attempt, watchdog.record_of_error(error))
         try:
             run.write_failure(note)
         except OSError:
