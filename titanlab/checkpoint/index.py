@@ -20,10 +20,9 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from titanlab.checkpoint.blocks import checksum
-from titanlab.system.files import parse_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -165,24 +164,3 @@ def signed(content: bytes) -> bytes:
     """A JSON object with its checksum as the first key."""
     body = content[1:]
     return b'{"checksum":"%016x",' % checksum(body) + body
-
-
-def strict_json(content: bytes) -> Any:
-    """Parse JSON without NaN, infinity and repeated keys.
-
-    Raises:
-        ValueError: the content is something else.
-    """
-    # Each number of an index has a limit of its own.
-    return parse_json(content, parse_int=None, object_pairs_hook=_object, parse_constant=_refuse_constant)
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapping = dict(pairs)
-    if len(mapping) != len(pairs):
-        raise ValueError("a key stands twice in it")
-    return mapping
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not JSON")

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
+import contextlib
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from titanlab.checkpoint.address_schema import Place
-from titanlab.checkpoint.blocks import DamagedFile, blocks_of, checksum, read_regular
+from titanlab.checkpoint.blocks import DamagedFile, blocks_of, checksum, one_line, read_regular
+from titanlab.checkpoint.file_schema import FormatOnly, IndexFile, TensorEntry, parsed
 from titanlab.checkpoint.folders import INDEX
 from titanlab.checkpoint.index import (
     BYTES,
@@ -27,7 +26,6 @@ from titanlab.checkpoint.index import (
     IndexedFile,
     IndexedTensor,
     OtherFormat,
-    strict_json,
 )
 
 Ints = npt.NDArray[np.int64]
@@ -130,10 +128,7 @@ def needed_spans(
 MOST_BYTES = 1 << 29
 # Prevents overflow of 64 bits in the arithmetic of offsets.
 _MOST_TENSOR_BYTES = 1 << 60
-_MOST_DIMS = 32
 _PREFIX = re.compile(rb'\{"checksum":"([0-9a-f]{16})",')
-_FILE_NAME = re.compile(r"rank-[0-9]{5,9}\.safetensors")
-_HEX = re.compile(r"[0-9a-f]{16}")
 
 
 def read_index(checkpoint: Place) -> CheckpointIndex:
@@ -151,106 +146,59 @@ def read_index(checkpoint: Place) -> CheckpointIndex:
     if checksum(memoryview(content)[prefix.end() :]) != int(prefix[1], 16):
         raise DamagedFile(f"its file {INDEX} has other bytes than were saved")
     try:
-        return _index(strict_json(content))
-    except (ValueError, TypeError, KeyError, OverflowError) as error:
-        if isinstance(error, DamagedFile):
-            raise DamagedFile(f"its file {INDEX} {error}") from error
-        raise DamagedFile(f"its file {INDEX} is no JSON ({type(error).__name__})") from error
-
-
-def _index(node: Any) -> CheckpointIndex:
-    version = node.get("format") if isinstance(node, dict) else None
-    if type(version) is int and version != FORMAT:
-        raise OtherFormat(f"has the format {version}, and this version of titanlab reads {FORMAT}")
-    fields = _fields(node, "the index", ("checksum", "format", "position", "objects", "tensors", "files"))
-    _expect(type(version) is int, "a format")
-    position = _fields(fields["position"], "position", ("bytes", "checksum"))
-    _expect(isinstance(position["checksum"], str) and _HEX.fullmatch(position["checksum"]), "a checksum of position")
-    _expect(isinstance(fields["files"], list), "a list of files")
-    files = [_file(file) for file in fields["files"]]
+        index = parsed(content, IndexFile, INDEX)
+    except DamagedFile:
+        with contextlib.suppress(DamagedFile):
+            _check_format(parsed(content, FormatOnly, INDEX).format)
+        raise
+    _check_format(index.format)
+    files = []
+    for file in index.files:
+        _expect(len(file.checksums) == 8 * blocks_of(file.size), f"one checksum for each block of {file.name}")
+        checksums = np.frombuffer(file.checksums, "<u8").tolist()
+        files.append(IndexedFile(name=file.name, size=file.size, checksums=checksums))
     _expect(len({file.name for file in files}) == len(files), "files of different names")
+    _expect(not index.objects.keys() & index.tensors.keys(), "different names of tensors and objects")
     sizes = np.array([file.size for file in files], np.int64)
-    tensors = {name: _tensor(name, tensor, sizes) for name, tensor in _mapping(fields["tensors"], "tensors").items()}
-    objects = _mapping(fields["objects"], "objects")
-    _expect(not objects.keys() & tensors.keys(), "different names of tensors and objects")
+    tensors = {name: _tensor(name, tensor, sizes) for name, tensor in index.tensors.items()}
     ranges = [tensor.chunks[:, :FIRST_OFFSET] for tensor in tensors.values()]
     _expect(not ranges or not overlap(np.concatenate(ranges)), "chunks whose bytes are apart")
     return CheckpointIndex(
-        position_bytes=_count(position["bytes"]),
-        position_checksum=int(position["checksum"], 16),
-        objects=objects,
+        position_bytes=index.position.size,
+        position_checksum=int(index.position.checksum, 16),
+        objects=index.objects,
         tensors=tensors,
         files=files,
     )
 
 
-def _file(node: Any) -> IndexedFile:
-    fields = _fields(node, "a file", ("name", "bytes", "checksums"))
-    name, size, text = fields["name"], _count(fields["bytes"]), fields["checksums"]
-    # The file is opened later: it must be inside of the checkpoint's folder.
-    _expect(isinstance(name, str) and _FILE_NAME.fullmatch(name), "the name of a file of tensors")
-    _expect(isinstance(text, str), "checksums as text")
-    try:
-        packed = base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise DamagedFile("lacks checksums as base64") from error
-    _expect(len(packed) == 8 * blocks_of(size), f"one checksum for each block of {name}")
-    return IndexedFile(name=name, size=size, checksums=np.frombuffer(packed, "<u8").tolist())
+def _check_format(version: int) -> None:
+    if version != FORMAT:
+        raise OtherFormat(f"has the format {version}, and this version of titanlab reads {FORMAT}")
 
 
-def _tensor(name: str, node: Any, file_sizes: npt.NDArray[np.int64]) -> IndexedTensor:
-    fields = _fields(node, "a tensor", ("dtype", "shape", "chunks"))
-    dtype, shape, rows = fields["dtype"], fields["shape"], fields["chunks"]
-    _expect(isinstance(dtype, str) and dtype in ITEM_BYTES, "a dtype")
-    _expect(isinstance(shape, list) and len(shape) <= _MOST_DIMS, f"the shape of {name}")
-    shape = tuple(map(_count, shape))
+def _tensor(name: str, entry: TensorEntry, file_sizes: Ints) -> IndexedTensor:
+    dims = len(entry.shape)
+    _expect(entry.dtype in ITEM_BYTES, "a dtype")
+    item_bytes = ITEM_BYTES[entry.dtype]
     # Sizes of 0 are left out, so that no partial product is too large.
-    _expect(math.prod(size or 1 for size in shape) * ITEM_BYTES[dtype] < _MOST_TENSOR_BYTES, f"a size of {name}")
-    dims = len(shape)
-    _expect(isinstance(rows, list) and set(map(type, rows)) <= {list}, f"the chunks of {name}")
-    _expect(set(map(len, rows)) <= {FIRST_OFFSET + 2 * dims}, f"chunks of {name} of its dimensions")
-    # True would become 1 below.
-    _expect(set(map(type, itertools.chain.from_iterable(rows))) <= {int}, f"whole numbers in the chunks of {name}")
-    chunks = np.array(rows, np.int64).reshape(len(rows), FIRST_OFFSET + 2 * dims)
-    tensor = IndexedTensor(dtype=dtype, shape=shape, chunks=chunks)
-    _check_ranges(name, tensor, file_sizes)
-    _expect(fills(shape, tensor.offsets, tensor.sizes), f"chunks that fill {name}, each part of it once")
-    return tensor
-
-
-def _check_ranges(name: str, tensor: IndexedTensor, file_sizes: npt.NDArray[np.int64]) -> None:
-    chunks, offsets, sizes = tensor.chunks, tensor.offsets, tensor.sizes
-    _expect((chunks >= 0).all(), f"chunks of {name} without negative numbers")
+    _expect(math.prod(size or 1 for size in entry.shape) * item_bytes < _MOST_TENSOR_BYTES, f"a size of {name}")
+    _expect(set(map(len, entry.chunks)) <= {FIRST_OFFSET + 2 * dims}, f"chunks of {name} of its dimensions")
+    chunks = np.array(entry.chunks, np.int64).reshape(len(entry.chunks), FIRST_OFFSET + 2 * dims)
+    tensor = IndexedTensor(dtype=entry.dtype, shape=tuple(entry.shape), chunks=chunks)
+    offsets, sizes = tensor.offsets, tensor.sizes
     # Differences, because a sum could be larger than 64 bits.
     inside = (sizes <= np.array(tensor.shape, np.int64) - offsets).all()
     _expect(inside, f"chunks inside of {name}")
     _expect((chunks[:, FILE] < len(file_sizes)).all(), f"the files of {name}")
-    _expect((chunks[:, BYTES] == sizes.prod(axis=1) * ITEM_BYTES[tensor.dtype]).all(), f"the bytes of {name}")
+    _expect((chunks[:, BYTES] == sizes.prod(axis=1) * item_bytes).all(), f"the bytes of {name}")
     if len(chunks):
         ends = file_sizes[chunks[:, FILE]] - chunks[:, START]
         _expect((chunks[:, BYTES] <= ends).all(), f"bytes of {name} inside of their file")
-
-
-def _fields(node: Any, what: str, names: Sequence[str]) -> Mapping[str, Any]:
-    fields = _mapping(node, what)
-    unknown = next((name for name in fields if name not in names), None)
-    _expect(unknown is None, f"the known keys alone in {what} ({str(unknown)[:40]!r} is none)")
-    missing = next((name for name in names if name not in fields), None)
-    _expect(missing is None, f"{missing} in {what}")
-    return fields
-
-
-def _mapping(node: Any, what: str) -> dict[str, Any]:
-    if not isinstance(node, dict):
-        raise DamagedFile(f"lacks a mapping for {what}")
-    return node
-
-
-def _count(node: Any) -> int:
-    _expect(type(node) is int and 0 <= node < 1 << 62, "a whole number from 0")
-    return int(node)
+    _expect(fills(tensor.shape, offsets, sizes), f"chunks that fill {name}, each part of it once")
+    return tensor
 
 
 def _expect(condition: object, wanted: str) -> None:
     if not condition:
-        raise DamagedFile(f"lacks {wanted}")
+        raise DamagedFile(f"its file {INDEX} lacks {one_line(wanted)}")
