@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from tests.records.test_failure_signs import from_data
-from titanlab.errors import ConfigError, TitanlabError
+from titanlab.errors import ConfigError
 from titanlab.records import outcome
 from titanlab.records.outcome import (
     KillEvidence,
@@ -16,7 +16,6 @@ from titanlab.records.outcome import (
     first_cause,
     from_exception,
     from_exit,
-    from_mapping,
 )
 
 KINDS = "done oom hang nan crash preempted walltime node_fail cancelled infeasible data".split()
@@ -46,29 +45,6 @@ def test_what_may_follow():
     assert automatic == {"node_fail", "preempted", "walltime"}
     assert automatic < {kind for kind in OutcomeKind if kind.may_continue}
     assert {kind for kind in OutcomeKind if not kind.may_continue} == {"done", "infeasible", "nan", "oom"}
-
-
-def test_result_json_round_trip():
-    first = Outcome(
-        kind=OutcomeKind.NAN,
-        step=7,
-        steps=9,
-        attempt=2,
-        rank=3,
-        cause="loss is nan",
-        metrics={"lr": 1e-4, "mfu(%)": None},
-    )
-    text = json.dumps(first.to_mapping(), allow_nan=False)
-    assert from_mapping(json.loads(text)) == first
-    assert json.loads(text)["schema"] == 1
-    assert json.loads(text)["kind"] == "nan"
-
-
-def test_a_later_version_may_add_keys_but_not_another_schema():
-    mapping = Outcome(kind=OutcomeKind.DONE).to_mapping()
-    assert from_mapping({**mapping, "new": 1}).kind is OutcomeKind.DONE
-    with pytest.raises(TitanlabError, match="schema 2"):
-        from_mapping({**mapping, "schema": 2})
 
 
 def test_metrics_that_are_not_finite_are_null():

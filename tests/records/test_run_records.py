@@ -74,9 +74,7 @@ def test_an_identity_is_read(run):
     assert (run.created(), run.tracker_id(), run.parent()) == (5.5, "t", ("s/r", 7))
 
 
-@pytest.mark.parametrize(
-    "more", [{}, {"parent_run": "s/r"}, {"parent_step": 7}, {"parent_run": 5, "parent_step": 7}, {"tracker_id": 5}]
-)
+@pytest.mark.parametrize("more", [{}, {"parent_run": "s/r"}, {"parent_step": 7}])
 def test_a_run_that_began_from_none_has_no_parent(run, more):
     put(run.path / "identity.json", IDENTITY | more)
     assert (run.parent(), run.tracker_id()) == (None, None)
@@ -85,11 +83,11 @@ def test_a_run_that_began_from_none_has_no_parent(run, more):
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ({"sha256": 5}, "sha256=5: must be text in "),
+        ({"sha256": 5}, "sha256=5: expected `str`, got `int` in "),
         ({"sha256": ...}, "sha256=null: is missing in "),
         ({"content": ...}, "content=null: is missing in "),
-        ({"content": []}, "content=[]: must be a mapping in "),
-        ({"created": "now"}, "created=now: must be a number in "),
+        ({"content": []}, "content=[]: expected `object`, got `array` in "),
+        ({"created": "now"}, "created=now: expected `float | null`, got `str` in "),
         ({"schema": 9}, "schema=9: "),
     ],
 )

@@ -29,7 +29,7 @@ from titanlab.prove.reduction import (
 )
 from titanlab.recipe.recipe import Recipe, to_mapping
 from titanlab.records.claim import claimed
-from titanlab.records.json_file import check_object, read_object
+from titanlab.records.json_file import as_record, read_object
 from titanlab.system.files import write_json
 from titanlab.techniques.precision.cast_schema import Fp32
 
@@ -311,6 +311,12 @@ _PATIENCE_SECONDS = 10.0
 _CURE = "remove that file, and prove the sweep again"
 
 
+@dataclass(frozen=True, kw_only=True)
+class _ParityFile:
+    time: str = ""
+    reference: str = ""
+
+
 def read_parity(sweep: Path) -> dict[str, Any] | None:
     """The content of a sweep's parity.json; None if it was never proved.
 
@@ -321,7 +327,7 @@ def read_parity(sweep: Path) -> dict[str, Any] | None:
     value = read_object(path, cure=_CURE)
     if value is None:
         return None
-    check_object(path, value, schema=PARITY_SCHEMA, kinds={"time": str, "reference": str}, cure=_CURE)
+    as_record(path, value, _ParityFile, schema=PARITY_SCHEMA, cure=_CURE)
     rows = value.get("rows")
     if not isinstance(rows, list) or not all(isinstance(row, dict) and isinstance(row.get("run"), str) for row in rows):
         raise ConfigError("rows", type(rows).__name__, f"must be a list of rows in {path}", _CURE)

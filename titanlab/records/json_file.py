@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from titanlab.errors import ConfigError
 from titanlab.system.files import parse_json, read_text
 
 RESTORE = "restore that file, or the run's folder"
-_KINDS = {str: "text", int: "a whole number", float: "a number", dict: "a mapping"}
+T = TypeVar("T")
 
 
 def read_object(path: Path, *, cure: str = RESTORE) -> dict[str, Any] | None:
@@ -37,30 +38,36 @@ def read_object(path: Path, *, cure: str = RESTORE) -> dict[str, Any] | None:
     return value
 
 
-def check_object(
-    path: Path, value: Mapping[str, Any], *, schema: int, kinds: Mapping[str, Any], cure: str = RESTORE
-) -> None:
-    """Check the number of an object's schema, and the types of some of its keys.
+def read_record(path: Path, kind: type[T], *, schema: int, cure: str = RESTORE) -> T | None:
+    """The object in a JSON file as a dataclass; None if there is no file. Keys of a later version are left out.
 
     Args:
-        path: the object's file, for the error.
-        kinds: type of each key; a tuple of a type and None if the value may be null. Keys may be missing.
-        cure: the error's advice about a value of another type.
+        schema: the number in the file, if it has one.
+        cure: the error's advice about a damaged file.
 
     Raises:
-        ConfigError: the schema or the type of a value is another.
+        ConfigError: the file cannot be read, or its schema or the type of a value is another.
     """
+    value = read_object(path, cure=cure)
+    return None if value is None else as_record(path, value, kind, schema=schema, cure=cure)
+
+
+def as_record(path: Path, value: Mapping[str, Any], kind: type[T], *, schema: int, cure: str = RESTORE) -> T:
+    """An object as a dataclass, as for `read_record`."""
+    # Imported here: it takes time, and `titanlab --help` reads no records.
+    import msgspec
+
     if value.get("schema", schema) != schema:
         rule = f"{path} has schema {value['schema']}, and this version of titanlab reads schema {schema}"
         raise ConfigError("schema", value["schema"], rule, "use the version that made it")
-    for key, kind in kinds.items():
-        entry = value.get(key)
-        allowed, may_be_null = (kind[0], True) if isinstance(kind, tuple) else (kind, False)
-        if key not in value or (entry is None and may_be_null):
-            continue
-        fits = isinstance(entry, (int, float) if allowed is float else allowed) and not isinstance(entry, bool)
-        if not fits:
-            raise ConfigError(key, entry, f"must be {_KINDS[allowed]} in {path}", cure)
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        rule, _, place = str(error).partition(" - at ")
+        if (missing := re.fullmatch(r"Object missing required field `(\w+)`", rule)) and not place:
+            raise ConfigError(missing[1], None, f"is missing in {path}", cure) from error
+        key = (re.findall(r"\w+", place.partition("$")[2]) or ["run"])[0]
+        raise ConfigError(key, value.get(key), f"{rule[0].lower()}{rule[1:]} in {path}", cure) from error
 
 
 def read_optional(path: Path) -> dict[str, Any] | None:

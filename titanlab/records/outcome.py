@@ -16,30 +16,16 @@ import signal
 import time
 import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.records.json_file import RESTORE, check_object, read_object
+from titanlab.records.json_file import read_record
 from titanlab.system.files import FolderGone, disk_fault, finite, write_json
 
 SCHEMA = 1
-# Types of the keys in JSON; a pair with None may be null.
-KINDS: Mapping[str, Any] = {
-    "kind": str,
-    "step": int,
-    "steps": (int, None),
-    "attempt": int,
-    "rank": (int, None),
-    "cause": (str, None),
-    "traceback": (str, None),
-    "exit_code": (int, None),
-    "ended": float,
-    "metrics": dict,
-    "scheduler": (dict, None),
-}
 _CAUSE_LIMIT = 500
 _TRACEBACK_LIMIT = 20_000
 
@@ -143,34 +129,13 @@ class Outcome:
         return mapping
 
 
-def from_mapping(mapping: Mapping[str, Any]) -> Outcome:
-    """The outcome in a result.json; unknown keys, which a later version may have added, are ignored.
-
-    Raises:
-        TitanlabError: this version does not know the file's schema.
-    """
-    if mapping.get("schema") != SCHEMA:
-        written = mapping.get("schema")
-        raise TitanlabError(f"result.json: schema {written} is not {SCHEMA}; use the titanlab that wrote it")
-    known = {field.name for field in fields(Outcome)}
-    values = {key: value for key, value in mapping.items() if key in known}
-    return Outcome(**{**values, "kind": OutcomeKind(values["kind"])})
-
-
 def read_end(path: Path) -> Outcome | None:
     """The outcome in a file; None if there is no file.
 
     Raises:
         ConfigError: the file is damaged, or another version of titanlab wrote it.
     """
-    value = read_object(path)
-    if value is None:
-        return None
-    check_object(path, value, schema=SCHEMA, kinds=KINDS)
-    try:
-        return from_mapping(value)
-    except (TitanlabError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError("kind", value.get("kind"), f"is no end of a run in {path}", RESTORE) from error
+    return read_record(path, Outcome, schema=SCHEMA)
 
 
 def write_end(run: Path, path: Path, outcome: Outcome) -> None:

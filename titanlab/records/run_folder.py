@@ -17,7 +17,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from titanlab.errors import ConfigError
 from titanlab.records import claim
 from titanlab.records.config_file import config_text, read_config
 from titanlab.records.identity import Identity
-from titanlab.records.json_file import RESTORE, check_object, read_object, read_optional
+from titanlab.records.json_file import RESTORE, read_optional, read_record
 from titanlab.records.logs import write_marks
 from titanlab.records.metrics_file import MetricsWriter, read_metrics
 from titanlab.records.outcome import Outcome, read_end, write_end
@@ -44,21 +44,7 @@ _SUBFOLDERS = ("attempts", "checkpoints", "logs", "traces")
 _LONGEST = 100
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{_LONGEST - 1}}}")
 
-STATUS_SCHEMA = 1
 STATES = ("prepared", "starting", "running", "saving", "ended")
-# Types of the keys in JSON; a pair with None may be null.
-STATUS_KINDS: Mapping[str, Any] = {
-    "state": str,
-    "step": int,
-    "steps": (int, None),
-    "attempt": int,
-    "pid": int,
-    "host": str,
-    "updated": float,
-    "seconds_left": (float, None),
-    "outcome": (str, None),
-    "metrics": dict,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,28 +74,23 @@ class Status:
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_status(path: Path) -> Status | None:
-    """The status in a file; None if there is no file.
+@dataclass(frozen=True, kw_only=True)
+class IdentityFile:
+    """The content of identity.json.
 
-    Raises:
-        ConfigError: the file is damaged, or another version of titanlab wrote it.
+    Attributes:
+        sha256, content: see `Identity`.
+        created: when the folder was made, in seconds since the epoch; None: it was not recorded.
+        tracker_id: the run's id in trackers; None for runs of earlier versions, whose id is in their checkpoints.
+        parent_run, parent_step: the run, as `sweep/folder`, and the step of the checkpoint from which it started.
     """
-    cure = "remove that file: it is written anew when the run goes on"
-    value = read_object(path, cure=cure)
-    if value is None:
-        return None
-    check_object(path, value, schema=STATUS_SCHEMA, kinds=STATUS_KINDS, cure=cure)
-    if value.get("state") not in STATES:
-        raise ConfigError("state", value.get("state"), f"is none of {', '.join(STATES)} in {path}", cure)
-    known = {field.name for field in fields(Status)}
-    return Status(**{key: inner for key, inner in value.items() if key in known})
 
-
-def write_status(path: Path, status: Status) -> None:
-    """Replace the status in a file."""
-    if status.state not in STATES:
-        raise ValueError(f"{status.state!r} is none of {STATES}")
-    write_json(path, {"schema": STATUS_SCHEMA, **asdict(status)})
+    sha256: str
+    content: Mapping[str, Any]
+    created: float | None = None
+    tracker_id: str | None = None
+    parent_run: str | None = None
+    parent_step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -181,33 +162,28 @@ class RunFolder:
         Raises:
             ConfigError: the file is damaged, or of another version.
         """
-        value = self._identity()
-        return None if value is None else Identity(sha256=value["sha256"], content=value["content"])
+        record = self._identity()
+        return None if record is None else Identity(sha256=record.sha256, content=record.content)
 
     def created(self) -> float | None:
         """When the folder was made, in seconds since the epoch; None if it was not recorded."""
-        return (self._identity() or {}).get("created")
+        record = self._identity()
+        return None if record is None else record.created
 
     def tracker_id(self) -> str | None:
         """The run's id in trackers; None for runs of earlier versions, whose id is in their checkpoints."""
-        value = (self._identity() or {}).get("tracker_id")
-        return value if isinstance(value, str) else None
+        record = self._identity()
+        return None if record is None else record.tracker_id
 
     def parent(self) -> tuple[str, int] | None:
         """The run, as `sweep/folder`, and the step of the checkpoint from which this run started; None: from none."""
-        value = self._identity() or {}
-        name, step = value.get("parent_run"), value.get("parent_step")
-        return (name, step) if isinstance(name, str) and isinstance(step, int) else None
+        record = self._identity()
+        if record is None or record.parent_run is None or record.parent_step is None:
+            return None
+        return record.parent_run, record.parent_step
 
-    def _identity(self) -> dict[str, Any] | None:
-        path = self.path / "identity.json"
-        value = read_object(path)
-        if value is not None:
-            check_object(path, value, schema=SCHEMA, kinds={"sha256": str, "content": dict, "created": (float, None)})
-            for key in ("sha256", "content"):
-                if key not in value:
-                    raise ConfigError(key, None, f"is missing in {path}", RESTORE)
-        return value
+    def _identity(self) -> IdentityFile | None:
+        return read_record(self.path / "identity.json", IdentityFile, schema=SCHEMA)
 
     def env(self, attempt: int | None = None) -> dict[str, Any] | None:
         """Code, versions and machine of the latest attempt, or of the given attempt, without damaged sections."""
@@ -226,7 +202,11 @@ class RunFolder:
         Raises:
             ConfigError: the file is damaged, or of another version.
         """
-        return read_status(self.path / "status.json")
+        path, cure = self.path / "status.json", "remove that file: it is written anew when the run goes on"
+        status = read_record(path, Status, schema=SCHEMA, cure=cure)
+        if status is not None and status.state not in STATES:
+            raise ConfigError("state", status.state, f"is none of {', '.join(STATES)} in {path}", cure)
+        return status
 
     def known_status(self) -> Status | None:
         """The run's status; None if status.json is missing or damaged, for callers that will replace it."""
@@ -395,8 +375,10 @@ class RunFolder:
         Raises:
             FolderGone: the run's folder was moved or removed.
         """
+        if status.state not in STATES:
+            raise ValueError(f"{status.state!r} is none of {STATES}")
         try:
-            write_status(self.path / "status.json", status)
+            write_json(self.path / "status.json", {"schema": SCHEMA, **asdict(status)})
         except FileNotFoundError as error:
             if self.path.is_dir():
                 raise
