@@ -112,12 +112,12 @@ def test_one_of_two_folders_is_whole_whenever_a_move_ends(server, monkeypatch, d
     count = 0
     real = objects.tried
 
-    def tried(action, path):
+    def tried(path, action):
         nonlocal count
         count += 1
         if count == dies_at:
             raise InterruptedError
-        return real(action, path)
+        return real(path, action)
 
     monkeypatch.setattr(objects, "tried", tried)
     try:

@@ -6,10 +6,9 @@ import contextlib
 import os
 import stat
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import xxhash
 
@@ -76,11 +75,9 @@ class StoreSink:
         """Give up the object unless it is finished."""
         if self._is_finished or getattr(self._file, "closed", False):
             return
-        discard: Callable[[], None] | None = getattr(self._file, "discard", None)
-        # The error that is under way says more than one of the clean-up.
+        # The error that is under way says more than one of the clean-up. Not every store can discard.
         with contextlib.suppress(Exception):
-            if discard is not None:
-                discard()
+            self._file.discard()
         # Else a buffered file of fsspec would complete the upload when it is collected as garbage.
         with contextlib.suppress(AttributeError):
             self._file.closed = True
@@ -112,15 +109,14 @@ class StoreSource:
         starts = range(at, at + len(target), _PIECE)
         ends = [min(start + _PIECE, at + len(target)) for start in starts]
 
-        def read() -> None:
-            store, name = filesystem(self._path)
+        def read(store: Any, name: str) -> None:
             pieces = store.cat_ranges([name] * len(ends), list(starts), ends, on_error="raise")
             for start, end, piece in zip(starts, ends, pieces, strict=True):
                 check_length(len(piece), end - start)
                 target[start - at : end - at] = piece
 
         try:
-            tried(read, self._path)
+            tried(self._path, read)
         except FileNotFoundError:
             raise DamagedFile(f"its file {self._path.name} is missing") from None
 
@@ -144,39 +140,8 @@ def blocks_of(size: int) -> int:
     return -(-size // BLOCK)
 
 
-class Sink(Protocol):
-    """A new file."""
-
-    def write(self, content: memoryview) -> None:
-        """Append bytes."""
-
-    def finish(self) -> None:
-        """Wait until all of the file is durable."""
-
-    def close(self) -> None:
-        """Give up what is not finished."""
-
-
-class RangeSource(Protocol):
-    """A file that is read in ranges.
-
-    Attributes:
-        size: of the file, in bytes.
-        most: bytes that are read at once.
-    """
-
-    size: int
-    most: int
-
-    def read(self, target: memoryview, at: int) -> None:
-        """Fill bytes with the range that begins at `at`."""
-
-    def close(self) -> None:
-        """Close the file."""
-
-
 class DiskSink:
-    """A new file of this host."""
+    """A new file of this host, as `StoreSink`; what was written stays."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -190,12 +155,11 @@ class DiskSink:
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Close it; what was written stays."""
         os.close(self._descriptor)
 
 
 class DiskSource:
-    """A file of this host.
+    """A file of this host, as `StoreSource`.
 
     Raises:
         DamagedFile: it is missing, or not a regular file.
@@ -232,7 +196,7 @@ class BlockWriter:
     """
 
     def __init__(self, path: Place, size: int = 0) -> None:
-        self._sink: Sink = StoreSink(path, size) if isinstance(path, StorePath) else DiskSink(path)
+        self._sink: StoreSink | DiskSink = StoreSink(path, size) if isinstance(path, StorePath) else DiskSink(path)
         self._buffer = memoryview(bytearray(_BUFFER))
         self._filled = 0
         self.size = 0
@@ -291,7 +255,7 @@ class BlockReader:
 
     def __init__(self, path: Place, size: int, checksums: Sequence[int]) -> None:
         self._name, self._size, self._checksums = path.name, size, checksums
-        self._source: RangeSource = StoreSource(path) if isinstance(path, StorePath) else DiskSource(path)
+        self._source: StoreSource | DiskSource = StoreSource(path) if isinstance(path, StorePath) else DiskSource(path)
         self._edge_number, self._edge = -1, memoryview(b"")
         self.blocks_read = 0
         actual = self._source.size
@@ -302,9 +266,7 @@ class BlockReader:
     def __enter__(self) -> BlockReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._source.close()
 
     def read_into(self, start: int, target: memoryview) -> None:
@@ -331,11 +293,7 @@ class BlockReader:
             at += taken
 
     def verify(self) -> None:
-        """Read and verify all blocks.
-
-        Raises:
-            DamagedFile: a block is not what was written.
-        """
+        """Read and verify all blocks; raises as `read_into`."""
         most = self._source.most
         buffer = memoryview(bytearray(min(most, self._size)))
         for start in range(0, self._size, most):

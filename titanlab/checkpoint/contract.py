@@ -120,18 +120,17 @@ class Saver(Protocol):
             OSError: the disk takes no more.
         """
 
-    @abstractmethod
     def wait(self) -> None:
-        """Wait for the save that is under way, if there is one.
+        """Wait for the save that is under way, if there is one; by default `save` has waited.
 
         Raises:
             OSError: that save has failed.
         """
 
     @property
-    @abstractmethod
     def is_done(self) -> bool:
         """Whether `wait` would not wait, and has news: a save that is complete or has failed."""
+        return False
 
     @abstractmethod
     def save_last(self, position: Position, only_model: OnlyModel | None = None) -> None:
@@ -144,7 +143,6 @@ class Saver(Protocol):
             OSError: the disk takes no more.
         """
 
-    @abstractmethod
     def before_update(self) -> None:
         """Is called before the model changes, so that copies of it which a device makes are complete."""
 

@@ -124,12 +124,12 @@ def checkpoints(folder: Place) -> list[Place]:
     Raises:
         StoreFault: the store does not answer, or refuses.
     """
-    complete: list[Place]
+    paths: Iterable[Place]
     if isinstance(folder, StorePath):
-        complete = [folder / name for name, files in steps_in_store(folder).items() if INDEX in files]
-        return sorted((path for path in complete if step_named(path) is not None), key=step_of)
-    complete = [path for path in folder.glob("step-*") if step_named(path) is not None and is_checkpoint(path)]
-    return sorted(complete, key=lambda path: (step_of(path), path.name))
+        paths = [folder / name for name, files in steps_in_store(folder).items() if INDEX in files]
+    else:
+        paths = [path for path in folder.glob("step-*") if is_checkpoint(path)]
+    return sorted((path for path in paths if step_named(path) is not None), key=lambda path: (step_of(path), path.name))
 
 
 def steps_in_store(folder: StorePath) -> dict[str, dict[str, objects.StoredObject]]:
@@ -193,34 +193,25 @@ def find(text: str, key: str) -> Place:
         StoreFault: the store does not answer, or refuses.
     """
     if is_address(text):
-        return _find_in_store(text, key)
-    path = user_path(text)
-    step = step_named(path)
-    if step is not None and not path.exists():
-        path = path.parent / f"step-{step:08d}"
-    if not path.exists():
-        raise ConfigError(
-            key, text, "there is no such folder", "give the folder of a run, or of one of its checkpoints"
-        )
-    if is_checkpoint(path) or has_pickle(path):
-        return path
-    newest = latest(checkpoints_of(RunFolder(path))) or latest(path)
-    if newest is None:
-        raise ConfigError(key, text, "holds no complete checkpoint", "give the folder of a run that has saved one")
-    return newest
-
-
-def _find_in_store(text: str, key: str) -> Place:
-    check_address(key, text)
-    check_installed(key, text)
-    path = StorePath(text.rstrip("/"))
+        check_address(key, text)
+        check_installed(key, text)
+    path = place_of(text)
     step = step_named(path)
     known = [path] if step is None else [path, step_folder(path.parent, step)]
-    checkpoint = next((place for place in known if is_checkpoint(place)), None) or latest(path)
-    if checkpoint is None:
-        cure = "give the address of a checkpoint, or of the folder that holds the checkpoints of a run"
+    for place in known:
+        if is_checkpoint(place) or has_pickle(place):
+            return place
+    newest = None
+    if isinstance(path, Path):
+        if not any(map(os.path.exists, known)):
+            cure = "give the folder of a run, or of one of its checkpoints"
+            raise ConfigError(key, text, "there is no such folder", cure)
+        newest = latest(checkpoints_of(RunFolder(path)))
+    newest = newest or latest(path)
+    if newest is None:
+        cure = "give the folder of a run that has saved one, or that of a checkpoint"
         raise ConfigError(key, text, "holds no complete checkpoint", cure)
-    return checkpoint
+    return newest
 
 
 def remove(checkpoint: Place) -> OSError | None:

@@ -44,8 +44,11 @@ def filesystem(path: StorePath) -> tuple[Any, str]:
     return store_and_path
 
 
-def tried(action: Callable[[], T], path: StorePath) -> T:
+def tried(path: StorePath, action: Callable[[Any, str], T]) -> T:
     """What requests to a store return; they are made again after errors that may pass, such as an overloaded store.
+
+    Args:
+        action: takes fsspec's file system of the store, and the path in it.
 
     Raises:
         FileNotFoundError: there is no such object.
@@ -54,7 +57,7 @@ def tried(action: Callable[[], T], path: StorePath) -> T:
 
     def request() -> T:
         with store_errors(path):
-            return action()
+            return action(*filesystem(path))
 
     return again(request)
 
@@ -87,11 +90,19 @@ def store_errors(path: StorePath) -> Iterator[None]:
         raise StoreFault(path.address, _line(error)) from error
 
 
+@contextlib.contextmanager
+def gone_is_fault(path: StorePath) -> Iterator[None]:
+    """Raise FileNotFoundError as StoreFault, where it means that the bucket or the folder is gone."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise StoreFault(path.address, f"it is gone ({_line(error)})") from error
+
+
 def objects_below(folder: StorePath) -> dict[str, StoredObject]:
     """The objects below a folder, by their names from there; empty if there is none."""
 
-    def listed() -> dict[str, StoredObject]:
-        store, root = filesystem(folder)
+    def listed(store: Any, root: str) -> dict[str, StoredObject]:
         # Other processes write there too.
         store.invalidate_cache()
         try:
@@ -105,26 +116,20 @@ def objects_below(folder: StorePath) -> dict[str, StoredObject]:
             if name.startswith(below)
         }
 
-    return tried(listed, folder)
+    return tried(folder, listed)
 
 
 def size_of(path: StorePath) -> int:
-    """Bytes of an object.
+    """Bytes of an object; raises as `tried`."""
 
-    Raises:
-        FileNotFoundError: there is no such object.
-        StoreFault: the store does not answer, or refuses.
-    """
-
-    def asked() -> int:
-        store, name = filesystem(path)
+    def asked(store: Any, name: str) -> int:
         store.invalidate_cache()
         about = store.info(name)
         if about.get("type") == "directory":
             raise FileNotFoundError(name)
         return int(about["size"])
 
-    return tried(asked, path)
+    return tried(path, asked)
 
 
 def exists(path: StorePath) -> bool:
@@ -137,21 +142,15 @@ def exists(path: StorePath) -> bool:
 
 
 def read_all(path: StorePath, most_bytes: int) -> bytes:
-    """The first bytes of an object.
-
-    Raises:
-        FileNotFoundError: there is no such object.
-        StoreFault: the store does not answer, or refuses.
-    """
+    """The first bytes of an object; raises as `tried`."""
     wanted = min(size_of(path), most_bytes)
 
-    def read() -> bytes:
-        store, name = filesystem(path)
+    def read(store: Any, name: str) -> bytes:
         content: bytes = store.cat_file(name, start=0, end=wanted) if wanted else b""
         check_length(len(content), wanted)
         return content
 
-    return tried(read, path)
+    return tried(path, read)
 
 
 def check_length(got: int, wanted: int) -> None:
@@ -171,14 +170,14 @@ def put(path: StorePath, content: bytes) -> None:
         StoreFault: the store does not answer, refuses, or has kept other bytes.
     """
 
-    def written() -> None:
-        store, name = filesystem(path)
+    def written(store: Any, name: str) -> None:
         store.pipe_file(name, content)
         store.invalidate_cache()
         if store.cat_file(name) != content:
             raise OSError("it has kept other bytes than were written")
 
-    gone_is_fault(lambda: tried(written, path), path)
+    with gone_is_fault(path):
+        tried(path, written)
 
 
 def remove_objects(folder: StorePath, *, first: str) -> None:
@@ -190,9 +189,9 @@ def remove_objects(folder: StorePath, *, first: str) -> None:
     Raises:
         StoreFault: the store does not answer, or refuses.
     """
-    names = sorted(objects_below(folder), key=lambda name: (name != first, name))
-    for name in names:
-        _remove(folder / name)
+    for name in sorted(objects_below(folder), key=lambda name: (name != first, name)):
+        with contextlib.suppress(FileNotFoundError):
+            tried(folder / name, lambda store, path: store.rm_file(path))
 
 
 def move_objects(folder: StorePath, to: StorePath, *, last: str) -> None:
@@ -205,38 +204,11 @@ def move_objects(folder: StorePath, to: StorePath, *, last: str) -> None:
     Raises:
         StoreFault: the store does not answer, or refuses.
     """
+    _, target = filesystem(to)
     for name in sorted(objects_below(folder), key=lambda name: (name == last, name)):
-        _copy(folder / name, to / name)
+        with gone_is_fault(folder / name):
+            tried(folder / name, lambda store, path, name=name: store.cp_file(path, f"{target}/{name}"))
     remove_objects(folder, first=last)
-
-
-def gone_is_fault(action: Callable[[], T], path: StorePath) -> T:
-    """What an action returns, for which a missing object means that the bucket or the folder is gone.
-
-    Raises:
-        StoreFault: it is.
-    """
-    try:
-        return action()
-    except FileNotFoundError as error:
-        raise StoreFault(path.address, f"it is gone ({_line(error)})") from error
-
-
-def _copy(path: StorePath, to: StorePath) -> None:
-    def copied() -> None:
-        store, name = filesystem(path)
-        store.cp_file(name, filesystem(to)[1])
-
-    gone_is_fault(lambda: tried(copied, path), path)
-
-
-def _remove(path: StorePath) -> None:
-    def removed() -> None:
-        store, name = filesystem(path)
-        with contextlib.suppress(FileNotFoundError):
-            store.rm_file(name)
-
-    tried(removed, path)
 
 
 def _line(error: BaseException) -> str:

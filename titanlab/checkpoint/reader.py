@@ -52,11 +52,6 @@ class Reader(dcp.StorageReader):
 class ShardReader(Reader):
     """Reads a checkpoint of titanlab.
 
-    Args:
-        checkpoint: folder of one step.
-        index: its index.
-        key: for errors.
-
     Attributes:
         blocks_read: how many blocks this rank has read and verified.
     """
@@ -70,7 +65,7 @@ class ShardReader(Reader):
         return JsonPlanner()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to do: a reader reads one checkpoint."""
+        pass  # A reader reads one checkpoint.
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index, as DCP's planner takes it."""
@@ -85,14 +80,12 @@ class ShardReader(Reader):
         return Metadata(state_dict_metadata=entries)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
-        """Nothing to do."""
+        pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans, unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -19,25 +19,16 @@ class NoSaver(Saver):
     """Saves nothing."""
 
     saved_step = 0
-    is_done = False
 
     def save(self, position: Position) -> None:
-        """Nothing."""
-
-    def wait(self) -> None:
-        """There is nothing to wait for."""
+        pass
 
     def save_last(self, position: Position, only_model: OnlyModel | None = None) -> None:
-        """Nothing."""
-
-    def before_update(self) -> None:
-        """Nothing is copied."""
+        pass
 
 
 class SyncSaver(Saver):
     """`save` returns when the checkpoint is on the disk."""
-
-    is_done = False
 
     def __init__(self, target: Target, plans: Plans | None = None) -> None:
         self._target = target
@@ -45,19 +36,11 @@ class SyncSaver(Saver):
         self.saved_step = 0
 
     def save(self, position: Position) -> None:
-        """Write and publish."""
         self.save_last(position)
 
     def save_last(self, position: Position, only_model: OnlyModel | None = None) -> None:
-        """Write and publish."""
         store.save(self._target, position, plans=self._plans, only_model=only_model)
         self.saved_step = position.step
-
-    def wait(self) -> None:
-        """`save` has waited."""
-
-    def before_update(self) -> None:
-        """Nothing is copied."""
 
 
 class AsyncSaver(Saver):
@@ -80,11 +63,9 @@ class AsyncSaver(Saver):
 
     @property
     def is_done(self) -> bool:
-        """Whether the thread has ended, and nothing has waited for it yet."""
         return self._thread is not None and not self._thread.is_alive()
 
     def save(self, position: Position) -> None:
-        """Plan with all ranks, copy, and start the thread."""
         assert self._thread is None, "the last save is under way"
         planned = store.begin(self._target, position, plans=self._plans)
         # An error of one rank goes to all of them in the thread, where they agree.
@@ -101,7 +82,6 @@ class AsyncSaver(Saver):
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait for the thread, and raise its error."""
         if self._thread is None:
             return
         self._thread.join()
@@ -113,12 +93,9 @@ class AsyncSaver(Saver):
             raise error
 
     def save_last(self, position: Position, only_model: OnlyModel | None = None) -> None:
-        """Without a copy, because no step follows."""
+        # Without a copy, because no step follows.
         SyncSaver(self._target, self._plans).save_last(position, only_model)
         self.saved_step = position.step
-
-    def before_update(self) -> None:
-        """The copy was complete when `save` returned."""
 
     def _staged(self, planned: PlannedSave) -> Callable[[], Staged]:
         """Copy; return a function for the thread that returns the copy, or raises the error."""
@@ -143,7 +120,7 @@ class PinnedSaver(AsyncSaver):
         self._copied: torch.cuda.Event | None = None
 
     def before_update(self) -> None:
-        """Let the device wait for the copies; the host does not wait."""
+        # The device waits for the copies; the host does not.
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
             self._copied = None

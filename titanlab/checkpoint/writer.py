@@ -177,7 +177,8 @@ def write(staged: Staged, folder: Place) -> Written:
     """
     if isinstance(folder, StorePath):
         # A new upload after an error: nothing can be appended to one that was broken off.
-        return objects.gone_is_fault(lambda: objects.again(lambda: _written(staged, folder)), folder)
+        with objects.gone_is_fault(folder):
+            return objects.again(lambda: _written(staged, folder))
     # Rank 0 has made the folder, but a host may not see it yet, and a caller may give each rank a folder of its own.
     folder.mkdir(parents=True, exist_ok=True)
     return _written(staged, folder)
