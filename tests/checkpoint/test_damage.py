@@ -196,7 +196,7 @@ def test_a_whole_checkpoint_of_another_step_or_run_is_found(copied):
     shutil.copytree(step_folder(run.checkpoints, 2), newest)
     said = []
     pass_over_damaged(run, made, said.append)
-    assert "its position.json has step=2, and the folder's name says 4" in said[0]
+    assert "its position.json is of step 2, and the folder's name says 4" in said[0]
     made, run = copied()
     identity = run.path / "identity.json"
     sha256 = run.identity().sha256

@@ -115,7 +115,7 @@ def test_another_format_is_no_damage(tmp_path, version):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b'{"a":1}', "index.json has Object contains unknown field `a`"),
+        (b'{"a":1}', "index.json does not fit (Object contains unknown field `a`)"),
         (b"{]", "file index.json is no JSON (JSON is malformed: "),
         (b'{"objects":NaN}', "file index.json is no JSON (JSON is malformed: "),
         (b'{"objects":{"a":' + b"[" * 100_000, "file index.json is no JSON ("),

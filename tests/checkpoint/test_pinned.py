@@ -27,7 +27,9 @@ def test_the_next_update_waits_for_a_device_that_copies(tmp_path, target, monkey
     for name in ("Stream", "Event", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *given: Device(notes))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr("titanlab.checkpoint.writer._locked", lambda size: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(
+        "titanlab.checkpoint.writer.HostBuffer._taken", lambda buffer, size: torch.empty(size, dtype=torch.uint8)
+    )
     saver = PinnedSaver(target())
     saver.before_update()
     saver.save(Position(step=1))

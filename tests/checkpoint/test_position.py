@@ -41,7 +41,7 @@ def test_one_of_an_earlier_version_has_no_sizes_of_files(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "rule"),
     [
-        ({"step": 90}, "its position.json has step=90, and the folder's name says 3"),
+        ({"step": 90}, "its position.json is of step 90, and the folder's name says 3"),
         ({"step": -3}, "has step: Expected `int` >= 0"),
         ({"step": 3.0}, "has step: Expected `int`, got `float`"),
         ({"step": True}, "has step: Expected `int`, got `bool`"),
@@ -61,7 +61,7 @@ def test_one_of_an_earlier_version_has_no_sizes_of_files(tmp_path):
         ({"loss_scale": {"scale": 2.0, "good": 2**70}}, "has loss_scale[...]: Expected `int` <= "),
         ({"parameters": {"a": 3}}, "has parameters[...]: Expected `array`, got `int`"),
         ({"files": {"../../secret": 3}}, "Expected `str` matching regex"),
-        ({"later": 1}, "Object contains unknown field `later`"),
+        ({"later": 1}, "does not fit (Object contains unknown field `later`)"),
     ],
     ids=str,
 )

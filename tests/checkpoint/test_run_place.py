@@ -344,7 +344,7 @@ def test_a_checkpoint_of_a_store_starts_another_run(tmp_path, server):
     _made, run = saved_twice(tmp_path)
     place = checkpoints_of(run)
     assert find(str(place), "key") == find(str(run.path), "key") == find(f"{place}/step-4", "key")
-    with pytest.raises(ConfigError, match="holds no complete checkpoint; give the address of a checkpoint"):
+    with pytest.raises(ConfigError, match="holds no complete checkpoint; give the folder of a run"):
         find(f"{FOLDER}/none", "checkpoint.load_from")
     follower = tiny.recipe(tmp_path, steps=5, name="follower", load_from=f"{place}/step-4", folder=FOLDER)
     other = tiny.begin(follower)

@@ -203,11 +203,11 @@ def test_a_save_begins_without_its_name(tmp_path):
     told = []
     target = Target(folder=tmp_path, model=model, optimizer=optimizer, world=ALONE, keep=0, saved=told.append)
     started = store.begin(target, POSITION)
-    assert (started.final, started.part) == (tmp_path / "step-00000007", tmp_path / "step-00000007.part")
+    assert started.folder == tmp_path / "step-00000007.part"
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007.part"]
-    store.complete(started, started.planned.stage, target)
+    store.complete(started, started.stage, target)
     assert told == [7]
-    assert loaded(started.final, trained(seed=1)) == POSITION
+    assert loaded(tmp_path / "step-00000007", trained(seed=1)) == POSITION
 
 
 def test_another_optimizer_s_checkpoint_is_refused(tmp_path):

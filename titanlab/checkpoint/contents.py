@@ -295,7 +295,16 @@ def list_checkpoints(folder: Place, *, verifies: bool) -> list[ListedCheckpoint]
                 continue
         elif INDEX not in stored[path.name]:
             continue
-        verified, problem = _examined(path, verifies=verifies) if state == "complete" else (None, None)
+        verified, problem = None, None
+        if state == "complete":
+            try:
+                if verifies:
+                    verify(path, "run")
+                    verified = True
+                else:
+                    read_contents(path, "run")
+            except ConfigError as error:
+                verified, problem = False if verifies else None, error.rule
         if isinstance(path, Path):
             size, saved = sum(file.lstat().st_size for file in path.iterdir()), path.stat().st_mtime
         else:
@@ -327,15 +336,3 @@ def verify(checkpoint: Place, key: str) -> None:
                 reader.verify()
         except DamagedFile as error:
             raise damaged(checkpoint, key, error) from error
-
-
-def _examined(path: Place, *, verifies: bool) -> tuple[bool | None, str | None]:
-    """Whether all bytes are those that were saved (None: not known), and what is wrong."""
-    try:
-        if verifies:
-            verify(path, "run")
-        else:
-            read_contents(path, "run")
-    except ConfigError as error:
-        return False if verifies else None, error.rule
-    return verifies or None, None

@@ -126,6 +126,7 @@ class Saver(Protocol):
         Raises:
             OSError: that save has failed.
         """
+        return
 
     @property
     def is_done(self) -> bool:
@@ -145,6 +146,7 @@ class Saver(Protocol):
 
     def before_update(self) -> None:
         """Is called before the model changes, so that copies of it which a device makes are complete."""
+        return
 
 
 @dataclass(frozen=True, kw_only=True)

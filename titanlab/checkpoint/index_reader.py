@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from titanlab.checkpoint.address_schema import Place
 from titanlab.checkpoint.blocks import DamagedFile, blocks_of, checksum, one_line, read_regular
-from titanlab.checkpoint.file_schema import FormatOnly, IndexFile, TensorEntry, parsed
 from titanlab.checkpoint.folders import INDEX
 from titanlab.checkpoint.index import (
     BYTES,
@@ -27,6 +26,7 @@ from titanlab.checkpoint.index import (
     IndexedTensor,
     OtherFormat,
 )
+from titanlab.checkpoint.typed_files import FormatOnly, IndexEntry, IndexFile, parsed
 
 Ints = npt.NDArray[np.int64]
 # Layouts cut a tensor along one or two dims.
@@ -177,7 +177,7 @@ def _check_format(version: int) -> None:
         raise OtherFormat(f"has the format {version}, and this version of titanlab reads {FORMAT}")
 
 
-def _tensor(name: str, entry: TensorEntry, file_sizes: Ints) -> IndexedTensor:
+def _tensor(name: str, entry: IndexEntry, file_sizes: Ints) -> IndexedTensor:
     dims = len(entry.shape)
     _expect(entry.dtype in ITEM_BYTES, "a dtype")
     item_bytes = ITEM_BYTES[entry.dtype]

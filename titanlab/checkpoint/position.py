@@ -99,7 +99,7 @@ def read_position(checkpoint: Place, key: str, *, cure: str, content: bytes | No
     Raises:
         DamagedCheckpoint: it is missing, is not JSON, lacks a key, or has a key or a value that no run saves.
     """
-    from titanlab.checkpoint.file_schema import PositionFile, parsed
+    from titanlab.checkpoint.typed_files import PositionFile, parsed
 
     try:
         content = read_regular(checkpoint / POSITION, MOST_BYTES) if content is None else content
@@ -113,14 +113,14 @@ def read_position(checkpoint: Place, key: str, *, cure: str, content: bytes | No
     rule, step_in_name = None, step_named(checkpoint)
     samples, scale = file.data.get("samples", 0), file.loss_scale.get("scale", 1.0)
     if type(samples) is not int or not 0 <= samples < 2**63:
-        rule = f"data={one_line(json.dumps(file.data))}: its samples must be a whole number from 0"
+        rule = f"has data={one_line(json.dumps(file.data))}: its samples must be a whole number from 0"
     elif not _LEAST_SCALE <= scale <= _MOST_SCALE:
         # With a factor of 0, for example, no gradient would be finite.
-        rule = f"loss_scale={json.dumps(file.loss_scale)}: its scale must be a factor that float32 has"
+        rule = f"has loss_scale={json.dumps(file.loss_scale)}: its scale must be a factor that float32 has"
     elif step_in_name not in (None, file.step):
-        rule = f"step={file.step}, and the folder's name says {step_in_name}"
+        rule = f"is of step {file.step}, and the folder's name says {step_in_name}"
     if rule is not None:
-        raise DamagedCheckpoint(key, checkpoint, f"its {POSITION} has {rule}", cure)
+        raise DamagedCheckpoint(key, checkpoint, f"its {POSITION} {rule}", cure)
     return SavedPosition(
         position=Position(**{field.name: getattr(file, field.name) for field in fields(Position)}),
         parameters=file.parameters,

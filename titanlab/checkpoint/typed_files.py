@@ -59,7 +59,7 @@ class FileEntry(Struct, forbid_unknown_fields=True, kw_only=True):
     checksums: bytes
 
 
-class TensorEntry(Struct, forbid_unknown_fields=True):
+class IndexEntry(Struct, forbid_unknown_fields=True):
     """A tensor."""
 
     dtype: str
@@ -74,7 +74,7 @@ class IndexFile(Struct, forbid_unknown_fields=True):
     format: int
     position: PositionSum
     objects: dict[str, Any]
-    tensors: dict[str, TensorEntry]
+    tensors: dict[str, IndexEntry]
     files: list[FileEntry]
 
 
@@ -95,6 +95,7 @@ def parsed(content: bytes, kind: type[T], name: str) -> T:
     except msgspec.ValidationError as error:
         rule, _, place = str(error).partition(" - at ")
         where = re.sub(r"^`(key` in `)?\$\.?|`$", "", place)
-        raise DamagedFile(f"its {name} has {where + ': ' if where else ''}{one_line(rule)}") from error
+        text = f"has {where}: {rule}" if where else f"does not fit ({rule})"
+        raise DamagedFile(f"its {name} {one_line(text)}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedFile(f"its file {name} is no JSON ({one_line(error)})") from error
