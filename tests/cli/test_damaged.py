@@ -53,17 +53,32 @@ def changed(path, **values):
 
 DAMAGE = {
     "another schema": ("identity.json", {"schema": 7}, "schema=7: ", "use the version that made it"),
-    "no hash": ("identity.json", {"sha256": 5}, "sha256=5: must be text in ", "restore that file"),
+    "no hash": ("identity.json", {"sha256": 5}, "sha256=5: expected `str`, got `int` in ", "restore that file"),
     "identity torn": ("identity.json", '{"schema": 1, "sha', "run=", "is no JSON"),
     "status torn": ("status.json", '{"state": "run', "run=", "remove that file: it is written anew"),
     "status empty": ("status.json", "", "run=", "remove that file"),
     "status a list": ("status.json", "[1]", "run=", "holds list and no object"),
-    "status of other types": ("status.json", {"step": "x"}, "step=x: must be a whole number in ", "remove that file"),
+    "status of other types": (
+        "status.json",
+        {"step": "x"},
+        "step=x: expected `int`, got `str` in ",
+        "remove that file",
+    ),
     "an unknown state": ("status.json", {"state": "flying"}, "state=flying: is none of ", "remove that file"),
     "a new status": ("status.json", {"schema": 2}, "schema=2: ", "use the version that made it"),
     "nested without end": ("status.json", "[" * 100_000, "run=", "is no JSON"),
-    "no such end": ("result.json", {"kind": "splendid"}, "kind=splendid: is no end of a run in ", "restore that file"),
-    "a result of other types": ("result.json", {"metrics": 3}, "metrics=3: must be a mapping in ", "restore that file"),
+    "no such end": (
+        "result.json",
+        {"kind": "splendid"},
+        "kind=splendid: invalid enum value 'splendid' in ",
+        "restore that file",
+    ),
+    "a result of other types": (
+        "result.json",
+        {"metrics": 3},
+        "metrics=3: expected `object`, got `int` in ",
+        "restore that file",
+    ),
     "no text": ("result.json", b"\xff\xfe\x00", "run=", "is no JSON"),
 }
 VERBS = (

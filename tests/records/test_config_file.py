@@ -87,7 +87,7 @@ def laughs(levels):
         ("", False),
         ("a: 1 & 2 * 3", False),
         ("a: &a [1, 2]\nb: *a\nc: *a", False),
-        (laughs(4), False),
+        (laughs(2), False),
         (laughs(9), True),
         (laughs(300), True),
         ("a: &a [*a]", True),
@@ -112,8 +112,8 @@ def test_aliases_are_counted_and_not_expanded(text, much):
         ("a: [1\nb: 2", "expected ',' or ']'"),
         ("a: *b", "found undefined alias"),
         ("[" * 20_000, "it is nested too deeply"),
-        (laughs(9), "its aliases stand for too many values"),
-        ("a: &a [*a]", "its aliases stand for too many values"),
+        (laughs(9), "it has more than 30 aliases"),
+        ("a: &a [*a]", "an alias in it stands for itself"),
         ("a: 2026-13-45", "month must be in 1..12"),
         ("a: 1" + "0" * 10_000, "Exceeds the limit"),
     ],
@@ -127,7 +127,7 @@ def test_a_yaml_that_cannot_be_read_is_one_line(text, reason):
 
 def test_a_config_of_a_run_that_expands_is_one_line(tmp_path):
     (tmp_path / "config.yaml").write_text(laughs(9))
-    with pytest.raises(ConfigError, match=r"its config\.yaml cannot be read \(its aliases stand for too many values\)"):
+    with pytest.raises(ConfigError, match=r"its config\.yaml cannot be read \(it has more than 30 aliases\)"):
         read_config(tmp_path / "config.yaml")
 
 

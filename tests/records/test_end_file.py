@@ -7,7 +7,8 @@ import json
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.records.outcome import Outcome, OutcomeKind, read_end, write_end
+from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records.run_folder import RunFolder
 from titanlab.system.files import FolderGone
 
 OUTCOME = Outcome(
@@ -16,19 +17,19 @@ OUTCOME = Outcome(
 
 
 def test_an_end_comes_back(tmp_path):
-    path = tmp_path / "attempts" / "2" / "result.json"
-    write_end(tmp_path, path, OUTCOME)
-    assert read_end(path) == OUTCOME
-    assert json.loads(path.read_text())["schema"] == 1
+    run = RunFolder(tmp_path)
+    run.write_result(OUTCOME)
+    assert run.result() == run.result(2) == OUTCOME
+    assert json.loads((tmp_path / "result.json").read_text())["schema"] == 1
 
 
 def test_without_a_file_there_is_no_end(tmp_path):
-    assert read_end(tmp_path / "result.json") is None
+    assert RunFolder(tmp_path).result() is None
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path):
-    write_end(tmp_path, tmp_path / "r.json", Outcome(kind=OutcomeKind.NAN, metrics={"loss": float("nan")}))
-    assert read_end(tmp_path / "r.json").metrics == {"loss": None}
+    RunFolder(tmp_path).write_result(Outcome(kind=OutcomeKind.NAN, metrics={"loss": float("nan")}))
+    assert RunFolder(tmp_path).result().metrics == {"loss": None}
 
 
 @pytest.mark.parametrize(
@@ -45,19 +46,21 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
 )
 def test_a_damaged_end_is_one_line(tmp_path, changed, said):
     content = OUTCOME.to_mapping() | changed
-    (tmp_path / "r.json").write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+    (tmp_path / "result.json").write_text(
+        json.dumps({key: value for key, value in content.items() if value is not ...})
+    )
     with pytest.raises(ConfigError) as caught:
-        read_end(tmp_path / "r.json")
+        RunFolder(tmp_path).result()
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_keys_of_a_later_version_are_left_out(tmp_path):
-    (tmp_path / "r.json").write_text(json.dumps(OUTCOME.to_mapping() | {"mood": "good"}))
-    assert read_end(tmp_path / "r.json") == OUTCOME
+    (tmp_path / "result.json").write_text(json.dumps(OUTCOME.to_mapping() | {"mood": "good"}))
+    assert RunFolder(tmp_path).result() == OUTCOME
 
 
 def test_a_run_that_is_gone_is_not_made_anew(tmp_path):
     with pytest.raises(FolderGone):
-        write_end(tmp_path / "gone", tmp_path / "gone" / "result.json", OUTCOME)
+        RunFolder(tmp_path / "gone").write_result(OUTCOME)
     assert list(tmp_path.iterdir()) == []

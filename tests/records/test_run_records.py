@@ -9,7 +9,7 @@ import pytest
 
 from titanlab.errors import ConfigError
 from titanlab.records.identity import Identity
-from titanlab.records.outcome import Outcome, OutcomeKind, write_end
+from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
 
 
@@ -168,16 +168,15 @@ def test_the_last_saved_step_is_that_of_the_newest_attempt_that_saved(run):
 
 def test_ends_are_read(run):
     first, last = Outcome(kind=OutcomeKind.CRASH, ended=1.0), Outcome(kind=OutcomeKind.DONE, attempt=2, ended=2.0)
-    attempt(run, 1)
-    write_end(run.path, run.attempt_folder(1) / "result.json", first)
-    write_end(run.path, run.path / "result.json", last)
-    assert (run.result(), run.result(1), run.result(2)) == (last, first, None)
+    run.write_result(first)
+    run.write_result(last)
+    assert (run.result(), run.result(1), run.result(2), run.result(3)) == (last, first, last, None)
 
 
 def test_failures_of_ranks_are_sorted_and_damaged_ones_left_out(run):
     for rank in (10, 2):
         outcome = Outcome(kind=OutcomeKind.OOM, rank=rank, ended=1.0)
-        write_end(run.path, run.attempt_folder(1) / "failures" / f"rank-{rank}.json", outcome)
+        run.write_failure(outcome)
     put(run.attempt_folder(1) / "failures" / "rank-3.json", "{")
     put(run.attempt_folder(1) / "failures" / "other.json", "{}")
     assert [failure.rank for failure in run.failures(1)] == [2, 10]

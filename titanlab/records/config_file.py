@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import marshal
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +21,8 @@ _SECTION = re.compile(r"^(?=\S)", re.MULTILINE)
 # Line breaks of Unicode that are none in YAML 1.2.
 _BREAKS = re.compile("[\x85\u2028\u2029]")
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*:( |$)")
-MOST_VALUES = 100_000
+# They cannot stand for more than some 60,000 values.
+MOST_ALIASES = 30
 MOST_DEPTH = 200
 
 
@@ -161,36 +161,24 @@ def excess(text: str) -> str | None:
     Raises:
         yaml.YAMLError: it is no YAML.
     """
-    has_aliases = "&" in text and "*" in text
     # Every level takes a bracket, or a column of a line.
     deepest = text.count("[") + text.count("{") + max(map(len, text.splitlines()), default=0)
-    if deepest <= MOST_DEPTH and not has_aliases:
+    if deepest <= MOST_DEPTH and not ("&" in text and "*" in text):
         return None
-    # The values of each anchor with its aliases replaced, and those of the collections that are open.
-    sizes: dict[str, float] = {}
-    counts: list[float] = [0]
+    # Those of the collections that are open.
     anchors: list[str | None] = []
+    aliases = 0
     for event in yaml.parse(text, Loader=_LOADER):
         if isinstance(event, yaml.CollectionStartEvent):
-            counts.append(1)
             anchors.append(event.anchor)
             if len(anchors) > MOST_DEPTH:
                 return "it is nested too deeply"
-            # An alias within its own anchor never ends.
-            size, anchor = math.inf, event.anchor
         elif isinstance(event, yaml.CollectionEndEvent):
-            size, anchor = counts.pop(), anchors.pop()
-            counts[-1] += size
+            anchors.pop()
         elif isinstance(event, yaml.AliasEvent):
-            counts[-1] += sizes.get(event.anchor, 0)
-            continue
-        elif isinstance(event, yaml.ScalarEvent):
-            size, anchor = 1, event.anchor
-            counts[-1] += 1
-        else:
-            continue
-        if anchor is not None:
-            sizes[anchor] = size
-        if has_aliases and counts[-1] > MOST_VALUES:
-            return "its aliases stand for too many values"
+            aliases += 1
+            if event.anchor in anchors:
+                return "an alias in it stands for itself"
+            if aliases > MOST_ALIASES:
+                return f"it has more than {MOST_ALIASES} aliases"
     return None

@@ -17,13 +17,11 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.records.json_file import read_record
-from titanlab.system.files import FolderGone, disk_fault, finite, write_json
+from titanlab.system.files import disk_fault, finite
 
 SCHEMA = 1
 _CAUSE_LIMIT = 500
@@ -124,31 +122,9 @@ class Outcome:
     scheduler: Mapping[str, Any] | None = None
 
     def to_mapping(self) -> dict[str, Any]:
-        """The content of result.json: plain values; numbers that are not finite become null."""
+        """The content of result.json; numbers that are not finite become null."""
         mapping: dict[str, Any] = finite({"schema": SCHEMA, **asdict(self), "kind": self.kind.value})
         return mapping
-
-
-def read_end(path: Path) -> Outcome | None:
-    """The outcome in a file; None if there is no file.
-
-    Raises:
-        ConfigError: the file is damaged, or another version of titanlab wrote it.
-    """
-    return read_record(path, Outcome, schema=SCHEMA)
-
-
-def write_end(run: Path, path: Path, outcome: Outcome) -> None:
-    """Write an outcome into the folder of a run.
-
-    Raises:
-        FolderGone: the run's folder was moved or removed. Do not recreate it: it would hold a result without a run.
-        OSError: the outcome cannot be written. Whoever looks at the run next writes one, as for a killed run.
-    """
-    if not run.is_dir():
-        raise FolderGone(str(run))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, outcome.to_mapping(), durable=True)
 
 
 _OOM = re.compile(

@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +77,12 @@ def git_state(package: Path) -> GitState | None:
 
 
 def _recorded(record: Path) -> GitState | None:
+    import msgspec
+
     try:
-        git = parse_json(read_text(record)).get("git")
-        known = {field.name: git[field.name] for field in fields(GitState)} if git else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return msgspec.convert(parse_json(read_text(record))["git"], GitState | None)
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return None if known is None else GitState(**{**known, "untracked": tuple(known["untracked"])})
 
 
 def _patch(root: Path, changed: str | None, untracked: Sequence[str]) -> tuple[str, bool]:
@@ -295,17 +295,8 @@ def code_fingerprint(package: Path) -> str:
 
 
 def _code(package: Path, git: GitState | None) -> dict[str, Any]:
-    code: dict[str, Any] = {"version": titanlab.__version__, "fingerprint": code_fingerprint(package), "git": None}
-    if git is not None:
-        code["git"] = {
-            "sha": git.sha,
-            "branch": git.branch,
-            "dirty": git.dirty,
-            "untracked": list(git.untracked),
-            "patch": "code.patch" if git.patch else None,
-            "patch_complete": git.patch_complete,
-        }
-    return code
+    known = None if git is None else {**asdict(git), "patch": "code.patch" if git.patch else None}
+    return {"version": titanlab.__version__, "fingerprint": code_fingerprint(package), "git": known}
 
 
 def _host() -> dict[str, Any]:

@@ -28,7 +28,7 @@ from titanlab.records.identity import Identity
 from titanlab.records.json_file import RESTORE, read_optional, read_record
 from titanlab.records.logs import write_marks
 from titanlab.records.metrics_file import MetricsWriter, read_metrics
-from titanlab.records.outcome import Outcome, read_end, write_end
+from titanlab.records.outcome import Outcome
 from titanlab.system.files import FolderGone, user_path, write_json, write_text
 
 SCHEMA = 1
@@ -222,7 +222,7 @@ class RunFolder:
             ConfigError: the file is damaged, or of another version.
         """
         folder = self.path if attempt is None else self.attempt_folder(attempt)
-        return read_end(folder / "result.json")
+        return read_record(folder / "result.json", Outcome, schema=SCHEMA)
 
     def check_files(self) -> None:
         """Check that config, identity, status and result can be read.
@@ -241,7 +241,7 @@ class RunFolder:
         for path in (self.attempt_folder(attempt) / "failures").glob("rank-*.json"):
             # A damaged note says nothing; the others hold the cause.
             with contextlib.suppress(ConfigError):
-                failures.append(read_end(path))
+                failures.append(read_record(path, Outcome, schema=SCHEMA))
         return sorted((failure for failure in failures if failure), key=lambda outcome: outcome.rank or 0)
 
     def stopped(self, attempt: int) -> str | None:
@@ -391,8 +391,8 @@ class RunFolder:
         """
         if outcome.attempt:
             folder = self.attempt_folder(outcome.attempt)
-            write_end(self.path, folder / "result.json", outcome)
-        write_end(self.path, self.path / "result.json", outcome)
+            self._write_end(folder / "result.json", outcome)
+        self._write_end(self.path / "result.json", outcome)
         status = self.known_status() or Status(state="ended")
         self.write_status(
             replace(
@@ -423,7 +423,19 @@ class RunFolder:
     def write_failure(self, outcome: Outcome) -> None:
         """Write a rank's failure, one of those from which `outcome.first_cause` selects the cause."""
         folder = self.attempt_folder(outcome.attempt) / "failures"
-        write_end(self.path, folder / f"rank-{outcome.rank or 0}.json", outcome)
+        self._write_end(folder / f"rank-{outcome.rank or 0}.json", outcome)
+
+    def _write_end(self, path: Path, outcome: Outcome) -> None:
+        """Write an outcome into the folder of the run.
+
+        Raises:
+            FolderGone: it was moved or removed. Do not recreate it: it would hold a result without a run.
+            OSError: the outcome cannot be written. Whoever looks at the run next writes one, as for a killed run.
+        """
+        if not self.path.is_dir():
+            raise FolderGone(str(self.path))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, outcome.to_mapping(), durable=True)
 
     def keep_stopped(self, attempt: int, rank: int, words: str | None) -> None:
         """Keep a sentence about a rank that is stopped (SIGSTOP); None: the rank goes on."""

@@ -259,19 +259,15 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 _MOST_DIGITS = 308
 
 
-def parse_json(text: str | bytes, **hooks: Any) -> Any:
+def parse_json(text: str | bytes) -> Any:
     """The value of a JSON text.
-
-    Args:
-        hooks: further arguments of `json.loads`; `parse_int=None` leaves the length of numbers unchecked, and is faster
-            for texts of a million numbers.
 
     Raises:
         ValueError: it is no JSON in UTF-8, is nested too deeply, or has a whole number that no float can hold. The
             message is one line.
     """
     try:
-        return json.loads(text, **{"parse_int": _whole_number, **hooks})
+        return json.loads(text, parse_int=_whole_number)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

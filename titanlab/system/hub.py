@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import http.client
 import os
+import socket
 import threading
+import urllib.error
 import urllib.request
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from titanlab.errors import ConfigError
@@ -52,37 +55,51 @@ def silence() -> float | None:
     huggingface_hub and datasets retry for half a minute before they report a missing network, and for minutes if the
     connection is accepted but no response comes.
     """
-    # Imported here: it takes time, and huggingface_hub imports it next.
-    import httpx
+    for does_answer, default in ((_connects, CONNECT_SECONDS), (_responds, ANSWER_SECONDS)):
+        seconds = _seconds(default)
+        answers: list[bool] = []
+        # In a thread, because name resolution ignores the timeout.
+        probe = threading.Thread(target=_append_answer, args=(does_answer, seconds, answers), daemon=True)
+        probe.start()
+        probe.join(seconds)
+        if not answers or not answers[0]:
+            return seconds
+    return None
 
-    connect, answer = _seconds(CONNECT_SECONDS), _seconds(ANSWER_SECONDS)
-    connected, ends = threading.Event(), list[float | None]()
 
-    def ask() -> None:
-        end: float | None = None  # It has answered, or the library supports other proxies.
-        with contextlib.suppress(Exception):
-            try:
-                with httpx.Client(timeout=httpx.Timeout(answer, connect=connect)) as client:
-                    client.head(_endpoint(), extensions={"trace": note})
-            except (httpx.ConnectTimeout, httpx.ConnectError) as error:
-                # The library may have other certificates.
-                end = None if "SSL" in str(error) or "certificate" in str(error) else connect
-            except httpx.TimeoutException:
-                end = answer
-        ends.append(end)
-        connected.set()
+def _append_answer(does_answer: Callable[[float], bool], seconds: float, answers: list[bool]) -> None:
+    answers.append(does_answer(seconds))
 
-    def note(event: str, _: object) -> None:
-        if event.endswith("connect_tcp.complete"):
-            connected.set()
 
-    # In a thread, because name resolution ignores the timeout.
-    probe = threading.Thread(target=ask, daemon=True)
-    probe.start()
-    if not connected.wait(connect):
-        return connect
-    probe.join(answer)
-    return ends[0] if ends else answer
+def _connects(seconds: float) -> bool:
+    try:
+        socket.create_connection(_address(), timeout=seconds).close()
+    except (OSError, UnicodeError):
+        return False
+    return True
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: a redirect is an answer."""
+
+    def redirect_request(self, *_: object, **__: object) -> None:
+        return None
+
+
+def _responds(seconds: float) -> bool:
+    endpoint, proxy = _endpoint(), _proxy()
+    proxies = urllib.request.ProxyHandler({urlsplit(endpoint).scheme: proxy} if proxy else {})
+    try:
+        request = urllib.request.Request(endpoint, method="HEAD")
+        urllib.request.build_opener(_NoRedirect(), proxies).open(request, timeout=seconds).close()
+    except TimeoutError:
+        return False
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()
+        # Other errors are left to the library, which may have other certificates, or support other proxies.
+        return not isinstance(getattr(error, "reason", None), TimeoutError)
+    return True
 
 
 def unreachable(name: str, key: str = "repo") -> ConfigError | None:
