@@ -203,7 +203,7 @@ def find(text: str, key: str) -> Place:
             return place
     newest = None
     if isinstance(path, Path):
-        if not any(map(os.path.exists, known)):
+        if not any(os.path.exists(str(place)) for place in known):
             cure = "give the folder of a run, or of one of its checkpoints"
             raise ConfigError(key, text, "there is no such folder", cure)
         newest = latest(checkpoints_of(RunFolder(path)))

@@ -205,9 +205,13 @@ def move_objects(folder: StorePath, to: StorePath, *, last: str) -> None:
         StoreFault: the store does not answer, or refuses.
     """
     _, target = filesystem(to)
-    for name in sorted(objects_below(folder), key=lambda name: (name == last, name)):
+
+    def copy(name: str) -> None:
         with gone_is_fault(folder / name):
-            tried(folder / name, lambda store, path, name=name: store.cp_file(path, f"{target}/{name}"))
+            tried(folder / name, lambda store, path: store.cp_file(path, f"{target}/{name}"))
+
+    for name in sorted(objects_below(folder), key=lambda name: (name == last, name)):
+        copy(name)
     remove_objects(folder, first=last)
 
 

@@ -159,7 +159,10 @@ class ShardReader(Reader):
                 planner.commit_tensor(items[0], target)
                 return
         # Whole rows of the chunk from the first to the last that an item needs; only the needed bytes are read.
-        low, rows = _rows(sizes, items)
+        low, rows = 0, 1
+        if sizes:
+            low = min(item.storage_offsets[0] for item in items)
+            rows = max(item.storage_offsets[0] + item.lengths[0] for item in items) - low
         buffer = torch.empty([rows, *sizes[1:]] if sizes else [], dtype=dtype)
         skipped = low * (int(tensor.chunks[number, BYTES]) // sizes[0] if sizes and sizes[0] else 0)
         content = bytes_of(buffer)
@@ -186,14 +189,6 @@ def _takes_bytes(target: Tensor, dtype: torch.dtype, size: int, lengths: Sequenc
         and target.nbytes == size
         and target.is_contiguous()
     )
-
-
-def _rows(sizes: Sequence[int], items: Sequence[ReadItem]) -> tuple[int, int]:
-    """The first row of a chunk that an item needs, and the number of rows to the last one."""
-    if not sizes:
-        return 0, 1
-    low = min(item.storage_offsets[0] for item in items)
-    return low, max(item.storage_offsets[0] + item.lengths[0] for item in items) - low
 
 
 def _joined(spans: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:

@@ -22,6 +22,7 @@ _Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
 # The file is opened later: it must be inside of the checkpoint's folder.
 _ShardName = Annotated[str, Meta(pattern=r"^rank-[0-9]{5,9}\.safetensors\Z")]
 _FileName = Annotated[str, Meta(pattern=r"^(?!\.{1,2}$)[^/\x00]+\Z")]
+_StateName = Annotated[str, Meta(pattern=r"^(cpu|python|numpy|cuda)\Z")]
 _Rank = Annotated[int, Meta(ge=0, lt=10**9)]
 # The largest state of a generator, as JSON, takes 8 KiB.
 _State = Annotated[bytes, Meta(max_length=1 << 16)]
@@ -39,7 +40,7 @@ class PositionFile(Struct, forbid_unknown_fields=True):
     loss_scale: dict[str, _Number] = {}
     routing: dict[str, list[_Number]] = {}
     files: dict[_FileName, _Count] = {}
-    generators: dict[_Rank, dict[Literal["cpu", "python", "numpy", "cuda"], _State]] = {}
+    generators: dict[_Rank, dict[_StateName, _State]] = {}
     recipe: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")] | None = None
     contents: Literal["model"] | None = None
 

@@ -97,7 +97,10 @@ class StepTimes:
             return times
         if usual is not None and later and limit >= _SLOW * usual:
             return f"{times}; {key}={limit:g}"
-        return f"{times}; if it was only slow, try {key}={_rounded_up(max(2 * limit, _SLOW * (usual or 0.0))):g}"
+        enough = max(2 * limit, _SLOW * (usual or 0.0))
+        # Rounded up to two digits.
+        unit = 10.0 ** (len(str(int(enough))) - 2) if enough >= 10 else 1.0
+        return f"{times}; if it was only slow, try {key}={-(-enough // unit) * unit:g}"
 
 
 def hang(
@@ -192,12 +195,6 @@ def _waits_for_others(file: str) -> bool:
         return not file.removeprefix(_PACKAGE).startswith(_OWN_FILE_MODULES)
     is_torch = f"{os.sep}torch{os.sep}" in file
     return is_torch and not any(f"{os.sep}{part}" in file for part in _TORCH_FILE_MODULES)
-
-
-def _rounded_up(seconds: float) -> float:
-    """Seconds rounded up to two significant digits."""
-    unit = 10.0 ** (len(str(int(seconds))) - 2) if seconds >= 10 else 1.0
-    return -(-seconds // unit) * unit
 
 
 _FRAMES = 60

@@ -138,19 +138,15 @@ def free_port() -> int:
     It is outside the range from which the kernel takes ports for outgoing connections. A port of that range may be
     gone before rank 0 listens on it, a second or more later.
     """
-    below = _start_of_outgoing_ports()
+    try:
+        below = int(_RANGE_FILE.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        below = _USUAL_START
     for _ in range(_TRIES if below > _LOWEST else 0):
         port = random.SystemRandom().randrange(_LOWEST, below)
         if _bound(port):
             return port
     return _bound(0)
-
-
-def _start_of_outgoing_ports() -> int:
-    try:
-        return int(_RANGE_FILE.read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return _USUAL_START
 
 
 def _bound(port: int) -> int:

@@ -161,10 +161,6 @@ def _gathered(arguments: dict[str, Any], ranks: int) -> int:
     return _first("output_tensors", "output_lists", "output_tensor", "outputs")(arguments, ranks)
 
 
-def _nothing(arguments: dict[str, Any], ranks: int) -> int:
-    return 0
-
-
 def _own(kind: str, arguments: dict[str, Any], group: dist.ProcessGroup) -> int | None:
     """Bytes of its own input that a rank keeps in an `all_to_all` of unequal parts."""
     splits = arguments.get("input_split_sizes") if kind == "all_to_all" else None
@@ -190,7 +186,7 @@ _KINDS: dict[str, tuple[str, Callable[[dict[str, Any], int], int]]] = {
     "reduce_": ("reduce", _INPUT),
     "gather_": ("gather", _gathered),
     "scatter_": ("scatter", _INPUT),
-    "barrier": ("barrier", _nothing),
+    "barrier": ("barrier", lambda arguments, ranks: 0),
     "send": ("send", _INPUT),
     "recv": ("recv", _INPUT),
 }

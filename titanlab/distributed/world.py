@@ -179,8 +179,9 @@ def _select_device(accelerator: str, ranks: Ranks) -> torch.device:
 
 
 def _join(ranks: Ranks, device: torch.device, waits: Callable[[str], None]) -> None:
-    if is_one_host(ranks):
-        _keep_gloo_on_loopback()
+    if is_one_host(ranks) and (interface := loopback_interface()) is not None:
+        # gloo need not be reached from other hosts; a setting of the user wins.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if ranks.world == 1:
         # No address and no port, so that several runs can share a host.
         dist.init_process_group(
@@ -194,8 +195,12 @@ def _join(ranks: Ranks, device: torch.device, waits: Callable[[str], None]) -> N
         store = _store(ranks, wait)
         if not _is_agents_store():
             # torchrun's agents have met before they start ranks.
-            wait.absent = lambda: _absent(ranks, store)
-            _await_all(ranks, store, wait)
+            wait.absent = lambda: named(rank for rank in range(ranks.world) if not store.check([_sign(rank)]))
+            store.set(_sign(ranks.rank), "")
+            if store.add("titanlab/ranks", 1) == ranks.world:
+                store.set(_ALL_HERE, "")
+            while not store.check([_ALL_HERE]):
+                wait.pause()
     except StoppedEarly:
         raise StoppedEarly(f"while it waited for {wait.absent()}") from None
     dist.init_process_group(
@@ -270,25 +275,5 @@ def _is_agents_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _await_all(ranks: Ranks, store: dist.TCPStore, wait: _Wait) -> None:
-    """Wait until every rank has connected to the store."""
-    store.set(_sign(ranks.rank), "")
-    if store.add("titanlab/ranks", 1) == ranks.world:
-        store.set(_ALL_HERE, "")
-    while not store.check([_ALL_HERE]):
-        wait.pause()
-
-
-def _absent(ranks: Ranks, store: dist.TCPStore) -> str:
-    return named(rank for rank in range(ranks.world) if not store.check([_sign(rank)]))
-
-
 def _sign(rank: int) -> str:
     return f"titanlab/rank {rank} is here"
-
-
-def _keep_gloo_on_loopback() -> None:
-    """Let gloo listen on the loopback, as all ranks are on this host; a setting of the user wins."""
-    interface = loopback_interface()
-    if interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

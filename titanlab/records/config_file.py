@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import marshal
 import re
@@ -34,20 +35,15 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
 
 
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    # PyYAML reads 1e-5 as text, OmegaConf (like YAML 1.2) as a number; both read '1e-5' as text.
-    style = "'" if _looks_like_number(value) else None
+    style = None
+    with contextlib.suppress(ValueError):
+        float(value.replace("_", ""))
+        # PyYAML reads 1e-5 as text, OmegaConf (like YAML 1.2) as a number; both read '1e-5' as text.
+        style = "'"
     if _BREAKS.search(value):
         # PyYAML writes these breaks as they are between quotes of other styles, and reads them as spaces.
         style = '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
-
-
-def _looks_like_number(value: str) -> bool:
-    try:
-        float(value.replace("_", ""))
-    except ValueError:
-        return False
-    return True
 
 
 _Dumper.add_representer(str, _text)

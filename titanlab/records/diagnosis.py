@@ -529,7 +529,13 @@ def rank_rows(
 
 def table_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The table, and below it the place of every rank; ranks that are at the same place have one line."""
-    texts = [[_cell(row, key) for key in _HEADINGS] for row in rows]
+    texts = []
+    for row in rows:
+        cells = {key: "" if row[key] is None else str(row[key]) for key in _HEADINGS}
+        if row["last"] is not None and row["is_done"] is not None:
+            cells["last"] += ": done" if row["is_done"] else ": pending"
+        cells["waits_for"] = ", ".join(map(str, row["waits_for"]))
+        texts.append(list(cells.values()))
     widths = [max(map(len, column)) for column in zip(_HEADINGS.values(), *texts, strict=True)]
     lines = [
         "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
@@ -542,12 +548,3 @@ def table_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for stack, ranks in places.items():
         lines += ["", f"{named(ranks)}, innermost call first:", *(f"  {place}" for place in stack)]
     return lines
-
-
-def _cell(row: Mapping[str, Any], key: str) -> str:
-    value = row[key]
-    if key == "last" and value is not None and row["is_done"] is not None:
-        return f"{value}: {'done' if row['is_done'] else 'pending'}"
-    if key == "waits_for":
-        return ", ".join(map(str, value))
-    return "" if value is None else str(value)

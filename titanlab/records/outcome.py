@@ -17,7 +17,6 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from types import TracebackType
 from typing import Any
 
 from titanlab.errors import ConfigError, TitanlabError
@@ -199,13 +198,14 @@ def is_secondary(error: BaseException) -> bool:
 
 
 def _is_oom(error: BaseException, message: str) -> bool:
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    if getattr(error, "errno", None) == errno.ENOMEM:
-        return True
-    if isinstance(error, ImportError) and _NO_ADDRESS_SPACE.search(message):
-        return True
-    return (isinstance(error, (RuntimeError, OSError)) and bool(_OOM.search(message))) or _lacks_thread_memory(message)
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or getattr(error, "errno", None) == errno.ENOMEM
+        or (isinstance(error, ImportError) and bool(_NO_ADDRESS_SPACE.search(message)))
+        or (isinstance(error, (RuntimeError, OSError)) and bool(_OOM.search(message)))
+        or _lacks_thread_memory(message)
+    )
 
 
 def says_oom(text: str) -> bool:
@@ -223,21 +223,13 @@ def _lacks_thread_memory(message: str) -> bool:
 
 
 def _is_data(error: BaseException) -> bool:
+    """Whether a library for data raised the error, or `titanlab.data` could not read what is in a file."""
     for base in type(error).__mro__:
         if base.__module__.partition(".")[0] in _DATA_PACKAGES or base.__name__ == "DataError":
             return True
-    return isinstance(error, _CONTENT_ERRORS) and _in_data_module(error.__traceback__)
-
-
-def _in_data_module(trace: TracebackType | None) -> bool:
-    """Whether the innermost titanlab frame of the traceback is in `titanlab.data`."""
-    innermost = ""
-    while trace is not None:
-        module = str(trace.tb_frame.f_globals.get("__name__", ""))
-        if module.partition(".")[0] == "titanlab":
-            innermost = module
-        trace = trace.tb_next
-    return innermost == _DATA_MODULE or innermost.startswith(_DATA_MODULE + ".")
+    modules = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    innermost = next((name for name in reversed(modules) if name.partition(".")[0] == "titanlab"), "")
+    return isinstance(error, _CONTENT_ERRORS) and f"{innermost}.".startswith(f"{_DATA_MODULE}.")
 
 
 def from_exception(error: BaseException, *, step: int = 0, rank: int | None = None, attempt: int = 1) -> Outcome:

@@ -225,12 +225,13 @@ def collect(
     package = Path(titanlab.__file__).parent
     git = git_state(package)
     patch = None if git is None or not git.patch else redact(git.patch)
+    known = None if git is None else {**asdict(git), "patch": "code.patch" if git.patch else None}
     record = {
         "schema": SCHEMA,
         "time": time.time(),
         "command": redacted_arguments(sys.argv if arguments is None else arguments),
         "launcher": launcher,
-        "code": _code(package, git),
+        "code": {"version": titanlab.__version__, "fingerprint": code_fingerprint(package), "git": known},
         "python": {
             "version": platform.python_version(),
             "implementation": platform.python_implementation(),
@@ -242,7 +243,7 @@ def collect(
             "release": platform.release(),
             "machine": platform.machine(),
             "libc": " ".join(platform.libc_ver()).strip(),
-            "nvidia_driver": _nvidia_driver(),
+            "nvidia_driver": _found("/proc/driver/nvidia/version", r"\b(\d{3}\.\d+(?:\.\d+)?)\b"),
         },
         "host": _host(),
         "devices": dict(devices),
@@ -294,43 +295,29 @@ def code_fingerprint(package: Path) -> str:
     return digest.hexdigest()
 
 
-def _code(package: Path, git: GitState | None) -> dict[str, Any]:
-    known = None if git is None else {**asdict(git), "patch": "code.patch" if git.patch else None}
-    return {"version": titanlab.__version__, "fingerprint": code_fingerprint(package), "git": known}
-
-
 def _host() -> dict[str, Any]:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        memory_gib = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 2)
+    except (OSError, ValueError, AttributeError):
+        memory_gib = None
     return {
         "name": socket.gethostname(),
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
-        "usable_cores": usable,
-        "memory_gib": _memory_gib(),
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": memory_gib,
     }
 
 
-def _nvidia_driver() -> str | None:
-    """The version of the kernel's driver; None where there is none."""
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text(errors="replace")
-    except OSError:
-        return None
-    match = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", text)
-    return match[1] if match else None
-
-
 def _cpu_model() -> str:
+    model = _found("/proc/cpuinfo", r"^(?:model name|Model|Processor|cpu model)\s*:\s*(.+)$")
+    return model or platform.processor() or platform.machine()
+
+
+def _found(path: str, pattern: str) -> str | None:
+    """What a pattern finds in a file of the kernel; None where there is no such file."""
     try:
-        text = Path("/proc/cpuinfo").read_text(errors="replace")
+        match = re.search(pattern, Path(path).read_text(errors="replace"), re.MULTILINE)
     except OSError:
-        return platform.processor() or platform.machine()
-    match = re.search(r"^(?:model name|Model|Processor|cpu model)\s*:\s*(.+)$", text, re.MULTILINE)
-    return match[1].strip() if match else platform.machine()
-
-
-def _memory_gib() -> float | None:
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 2)
-    except (OSError, ValueError, AttributeError):
         return None
+    return match[1].strip() if match else None

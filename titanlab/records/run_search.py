@@ -37,15 +37,11 @@ def find_run(text: str, runs: Path | str = "runs") -> RunFolder:
         NoSuchRun: no run matches.
         ConfigError: several runs match; or its files are damaged, or of another version.
     """
-    run = _matching_run(text, runs)
-    run.check_files()
-    return run
-
-
-def _matching_run(text: str, runs: Path | str) -> RunFolder:
     for path in (user_path(text), user_path(runs) / text):
         if text and (path / "config.yaml").is_file():
-            return RunFolder(path)
+            run = RunFolder(path)
+            run.check_files()
+            return run
     known = list_runs(runs)
     digits = text.strip("/").lower()
     for matches in (
@@ -54,10 +50,18 @@ def _matching_run(text: str, runs: Path | str) -> RunFolder:
         [run for run in known if _HASH.fullmatch(digits) and _has_hash(run, digits)],
     ):
         if len(matches) == 1:
+            matches[0].check_files()
             return matches[0]
         if matches:
             raise ConfigError("run", text, f"fits {len(matches)} runs under {runs}", f"try {_joined_names(matches)}")
-    raise NoSuchRun("run", text, f"fits no run under {runs}", _advice(text, known))
+    if not known:
+        cure = "train one first (titanlab train), or say where runs are (--runs FOLDER)"
+        raise NoSuchRun("run", text, f"fits no run under {runs}", cure)
+    names = {run.path.name: run for run in known}
+    near = difflib.get_close_matches(text, names, n=3, cutoff=0.4)
+    latest = sorted(known, key=lambda run: run.path.stat().st_mtime, reverse=True)[:3]
+    cure = f"try {_joined_names([names[name] for name in near] or latest)}"
+    raise NoSuchRun("run", text, f"fits no run under {runs}", cure)
 
 
 def _has_hash(run: RunFolder, digits: str) -> bool:
@@ -75,15 +79,6 @@ def _has_hash(run: RunFolder, digits: str) -> bool:
 def _joined_names(runs: Iterable[RunFolder]) -> str:
     names = [f"{run.sweep}/{run.path.name}" for run in runs]
     return " or ".join(names[:4]) + (" …" if len(names) > 4 else "")
-
-
-def _advice(text: str, known: list[RunFolder]) -> str:
-    if not known:
-        return "train one first (titanlab train), or say where runs are (--runs FOLDER)"
-    names = {run.path.name: run for run in known}
-    near = difflib.get_close_matches(text, names, n=3, cutoff=0.4)
-    latest = sorted(known, key=lambda run: run.path.stat().st_mtime, reverse=True)[:3]
-    return f"try {_joined_names([names[name] for name in near] or latest)}"
 
 
 _CURE = "restore that file, or submit the sweep again: it is written anew"
