@@ -77,7 +77,7 @@ def test_a_log_of_an_earlier_version_is_one_part(run):
     path = log(run, 0, b"x" * 9)
     assert spans(parts(run, 0, path)) == [(0, 9, 0.0, 50.0)]
     attempt(run, 1, time=10)
-    assert spans(parts(run, 0, path)) == [(0, 9, 0.0, 50.0)]
+    assert spans(parts(run, 0, path)) == [(0, 9, 10.0, 50.0)]
     assert part_of(run, 0, path, 1).span.end == 9
 
 
@@ -87,32 +87,27 @@ def test_an_attempt_without_marks_belongs_to_the_one_before(run):
     attempt(run, 2, time=20)
     attempt(run, 3, time=30, marks={"0": 20})
     assert spans(parts(run, 0, path)) == [(0, 20, 10.0, 30.0), (20, 30, 30.0, 50.0)]
-    with pytest.raises(ConfigError, match=r"^--attempt=2: was begun before logs were marked; leave --attempt out$"):
+    with pytest.raises(
+        ConfigError, match=r"^--attempt=2: where it begins in the logs is not known; leave --attempt out$"
+    ):
         part_of(run, 0, path, 2)
 
 
-def test_what_the_first_of_several_unmarked_attempts_wrote_is_not_known(run):
+def test_without_marks_all_belongs_to_the_newest_attempt(run):
     path = log(run, 0, b"x" * 30)
     attempt(run, 1)
     attempt(run, 2)
-    with pytest.raises(ConfigError, match="was begun before logs were marked"):
+    with pytest.raises(ConfigError, match="where it begins in the logs is not known"):
         part_of(run, 0, path, 1)
-
-
-def test_the_unmarked_first_attempt_ends_where_a_later_one_began(run):
-    path = log(run, 0, b"x" * 30)
-    attempt(run, 1)
-    attempt(run, 2, marks={"0": 8})
-    assert (part_of(run, 0, path, 1).span.start, part_of(run, 0, path, 1).span.end) == (0, 8)
+    assert (part_of(run, 0, path, 2).span.start, part_of(run, 0, path, 2).span.end) == (0, 30)
 
 
 def test_a_log_that_was_cut_short_since_belongs_to_the_last(run):
     path = log(run, 0, b"x" * 5)
     attempt(run, 1, time=10, marks={})
     attempt(run, 2, time=20, marks={"0": 12})
-    assert spans(parts(run, 0, path)) == [(0, 5, 10.0, 50.0)]
+    assert spans(parts(run, 0, path)) == [(0, 5, 20.0, 50.0)]
     assert (part_of(run, 0, path, 2).span.start, part_of(run, 0, path, 2).span.end) == (0, 5)
-    assert part_of(run, 0, path, 1).span.end == 5
 
 
 def test_a_missing_log_has_an_empty_part(run):

@@ -47,11 +47,7 @@ _MOST_PARTS = 9_000
 
 
 class StoreSink:
-    """A new object. It is there after `finish`, and as a whole only.
-
-    Args:
-        size: of the object, in bytes.
-    """
+    """A new object. It is there after `finish`, and as a whole only."""
 
     def __init__(self, path: StorePath, size: int) -> None:
         self._path = path
@@ -85,10 +81,6 @@ class StoreSink:
 
 class StoreSource:
     """Reads ranges of an object.
-
-    Attributes:
-        size: of the object, in bytes.
-        most: bytes that are read at once.
 
     Raises:
         DamagedFile: there is no such object.
@@ -186,9 +178,6 @@ class DiskSource:
 
 class BlockWriter:
     """Writes a new file in sequence.
-
-    Args:
-        size: of the file, in bytes; only a store needs it.
 
     Attributes:
         size: bytes written so far.
@@ -341,12 +330,7 @@ def open_regular(path: Path) -> int:
 
 
 def read_regular(path: Place, most_bytes: int) -> bytes:
-    """The content of a file of a checkpoint.
-
-    Raises:
-        DamagedFile: the file is missing, too large, or not a regular file.
-        OSError: the file cannot be read, and may be whole.
-    """
+    """The content of a file of a checkpoint."""
     if isinstance(path, StorePath):
         try:
             content = objects.read_all(path, most_bytes + 1)

@@ -54,22 +54,12 @@ class Readable(Protocol):
         """The names of all entries."""
 
     def reader(self, checkpoint: Place, key: str) -> Reader:
-        """Reads the tensors.
-
-        Args:
-            checkpoint: the folder whose contents these are.
-            key: for errors.
-        """
+        """Reads the tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """A checkpoint without the bytes of its tensors.
-
-    Attributes:
-        saved: position.json.
-        entries: index.json.
-    """
+    """A checkpoint without the bytes of its tensors."""
 
     saved: SavedPosition
     entries: CheckpointIndex
@@ -110,12 +100,7 @@ def read_contents(checkpoint: Place, key: str) -> Contents:
 
 
 def indexed(checkpoint: Place, key: str) -> CheckpointIndex:
-    """The index of a checkpoint.
-
-    Raises:
-        DamagedCheckpoint: it is missing or damaged.
-        ConfigError: it is of a later format.
-    """
+    """The index of a checkpoint."""
     # Imported here: it needs numpy, and a command that starts a new run reads no index.
     from titanlab.checkpoint.index_reader import read_index
 
@@ -156,11 +141,7 @@ def check_checkpoint(
 
 
 def check_whole(checkpoint: Place, saved: SavedPosition, key: str) -> None:
-    """Check that a run can resume from a checkpoint.
-
-    Raises:
-        ConfigError: it has no optimizer.
-    """
+    """Check that a run can resume from a checkpoint."""
     if saved.contents is not None:
         cure = f"start a new run with init_from={checkpoint}, or {another(checkpoint)}"
         raise ConfigError(
@@ -173,10 +154,6 @@ def check_optimizer(checkpoint: Place, contents: Readable, names: Sequence[str],
 
     Args:
         names: of the optimizer's entries in the model that loads.
-
-    Raises:
-        ConfigError: one of them has few bits there and not here, or the other way round; or no parameter has such a
-            state there.
     """
     known = contents.names
     degrees = " ".join(f"parallelism.{axis}={degree}" for axis, degree in contents.saved.position.layout.items())
@@ -198,11 +175,7 @@ def check_optimizer(checkpoint: Place, contents: Readable, names: Sequence[str],
 
 
 def check_step(checkpoint: Place, saved: SavedPosition, steps: int) -> None:
-    """Check that a new run has steps left after the checkpoint from which it starts.
-
-    Raises:
-        ConfigError: no step would be left.
-    """
+    """Check that a new run has steps left after the checkpoint from which it starts."""
     step = saved.position.step
     if step >= steps:
         raise ConfigError(
@@ -221,11 +194,7 @@ def _shape(shape: list[int] | None) -> str:
 
 
 def parent_of(load_from: str | None) -> dict[str, Any]:
-    """`parent_run` (sweep and folder) and `parent_step` for identity.json; empty if there is no parent.
-
-    Args:
-        load_from: the recipe's `checkpoint.load_from`.
-    """
+    """`parent_run` (sweep and folder) and `parent_step` for identity.json; empty if there is no parent."""
     if load_from is None:
         return {}
     try:
@@ -325,11 +294,7 @@ def list_checkpoints(folder: Place, *, verifies: bool) -> list[ListedCheckpoint]
 
 
 def verify(checkpoint: Place, key: str) -> None:
-    """Read a checkpoint and compare every block with its checksum.
-
-    Raises:
-        ConfigError: it is damaged, or of a later format.
-    """
+    """Read a checkpoint and compare every block with its checksum."""
     for file in read_contents(checkpoint, key).entries.files:
         try:
             with BlockReader(checkpoint / file.name, file.size, file.checksums) as reader:

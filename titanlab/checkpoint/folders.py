@@ -165,14 +165,7 @@ def latest(folder: Place) -> Place | None:
 
 
 def of_step(folder: Place, step: int, key: str, value: object) -> Place:
-    """The complete checkpoint of one step in a run's folder of checkpoints.
-
-    Args:
-        key, value: the user's input, for the error.
-
-    Raises:
-        ConfigError: there is no such checkpoint.
-    """
+    """The complete checkpoint of one step in a run's folder of checkpoints."""
     known = checkpoints(folder)
     for path in known:
         if step_of(path) == step:

@@ -96,13 +96,7 @@ class IndexedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexedFile:
-    """A file of tensors.
-
-    Attributes:
-        name: without a folder.
-        size: in bytes.
-        checksums: of each block.
-    """
+    """A file of tensors."""
 
     name: str
     size: int

@@ -26,12 +26,7 @@ _CERTAIN = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectory
 
 @dataclass(frozen=True, kw_only=True)
 class StoredObject:
-    """An object.
-
-    Attributes:
-        size: in bytes.
-        modified: in seconds since the epoch; 0 if the store does not tell.
-    """
+    """An object."""
 
     size: int
     modified: float
@@ -63,11 +58,7 @@ def tried(path: StorePath, action: Callable[[Any, str], T]) -> T:
 
 
 def again(action: Callable[[], T]) -> T:
-    """What an action returns; it is done again after each StoreFault that may pass.
-
-    Raises:
-        StoreFault: of the last attempt.
-    """
+    """What an action returns; it is done again after each StoreFault that may pass."""
     for wait in _WAITS:
         try:
             return action()
@@ -154,11 +145,7 @@ def read_all(path: StorePath, most_bytes: int) -> bytes:
 
 
 def check_length(got: int, wanted: int) -> None:
-    """Check that a store has sent all bytes of a range that an object has.
-
-    Raises:
-        OSError: it has not.
-    """
+    """Check that a store has sent all bytes of a range that an object has."""
     if got != wanted:
         raise OSError(f"it has sent {got} bytes of {wanted}")
 
@@ -185,9 +172,6 @@ def remove_objects(folder: StorePath, *, first: str) -> None:
 
     Args:
         first: the name of the object that is removed before the others: without it the others count no more.
-
-    Raises:
-        StoreFault: the store does not answer, or refuses.
     """
     for name in sorted(objects_below(folder), key=lambda name: (name != first, name)):
         with contextlib.suppress(FileNotFoundError):
@@ -200,9 +184,6 @@ def move_objects(folder: StorePath, to: StorePath, *, last: str) -> None:
     Args:
         last: the name of the object that is copied as the last and removed as the first. Whenever the process dies, at
             least one of the two folders is whole.
-
-    Raises:
-        StoreFault: the store does not answer, or refuses.
     """
     _, target = filesystem(to)
 

@@ -205,11 +205,7 @@ def _joined(spans: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]
 def metadata_of(
     dtype: str, shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]
 ) -> TensorStorageMetadata:
-    """A tensor, as DCP's planner takes it.
-
-    Args:
-        boxes: offsets and sizes of its parts.
-    """
+    """A tensor, as DCP's planner takes it."""
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=dtype_named(dtype)),
         size=torch.Size(shape),

@@ -67,11 +67,7 @@ def attempted(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def raise_first(failures: Sequence[Exception | None], *, own: Exception | None = None) -> None:
-    """Raise the error that says most about the failures of the ranks; nothing if there are none.
-
-    Args:
-        own: this rank's failure, which has its traceback.
-    """
+    """Raise the error that says most about the failures of the ranks; nothing if there are none."""
     known = [failure for failure in failures if failure is not None]
     if not known:
         return
@@ -81,16 +77,7 @@ def raise_first(failures: Sequence[Exception | None], *, own: Exception | None =
 
 @dataclass(kw_only=True)
 class PlannedSave:
-    """A save that all ranks have agreed on.
-
-    Attributes:
-        planner: knows where the state is.
-        plan: this rank's part.
-        rank: of this process.
-        folder: into which all ranks write.
-        shards: layouts of all ranks' files, on rank 0 only.
-        position: content of position.json without `files`, on rank 0 only.
-    """
+    """A save that all ranks have agreed on."""
 
     planner: SavePlannerOfJson
     plan: SavePlan
@@ -117,12 +104,7 @@ class Plans:
         self._shards: Sequence[CheckpointShard] = ()
 
     def plan(self, state: Mapping[str, Any], folder: Place, world: World) -> PlannedSave:
-        """Agree with all ranks on who writes what; `dcp.save` does the same at its beginning.
-
-        Args:
-            state: nested mappings of tensors and JSON values.
-            folder: of the checkpoint; it need not exist yet.
-        """
+        """Agree with all ranks on who writes what; `dcp.save` does the same at its beginning."""
         planner = SavePlannerOfJson()
         _, failure = attempted(lambda: planner.set_up_planner(dict(state), None, world.logs))
         outline = None if failure else _outline(planner.state_dict)

@@ -97,11 +97,7 @@ def check_coverage(plans: Sequence[SavePlan]) -> None:
 
 
 def covers(shape: Sequence[int], parts: Sequence[_Part]) -> bool:
-    """Whether parts of a tensor lie in it and cover it exactly; parts without elements do not count.
-
-    Args:
-        parts: offsets and sizes.
-    """
+    """Whether parts of a tensor lie in it and cover it exactly; parts without elements do not count."""
     offsets, sizes = np.array(parts, np.int64).reshape(len(parts), 2, len(shape)).transpose(1, 0, 2)
     inside = (offsets >= 0).all() and (offsets + sizes <= np.array(shape, np.int64)).all()
     return bool(inside) and fills(shape, offsets, sizes)
@@ -153,14 +149,7 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointShard:
-    """A rank's file.
-
-    Attributes:
-        name: of the file.
-        header: the bytes before the first tensor.
-        chunks: in the order of the file; each dtype is one range of bytes.
-        size: bytes of the file.
-    """
+    """A rank's file."""
 
     name: str
     header: bytes

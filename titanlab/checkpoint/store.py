@@ -80,11 +80,7 @@ def save(
 def begin(
     target: Target, position: Position, *, plans: Plans | None = None, only_model: OnlyModel | None = None
 ) -> PlannedSave:
-    """Make the folder of a checkpoint, and agree with all ranks on what each of them writes.
-
-    Raises:
-        OSError: the disk takes no more; nothing of the checkpoint is left.
-    """
+    """Make the folder of a checkpoint, and agree with all ranks on what each of them writes."""
     world, final = target.world, step_folder(target.folder, position.step)
     made = together(world, lambda: make_part(target.folder, final) if world.logs else None)
     # Only rank 0 asks the store which of the two it is.
@@ -191,15 +187,7 @@ def load(
 def load_model(
     folder: Place, key: str, model: nn.Module, *, read: Callable[[Place, str], Readable] = read_contents
 ) -> None:
-    """Read only the model of a checkpoint.
-
-    Args:
-        key: the config key or argument that names the checkpoint, for the error.
-
-    Raises:
-        DamagedCheckpoint: the checkpoint is damaged.
-        ConfigError: it belongs to another model.
-    """
+    """Read only the model of a checkpoint."""
     state = {"model": model.state_dict()}
     load_state(state, read(folder, key).reader(folder, key))
     model.load_state_dict(state["model"])
@@ -251,11 +239,7 @@ def set_generators(states: Mapping[str, bytes], world: World) -> None:
 
 
 def restore_generators(states: Mapping[str, bytes], world: World, checkpoint: Place, key: str) -> None:
-    """Set the generators to the states of a checkpoint.
-
-    Raises:
-        DamagedCheckpoint: a state is not valid.
-    """
+    """Set the generators to the states of a checkpoint."""
     try:
         set_generators(states, world)
     except (ValueError, TypeError, IndexError, KeyError, OverflowError, RuntimeError) as error:

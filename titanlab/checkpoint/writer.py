@@ -50,11 +50,7 @@ class HostBuffer:
         self._memory: Tensor | None = None
 
     def reserve(self, size: int) -> Tensor:
-        """So many bytes; what was taken before is overwritten.
-
-        Raises:
-            OSError: the host has no more memory.
-        """
+        """So many bytes; what was taken before is overwritten."""
         if self._memory is None or len(self._memory) < size:
             # The smaller one is freed first.
             self._memory = None
@@ -94,12 +90,7 @@ class Staged:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What one rank has written.
-
-    Attributes:
-        file: its file.
-        objects: as in `Staged`.
-    """
+    """What one rank has written."""
 
     file: IndexedFile
     objects: Mapping[str, str]

@@ -31,11 +31,7 @@ _DUMPS: tuple[Callable[[], bytes] | None, ...] = (
 
 
 def topology(mesh: Mesh, messages: Callable[[], Messages | None] = lambda: None) -> Topology:
-    """This rank's groups and coordinates in a mesh.
-
-    Args:
-        messages: returns the state of the pipeline's sends and receives.
-    """
+    """This rank's groups and coordinates in a mesh."""
     groups = dict(mesh.groups())
     if dist.group.WORLD is not None:
         groups["world"] = dist.group.WORLD

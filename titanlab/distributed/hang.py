@@ -79,12 +79,7 @@ class StepTimes:
         return max(LEAST_LIMIT_SECONDS, _SLOW * statistics.median(self._later))
 
     def advice(self, key: str, limit: float | None) -> str:
-        """A text with step times, and the setting to try if this step was only slow.
-
-        Args:
-            key: config key of the limit that was reached.
-            limit: in seconds.
-        """
+        """A text with step times, and the setting to try if this step was only slow."""
         later = list(self._later)
         usual = statistics.median(later) if later else self._first
         if usual is None:
@@ -280,13 +275,7 @@ def _activity(stack: Iterable[CodeLine]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class HungAttempt:
-    """The records of an attempt and their diagnosis.
-
-    Attributes:
-        others: what is known of ranks without a record.
-        damaged: by rank, the file that cannot be read and why.
-        world: number of ranks; 0: unknown.
-    """
+    """The records of an attempt and their diagnosis."""
 
     diagnosis: Diagnosis
     records: Mapping[int, HangRecord]

@@ -92,11 +92,7 @@ def joined(environ: Mapping[str, str]) -> Ranks | None:
 
 
 def check_ranks(ranks: Ranks) -> None:
-    """Check the numbers of a rank.
-
-    Raises:
-        ConfigError: the rank is outside its world, or the port is invalid.
-    """
+    """Check the numbers of a rank."""
     if not 0 <= ranks.rank < ranks.world:
         raise ConfigError(
             "RANK", ranks.rank, f"must lie in [0, {ranks.world})", "start the processes with torchrun or srun"
@@ -106,11 +102,7 @@ def check_ranks(ranks: Ranks) -> None:
 
 
 def number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """A whole number in a variable.
-
-    Raises:
-        ConfigError: it is not a number, or it is missing and has no default.
-    """
+    """A whole number in a variable."""
     text = environ.get(name)
     if text is None:
         if default is None:

@@ -2,6 +2,7 @@
 
 A rank that hangs writes a note (`distributed.watchdog`) as soon as its own limit or another rank's is reached. The
 process that started a rank runs on the same host: if the rank writes no note, that process writes one for it.
+`since` is when the ranks were started, in seconds since the epoch: older notes are of earlier attempts.
 """
 
 from __future__ import annotations
@@ -53,13 +54,7 @@ def hangs_of_others(run: RunFolder, rank: int | None, *, since: float) -> list[O
 
 
 def note_silent_ranks(run: RunFolder, pids: Mapping[int, int], *, since: float, seconds: float) -> None:
-    """If ranks hang, wait for the notes of this host's ranks, then write the missing notes for them.
-
-    Args:
-        pids: process by rank, for the ranks of this host.
-        since: when the ranks were started, in seconds since the epoch.
-        seconds: how long to wait for their notes.
-    """
+    """If ranks hang, wait for the notes of this host's ranks, then write the missing notes for them."""
     end = time.monotonic() + seconds
     while hangs_of_others(run, None, since=since):
         attempt = run.newest_attempt()
@@ -77,12 +72,7 @@ def note_silent_ranks(run: RunFolder, pids: Mapping[int, int], *, since: float, 
 
 
 def note_silence(run: RunFolder, rank: int, pid: int, *, since: float) -> bool:
-    """Note that a rank does not answer, if others hang and it has no note; return whether a note was written.
-
-    Args:
-        pid: the rank's process, on this host.
-        since: when it was started, in seconds since the epoch.
-    """
+    """Note that a rank does not answer, if others hang and it has no note; return whether a note was written."""
     others = hangs_of_others(run, rank, since=since)
     attempt = run.newest_attempt()
     if not others or any(note.rank == rank for note in run.failures(attempt)):
@@ -153,11 +143,7 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
 
 
 def await_answers(run: RunFolder, world: int, *, since: float) -> None:
-    """If ranks hang, wait until every rank has a note, its own or one written for it, or the time for that is over.
-
-    Args:
-        since: when the ranks were started, in seconds since the epoch.
-    """
+    """If ranks hang, wait until every rank has a note, its own or one written for it, or the time for that is over."""
     end = time.monotonic() + 2 * ANSWER_SECONDS
     while hangs_of_others(run, None, since=since) and time.monotonic() < end:
         if len(run.failures(run.newest_attempt())) >= world:
@@ -201,11 +187,7 @@ def judged(notes: Collection[Outcome], world: int, records: Mapping[int, HangRec
 
 
 def diagnosis_of(notes: Collection[Outcome], world: int, records: Mapping[int, HangRecord]) -> Diagnosis:
-    """The diagnosis of an attempt whose ranks hung, or lost their connection to a rank.
-
-    Args:
-        world: number of ranks; 0: unknown.
-    """
+    """The diagnosis of an attempt whose ranks hung, or lost their connection to a rank."""
     silent = {
         note.rank: (note.cause or "").partition("does not answer: ")[2].partition(";")[0] or "nothing is known of it"
         for note in notes

@@ -63,9 +63,6 @@ def marked(axes: Mapping[str, str]) -> Iterator[None]:
     """Annotate every collective and message inside the block for torch.profiler: `titanlab.issue:AXIS:KIND` before it.
 
     gloo's own events do not name their process group.
-
-    Args:
-        axes: name of a process group → axis, as for `traced`.
     """
     with _Marker(axes, Traffic()):
         yield

@@ -227,11 +227,7 @@ class _Wait:
         self.absent: Callable[[], str] = lambda: "torchrun's agent" if _is_agents_store() else "rank 0"
 
     def pause(self) -> None:
-        """Wait before the next look.
-
-        Raises:
-            AbsentRanks: the time is over.
-        """
+        """Wait before the next look."""
         waited = time.monotonic() - self._begin
         if waited >= _JOIN_SECONDS:
             where = f"the rendezvous of {self._ranks.world} ranks at {self._ranks.address}:{self._ranks.port}"

@@ -29,10 +29,6 @@ class CannotWriteError(ConfigError):
 def claimed(folder: Path, key: str, *, patience_seconds: float = PATIENCE_SECONDS, file: str = FILE) -> Iterator[None]:
     """Lock a folder for this process; the kernel releases the lock when the block or the process ends.
 
-    Args:
-        key: the key that the error names.
-        patience_seconds: how long to wait for a process that has the lock.
-
     Raises:
         ConfigError: another process has the lock.
         CannotWriteError: the folder cannot be written.

@@ -50,11 +50,7 @@ _Dumper.add_representer(str, _text)
 
 
 def config_text(config: Mapping[str, Any]) -> str:
-    """The YAML text of nested plain values.
-
-    Raises:
-        yaml.representer.RepresenterError: a value is no plain value.
-    """
+    """The YAML text of nested plain values."""
     texts = []
     for key, value in config.items():
         try:
@@ -153,9 +149,6 @@ def excess(text: str) -> str | None:
 
     libyaml's loader overflows the stack of the process on deep nesting (PyYAML 6), and nine lines with aliases (`&a`,
     `*a`) can stand for a billion values. The parser's events show both before anything is made.
-
-    Raises:
-        yaml.YAMLError: it is no YAML.
     """
     # Every level takes a bracket, or a column of a line.
     deepest = text.count("[") + text.count("{") + max(map(len, text.splitlines()), default=0)

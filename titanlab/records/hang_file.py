@@ -138,11 +138,7 @@ def hang_folder(run: RunFolder, attempt: int) -> Path:
 
 
 def write_hang(run: RunFolder, attempt: int, record: HangRecord) -> None:
-    """Write a rank's record.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a rank's record."""
     folder = hang_folder(run, attempt)
     folder.mkdir(parents=True, exist_ok=True)
     # In one line: a record has a thousand collectives.

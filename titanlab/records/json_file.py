@@ -18,9 +18,6 @@ T = TypeVar("T")
 def read_object(path: Path, *, cure: str = RESTORE) -> dict[str, Any] | None:
     """The object in a JSON file; None if there is no file.
 
-    Args:
-        cure: the error's advice about a damaged file.
-
     Raises:
         ConfigError: the file cannot be read, or contains no object.
     """
@@ -80,11 +77,7 @@ def read_optional(path: Path) -> dict[str, Any] | None:
 
 
 def loaded(text: str) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: it is no JSON; see `parse_json`.
-    """
+    """The value of a JSON text."""
     value = parse_json(text)
     if "\\u" not in text:
         return value

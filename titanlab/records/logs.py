@@ -46,11 +46,7 @@ class FileSpan:
 
 
 def open_log(path: Path) -> BinaryIO:
-    """Open a file for reading.
-
-    Raises:
-        OSError: it cannot be read, or is no regular file.
-    """
+    """Open a file for reading."""
     # Without O_NONBLOCK the open of a named pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -60,11 +56,7 @@ def open_log(path: Path) -> BinaryIO:
 
 
 def text_at_end(path: Path, *, begin: int = 0) -> str:
-    """The last 64 KiB of a file; empty if it cannot be read, or is no regular file.
-
-    Args:
-        begin: bytes before this one are left out.
-    """
+    """The last 64 KiB of a file; empty if it cannot be read, or is no regular file."""
     try:
         with open_log(path) as file:
             file.seek(max(begin, file.seek(0, os.SEEK_END) - _BLOCK_BYTES, 0))
@@ -196,6 +188,7 @@ class LogPart:
         begin, end: when the attempt began, and when it wrote last, as well as it is known; seconds since the epoch.
     """
 
+    attempt: int
     rank: int
     span: FileSpan
     begin: float
@@ -226,47 +219,37 @@ def write_marks(run: RunFolder, attempt: int) -> None:
 def parts(run: RunFolder, rank: int, path: Path) -> list[LogPart]:
     """The parts of a rank's log, one for each attempt that may have written to it, oldest first.
 
-    Attempts that earlier versions of titanlab have begun have no marks; what they wrote belongs to the attempt before.
+    What an attempt without marks wrote belongs to the attempt before. A log that was cut short since belongs to the
+    last attempt.
     """
     size = size_of(path)
-    known = [(attempt, start) for attempt in run.attempts() if (start := _mark(run, attempt, rank)) is not None]
     starts: list[tuple[int, int]] = []
-    for attempt, start in known or [(0, 0)]:
-        if not starts or starts[-1][1] <= start <= size:
-            starts.append((attempt, min(start, size) if starts else 0))
-    log_parts = []
-    for place, (attempt, start) in enumerate(starts):
-        end = starts[place + 1][1] if place + 1 < len(starts) else size
-        begin = _begin(run, attempt)
-        log_parts.append(
-            LogPart(
-                rank=rank,
-                span=FileSpan(path=path, start=start, end=end),
-                begin=begin,
-                end=_written(path) if place + 1 == len(starts) else _begin(run, starts[place + 1][0]),
-            )
-        )
-    return log_parts
+    for attempt in run.attempts():
+        start = _mark(run, attempt, rank)
+        if start is not None:
+            if start > size or (starts and start < starts[-1][1]):
+                starts = []
+            starts.append((attempt, start if starts else 0))
+    starts = starts or [(run.newest_attempt(), 0)]
+    begins = [_begin(run, attempt) for attempt, _ in starts]
+    ends = [start for _, start in starts[1:]] + [size]
+    written = [*begins[1:], _written(path)]
+    return [
+        LogPart(attempt=attempt, rank=rank, span=FileSpan(path=path, start=start, end=end), begin=begin, end=last)
+        for (attempt, start), end, begin, last in zip(starts, ends, begins, written, strict=True)
+    ]
 
 
 def part_of(run: RunFolder, rank: int, path: Path, attempt: int) -> LogPart:
     """The part of a rank's log that an attempt has written.
 
     Raises:
-        ConfigError: where the attempt begins was not recorded.
+        ConfigError: where the attempt begins is not known.
     """
-    size, numbers = size_of(path), run.attempts()
-    start = _mark(run, attempt, rank)
-    later = [mark for number in numbers if number > attempt and (mark := _mark(run, number, rank)) is not None]
-    if start is None and (attempt != numbers[0] or (len(numbers) > 1 and not later)):
-        raise ConfigError("--attempt", attempt, "was begun before logs were marked", "leave --attempt out")
-    start = start or 0
-    if start > size:
-        # The log was cut short, or removed, since.
-        start = 0
-    end = next((mark for mark in later if mark >= start), size)
-    span = FileSpan(path=path, start=start, end=min(end, size))
-    return LogPart(rank=rank, span=span, begin=_begin(run, attempt), end=_written(path))
+    for part in parts(run, rank, path):
+        if part.attempt == attempt:
+            return part
+    raise ConfigError("--attempt", attempt, "where it begins in the logs is not known", "leave --attempt out")
 
 
 def _mark(run: RunFolder, attempt: int, rank: int) -> int | None:
@@ -307,13 +290,7 @@ _LOOK_AHEAD = 500
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Line:
-    """A line of a rank.
-
-    Attributes:
-        time: seconds since the epoch, as well as it is known.
-        rank: of the file.
-        text: without its end; any bytes.
-    """
+    """A line of a rank."""
 
     time: float
     rank: int

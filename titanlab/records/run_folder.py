@@ -95,7 +95,10 @@ class IdentityFile:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """One run on disk; each method reads or writes its file when it is called."""
+    """One run on disk; each method reads or writes its file when it is called.
+
+    A damaged file, or one of another version, is a ConfigError; a folder that was moved or removed is FolderGone.
+    """
 
     path: Path
 
@@ -146,22 +149,14 @@ class RunFolder:
         return read_config(folder / "config.yaml")
 
     def section(self, group: str) -> dict[str, Any]:
-        """The values of one group of the recipe with which the run was made; empty if it has none.
-
-        Raises:
-            ConfigError: config.yaml is damaged.
-        """
+        """The values of one group of the recipe with which the run was made; empty if it has none."""
         values = self.config().get(group)
         if not isinstance(values, dict | None):
             raise ConfigError(group, values, f"is no mapping in {self.path / 'config.yaml'}", RESTORE)
         return values or {}
 
     def identity(self) -> Identity | None:
-        """The full hash and the hashed values; None if the folder has no identity.json.
-
-        Raises:
-            ConfigError: the file is damaged, or of another version.
-        """
+        """The full hash and the hashed values; None if the folder has no identity.json."""
         record = self._identity()
         return None if record is None else Identity(sha256=record.sha256, content=record.content)
 
@@ -197,11 +192,7 @@ class RunFolder:
         return record
 
     def status(self) -> Status | None:
-        """The run's status; None if there is no status.json.
-
-        Raises:
-            ConfigError: the file is damaged, or of another version.
-        """
+        """The run's status; None if there is no status.json."""
         path, cure = self.path / "status.json", "remove that file: it is written anew when the run goes on"
         status = read_record(path, Status, schema=SCHEMA, cure=cure)
         if status is not None and status.state not in STATES:
@@ -216,20 +207,12 @@ class RunFolder:
             return None
 
     def result(self, attempt: int | None = None) -> Outcome | None:
-        """How the latest attempt, or the given attempt, ended; None if it has not ended.
-
-        Raises:
-            ConfigError: the file is damaged, or of another version.
-        """
+        """How the latest attempt, or the given attempt, ended; None if it has not ended."""
         folder = self.path if attempt is None else self.attempt_folder(attempt)
         return read_record(folder / "result.json", Outcome, schema=SCHEMA)
 
     def check_files(self) -> None:
-        """Check that config, identity, status and result can be read.
-
-        Raises:
-            ConfigError: a file is damaged, or of another version.
-        """
+        """Check that config, identity, status and result can be read."""
         self.config()
         self._identity()
         self.status()
@@ -262,11 +245,7 @@ class RunFolder:
         return max(self.attempts(), default=0)
 
     def chosen_attempt(self, number: int | None) -> int:
-        """The attempt of the number that a user gives, or the newest; 0: none is given, and there is none.
-
-        Raises:
-            ConfigError: there is no attempt of this number.
-        """
+        """The attempt of the number that a user gives, or the newest; 0: none is given, and there is none."""
         known = self.attempts()
         if number is None:
             return self.newest_attempt()
@@ -455,32 +434,19 @@ class RunFolder:
         (self.path / "cancel.json").unlink(missing_ok=True)
 
     def claim(self, *, patience_seconds: float = claim.PATIENCE_SECONDS) -> AbstractContextManager[None]:
-        """Lock the run for this process, as `claim.claimed` does.
-
-        Raises:
-            ConfigError: another process has the lock.
-        """
+        """Lock the run for this process, as `claim.claimed` does."""
         return claim.claimed(self.path, "run", patience_seconds=patience_seconds)
 
 
 def check_name(key: str, value: str) -> None:
-    """Check that a name can be the name of a folder.
-
-    Raises:
-        ConfigError: it has other characters, or too many.
-    """
+    """Check that a name can be the name of a folder."""
     if not _NAME.fullmatch(value):
         rule = f"becomes a folder's name: up to {_LONGEST} letters, digits, '.', '_' and '-'"
         raise ConfigError(key, value, rule, f"try {safe_name(value)}")
 
 
 def safe_name(text: str, *, longest: int = _LONGEST, otherwise: str = "run") -> str:
-    """A name like a text that fits the rule.
-
-    Args:
-        longest: how many characters it may have.
-        otherwise: the name if no character of the text can stay.
-    """
+    """A name like a text that fits the rule."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:longest] or otherwise
 
 
@@ -566,11 +532,7 @@ def tracker_id(identity: Identity, folder: Path, *, sweep: str) -> str:
 
 
 def open_run(path: Path | str) -> RunFolder:
-    """The run in a folder.
-
-    Raises:
-        ConfigError: it is no folder of a run.
-    """
+    """The run in a folder."""
     path = user_path(path)
     if not (path / "config.yaml").is_file():
         rule = "has no config.yaml" if path.is_dir() else "is no folder"

@@ -168,12 +168,7 @@ _MESSAGES = (
 
 
 class StoreFault(OSError):
-    """A remote store does not answer, refuses, or is gone.
-
-    Args:
-        address: of the folder or the object.
-        reason: one line.
-    """
+    """A remote store does not answer, refuses, or is gone."""
 
     def __init__(self, address: str, reason: str) -> None:
         super().__init__(f"{address}: {reason}")

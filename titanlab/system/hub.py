@@ -119,11 +119,7 @@ def unreachable(name: str, key: str = "repo") -> ConfigError | None:
 
 
 def check_reachable(name: str, key: str = "repo") -> None:
-    """Check that the hub answers.
-
-    Raises:
-        ConfigError: it does not answer, or HF_HUB_OFFLINE is set.
-    """
+    """Check that the hub answers."""
     problem = unreachable(name, key)
     if problem is not None:
         raise problem

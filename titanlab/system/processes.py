@@ -34,11 +34,6 @@ class CommandResult:
 def ask(*words: str, seconds: float = 60.0, environ: Mapping[str, str] | None = None) -> CommandResult | None:
     """Run a program and wait for its end.
 
-    Args:
-        words: its name and arguments.
-        seconds: timeout; then the program is killed.
-        environ: all its environment variables; None: those of this process.
-
     Returns:
         None if the program is missing, cannot run, or takes too long.
     """

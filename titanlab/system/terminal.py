@@ -128,12 +128,7 @@ _SLOW_SECONDS = 30.0
 
 
 class Phase:
-    """The phase that lasts now, if there is one.
-
-    Args:
-        tick: called by a thread, about twice a second while a phase lasts.
-        clock: monotonic time in seconds.
-    """
+    """The phase that lasts now, if there is one."""
 
     def __init__(self, tick: Callable[[], None], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._tick = tick
