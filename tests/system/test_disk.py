@@ -13,7 +13,7 @@ from titanlab.checkpoint.folders import step_folder
 from titanlab.cli import main
 from titanlab.launch import attempt
 from titanlab.launch.execute import _recorded
-from titanlab.records import outcome, run_folder
+from titanlab.records import run_folder
 from titanlab.records.outcome import OutcomeKind, classify, from_exception
 from titanlab.records.run_folder import RunFolder, Status
 from titanlab.system.files import disk_fault, refusal, tells_of_disk, write_json, write_text
@@ -115,8 +115,7 @@ class Full:
 
     def __init__(self, monkeypatch, *paths):
         self.paths = paths
-        for module in (run_folder, outcome):
-            monkeypatch.setattr(module, "write_json", self.write_json)
+        monkeypatch.setattr(run_folder, "write_json", self.write_json)
 
     def write_json(self, path, value, *, durable=False):
         if any(each.exists() for each in self.paths):
