@@ -10,7 +10,7 @@ PAGE = "docs/security.md"
 PARSING = re.compile(
     r"pickle\.(?:loads?|Unpickler)\b|torch\.load\(|yaml\.(?:safe_load|load|compose|parse)\(|json\.loads?\(|\bparse_json\(|\bparse_yaml\(|safe_open\("
     r"|np\.(?:memmap|fromfile|load)\(|SentencePieceProcessor\(|Tokenizer\.from_\w+\(|\.load_dataset\(|csv\.reader\("
-    r"|read_object\(|read_optional\(|read_regular\(|read_config\("
+    r"|read_object\(|read_optional\(|read_typed\(|read_regular\(|read_config\(|msgspec\.(?:json\.decode|convert)\("
 )
 # Modules that parse what this process, or a process that it started, has just written.
 OWN = {

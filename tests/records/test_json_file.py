@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.records.json_file import RESTORE, as_record, loaded, read_object, read_optional, read_record
+from titanlab.records.json_file import RESTORE, as_typed, loaded, read_object, read_optional, read_typed
 
 
 def refusal(action, *given, **more):
@@ -89,7 +89,7 @@ def test_values_of_their_types_pass(tmp_path, value):
     known = {key: each for key, each in value.items() if key != "more"}
     for schema in ({}, {"schema": 3}):
         (tmp_path / "a.json").write_text(json.dumps(value | schema))
-        assert read_record(tmp_path / "a.json", Record, schema=3) == Record(**known)
+        assert read_typed(tmp_path / "a.json", Record, schema=3) == Record(**known)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_values_of_their_types_pass(tmp_path, value):
     ],
 )
 def test_a_value_of_another_type_is_named(value, said):
-    assert refusal(as_record, "here", value, Record, schema=3, cure="fix it") == said
+    assert refusal(as_typed, "here", value, Record, schema=3, cure="fix it") == said
 
 
 def test_a_number_that_no_float_holds_is_damage(tmp_path):

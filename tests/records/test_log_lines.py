@@ -5,7 +5,8 @@ import os
 import pytest
 
 from titanlab.records import logs
-from titanlab.records.logs import FileSpan, Growing, backward, complete_end, forward, open_log
+from titanlab.records.logs import FileSpan, Growing, backward, complete_end, forward
+from titanlab.system.files import open_to_read
 
 
 def span(path, start=0, end=None):
@@ -66,7 +67,7 @@ def test_only_complete_lines_are_before_the_end(tmp_path):
 def test_what_is_no_file_is_refused_and_what_is_missing_is_empty(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="is no regular file"):
-        open_log(tmp_path / "pipe")
+        open_to_read(tmp_path / "pipe")
     for name in ("pipe", "missing"):
         assert list(forward(FileSpan(path=tmp_path / name, start=0, end=9))) == []
         assert list(backward(FileSpan(path=tmp_path / name, start=0, end=9))) == []

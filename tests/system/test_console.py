@@ -291,7 +291,7 @@ def test_a_terminal_that_knows_ascii_only():
 
 def test_a_log_file_that_is_a_link_is_not_followed(tmp_path):
     (tmp_path / "log").symlink_to("other")
-    with pytest.raises(OSError, match="symbolic links"):
+    with pytest.raises(OSError, match="symbolic link"):
         Console(io.StringIO(), errors=io.StringIO(), log_file=tmp_path / "log")
     assert not (tmp_path / "other").exists()
 

@@ -29,7 +29,7 @@ from titanlab.prove.reduction import (
 )
 from titanlab.recipe.recipe import Recipe, to_mapping
 from titanlab.records.claim import claimed
-from titanlab.records.json_file import as_record, read_object
+from titanlab.records.json_file import as_typed, read_object
 from titanlab.system.files import write_json
 from titanlab.techniques.precision.cast_schema import Fp32
 
@@ -327,7 +327,7 @@ def read_parity(sweep: Path) -> dict[str, Any] | None:
     value = read_object(path, cure=_CURE)
     if value is None:
         return None
-    as_record(path, value, _ParityFile, schema=PARITY_SCHEMA, cure=_CURE)
+    as_typed(path, value, _ParityFile, schema=PARITY_SCHEMA, cure=_CURE)
     rows = value.get("rows")
     if not isinstance(rows, list) or not all(isinstance(row, dict) and isinstance(row.get("run"), str) for row in rows):
         raise ConfigError("rows", type(rows).__name__, f"must be a list of rows in {path}", _CURE)

@@ -35,7 +35,7 @@ def read_object(path: Path, *, cure: str = RESTORE) -> dict[str, Any] | None:
     return value
 
 
-def read_record(path: Path, kind: type[T], *, schema: int, cure: str = RESTORE) -> T | None:
+def read_typed(path: Path, kind: type[T], *, schema: int, cure: str = RESTORE) -> T | None:
     """The object in a JSON file as a dataclass; None if there is no file. Keys of a later version are left out.
 
     Args:
@@ -46,11 +46,11 @@ def read_record(path: Path, kind: type[T], *, schema: int, cure: str = RESTORE) 
         ConfigError: the file cannot be read, or its schema or the type of a value is another.
     """
     value = read_object(path, cure=cure)
-    return None if value is None else as_record(path, value, kind, schema=schema, cure=cure)
+    return None if value is None else as_typed(path, value, kind, schema=schema, cure=cure)
 
 
-def as_record(path: Path, value: Mapping[str, Any], kind: type[T], *, schema: int, cure: str = RESTORE) -> T:
-    """An object as a dataclass, as for `read_record`."""
+def as_typed(path: Path, value: Mapping[str, Any], kind: type[T], *, schema: int, cure: str = RESTORE) -> T:
+    """An object as a dataclass, as for `read_typed`."""
     # Imported here: it takes time, and `titanlab --help` reads no records.
     import msgspec
 

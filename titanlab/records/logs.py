@@ -7,7 +7,6 @@ prints no times at all come at the end of their attempt: what such a rank prints
 from __future__ import annotations
 
 import contextlib
-import errno
 import heapq
 import itertools
 import os
@@ -17,11 +16,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from titanlab.errors import ConfigError
 from titanlab.records.json_file import read_optional
-from titanlab.system.files import write_json
+from titanlab.system.files import open_to_read, write_json
 
 if TYPE_CHECKING:
     # The folder of a run writes marks.
@@ -45,20 +44,10 @@ class FileSpan:
     end: int
 
 
-def open_log(path: Path) -> BinaryIO:
-    """Open a file for reading."""
-    # Without O_NONBLOCK the open of a named pipe would wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "is no regular file", str(path))
-    return open(descriptor, "rb")
-
-
 def text_at_end(path: Path, *, begin: int = 0) -> str:
     """The last 64 KiB of a file; empty if it cannot be read, or is no regular file."""
     try:
-        with open_log(path) as file:
+        with open_to_read(path) as file:
             file.seek(max(begin, file.seek(0, os.SEEK_END) - _BLOCK_BYTES, 0))
             return file.read().decode(errors="replace")
     except OSError:
@@ -76,7 +65,7 @@ def size_of(path: Path) -> int:
 
 def complete_end(path: Path, end: int) -> int:
     """The position after the last line end before a position; the position itself if a line is longer than a block."""
-    with open_log(path) as file:
+    with open_to_read(path) as file:
         begin = max(0, end - _BLOCK_BYTES)
         file.seek(begin)
         block = file.read(end - begin)
@@ -89,7 +78,7 @@ def complete_end(path: Path, end: int) -> int:
 def forward(span: FileSpan) -> Iterator[bytes]:
     """The lines of a part of a file, without their ends; nothing where the file has gone."""
     try:
-        file = open_log(span.path)
+        file = open_to_read(span.path)
     except OSError:
         return
     with file:
@@ -103,7 +92,7 @@ def forward(span: FileSpan) -> Iterator[bytes]:
 def backward(span: FileSpan) -> Iterator[bytes]:
     """The lines of a part of a file, the last one first; only what is asked for is read."""
     try:
-        file = open_log(span.path)
+        file = open_to_read(span.path)
     except OSError:
         return
     with file:
@@ -152,7 +141,7 @@ class Growing:
         self.changed = False
         lines: list[bytes] = []
         try:
-            with open_log(self.path) as file:
+            with open_to_read(self.path) as file:
                 status = os.fstat(file.fileno())
                 if status.st_size < self.position or self._number not in (None, status.st_ino):
                     self.position, self._rest, self.changed = 0, b"", True

@@ -25,7 +25,7 @@ from titanlab.errors import ConfigError
 from titanlab.records import claim
 from titanlab.records.config_file import config_text, read_config
 from titanlab.records.identity import Identity
-from titanlab.records.json_file import RESTORE, read_optional, read_record
+from titanlab.records.json_file import RESTORE, read_optional, read_typed
 from titanlab.records.logs import write_marks
 from titanlab.records.metrics_file import MetricsWriter, read_metrics
 from titanlab.records.outcome import Outcome
@@ -178,7 +178,7 @@ class RunFolder:
         return record.parent_run, record.parent_step
 
     def _identity(self) -> IdentityFile | None:
-        return read_record(self.path / "identity.json", IdentityFile, schema=SCHEMA)
+        return read_typed(self.path / "identity.json", IdentityFile, schema=SCHEMA)
 
     def env(self, attempt: int | None = None) -> dict[str, Any] | None:
         """Code, versions and machine of the latest attempt, or of the given attempt, without damaged sections."""
@@ -194,7 +194,7 @@ class RunFolder:
     def status(self) -> Status | None:
         """The run's status; None if there is no status.json."""
         path, cure = self.path / "status.json", "remove that file: it is written anew when the run goes on"
-        status = read_record(path, Status, schema=SCHEMA, cure=cure)
+        status = read_typed(path, Status, schema=SCHEMA, cure=cure)
         if status is not None and status.state not in STATES:
             raise ConfigError("state", status.state, f"is none of {', '.join(STATES)} in {path}", cure)
         return status
@@ -209,7 +209,7 @@ class RunFolder:
     def result(self, attempt: int | None = None) -> Outcome | None:
         """How the latest attempt, or the given attempt, ended; None if it has not ended."""
         folder = self.path if attempt is None else self.attempt_folder(attempt)
-        return read_record(folder / "result.json", Outcome, schema=SCHEMA)
+        return read_typed(folder / "result.json", Outcome, schema=SCHEMA)
 
     def check_files(self) -> None:
         """Check that config, identity, status and result can be read."""
@@ -224,7 +224,7 @@ class RunFolder:
         for path in (self.attempt_folder(attempt) / "failures").glob("rank-*.json"):
             # A damaged note says nothing; the others hold the cause.
             with contextlib.suppress(ConfigError):
-                failures.append(read_record(path, Outcome, schema=SCHEMA))
+                failures.append(read_typed(path, Outcome, schema=SCHEMA))
         return sorted((failure for failure in failures if failure), key=lambda outcome: outcome.rank or 0)
 
     def stopped(self, attempt: int) -> str | None:

@@ -66,22 +66,26 @@ MOST_BYTES = 1 << 30
 _PIECE_BYTES = 1 << 20
 
 
+def open_to_read(path: Path) -> BinaryIO:
+    """Open a regular file; anything else is an OSError."""
+    # Without O_NONBLOCK the open of a named pipe would wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "is a folder", str(path))
+    raise OSError(errno.EINVAL, "is no regular file", str(path))
+
+
 def read_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
     """The content of a file.
 
     Raises:
         OSError: it cannot be read, is no regular file, or is larger than that.
     """
-    # Without O_NONBLOCK the open of a named pipe would wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
-        # Before `open`, which raises for a folder and leaves the descriptor open.
-        os.close(descriptor)
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, "is a folder", str(path))
-        raise OSError(errno.EINVAL, "is no regular file", str(path))
-    with open(descriptor, "rb") as file:
+    with open_to_read(path) as file:
         content = read_at_most(file, most_bytes + 1)
     if len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"has more than {most_bytes} bytes", str(path))

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+from titanlab.system.files import open_to_write
 from titanlab.system.progress import COLOURS, PLAIN, Progress, kept_line, live_line, loss_text, plain_line
 from titanlab.system.text import harmless, harmless_lines
 
@@ -461,9 +462,4 @@ def _plain_block(title: str, rows: Rows) -> str:
 
 
 def _opened(log: Path) -> TextIO:
-    """The log, for appending; a symbolic link is not followed, because a stranger's run may have it."""
-
-    def opener(path: str, flags: int) -> int:
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-
-    return open(log, "a", encoding="utf-8", buffering=1, opener=opener)
+    return os.fdopen(open_to_write(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8", buffering=1)
