@@ -33,7 +33,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from titanlab.checkpoint.index import IndexedFile, index_bytes
 from titanlab.checkpoint.index_reader import read_index
 from titanlab.checkpoint.reader import JsonPlanner, ShardReader
-from titanlab.checkpoint.saving import Plans, write_and_publish
+from titanlab.checkpoint.store import Plans, write_and_publish
 from titanlab.checkpoint.writer import sync_folder
 from titanlab.distributed.world import World
 

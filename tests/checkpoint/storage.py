@@ -9,7 +9,7 @@ from tests.checkpoint.one_process import ALONE
 from titanlab.checkpoint.index import ITEM_BYTES
 from titanlab.checkpoint.index_reader import read_index
 from titanlab.checkpoint.reader import JsonPlanner, ShardReader
-from titanlab.checkpoint.saving import Plans, write_and_publish
+from titanlab.checkpoint.store import Plans, write_and_publish
 from titanlab.checkpoint.writer import HostBuffer
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titanlab.checkpoint.saving import attempted, raise_first, together
+from titanlab.checkpoint.store import attempted, raise_first, together
 from titanlab.distributed.world import World
 from titanlab.errors import ConfigError
 

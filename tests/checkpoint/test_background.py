@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.checkpoint.targets import Gate, saved_by, sums, trained
 from tests.pool import RankFailure
-from titanlab.checkpoint import saving as begun
+from titanlab.checkpoint import store
 from titanlab.checkpoint.contract import Target
 from titanlab.checkpoint.folders import checkpoints
 from titanlab.checkpoint.position import Position
@@ -60,7 +60,7 @@ def test_an_old_checkpoint_that_stays_is_reported_by_the_main_thread(target, mon
     lines = []
     saver = AsyncSaver(target(keep=1, warn=lambda text: lines.append((threading.current_thread().name, text))))
     saved_by(saver)
-    monkeypatch.setattr(begun, "remove", lambda path: OSError(13, "Permission denied") if path.exists() else None)
+    monkeypatch.setattr(store, "remove", lambda path: OSError(13, "Permission denied") if path.exists() else None)
     saved_by(saver, step=2)
     assert [(name, "step-00000001 cannot be removed: Permission denied" in text) for name, text in lines] == [
         ("MainThread", True)

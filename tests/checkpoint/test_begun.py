@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.checkpoint.one_process import ALONE
-from titanlab.checkpoint import saving as begun
-from titanlab.checkpoint.saving import give_name, make_part, remove_old, removed_after_errors
+from titanlab.checkpoint import store as begun
+from titanlab.checkpoint.store import give_name, make_part, remove_old, removed_after_errors
 from titanlab.distributed.world import World
 
 SECOND = World(rank=1, world=2, local_rank=1, device=torch.device("cpu"))

@@ -35,7 +35,7 @@ from titanlab.checkpoint.folders import (
 )
 from titanlab.checkpoint.index_reader import read_index
 from titanlab.checkpoint.reader import JsonPlanner, ShardReader
-from titanlab.checkpoint.saving import Plans, make_part, write_and_publish
+from titanlab.checkpoint.store import Plans, make_part, write_and_publish
 from titanlab.cli import main
 from titanlab.distributed.world import World
 from titanlab.errors import ConfigError

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from titanlab.checkpoint import saving
-from titanlab.checkpoint.saving import Plans, write_and_publish
+from titanlab.checkpoint import store
+from titanlab.checkpoint.store import Plans, write_and_publish
 from titanlab.checkpoint.writer import SavePlannerOfJson
 from titanlab.distributed.world import World
 
@@ -92,7 +92,7 @@ def of_two_ranks(folder):
             made.append(1)
             return super().create_local_plan()
 
-    saving.SavePlannerOfJson, before = Planner, saving.SavePlannerOfJson
+    store.SavePlannerOfJson, before = Planner, store.SavePlannerOfJson
     try:
         plans, counts = Plans(), []
         for number, cut in enumerate([Shard(0), Shard(0), Shard(1), Replicate()]):
@@ -104,7 +104,7 @@ def of_two_ranks(folder):
         counts.append(len(made))
         assert first == saved(Plans(), own, folder / "fresh", world)
     finally:
-        saving.SavePlannerOfJson = before
+        store.SavePlannerOfJson = before
     return counts
 
 

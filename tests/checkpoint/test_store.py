@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from tests.checkpoint.one_process import ALONE, saved, trained
-from titanlab.checkpoint import saving as begun
 from titanlab.checkpoint import store
 from titanlab.checkpoint.blocks import DamagedCheckpoint
 from titanlab.checkpoint.contents import read_contents
@@ -172,7 +171,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
     def full(*given):
         raise OSError(28, "No space left on device")
 
-    for place in ("titanlab.checkpoint.writer.os.fsync", "titanlab.checkpoint.saving.stage"):
+    for place in ("titanlab.checkpoint.writer.os.fsync", "titanlab.checkpoint.store.stage"):
         with monkeypatch.context() as patch:
             patch.setattr(place, full)
             with pytest.raises(OSError, match="No space left") as caught:
@@ -193,7 +192,7 @@ def test_an_optimizer_with_a_state_that_is_no_json_leaves_nothing(tmp_path):
 def test_an_old_checkpoint_that_stays_is_a_warning(tmp_path, monkeypatch):
     saved(tmp_path)
     lines = []
-    monkeypatch.setattr(begun, "remove", lambda path: OSError(13, "Permission denied") if path.exists() else None)
+    monkeypatch.setattr(store, "remove", lambda path: OSError(13, "Permission denied") if path.exists() else None)
     saved(tmp_path, 2, keep=1, warn=lines.append)
     assert lines == [f"the old checkpoint {tmp_path / 'step-00000001'} cannot be removed: Permission denied"]
 

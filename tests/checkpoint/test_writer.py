@@ -15,7 +15,7 @@ from safetensors import safe_open
 from tests.checkpoint.one_process import ALONE
 from tests.checkpoint.storage import of_every_dtype, read, write
 from titanlab.checkpoint.blocks import checksum
-from titanlab.checkpoint.saving import Plans, write_and_publish
+from titanlab.checkpoint.store import Plans, write_and_publish
 from titanlab.checkpoint.writer import HostBuffer, publish
 from titanlab.checkpoint.writer import write as write_file
 from titanlab.distributed.world import World

@@ -14,7 +14,7 @@ PARSING = re.compile(
 )
 # Modules that parse what this process, or a process that it started, has just written.
 OWN = {
-    "titanlab/checkpoint/saving.py": "an error on its way between ranks",
+    "titanlab/checkpoint/store.py": "an error on its way between ranks",
     "titanlab/checkpoint/writer.py": "values on their way between ranks",
     "titanlab/distributed/flight_recorder.py": "what torch's recorder gives as JSON in this process",
     "titanlab/distributed/stop.py": "lines of the watcher that has started the rank",
@@ -31,7 +31,7 @@ EXECUTES = re.compile(
     r"(?<![\w.])(?:eval|exec|__import__)\(|pickle\.(?:loads?|Unpickler)\b|weights_only=False|yaml\.unsafe|allow_pickle=True"
 )
 ALLOWED = {
-    "titanlab/checkpoint/saving.py": "pickle.loads of an error that was just pickled here",
+    "titanlab/checkpoint/store.py": "pickle.loads of an error that was just pickled here",
     "titanlab/train/dcp_folder.py": "an unpickler that imports and calls nothing",
 }
 

@@ -11,7 +11,7 @@ import torch
 from titanlab.checkpoint import store
 from titanlab.checkpoint.contract import OnlyModel, Saver, Target
 from titanlab.checkpoint.position import Position
-from titanlab.checkpoint.saving import PlannedSave, Plans, attempted
+from titanlab.checkpoint.store import PlannedSave, Plans, attempted
 from titanlab.checkpoint.writer import HostBuffer, Staged
 
 

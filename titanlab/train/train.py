@@ -26,7 +26,7 @@ from titanlab.checkpoint.blocks import DamagedCheckpoint, one_line
 from titanlab.checkpoint.contract import Target
 from titanlab.checkpoint.folders import another, checkpoints_of, fall_back, find, latest
 from titanlab.checkpoint.position import POSITION, Position
-from titanlab.checkpoint.saving import together
+from titanlab.checkpoint.store import together
 from titanlab.data import source
 from titanlab.data.contract import Stream
 from titanlab.distributed.flight_recorder import topology
