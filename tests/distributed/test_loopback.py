@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from titanlab.distributed import loopback
-from titanlab.distributed.loopback import is_loopback, is_one_host, listen, loopback_address, loopback_interface
-from titanlab.distributed.ranks import ALONE
+from titanlab.distributed import ranks
+from titanlab.distributed.ranks import ALONE, is_loopback, is_one_host, listen, loopback_address, loopback_interface
 
 
 def test_names_and_addresses_of_the_loopback_are_known():
@@ -32,7 +31,7 @@ def test_without_ipv4_the_loopback_is_ipv6s(monkeypatch):
             raise OSError("no such family")
         return socket.socket()
 
-    monkeypatch.setattr(loopback, "listen", listen_as_without)
+    monkeypatch.setattr(ranks, "listen", listen_as_without)
     assert loopback_address() == "::1"
 
 
@@ -45,23 +44,23 @@ def test_a_host_without_loopback_has_no_address_and_no_interface(monkeypatch):
     def refused(*given):
         raise OSError("no such family")
 
-    monkeypatch.setattr(loopback, "listen", refused)
+    monkeypatch.setattr(ranks, "listen", refused)
     assert loopback_address() is None
-    monkeypatch.setattr(loopback.socket, "if_nameindex", lambda: [(1, "eth0")])
+    monkeypatch.setattr(ranks.socket, "if_nameindex", lambda: [(1, "eth0")])
     assert loopback_interface() is None
-    monkeypatch.setattr(loopback.socket, "if_nameindex", lambda: [(2, "lo0"), (1, "eth0")])
+    monkeypatch.setattr(ranks.socket, "if_nameindex", lambda: [(2, "lo0"), (1, "eth0")])
     assert loopback_interface() == "lo0"
-    monkeypatch.setattr(loopback.socket, "if_nameindex", refused)
+    monkeypatch.setattr(ranks.socket, "if_nameindex", refused)
     assert loopback_interface() is None
 
 
 def test_a_name_with_an_address_elsewhere_is_no_loopback(monkeypatch):
     found = [(None, None, None, "", ("127.0.0.1", 0)), (None, None, None, "", ("10.0.0.1", 0))]
-    monkeypatch.setattr(loopback.socket, "getaddrinfo", lambda address, port: found)
+    monkeypatch.setattr(ranks.socket, "getaddrinfo", lambda address, port: found)
     assert not is_loopback("both")
-    monkeypatch.setattr(loopback.socket, "getaddrinfo", lambda address, port: found[:1])
+    monkeypatch.setattr(ranks.socket, "getaddrinfo", lambda address, port: found[:1])
     assert is_loopback("one")
-    monkeypatch.setattr(loopback.socket, "getaddrinfo", lambda address, port: [])
+    monkeypatch.setattr(ranks.socket, "getaddrinfo", lambda address, port: [])
     assert not is_loopback("none")
 
 

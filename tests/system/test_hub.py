@@ -9,7 +9,7 @@ import time
 import pytest
 
 from titanlab.cli import main
-from titanlab.distributed.loopback import listen
+from titanlab.distributed.ranks import listen
 from titanlab.errors import ConfigError
 from titanlab.system import hub
 

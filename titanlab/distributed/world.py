@@ -17,8 +17,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from titanlab.distributed.loopback import is_one_host, listen, loopback_address, loopback_interface
-from titanlab.distributed.ranks import Ranks
+from titanlab.distributed.ranks import Ranks, is_one_host, listen, loopback_address, loopback_interface
 from titanlab.distributed.stop import StoppedEarly
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.records.diagnosis import named

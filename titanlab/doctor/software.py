@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import titanlab
-from titanlab.distributed.loopback import loopback_interface
+from titanlab.distributed.ranks import loopback_interface
 from titanlab.records.provenance import PACKAGES, git_state, versions
 from titanlab.system.processes import ask
 from titanlab.system.text import Finding, fail, ok, warn
