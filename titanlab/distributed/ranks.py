@@ -1,4 +1,4 @@
-"""The rank of a process, from the variables that torchrun or titanlab's launcher sets; ports and loopback of this host."""
+"""The rank of a process, from variables that torchrun or titanlab's launcher sets; ports and loopback of this host."""
 
 from __future__ import annotations
 
