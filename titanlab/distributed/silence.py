@@ -158,24 +158,21 @@ def judged(notes: Collection[Outcome], world: int, records: Mapping[int, HangRec
         world: number of ranks; 0: unknown.
         records: of the hang, by rank. Without them a rank that does not wait for others is named by its own note.
     """
-    first, diagnosis = first_cause(notes), None
+    first, diagnosis, has_to_name = first_cause(notes), None, True
     hung = [note for note in notes if note.kind is OutcomeKind.HANG]
+    is_hang = first.kind is OutcomeKind.HANG
     if not records:
-        if first in hung and (first.echo or is_silent(first)):
+        if is_hang and (first.echo or is_silent(first)):
             diagnosis = diagnosis_of(notes, world, {})
-        if diagnosis is None or not diagnosis.ranks:
-            return first
     # A rank that ends with exit code 0 has left the others without a word.
-    elif first in hung or first.echo or first.exit_code == 0:
-        diagnosis = diagnosis_of(notes, world, records)
+    elif is_hang or first.echo or first.exit_code == 0:
+        diagnosis, has_to_name = diagnosis_of(notes, world, records), False
     elif first.exit_code == -signal.SIGABRT or "gloo" in (first.cause or ""):
         # gloo ends, or raises in, the process that receives a message of another size: not the one that sent it.
         diagnosis = different_calls(records) or odd_calls(records, first.rank or 0)
         if diagnosis is not None:
             diagnosis = replace(diagnosis, verdict=f"{diagnosis.verdict}; rank {first.rank}: {first.cause}")
-        if diagnosis is None or not diagnosis.ranks:
-            return first
-    else:
+    if diagnosis is None or (has_to_name and not diagnosis.ranks):
         return first
     cause = f"{_what_hangs(hung)}: {diagnosis.verdict}{_advice(hung)}" if hung else diagnosis.verdict
     if not diagnosis.ranks:
