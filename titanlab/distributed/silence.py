@@ -158,7 +158,8 @@ def judged(notes: Collection[Outcome], world: int, records: Mapping[int, HangRec
         world: number of ranks; 0: unknown.
         records: of the hang, by rank. Without them a rank that does not wait for others is named by its own note.
     """
-    first, diagnosis, has_to_name = first_cause(notes), None, True
+    first, has_to_name = first_cause(notes), True
+    diagnosis: Diagnosis | None = None
     hung = [note for note in notes if note.kind is OutcomeKind.HANG]
     is_hang = first.kind is OutcomeKind.HANG
     if not records:

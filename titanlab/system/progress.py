@@ -62,29 +62,8 @@ COLOURS = Style(done="\x1b[36m", rest="\x1b[2m", strong="\x1b[1m", faint="\x1b[2
 
 def plain_line(progress: Progress) -> str:
     """One line of a log, each number with its unit."""
-    p = progress
-    parts = [f"step {p.step:>{len(str(p.steps))}}/{p.steps}"]
-    if p.loss is not None:
-        parts.append(f"loss {loss_text(p.loss)}")
-    if p.grad_norm is not None:
-        parts.append(f"grad {significant(p.grad_norm, 4)}")
-    if p.learning_rate is not None:
-        parts.append(f"lr {rate(p.learning_rate)}")
-    if p.tokens_per_second is not None:
-        parts.append(_speed(p))
-    if p.mfu_percent is not None:
-        parts.append(f"MFU {p.mfu_percent:.1f}%")
-    if p.step_seconds is not None:
-        parts.append(f"{short_span(p.step_seconds)}/step")
-        if p.data_seconds is not None and p.step_seconds > 0:
-            parts.append(f"data {100 * p.data_seconds / p.step_seconds:.1f}%")
-    if p.memory_gib is not None:
-        parts.append(f"{p.memory_gib:.2f} GiB")
-    if p.seconds_left is not None:
-        parts.append(f"{duration(p.seconds_left)} left")
-    if p.warming_up:
-        parts.append("(warm-up)")
-    return _GAP.join(parts)
+    parts = [part.text for part in _figures(progress, PLAIN, length=_LOG)]
+    return _GAP.join(["step " + parts[0], *parts[1:], *(["(warm-up)"] if progress.warming_up else [])])
 
 
 def live_line(
@@ -130,32 +109,39 @@ class _LinePart:
 
 
 _DECORATION = 9
+_LOG = -1
 
 
 def _figures(p: Progress, style: Style, *, length: int) -> list[_LinePart]:
     """The numbers in the order of the line.
 
     Args:
-        length: 0, 1 or 2: with all digits and units, with fewer digits, or as short as they can be.
+        length: 0, 1 or 2: with all digits and units, with fewer digits, or as short as they can be; _LOG: as 0, with
+            the times of a step.
     """
     parts = [_LinePart(f"{p.step:>{len(str(p.steps))}}/{p.steps}", 0)]
     if p.loss is not None:
         loss = loss_text(p.loss) if length < 2 else significant(p.loss, 4)
         parts.append(_LinePart(f"loss {loss}", 1, style.strong, style.off))
     if p.grad_norm is not None:
-        parts.append(_LinePart(f"grad {significant(p.grad_norm, 4 if length == 0 else 3)}", 5))
+        parts.append(_LinePart(f"grad {significant(p.grad_norm, 4 if length <= 0 else 3)}", 5))
     if p.learning_rate is not None:
         text = rate(p.learning_rate)
         # Without the zero that pads the exponent.
-        text = text if length == 0 else f"{p.learning_rate:.{2 - length}e}".replace("e-0", "e-").replace("e+00", "")
+        text = text if length <= 0 else f"{p.learning_rate:.{2 - length}e}".replace("e-0", "e-").replace("e+00", "")
         parts.append(_LinePart(f"lr {text}", 6))
     if p.tokens_per_second is not None:
         speed = f"{short(p.tokens_per_second)} tok/s{'/dev' if p.devices > 1 and length < 2 else ''}"
-        parts.append(_LinePart(_speed(p) if length == 0 else speed, 3))
+        unit = "tok/s" if p.devices == 1 else "tok/s/device"
+        parts.append(_LinePart(f"{grouped(p.tokens_per_second)} {unit}" if length <= 0 else speed, 3))
     if p.mfu_percent is not None:
         parts.append(_LinePart(f"MFU {p.mfu_percent:.{0 if length == 2 else 1}f}%", 4))
+    if p.step_seconds is not None and length == _LOG:
+        parts.append(_LinePart(f"{short_span(p.step_seconds)}/step", 8))
+        if p.data_seconds is not None and p.step_seconds > 0:
+            parts.append(_LinePart(f"data {100 * p.data_seconds / p.step_seconds:.1f}%", 8))
     if p.memory_gib is not None:
-        text = f"{p.memory_gib:.2f}" if length == 0 else significant(p.memory_gib)
+        text = f"{p.memory_gib:.2f}" if length <= 0 else significant(p.memory_gib)
         parts.append(_LinePart(f"{text}G" if length == 2 else f"{text} GiB", 7))
     if p.seconds_left is not None:
         text = duration(p.seconds_left) + ("" if length == 2 else " left")
@@ -204,11 +190,6 @@ def sparkline(values: Sequence[float]) -> str:
 def loss_text(loss: float) -> str:
     """A loss with four decimal places; `nan` or `inf` if it is not finite."""
     return f"{loss:.4f}" if math.isfinite(loss) else str(loss)
-
-
-def _speed(progress: Progress) -> str:
-    unit = "tok/s" if progress.devices == 1 else "tok/s/device"
-    return f"{grouped(progress.tokens_per_second or 0.0)} {unit}"
 
 
 def _width(parts: Sequence[_LinePart], gap: str) -> int:
