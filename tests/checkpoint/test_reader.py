@@ -14,7 +14,7 @@ from titanlab.checkpoint.contents import read_contents
 from titanlab.checkpoint.reader import JsonPlanner, ShardReader, load_state, read_into
 from titanlab.errors import ConfigError
 from titanlab.train.dcp_folder import read_saved
-from titanlab.train.weights_tensors import DcpPlanner, DcpReader
+from titanlab.train.dcp_tensors import DcpPlanner, DcpReader
 
 # A run has a process group, also of one process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")

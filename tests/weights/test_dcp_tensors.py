@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from titanlab.checkpoint.blocks import DamagedCheckpoint
 from titanlab.checkpoint.reader import read_into, set_in
 from titanlab.train.dcp_folder import read_saved
-from titanlab.train.weights_tensors import DcpPlanner, DcpReader
+from titanlab.train.dcp_tensors import DcpPlanner, DcpReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 

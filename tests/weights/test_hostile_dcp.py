@@ -16,7 +16,7 @@ from titanlab.cli import main
 from titanlab.errors import ConfigError
 from titanlab.train import dcp_folder
 from titanlab.train.dcp_folder import UnreadablePickle, read_inert, read_saved
-from titanlab.train.weights_tensors import write_dcp
+from titanlab.train.dcp_tensors import write_dcp
 
 
 def started(made, run):

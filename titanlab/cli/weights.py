@@ -200,7 +200,7 @@ def _export_dcp(args: argparse.Namespace, console: Console) -> int:
     if args.into.exists() and (not args.into.is_dir() or any(args.into.iterdir())):
         raise ConfigError("--into", args.into, "is not an empty folder", "give a new folder")
     # Imported here, so that a mistake in the arguments is reported without waiting for torch.
-    from titanlab.train.weights_tensors import write_dcp
+    from titanlab.train.dcp_tensors import write_dcp
 
     prefix = _PREFIXES[args.names]
 

@@ -24,7 +24,7 @@ from titanlab.checkpoint.index import ITEM_BYTES
 from titanlab.checkpoint.position import SavedPosition, check_files, read_position
 
 if TYPE_CHECKING:
-    from titanlab.train.weights_tensors import DcpReader
+    from titanlab.train.dcp_tensors import DcpReader
 
 # The metadata of a checkpoint of 405B parameters over 512 ranks has about a fifth of this size.
 MOST_BYTES = 1 << 30
@@ -166,7 +166,7 @@ class DcpContents:
 
     def reader(self, checkpoint: Place, key: str) -> DcpReader:
         # Imported here: it imports torch.
-        from titanlab.train.weights_tensors import DcpReader
+        from titanlab.train.dcp_tensors import DcpReader
 
         assert isinstance(checkpoint, Path)
         return DcpReader(checkpoint, self.entries, key)

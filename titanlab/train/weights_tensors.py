@@ -1,41 +1,29 @@
-"""Tensors of weights: out of checkpoints and folders of torch.distributed.checkpoint, into models and files."""
+"""Tensors of weights, a piece at a time: out of a checkpoint, into a model, into safetensors files.
+
+The format (safetensors' own description): eight bytes with the header's length, little-endian; the header, JSON with
+dtype, shape and offsets of each tensor, padded with spaces to a multiple of eight; then the tensors, one after another.
+The library's `save_file` needs all tensors of a file at once; `SafetensorsWriter` has one piece in memory.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
 import json
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.futures import Future
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from titanlab.checkpoint.address_schema import Place
-from titanlab.checkpoint.blocks import DamagedCheckpoint
 from titanlab.checkpoint.contents import read_contents
-from titanlab.checkpoint.folders import another
-from titanlab.checkpoint.position import POSITION, position_bytes
-from titanlab.checkpoint.reader import Reader, metadata_of, read_into, set_in
+from titanlab.checkpoint.reader import Reader, read_into
 from titanlab.errors import ConfigError
-from titanlab.system.files import refusal, write_bytes
 from titanlab.techniques.model.contract import Foreign, ModelConfig
-from titanlab.train.dcp_folder import SavedState, read_saved
+from titanlab.train.dcp_folder import read_saved
+from titanlab.train.dcp_tensors import DcpReader
 from titanlab.train.initialise import local_part, plain_name
 from titanlab.train.weights_folder import (
     DTYPES,
@@ -51,12 +39,7 @@ _ALIGNMENT = 8
 
 
 class SafetensorsWriter:
-    """Writes one file, with one piece of a tensor in memory; the library's `save_file` needs all tensors at once.
-
-    Use it in a `with` block, and write every tensor in the order of `entries`. The format: eight bytes with the
-    header's length, little-endian; the header, JSON with dtype, shape and offsets of each tensor, padded with spaces
-    to a multiple of eight; then the tensors, one after another.
-    """
+    """Writes one file; use it in a `with` block, and write every tensor in the order of `entries`, in pieces."""
 
     def __init__(self, path: Path, entries: Mapping[str, TensorEntry]) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -126,143 +109,6 @@ def torch_dtype(name: str) -> torch.dtype:
 
 # Before the names of parameters: in titanlab's checkpoints, and in those of torchtitan.
 PREFIXES = ("model.", "")
-
-
-class DcpReader(Reader, dcp.FileSystemReader):
-    """Reads `.metadata` as data, and reports faults of the files as ConfigError."""
-
-    checkpoint: Path
-
-    def __init__(self, checkpoint: Path, saved: SavedState, key: str) -> None:
-        super().__init__(checkpoint)
-        self.saved, self.checkpoint, self.named_by = saved, checkpoint, key
-
-    def planner(self) -> dcp.DefaultLoadPlanner:
-        return DcpPlanner()
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Make torch's Metadata from `saved`; FileSystemReader would call pickle.load."""
-        saved = self.saved
-        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        entries |= {name: BytesStorageMetadata() for name in saved.objects}
-        entries |= {
-            name: metadata_of(tensor.dtype, tensor.size, tensor.boxes) for name, tensor in saved.tensors.items()
-        }
-        places = {MetadataIndex(*index): place for index, place in saved.places.items()}
-        return Metadata(
-            state_dict_metadata=entries,
-            storage_data=places,
-            storage_meta=StorageMeta(load_id=self.load_id),
-            version=saved.version,
-        )
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read as FileSystemReader does, with weights_only=True for tensors.
-
-        Raises:
-            DamagedCheckpoint: a file is missing or damaged, or asks for a name that no tensor needs.
-        """
-        with _damage_named(self.checkpoint, self.named_by):
-            return super().read_data(plan, planner)
-
-
-class DcpPlanner(dcp.DefaultLoadPlanner):
-    """Reads objects without running code: DefaultLoadPlanner calls torch.load with weights_only=False."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put one object into the state."""
-        loaded = torch.load(value, weights_only=True)
-        set_in(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
-
-
-@contextlib.contextmanager
-def _damage_named(checkpoint: Path, key: str) -> Iterator[None]:
-    """Report damaged files as ConfigError; errors of the machine pass unchanged."""
-    try:
-        yield
-    except (ConfigError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except OSError as error:
-        if not isinstance(error, FileNotFoundError):
-            raise
-        raise _unreadable(checkpoint, key, f"it has no file {Path(str(error.filename)).name}") from error
-    except Exception as error:
-        # Damaged bytes can raise any exception; torch's message about a refused name has ten lines.
-        reason = f"{type(error).__name__}: a file is damaged, or asks for more than tensors"
-        raise _unreadable(checkpoint, key, reason) from error
-
-
-def _unreadable(checkpoint: Path, key: str, reason: str) -> DamagedCheckpoint:
-    return DamagedCheckpoint(key, checkpoint, f"cannot be read ({reason})", another(checkpoint))
-
-
-class _ReadingPlanner(dcp.DefaultSavePlanner):
-    """Plans by shapes alone, and reads each tensor when it is written.
-
-    Args:
-        names: name of each tensor in the checkpoint, by its name in the folder that is written.
-    """
-
-    def __init__(self, reader: Reader, metadata: Metadata, names: Mapping[str, str]) -> None:
-        super().__init__(flatten_state_dict=False)
-        self._reader, self._metadata, self._names = reader, metadata, names
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """A tensor or object of the state, by its name."""
-        value = self.state_dict[index.fqn]
-        if not isinstance(value, torch.Tensor):
-            return value
-        whole = torch.empty(value.shape, dtype=value.dtype)
-        read_into({self._names[index.fqn]: whole}, self._reader, self._metadata)
-        return whole
-
-
-def write_dcp(checkpoint: Place, into: Path, key: str, *, prefix: str = PREFIXES[0]) -> None:
-    """Write `.metadata`, `*.distcp` and `position.json` into a new folder.
-
-    The names of the entries are `model.…` and `optimizer.state.….…`. The folder can be given to
-    `checkpoint.load_from`; it has no states of generators.
-
-    Args:
-        prefix: before the names of parameters; empty: as torchtitan names them. Such a folder has no position.json,
-            and `titanlab import` reads it.
-
-    Raises:
-        ConfigError: the checkpoint is damaged.
-        OSError: the disk takes no more.
-    """
-    contents = read_contents(checkpoint, key)
-    reader = contents.reader(checkpoint, key)
-    metadata = reader.read_metadata()
-    state: dict[str, Any] = dict(contents.entries.objects)
-    written: dict[str, str] = {}
-    for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            written[_renamed(name, prefix)] = name
-            state[_renamed(name, prefix)] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-    with warnings.catch_warnings():
-        # One process without a process group is what is wanted here.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        try:
-            dcp.save(
-                state,
-                storage_writer=dcp.FileSystemWriter(into),
-                planner=_ReadingPlanner(reader, metadata, written),
-                no_dist=True,
-            )
-        except dcp.CheckpointException as error:
-            # Of the one process that writes; native code raises a RuntimeError about a full disk.
-            failure: BaseException = next((failure for failure, _ in error.failures.values()), error)
-            raise ((refusal(into) if isinstance(failure, RuntimeError) else None) or failure) from error
-    if prefix != PREFIXES[0]:
-        return
-    files = {path.name: path.stat().st_size for path in sorted(into.iterdir())}
-    saved = replace(contents.saved, files=files, generators={})
-    write_bytes(into / POSITION, position_bytes(saved), durable=True)
-
-
-def _renamed(name: str, prefix: str) -> str:
-    return prefix + name.removeprefix(PREFIXES[0]) if name.startswith(PREFIXES[0]) else name
 
 
 def run_source(checkpoint: Place, model: ModelConfig, key: str) -> CheckpointSource:
