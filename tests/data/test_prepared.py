@@ -135,8 +135,8 @@ def test_a_tokenizer_must_tell_documents_apart(made: Any, monkeypatch: pytest.Mo
 def test_progress_is_reported(made: Any, tmp_path: Path) -> None:
     lines: list[str] = []
     (tmp_path / "shards").mkdir()
-    how: dict[str, Any] = {"vocab_size": 330, "validation_fraction": 0.1, "fingerprint": "ab", "report": lines.append}
-    index = make_shards(tmp_path / "shards", made().corpus, tokenizer=None, **how)
+    new = made(tokenizer=None, vocab_size=330)
+    index = make_shards(tmp_path / "shards", new.corpus, new.config, fingerprint="ab", report=lines.append)
     begins = [
         "reading 12 files, 0.0 MB: 12 .txt as text, one document a file",
         "training a tokenizer of 330 pieces",
@@ -153,10 +153,9 @@ def test_progress_is_reported(made: Any, tmp_path: Path) -> None:
 def test_a_corpus_of_empty_files_makes_no_shards(made: Any, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "shards").mkdir()
-    how: dict[str, Any] = {"vocab_size": 330, "validation_fraction": 0.1, "fingerprint": "", "report": pytest.fail}
-    said = refusal(
-        make_shards, tmp_path / "shards", made(files=str(tmp_path / "empty.txt")).corpus, tokenizer=None, **how
-    )
+    empty = made(files=str(tmp_path / "empty.txt"), tokenizer=None, vocab_size=330)
+    how: dict[str, Any] = {"fingerprint": "", "report": pytest.fail}
+    said = refusal(make_shards, tmp_path / "shards", empty.corpus, empty.config, **how)
     assert said == f"data.files={tmp_path / 'empty.txt'}: has no text in it; give files with text in them"
     assert list((tmp_path / "shards").iterdir()) == []
 

@@ -46,12 +46,13 @@ def written(
     folder.mkdir(exist_ok=True)
     file = folder.parent / "tokenizer.model"
     file.write_bytes(b"its file")
+    tokenizer = tokenizer or Letters()
+    tokenizer.file = file
     lines: list[str] = []
     index = write_documents(
         folder,
         texts,
-        tokenizer=tokenizer or Letters(),  # type: ignore[arg-type]
-        tokenizer_file=file,
+        tokenizer=tokenizer,  # type: ignore[arg-type]
         fingerprint="ab",
         report=lines.append,
         held_out=held_out,
@@ -195,6 +196,8 @@ def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "tokenizer.json").write_text("{}")
 
     class Many(Letters):
+        file = tmp_path / "tokenizer.json"
+
         def encode_many(self, texts: list[str]) -> list[list[int]]:
             return [[5] * 1_499_998 for _ in texts]
 
@@ -202,7 +205,6 @@ def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         folder,
         ["a", "b", "c"],
         tokenizer=Many(),  # type: ignore[arg-type]
-        tokenizer_file=tmp_path / "tokenizer.json",
         fingerprint="",
         report=lines.append,
         held_out=lambda text: text == "b",

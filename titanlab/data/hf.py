@@ -112,15 +112,15 @@ class HuggingFaceSource(CachedText[HuggingFace]):
             raise ConfigError("data.path", config.path, f"has no text in {config.text_field}", "name another column")
         if config.tokenizer is None:
             file = folder / "tokenizer.model"
-            train_tokenizer(_sample(chain([first], texts)), vocab_size=config.vocab_size, file=file, report=report)
+            sample = _sample(chain([first], texts))
+            reader = train_tokenizer(sample, vocab_size=config.vocab_size, file=file, report=report)
         else:
-            file = tokenizers.find(Path(config.tokenizer))
+            reader = tokenizers.load(Path(config.tokenizer))
         texts.close()
         index = shard_writer.write_documents(
             folder,
             _validation_documents(config, dataset),
-            tokenizer=tokenizers.load(file),
-            tokenizer_file=file,
+            tokenizer=reader,
             fingerprint=self._content,
             report=report,
             held_out=lambda text: True,

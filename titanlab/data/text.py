@@ -170,15 +170,7 @@ class PreparedText(CachedText[TextConfig]):
                 check_validation(self.index, *self.held_out)
 
     def make(self, folder: Path, report: Report) -> None:
-        make_shards(
-            folder,
-            self.corpus,
-            tokenizer=self.config.tokenizer,
-            vocab_size=self.config.vocab_size,
-            validation_fraction=self.config.validation_fraction,
-            fingerprint=self.fingerprint(),
-            report=report,
-        )
+        make_shards(folder, self.corpus, self.config, fingerprint=self.fingerprint(), report=report)
 
 
 def content_of(corpus: Corpus) -> str:
@@ -194,17 +186,8 @@ def content_of(corpus: Corpus) -> str:
         raise ConfigError(corpus.key, error.filename or "", rule, "check its permissions") from error
 
 
-def make_shards(
-    folder: Path,
-    corpus: Corpus,
-    *,
-    tokenizer: str | None,
-    vocab_size: int,
-    validation_fraction: float,
-    fingerprint: str,
-    report: Report,
-) -> ShardIndex:
-    """Fill an empty folder with the token shards of a corpus; without `tokenizer`, train one first.
+def make_shards(folder: Path, corpus: Corpus, config: Text, *, fingerprint: str, report: Report) -> ShardIndex:
+    """Fill an empty folder with the token shards of a corpus; if the config names no tokenizer, train one first.
 
     Raises:
         ConfigError: the corpus or the tokenizer cannot be used.
@@ -213,32 +196,28 @@ def make_shards(
     first = next(corpus.documents(), None)
     if first is None:
         raise ConfigError(corpus.key, corpus.files[0], "has no text in it", "give files with text in them")
-    if tokenizer is not None:
-        reader = tokenizers.load(Path(tokenizer))
-        if not reader.encode(first[:_TRIED_CHARACTERS]):
-            rule = f"makes no token of the text of {corpus.files[0].name}: it has {reader.vocab_size} tokens"
-            raise ConfigError("data.tokenizer", tokenizer, rule, "give a tokenizer that was trained on such text")
+    reader = None if config.tokenizer is None else tokenizers.load(Path(config.tokenizer))
+    if reader is not None and not reader.encode(first[:_TRIED_CHARACTERS]):
+        rule = f"makes no token of the text of {corpus.files[0].name}: it has {reader.vocab_size} tokens"
+        raise ConfigError("data.tokenizer", config.tokenizer, rule, "give a tokenizer that was trained on such text")
     report(f"reading {len(corpus.files):,} files, {size / 1e6:,.1f} MB: {corpus.in_words()}")
     # Imported here: they need numpy or sentencepiece, and the checks do not.
     from titanlab.data import new_tokenizer, shard_writer
 
-    if tokenizer is None:
-        tokenizer_file = folder / "tokenizer.model"
+    if reader is None:
         sample = corpus.sample(new_tokenizer.SAMPLE_CHARACTERS)
-        train_tokenizer(sample, vocab_size=vocab_size, file=tokenizer_file, report=report)
-    else:
-        tokenizer_file = tokenizers.find(Path(tokenizer))
+        file = folder / "tokenizer.model"
+        reader = train_tokenizer(sample, vocab_size=config.vocab_size, file=file, report=report)
     started = time.monotonic()
     report("tokenising")
     index = shard_writer.write_documents(
         folder,
         corpus.documents(),
-        tokenizer=tokenizers.load(tokenizer_file),
-        tokenizer_file=tokenizer_file,
+        tokenizer=reader,
         fingerprint=fingerprint,
         report=report,
-        held_out=lambda text: is_held_out(text, validation_fraction),
-        tail_fraction=validation_fraction,
+        held_out=lambda text: is_held_out(text, config.validation_fraction),
+        tail_fraction=config.validation_fraction,
     )
     report(
         f"{index.tokens('train'):,} tokens to train on and {index.tokens('validation'):,} held out "
@@ -247,7 +226,7 @@ def make_shards(
     return index
 
 
-def train_tokenizer(texts: Iterable[str], *, vocab_size: int, file: Path, report: Report) -> None:
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int, file: Path, report: Report) -> Tokenizer:
     """Train a tokenizer and report it.
 
     Raises:
@@ -259,6 +238,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, file: Path, report
     report(f"training a tokenizer of {vocab_size:,} pieces")
     new_tokenizer.train_sentencepiece(texts, vocab_size=vocab_size, file=file)
     report(f"trained it in {time.monotonic() - started:.1f} s")
+    return tokenizers.load(file)
 
 
 class FilesSource(PreparedText[Files]):
@@ -398,15 +378,7 @@ def write_token_shards(
                 raise ConfigError("folder", folder, "is there already", "name another, or remove it")
             folder.parent.mkdir(parents=True, exist_ok=True)
             with cache.beside(folder, f".{folder.name}.making-") as temporary:
-                return make_shards(
-                    temporary,
-                    corpus,
-                    tokenizer=config.tokenizer,
-                    vocab_size=vocab_size,
-                    validation_fraction=validation_fraction,
-                    fingerprint=fingerprint,
-                    report=report,
-                )
+                return make_shards(temporary, corpus, config, fingerprint=fingerprint, report=report)
         except OSError as error:
             cure = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "name a folder you can write to"
             rule = f"cannot be written ({error.strerror or error})"

@@ -3,7 +3,7 @@
 A search from the best bound on (best-first): every group of recipes has a bound below which the time of none of them
 can be. The group with the smallest bound is refined, from a bound of its computation to one with its communication
 inside blocks, then to recipes without the idle time that only a simulation of their pipeline knows, then to estimates.
-The first estimate that comes out is that of the fastest recipe. `MemoryBound` leaves recipes out before their account.
+The first estimate that comes out is that of the fastest recipe. `least_memory` leaves recipes out before their account.
 """
 
 from __future__ import annotations
