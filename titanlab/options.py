@@ -19,7 +19,7 @@ import importlib
 import importlib.metadata
 import keyword
 import pkgutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -162,20 +162,8 @@ def conf_packages() -> tuple[str, ...]:
 
 @functools.cache
 def _schema_modules() -> tuple[ModuleType, ...]:
-    return (*map(importlib.import_module, _own_schema_modules()), *_others_schema_modules())
-
-
-@functools.cache
-def _combining_bases() -> dict[str, type]:
-    marked = [value for module in _schema_modules() for value in vars(module).values() if isinstance(value, type)]
-    bases = [value for value in marked if "__titanlab_combines__" in vars(value)]
-    return {base.__titanlab_combines__: base for base in bases}  # type: ignore[attr-defined]
-
-
-def _own_schema_modules() -> Iterator[str]:
-    package = importlib.import_module("titanlab")
     # By path: importing the packages on the way would import what some of them are made of, such as figures.
-    folders = [(path, "titanlab.") for path in package.__path__]
+    folders = [(path, "titanlab.") for path in importlib.import_module("titanlab").__path__]
     names = []
     for path, prefix in folders:
         for info in pkgutil.iter_modules([path], prefix):
@@ -183,15 +171,20 @@ def _own_schema_modules() -> Iterator[str]:
                 folders.append((f"{path}/{info.name.removeprefix(prefix)}", f"{info.name}."))
             elif info.name.endswith("schema"):
                 names.append(info.name)
-    yield from dict.fromkeys(names)
-
-
-def _others_schema_modules() -> Iterator[ModuleType]:
+    modules = list(map(importlib.import_module, dict.fromkeys(names)))
     for entry in importlib.metadata.entry_points(group="titanlab.options"):
         try:
-            yield importlib.import_module(entry.value)
+            modules.append(importlib.import_module(entry.value))
         # Importing another package may raise anything; the message names the package.
         except Exception as error:
             package = entry.dist.name if entry.dist is not None else "a package"
             rule = f"cannot be imported ({type(error).__name__}: {error})"
             raise ConfigError("titanlab.options", entry.value, rule, f"mend or uninstall {package}") from error
+    return tuple(modules)
+
+
+@functools.cache
+def _combining_bases() -> dict[str, type]:
+    marked = [value for module in _schema_modules() for value in vars(module).values() if isinstance(value, type)]
+    bases = [value for value in marked if "__titanlab_combines__" in vars(value)]
+    return {base.__titanlab_combines__: base for base in bases}  # type: ignore[attr-defined]

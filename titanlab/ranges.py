@@ -93,24 +93,17 @@ def plain(value: Any) -> Any:
 
 
 def check_whole(key: str, value: int, most: int = MOST, *, cure: str = "give a smaller number") -> None:
-    """Check that the absolute value of a whole number is at most `most`.
-
-    Raises:
-        ConfigError: it is larger.
-    """
+    """Check that the absolute value of a whole number is at most `most`."""
     if abs(value) > most:
         rule = f"must be at most {most:,}" if value > 0 else f"must be at least -{most:,}"
         raise ConfigError(key, shown_digits(value), rule, cure)
 
 
 def shown_digits(value: int) -> str:
-    """A whole number as text; for a very long number its first digits and their count."""
-    # Python converts no number of more than 4,300 digits to text, so the digits are estimated first.
+    """A whole number as text; of a very long number, the count of its digits."""
+    # Python converts no number of more than 4,300 digits to text, so the digits are estimated.
     digits = int(abs(value).bit_length() * math.log10(2)) + 1
-    if digits > 4000:
-        return f"(a number of about {digits:,} digits)"
-    text = str(value)
-    return text if len(text) <= _DIGITS else f"{text[:_DIGITS]}… ({len(text):,} digits)"
+    return str(value) if digits <= _DIGITS else f"(a number of about {digits:,} digits)"
 
 
 def _check_size(field: dataclasses.Field[Any], prefix: str, value: Any) -> None:

@@ -150,17 +150,17 @@ def _show_code(console: Console, code: RecordedCode, restored: Restored, into: P
 
 def _show_environment(console: Console, code: RecordedCode) -> None:
     host = this_host()
-    now = collect(
-        devices={"accelerator": host.accelerator, "name": host.device, "count": host.count}, launcher="", arguments=[]
-    ).record
-    rows = [[harmless(cell) for cell in row] for row in differences(code.env, now)]
-    if not rows:
-        console.note("environment: as it was")
-        return
-    console.note("environment, where it differs:")
-    console.note("\n".join(f"  {line}" for line in aligned(("", "then", "now"), rows)))
+    devices = {"accelerator": host.accelerator, "name": host.device, "count": host.count}
+    now = collect(devices=devices, launcher="", arguments=[]).record
+    _show_differences(console, differences(code.env, now), "environment: as it was", "environment, where it differs:")
     if (line := pip_line(code.env, now)) is not None:
         console.note(f"packages as they were: {line}")
+
+
+def _show_differences(console: Console, rows: Sequence[Sequence[str]], same: str, heading: str) -> None:
+    cells = [[harmless(cell) for cell in row] for row in rows]
+    lines = [heading, *(f"  {line}" for line in aligned(("", "then", "now"), cells))]
+    console.note("\n".join(lines) if rows else same)
 
 
 def _show_config(console: Console, run: RunFolder, code: RecordedCode) -> None:
@@ -168,9 +168,6 @@ def _show_config(console: Console, run: RunFolder, code: RecordedCode) -> None:
     if composed is None:
         console.note(f"config: cannot be compared with its recipe of now: {problem}")
         return
-    rows = [[harmless(cell) for cell in row] for row in config_differences(run.config(), composed)]
-    if not rows:
-        console.note("config: the same recipe composes to it now")
-        return
-    console.note("config, where its recipe composes to something else now:")
-    console.note("\n".join(f"  {line}" for line in aligned(("", "then", "now"), rows)))
+    heading = "config, where its recipe composes to something else now:"
+    rows = config_differences(run.config(), composed)
+    _show_differences(console, rows, "config: the same recipe composes to it now", heading)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from titanlab.checkpoint.address_schema import Place
 from titanlab.checkpoint.contents import parent_of
@@ -24,8 +23,8 @@ from titanlab.records.identity import identify
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder, create_run
 from titanlab.sweep.enqueue import checked
-from titanlab.sweep.retry import FAILED, RetriedRun, resubmit, retry, submitted_with
-from titanlab.sweep.sweep_folder import SweepFolder, open_sweep
+from titanlab.sweep.retry import FAILED, resubmit, retry, submitted_with
+from titanlab.sweep.sweep_folder import open_sweep
 from titanlab.system.terminal import Console
 from titanlab.system.text import counted, shown_path, sweep_argument
 from titanlab.techniques.optimizer.contract import rate_factor
@@ -86,20 +85,17 @@ def resume_verb(args: Namespace) -> int:
             return 0
         recipe = replace(recipe, launch=directly(launch_of(recipe)))
         (ready,) = prepare([recipe], console.note, started=newest is not None)
-        _check_data(run, ready.identity.content["data"], args.overrides)
+        places = [override.split("=", 1) for override in args.overrides if override.startswith(_PLACES)]
+        identity = run.identity()
+        if places and identity is not None and identity.content["data"] != ready.identity.content["data"]:
+            (key, value), *_ = places
+            rule = (
+                "is other data than the run has begun with: other content, or files whose paths sort in another order"
+            )
+            cure = f"for a new run with it: titanlab train --from {shown_path(run.path)} {key}={value}"
+            raise ConfigError(key, value, rule, cure)
         ended = continue_run(run, ready.recipe, ready.ranks, console, checkpoint=checkpoint)
     return ended.kind.exit_code
-
-
-def _check_data(run: RunFolder, fingerprint: str, overrides: Sequence[str]) -> None:
-    """Check that the data of another place is the run's, before anything starts."""
-    places = [override.split("=", 1) for override in overrides if override.startswith(_PLACES)]
-    identity = run.identity()
-    if places and identity is not None and identity.content["data"] != fingerprint:
-        (key, value), *_ = places
-        rule = "is other data than the run has begun with: other content, or files whose paths sort in another order"
-        cure = f"for a new run with it: titanlab train --from {shown_path(run.path)} {key}={value}"
-        raise ConfigError(key, value, rule, cure)
 
 
 def _changed(run: RunFolder, overrides: Sequence[str], console: Console) -> Recipe:
@@ -151,24 +147,18 @@ def _branched(parent: RunFolder, checkpoint: Place, overrides: Sequence[str]) ->
     recipe = new_recipe(begun, overrides, file=parent.path / "config.yaml")
     recipe, line = adapted(recipe, from_mapping(config), overrides)
     step = step_of(checkpoint)
+    # The schedule spans all steps of the new run, also those of its parent.
+    before, steps = from_mapping(config), recipe.training.steps
+    had = before.optimizer.lr * rate_factor(before.optimizer.schedule, step=step, steps=before.training.steps)
+    gets = recipe.optimizer.lr * rate_factor(recipe.optimizer.schedule, step=min(step + 1, steps), steps=steps)
+    rates = f"step {step} had {had:.3g}, step {step + 1} gets {gets:.3g}"
+    rates = f"learning rate: the schedule spans steps 1 to {steps} (before: 1 to {before.training.steps}); {rates}"
     lines = [
         f"new run from step {step} of {parent.sweep}/{parent.path.name}",
-        _schedule_line(config, recipe, step),
+        rates,
         line,
     ]
     return replace(recipe, runs=str(parent.path.parent.parent)), [line for line in lines if line]
-
-
-def _schedule_line(config: Mapping[str, Any], recipe: Recipe, step: int) -> str:
-    """What becomes of the learning rate: the schedule spans all steps of the new run, also those of its parent."""
-    before = from_mapping(config)
-    steps = recipe.training.steps
-    had = before.optimizer.lr * rate_factor(before.optimizer.schedule, step=step, steps=before.training.steps)
-    gets = recipe.optimizer.lr * rate_factor(recipe.optimizer.schedule, step=min(step + 1, steps), steps=steps)
-    return (
-        f"learning rate: the schedule spans steps 1 to {steps} (before: 1 to {before.training.steps}); "
-        f"step {step} had {had:.3g}, step {step + 1} gets {gets:.3g}"
-    )
 
 
 def _submitted(recipe: Recipe, console: Console) -> int:
@@ -207,21 +197,14 @@ def retry_verb(args: Namespace) -> int:
             overrides=[text for text in args.runs_and_keys if "=" in text],
             dry_run=args.dry_run,
         )
-        _report(console, folder, done, dry_run=args.dry_run)
-    return 0
-
-
-def _report(console: Console, folder: SweepFolder, done: Sequence[RetriedRun], *, dry_run: bool) -> None:
-    if dry_run:
-        for chosen in done:
+        for chosen in done if args.dry_run else ():
             outcome = chosen.outcome or "never started"
             console.note(f"{chosen.run.path.name}: {outcome}{', anew' if chosen.anew else ''}")
-    count = len(done)
-    named = sweep_argument(folder.path)
-    runs = counted(count, "run")
-    if not count:
-        console.note(f"nothing of {folder.name} is to be done again; titanlab status {named} shows its runs")
-    elif dry_run:
-        console.note(f"{runs} would be submitted")
-    else:
-        console.note(f"{runs} submitted; titanlab status {named} --watch follows them")
+        named, runs = sweep_argument(folder.path), counted(len(done), "run")
+        if not done:
+            console.note(f"nothing of {folder.name} is to be done again; titanlab status {named} shows its runs")
+        elif args.dry_run:
+            console.note(f"{runs} would be submitted")
+        else:
+            console.note(f"{runs} submitted; titanlab status {named} --watch follows them")
+    return 0

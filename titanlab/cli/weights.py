@@ -6,7 +6,6 @@ import itertools
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 
 from titanlab.checkpoint.address_schema import Place
@@ -20,7 +19,6 @@ from titanlab.records.run_search import find_run
 from titanlab.system.files import user_path
 from titanlab.system.terminal import Console
 from titanlab.system.text import harmless_lines
-from titanlab.techniques.model.contract import ModelConfig
 from titanlab.train.hub_folders import fetch_model
 from titanlab.train.interchange import (
     WeightsOrigin,
@@ -51,39 +49,29 @@ def import_verb(args: Namespace) -> int:
 
 
 def _origin(args: Namespace, into: Path, console: Console) -> WeightsOrigin:
-    folder = _folder(args.source, args.revision, args.token, console)
+    folder = user_path(args.source)
+    if not folder.exists():
+        owner, slash, name = args.source.partition("/")
+        if not (owner and slash and name) or "/" in name or owner.startswith((".", "~")):
+            cure = "give a folder of Hugging Face's, or a model of its hub as owner/name"
+            raise ConfigError(_KEY, args.source, "there is no such folder", cure)
+        folder = fetch_model(args.source, revision=args.revision, token=args.token, key=_KEY, report=console.note)
+    elif args.revision is not None:
+        raise ConfigError("--revision", args.revision, "is of a model of the hub, and this is a folder", "leave it out")
     check_apart(folder, into)
     if has_pickle(folder):
-        return from_dcp(folder, _model(args.model, args.overrides, folder), _KEY)
+        if args.model is None:
+            rule = f"is not given, and {folder} does not name its model"
+            raise ConfigError("--model", None, rule, "give the model's option, say --model llama3_1_8b")
+        for override in args.overrides:
+            if not override.startswith("model."):
+                raise ConfigError("model.KEY=VALUE", override, "is no size of the model", "try model.layers=4")
+        (recipe,) = compose([f"model={args.model}", *args.overrides])
+        return from_dcp(folder, recipe.model, _KEY)
     for key, value in (("--model", args.model), ("model.KEY=VALUE", " ".join(args.overrides))):
         if value:
             raise ConfigError(key, value, f"is of a folder with {METADATA}; {folder} names its model", "leave it out")
     return from_folder(folder, _KEY)
-
-
-def _model(option: str | None, overrides: Sequence[str], folder: Path) -> ModelConfig:
-    """The model of a folder that names none."""
-    if option is None:
-        rule = f"is not given, and {folder} does not name its model"
-        raise ConfigError("--model", None, rule, "give the model's option, say --model llama3_1_8b")
-    for override in overrides:
-        if not override.startswith("model."):
-            raise ConfigError("model.KEY=VALUE", override, "is no size of the model", "try model.layers=4")
-    (recipe,) = compose([f"model={option}", *overrides])
-    return recipe.model
-
-
-def _folder(source: str, revision: str | None, token: str | None, console: Console) -> Path:
-    path = user_path(source)
-    if path.exists():
-        if revision is not None:
-            raise ConfigError("--revision", revision, "is of a model of the hub, and this is a folder", "leave it out")
-        return path
-    owner, slash, name = source.partition("/")
-    if not (owner and slash and name) or "/" in name or owner.startswith((".", "~")):
-        cure = "give a folder of Hugging Face's, or a model of its hub as owner/name"
-        raise ConfigError(_KEY, source, "there is no such folder", cure)
-    return fetch_model(source, revision=revision, token=token, key=_KEY, report=console.note)
 
 
 def option_name(name: str | None, source: str) -> str:
@@ -92,10 +80,9 @@ def option_name(name: str | None, source: str) -> str:
     if name is not None:
         if not re.fullmatch(r"[A-Za-z0-9_]+", name):
             raise ConfigError("--name", name, "becomes model=NAME: letters, digits and _", "try my_model")
-        if name.lower() == "null":
-            raise ConfigError("--name", name, "as model=NAME is no model", f"try {name}_imported")
-        if name in own:
-            raise ConfigError("--name", name, "is an option of titanlab's own", f"try {name}_imported")
+        if name.lower() == "null" or name in own:
+            rule = "is an option of titanlab's own" if name in own else "as model=NAME is no model"
+            raise ConfigError("--name", name, rule, f"try {name}_imported")
         return name
     derived = re.sub(r"[^a-z0-9]+", "_", user_path(source).absolute().name.lower()).strip("_") or "model"
     return f"{derived}_imported" if derived in {*own, "null"} else derived
@@ -113,13 +100,7 @@ def export_verb(args: Namespace) -> int:
         value = getattr(args, key)
         if value is not None and value not in known:
             raise ConfigError(f"--{key}", value, "is none that can be written", f"choose one of {', '.join(known)}")
-    _check_format(args)
-    with Console() as console:
-        return _export_dcp(args, console) if args.format == "dcp" else _export(args, console)
-
-
-def _check_format(args: Namespace) -> None:
-    """Refuse flags that the format does not know."""
+    # Flags that other formats do not know.
     kinds = {
         "--names": (args.names if args.names != "titanlab" else None, ("dcp",)),
         "--shard-size": (args.shard_size, ("hf", "titanlab")),
@@ -130,6 +111,8 @@ def _check_format(args: Namespace) -> None:
         if value is not None and args.format not in formats:
             rule = f"is of --format {' or '.join(formats)}, and the format is {args.format}"
             raise ConfigError(key, value, rule, "leave it out")
+    with Console() as console:
+        return _export_dcp(args, console) if args.format == "dcp" else _export(args, console)
 
 
 def _export(args: Namespace, console: Console) -> int:
@@ -138,28 +121,27 @@ def _export(args: Namespace, console: Console) -> int:
     name = option_name(args.name, str(args.into))
     check_target(args.into, is_weights, force=args.force)
     folder = user_path(args.run)
+    common = {"dtype": args.dtype, "shard_bytes": shard_bytes, "report": console.note}
+
+    def write(origin: WeightsOrigin) -> None:
+        if args.format == "titanlab":
+            console.note(write_ours(origin, args.into, name=name, **common))
+        else:
+            write_hf(origin, args.into, **common)
+            console.note(f"AutoModelForCausalLM.from_pretrained({str(args.into)!r})")
+
     if is_weights(folder):
         if args.step is not None:
             raise ConfigError("--step", args.step, "is of a run, and this is a folder of weights", "leave it out")
         check_apart(folder, args.into)
-        _write(from_folder(folder, "run"), args, console, name=name, shard_bytes=shard_bytes)
+        write(from_folder(folder, "run"))
         return 0
-
-    def write(checkpoint: Place) -> None:
-        origin = from_run(args.run, args.runs, step=args.step, checkpoint=checkpoint)
-        _write(origin, args, console, name=name, shard_bytes=shard_bytes)
-
-    read_while_kept(lambda: checkpoint_of(args.run, args.runs, step=args.step), write, console.warn)
+    read_while_kept(
+        lambda: checkpoint_of(args.run, args.runs, step=args.step),
+        lambda checkpoint: write(from_run(args.run, args.runs, step=args.step, checkpoint=checkpoint)),
+        console.warn,
+    )
     return 0
-
-
-def _write(origin: WeightsOrigin, args: Namespace, console: Console, *, name: str, shard_bytes: int) -> None:
-    if args.format == "titanlab":
-        line = write_ours(origin, args.into, name=name, dtype=args.dtype, shard_bytes=shard_bytes, report=console.note)
-        console.note(line)
-    else:
-        write_hf(origin, args.into, dtype=args.dtype, shard_bytes=shard_bytes, report=console.note)
-        console.note(f"AutoModelForCausalLM.from_pretrained({str(args.into)!r})")
 
 
 def _export_dcp(args: Namespace, console: Console) -> int:

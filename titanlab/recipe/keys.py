@@ -143,11 +143,7 @@ def known_keys() -> list[Key]:
 
 
 def find_key(name: str, schema: type | None = None, *, kind: str | None = None) -> Key | None:
-    """The key with this name; if several options have it, preferably the key of the given schema.
-
-    Args:
-        kind: only keys of options of this kind; None: of all options.
-    """
+    """The key with this name, of options of this kind if it is given; preferably that of the given schema."""
     group, _, rest = name.partition(".")
     if kind is None and group in combining_groups() and rest.partition(".")[0] in discover().get(group, {}):
         # Of several options, each has its keys under its name: `tracker.wandb.mode`.
@@ -250,12 +246,8 @@ def _words(declared: Any) -> str:
 
 
 def with_combinations(overrides: Sequence[str]) -> list[str]:
-    """Overrides in which a list of a group's options is replaced by the name of their combination.
-
-    Raises:
-        ConfigError: a list has something else than names.
-    """
-    return [_combined(text) for text in overrides]
+    """Overrides in which a list of a group's options is replaced by the name of their combination."""
+    return list(map(_combined, overrides))
 
 
 def choice_of(group: str, value: Any) -> str:
@@ -286,14 +278,7 @@ _READ = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool"))
 
 
 def load(source: str | TextIO, name: str) -> Any:
-    """The values of a YAML, which OmegaConf could read too.
-
-    Args:
-        name: the key that gets the values; empty for those of a whole recipe.
-
-    Raises:
-        yaml.YAMLError: it is no YAML.
-    """
+    """The values of a YAML for the key of this name (empty: a whole recipe); a yaml.YAMLError if it is no YAML."""
     loader = get_yaml_loader()(source)
     try:
         root = loader.get_single_node()

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import yaml
@@ -70,7 +71,7 @@ def replace_resolvers() -> None:
     """Make OmegaConf read only the environment variables in `VARIABLES`, and make no config from text."""
     OmegaConf.register_new_resolver("oc.env", _variable, replace=True)
     for name in ("oc.create", "oc.decode"):
-        OmegaConf.register_new_resolver(name, _refuse_making(name), replace=True)
+        OmegaConf.register_new_resolver(name, partial(_refuse_making, name), replace=True)
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
@@ -114,11 +115,7 @@ def _values(value: Any) -> Iterator[Any]:
 
 
 def check_file(content: Any, group: str, option: str, file: str) -> None:
-    """Check the content of a YAML.
-
-    Raises:
-        ConfigError: the YAML names code.
-    """
+    """Check that a YAML names no code."""
     for path, value in _code(content, "", within_hydra=True):
         if group in [f"hydra/{name}" for name in _STARTERS]:
             raise own_start_error(group, option)
@@ -126,11 +123,7 @@ def check_file(content: Any, group: str, option: str, file: str) -> None:
 
 
 def check_settings(content: Any, file: object) -> None:
-    """Check that a YAML sets no setting of Hydra that titanlab does not read.
-
-    Raises:
-        ConfigError: it sets one.
-    """
+    """Check that a YAML sets no setting of Hydra that titanlab does not read."""
     for entry in content.get("defaults") or []:
         for key, option in entry.items() if isinstance(entry, dict) else ():
             group = key.split()[-1].lstrip("/")
@@ -156,11 +149,7 @@ def _check_setting(name: str, value: Any, where: str = "") -> None:
 
 
 def check_size(text: str, file: object) -> None:
-    """Check that a YAML neither overflows the stack nor stands for more values than memory has room for.
-
-    Raises:
-        ConfigError: it does.
-    """
+    """Check that a YAML neither overflows the stack nor stands for more values than memory has room for."""
     # What cannot be read is Hydra's to name.
     with contextlib.suppress(yaml.YAMLError):
         if (reason := excess(text)) is not None:
@@ -168,11 +157,7 @@ def check_size(text: str, file: object) -> None:
 
 
 def check_search_path(entries: Any) -> None:
-    """Check the entries of Hydra's search path.
-
-    Raises:
-        ConfigError: an entry names a package, which Hydra would import, and the package has no options of titanlab.
-    """
+    """Check that Hydra's search path names no package, which Hydra would import, but those with options of titanlab."""
     for entry in entries if isinstance(entries, list) else [entries]:
         text = entry.text if isinstance(entry, QuotedString) else str(entry)
         if text.startswith("pkg://") and text.removeprefix("pkg://") not in conf_packages():
@@ -213,8 +198,5 @@ def _variable(name: str, default: Any = None) -> Any:
     return os.environ.get(name, default)
 
 
-def _refuse_making(name: str) -> Any:
-    def refuse(*arguments: Any) -> Any:
-        raise ConfigError(name, "…", "makes configs of text, which nobody can check", "write the value itself")
-
-    return refuse
+def _refuse_making(name: str, *_: Any) -> Any:
+    raise ConfigError(name, "…", "makes configs of text, which nobody can check", "write the value itself")
