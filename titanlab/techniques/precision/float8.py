@@ -47,12 +47,10 @@ class Float8Layers(Cast):
         )
         float8.convert_to_float8_training(model, config=settings, module_filter_fn=layer_filter(config))
         layers = _layers(model)
-        if layers:
-            product = float8_product(layers[0].linear_mm_config, layers[0].config)
-            for layer in layers:
-                setattr(layer, ATTRIBUTE, product)
-        if config.gathers_float8:
-            for layer in layers:
+        product = float8_product(layers[0].linear_mm_config, layers[0].config) if layers else None
+        for layer in layers:
+            setattr(layer, ATTRIBUTE, product)
+            if config.gathers_float8:
                 layer.register_state_dict_post_hook(_save_plain)
 
     @torch.no_grad()

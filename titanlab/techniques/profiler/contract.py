@@ -49,17 +49,20 @@ class Links:
 
 
 class Profiler(Protocol):
-    """Profiles one rank. It must not change what the run computes, nor end it: see `Links.failed`."""
+    """Profiles one rank. It must not change what the run computes, nor end it: see `Links.failed`.
+
+    By default it does nothing.
+    """
 
     links: Links
-
-    @abstractmethod
-    def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
-        """Called once, before the first step."""
 
     def connect(self, links: Links) -> None:
         """Called once, before `start`."""
         self.links = links
+
+    def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
+        """Called once, before the first step."""
+        return
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Inside the block the main thread is in a phase of the step: `data`, `forward`, `backward`, `optimizer`,
@@ -67,23 +70,14 @@ class Profiler(Protocol):
         """  # fmt: skip
         return nothing(name)
 
-    @abstractmethod
     def after_step(self, step: int) -> None:
         """Called by every rank after each step."""
+        return  # the default; mypy takes an empty body for an abstract method
 
-    @abstractmethod
     def close(self) -> None:
         """Called once, also after an error."""
+        return
 
 
 class NoProfiler(Profiler):
     """Does nothing."""
-
-    def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
-        """Start nothing."""
-
-    def after_step(self, step: int) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Close nothing."""

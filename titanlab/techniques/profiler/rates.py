@@ -47,12 +47,6 @@ class RatesProfiler(Profiler):
         row = {name: _slowest(name, [figures[name] for figures in of_ranks]) for name in own}
         self.links.report(names.KIND, 0, row, [f"measured {len(row)} rates of this machine"])
 
-    def after_step(self, step: int) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Close nothing."""
-
 
 class _Local:
     """Figures of one device."""
