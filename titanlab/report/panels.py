@@ -47,7 +47,7 @@ from titanlab.system.text import counted, grouped, significant
 from titanlab.techniques.schedule.timeline import simulate
 
 if TYPE_CHECKING:
-    from titanlab.report.figures.svg import TracedFigure
+    from titanlab.report.figures.traced import TracedFigure
 
 
 _OVERSUBSCRIBED = (

@@ -27,7 +27,7 @@ from titanlab.system.text import counted, grouped
 _FOLDER = Path(__file__).parent
 
 if TYPE_CHECKING:
-    from titanlab.report.figures.svg import TracedFigure
+    from titanlab.report.figures.traced import TracedFigure
 
 
 class Report(NamedTuple):

@@ -13,7 +13,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -95,29 +95,23 @@ def size_of_tree(path: Path) -> int:
         return 0
     if not stat.S_ISDIR(status.st_mode):
         return status.st_size if stat.S_ISREG(status.st_mode) else 0
-    total, waiting = 0, [str(path)]
-    while waiting:
-        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
-            for entry in entries:
-                with contextlib.suppress(OSError):
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append(entry.path)
-                    elif entry.is_file(follow_symlinks=False):
-                        total += entry.stat(follow_symlinks=False).st_size
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):
+                status = os.lstat(os.path.join(folder, name))
+                total += status.st_size if stat.S_ISREG(status.st_mode) else 0
     return total
 
 
 def is_old(path: Path, now: float | None = None) -> bool:
     """Whether nothing was written to a file, or directly into a folder, for an hour."""
     try:
-        newest = max([path.lstat().st_mtime, *(inner.lstat().st_mtime for inner in _inner(path))])
+        inside = path.iterdir() if path.is_dir() and not path.is_symlink() else ()
+        newest = max(file.lstat().st_mtime for file in (path, *inside))
     except OSError:
         return False
     return (time.time() if now is None else now) - newest > YOUNG_SECONDS
-
-
-def _inner(path: Path) -> list[Path]:
-    return list(path.iterdir()) if path.is_dir() and not path.is_symlink() else []
 
 
 def remove_item(entry: Removable) -> None:
@@ -179,19 +173,13 @@ def cached() -> Iterator[Removable]:
                 if entry is not None:
                     yield entry
     for parent in dict.fromkeys((compile_cache.own_folder(), root)):
-        if _is_own(parent):
-            entry = item("compile-cache", parent / "inductor", parent)
-            if entry is not None and entry.bytes:
-                yield entry
-
-
-def _is_own(folder: Path) -> bool:
-    """Whether a folder is this user's, and no link: others may make one of this name in a folder for all."""
-    try:
-        status = folder.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+        # Others may make a folder of this name, or a link, in a folder for all.
+        with contextlib.suppress(OSError):
+            status = parent.lstat()
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
+                entry = item("compile-cache", parent / "inductor", parent)
+                if entry is not None and entry.bytes:
+                    yield entry
 
 
 def removable(
@@ -211,47 +199,34 @@ def removable(
     whole = [row for row in rows if row.state == "complete" and row.problem is None]
     if not whole:
         return []
-    stay = _by_rule(run, whole, keep)
-    stay.add(whole[-1].name)
-    stay |= {row.name for row in [_newest_full(place, whole)] if row is not None}
-    return [
-        row for row in rows if row.name not in stay and row.state != "unfinished" and not _is_named(place, row, named)
-    ]
-
-
-def _by_rule(run: RunFolder, whole: Sequence[ListedCheckpoint], keep: int | None) -> set[str]:
     rules = run.section("checkpoint")
-    every, count = _number(rules.get("keep_every")), keep
-    if count is None:
-        count = _number(rules.get("keep", 2))
-        if count == 0:
-            count = len(whole)  # The recipe keeps all of them.
-        elif (result := run.result()) is not None and result.kind is OutcomeKind.DONE:
-            count = 1
-    newest = {row.name for row in whole[len(whole) - min(count, len(whole)) :]}
-    return newest | {row.name for row in whole if every and row.step % every == 0}
+    if keep is None:
+        result = run.result()
+        is_done = result is not None and result.kind is OutcomeKind.DONE
+        keep = _number(rules.get("keep", 2))
+        # With 0 the recipe keeps all of them.
+        keep = len(whole) if keep == 0 else 1 if is_done else keep
+    every = _number(rules.get("keep_every"))
+    stay = {row.name for age, row in enumerate(reversed(whole)) if age < keep or (every and row.step % every == 0)}
+    stay.add(whole[-1].name)
+    for row in reversed(whole):
+        # The newest that has more than the model: a run can go on from it.
+        with contextlib.suppress(ConfigError):
+            if read_contents(place / row.name, "run").saved.contents is None:
+                stay.add(row.name)
+                break
+
+    def is_named(row: ListedCheckpoint) -> bool:
+        path = place / row.name
+        text = str(path) if isinstance(path, StorePath) else str(Path(path).resolve())
+        # `load_from` may also name the run, or its folder of checkpoints; an address may end with a slash.
+        return any(f"{text}/".startswith(f"{name.rstrip('/')}/") for name in named)
+
+    return [row for row in rows if row.name not in stay and row.state != "unfinished" and not is_named(row)]
 
 
 def _number(value: object) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
-
-
-def _newest_full(place: Place, whole: Sequence[ListedCheckpoint]) -> ListedCheckpoint | None:
-    """The newest checkpoint that has more than the model: a run can go on from it."""
-    for row in reversed(whole):
-        try:
-            if read_contents(place / row.name, "run").saved.contents is None:
-                return row
-        except ConfigError:
-            continue
-    return None
-
-
-def _is_named(place: Place, row: ListedCheckpoint, named: Collection[str]) -> bool:
-    path = place / row.name
-    text = str(path) if isinstance(path, StorePath) else str(Path(path).resolve())
-    # `load_from` may also name the run, or its folder of checkpoints; an address may end with a slash.
-    return any(f"{text}/".startswith(f"{name.rstrip('/')}/") for name in named)
 
 
 _BULKY = ("checkpoints", "traces", "tokenizer")
@@ -301,7 +276,7 @@ class Survey:
                 # Its plan or a submission is damaged: which of its runs have jobs is not known.
                 self.notes.append(f"{sweep.name} is left alone: {error}")
                 continue
-            for run in sweep.runs() if only is None else [RunFolder(sweep.path / only.path.name)]:
+            for run in sweep.runs() if only is None else [sweep.run(only.path.name)]:
                 if run.path.name in busy:
                     self.busy.append(f"{sweep.name}/{run.path.name}")
                 elif run.path.is_symlink():
@@ -346,11 +321,9 @@ class Survey:
         except (ConfigError, StoreFault) as error:
             self.notes.append(f"{name} is left alone: {error}")
             return
-        for folder in (run.path, *(run.path / folder_name for folder_name in _RUN_FOLDERS)):
+        inner = (run.path / folder_name for folder_name in _RUN_FOLDERS)
+        for folder in (run.path, *inner, *_inside(run.path / "attempts")):
             self._add_temporary(folder, run)
-        with contextlib.suppress(OSError):
-            for attempt in (run.path / "attempts").iterdir():
-                self._add_temporary(attempt, run)
 
     def _add_checkpoints(self, run: RunFolder, named: frozenset[str]) -> None:
         place = checkpoints_of(run)
@@ -366,18 +339,14 @@ class Survey:
                     self._add("temporary", part, run)
 
     def _look_at_superseded(self, sweep: SweepFolder, named: frozenset[str]) -> None:
-        if sweep.superseded.is_symlink():
-            return
-        with contextlib.suppress(OSError):
-            for folder in sorted(sweep.superseded.iterdir()):
-                run = RunFolder(folder)
-                if folder.is_symlink() or not folder.is_dir() or run.is_claimed():
-                    continue
-                for name in _BULKY:
-                    path = folder / name
-                    is_needed = any(named_path.startswith(str(path.resolve())) for named_path in named)
-                    if not is_needed and path.is_dir() and any(path.iterdir()):
-                        self._add("superseded", path, run)
+        for folder in _inside(sweep.superseded):
+            run = RunFolder(folder)
+            if folder.is_symlink() or not folder.is_dir() or run.is_claimed():
+                continue
+            for path in (folder / name for name in _BULKY):
+                is_needed = any(named_path.startswith(str(path.resolve())) for named_path in named)
+                if not is_needed and _inside(path):
+                    self._add("superseded", path, run)
 
     def _look_at_code(self, sweep: SweepFolder, busy: set[str]) -> None:
         """Snapshots that no unfinished run uses, and without which no run's code would be lost."""
@@ -388,26 +357,30 @@ class Survey:
                 used.add(Path(submission.code).name)
         for run in runs.values():
             code = (run.env() or {}).get("code")
-            if isinstance(code, dict) and not _is_restorable(code):
-                # As text: a damaged record may have a list there.
-                only_copies.add(str(code.get("fingerprint")))
-        if sweep.code.is_symlink():
-            return
-        with contextlib.suppress(OSError):
-            for folder in sorted(sweep.code.iterdir()):
-                record = read_optional(folder / RECORD) or {}
-                if folder.name.startswith(".") or folder.name in used or str(record.get("fingerprint")) in only_copies:
-                    continue
-                if record and is_old(folder):
-                    self._add("code", folder)
+            if isinstance(code, dict):
+                git = code.get("git") if isinstance(code.get("git"), dict) else {}
+                # Otherwise git has the code, with the difference that the run has kept.
+                if not (git.get("sha") and git.get("patch_complete") is True):
+                    # As text: a damaged record may have a list there.
+                    only_copies.add(str(code.get("fingerprint")))
+        for folder in _inside(sweep.code):
+            record = read_optional(folder / RECORD) or {}
+            is_used = folder.name in used or str(record.get("fingerprint")) in only_copies
+            if record and not folder.name.startswith(".") and not is_used and is_old(folder):
+                self._add("code", folder)
 
     def _add_temporary(self, folder: Path, run: RunFolder | None = None) -> None:
-        if folder.is_symlink():
-            return
-        with contextlib.suppress(OSError):
-            for path in sorted(folder.iterdir()):
-                if TEMPORARY.fullmatch(path.name) and is_old(path):
-                    self._add("temporary", path, run)
+        for path in _inside(folder):
+            if TEMPORARY.fullmatch(path.name) and is_old(path):
+                self._add("temporary", path, run)
+
+
+def _inside(folder: Path) -> list[Path]:
+    """What is in a folder; nothing if it is a link, or cannot be read."""
+    try:
+        return [] if folder.is_symlink() else sorted(folder.iterdir())
+    except OSError:
+        return []
 
 
 def _has_ended(run: RunFolder) -> bool:
@@ -419,18 +392,9 @@ def _has_ended(run: RunFolder) -> bool:
     return result is not None and not result.kind.automatic
 
 
-def _is_restorable(code: dict[str, object]) -> bool:
-    """Whether git has the code of a run, with the difference that the run has kept."""
-    git = code.get("git")
-    return isinstance(git, dict) and bool(git.get("sha")) and git.get("patch_complete") is True
-
-
 def starting_points(root: Path) -> frozenset[str]:
     """Checkpoints, or folders of them, from which runs start, as real paths and addresses."""
-    return frozenset(_starting_points(root))
-
-
-def _starting_points(root: Path) -> Iterator[str]:
+    named = set()
     for path in root.glob("*/*/config.yaml"):
         # A file of a stranger may be a trap, and its text any text: a path with a zero byte, or a ring of links.
         with contextlib.suppress(ConfigError, OSError, RuntimeError, ValueError):
@@ -438,4 +402,5 @@ def _starting_points(root: Path) -> Iterator[str]:
                 run = RunFolder(path.parent)
                 for text in (run.config().get("init_from"), run.section("checkpoint").get("load_from")):
                     if isinstance(text, str) and text:
-                        yield text if is_address(text) else str(user_path(text).resolve())
+                        named.add(text if is_address(text) else str(user_path(text).resolve()))
+    return frozenset(named)

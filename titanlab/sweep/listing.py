@@ -98,12 +98,11 @@ def counts(rows: Iterable[Row]) -> str:
 
 def dropped(rows: Iterable[Row]) -> list[str]:
     """The number of dropped points by stage, and the most frequent reasons; empty if none was dropped."""
+    rows = list(rows)
     reasons = Counter((row["dropped_stage"], row["cause"]) for row in rows if row["state"] == "dropped")
     if not reasons:
         return []
-    stages: Counter[str] = Counter()
-    for (stage, _), count in reasons.items():
-        stages[stage] += count
+    stages = Counter(row["dropped_stage"] for row in rows if row["state"] == "dropped")
     by_stage = ", ".join(f"{count} by {stage}" for stage, count in stages.most_common())
     lines = [f"{counted(sum(stages.values()), 'point')} dropped: {by_stage}"]
     lines += [f"  {count} × {reason}" for (_, reason), count in reasons.most_common(_REASONS)]
@@ -116,17 +115,18 @@ def failures(rows: Iterable[Row]) -> list[str]:
     """One line for each run that ended badly, or for which its scheduler reports that: run, outcome, place, cause."""
     lines = []
     for row in rows:
-        contradiction = _contradiction(row)
-        if row["state"] == "ended" and row["outcome"] == OutcomeKind.DONE.value:
+        has_ended, is_done = row["state"] == "ended", row["outcome"] == OutcomeKind.DONE.value
+        state = row["scheduler_state"]
+        is_contradicted = has_ended and (state in _BAD_ENDS if is_done else state == "COMPLETED")
+        contradiction = f"; the scheduler says {state}" if is_contradicted else ""
+        if has_ended and is_done:
             lines += [f"{row['run']}: done{contradiction}"] if contradiction else []
-            continue
-        if row["state"] not in ("ended", "missing", "unreadable"):
-            continue
-        where = [f"rank {row['rank']}"] if row["rank"] is not None else []
-        # Some causes begin with the step already.
-        where += [f"step {row['step']}"] if row["step"] and not str(row["cause"]).startswith("step ") else []
-        cause = f": {row['cause']}" if row["cause"] else ""
-        lines.append(f"{row['run']}: {', '.join([word(row), *where])}{cause}{contradiction}")
+        elif row["state"] in ("ended", "missing", "unreadable"):
+            where = [f"rank {row['rank']}"] if row["rank"] is not None else []
+            # Some causes begin with the step already.
+            where += [f"step {row['step']}"] if row["step"] and not str(row["cause"]).startswith("step ") else []
+            cause = f": {row['cause']}" if row["cause"] else ""
+            lines.append(f"{row['run']}: {', '.join([word(row), *where])}{cause}{contradiction}")
     return lines
 
 
@@ -138,14 +138,6 @@ def gaps(rows: Iterable[Row], *, most: int = _GAPS) -> list[str]:
         runs_left = counted(len(lacking) - most, "run")
         lines.append(f"… and {runs_left} more; titanlab sync --rebuild {lacking[0]['sweep']} sees to all of them")
     return lines
-
-
-def _contradiction(row: Row) -> str:
-    """The scheduler's state of an ended run, if it contradicts the run's own outcome."""
-    state, done = row["scheduler_state"], row["outcome"] == OutcomeKind.DONE.value
-    if row["state"] == "ended" and (state in _BAD_ENDS if done else state == "COMPLETED"):
-        return f"; the scheduler says {state}"
-    return ""
 
 
 def aligned(headings: Sequence[str], lines: Sequence[Sequence[str]], *, right: Iterable[str] = ()) -> list[str]:
@@ -280,11 +272,12 @@ def _row(sweep: SweepFolder, members: list[RunFolder]) -> dict[str, Any]:
     except ConfigError:
         # `titanlab status SWEEP` names the damaged file.
         words["unreadable"] += 1
-    order = {word: place for place, word in enumerate((*(kind.value for kind in OutcomeKind), *STATES))}
+    order = [*(kind.value for kind in OutcomeKind), *STATES]
+    known = [word for word in order if words[word]]
     return {
         "sweep": sweep.name,
         "runs": len(members),
-        "states": {word: words[word] for word in sorted(words, key=lambda word: order.get(word, len(order)))},
+        "states": {word: words[word] for word in (*known, *(word for word in words if word not in order))},
         "dropped": dropped,
         "updated": max((status.updated for status in statuses if status is not None), default=None),
         "folder": str(sweep.path),
@@ -306,6 +299,11 @@ def details(row: Row) -> list[tuple[str, object]]:
         row[name] for name in ("precision", "ac", "schedule") if row[name] not in (None, NoCheckpointing.kind)
     ]
     techniques += [f"compiled {row['compile']}"] if row["compile"] not in (None, "off") else []
+    attempt = f"{row['attempt']}, after {row['previous_outcome']}" if row["previous_outcome"] else row["attempt"]
+    moments = {
+        name: None if row[name] is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row[name]))
+        for name in ("started", "ended")
+    }
     job = [str(row[name]) for name in ("launcher", "job_id", "scheduler_state") if row[name]]
     facts: list[tuple[str, object]] = [
         ("state", word(row)),
@@ -313,7 +311,7 @@ def details(row: Row) -> list[tuple[str, object]]:
         ("rank", row["rank"]),
         ("exit code", row["exit_code"]),
         ("step", None if row["step"] is None else f"{row['step']} of {row['steps']}"),
-        ("attempt", _attempt(row)),
+        ("attempt", attempt or None),
         ("began from", f"step {row['parent_step']} of {row['parent_run']}" if row["parent_run"] else None),
         ("time left", None if row["seconds_left"] is None else duration(row["seconds_left"])),
         (
@@ -329,8 +327,7 @@ def details(row: Row) -> list[tuple[str, object]]:
         ("memory", None if row["memory_gib"] is None else f"{row['memory_gib']:.2f} GiB"),
         ("job", " ".join(job)),
         ("waits for", row["queue_reason"]),
-        ("started", _moment(row["started"])),
-        ("ended", _moment(row["ended"])),
+        *moments.items(),
         ("tracker", row["tracker_gap"]),
         ("code", "other than what is here now" if row["stale"] else None),
         ("folder", row["folder"]),
@@ -350,25 +347,10 @@ def failure_text(run: RunFolder, row: Row) -> tuple[str, str] | None:
         if note.rank == rank and note.traceback:
             return f"traceback of rank {rank or 0}", note.traceback.rstrip()
     log = run.logs / f"rank-{rank or 0}.log"
-    end = _end_of(log)
-    return (f"end of {log}", end) if end else None
-
-
-def _attempt(row: Row) -> object:
-    if not row["attempt"]:
-        return None
-    return f"{row['attempt']}, after {row['previous_outcome']}" if row["previous_outcome"] else row["attempt"]
-
-
-def _moment(seconds: float | None) -> str | None:
-    return None if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-
-
-def _end_of(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _LOG_BYTES))
-            text = file.read().decode(errors="replace")
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _LOG_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()[-_LOG_LINES:]
     except OSError:
-        return ""
-    return "\n".join(text.splitlines()[-_LOG_LINES:])
+        return None
+    return (f"end of {log}", "\n".join(lines)) if any(lines) else None

@@ -109,7 +109,7 @@ def measured_sweep(sweep: SweepFolder, table: Sequence[Mapping[str, Any]]) -> Me
         rows=_pooled(runs),
         runs=len(runs),
         left_out=sorted(left_out, key=lambda dropped: dropped.run),
-        machine=_machine(runs[0]),
+        machine=runs[0].common["machine"].removeprefix("cuda "),
         stale=sum(run.stale for run in runs),
     )
 
@@ -120,22 +120,21 @@ def _read(run: RunFolder, row: Mapping[str, Any]) -> _Run:
     Raises:
         _Unusable: it has no measurement.
     """
-    if row["state"] == "unreadable":
-        raise _Unusable(f"cannot be read: {row['cause']}")
-    if row["state"] != "ended":
-        raise _Unusable("has not begun" if row["state"] in _WAITING else "is still running")
-    if row["outcome"] != OutcomeKind.DONE.value:
-        raise _Unusable(f"ended as {row['outcome']}")
-    if row["oversubscribed"]:
-        raise _Unusable("had more processes than cores")
-    if not row["measured_steps"]:
-        raise _Unusable("has no step after the warm-up")
-    seconds = row["step_seconds"]
-    if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
-        raise _Unusable(f"has no time of a step: {seconds}")
-    waiting = row["data_percent"]
-    if _is_positive(waiting) and waiting > _MOST_WAITING:
-        raise _Unusable(f"waited for data in more than {_MOST_WAITING} % of its steps' time")
+    seconds, waiting = row["step_seconds"], row["data_percent"]
+    reasons = {
+        f"cannot be read: {row['cause']}": row["state"] == "unreadable",
+        "has not begun": row["state"] in _WAITING,
+        "is still running": row["state"] != "ended",
+        f"ended as {row['outcome']}": row["outcome"] != OutcomeKind.DONE.value,
+        "had more processes than cores": bool(row["oversubscribed"]),
+        "has no step after the warm-up": not row["measured_steps"],
+        f"has no time of a step: {seconds}": not _is_positive(seconds),
+        f"waited for data in more than {_MOST_WAITING} % of its steps' time": (
+            _is_positive(waiting) and waiting > _MOST_WAITING
+        ),
+    }
+    if (reason := next((reason for reason, holds in reasons.items() if holds), None)) is not None:
+        raise _Unusable(reason)
     try:
         recipe = frozen_recipe(run, attempt=row["attempt"] or None)
         outcome = run.result()
@@ -151,12 +150,11 @@ def _read(run: RunFolder, row: Mapping[str, Any]) -> _Run:
         memory_bytes=memory * 2**30 if _is_positive(memory) else None,
     )
     peak, host = metrics.get("peak_tflops"), env.get("host") or {}
-    on_cpu = recipe.cluster.accelerator == "cpu"
     return _Run(
         measured=measured,
         repeat=recipe.repeat,
         common=_common(recipe, env),
-        peak_tflops=peak if on_cpu and _is_positive(peak) else None,
+        peak_tflops=peak if recipe.cluster.accelerator == "cpu" and _is_positive(peak) else None,
         host=host,
         stale=bool(row["stale"]),
     )
@@ -208,19 +206,18 @@ def _majority(runs: Sequence[_Run], name: str) -> tuple[list[_Run], list[LeftOut
         between = f"half on {first}" + ("" if first == second else f" and half on {second}")
         rule = f"has {counts[0][1]} runs each by {name}, {between}, and a calibration is of one"
         raise ConfigError(KEY, len(runs), rule, "submit a sweep for each of them")
-    most_frequent = counts[0][0]
-    kept = [run for run in runs if run.common[name] == most_frequent]
-    others = [
-        LeftOut(
-            run=run.measured.name,
-            reason="has other values of its cluster than most"
-            if name == "cluster"
-            else f"ran on {name} {run.common[name]}, and most on {most_frequent}",
-        )
-        for run in runs
-        if run.common[name] != most_frequent
-    ]
-    return kept, others
+    usual = counts[0][0]
+    others = []
+    for run in runs:
+        if (value := run.common[name]) != usual:
+            is_cluster = name == "cluster"
+            reason = (
+                "has other values of its cluster than most"
+                if is_cluster
+                else f"ran on {name} {value}, and most on {usual}"
+            )
+            others.append(LeftOut(run=run.measured.name, reason=reason))
+    return [run for run in runs if run.common[name] == usual], others
 
 
 def _pooled(runs: Sequence[_Run]) -> list[Measured]:
@@ -243,19 +240,11 @@ def _pooled(runs: Sequence[_Run]) -> list[Measured]:
             repeats[0].measured,
             recipe=dataclasses.replace(repeats[0].measured.recipe, cluster=cluster),
             step_seconds=statistics.median(run.measured.step_seconds for run in repeats),
-            memory_bytes=_median([run.measured.memory_bytes for run in repeats]),
+            memory_bytes=statistics.median(memory) if memory else None,
         )
         for repeats in by_recipe.values()
+        for memory in [[run.measured.memory_bytes for run in repeats if run.measured.memory_bytes is not None]]
     ]
-
-
-def _machine(run: _Run) -> str:
-    return run.common["machine"].removeprefix("cuda ")
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
 
 
 def _is_positive(value: Any) -> bool:

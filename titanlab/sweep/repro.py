@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.recipe.compose import Loader
 from titanlab.recipe.flags import read_flags
-from titanlab.recipe.recipe import Recipe, from_mapping, literal, resolve, to_mapping
+from titanlab.recipe.recipe import from_mapping, literal, resolve, to_mapping
 from titanlab.records.config_file import config_text
 from titanlab.records.json_file import read_optional
 from titanlab.records.provenance import PATCH_LIMIT, RECORD, code_fingerprint
@@ -190,40 +190,34 @@ def restore(code: RecordedCode, repository: Path | None, into: Path, *, run: str
         if not has_commit:
             notes.append(f"commit {code.sha[:12]} is not in {repository}: fetch it, or give --repo FOLDER")
     if has_commit and (code.problem is None or code.snapshot is None):
-        assert repository is not None
-        return _from_commit(code, repository, into, notes)
-    if code.snapshot is None:
+        assert repository is not None and code.sha is not None  # noqa: PT018
+        answer = _git(repository, "worktree", "add", "--detach", "--", str(into), code.sha)
+        if answer is None or answer.code:
+            said = "git gave no answer" if answer is None else f"git worktree add says: {answer.complaint[:300]}"
+            raise ConfigError("--into", into, said, "give another folder")
+        source = f"commit {code.sha[:12]}"
+        if code.patch:
+            with tempfile.NamedTemporaryFile("w", suffix=".patch", encoding="utf-8", newline="\n") as file:
+                file.write(code.patch)
+                file.flush()
+                answer = _git(into, "apply", "--whitespace=nowarn", "--", file.name)
+            if answer is None or answer.code:
+                complaint = "git gave no answer" if answer is None else answer.complaint[:300]
+                notes.append(f"code.patch does not fit the commit ({complaint}); the folder has the commit alone")
+            else:
+                source += " with code.patch"
+    elif code.snapshot is not None:
+        into.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(code.snapshot, into, dirs_exist_ok=True, symlinks=True, ignore=_no_plain_files)
+        source = f"the snapshot {code.snapshot}"
+    else:
         reason = "; ".join([*notes, *([code.problem] if code.problem else [])])
         cure = f"install titanlab {code.version} by hand, or find the repository that has the commit"
         raise ConfigError("run", run, f"its code cannot be restored: {reason}; and no snapshot is kept", cure)
     if code.problem is not None:
         notes.append(code.problem)
-    return _from_snapshot(code, code.snapshot, into, notes)
-
-
-def _from_commit(code: RecordedCode, repository: Path, into: Path, notes: list[str]) -> Restored:
-    assert code.sha is not None
-    _checked(_git(repository, "worktree", "add", "--detach", "--", str(into), code.sha), "git worktree add", into)
-    source = f"commit {code.sha[:12]}"
-    if code.patch:
-        with tempfile.NamedTemporaryFile("w", suffix=".patch", encoding="utf-8", newline="\n") as file:
-            file.write(code.patch)
-            file.flush()
-            answer = _git(into, "apply", "--whitespace=nowarn", "--", file.name)
-        if answer is None or answer.code:
-            complaint = "git gave no answer" if answer is None else answer.complaint[:300]
-            notes.append(f"code.patch does not fit the commit ({complaint}); the folder has the commit alone")
-        else:
-            source += " with code.patch"
-    if code.problem is not None:
-        notes.append(code.problem)
-    return Restored(source=source, is_same=_is_same(code, into), notes=tuple(notes))
-
-
-def _from_snapshot(code: RecordedCode, snapshot: Path, into: Path, notes: list[str]) -> Restored:
-    into.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(snapshot, into, dirs_exist_ok=True, symlinks=True, ignore=_no_plain_files)
-    return Restored(source=f"the snapshot {snapshot}", is_same=_is_same(code, into), notes=tuple(notes))
+    is_same = None if code.fingerprint is None else code_fingerprint(into / "titanlab") == code.fingerprint
+    return Restored(source=source, is_same=is_same, notes=tuple(notes))
 
 
 def _no_plain_files(folder: str, names: list[str]) -> set[str]:
@@ -235,16 +229,6 @@ def _no_plain_files(folder: str, names: list[str]) -> set[str]:
         if path.is_symlink() or name.startswith(".") or not (path.is_dir() or is_plain):
             left.add(name)
     return left
-
-
-def _is_same(code: RecordedCode, folder: Path) -> bool | None:
-    return None if code.fingerprint is None else code_fingerprint(folder / "titanlab") == code.fingerprint
-
-
-def _checked(answer: CommandResult | None, what: str, into: Path) -> None:
-    if answer is None or answer.code:
-        rule = "git gave no answer" if answer is None else f"{what} says: {answer.complaint[:300]}"
-        raise ConfigError("--into", into, rule, "give another folder")
 
 
 def _git(folder: Path, *arguments: str) -> CommandResult | None:
@@ -259,15 +243,11 @@ _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9.!+_-]{0,99}")
 # They differ between any two runs, or name the job.
 _OWN = ("SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
 _LONGEST = 60
-Difference = tuple[str, str, str]
 
 
-def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Name, value then, value now, of everything that differs."""
-    return list(_differences(then, now))
-
-
-def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
+    found = []
     for section, keys in {
         "python": ("version", "implementation"),
         "devices": ("accelerator", "name", "count"),
@@ -275,15 +255,17 @@ def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Di
         "host": ("name", "cpu", "usable_cores", "memory_gib"),
     }.items():
         old, new = _mapping(then, section), _mapping(now, section)
-        for key in keys:
-            if key in old and old[key] != new.get(key):
-                yield f"{section}.{key}", _text(old[key]), _text(new.get(key))
+        found += [
+            (f"{section}.{key}", old[key], new.get(key)) for key in keys if key in old and old[key] != new.get(key)
+        ]
     for section in ("packages", "environment"):
         old, new = _mapping(then, section), _mapping(now, section)
-        for name in sorted({*old, *new}, key=str):
-            if str(name).startswith(_OWN) or old.get(name) == new.get(name):
-                continue
-            yield str(name)[:_LONGEST], _text(old.get(name)), _text(new.get(name))
+        found += [
+            (str(name)[:_LONGEST], old.get(name), new.get(name))
+            for name in sorted({*old, *new}, key=str)
+            if not str(name).startswith(_OWN) and old.get(name) != new.get(name)
+        ]
+    return [(name, _text(before), _text(after)) for name, before, after in found]
 
 
 def pip_line(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
@@ -342,7 +324,11 @@ def composed_now(run: RunFolder, env: Mapping[str, Any]) -> tuple[dict[str, Any]
     point = next((row.get("point") for row in sweep.points() if row.get("run") == run.path.name), None)
     try:
         if isinstance(overrides, list) and isinstance(point, dict):
-            recipe = _of_point([text for text in overrides if isinstance(text, str) and "=" in text], point)
+            shared = [text for text in overrides if isinstance(text, str) and "=" in text]
+            loader = Loader(read_flags(shared), shared)
+            # It reads the options that all points share, which decides how a point's values are set.
+            loader.base()
+            recipe = Composer(loader, [point]).recipe(point)
         else:
             arguments, problem = _overrides(env)
             if problem:
@@ -356,13 +342,6 @@ def composed_now(run: RunFolder, env: Mapping[str, Any]) -> tuple[dict[str, Any]
         return to_mapping(resolve(recipe, world=None, accelerator=accelerator, device=device)), ""
     except ConfigError as error:
         return None, f"what made it composes to no recipe any more ({error})"
-
-
-def _of_point(shared: Sequence[str], point: Mapping[str, Any]) -> Recipe:
-    loader = Loader(read_flags(shared), shared)
-    # It reads the options that all points share, which decides how a point's values are set.
-    loader.base()
-    return Composer(loader, [point]).recipe(point)
 
 
 def _overrides(env: Mapping[str, Any]) -> tuple[list[str], str]:

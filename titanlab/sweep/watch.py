@@ -33,6 +33,7 @@ _COLOURS: Mapping[str, str] = {"good": "green", "busy": "cyan", "idle": "dim", "
 # On a narrow terminal, columns are dropped in this order; then names of runs are shortened.
 _DROPPED_FIRST = ("", "layout", "GiB", "MFU", "left")
 _LEAST_NAME = 20
+_HASH = 9  # letters of a hash with its dash
 _GAP = "  "
 # Lines of the live view besides the rows of runs: headings, counts, prompt.
 _FRAME_LINES = 6
@@ -198,16 +199,12 @@ def _table(rows: Sequence[Row], columns: int, now: float) -> Any:
         table.add_column(heading, justify=side, no_wrap=True, overflow="ellipsis", width=width)  # type: ignore[arg-type]
     state, name = listing.HEADINGS.index("state"), listing.HEADINGS.index("run")
     for row, line in zip(rows, lines, strict=True):
-        line[name] = _cut(line[name], kept[name])
+        if len(line[name]) > kept[name]:
+            # Without its middle: the hash at its end distinguishes it.
+            line[name] = f"{line[name][: kept[name] - _HASH - 1]}…{line[name][-_HASH:]}"
         colour = _COLOURS[listing.tone(row)]
         table.add_row(*(Text(line[place], style=colour if place == state else "") for place in kept))
     return table
-
-
-def _cut(name: str, width: int) -> str:
-    """A name without its middle if it is too long; the hash at its end, which distinguishes it, is kept."""
-    ending = 9
-    return name if len(name) <= width else f"{name[: width - ending - 1]}…{name[-ending:]}"
 
 
 def _fitting(lines: Sequence[Sequence[str]], columns: int) -> dict[int, int]:
@@ -286,7 +283,9 @@ class RunWatch:
             self._due = -float("inf")
             return True, ""
         status = self._run.known_status()
-        if status is not None and status.state == "ended" and not _may_return(status):
+        # A job may put itself back into the queue after an automatic end.
+        automatic = [kind.value for kind in OutcomeKind if kind.automatic]
+        if status is not None and status.state == "ended" and status.outcome not in automatic:
             return False, f"ended: {status.outcome}"
         if self._clock() >= self._due:
             self._due = self._clock() + _LOOK_SECONDS
@@ -294,11 +293,10 @@ class RunWatch:
         return self._last
 
     def _judged(self, status: Status | None) -> tuple[bool, str]:
-        if self._run.path.name not in jobs_of(self._sweep, self._sweep.submissions()):
+        name = self._run.path.name
+        if name not in jobs_of(self._sweep, self._sweep.submissions()):
             return self._without_job(status)
-        row: dict[str, Any] | None = next(
-            (row for row in self._look() if row["run"] == self._run.path.name and row["state"] != "dropped"), None
-        )
+        row = next((row for row in self._look() if row["run"] == name and row["state"] != "dropped"), None)
         if row is None:
             return False, "is not in its sweep any more"
         if row["state"] == "queued":
@@ -314,15 +312,8 @@ class RunWatch:
             return False, "nobody has started it"
         if status.state == "ended":
             return False, f"ended: {status.outcome}"
-        silent = self._now() - status.updated
         is_here = status.host == socket.gethostname()
-        if is_here and born_at(status.pid) is not None:
-            return True, ""
-        if silent < (_SILENT_HERE_SECONDS if is_here else _SILENT_SECONDS):
+        is_fresh = self._now() - status.updated < (_SILENT_HERE_SECONDS if is_here else _SILENT_SECONDS)
+        if is_fresh or (is_here and born_at(status.pid) is not None):
             return True, ""
         return False, "nobody works on it any more, and it left no result"
-
-
-def _may_return(status: Status) -> bool:
-    """Whether a job may put itself back into the queue after such an end."""
-    return status.outcome in {kind.value for kind in OutcomeKind} and OutcomeKind(status.outcome).automatic

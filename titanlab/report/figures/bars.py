@@ -16,7 +16,7 @@ from titanlab.system.text import counted, grouped, short_span, significant
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from titanlab.report.figures.svg import TracedFigure
+    from titanlab.report.figures.traced import TracedFigure
 
 
 # Of the longest bar or interval: the axis, with room for the texts. Of the longest bar: where intervals are cut.
