@@ -6,8 +6,8 @@ import pytest
 
 from tests.prove.test_proof import large
 from titanlab.errors import ConfigError
+from titanlab.prove.proof import FAILED, OK, Result, rehearse
 from titanlab.prove.reduction import Candidate, Reduced, reduce_all
-from titanlab.prove.rehearsal import FAILED, OK, Result, rehearse
 from titanlab.records.outcome import Outcome, OutcomeKind
 
 

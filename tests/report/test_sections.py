@@ -8,9 +8,8 @@ from tests.report.plain import facts_in, facts_of, run
 from tests.sweep.made import begin, end
 from tests.sweep.table.plain import row
 from titanlab.report.facts import answer_of
-from titanlab.report.panels import Panel
+from titanlab.report.panels import PageTable, Panel
 from titanlab.report.sections import panels_of, sections_of
-from titanlab.report.tables import PageTable
 
 
 def panel(name, **given):

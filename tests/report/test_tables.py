@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from titanlab.report.tables import Cell, run_cell, text, values_table
+from titanlab.report.panels import Cell, run_cell, text, values_table
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from titanlab.errors import ConfigError
 from titanlab.prove.finished_runs import NOT_COMPARED, compare_runs
 from titanlab.prove.forked import RunFailed, prepare, train_in_ranks
 from titanlab.prove.proof import ProofRow, Prover, plan_proofs, write_parity
-from titanlab.prove.reduction import MOST_PROCESSES, Reduced, comparable
+from titanlab.prove.reduction import MOST_PROCESSES, Reduced, check_same, comparable
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_search import NoSuchRun, find_run
@@ -159,11 +159,8 @@ def _of_pair(pair: tuple[str, str]) -> ProofCandidates:
         ConfigError: they do not.
     """
     first, second = map(one_recipe, pair)
-    ours, theirs = comparable(first.recipe), comparable(second.recipe)
-    for key in [*ours, *(key for key in theirs if key not in ours)]:
-        if ours.get(key) != theirs.get(key):
-            rule = f"cannot be compared with {first.run}, which has {key}={ours.get(key)}"
-            raise ConfigError(key, theirs.get(key), rule, "compare recipes that differ in layout or technique only")
+    cure = "compare recipes that differ in layout or technique only"
+    check_same(first.run, comparable(first.recipe), comparable(second.recipe), cure)
     candidates = [first] if first == second else [first, second]
     if first.run == second.run and first != second:
         raise AssertionError("one expression has two recipes")

@@ -13,8 +13,8 @@ from titanlab.cli.arguments import FlagParser, check_number
 from titanlab.cli.candidates import ProofCandidates, choose, left_out_lines, sizes_and_notes
 from titanlab.errors import ConfigError
 from titanlab.prove.forked import log_of, prepare, train_in_ranks
+from titanlab.prove.proof import FAILED, STEPS, Result, rehearse
 from titanlab.prove.reduction import MOST_PROCESSES, Reduced, reduce_all
-from titanlab.prove.rehearsal import FAILED, STEPS, Result, rehearse
 from titanlab.records.outcome import OutcomeKind
 from titanlab.sweep.listing import aligned
 from titanlab.system.files import finite, user_path

@@ -10,7 +10,7 @@ from typing import Any
 from titanlab.costs import meter
 from titanlab.errors import ConfigError
 from titanlab.prove.proof import ProofRow
-from titanlab.prove.reduction import comparable
+from titanlab.prove.reduction import check_same, comparable
 from titanlab.prove.tolerances import of_runs
 from titanlab.recipe.next_attempt import check_unedited
 from titanlab.recipe.recipe import Recipe, from_mapping
@@ -27,7 +27,6 @@ class Logged:
 
     Attributes:
         rows: (loss, gradient norm) of each logged step, by tokens seen; None: not finite.
-        ended_as_nan: why it ended, if its loss was not finite.
     """
 
     run: RunFolder
@@ -62,7 +61,8 @@ def compare_runs(first: RunFolder, second: RunFolder) -> RunComparison:
     if first.path.resolve() == second.path.resolve():
         raise ConfigError("run", second.path.name, "is both runs", "name two runs, or a recipe for a proof")
     a, b = _read(first), _read(second)
-    _check_comparable(a, b)
+    # By their recipes they train the same model on the same tokens in the same order.
+    check_same(first.path.name, _facts(a), _facts(b), "compare runs that differ in layout or technique only")
     tokens = sorted(a.rows.keys() & b.rows.keys())
     if not tokens:
         rule = f"has no logged step at a number of tokens at which {first.path.name} has one"
@@ -97,15 +97,6 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _check_comparable(a: Logged, b: Logged) -> None:
-    """Check that the runs train the same model on the same tokens in the same order, by their recipes."""
-    ours, theirs = _facts(a), _facts(b)
-    for key in [*ours, *(key for key in theirs if key not in ours)]:
-        if ours.get(key) != theirs.get(key):
-            rule = f"cannot be compared with {a.run.path.name}, which has {key}={ours.get(key)}"
-            raise ConfigError(key, theirs.get(key), rule, "compare runs that differ in layout or technique only")
-
-
 def _facts(logged: Logged) -> dict[str, Any]:
     identity = logged.run.identity()
     content: Any = {} if identity is None else identity.content
@@ -123,8 +114,8 @@ def _compared(a: Logged, b: Logged, tokens: list[int]) -> RunComparison:
     limits = max((of_runs(logged.recipe.precision) for logged in (a, b)), key=lambda limit: limit.loss)
     parts = [f"{logged.run.path.name} ended as nan: {logged.ended_as_nan}" for logged in (a, b) if logged.ended_as_nan]
     bounds = [
-        ("the first logged loss", losses[0], limits.first),
-        ("the first logged grad norm", norms[0], limits.first),
+        ("the first logged loss", losses[0], limits.first_step),
+        ("the first logged grad norm", norms[0], limits.first_step),
         ("a loss", max(losses), limits.loss),
         ("the median grad norm", statistics.median(norms), limits.grad_norm),
     ]
@@ -141,7 +132,7 @@ def _compared(a: Logged, b: Logged, tokens: list[int]) -> RunComparison:
         reason="; ".join(parts),
         loss=max(losses),
         grad_norm=statistics.median(norms),
-        tolerance=limits.to_mapping(),
+        tolerance=limits._asdict(),
     )
     return RunComparison(
         row=row,

@@ -50,8 +50,6 @@ class Ended:
     """A run that has ended.
 
     Attributes:
-        run: its folder.
-        attempt: the attempt that has ended.
         seconds: from the fork of its ranks to the end of the last.
     """
 

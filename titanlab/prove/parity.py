@@ -106,7 +106,12 @@ class Tracer(Observer):
         if not self.trace.gradients:
             gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
             self.trace.gradients = _everywhere(gradients, self._layout)
-            self.trace.layers = _linear_layers(model)
+            # The classes of the linear layers; FSDP2 derives a class of its own from that of a layer.
+            self.trace.layers = {
+                name: [f"{base.__module__}.{base.__qualname__}" for base in type(layer).__mro__]
+                for name, layer in model.named_modules()
+                if isinstance(layer, nn.Linear)
+            }
 
     def at_end(self, model: nn.Module) -> None:
         self.trace.parameters = _everywhere(dict(model.named_parameters()), self._layout)
@@ -142,18 +147,13 @@ def farthest(reference: TrainingTrace, candidates: Sequence[TrainingTrace]) -> T
         ValueError: as of `compare`.
     """
     differences = [compare(reference, candidate) for candidate in candidates]
-    return TraceDifference(
-        loss=max(difference.loss for difference in differences),
-        grad_norm=max(difference.grad_norm for difference in differences),
-        gradient=max(difference.gradient for difference in differences),
-        parameter=max(difference.parameter for difference in differences),
-    )
+    return TraceDifference(**{name: max(vars(each)[name] for each in differences) for name in vars(differences[0])})
 
 
 def _relative(reference: list[float], candidate: list[float], what: str) -> float:
     if len(reference) != len(candidate) or not reference:
         raise ValueError(f"{what} of {len(reference)} steps against {len(candidate)}")
-    return max(_counted(abs(a - b) / max(abs(a), _TINY)) for a, b in zip(reference, candidate, strict=True))
+    return max(_found(abs(a - b) / max(abs(a), _TINY)) for a, b in zip(reference, candidate, strict=True))
 
 
 def _farthest(
@@ -164,16 +164,16 @@ def _farthest(
     for name, tensor in reference.items():
         if tensor.shape != candidate[name].shape:
             raise ValueError(f"{what} differ in shape: {name} is {tensor.shape} and {candidate[name].shape}")
-    return max((_counted(_distance(reference[name], candidate[name])), name) for name in reference)
+    distances = []
+    for name, tensor in reference.items():
+        norm = torch.linalg.vector_norm(tensor.double()).clamp(min=_TINY)
+        distance = torch.linalg.vector_norm(tensor.double() - candidate[name].double()) / norm
+        distances.append((_found(float(distance)), name))
+    return max(distances)
 
 
-def _distance(reference: torch.Tensor, candidate: torch.Tensor) -> float:
-    norm = torch.linalg.vector_norm(reference.double())
-    return float(torch.linalg.vector_norm(reference.double() - candidate.double()) / norm.clamp(min=_TINY))
-
-
-def _counted(difference: float) -> float:
-    """Replace NaN by infinity, so that `max` finds it."""
+def _found(difference: float) -> float:
+    """Infinity for NaN, so that `max` finds it."""
     return math.inf if math.isnan(difference) else difference
 
 
@@ -186,15 +186,6 @@ def _everywhere(tensors: Mapping[str, torch.Tensor], layout: Layout) -> dict[str
         for part in parts:
             whole = {**part, **whole}
     return whole
-
-
-def _linear_layers(model: nn.Module) -> dict[str, list[str]]:
-    """The classes of the linear layers; FSDP2 derives a class of its own from that of a layer."""
-    return {
-        name: [f"{base.__module__}.{base.__qualname__}" for base in type(layer).__mro__]
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear)
-    }
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

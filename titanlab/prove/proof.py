@@ -1,4 +1,7 @@
-"""Proofs: reduced recipes that train as one process does, in fp32 and in their own precision. Torch-free.
+"""Reduced recipes are proved, to train as one process does, or rehearsed, to find what would break. Torch-free.
+
+A proof is in fp32 and in the recipe's own precision. A rehearsal trains a few steps in the real layout, folded;
+a failure does not stop the others.
 
 `parity.json` in the folder of a sweep has the newest proof of every run.
 """
@@ -19,16 +22,21 @@ from titanlab.prove.reduction import Candidate, Reduced, in_fp32, on_one_process
 from titanlab.recipe.recipe import Recipe, to_mapping
 from titanlab.records.claim import claimed
 from titanlab.records.json_file import check_object, read_object
+from titanlab.records.outcome import OutcomeKind
 from titanlab.system.files import write_json
 from titanlab.techniques.precision.cast_schema import Fp32
 
 if TYPE_CHECKING:
+    from titanlab.prove.forked import Ended
     from titanlab.prove.parity import TraceDifference, TrainingTrace
 
 
 Train = Callable[[Recipe], "Sequence[TrainingTrace]"]
 """Trains a reduced recipe and returns the trace of every rank; raises TitanlabError if it fails."""
 
+OK = "ok"
+FAILED = "failed"
+STEPS = 3
 _LINEAR = "torch.nn.modules.linear.Linear"
 
 
@@ -73,11 +81,7 @@ def plan_proofs(
 
 
 class Prover:
-    """Proves reduced recipes; equal ones, and references that several share, are trained once.
-
-    Args:
-        train: trains a recipe.
-    """
+    """Proves reduced recipes; equal ones, and references that several share, are trained once."""
 
     def __init__(self, train: Train) -> None:
         self._train = train
@@ -117,32 +121,25 @@ class Prover:
             one = self.trained(reference)[0]
             exact = self.trained(in_fp32(reference))[0]
             every = self.trained(recipe)
-            return _judged(recipe, one, exact, every, named)
+            # Imported here: it imports torch.
+            from titanlab.prove.parity import compare, farthest
+
+            difference, from_fp32, rounding = farthest(one, every), farthest(exact, every), compare(exact, one)
         # ValueError: the traces have other tensors, such as no gradient of one.
         except (TitanlabError, ValueError) as error:
             return replace(named, reason=str(error))
-
-
-def _judged(
-    recipe: Recipe, one: TrainingTrace, exact: TrainingTrace, every: Sequence[TrainingTrace], named: ProofRow
-) -> ProofRow:
-    # Imported here: it imports torch.
-    from titanlab.prove.parity import compare, farthest
-
-    difference, from_fp32, rounding = farthest(one, every), farthest(exact, every), compare(exact, one)
-    limits = limits_of(recipe, rounding)
-    same = set(limits.values())
-    reason = wrong_layers(recipe, one, every) or exceeded(difference, limits) or too_exact(recipe, from_fp32, rounding)
-    return replace(
-        named,
-        passed=not reason,
-        reason=reason,
-        loss=difference.loss,
-        grad_norm=difference.grad_norm,
-        gradient=difference.gradient,
-        parameter=difference.parameter,
-        tolerance=same.pop() if len(same) == 1 else limits,
-    )
+        limits = limits_of(recipe, rounding)
+        same = set(limits.values())
+        reason = (
+            wrong_layers(recipe, one, every) or exceeded(difference, limits) or too_exact(recipe, from_fp32, rounding)
+        )
+        return replace(
+            named,
+            passed=not reason,
+            reason=reason,
+            **vars(difference),
+            tolerance=same.pop() if len(same) == 1 else limits,
+        )
 
 
 def limits_of(recipe: Recipe, rounding: TraceDifference) -> dict[str, float]:
@@ -161,19 +158,12 @@ def limits_of(recipe: Recipe, rounding: TraceDifference) -> dict[str, float]:
 
 def exceeded(difference: TraceDifference, limits: Mapping[str, float]) -> str:
     """The differences that exceed their tolerances, in one line; empty: none does."""
-    numbers = {
-        "loss": (difference.loss, ""),
-        "grad_norm": (difference.grad_norm, ""),
-        "gradient": difference.gradient,
-        "parameter": difference.parameter,
-    }
-    parts = [
-        f"{name.replace('_', ' ')} differs by {number:.1e}"
-        + (f" ({tensor})" if tensor else "")
-        + f", more than {limits[name]:.1e}"
-        for name, (number, tensor) in numbers.items()
-        if not number <= limits[name]
-    ]
+    parts = []
+    for name, value in vars(difference).items():
+        number, tensor = value if isinstance(value, tuple) else (value, "")
+        if not number <= limits[name]:
+            of = f" ({tensor})" if tensor else ""
+            parts.append(f"{name.replace('_', ' ')} differs by {number:.1e}{of}, more than {limits[name]:.1e}")
     return "; ".join(parts)
 
 
@@ -221,6 +211,72 @@ def content_key(recipe: Recipe) -> str:
     return json.dumps(values, sort_keys=True, default=str)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The end of a rehearsal.
+
+    Attributes:
+        state: `ok` or `failed`.
+        outcome: how the run ended: `done`, `crash`, `oom`, …; `infeasible` if it was not started.
+        log: the log of the rank that failed; it has the traceback.
+        same_as: an earlier run whose reduced recipe is the same, so that this one was not trained again.
+    """
+
+    run: str
+    layout: str
+    state: str
+    outcome: str
+    cause: str = ""
+    processes: int = 0
+    seconds: float = 0.0
+    log: str | None = None
+    same_as: str | None = None
+    missing: tuple[str, ...] = ()
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain values."""
+        return dataclasses.asdict(self)
+
+
+def rehearse(
+    cases: Sequence[Reduced], train: Callable[[Recipe], Ended], log_of: Callable[[Ended], str]
+) -> Iterator[Result]:
+    """Train each reduced recipe once, and say how each rehearsal ended, in their order."""
+    known: dict[str, Result] = {}
+    for case in cases:
+        named = Result(
+            run=case.run,
+            layout=case.layout,
+            state=FAILED,
+            outcome=OutcomeKind.INFEASIBLE.value,
+            cause="" if case.error is None else str(case.error),
+            missing=case.missing,
+        )
+        if case.recipe is None:
+            yield named
+            continue
+        key = content_key(case.recipe)
+        if key in known:
+            first = known[key]
+            yield replace(
+                first, run=named.run, layout=named.layout, missing=named.missing, same_as=first.run, seconds=0.0
+            )
+            continue
+        ended = train(case.recipe)
+        kind = ended.outcome.kind
+        done = kind is OutcomeKind.DONE
+        known[key] = replace(
+            named,
+            processes=case.recipe.layout.world,
+            state=OK if done else FAILED,
+            outcome=kind.value,
+            cause="" if done else ended.outcome.cause or kind.meaning,
+            seconds=ended.seconds,
+            log=None if done else log_of(ended),
+        )
+        yield known[key]
+
+
 PARITY_SCHEMA = 1
 PARITY_FILE = "parity.json"
 _LOCK = ".parity.lock"
@@ -250,7 +306,6 @@ def write_parity(sweep: Path, rows: Sequence[Mapping[str, Any]], *, reference: s
 
     Args:
         rows: of `Row.to_mapping`; all rows of a run replace its earlier ones.
-        reference: what the runs were held to.
 
     Raises:
         ConfigError: an earlier file is damaged, another process writes it for too long, or the folder is read-only.

@@ -67,9 +67,6 @@ class SavedBytes:
     Hooks on saved tensors do not see what selective checkpointing keeps, so storages count: those that a block's
     forward has made and that still exist when its backward begins, and its input if it still exists then. Its output
     is the next block's input. FSDP's gathers run outside: before the hooks here, and after them.
-
-    Attributes:
-        by_block: bytes by number of the block, for those whose backward has begun.
     """
 
     def __init__(self, blocks: Mapping[int, nn.Module]) -> None:

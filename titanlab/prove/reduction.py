@@ -50,7 +50,6 @@ def folded(layout: Layout, *, most: int = MOST_PROCESSES, fixed: Mapping[str, st
     fit together, the later ones have those that did not fit, and others beside them.
 
     Args:
-        most: processes of one layout.
         fixed: axes whose degree cannot be changed, each with the reason.
 
     Raises:
@@ -113,9 +112,6 @@ class Folded:
     """A resolved recipe, and a layout of few processes in which it is reduced.
 
     Attributes:
-        run: name of its run.
-        recipe: in its real size.
-        layout: folded.
         inductor: keep the compiler of compiled blocks; otherwise they are traced and compiled without new kernels.
     """
 
@@ -274,7 +270,6 @@ class Reduced:
         layout: the folded layout and the real one, as text.
         missing: axes that this layout lacks, which another one of the run has.
         recipe: reduced, resolved and checked; None: it cannot be reduced.
-        error: why it cannot.
         notes: what is not as in the original, apart from sizes.
     """
 
@@ -299,8 +294,6 @@ def reduce_all(
     """Fold and reduce recipes; a recipe whose axes do not fit into one layout of `most` processes gets several.
 
     Args:
-        steps: of each reduced run.
-        runs: folder of the reduced runs.
         inductor: keep inductor, which writes and compiles kernels.
         alike: recipes that train the same model on the same data get the same sizes, if there are such sizes.
         saves: save and validate as the originals do.
@@ -334,7 +327,6 @@ def reduce_recipe(case: Folded, sizes: Sizes, *, steps: int, runs: str, saves: b
     """The recipe in these sizes.
 
     Args:
-        runs: folder of the run.
         saves: save and validate as the original does, in the second step; otherwise do neither.
 
     Raises:
@@ -440,6 +432,18 @@ def comparable(recipe: Recipe) -> dict[str, Any]:
         **{f"data.{key}": value for key, value in plain(recipe.data).items()},
         "seed": recipe.seed,
     }
+
+
+def check_same(first: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], cure: str) -> None:
+    """Check that two recipes have the same facts.
+
+    Raises:
+        ConfigError: the second has another value than the first, which is called so.
+    """
+    for key in {**ours, **theirs}:
+        if ours.get(key) != theirs.get(key):
+            rule = f"cannot be compared with {first}, which has {key}={ours.get(key)}"
+            raise ConfigError(key, theirs.get(key), rule, cure)
 
 
 def _model(recipe: Recipe, sizes: Sizes, notes: list[str]) -> ModelConfig:

@@ -18,7 +18,7 @@ fp32 as the one-process run is.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from titanlab.techniques.optimizer.contract import OptimizerConfig
 from titanlab.techniques.precision.contract import PrecisionConfig
@@ -48,23 +48,18 @@ def in_fewer_bits(*, loss: float, grad_norm: float, gradient: float, parameter: 
     return {name: ROUNDINGS * value for name, value in values.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunTolerance:
+class RunTolerance(NamedTuple):
     """How far the logged numbers of two finished runs may differ, relative to those of the first run.
 
     Attributes:
-        first: of loss and gradient norm in the first step, in which both have the same parameters.
+        first_step: of loss and gradient norm in the first step, in which both have the same parameters.
         loss: largest, of later steps.
         grad_norm: median, of later steps.
     """
 
-    first: float
+    first_step: float
     loss: float
     grad_norm: float
-
-    def to_mapping(self) -> dict[str, float]:
-        """By the name of the number."""
-        return {"first_step": self.first, "loss": self.loss, "grad_norm": self.grad_norm}
 
 
 # In the first step a layout rounds other sums, and nothing has grown: measured are 1e-7 in fp32, 7e-4 (of the norm)
@@ -72,9 +67,9 @@ class RunTolerance:
 # the quickstart's model 5e-5 of the loss in fp32 and 2e-2 between bf16 and fp32. Norms have peaks that come a step
 # sooner or later (70 % of one step's norm is measured between bf16 and fp32): their median counts, 2e-4 and 2e-1.
 RUNS: Mapping[str, RunTolerance] = {
-    "fp32": RunTolerance(first=1e-5, loss=1e-2, grad_norm=5e-2),
-    "16 bits": RunTolerance(first=1e-2, loss=5e-2, grad_norm=5e-1),
-    "float8": RunTolerance(first=5e-2, loss=1e-1, grad_norm=5e-1),
+    "fp32": RunTolerance(first_step=1e-5, loss=1e-2, grad_norm=5e-2),
+    "16 bits": RunTolerance(first_step=1e-2, loss=5e-2, grad_norm=5e-1),
+    "float8": RunTolerance(first_step=5e-2, loss=1e-1, grad_norm=5e-1),
 }
 
 

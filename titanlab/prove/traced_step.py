@@ -31,9 +31,7 @@ class DeclaredFigure:
     """One figure of a rank.
 
     Attributes:
-        rank: in the world.
         name: `parameters of its stages`, `parameter bytes`, `block 3 saved bytes`, `shard all_gather bytes`, ….
-        declared, traced: the figure.
     """
 
     rank: int
@@ -52,7 +50,6 @@ class TraceComparison:
     """The ranks of one recipe.
 
     Attributes:
-        recipe: as it was traced.
         notes: one line for each difference to the recipe that was asked for.
         pairs: for each rank, its account as declared and as traced.
     """

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from titanlab.costs import meter
 from titanlab.errors import ConfigError
@@ -59,45 +61,33 @@ def scaling_frame(runs: DataFrame, *, weak: bool = False) -> DataFrame:
     """
     import pandas as pd
 
-    measured = [group for group in groups(records_of(runs)) if group.typical("tokens_per_second")]
-    families: dict[tuple[Any, ...], list[RecipeRuns]] = {}
-    for group in measured:
-        families.setdefault(_family(group.rows[0], weak=weak), []).append(group)
-    rows = [row for members in families.values() for row in _rows(members)]
+    families: dict[tuple[Any, ...], list[tuple[RecipeRuns, float]]] = {}
+    for group in groups(records_of(runs)):
+        if speed := group.typical("tokens_per_second"):
+            row = group.rows[0]
+            batch = row["global_batch"] / row["world"] if weak else row["global_batch"]
+            families.setdefault((*(row[name] for name in _ALIKE), batch), []).append((group, speed))
+    rows = []
+    for members in families.values():
+        least = min(group.world for group, _ in members)
+        reference, base = max((member for member in members if member[0].world == least), key=lambda member: member[1])
+        for group, speed in sorted(members, key=lambda member: member[0].world):
+            rows.append(
+                {
+                    "recipe": group.label,
+                    "layout.label": group.layout,
+                    "world": group.world,
+                    "reference": reference.label,
+                    "tokens_per_second": speed,
+                    "tokens_per_second_all": speed * group.world,
+                    "speedup": speed * group.world / (base * reference.world),
+                    "efficiency_percent": 100 * speed / base,
+                    "mfu_percent": group.typical("mfu_percent"),
+                    "oversubscribed": group.is_oversubscribed,
+                    "runs": len(group.values("tokens_per_second")),
+                }
+            )
     return pd.DataFrame(rows, columns=list(SCALING_COLUMNS))
-
-
-def _family(row: Mapping[str, Any], *, weak: bool) -> tuple[Any, ...]:
-    batch = row["global_batch"] / row["world"] if weak else row["global_batch"]
-    return (*(row[name] for name in _ALIKE), batch)
-
-
-def _rows(members: Sequence[RecipeRuns]) -> list[dict[str, Any]]:
-    least = min(group.world for group in members)
-    reference = max((group for group in members if group.world == least), key=lambda group: _speed(group))
-    whole = _speed(reference) * reference.world
-    return [
-        {
-            "recipe": group.label,
-            "layout.label": group.layout,
-            "world": group.world,
-            "reference": reference.label,
-            "tokens_per_second": _speed(group),
-            "tokens_per_second_all": _speed(group) * group.world,
-            "speedup": _speed(group) * group.world / whole,
-            "efficiency_percent": 100 * _speed(group) / _speed(reference),
-            "mfu_percent": group.typical("mfu_percent"),
-            "oversubscribed": group.is_oversubscribed,
-            "runs": len(group.values("tokens_per_second")),
-        }
-        for group in sorted(members, key=lambda group: group.world)
-    ]
-
-
-def _speed(group: RecipeRuns) -> float:
-    speed = group.typical("tokens_per_second")
-    assert speed is not None
-    return speed
 
 
 _GIB = 1024**3
@@ -116,9 +106,6 @@ def memory_frame(path: Path | str) -> DataFrame:
     their sum is largest. `estimated_gib` adds what the allocator takes beside tensors; on a CPU it adds the memory of a
     process without tensors, since the measurement there is the resident memory of the process.
 
-    Args:
-        path: a sweep's folder.
-
     Returns:
         Columns: `run`, `name`, `layout.label`, `world`, `precision`, `ac`, `pipeline_rank`, `moment` (`loss`,
         `backward`, `end` or `optimizer`), `item.NAME` in GiB, `tensors_gib` (their sum), `estimated_gib`,
@@ -133,32 +120,28 @@ def memory_frame(path: Path | str) -> DataFrame:
     runs = sweep_frame(sweep.path)
     rows = []
     for row in runs[runs.run.notna() & runs["layout.label"].notna()].to_dict("records"):
-        account = _account(sweep, str(row["run"]))
-        if account is None:
-            continue
-        measured = row["memory_gib"] if row["outcome"] == "done" else None
-        known = {name: row[name] for name in ("run", "name", "layout.label", "world", "precision", "ac")}
-        error = None if measured is None else 100 * (account["estimated_gib"] / measured - 1)
-        rows.append({**known, **account, "measured_gib": measured, "error_percent": error})
+        run = sweep.run(str(row["run"]))
+        recipe = from_mapping(run.config(run.newest_attempt() or None))
+        try:
+            most, machine = most_memory(recipe), machine_of(recipe)
+        except ConfigError:
+            continue  # Nothing is known of the devices.
+        measured, estimated = row["memory_gib"], reserved_bytes(recipe, machine, most) / _GIB
+        is_measured = row["outcome"] == "done" and measured is not None
+        rows.append(
+            {
+                **{name: row[name] for name in ("run", "name", "layout.label", "world", "precision", "ac")},
+                "pipeline_rank": most.rank,
+                "moment": most.moment,
+                **{f"{ITEM}{item}": most.items[item] / _GIB for item in ITEMS},
+                "tensors_gib": most.allocated / _GIB,
+                "estimated_gib": estimated,
+                "measured_gib": measured if is_measured else None,
+                "error_percent": 100 * (estimated / measured - 1) if is_measured else None,
+            }
+        )
     numbers = [name for name in MEMORY_COLUMNS if name.endswith(("_gib", "_percent"))]
     return pd.DataFrame(rows, columns=list(MEMORY_COLUMNS)).astype(dict.fromkeys(numbers, float))
-
-
-def _account(sweep: SweepFolder, name: str) -> dict[str, Any] | None:
-    """The planner's columns; None: nothing is known of the devices."""
-    run = sweep.run(name)
-    recipe = from_mapping(run.config(run.newest_attempt() or None))
-    try:
-        most, machine = most_memory(recipe), machine_of(recipe)
-    except ConfigError:
-        return None
-    return {
-        "pipeline_rank": most.rank,
-        "moment": most.moment,
-        **{f"{ITEM}{item}": most.items[item] / _GIB for item in ITEMS},
-        "tensors_gib": most.allocated / _GIB,
-        "estimated_gib": reserved_bytes(recipe, machine, most) / _GIB,
-    }
 
 
 # A backward pass takes twice as long as a forward pass, and each of its halves half of that.
@@ -178,8 +161,6 @@ def timeline_of(
 
     Args:
         schedule: option of the group, such as `1f1b`.
-        ranks: of the pipeline.
-        microbatches: of a step.
         durations: of one microbatch through all layers of a rank, by kind of action, in any unit.
         transfer: time to send a tensor from one rank to another, in the same unit.
 
@@ -194,10 +175,8 @@ def timeline_of(
 
 def schedules() -> dict[str, PipelineSchedule]:
     """Every schedule by name, with its own defaults."""
-    by_name: dict[str, PipelineSchedule] = {}
-    for kind, option in discover()["schedule"].items():
-        if kind not in (None, _OF_A_FILE):
-            by_name[str(kind)] = option.schema()
+    options = discover()["schedule"].items()
+    by_name = {str(kind): option.schema() for kind, option in options if kind not in (None, _OF_A_FILE)}
     return dict(sorted(by_name.items()))
 
 
@@ -209,8 +188,6 @@ def schedules_frame(
     A schedule that does not allow a combination has no row for it.
 
     Args:
-        ranks: numbers of ranks to compare.
-        microbatches: numbers of microbatches of a step to compare.
         transfer: time of a transfer, where the forward pass of a microbatch through all layers of a rank takes 1.
 
     Returns:
@@ -248,9 +225,6 @@ def pipelines_frame(path: Path | str) -> DataFrame:
 
     `busy_seconds` is the measured step without the bubble of the simulation: a pipeline without idle time would take so
     long. What a step spends on the optimizer and on data is in it.
-
-    Args:
-        path: a sweep's folder.
 
     Returns:
         Columns: `run`, `name`, `layout.label`, `schedule`, `ranks`, `stages`, `microbatches`, `bubble_percent`,
@@ -327,10 +301,15 @@ def differences_frame(steps: DataFrame, reference: str) -> DataFrame:
     joined = others.merge(own[[*keys, *names]], on=keys, suffixes=("", " of reference"))
     joined = joined.rename(columns={meter.TOKENS_SEEN: "tokens"})
     for name, column in ((meter.LOSS, LOSS), (meter.GRAD_NORM, GRAD_NORM)):
-        if name in names:
-            joined[column] = _relative(joined[name], joined[f"{name} of reference"])
-        else:
+        if name not in names:
             joined[column] = float("nan")
+            continue
+        values, of_reference = joined[name].astype(float), joined[f"{name} of reference"].astype(float)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            difference = (values - of_reference).abs() / of_reference.abs()
+        # Equal values differ by nothing, also where both are 0.
+        difference = difference.where(values != of_reference, 0.0)
+        joined[column] = difference.where(np.isfinite(difference))
     frame: DataFrame = joined[list(DIFFERENCE_COLUMNS)].reset_index(drop=True)
     return frame
 
@@ -347,17 +326,6 @@ def largest_differences(differences: DataFrame) -> DataFrame:
     named = differences.groupby(["run", "name", "layout.label"], sort=False)
     frame: DataFrame = named.agg(steps=("step", "count"), **{name: (name, "max") for name in (LOSS, GRAD_NORM)})
     return frame.reset_index()
-
-
-def _relative(values: DataFrame, reference: DataFrame) -> DataFrame:
-    import numpy as np
-
-    values, reference = values.astype(float), reference.astype(float)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        difference = (values - reference).abs() / reference.abs()
-    # Equal values differ by nothing, also where both are 0.
-    difference = difference.where(values != reference, 0.0)
-    return difference.where(np.isfinite(difference))
 
 
 def ranking_text(runs: DataFrame, by: str = "tps", *, max_memory_gib: float | None = None) -> str:

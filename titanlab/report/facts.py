@@ -28,7 +28,6 @@ class Facts:
     """A sweep at one moment.
 
     Attributes:
-        sweep: its folder.
         rows: of its table, with a value or None in each column.
         made: when they were read, in seconds since the epoch.
     """

@@ -52,7 +52,6 @@ def frame_of_rows(rows: Sequence[Mapping[str, Any]], sweep: str) -> DataFrame:
 
     Args:
         rows: with all columns, as of `titanlab.sweep.rows.SweepTable`.
-        sweep: the sweep's name.
     """
     return _frame(arrow_table(rows, sweep))
 

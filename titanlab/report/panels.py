@@ -40,7 +40,6 @@ from titanlab.report.figures.scatter import (
     points_of,
 )
 from titanlab.report.figures.style import MOST_LINES, recipe_colours
-from titanlab.report.tables import Cell, PageTable, run_cell, speed_text, text, values_table
 from titanlab.sweep.comparison import RecipeRuns
 from titanlab.sweep.listing import tone
 from titanlab.system.text import counted, grouped, significant
@@ -54,7 +53,78 @@ _OVERSUBSCRIBED = (
     " Hollow or hatched marks are runs with more processes than cores, which took turns: their speed says nothing."
 )
 _MOST_NAMED = 4
+_LONG = 40
 _MOST_RECIPES = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One cell.
+
+    Attributes:
+        run: name of a run's folder, to which the cell links.
+        more: text that is shown on demand.
+        items: parts of the text, each of which stays in one line where it can.
+    """
+
+    text: str
+    run: str = ""
+    more: str = ""
+    is_number: bool = False
+    items: Sequence[str] = ()
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it needs a wide column."""
+        return len(self.text) > _LONG or bool(self.items)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageTable:
+    """One table; the first cell of a row is its heading.
+
+    Attributes:
+        columns: whether the headings are names of columns, shown as code.
+        shown: how many rows are visible at once; the others are shown on demand.
+        more: number of rows that are left out.
+    """
+
+    caption: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    columns: bool = False
+    shown: int = 60
+    more: int = field(default=0)
+
+
+def text(value: Any, *, digits: int = 4) -> Cell:
+    """A cell of a text or a plain value; numbers are rounded to significant digits, None is empty."""
+    if isinstance(value, bool):
+        return Cell(text="yes" if value else "no")
+    if isinstance(value, int | float):
+        whole = isinstance(value, int) or abs(value) >= 1000
+        return Cell(text=grouped(value) if whole else significant(value, digits), is_number=True)
+    return Cell(text="" if value is None else str(value))
+
+
+def speed_text(value: float) -> str:
+    """Tokens per second, or a share."""
+    return grouped(value) if value >= 100 else significant(value)
+
+
+def run_cell(name: object) -> Cell:
+    """A cell that links to a run's folder."""
+    return Cell(text=str(name), run=str(name))
+
+
+def values_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], *, caption: str) -> PageTable:
+    """The values of some columns of the sweep's table, a row for each run."""
+    return PageTable(
+        caption=caption,
+        headings=["run", *columns],
+        rows=[[run_cell(row["run"]), *(text(row.get(name)) for name in columns)] for row in rows],
+        columns=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +133,6 @@ class Panel:
 
     Attributes:
         name: of its file, and of its place in the page.
-        title: its heading.
-        figure: drawn.
         caption: how to read it.
         description: what it shows, for people who do not see it.
         columns: names of the table's columns, or of metrics, that it is drawn from.

@@ -31,13 +31,7 @@ if TYPE_CHECKING:
 
 
 class Report(NamedTuple):
-    """What was written.
-
-    Attributes:
-        file: the page.
-        figures: files of its figures.
-        sentence: the answer.
-    """
+    """What was written."""
 
     file: Path
     figures: list[Path]
@@ -56,9 +50,7 @@ def write_report(
     """Write the page atomically, and its figures if a folder for them is given.
 
     Args:
-        rows: of the sweep's table.
         into: the HTML file.
-        figures: a folder, made if it is missing.
         format: `png`, `svg` or `pdf`.
         by: what the recipes are ranked by: `tps`, `mfu` or `memory`.
 
@@ -93,7 +85,6 @@ def sweep_figures(path: Path | str, *, by: str = "tps") -> dict[str, TracedFigur
 
     Args:
         path: the sweep's folder.
-        by: as for `write_report`.
 
     Raises:
         ConfigError: matplotlib is missing, or the path is no sweep's folder.

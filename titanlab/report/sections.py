@@ -14,10 +14,8 @@ from titanlab.records.outcome import OutcomeKind
 from titanlab.records.provenance import redact
 from titanlab.report import panels
 from titanlab.report.facts import Answer, Facts, command_line, differences, representative, sources
-from titanlab.report.panels import Panel, expert_panel
-from titanlab.report.tables import Cell, PageTable, run_cell, speed_text, text
+from titanlab.report.panels import Cell, PageTable, Panel, run_cell, speed_text, text
 from titanlab.sweep.listing import failure_text, tone, word
-from titanlab.sweep.ranking import RankedRecipe
 from titanlab.system.text import counted
 
 _MOST_CAUSE = 300
@@ -31,12 +29,6 @@ class Section:
     """One section.
 
     Attributes:
-        id: its place in the page.
-        title: its heading.
-        texts: paragraphs.
-        command: a command line.
-        panel: its figure.
-        tables: below the figure.
         details: texts that are shown on demand, by their summary.
     """
 
@@ -50,32 +42,27 @@ class Section:
 
 
 def sections_of(facts: Facts, answer: Answer, figures: Mapping[str, Panel]) -> list[Section]:
-    """All sections; the ones without a content say why.
-
-    Args:
-        figures: as `panels_of` returns them.
-    """
-    has_experts = "experts" in figures
-    sections = [
-        Section(id="pareto", title=figures["pareto"].title, panel=figures["pareto"]),
-        Section(
-            id="throughput",
-            title=figures["throughput"].title,
-            panel=figures["throughput"],
-            tables=[_recipes(facts, answer)],
+    """All sections; the ones without a content say why."""
+    notes = Counter(str(row["estimate.note"]) for row in facts.runs if row.get("estimate.note"))
+    why = "".join(f" Without an estimate: {note}." for note, _ in notes.most_common(1))
+    # Title and text of a figure that a report may lack. Only models with experts have a section for these.
+    lacking = {
+        "step-time": ("Where the time of a step goes", "Neither measured nor estimated for any recipe."),
+        "timeline": ("Pipeline timelines", "No recipe has a pipeline that can be drawn."),
+        "estimate": (
+            "Estimate against measurement",
+            f"No run that is done has both an estimate and a measurement.{why}",
         ),
-        _figure(
-            figures, "step-time", "Where the time of a step goes", "Neither measured nor estimated for any recipe."
-        ),
-        Section(id="loss", title=figures["loss"].title, panel=figures["loss"]),
-        # Of models with experts only.
-        *([Section(id="experts", title=figures["experts"].title, panel=figures["experts"])] if has_experts else []),
-        _figure(figures, "timeline", "Pipeline timelines", "No recipe has a pipeline that can be drawn."),
-        _figure(figures, "estimate", "Estimate against measurement", _no_estimate(facts)),
-        _differences(facts, answer),
-        _dropped(facts),
-        _failures(facts),
-    ]
+    }
+    sections = []
+    for name in ("pareto", "throughput", "step-time", "loss", "experts", "timeline", "estimate"):
+        if (panel := figures.get(name)) is not None:
+            tables = [_recipes(facts, answer)] if name == "throughput" else []
+            sections.append(Section(id=name, title=panel.title, panel=panel, tables=tables))
+        elif name in lacking:
+            title, text_of_it = lacking[name]
+            sections.append(Section(id=name, title=title, texts=[text_of_it]))
+    sections += [_differences(facts, answer), _dropped(facts), _failures(facts)]
     return [*sections, *_parity(facts.sweep.path), _provenance(facts)]
 
 
@@ -88,70 +75,50 @@ def panels_of(facts: Facts, answer: Answer, *, by: str) -> dict[str, Panel]:
         panels.throughput_panel(facts, answer),
         panels.split_panel(facts),
         panels.loss_panel(facts),
-        expert_panel(facts),
+        panels.expert_panel(facts),
         panels.timeline_panel(facts),
         panels.estimate_panel(facts),
     ]
     return {panel.name: panel for panel in all_panels if panel is not None}
 
 
-def _no_estimate(facts: Facts) -> str:
-    notes = Counter(str(row["estimate.note"]) for row in facts.runs if row.get("estimate.note"))
-    why = "".join(f" Without an estimate: {note}." for note, _ in notes.most_common(1))
-    return f"No run that is done has both an estimate and a measurement.{why}"
-
-
-def _figure(figures: Mapping[str, Panel], name: str, title: str, otherwise: str) -> Section:
-    panel = figures.get(name)
-    if panel is None:
-        return Section(id=name, title=title, texts=[otherwise])
-    return Section(id=name, title=panel.title, panel=panel)
-
-
 def _recipes(facts: Facts, answer: Answer) -> PageTable:
     """A row for each recipe, in the order of the ranking: figures of its runs that are done."""
-    headings = [
-        *("recipe", "place", "processes", "runs", "tokens/s", "95% interval", "MFU %", "GiB", "loss", "validation"),
-        *("outcomes", "not ranked"),
-    ]
-    places = {id(entry): place for place, entry in enumerate(answer.ranking.ranked, 1)}
-    control = [answer.ranking.control] if answer.ranking.control is not None else []
-    rows = [_recipe(entry, places.get(id(entry)), answer) for entry in (*answer.ranking.entries, *control)]
+    ranking = answer.ranking
+    places = {id(entry): place for place, entry in enumerate(ranking.ranked, 1)}
+    rows = []
+    for entry in (*ranking.entries, *([ranking.control] if ranking.control is not None else [])):
+        group, place = entry.group, places.get(id(entry))
+        near = place is not None and (ranking.is_within_noise if place == 1 else entry.is_within_noise) is True
+        standing = None if place is None else f"{place}{' (within noise)' if near else ''}"
+        # The control may have the label of another recipe.
+        band = None if entry.is_control else answer.bands.get(group.label)
+        interval = "" if band is None else f"{speed_text(band[0])} to {speed_text(band[1])}"
+        speed = group.typical("tokens_per_second")
+        ends = (f"{count} {name}" if count > 1 else name for name, count in entry.ends.items())
+        label = group.label + (" *" if group.is_oversubscribed else "")
+        rows.append(
+            {
+                "recipe": Cell(text=label, run=str(representative(group)["run"])),
+                "place": text("control" if entry.is_control else standing),
+                "processes": text(group.world),
+                "runs": text(len(group.rows)),
+                "tokens/s": text(round(speed) if speed is not None and speed >= 100 else speed),
+                "95% interval": Cell(text=interval, is_number=True),
+                "MFU %": text(group.typical("mfu_percent"), digits=3),
+                "GiB": text(group.typical("memory_gib"), digits=3),
+                "loss": text(group.typical("loss"), digits=5),
+                "validation": text(group.typical("validation_loss"), digits=5),
+                "outcomes": text(", ".join(ends)),
+                "not ranked": text((entry.left_out or "").partition(":")[0]),
+            }
+        )
     # A column without a value says nothing.
-    kept = [place for place in range(len(headings)) if not rows or any(row[place].text for row in rows)]
+    kept = [name for name in (rows[0] if rows else ["recipe"]) if not rows or any(row[name].text for row in rows)]
     caption = "Recipes by place: geometric means of tokens/s and MFU, medians of the rest, of the runs that are done"
     if any(row["oversubscribed"] for row in facts.done):
         caption += "; * more processes than cores"
-    return PageTable(
-        caption=caption,
-        headings=[headings[place] for place in kept],
-        rows=[[row[place] for place in kept] for row in rows],
-    )
-
-
-def _recipe(entry: RankedRecipe, place: int | None, answer: Answer) -> list[Cell]:
-    group = entry.group
-    # The control may have the label of another recipe.
-    band = None if entry.is_control else answer.bands.get(group.label)
-    ends = Counter(map(word, group.rows))
-    near = place is not None and (answer.ranking.is_within_noise if place == 1 else entry.is_within_noise) is True
-    speed = group.typical("tokens_per_second")
-    return [
-        Cell(text=group.label + (" *" if group.is_oversubscribed else ""), run=str(representative(group)["run"])),
-        text(
-            "control" if entry.is_control else None if place is None else f"{place}{' (within noise)' if near else ''}"
-        ),
-        text(group.world),
-        text(len(group.rows)),
-        text(round(speed) if speed is not None and speed >= 100 else speed),
-        Cell(text="" if band is None else f"{speed_text(band[0])} to {speed_text(band[1])}", is_number=True),
-        text(group.typical("mfu_percent"), digits=3),
-        text(group.typical("memory_gib"), digits=3),
-        text(group.typical("loss"), digits=5),
-        text(group.typical("validation_loss"), digits=5),
-        text(", ".join(f"{count} {name}" if count > 1 else name for name, count in ends.items())),
-        text((entry.left_out or "").partition(":")[0]),
-    ]
+    return PageTable(caption=caption, headings=kept, rows=[[row[name] for name in kept] for row in rows])
 
 
 def _differences(facts: Facts, answer: Answer) -> Section:
@@ -200,7 +167,10 @@ def _failures(facts: Facts) -> Section:
     if not bad:
         return Section(id="failures", title="Failures", texts=["No run has failed."])
     kinds = Counter(map(word, bad))
-    meanings = [f"{count} {kind}{_meaning(kind)}" for kind, count in kinds.most_common()]
+    meanings = [
+        f"{count} {kind}" + (f" ({OutcomeKind(kind).meaning})" if kind in list(OutcomeKind) else "")
+        for kind, count in kinds.most_common()
+    ]
     rows = [
         [
             run_cell(row["run"]),
@@ -224,10 +194,6 @@ def _failures(facts: Facts) -> Section:
         tables=[table],
         details=_tracebacks(facts, bad),
     )
-
-
-def _meaning(kind: str) -> str:
-    return f" ({OutcomeKind(kind).meaning})" if kind in list(OutcomeKind) else ""
 
 
 def _tracebacks(facts: Facts, bad: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:

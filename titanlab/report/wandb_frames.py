@@ -85,7 +85,6 @@ def metrics_frame(runs: Sequence[WandbRun], kind: str = TRAIN) -> DataFrame:
     """One row for each logged step of each run, with the columns of `titanlab.report.frames.metrics_frame`.
 
     Args:
-        runs: as of `sweep_frame`.
         kind: `train` or `validation`.
 
     Raises:
@@ -103,16 +102,15 @@ def metrics_frame(runs: Sequence[WandbRun], kind: str = TRAIN) -> DataFrame:
         first = {name: row[name] for name in ("run", "name", "layout.label", *names)}
         for metrics in run.rows:
             if metrics.get(_LOSS_OF[kind]) is not None:
-                own = {name: value for name, value in metrics.items() if _belongs(name, kind)}
+                # Not wandb's own values, and not those of other kinds of rows.
+                own = {
+                    name: value
+                    for name, value in metrics.items()
+                    if name == "attempt"
+                    or ((kind == VALIDATION) == name.startswith(_VALIDATION) and not name.startswith(("_", "traffic/")))
+                }
                 rows.append({**first, "kind": kind, "step": metrics["_step"], "time": metrics.get("_timestamp"), **own})
     return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["run", "name", "layout.label", *names, *METRICS])
-
-
-def _belongs(name: str, kind: str) -> bool:
-    """Whether a row of this kind has the name; not wandb's own values, and not those of other kinds of rows."""
-    if kind == VALIDATION:
-        return name.startswith(_VALIDATION) or name == "attempt"
-    return not name.startswith(("_", "traffic/", _VALIDATION))
 
 
 def _ours(runs: Sequence[WandbRun]) -> list[WandbRun]:
@@ -128,12 +126,11 @@ def _ours(runs: Sequence[WandbRun]) -> list[WandbRun]:
 def _row(run: WandbRun, points: Iterable[str]) -> dict[str, Any]:
     recipe = _recipe_columns(run.config)
     label, _, digits = run.name.rpartition("-")
-    cores = run.cores
     has_ended = run.exit_code is not None
     # Rows have the median of a step under another name than a result, and the last row is in the summary too.
     is_result = has_ended and meter.MEASURED_STEPS in run.summary
     summary = {name: run.summary[name] for name in run.summary if not (is_result and name == meter.STEP_SECONDS_MEDIAN)}
-    is_oversubscribed = None if cores is None else recipe["accelerator"] == "cpu" and recipe["world"] > cores
+    cores, on_cpu = run.cores, recipe["accelerator"] == "cpu"
     known = {
         **recipe,
         "sweep": run.group,
@@ -147,15 +144,12 @@ def _row(run: WandbRun, points: Iterable[str]) -> dict[str, Any]:
         "steps": run.config["training"]["steps"],
         "attempt": run.config.get("attempt"),
         "cores": cores,
-        "oversubscribed": is_oversubscribed,
+        "oversubscribed": None if cores is None else on_cpu and recipe["world"] > cores,
         **figure_columns(summary, world=recipe["world"]),
         "updated": run.rows[-1].get("_timestamp") if run.rows else None,
     }
-    values = {name: run.config.get(name) for name in points}
-    return {
-        **{name: known.get(name) for name in NAMES},
-        **{name: None if name not in run.config else as_text(value) for name, value in values.items()},
-    }
+    values = {name: as_text(run.config[name]) if name in run.config else None for name in points}
+    return {**{name: known.get(name) for name in NAMES}, **values}
 
 
 def _recipe_columns(config: Mapping[str, Any]) -> dict[str, Any]:

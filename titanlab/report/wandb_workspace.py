@@ -27,10 +27,8 @@ class View:
 
     Attributes:
         sweep: name of the sweep, which is the runs' group.
-        project: of wandb.
         entity: user or team; empty: the account's default.
         axes: axes of the layout that differ between the runs.
-        memory: name of the metric of peak memory.
     """
 
     sweep: str
@@ -62,7 +60,6 @@ def view_of(
     """What the panels of a sweep show.
 
     Args:
-        rows: the sweep's table.
         tracker: the config of wandb in a run of the sweep; empty if there is none.
         project, entity: as the user gave them; None: those of the runs, or of the environment.
     """

@@ -56,7 +56,6 @@ class Removable:
         kind: one of KINDS.
         path: it; of remote checkpoints an address.
         root: the folder that it must be in, after all links are followed.
-        bytes: of its files.
         run: the run that must not be in use while it is removed; None: no run uses it.
     """
 
@@ -107,8 +106,8 @@ def size_of_tree(path: Path) -> int:
 def is_old(path: Path, now: float | None = None) -> bool:
     """Whether nothing was written to a file, or directly into a folder, for an hour."""
     try:
-        inside = path.iterdir() if path.is_dir() and not path.is_symlink() else ()
-        newest = max(file.lstat().st_mtime for file in (path, *inside))
+        inside = [] if path.is_symlink() or not path.is_dir() else list(path.iterdir())
+        newest = max(file.lstat().st_mtime for file in [path, *inside])
     except OSError:
         return False
     return (time.time() if now is None else now) - newest > YOUNG_SECONDS
@@ -244,8 +243,6 @@ class Survey:
     """What was found.
 
     Attributes:
-        root: the folder of runs.
-        items: what can be removed.
         busy: runs that work or wait, which are left alone.
         notes: lines about what else was left alone.
     """
@@ -358,9 +355,9 @@ class Survey:
         for run in runs.values():
             code = (run.env() or {}).get("code")
             if isinstance(code, dict):
-                git = code.get("git") if isinstance(code.get("git"), dict) else {}
+                git = code.get("git")
                 # Otherwise git has the code, with the difference that the run has kept.
-                if not (git.get("sha") and git.get("patch_complete") is True):
+                if not (isinstance(git, dict) and git.get("sha") and git.get("patch_complete") is True):
                     # As text: a damaged record may have a list there.
                     only_copies.add(str(code.get("fingerprint")))
         for folder in _inside(sweep.code):

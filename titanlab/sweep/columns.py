@@ -1,12 +1,11 @@
-"""Columns of a sweep's table: names, types and meanings, the same in `status --json` and in the files of `collect`.
+"""Columns of a sweep's table: names and types, the same in `status --json` and in the files of `collect`.
 
-docs/comparing.md shows them; a test compares that page with this list.
+docs/comparing.md has their meanings; a test compares that page with this list.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from titanlab.costs import meter
@@ -20,159 +19,52 @@ POINT = "point."
 TEXT, WHOLE, NUMBER, TRUTH = "text", "whole", "number", "yes/no"
 
 
-@dataclass(frozen=True)
-class Column:
-    """One column."""
-
-    name: str
-    type: str
-    meaning: str
-
-
-def _columns(type: str, **meanings: str) -> list[Column]:  # noqa: A002
-    return [Column(name, type, meaning) for name, meaning in meanings.items()]
-
-
-COLUMNS: tuple[Column, ...] = (
-    *_columns(
-        TEXT,
-        sweep="the sweep's name",
-        run="name of the run's folder; empty for a point that was dropped",
-        name="the run's label, without the hash",
-        hash8="first digits of its identity",
-    ),
-    *_columns(WHOLE, repeat="number of the repetition of an otherwise equal run"),
-    *_columns(TRUTH, control="a run of the sweep's [control](sweeps.md#control)"),
-    *_columns(
-        TEXT,
-        state="`dropped`, `prepared`, `queued`, `starting`, `running`, `saving`, `ended`; `missing` where the folder "
-        "is gone, `unreadable` where it cannot be read",
-        outcome="the word for its end, of [these](run-folder.md#resultjson); `infeasible` also for points that break "
-        "a rule; empty until it has ended",
-        previous_outcome="of the attempt before, for a run that has not ended or goes on again",
-        dropped_stage="what dropped the point: `where`, `layout`, `composition`, `rule`, `duplicate`",
-        cause="first line of what ended it, or why the point was dropped; of a run that goes on, which rank is stopped "
-        "(SIGSTOP)",
-    ),
-    *_columns(
-        WHOLE,
-        rank="whose failure it was",
-        step="optimizer steps done",
-        steps="how many there are to be",
-        attempt="number of the latest attempt",
-        restarts="attempts that began by themselves after a rank had died, with `launch.restarts`",
-    ),
-    *_columns(TEXT, parent_run="the run from whose checkpoint it started, as `sweep/folder`; empty: from none"),
-    *_columns(WHOLE, parent_step="the step of that checkpoint"),
-    *_columns(WHOLE, **{f"layout.{axis}": f"degree of the axis `{axis}`" for axis in AXES}),
-    *_columns(TEXT, **{"layout.label": "its short form: `dp_s2·tp2`, or `single`"}),
-    *_columns(WHOLE, world="processes", hosts="machines that ran them", cores="CPU cores that they had, in all"),
-    *_columns(TRUTH, oversubscribed="more processes than cores, on CPU: its speed says nothing"),
-    *_columns(
-        TEXT,
-        accelerator="`cpu` or `cuda`",
-        device="the accelerator's name",
-        model="the model's family",
-        precision="option of the group",
-        ac="option of the group: activation checkpointing",
-        compile="what is compiled: `off`, `blocks`, `loss`, `blocks+loss`",
-        schedule="option of the group; empty without a pipeline",
-        optimizer="option of the group",
-        data="option of the group",
-    ),
-    *_columns(
-        WHOLE,
-        seed="of initial values and of the order of data",
-        layers="of the model",
-        dim="of the model",
-        seq_len="tokens of a sequence",
-        global_batch="sequences of a step, over all processes",
-        microbatch="sequences of one forward pass of one process",
-        tokens_per_step="over all processes",
-    ),
-    *_columns(
-        NUMBER,
-        tokens_per_second="of one device: the median step after warm-up; until it has ended, of the latest row",
-        tokens_per_second_all="that, times the devices",
-        tflops="of one device, likewise",
-        mfu_percent="of the device's peak, likewise; empty where that is unknown",
-    ),
-    *_columns(
-        TEXT, mfu_convention="FLOPs per token, and the peak that they are divided by; of float8 runs that of bfloat16"
-    ),
-    *_columns(
-        NUMBER,
-        step_seconds="likewise",
-        step_seconds_q1="a quarter of the steps after warm-up took less; once it has ended",
-        step_seconds_q3="a quarter of them took more",
-        data_percent="share of a step that waits for data, likewise",
-    ),
-    *_columns(WHOLE, measured_steps="how many the medians are taken over"),
-    *_columns(
-        NUMBER,
-        memory_gib="largest peak of all ranks: reserved by the allocator on a GPU, resident memory on CPU",
-    ),
-    *_columns(WHOLE, memory_rank="whose it is; empty where the ranks were not compared"),
-    *_columns(
-        NUMBER,
-        **{
-            "estimate.step_seconds": "`step_seconds` as the [planner](planner.md) estimated it at submission",
-            "estimate.tokens_per_second": "likewise, of one device",
-            "estimate.memory_gib": "likewise, of the rank that needs most",
-        },
-    ),
-    *_columns(TEXT, **{"estimate.note": "why there is no estimate"}),
-    *_columns(
-        NUMBER,
-        first_loss="of the attempt's first step",
-        loss="training loss of the last step",
-        validation_loss="the last one",
-    ),
-    *_columns(
-        WHOLE,
-        tokens_seen="trained on so far, in all attempts",
-        skipped_steps="whose gradients were not finite, and which updated nothing; empty where none can be skipped",
-    ),
-    *_columns(
-        NUMBER,
-        flops_per_token="forward and backward, of the whole model",
-        compile_seconds="spent on compilation, which no step counts",
-        train_seconds="in the attempt's steps",
-        paused_seconds="between them: validation, checkpoints, compilation",
-        seconds_left="estimate, while it runs",
-    ),
-    *_columns(
-        TEXT,
-        launcher="`local` or `slurm`, `torchrun`",
-        job_id="of the job that has it, as `squeue` shows it",
-        queue_reason="why the job waits, in the scheduler's word",
-        scheduler_state="the scheduler's word for the job's state or end; UNKNOWN: it gives no answer",
-    ),
-    *_columns(WHOLE, exit_code="of the process that failed; -N where signal N ended it"),
-    *_columns(TEXT, code="fingerprint of the code that ran it"),
-    *_columns(TRUTH, stale="that code is not the code that is here now"),
-    *_columns(TEXT, git_commit="of that code; empty for an installed package"),
-    *_columns(TRUTH, git_dirty="it was changed after that commit; `attempts/N/code.patch` has the changes"),
-    *_columns(TEXT, torch="its version", host_names="of the machines that ran it, with commas"),
-    *_columns(
-        NUMBER,
-        started="when the latest attempt began",
-        updated="when the run was last heard of",
-        ended="when it ended",
-    ),
-    *_columns(
-        TEXT,
-        tracker_gap="what the run's tracker lacks of it, once it has ended, and the command that makes up for it",
-        folder="the run's",
-    ),
-)
-NAMES = tuple(column.name for column in COLUMNS)
-_TYPES = {column.name: column.type for column in COLUMNS}
+COLUMNS: Mapping[str, str] = {
+    name: kind
+    for kind, names in (
+        (TEXT, "sweep run name hash8"),
+        (WHOLE, "repeat"),
+        (TRUTH, "control"),
+        (TEXT, "state outcome previous_outcome dropped_stage cause"),
+        (WHOLE, "rank step steps attempt restarts"),
+        (TEXT, "parent_run"),
+        (WHOLE, "parent_step"),
+        (WHOLE, " ".join(f"layout.{axis}" for axis in AXES)),
+        (TEXT, "layout.label"),
+        (WHOLE, "world hosts cores"),
+        (TRUTH, "oversubscribed"),
+        (TEXT, "accelerator device model precision ac compile schedule optimizer data"),
+        (WHOLE, "seed layers dim seq_len global_batch microbatch tokens_per_step"),
+        (NUMBER, "tokens_per_second tokens_per_second_all tflops mfu_percent"),
+        (TEXT, "mfu_convention"),
+        (NUMBER, "step_seconds step_seconds_q1 step_seconds_q3 data_percent"),
+        (WHOLE, "measured_steps"),
+        (NUMBER, "memory_gib"),
+        (WHOLE, "memory_rank"),
+        (NUMBER, "estimate.step_seconds estimate.tokens_per_second estimate.memory_gib"),
+        (TEXT, "estimate.note"),
+        (NUMBER, "first_loss loss validation_loss"),
+        (WHOLE, "tokens_seen skipped_steps"),
+        (NUMBER, "flops_per_token compile_seconds train_seconds paused_seconds seconds_left"),
+        (TEXT, "launcher job_id queue_reason scheduler_state"),
+        (WHOLE, "exit_code"),
+        (TEXT, "code"),
+        (TRUTH, "stale"),
+        (TEXT, "git_commit"),
+        (TRUTH, "git_dirty"),
+        (TEXT, "torch host_names"),
+        (NUMBER, "started updated ended"),
+        (TEXT, "tracker_gap folder"),
+    )
+    for name in names.split()
+}
+"""The type of each column, in the order of the table."""
+NAMES = tuple(COLUMNS)
 
 
 def fitting(name: str, value: Any) -> Any:
     """The value of a column as files take it; None if it is of another kind than the column, as in a damaged file."""
-    kind = _TYPES.get(name, TEXT)
+    kind = COLUMNS.get(name, TEXT)
     if kind == TEXT:
         # A file has UTF-8, which JSON's escapes go beyond.
         return value.encode(errors="replace").decode() if isinstance(value, str) else None
@@ -300,7 +192,6 @@ def machine_columns(env: Mapping[str, Any] | None, job: Mapping[str, Any], confi
     Args:
         env: of the attempt; None: it has not begun. Without a host: no process lived to begin it, or it is damaged.
         job: the attempt's job.json; empty: no scheduler gave it nodes.
-        config: the attempt's recipe.
     """
     host = (env or {}).get("host", {})
     full_name, usable = host.get("name"), host.get("usable_cores")

@@ -30,10 +30,7 @@ class RecipeRuns:
     """Runs of one recipe.
 
     Attributes:
-        layout: label of the layout.
-        world: number of processes.
         differing: other columns in which the groups of the sweep differ; empty values are None.
-        rows: of the runs, one for each repeat.
     """
 
     layout: str

@@ -69,10 +69,14 @@ class Composer:
         if key in point:
             return point[key]
         wide, own = self._split(point)
-        choices = self._choices(wide, own)
+        composed, nodes = self._parts(wide, own)
+        choices = {**composed.choices, **dict(own)}
         if key in choices:
             return choices[key]
-        value = self._composed_value(wide, own, key)
+        # The composed value, before the point's own values are set.
+        group, _, rest = key.partition(".")
+        values = self._values(nodes.get(group, composed.config))
+        value = values.get(rest if group in nodes else key, _ABSENT)
         # If the point sets a key above or below this one, the composed value is out of date.
         related = (name for name in point if name.startswith(f"{key}.") or key.startswith(f"{name}."))
         is_changed = any(not self._loader.is_group(name) for name in related)
@@ -130,18 +134,6 @@ class Composer:
         wide = tuple(choice for choice in choices if not self._loader.is_own(*choice))
         return wide, tuple(choice for choice in choices if choice not in wide)
 
-    def _choices(self, wide: Choices, own: Choices) -> Mapping[str, Any]:
-        composed, _ = self._parts(wide, own)
-        return {**composed.choices, **dict(own)}
-
-    def _composed_value(self, wide: Choices, own: Choices, key: str) -> Any:
-        """The composed value of a key, before the point's own values are set; `_ABSENT` if there is none."""
-        composed, nodes = self._parts(wide, own)
-        group, _, rest = key.partition(".")
-        if group in nodes:
-            return self._values(nodes[group]).get(rest, _ABSENT)
-        return self._values(composed.config).get(key, _ABSENT)
-
     def _values(self, config: DictConfig) -> Mapping[str, Any]:
         """Every value of a config by its dotted key, with interpolations unresolved."""
         if id(config) not in self._flat:
@@ -180,7 +172,9 @@ class Composer:
         try:
             template = self._combination(wide + first)
         except ConfigError as error:
-            self._check_shared(error)
+            if find_key(error.key) is None:
+                # No option has the key: the error is of the shared overrides, and no combination can be composed.
+                self._combination(())
             # Another combination may be valid: compose each one separately.
             return _Family(None, {})
         family = _Family(template, {choice: template.config[choice[0]] for choice in first})
@@ -193,11 +187,6 @@ class Composer:
                     alone = tuple(choice if choice[0] == group else (group, option) for group, option in first)
                     self._add(family, wide, alone, [choice], outside)
         return family
-
-    def _check_shared(self, error: ConfigError) -> None:
-        """Raise an error of the shared overrides now, if no option has the key: then no combination can be composed."""
-        if find_key(error.key) is None:
-            self._combination(())
 
     def _add(
         self, family: _Family, wide: Choices, choices: Choices, new: Iterable[tuple[str, str]], outside: str
@@ -219,7 +208,6 @@ class _Family:
 
     Attributes:
         template: a composition of one option of each group; None if that composition failed.
-        nodes: the config of each option, for its group.
     """
 
     template: Composed | None
@@ -258,13 +246,7 @@ class SharedFields:
     def keys(
         self, config: DictConfig, nodes: Mapping[str, DictConfig], values: Sequence[tuple[str, Any]]
     ) -> Keys | None:
-        """The key of each field of a point's recipe; None if fields cannot be determined separately.
-
-        Args:
-            config: the composed config.
-            nodes: replacements for some of its groups.
-            values: the point's own values, by key.
-        """
+        """The key of each field of a point's recipe; None if fields cannot be determined separately."""
         overrides: dict[str, tuple[Any, ...]] = {}
         for key, value in values:
             name, text = key.partition(".")[0], canonical_text(value)

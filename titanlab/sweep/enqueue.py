@@ -45,9 +45,6 @@ class QueuedRun:
     """A run to be put into a queue.
 
     Attributes:
-        run: the name of its folder.
-        shape: the resources of its job.
-        launch: the launcher's config.
         changes: the groups and values of its recipe that the job replaces.
     """
 
@@ -88,7 +85,6 @@ def check_jobs(jobs: Sequence[tuple[LaunchConfig, JobShape]], *, submits: bool =
     """Check that each launcher can take its jobs.
 
     Args:
-        jobs: the launcher's config and the shape of each job.
         submits: whether the jobs will be submitted from this host; else launchers that are not installed are skipped.
 
     Raises:
@@ -120,11 +116,7 @@ def check_folder(folder: Path, launches: Iterable[LaunchConfig]) -> None:
 
 
 def silent_launcher(launches: Iterable[LaunchConfig]) -> str | None:
-    """Why a launcher that is installed here does not answer, in one line; None if all answer.
-
-    Args:
-        launches: configs of launchers.
-    """
+    """Why a launcher that is installed here does not answer, in one line; None if all answer."""
     for kind in dict.fromkeys(launch.kind for launch in launches):
         launcher = launcher_named(kind)
         if launcher.is_here() and (problem := launcher.silence()) is not None:
@@ -265,6 +257,23 @@ def standing(run: RunFolder, job: tuple[Submission, int] | None, states: States)
     return "submit", None
 
 
+def standings(
+    folder: SweepFolder, report: Callable[[str], None], names: Sequence[str], *, note: str = ""
+) -> Iterator[tuple[RunFolder, tuple[Submission, int] | None, str, str | None]]:
+    """Runs with their jobs and their standings, after results were written for those whose jobs have ended.
+
+    Args:
+        names: of runs; none: all.
+        note: what a scheduler that does not answer means here.
+    """
+    jobs, states = jobs_of(folder, folder.submissions()), reconcile(folder)
+    if (problem := silence(states)) is not None:
+        report(problem + note)
+    for run in readable(folder.find(names), report, named=bool(names)):
+        job = jobs.get(run.path.name)
+        yield run, job, *standing(run, job, states)
+
+
 def supersede(folder: SweepFolder, run: RunFolder) -> None:
     """Move a run's folder aside, so that the run can start from the beginning.
 
@@ -301,7 +310,6 @@ def cancel(folder: SweepFolder, report: Callable[[str], None], *, names: Sequenc
     """Cancel runs of a sweep, or all of it.
 
     Args:
-        report: called with a line for each problem.
         names: of runs; none: all.
 
     Raises:
@@ -310,14 +318,10 @@ def cancel(folder: SweepFolder, report: Callable[[str], None], *, names: Sequenc
     cancelled = Cancelled()
     with folder.claim():
         settle(folder, report)
-        jobs, states = jobs_of(folder, folder.submissions()), reconcile(folder)
-        if (problem := silence(states)) is not None:
-            report(problem)
         # Jobs by launcher, and by whether they get time to save.
         jobs_to_end: dict[tuple[str, bool], list[tuple[Submission, int]]] = {}
-        for run in readable(folder.find(names), report, named=bool(names)):
-            name, job = run.path.name, jobs.get(run.path.name)
-            word, _ = standing(run, job, states)
+        for run, job, word, _ in standings(folder, report, names):
+            name = run.path.name
             if word in ("done", "ended"):
                 cancelled.ended.append(name)
                 continue
@@ -331,22 +335,16 @@ def cancel(folder: SweepFolder, report: Callable[[str], None], *, names: Sequenc
         for (kind, is_gentle), to_end in jobs_to_end.items():
             launcher_named(kind).cancel(folder.path, to_end, report, is_gentle=is_gentle)
         for name in list(cancelled.withdrawn):
-            if not _record_end(folder.run(name)):
+            run = folder.run(name)
+            try:
+                with run.claim():
+                    status = run.known_status()
+                    outcome = Outcome(kind=OutcomeKind.CANCELLED, attempt=0, cause=_CAUSE)
+                    if status is not None:
+                        outcome = replace(outcome, step=status.step, steps=status.steps)
+                    run.write_result(outcome)
+            except ConfigError:
                 # It has just started, and records its own end.
                 cancelled.withdrawn.remove(name)
                 cancelled.stopping.append(name)
     return cancelled
-
-
-def _record_end(run: RunFolder) -> bool:
-    """Write the result of a waiting run. Returns False if it has started meanwhile."""
-    try:
-        with run.claim():
-            status = run.known_status()
-            outcome = Outcome(kind=OutcomeKind.CANCELLED, attempt=0, cause=_CAUSE)
-            if status is not None:
-                outcome = replace(outcome, step=status.step, steps=status.steps)
-            run.write_result(outcome)
-            return True
-    except ConfigError:
-        return False

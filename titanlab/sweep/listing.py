@@ -141,11 +141,7 @@ def gaps(rows: Iterable[Row], *, most: int = _GAPS) -> list[str]:
 
 
 def aligned(headings: Sequence[str], lines: Sequence[Sequence[str]], *, right: Iterable[str] = ()) -> list[str]:
-    """Plain lines with aligned columns; columns without text are omitted.
-
-    Args:
-        right: headings of the columns that are aligned to the right.
-    """
+    """Plain lines with aligned columns; columns without text are omitted."""
     lines = levelled(lines)
     shown = [place for place in range(len(headings)) if any(line[place] for line in lines)]
     widths = {place: max(len(line[place]) for line in [headings, *lines]) for place in shown}
@@ -179,11 +175,7 @@ def text(name: str, rows: Sequence[Row], *, now: float) -> str:
 
 
 def beneath(rows: Sequence[Row], *, most: int | None = None) -> list[str]:
-    """The lines below the table: legend, counts, causes, dropped points.
-
-    Args:
-        most: the largest number of causes; None: all.
-    """
+    """The lines below the table: legend, counts, causes, dropped points."""
     lines = [OVERSUBSCRIBED] if any(row["oversubscribed"] for row in rows) else []
     lines.append(counts(rows))
     # Once for all jobs: each has the same reason, and some of them may still run.

@@ -49,7 +49,6 @@ class MeasuredSweep:
     Attributes:
         rows: one for each recipe: medians over its repeats; its name is that of the first repeat.
         runs: their number, with the repeats.
-        left_out: runs that are not used.
         machine: device, or model of the CPU and threads of a process.
         stale: number of runs that were made by other code than the present.
     """
@@ -79,9 +78,6 @@ class _Unusable(Exception):
 
 def measured_sweep(sweep: SweepFolder, table: Sequence[Mapping[str, Any]]) -> MeasuredSweep:
     """The runs of a sweep.
-
-    Args:
-        table: its rows, of `titanlab.sweep.rows.look_at`.
 
     Raises:
         ConfigError: no run was measured, or as many runs are on one kind of machine as on another.
@@ -181,11 +177,7 @@ def _common(recipe: Recipe, env: Mapping[str, Any]) -> dict[str, str]:
 
 
 def with_host(cluster: Cluster, host: Mapping[str, Any]) -> Cluster:
-    """A cluster of CPUs with the processes of a host, one a core, and their share of its memory, where it lacks these.
-
-    Args:
-        host: the part of env.json.
-    """
+    """A cluster of CPUs with a host's processes, one a core, and their share of its memory, where it lacks these."""
     memory, cores = host.get("memory_gib"), host.get("usable_cores")
     if cluster.per_node is None and isinstance(cores, int) and cores > 0:
         cluster = dataclasses.replace(cluster, per_node=cores)

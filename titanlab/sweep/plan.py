@@ -10,33 +10,36 @@ same for each recipe.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from titanlab.costs.layout import AXES, Layout, resolve_layout
 from titanlab.data import source
 from titanlab.distributed.host import this_host
 from titanlab.errors import ConfigError
 from titanlab.launch.submission import shape_of
-from titanlab.ranges import plain
 from titanlab.recipe.compose import Loader
+from titanlab.recipe.keys import find_key
 from titanlab.recipe.recipe import Recipe, shortened_warmup
 from titanlab.recipe.recipe_rules import check_data
 from titanlab.records.identity import Identity, identify
 from titanlab.records.run_folder import check_runs
 from titanlab.sweep.composer import Composer
 from titanlab.sweep.enqueue import checked
-from titanlab.sweep.prune import Sieve, Unfit, prune
 from titanlab.sweep.request import CONTROL, Request, control_points, read_request
-from titanlab.sweep.space import SweepPoint, Values, canonical_text
+from titanlab.sweep.space import WHERE, Expression, SweepPoint, Values, canonical_text, keys_of
+from titanlab.techniques.optimizer.contract import Schedule
 from titanlab.train.starting_weights import check_beginning, start_fingerprint
 
 SINGLE = "single"
 COMMAND_LINE = "command line"
+WARMUP = "optimizer.schedule.warmup_steps"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +57,6 @@ class Dropped:
 
     Attributes:
         stage: `where`, `layout`, `composition`, `rule`, `memory` or `duplicate`.
-        reason: one line.
     """
 
     point: SweepPoint
@@ -67,11 +69,8 @@ class Study:
     """A planned sweep.
 
     Attributes:
-        name: of its folder.
         origin: the file that defines it, such as `sweeps/quickstart_layouts`, or `command line`.
         definition: overrides, space, conditions and repeats, as plain values.
-        planned: points that will run, in the space's order.
-        dropped: points that will not run, in the same order.
         notices: one line for each change that titanlab made to recipes.
     """
 
@@ -89,7 +88,6 @@ def plan_study(
     """Plan the sweep of a command line, without its data (see `with_data`). Nothing is written.
 
     Args:
-        arguments: overrides and Hydra's flags.
         whole: raise an error if any point cannot run, unless a condition drops it.
         loader: has composed these arguments, which describe one recipe; None: nothing is composed yet.
         elsewhere: the runs are not for this host, so that its devices, memory and files do not matter.
@@ -101,16 +99,16 @@ def plan_study(
     composer = Composer(request.loader, request.points)
     left = Sieve(request.points, whole=whole)
     left.keep(lambda point, _: prune(composer, point, request.where))
-    check = _Checks(elsewhere=elsewhere)
-    left.check_shared(lambda point: check.composed(composer, point))
-    recipes = left.keep(lambda point, _: check.composed(composer, point))
+    check = _Checks(composer, elsewhere=elsewhere)
+    left.check_shared(check.composed)
+    recipes = left.keep(lambda point, _: check.composed(point))
     for recipe in recipes.values():
         # Raises an error if the cluster is too small, before any data is prepared.
         shape_of(recipe)
     check_runs(next(iter(recipes.values())).runs)
-    study = _named(request, composer, left, recipes, check.data)
+    study = _named(request, check, left, recipes)
     if request.control is not None:
-        control = _control(request.control, request.repeats, composer, check, study.name)
+        control = _control(request.control, request.repeats, check, study.name)
         study = dataclasses.replace(study, planned=(*study.planned, *control))
     return dataclasses.replace(study, notices=tuple(check.notices))
 
@@ -135,21 +133,22 @@ def with_data(study: Study, report: Callable[[str], None], *, whole: bool = Fals
 class _Checks:
     """Composes and checks points; what many points share is computed once."""
 
-    def __init__(self, *, elsewhere: bool) -> None:
+    def __init__(self, composer: Composer, *, elsewhere: bool) -> None:
+        self.composer = composer
         self.data = DataOnce(elsewhere=elsewhere)
         self._elsewhere = elsewhere
         # A dict as an ordered set.
         self.notices: dict[str, None] = {}
         self._here = functools.cache(this_host)
 
-    def composed(self, composer: Composer, point: Values) -> Recipe:
+    def composed(self, point: Values) -> Recipe:
         """The resolved recipe of a point, after every check that needs no prepared data.
 
         Raises:
             Unfit: it cannot be composed, or breaks a rule.
         """
         try:
-            recipe = composer.recipe(point)
+            recipe = self.composer.recipe(point)
         except ConfigError as error:
             raise Unfit("composition", error) from error
         try:
@@ -164,9 +163,15 @@ class _Checks:
         return resolved
 
 
-def _named(request: Request, composer: Composer, left: Sieve, recipes: Mapping[int, Recipe], data: DataOnce) -> Study:
+def _named(request: Request, check: _Checks, left: Sieve, recipes: Mapping[int, Recipe]) -> Study:
     """The study, with a name for every run; points that would be the same run are dropped."""
-    name = _folder(request, composer, next(iter(recipes.values())))
+    # The key `sweep`, else the name of its file, else a name derived from its space.
+    name = next(iter(recipes.values())).sweep
+    if name == SINGLE and request.option is not None:
+        name = request.option.rpartition("/")[2]
+    elif name == SINGLE and request.space is not None:
+        text = canonical_text([request.space, [expression.text for expression in request.where], request.repeats])
+        name = f"{check.composer.value({}, 'name')}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
     planned: list[PlannedRun] = []
     dropped: list[Dropped] = []
     known: dict[str, str] = {}
@@ -178,9 +183,16 @@ def _named(request: Request, composer: Composer, left: Sieve, recipes: Mapping[i
                 dropped.append(Dropped(point=point, stage=unfit.stage, reason=str(unfit.reason)))
                 continue
             recipe = recipes[number]
-            label = _label(request, recipe, point)
+            label = point.label
+            if "name" in point.values:
+                label = recipe.name
+            elif not point.values:
+                label = recipe.name + point.suffix
+            elif request.named:
+                # The user has set `name`: keep it as a prefix.
+                label = f"{recipe.name[:35]}-{label}"
             recipe = dataclasses.replace(recipe, sweep=name, name=label, repeat=point.repeat)
-            identity = data.identify(recipe)
+            identity = check.data.identify(recipe)
             if identity.sha256 in known:
                 reason = f"is the same run as {known[identity.sha256]}"
                 dropped.append(Dropped(point=point, stage="duplicate", reason=reason))
@@ -196,15 +208,15 @@ def _named(request: Request, composer: Composer, left: Sieve, recipes: Mapping[i
     )
 
 
-def _control(values: Values, repeats: int, composer: Composer, check: _Checks, sweep: str) -> list[PlannedRun]:
+def _control(values: Values, repeats: int, check: _Checks, sweep: str) -> list[PlannedRun]:
     """The runs of the control.
 
     Raises:
         ConfigError: it cannot run.
     """
     try:
-        prune(composer, values, [])
-        recipe = check.composed(composer, values)
+        prune(check.composer, values, [])
+        recipe = check.composed(values)
         shape_of(recipe)
     except Unfit as unfit:
         cure = "give it values that can run: control: {parallelism: single, world: 1}"
@@ -214,27 +226,6 @@ def _control(values: Values, repeats: int, composer: Composer, check: _Checks, s
         named = dataclasses.replace(recipe, sweep=sweep, name=f"{CONTROL}-{number}", repeat=point.repeat)
         planned.append(PlannedRun(point=point, recipe=named, identity=check.data.identify(named)))
     return planned
-
-
-def _label(request: Request, recipe: Recipe, point: SweepPoint) -> str:
-    if "name" in point.values:
-        return recipe.name
-    if not point.values:
-        return recipe.name + point.suffix
-    # The user has set `name`: keep it as a prefix.
-    return f"{recipe.name[:35]}-{point.label}" if request.named else point.label
-
-
-def _folder(request: Request, composer: Composer, recipe: Recipe) -> str:
-    """The sweep's name: the key `sweep`, else the name of its file, else a name derived from its space."""
-    if recipe.sweep != SINGLE:
-        return recipe.sweep
-    if request.option is not None:
-        return request.option.rpartition("/")[2]
-    if request.space is None:
-        return SINGLE
-    text = canonical_text([request.space, [expression.text for expression in request.where], request.repeats])
-    return f"{composer.value({}, 'name')}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 
 # Keys of files and folders: what is wrong with them here may be right where the runs are.
@@ -250,9 +241,8 @@ class DataOnce:
 
     def __init__(self, *, elsewhere: bool = False) -> None:
         self._elsewhere = elsewhere
-        self._results: dict[str, Any] = {}
-        # Once data is prepared, more rules can be checked: results of `check` from before are not used again.
-        self._prepared: set[str] = set()
+        self._results: dict[tuple[Any, ...], Any] = {}
+        self._prepared: set[Any] = set()
 
     def check(self, recipe: Recipe) -> None:
         """Check the rules on a recipe's data that can be checked at this time.
@@ -263,12 +253,8 @@ class DataOnce:
         training = recipe.training
         inputs = [training.seq_len, training.global_batch, recipe.layout.data, recipe.model.vocab_size]
         inputs += [training.validation_sequences, training.validate_every]
-        try:
-            is_prepared = canonical_text(_plain(recipe)) in self._prepared
-            self._once(["check", is_prepared, _plain(recipe), inputs], lambda: check_data(recipe))
-        except ConfigError as error:
-            if not (self._elsewhere and error.key in _PLACES):
-                raise
+        # Once data is prepared, more rules can be checked.
+        self._once(("check", recipe.data in self._prepared, recipe.data, *inputs), lambda: check_data(recipe))
 
     def prepare(self, recipe: Recipe, report: Callable[[str], None]) -> None:
         """Prepare a recipe's data, and check the rules that need the prepared data.
@@ -277,51 +263,36 @@ class DataOnce:
             Unfit: the data cannot be used, or this recipe cannot use it.
         """
         try:
-            self._once(["prepare", _plain(recipe)], lambda: source.prepare(recipe.data, report=report))
-            self._prepared.add(canonical_text(_plain(recipe)))
+            self._once(("prepare", recipe.data), lambda: source.prepare(recipe.data, report=report))
+            self._prepared.add(recipe.data)
             self.check(recipe)
         except ConfigError as error:
             raise Unfit("rule", error) from error
 
     def identify(self, recipe: Recipe) -> Identity:
         """The identity of a checked recipe."""
-        data = self._here(["fingerprint", _plain(recipe)], lambda: source.fingerprint(recipe.data))
-        weights = self._here(["weights", recipe.init_from], lambda: start_fingerprint(recipe))
+        data = self._once(("fingerprint", recipe.data), lambda: source.fingerprint(recipe.data))
+        weights = self._once(("weights", recipe.init_from), lambda: start_fingerprint(recipe))
         hardware = str(recipe.cluster.device)
         return identify(recipe, data=data, hardware=hardware, repeat=recipe.repeat, weights=weights)
 
-    def _here(self, inputs: list[Any], act: Callable[[], Any]) -> Any:
+    def _once(self, key: tuple[Any, ...], act: Callable[[], Any]) -> Any:
         """The result; `elsewhere` instead if the files are not here and need not be."""
-        try:
-            return self._once(inputs, act)
-        except ConfigError as error:
-            if not (self._elsewhere and error.key in _PLACES):
-                raise
-            return "elsewhere"
-
-    def _once(self, inputs: list[Any], act: Callable[[], Any]) -> Any:
-        key = canonical_text(inputs)
         if key not in self._results:
             try:
                 self._results[key] = act()
             except ConfigError as error:
                 self._results[key] = error
         result = self._results[key]
-        if isinstance(result, ConfigError):
-            raise result
-        return result
-
-
-def _plain(recipe: Recipe) -> Any:
-    return [type(recipe.data).__qualname__, plain(recipe.data)]
+        if not isinstance(result, ConfigError):
+            return result
+        if self._elsewhere and result.key in _PLACES:
+            return "elsewhere"
+        raise result
 
 
 def starting_order(points: Sequence[SweepPoint]) -> list[int]:
-    """The numbers of the points in the order in which their runs should start.
-
-    Args:
-        points: with repeats, in the order of the plan.
-    """
+    """The numbers of the points in the order in which their runs should start."""
     rounds: list[list[int]] = []
     seen = Counter[str]()
     for number, point in enumerate(points):
@@ -334,13 +305,10 @@ def starting_order(points: Sequence[SweepPoint]) -> list[int]:
         rounds[seen[recipe]].append(number)
         seen[recipe] += 1
     order = [number for index, round_ in enumerate(rounds) for number in (reversed(round_) if index % 2 else round_)]
-    return _with_controls(order, rounds, [number for number, point in enumerate(points) if point.is_control])
-
-
-def _with_controls(order: list[int], rounds: Sequence[Sequence[int]], controls: Sequence[int]) -> list[int]:
-    """The order with the control first, last, and at equal distances: between rounds, if that fits their number."""
+    controls = [number for number, point in enumerate(points) if point.is_control]
     if not controls:
         return order
+    # The control comes first, last, and at equal distances: between rounds, if that fits their number.
     if len(controls) == len(rounds) + 1:
         ends = [sum(map(len, rounds[:index])) for index in range(len(controls))]
     else:
@@ -349,3 +317,168 @@ def _with_controls(order: list[int], rounds: Sequence[Sequence[int]], controls: 
     for control, start, end in zip(controls, ends, [*ends[1:], len(order)], strict=True):
         placed += [control, *order[start:end]]
     return placed
+
+
+class Unfit(Exception):
+    """A point is dropped."""
+
+    def __init__(self, stage: str, reason: ConfigError | str) -> None:
+        self.stage = stage
+        self.reason = reason
+        super().__init__(stage, str(reason))
+
+
+def prune(composer: Composer, point: Values, where: Sequence[Expression]) -> None:
+    """Check a point against the conditions and the arithmetic of its degrees.
+
+    Raises:
+        Unfit: it does not meet them.
+        ConfigError: a condition cannot be computed.
+    """
+    values = _Values(composer, point)
+    for expression in where:
+        if not expression.holds(lambda key, text=expression.text: values.value(key, text), values.label):  # type: ignore[misc]
+            raise Unfit("where", expression.text)
+    _ = values.layout
+
+
+class _Values:
+    """A point's values for conditions: degrees are resolved, and numbers are not texts."""
+
+    def __init__(self, composer: Composer, point: Values) -> None:
+        self._composer = composer
+        self._point = point
+        self.label = SweepPoint(values=point).label
+
+    def value(self, key: str, condition: str) -> Any:
+        """The value of a key in a condition.
+
+        Raises:
+            Unfit: the point has no layout, or cannot be composed.
+            ConfigError: the point has no such key.
+        """
+        group, _, axis = key.rpartition(".")
+        if key == "world" or (group == "parallelism" and axis in AXES):
+            layout = self.layout
+            if layout is not None:
+                return layout.world if key == "world" else getattr(layout, axis)
+        try:
+            value = self._value(key)
+            if key == WARMUP and value is None:
+                # The default that resolving the recipe would set.
+                steps = self._value("training.steps")
+                return Schedule().warmup(steps) if isinstance(steps, int) else None
+            return value
+        except KeyError:
+            if "." not in key:
+                # A group, such as `recipe`, of which the point has no option.
+                return None
+            group = key.partition(".")[0]
+            option = self._value(group)
+            rule = f"asks for {key}, which {self.label} does not have: its {group} is {option}"
+            cure = f"ask first: {group} != {option!r} or …"
+            raise ConfigError(WHERE, condition, rule, cure) from None
+
+    @functools.cached_property
+    def layout(self) -> Layout | None:
+        """The resolved degrees; None if they are not whole numbers, which the composition will report."""
+        try:
+            degrees = {axis: self._value(f"parallelism.{axis}") for axis in AXES}
+            world = self._value("world")
+        except KeyError:
+            return None
+        if not all(isinstance(degree, int) for degree in degrees.values()):
+            return None
+        if world is not None and (not isinstance(world, int) or world < 1):
+            return None
+        try:
+            return resolve_layout(degrees, world)
+        except ConfigError as error:
+            raise Unfit("layout", error) from error
+
+    def _value(self, key: str) -> Any:
+        try:
+            value = self._composer.value(self._point, key)
+        except ConfigError as error:
+            raise Unfit("composition", error) from error
+        known = find_key(key) if isinstance(value, str) and key in self._point else None
+        if known is not None and "number" in known.accepted_values:
+            # The number that the text becomes in the composition.
+            for kind in (int, float):
+                with contextlib.suppress(ValueError):
+                    return kind(value)
+        return value
+
+
+# The number of points that `check_shared` checks before all others; that takes about a second.
+_PROBES = 8
+
+
+class Sieve:
+    """Points from which successive stages drop some; with `whole`, a stage's error is raised instead."""
+
+    def __init__(self, points: Sequence[Values], *, whole: bool) -> None:
+        self.points = points
+        self._whole = whole
+        self.dropped: dict[int, Unfit] = {}
+
+    def __iter__(self) -> Iterator[int]:
+        """The numbers of the points that are left."""
+        return (number for number in range(len(self.points)) if number not in self.dropped)
+
+    def keep(self, stage: Callable[[Values, int], Any]) -> dict[int, Any]:
+        """Apply a stage to every point that is left, and drop those that it finds unfit. Returns its results by number.
+
+        Raises:
+            ConfigError: no point is left.
+        """
+        results: dict[int, Any] = {}
+        for number in list(self):
+            try:
+                results[number] = stage(self.points[number], number)
+            except Unfit as unfit:
+                if self._whole and isinstance(unfit.reason, ConfigError):
+                    raise unfit.reason from unfit
+                self.dropped[number] = unfit
+        if results:
+            return results
+        dropped = list(self.dropped.values())
+        texts = Counter((unfit.stage, str(unfit.reason)) for unfit in dropped)
+        (name, reason), count = texts.most_common(1)[0]
+        first = dropped[0].reason
+        if isinstance(first, ConfigError) and len(texts) == 1:
+            # All points have the same error: it does not depend on the swept values.
+            raise first
+        if name == "where" and len(texts) == 1:
+            raise ConfigError("where", reason, f"is met by none of {len(dropped)} points", "ask for less")
+        rule = f"none of {len(dropped)} points can be run; {count} of them for one reason ({name}: {reason})"
+        keys = ",".join(keys_of(self.points))
+        raise ConfigError("space", keys, rule, "change that, or sweep other values")
+
+    def check_shared(self, stage: Callable[[Values], Any]) -> None:
+        """Check a few points before all others, to report an error of the shared recipe at once.
+
+        An error is shared if the stage raises it, with the same words, for the first point, for others up to the last,
+        and for the recipe without any point's values, and if its key is not swept.
+
+        Raises:
+            ConfigError: the shared error.
+        """
+        numbers = list(self)
+        if len(numbers) <= _PROBES:
+            return
+        error = _error(stage, self.points[numbers[0]])
+        if error is None or error.key in keys_of(self.points):
+            return
+        others = [self.points[numbers[place * (len(numbers) - 1) // _PROBES]] for place in range(1, _PROBES + 1)]
+        if all(str(_error(stage, point)) == str(error) for point in (*others, {})):
+            raise error
+
+
+def _error(stage: Callable[[Values], Any], point: Values) -> ConfigError | None:
+    """The ConfigError for which a stage drops a point; None if it keeps the point, or drops it for another reason."""
+    try:
+        stage(point)
+    except Unfit as unfit:
+        return unfit.reason if isinstance(unfit.reason, ConfigError) else None
+    return None

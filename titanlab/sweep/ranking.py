@@ -39,9 +39,7 @@ class RankedRecipe:
     """A recipe in a ranking.
 
     Attributes:
-        group: its runs, and its name.
         figures: of the runs that count; empty if it is left out for want of them.
-        centre: their geometric mean.
         low, high: the interval of 95 % around it; None if the noise is unknown.
         spread_percent: relative standard deviation of its own figures; None with fewer than two.
         memory_gib: the most that a run of it needed; None if unknown.
@@ -81,7 +79,9 @@ class RankedRecipe:
 
     def to_mapping(self) -> dict[str, Any]:
         """The entry as plain values."""
+        own = {name: value for name, value in vars(self).items() if name not in ("group", "low", "high")}
         return {
+            **own,
             "recipe": self.label,
             "layout": self.group.layout,
             "world": self.group.world,
@@ -89,13 +89,7 @@ class RankedRecipe:
             "is_control": self.is_control,
             "runs": [row["run"] for row in self.group.rows],
             "ends": self.ends,
-            "figures": list(self.figures),
-            "centre": self.centre,
             "interval": None if self.low is None else [self.low, self.high],
-            "spread_percent": self.spread_percent,
-            "memory_gib": self.memory_gib,
-            "is_within_noise": self.is_within_noise,
-            "left_out": self.left_out,
         }
 
 
@@ -150,7 +144,6 @@ class Drift:
     Attributes:
         percent: change from the first control's start to the last one's.
         interval_percent: of 95 %; None if nothing is known of the noise: two controls, and no repeats.
-        runs: of the control, with a figure and a time.
         seconds: between the first and the last start.
     """
 
@@ -219,14 +212,12 @@ class SweepRanking:
         max_memory_gib: recipes that need more are left out; None: no limit.
         entries: the ranked recipes in their order, then those that are left out.
         winner: the first, if it is better than every other by more than noise. None: nobody can be named.
-        runner_up: the second.
         gap_percent: by how much the first is better than the second: how many percent more it does, or less it needs.
         interval_percent: the interval of that gap, which holds for the comparisons with all others together; None if
             the noise is unknown.
         is_within_noise: whether nobody can be named because of noise; None: the noise is unknown, or nothing is there
             to compare.
         noise_percent: relative standard deviation of a run, pooled over the recipes with repeats; None without any.
-        degrees: degrees of freedom of the noise.
         control: the runs of the sweep's control, which has no place; None: it has none, or none of them is done.
         control_gap_percent, control_interval_percent: of the first against the control, as for the runner-up, but as
             one comparison by itself.
@@ -265,21 +256,15 @@ class SweepRanking:
 
     def to_mapping(self) -> dict[str, Any]:
         """The ranking as plain values."""
+        own = {name: value for name, value in vars(self).items() if name not in ("entries", "degrees")}
         return {
-            "by": self.by,
-            "max_memory_gib": self.max_memory_gib,
+            **own,
             "sentence": sentence_of(self),
             "notes": notes_of(self),
             "winner": None if self.winner is None else self.winner.label,
             "runner_up": None if self.runner_up is None else self.runner_up.label,
-            "gap_percent": self.gap_percent,
-            "interval_percent": self.interval_percent,
-            "is_within_noise": self.is_within_noise,
-            "noise_percent": self.noise_percent,
             "degrees_of_freedom": self.degrees,
             "control": None if self.control is None else self.control.to_mapping(),
-            "control_gap_percent": self.control_gap_percent,
-            "control_interval_percent": self.control_interval_percent,
             "drift": None if self.drift is None else self.drift.to_mapping(),
             "recipes": [entry.to_mapping() for entry in self.entries],
         }
@@ -289,7 +274,6 @@ def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None =
     """Rank the recipes of a sweep's rows.
 
     Args:
-        rows: of `titanlab.sweep.rows`.
         by: `tps` (tokens per second of one device), `mfu` or `memory`.
         max_memory_gib: leave out recipes of which a run needed more, or of which that is unknown.
 
@@ -306,10 +290,11 @@ def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None =
     )
     comparisons = max(1, len(ranked) - 1)
     leads = [_lead(ranked[0], other, sign, noise, degrees, comparisons) for other in ranked[1:]]
-    named = bool(leads) and noise is not None and all(low > 0 for _, low, _ in leads)
+    named = bool(leads) and noise is not None and not any(near for *_, near in leads)
+    within = [None if noise is None else True, *(near for *_, near in leads)]
     placed = [
-        _with_interval(replace(entry, is_within_noise=None if noise is None else low <= 0), noise, degrees)
-        for entry, (_, low, _) in zip(ranked, [(0.0, 0.0, 0.0), *leads], strict=bool(ranked))
+        _with_interval(replace(entry, is_within_noise=near), noise, degrees)
+        for entry, near in zip(ranked, within, strict=bool(ranked))
     ]
     controls = [entry for entry in everything if entry.is_control]
     control = max((entry for entry in controls if entry.figures), key=lambda entry: entry.runs, default=None)
@@ -319,9 +304,11 @@ def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None =
         others, free = _pooled(entries)
         squares = 0.0 if others is None else others**2 * free
         drift = drift_of(counted_runs(control.group, by), COLUMN_OF[by], squares=squares, degrees=free)
-    gap, interval = _gap(leads[0] if leads else None, sign)
-    beyond = _lead(ranked[0], control, sign, noise, degrees, 1) if ranked and control is not None else None
-    control_gap, control_interval = _gap(beyond, sign)
+    nothing = None, None, None
+    gap, interval, _ = leads[0] if leads else nothing
+    control_gap, control_interval, _ = (
+        _lead(ranked[0], control, sign, noise, degrees, 1) if ranked and control is not None else nothing
+    )
     return SweepRanking(
         by=by,
         max_memory_gib=max_memory_gib,
@@ -361,15 +348,15 @@ def _pooled(entries: Sequence[RankedRecipe]) -> tuple[float | None, int]:
 
 def _lead(
     first: RankedRecipe, other: RankedRecipe, sign: int, noise: float | None, degrees: int, comparisons: int
-) -> tuple[float, float, float]:
-    """By how much the first is better than another, as a logarithm, and the ends of the interval of that."""
+) -> tuple[float, tuple[float, float] | None, bool | None]:
+    """By how many percent the first is better than another, the interval of that, and whether it may be noise."""
     assert first.centre is not None
     assert other.centre is not None
     lead = sign * (math.log(first.centre) - math.log(other.centre))
     if noise is None:
-        return lead, -math.inf, math.inf
+        return _percent(lead, sign), None, None
     half = t_quantile(degrees, ERROR / comparisons) * noise * math.sqrt(1 / first.runs + 1 / other.runs)
-    return lead, lead - half, lead + half
+    return _percent(lead, sign), (_percent(lead - half, sign), _percent(lead + half, sign)), lead - half <= 0
 
 
 def _with_interval(entry: RankedRecipe, noise: float | None, degrees: int) -> RankedRecipe:
@@ -378,15 +365,6 @@ def _with_interval(entry: RankedRecipe, noise: float | None, degrees: int) -> Ra
         return entry
     half = t_quantile(degrees, ERROR) * noise / math.sqrt(entry.runs)
     return replace(entry, low=entry.centre * _exp(-half), high=entry.centre * _exp(half))
-
-
-def _gap(lead: tuple[float, float, float] | None, sign: int) -> tuple[float | None, tuple[float, float] | None]:
-    """A lead and its interval in percent; None for what is unknown."""
-    if lead is None:
-        return None, None
-    centre, low, high = lead
-    is_known = not math.isinf(low)
-    return _percent(centre, sign), (_percent(low, sign), _percent(high, sign)) if is_known else None
 
 
 def _percent(lead: float, sign: int) -> float:

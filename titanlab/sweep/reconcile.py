@@ -34,11 +34,7 @@ def silence(states: States) -> str | None:
 
 
 def job_states(submitted: Sequence[Submission], sweep: Path) -> States:
-    """The state of every job, by token and index; each launcher is asked once.
-
-    Args:
-        sweep: the folder of the submissions.
-    """
+    """The state of every job, by token and index; each launcher is asked once."""
     by_launcher: dict[str, list[Submission]] = {}
     for submission in submitted:
         by_launcher.setdefault(submission.launcher, []).append(submission)
@@ -101,11 +97,7 @@ def reconcile(sweep: SweepFolder, report: Callable[[str], None] = lambda line: N
 
 
 def close_dead_runs(sweep: SweepFolder, jobs: Container[str] = ()) -> None:
-    """Write a result for every run of which no process is left, and which no job has begun.
-
-    Args:
-        jobs: names of runs that have a job.
-    """
+    """Write a result for every run of which no process is left, and which no job has begun."""
     for run in sweep.runs():
         if run.path.name not in jobs:
             # Its files are damaged, or another user's; the table reports it.

@@ -45,11 +45,8 @@ class RecordedCode:
     """The code of an attempt.
 
     Attributes:
-        env: the content of env.json.
         sha: the commit; None: not recorded.
-        branch: for the user.
         fingerprint: of the Python files of the package; None: not recorded.
-        version: of the package.
         patch: the difference to the commit; empty: none.
         problem: why the patch cannot be used, or is not all; None: it is whole.
         snapshot: a copy of the same code in the sweep's folder; None: there is none.
@@ -154,9 +151,7 @@ class Restored:
     """The restored code.
 
     Attributes:
-        source: what it was made from, in words.
         is_same: whether it has the fingerprint of the run's code; None: the run has recorded none.
-        notes: what could not be restored.
     """
 
     source: str
@@ -172,9 +167,6 @@ def repository_of(folder: Path) -> Path | None:
 
 def restore(code: RecordedCode, repository: Path | None, into: Path, *, run: str) -> Restored:
     """Make the folder.
-
-    Args:
-        run: the name of the run, for the error.
 
     Raises:
         ConfigError: neither the commit nor a snapshot is here, or git fails.

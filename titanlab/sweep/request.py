@@ -52,10 +52,7 @@ class Request:
 
     Attributes:
         loader: composes with the overrides that all points share.
-        points: values by key, before any point is dropped.
         space: the definition of the points, as plain values.
-        where: conditions.
-        repeats: runs of every point.
         control: values of the control; None: the sweep has none.
         option: of the group `sweeps`; None: the sweep is defined by the command line alone.
         named: whether the command line sets `name` for all runs.
@@ -97,11 +94,23 @@ def read_request(arguments: Sequence[str], loader: Loader | None = None) -> Requ
     base = loader.base()
     _check_plugins(base)
     node = base.hydra.sweeper
-    typed = _typed_values(loader, flags, node)
-    own = _plain(node.space) if _is_space(node) else None
-    space = _combined(own, typed)
+    # Without a space, the sweeper is Hydra's own.
+    settings: Any = {"space": None, "where": None, "repeats": 1, "control": None}
+    if _is_space(node):
+        settings = OmegaConf.to_container(node, resolve=False)
+    space, repeats = settings["space"], settings["repeats"]
+    if typed := _typed_values(loader, flags, {} if _is_space(node) else node.get("params") or {}):
+        for key in () if space is None else keys_of(expand(space)):
+            if key in typed:
+                value, rule = ",".join(map(str, typed[key])), "is swept by the sweep's file too"
+                raise ConfigError(key, value, rule, "leave it out here, or there")
+        # The product of the file's space and the values that the user has typed.
+        space = {"product": dict(typed)} if space is None else {"product": [space, {"product": dict(typed)}]}
     points = [{}] if space is None else expand(space)
-    repeats = _repeats(node)
+    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+        raise ConfigError(_REPEATS, repeats, "must be a whole number, at least 1", f"try {_REPEATS}: 1")
+    if repeats > 1000:
+        raise ConfigError(_REPEATS, repeats, "is more than 1000", f"try {_REPEATS}: 3")
     if len(points) * repeats > LIMIT:
         rule = f"of {len(points)} points each are more runs than {LIMIT}"
         raise ConfigError(_REPEATS, repeats, rule, "take some values out, or repeat less often")
@@ -109,13 +118,23 @@ def read_request(arguments: Sequence[str], loader: Loader | None = None) -> Requ
         loader=loader,
         points=points,
         space=space,
-        where=_where(node),
+        where=_where(settings["where"]),
         repeats=repeats,
-        control=read_control(_plain(node.control)) if _is_space(node) else None,
+        control=read_control(settings["control"]),
         option=base.hydra.runtime.choices.get("sweeps"),
         named=any(override.key_or_group == "name" for override in parsed),
     )
-    _check_shared(parsed, points, request.control or {})
+    # No key has both one value for all points and others in the space or in the control.
+    swept, control = keys_of(points), request.control or {}
+    for override in parsed:
+        key, value = override.key_or_group, override.value()
+        if not override.is_sweep_override() and key in control:
+            rule = f"is one value for all runs, and the sweep's control has another ({control[key]})"
+            raise ConfigError(key, value, rule, f"leave it out, or give hydra.sweeper.{CONTROL}")
+        if not override.is_sweep_override() and key in swept:
+            rule = "is one value for all points, and the sweep's file gives it several"
+            cure = f'leave it out, or keep some points: hydra.sweeper.where=["{key} == {value!r}"]'
+            raise ConfigError(key, value, rule, cure)
     _check_keys(request)
     return request
 
@@ -138,10 +157,9 @@ def _is_space(node: DictConfig) -> bool:
     return OmegaConf.get_type(node) is SweepSpace
 
 
-def _typed_values(loader: Loader, flags: Flags, node: DictConfig) -> dict[str, list[Any]]:
+def _typed_values(loader: Loader, flags: Flags, params: Mapping[str, Any]) -> dict[str, list[Any]]:
     """The swept values of the command line and of Hydra's own `hydra.sweeper.params`, by key."""
-    params = None if _is_space(node) else node.get("params")
-    texts = [*(f"{key}={value}" for key, value in (params or {}).items()), *flags.overrides]
+    texts = [*(f"{key}={value}" for key, value in params.items()), *flags.overrides]
     values: dict[str, list[Any]] = {}
     for text, override in zip(texts, loader.parse(texts), strict=True):
         key = override.get_key_element().lstrip("+")
@@ -186,25 +204,7 @@ def _check_range(key: str, typed: str, override: Override) -> None:
         raise ConfigError(key, typed, f"are {count} values, and a sweep has at most {LIMIT} points", "take some out")
 
 
-def _plain(space: Any) -> Any:
-    return OmegaConf.to_container(space, resolve=False) if OmegaConf.is_config(space) else space
-
-
-def _combined(own: Any, typed: Mapping[str, list[Any]]) -> Any:
-    """The product of the file's space and the values that the user has typed."""
-    if not typed:
-        return own
-    if own is None:
-        return {"product": dict(typed)}
-    for key in keys_of(expand(own)):
-        if key in typed:
-            rule = "is swept by the sweep's file too"
-            raise ConfigError(key, ",".join(map(str, typed[key])), rule, "leave it out here, or there")
-    return {"product": [own, {"product": dict(typed)}]}
-
-
-def _where(node: DictConfig) -> list[Expression]:
-    where = _plain(node.where) if _is_space(node) else []
+def _where(where: Any) -> list[Expression]:
     if where is None:
         return []
     if isinstance(where, str):
@@ -219,30 +219,6 @@ def _where(node: DictConfig) -> list[Expression]:
                 rule = f"asks for {name}, which is no key of a recipe"
                 raise ConfigError(WHERE, expression.text, rule, advice(name))
     return expressions
-
-
-def _repeats(node: DictConfig) -> int:
-    repeats = node.repeats if _is_space(node) else 1
-    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-        raise ConfigError(_REPEATS, repeats, "must be a whole number, at least 1", f"try {_REPEATS}: 1")
-    if repeats > 1000:
-        raise ConfigError(_REPEATS, repeats, "is more than 1000", f"try {_REPEATS}: 3")
-    return repeats
-
-
-def _check_shared(parsed: Sequence[Override], points: Sequence[Values], control: Values) -> None:
-    """Check that no key has both one value for all points and others in the space or in the control."""
-    swept = keys_of(points)
-    for override in parsed:
-        if not override.is_sweep_override() and override.key_or_group in control:
-            key = override.key_or_group
-            rule = f"is one value for all runs, and the sweep's control has another ({control[key]})"
-            raise ConfigError(key, override.value(), rule, f"leave it out, or give hydra.sweeper.{CONTROL}")
-        if not override.is_sweep_override() and override.key_or_group in swept:
-            key, value = override.key_or_group, override.value()
-            rule = "is one value for all points, and the sweep's file gives it several"
-            cure = f'leave it out, or keep some points: hydra.sweeper.where=["{key} == {value!r}"]'
-            raise ConfigError(key, value, rule, cure)
 
 
 def _check_keys(request: Request) -> None:
@@ -298,16 +274,14 @@ def _check_types(known: Sequence[Key], key: str, values: Sequence[Any]) -> None:
         for schema in known
     ]
     for value in values:
-        failure: ConfigError | None = None
-        for node, rest in nodes:
+        for place, (node, rest) in enumerate(nodes, 1):
             try:
                 OmegaConf.update(node, rest, value, merge=True)
-                failure = None
                 break
             except OmegaConfBaseException as error:
-                failure = value_error(error, [override_text(key, value)])
-        if failure is not None:
-            raise ConfigError(key, value, failure.rule, failure.cure)
+                if place == len(nodes):
+                    failure = value_error(error, [override_text(key, value)])
+                    raise ConfigError(key, value, failure.rule, failure.cure) from error
 
 
 def _listed(values: Sequence[Any]) -> str:

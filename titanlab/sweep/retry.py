@@ -21,9 +21,8 @@ from titanlab.recipe.recipe import Recipe, from_mapping, to_mapping
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder, create_run
 from titanlab.sweep import snapshot
-from titanlab.sweep.enqueue import QueuedRun, check_jobs, checked, enqueue, settle, standing, supersede, wake
-from titanlab.sweep.reconcile import reconcile, silence
-from titanlab.sweep.sweep_folder import SweepFolder, jobs_of, readable
+from titanlab.sweep.enqueue import QueuedRun, check_jobs, checked, enqueue, settle, standings, supersede, wake
+from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 from titanlab.system.text import sweep_argument
 
 # Overrides may change how a job is submitted, not what a run computes.
@@ -36,10 +35,8 @@ class RetriedRun:
     """A run that is submitted again.
 
     Attributes:
-        run: its folder.
         outcome: the kind of its outcome; None if it never had a job.
         anew: it starts from the beginning; its old folder is renamed.
-        job: its next job.
     """
 
     run: RunFolder
@@ -53,7 +50,6 @@ class Retried:
     """The result of a retry.
 
     Attributes:
-        chosen: the runs, in the order of their names.
         jobs: the submissions; empty after a dry run.
     """
 
@@ -74,12 +70,10 @@ def retry(
     """Submit ended runs again, and return at once.
 
     Args:
-        report: called with a line for each action.
         outcomes: choose runs with these outcomes; none: any outcome, if runs are named.
         stale: choose runs that other code than the present has run, also finished ones; they start from the beginning.
         names: of runs; none: all of the sweep.
         overrides: of `launch`, of the cluster's sizes and of the layout, for the new jobs.
-        dry_run: submit nothing.
 
     Raises:
         ConfigError: no choice of runs is given, a named run does not exist, or the launcher refuses.
@@ -108,20 +102,13 @@ def retry(
         for choice in chosen:
             if not choice.anew:
                 continue
-            run = choice.run
-            config, identity, parent = (
-                run.config(),
-                run.identity(),
-                parent_of(run.section("checkpoint").get("load_from")),
-            )
+            run, config, identity = choice.run, choice.run.config(), choice.run.identity()
             if identity is None:
-                raise ConfigError(
-                    "run", run.path, "has no identity.json", "restore that file, or submit the sweep again"
-                )
+                cure = "restore that file, or submit the sweep again"
+                raise ConfigError("run", run.path, "has no identity.json", cure)
+            parent, root = parent_of(run.section("checkpoint").get("load_from")), folder.path.parent
             supersede(folder, run)
-            create_run(
-                folder.path.parent, sweep=folder.name, name=run.name, identity=identity, config=config, parent=parent
-            )
+            create_run(root, sweep=folder.name, name=run.name, identity=identity, config=config, parent=parent)
         submitted = enqueue(folder, [choice.job for choice in chosen], report)
     wake(folder)
     return Retried(chosen=tuple(chosen), jobs=tuple(submitted))
@@ -136,13 +123,9 @@ def _chosen(
     *,
     stale: bool,
 ) -> list[RetriedRun]:
-    jobs, states = jobs_of(folder, folder.submissions()), reconcile(folder)
-    if (problem := silence(states)) is not None:
-        report(f"{problem}; runs whose jobs it may have are left alone")
     code = snapshot.fingerprint() if stale else None
     chosen = []
-    for run in readable(folder.find(names), report, named=bool(names)):
-        word, outcome = standing(run, jobs.get(run.path.name), states)
+    for run, _, word, outcome in standings(folder, report, names, note="; runs whose jobs it may have are left alone"):
         if stale and word in ("done", "ended") and (not outcomes or outcome in outcomes):
             # None: no attempt has begun.
             made_by = (run.env() or {}).get("code", {}).get("fingerprint")
@@ -205,8 +188,6 @@ def resubmit(
     """Submit the next attempt of a run that has ended. Returns None if the run is done.
 
     Args:
-        recipe: of the attempt, with the launcher that gets it.
-        report: called with a line for each action.
         checkpoint: an older checkpoint to resume from; later ones are renamed at once.
 
     Raises:
@@ -217,10 +198,7 @@ def resubmit(
     item = item_of(run, recipe)
     with folder.claim():
         settle(folder, report)
-        states = reconcile(folder)
-        if (problem := silence(states)) is not None:
-            report(problem)
-        word, _ = standing(run, jobs_of(folder, folder.submissions()).get(run.path.name), states)
+        ((_, _, word, _),) = standings(folder, report, [run.path.name])
         if word == "done":
             report(f"{run.path} is done. For another like it: repeat={recipe.repeat + 1}")
             return None

@@ -58,7 +58,6 @@ class SweepTable:
     """The rows of one sweep, to be computed repeatedly while it runs: files that cannot change are read once.
 
     Args:
-        sweep: its folder.
         code: fingerprint of the present code; None: no run is marked as stale.
         late: estimates runs for which no estimate was kept; None: these have none.
     """
@@ -301,11 +300,7 @@ SCHEMA_KEY, SWEEP_KEY = "titanlab.schema", "titanlab.sweep"
 
 
 def parquet_schema(points: Sequence[str], sweep: str) -> Any:
-    """The schema of the file: all columns, and a text column for each key of the points.
-
-    Args:
-        points: names of the points' columns.
-    """
+    """The schema of the file: all columns, and a text column for each key of the points."""
     import pyarrow as pa
 
     types = {
@@ -314,7 +309,7 @@ def parquet_schema(points: Sequence[str], sweep: str) -> Any:
         columns.NUMBER: pa.float64(),
         columns.TRUTH: pa.bool_(),
     }
-    fields = [pa.field(column.name, types[column.type]) for column in columns.COLUMNS]
+    fields = [pa.field(name, types[kind]) for name, kind in columns.COLUMNS.items()]
     fields += [pa.field(name, pa.string()) for name in points]
     return pa.schema(fields, metadata={SCHEMA_KEY: str(columns.SCHEMA), SWEEP_KEY: sweep})
 

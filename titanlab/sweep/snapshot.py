@@ -29,15 +29,22 @@ def take(code: Path, *, package: Path | None = None) -> Path:
     """Copy the running installation into a folder below `code` that is named by its content, unless it exists.
 
     Args:
-        code: the sweep's folder of snapshots.
         package: the folder of the package; None: the package that runs.
     """
     package = Path(titanlab.__file__).parent if package is None else package
     part = code / f".{os.getpid()}-{secrets.token_hex(4)}.part"
     try:
-        _copy(package, part)
+        shutil.copytree(package, part / "titanlab", ignore=_not_code)
+        for name in _FOLDERS:
+            # In a wheel, these folders are inside the package.
+            if (package.parent / name).is_dir() and not (package / "conf").is_dir():
+                shutil.copytree(package.parent / name, part / name, ignore=_not_texts)
         # The digest of the copy: the original may be edited meanwhile.
-        final = code / _digest(part)[:12]
+        digest = hashlib.sha256()
+        for path in sorted(path for path in part.rglob("*") if path.is_file() and path.parent.name != _COMPILED):
+            digest.update(path.relative_to(part).as_posix().encode() + b"\0")
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+        final = code / digest.hexdigest()[:12]
         if not (final / RECORD).is_file():
             write_json(part / RECORD, _record(part, package))
             try:
@@ -56,14 +63,6 @@ def fingerprint() -> str:
     return code_fingerprint(Path(titanlab.__file__).parent)
 
 
-def _copy(package: Path, into: Path) -> None:
-    shutil.copytree(package, into / "titanlab", ignore=_not_code)
-    for name in _FOLDERS:
-        # In a wheel, these folders are inside the package.
-        if (package.parent / name).is_dir() and not (package / "conf").is_dir():
-            shutil.copytree(package.parent / name, into / name, ignore=_not_texts)
-
-
 def _not_code(folder: str, names: list[str]) -> set[str]:
     # Compiled modules are copied too, and are valid, as the copy keeps the times of the sources: otherwise each rank of
     # a job compiles all modules at once, and writes them.
@@ -79,14 +78,6 @@ def _not_texts(folder: str, names: list[str]) -> set[str]:
         for name in names
         if name.startswith(".") or not (name.endswith(_TEXTS) or Path(folder, name).is_dir()) or name == "dev-slurm"
     }
-
-
-def _digest(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.parent.name != _COMPILED):
-        digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()
 
 
 def _record(copy: Path, package: Path) -> dict[str, object]:

@@ -233,12 +233,7 @@ _MEANT = {
 
 @dataclass(frozen=True)
 class Expression:
-    """A parsed condition.
-
-    Attributes:
-        text: as the user wrote it.
-        names: keys that it may use, in order.
-    """
+    """A parsed condition."""
 
     text: str
     names: tuple[str, ...]
@@ -246,10 +241,6 @@ class Expression:
 
     def holds(self, value: Callable[[str], Any], label: str) -> bool:
         """Whether a point meets the condition.
-
-        Args:
-            value: the point's value by key.
-            label: of the point, for messages.
 
         Raises:
             ConfigError: it cannot be computed, or the result is neither true nor false.
@@ -385,13 +376,7 @@ _VAGUE = ("none", "off", "full", "block", "default", "local")
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPoint:
-    """One value for each key of a sweep.
-
-    Attributes:
-        values: by key; an option by its group.
-        repeat: number of the repetition.
-        is_control: whether it is a run of the sweep's control.
-    """
+    """One value for each key of a sweep."""
 
     values: Mapping[str, Any]
     repeat: int = 0

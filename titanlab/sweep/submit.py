@@ -47,11 +47,7 @@ class Decision:
     """The action for one run of a study.
 
     Attributes:
-        planned: the run in the study.
-        run_name: of its folder.
         action: `submit`, `queued`, `running`, `done`, or `ended` (with another outcome: only a retry submits it again).
-        outcome: of a run that has ended.
-        shape: the resources of its job.
     """
 
     planned: PlannedRun
@@ -63,13 +59,7 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class Submitted:
-    """The result of a submission.
-
-    Attributes:
-        folder: of the sweep.
-        decisions: one for each run of the study.
-        submissions: the new arrays.
-    """
+    """The result of a submission."""
 
     folder: SweepFolder
     decisions: tuple[Decision, ...]
@@ -139,7 +129,6 @@ def submit(study: Study, report: Callable[[str], None], *, force: bool = False) 
     """Submit the missing runs of a study, and return at once.
 
     Args:
-        report: called with a line for each action.
         force: submit ended runs again, from the beginning; their old folders go to `superseded/`.
 
     Raises:

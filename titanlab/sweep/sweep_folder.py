@@ -5,6 +5,7 @@ docs/run-folder.md has the schema of every file.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import re
@@ -119,15 +120,20 @@ def jobs_of(sweep: SweepFolder, submitted: Sequence[Submission]) -> dict[str, tu
     A submission that is older than the run's folder belongs to an earlier folder, which was moved aside: it is omitted.
     """
     latest = {run: (submission, index) for submission in submitted for index, run in enumerate(submission.runs)}
-    created = {run: _created(sweep.run(run)) for run in latest}
-    return {run: job for run, job in latest.items() if job[0].created >= created[run]}
+    jobs = {}
+    for run, job in latest.items():
+        created = None
+        with contextlib.suppress(ConfigError):  # Its files cannot be read.
+            created = sweep.run(run).created()
+        if job[0].created >= (created or 0.0):
+            jobs[run] = job
+    return jobs
 
 
 def readable(runs: Sequence[RunFolder], report: Callable[[str], None], *, named: bool) -> list[RunFolder]:
     """The runs whose files can be read, so that one damaged run does not prevent an action on the others.
 
     Args:
-        report: called for each run that is skipped.
         named: whether the user has named the runs; then a damaged run is an error.
 
     Raises:
@@ -144,14 +150,6 @@ def readable(runs: Sequence[RunFolder], report: Callable[[str], None], *, named:
         else:
             intact.append(run)
     return intact
-
-
-def _created(run: RunFolder) -> float:
-    """The creation time of a run's folder; 0 if it cannot be read."""
-    try:
-        return run.created() or 0.0
-    except ConfigError:
-        return 0.0
 
 
 def open_sweep(text: str, runs: Path | str = "runs") -> SweepFolder:

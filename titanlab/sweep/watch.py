@@ -46,9 +46,7 @@ class Screen:
     """The output on which a sweep is shown.
 
     Args:
-        stream: None: standard output.
         environ: environment with NO_COLOR, TERM, COLUMNS and LINES; None: this process's.
-        clock: seconds since the epoch.
     """
 
     def __init__(
@@ -78,12 +76,7 @@ class Screen:
     def follow(
         self, name: str, look: Look, *, seconds: float = 2.0, sleep: Callable[[float], None] = time.sleep
     ) -> list[dict[str, Any]]:
-        """Show a sweep until no run is active or waits, or until Ctrl-C, which stops no run. Returns the last rows.
-
-        Args:
-            look: returns the current rows.
-            seconds: between two calls of `look`.
-        """
+        """Show a sweep until no run is active or waits, or until Ctrl-C, which stops no run. Returns the last rows."""
         rows = look()
         with self._drawn(name) as draw:
             draw(_harmless(rows))
@@ -260,12 +253,7 @@ _SILENT_HERE_SECONDS = 10.0
 
 
 class RunWatch:
-    """Watches one run.
-
-    Args:
-        clock: monotonic time in seconds.
-        now: seconds since the epoch.
-    """
+    """Watches one run."""
 
     def __init__(
         self, run: RunFolder, *, clock: Callable[[], float] = time.monotonic, now: Callable[[], float] = time.time

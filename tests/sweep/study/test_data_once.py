@@ -8,8 +8,7 @@ from tests import tiny
 from titanlab.data.schema import Files
 from titanlab.errors import ConfigError
 from titanlab.sweep import plan
-from titanlab.sweep.plan import DataOnce
-from titanlab.sweep.prune import Unfit
+from titanlab.sweep.plan import DataOnce, Unfit
 
 
 @pytest.fixture

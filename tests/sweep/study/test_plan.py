@@ -54,7 +54,7 @@ def test_the_command_line_adds_to_a_files_space(tmp_path):
 def test_a_mistake_that_all_points_share_is_told_after_a_few(monkeypatch):
     asked = []
     composed = studies._Checks.composed
-    monkeypatch.setattr(studies._Checks, "composed", lambda *given: asked.append(given[2]) or composed(*given))
+    monkeypatch.setattr(studies._Checks, "composed", lambda *given: asked.append(given[1]) or composed(*given))
     with pytest.raises(ConfigError, match="training.global_batch=-1: must be at least 1"):
         plan(*SMALL, "seed=range(0,500)", "training.global_batch=-1")
     assert len(asked) < 15

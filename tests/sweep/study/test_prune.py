@@ -8,7 +8,7 @@ from titanlab.errors import ConfigError
 from titanlab.recipe.compose import Loader
 from titanlab.recipe.flags import read_flags
 from titanlab.sweep.composer import Composer
-from titanlab.sweep.prune import Unfit, prune
+from titanlab.sweep.plan import Unfit, prune
 from titanlab.sweep.space import read_expression
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.sweep.prune import Sieve, Unfit
+from titanlab.sweep.plan import Sieve, Unfit
 
 
 def seeds(count):

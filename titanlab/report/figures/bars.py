@@ -209,10 +209,7 @@ class StepSplit:
     """The parts of one run's step.
 
     Attributes:
-        run: its folder.
-        label: of its recipe.
         seconds: by part; an axis stands for communication that nothing hides.
-        columns: where they come from.
         is_measured: False: an estimate of the planner.
     """
 

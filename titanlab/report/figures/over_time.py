@@ -96,7 +96,6 @@ class ExpertLoad:
 
     Attributes:
         runs: folders of the runs that have these counts.
-        label: of their recipes.
         step: after which they were written.
         steps: number of steps that they are sums of.
         counts: tokens by block and expert.
@@ -172,9 +171,6 @@ class PipelineTimeline:
     """The timeline of one recipe's pipeline.
 
     Attributes:
-        run: a run of the recipe.
-        label: of the recipe.
-        timeline: simulated.
         unit: of its times; empty: of the forward pass of a stage.
     """
 

@@ -125,11 +125,7 @@ def label_bars(axis: Axes, labels: list[str], count: int) -> None:
 
 
 def printable(text: str, *, kept: str = "") -> str:
-    """The text with a replacement for each character that has no shape, or that changes the direction of writing.
-
-    Args:
-        kept: characters that stay, such as line feeds.
-    """
+    """The text with a replacement for each character that has no shape, or that changes the direction of writing."""
     if text.isascii() and text.isprintable():
         return text
     shown = [*_JOINERS, *kept]

@@ -77,7 +77,6 @@ def element(figure: TracedFigure, *, name: str, title: str, description: str) ->
 
     Args:
         name: prefix of ids, which is different for each figure of a page.
-        title, description: what a screen reader says.
     """
     figure.patch.set_visible(False)
     for axis in figure.axes:

@@ -15,7 +15,6 @@ class Mark(NamedTuple):
     Attributes:
         runs: names of the run folders.
         columns: names of the table's columns, or of metrics.jsonl.
-        text: the values in words.
     """
 
     runs: tuple[str, ...]
@@ -27,7 +26,6 @@ class TracedFigure(Figure):
     """A figure that knows the source of its marks; in an SVG file, the key of a mark is the id of its element.
 
     Attributes:
-        marks: by key.
         has_heading: whether the title of its first axes is that of the whole figure, which a page does not repeat.
     """
 
