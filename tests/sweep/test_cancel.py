@@ -16,7 +16,7 @@ def test_cancel_ends_elements_of_arrays_and_tells_those_that_run(slurm, sweep):
     outcome = sweep.run(names(sweep)[4]).result()
     assert (outcome.kind, outcome.cause) == ("cancelled", "cancelled before it started")
     # What was cancelled can be done after all.
-    assert [each.run.path.name for each in retry(sweep, quiet, names=[names(sweep)[4]]).chosen] == [names(sweep)[4]]
+    assert [each.run.path.name for each in retry(sweep, quiet, names=[names(sweep)[4]])] == [names(sweep)[4]]
 
 
 def test_whoever_cancels_twice_does_not_want_to_wait(slurm, sweep):
@@ -42,7 +42,7 @@ def test_elements_that_somebody_took_out_of_the_queue_are_cancelled_and_can_be_d
     assert (outcome.kind, outcome.cause) == ("cancelled", "the job was cancelled before it started")
     assert outcome.scheduler == {"job_id": "101_4", "state": "CANCELLED", "exit_code": None}
     done = retry(sweep, quiet, outcomes=["cancelled"])
-    assert [each.run.path.name for each in done.chosen] == [run.path.name]
+    assert [each.run.path.name for each in done] == [run.path.name]
     assert [len(job["states"]) for job in slurm.jobs().values()] == [5, 1]
 
 

@@ -99,7 +99,7 @@ def test_what_runs_is_told_what_waits_does_not_start_and_both_can_be_done_again(
     assert [row[0] for row in ran(folder)] == [first]
     assert [each.action for each in submit(wanted, quiet).decisions] == ["ended"] * 2
     stub(0.1)
-    assert len(retry(folder, quiet, outcomes=["cancelled"]).chosen) == 2
+    assert len(retry(folder, quiet, outcomes=["cancelled"])) == 2
     until(lambda: over(folder) and len(ran(folder)) == 3)
     assert [folder.run(name).result().kind for name in (first, second)] == [OutcomeKind.DONE] * 2
 

@@ -22,23 +22,23 @@ def submitted(slurm):
 
 def test_ended_runs_of_an_outcome_are_submitted_again_and_keep_their_folders(slurm, sweep):
     done = retry(sweep, quiet, outcomes=["hang"])
-    assert [(each.run.path.name, each.outcome, each.anew) for each in done.chosen] == [(names(sweep)[1], "hang", False)]
+    assert [(each.run.path.name, each.outcome, each.anew) for each in done] == [(names(sweep)[1], "hang", False)]
     assert submitted(slurm) == [5, 1]
     assert sweep.run(names(sweep)[1]).attempts() == [1]
     # It waits now, and is not submitted a third time.
-    assert retry(sweep, quiet, outcomes=["hang"]).chosen == ()
+    assert retry(sweep, quiet, outcomes=["hang"]) == []
     assert submitted(slurm) == [5, 1]
 
 
 def test_all_that_failed(slurm, sweep):
     done = retry(sweep, quiet, outcomes=FAILED)
-    assert {each.outcome for each in done.chosen} == {"hang", "oom"}
+    assert {each.outcome for each in done} == {"hang", "oom"}
 
 
 def test_named_runs_whatever_their_outcome_but_none_that_is_done_waits_or_runs(slurm, sweep):
     lines = []
     done = retry(sweep, lines.append, names=[*names(sweep)])
-    assert {each.outcome for each in done.chosen} == {"hang", "oom"}
+    assert {each.outcome for each in done} == {"hang", "oom"}
     left = {line for line in lines if "left alone" in line}
     assert left == {
         f"{names(sweep)[0]} is left alone: done",
@@ -49,7 +49,7 @@ def test_named_runs_whatever_their_outcome_but_none_that_is_done_waits_or_runs(s
 
 def test_stale_runs_start_anew_and_their_folders_are_kept(slurm, sweep):
     done = retry(sweep, quiet, stale=True)
-    assert [(each.run.path.name, each.anew) for each in sorted(done.chosen, key=lambda each: str(each.outcome))] == [
+    assert [(each.run.path.name, each.anew) for each in sorted(done, key=lambda each: str(each.outcome))] == [
         (names(sweep)[1], True),
         (names(sweep)[2], True),
     ]
@@ -85,7 +85,7 @@ def test_each_launcher_is_asked_about_its_own_jobs(slurm, sweep, tmp_path, monke
     asked = []
     monkeypatch.setattr(SlurmLauncher, "check", lambda self, jobs: asked.append(len(jobs)))
     monkeypatch.setattr(LocalLauncher, "check", lambda self, jobs: asked.append(-len(jobs)))
-    assert len(retry(sweep, quiet, outcomes=["hang", "oom"]).chosen) == 3
+    assert len(retry(sweep, quiet, outcomes=["hang", "oom"])) == 3
     assert sorted(asked) == [-1, 2]
 
 
@@ -115,7 +115,7 @@ def test_a_run_whose_config_was_edited_is_not_submitted_again(slurm, sweep):
 
 
 def test_a_dry_run_submits_nothing(slurm, sweep):
-    assert len(retry(sweep, quiet, outcomes=["hang", "oom"], dry_run=True).chosen) == 2
+    assert len(retry(sweep, quiet, outcomes=["hang", "oom"], dry_run=True)) == 2
     assert submitted(slurm) == [5]
 
 
@@ -152,7 +152,7 @@ def test_a_scheduler_that_does_not_answer_is_told_by_every_verb(slurm, sweep, ca
     lines = []
     # Those that had ended before are known; the others may run.
     done = retry(sweep, lines.append, outcomes=FAILED, dry_run=True)
-    assert [each.outcome for each in done.chosen] == ["hang", "oom"]
+    assert [each.outcome for each in done] == ["hang", "oom"]
     assert len(lines) == 1
     assert re.fullmatch(
         "the scheduler does not answer: squeue says: .*; runs whose jobs it may have are left alone", *lines

@@ -23,7 +23,7 @@ from titanlab.records.identity import identify
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder, create_run
 from titanlab.sweep.enqueue import checked
-from titanlab.sweep.retry import FAILED, Retried, resubmit, retry, submitted_with
+from titanlab.sweep.retry import FAILED, RetriedRun, resubmit, retry, submitted_with
 from titanlab.sweep.sweep_folder import SweepFolder, open_sweep
 from titanlab.system.terminal import Console
 from titanlab.system.text import counted, shown_path, sweep_argument
@@ -240,12 +240,12 @@ def retry_verb(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _report(console: Console, folder: SweepFolder, done: Retried, *, dry_run: bool) -> None:
+def _report(console: Console, folder: SweepFolder, done: Sequence[RetriedRun], *, dry_run: bool) -> None:
     if dry_run:
-        for chosen in done.chosen:
+        for chosen in done:
             outcome = chosen.outcome or "never started"
             console.note(f"{chosen.run.path.name}: {outcome}{', anew' if chosen.anew else ''}")
-    count = len(done.chosen)
+    count = len(done)
     named = sweep_argument(folder.path)
     runs = "1 run" if count == 1 else f"{count} runs"
     if not count:

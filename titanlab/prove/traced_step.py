@@ -61,26 +61,22 @@ class TraceComparison:
     @property
     def items(self) -> list[DeclaredFigure]:
         """All figures, by rank."""
-        return [item for pair in self.pairs for item in _items(*pair)]
+        return [
+            DeclaredFigure(rank=traced.rank, name=name, declared=expected, traced=actual)
+            for declared, traced in self.pairs
+            for name, expected, actual in (
+                ("parameters of its stages", declared.parameters, traced.parameters),
+                ("parameter bytes", declared.parameter_bytes, traced.parameter_bytes),
+                ("optimizer bytes", declared.optimizer_bytes, traced.optimizer_bytes),
+                *_saved(declared.saved, traced.saved),
+                *_traffic(declared.traffic, traced.traffic),
+            )
+        ]
 
     @property
     def differing(self) -> list[DeclaredFigure]:
         """The figures that differ."""
         return [item for item in self.items if item.difference]
-
-
-def _items(declared: RankAccount, traced: RankAccount) -> Iterator[DeclaredFigure]:
-    figures = [
-        ("parameters of its stages", declared.parameters, traced.parameters),
-        ("parameter bytes", declared.parameter_bytes, traced.parameter_bytes),
-        ("optimizer bytes", declared.optimizer_bytes, traced.optimizer_bytes),
-        *_saved(declared.saved, traced.saved),
-        *_traffic(declared.traffic, traced.traffic),
-    ]
-    yield from (
-        DeclaredFigure(rank=traced.rank, name=name, declared=expected, traced=actual)
-        for name, expected, actual in figures
-    )
 
 
 def _saved(declared: Mapping[int, int], traced: Mapping[int, int]) -> Iterator[tuple[str, int, int]]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from titanlab.costs import meter
 from titanlab.errors import ConfigError
 from titanlab.records.metrics_file import TRAIN
-from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.columns import point_keys, recipe_columns
 from titanlab.sweep.rows import SweepTable, arrow_table
 from titanlab.sweep.sweep_folder import SweepFolder
@@ -92,7 +91,10 @@ def metrics_frame(path: Path | str, kind: str = TRAIN) -> DataFrame:
         for metrics in run.metrics(kind):
             attempt = metrics["attempt"]
             if attempt not in labels:
-                labels[attempt] = _layout_of(run, attempt, row)
+                is_latest = attempt == row["attempt"]
+                labels[attempt] = (
+                    row["layout.label"] if is_latest else recipe_columns(run.config(attempt))["layout.label"]
+                )
             steps.append({"run": row["run"], "name": row["name"], "layout.label": labels[attempt], **points, **metrics})
     return pd.DataFrame(steps) if steps else pd.DataFrame(columns=["run", "name", "layout.label", *METRICS])
 
@@ -107,9 +109,3 @@ def folder_of(path: Path) -> SweepFolder:
     if not (sweep.manifest() or sweep.runs()):
         raise ConfigError("path", path, "is no sweep's folder", "try runs/NAME; `titanlab status` lists them")
     return sweep
-
-
-def _layout_of(run: RunFolder, attempt: int, row: Mapping[str, Any]) -> str:
-    if attempt == row["attempt"]:
-        return str(row["layout.label"])
-    return str(recipe_columns(run.config(attempt))["layout.label"])

@@ -85,16 +85,12 @@ class PageTable:
 
     Attributes:
         columns: whether the headings are names of columns, shown as code.
-        shown: how many rows are visible at once; the others are shown on demand.
-        more: number of rows that are left out.
     """
 
     caption: str
     headings: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     columns: bool = False
-    shown: int = 60
-    more: int = field(default=0)
 
 
 def text(value: Any, *, digits: int = 4) -> Cell:
@@ -232,7 +228,17 @@ def split_panel(facts: Facts) -> Panel | None:
             "“Exposed” is communication of an axis that no computation hides."
         )
     parts = list(dict.fromkeys(name for split in splits for name, seconds in split.seconds.items() if seconds))
-    clauses = [f"{split.label}: {_largest_parts(split)}" for split in splits]
+    clauses = []
+    for split in splits:
+        whole = sum(split.seconds.values()) or 1.0
+        largest = sorted(split.seconds.items(), key=lambda item: -item[1])[:2]
+        shares = (f"{part_name(name)} {100 * seconds / whole:.0f} %" for name, seconds in largest)
+        clauses.append(f"{split.label}: {', '.join(shares)}")
+    drawn = {split.run for split in splits}
+    missing = [group.label for group, _ in facts.shown if drawn.isdisjoint(str(row["run"]) for row in group.rows)]
+    notes = [f"Without a bar, for lack of figures: {_listed(missing)}."] if missing else []
+    if len(facts.groups) > len(facts.shown):
+        notes.append(f"Only the {len(facts.shown)} fastest of {counted(len(facts.groups), 'recipe')} are looked at.")
     return Panel(
         name="step-time",
         title="Where the time of a step goes" + ("" if is_measured else " (estimate)"),
@@ -247,7 +253,7 @@ def split_panel(facts: Facts) -> Panel | None:
                 [run_cell(split.run), *(text(split.seconds.get(part), digits=3) for part in parts)] for split in splits
             ],
         ),
-        notes=_without(facts, {split.run for split in splits}),
+        notes=notes,
     )
 
 
@@ -345,20 +351,6 @@ def estimate_panel(facts: Facts) -> Panel | None:
         columns=columns,
         values=values_table(rows, columns, caption="Estimates and measurements of every run"),
     )
-
-
-def _without(facts: Facts, runs: set[str]) -> list[str]:
-    missing = [group.label for group, _ in facts.shown if not runs & {str(row["run"]) for row in group.rows}]
-    notes = [f"Without a bar, for lack of figures: {_listed(missing)}."] if missing else []
-    if len(facts.groups) > len(facts.shown):
-        notes.append(f"Only the {len(facts.shown)} fastest of {counted(len(facts.groups), 'recipe')} are looked at.")
-    return notes
-
-
-def _largest_parts(split: StepSplit) -> str:
-    whole = sum(split.seconds.values()) or 1.0
-    largest = sorted(split.seconds.items(), key=lambda item: -item[1])[:2]
-    return ", ".join(f"{part_name(name)} {100 * seconds / whole:.0f} %" for name, seconds in largest)
 
 
 def _oversubscribed(facts: Facts) -> str:

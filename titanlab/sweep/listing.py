@@ -49,6 +49,16 @@ def cells(row: Row, *, now: float) -> tuple[str, ...]:
     """
     speed, mfu = row["tokens_per_second"], row["mfu_percent"]
     memory, left = row["memory_gib"], row["seconds_left"]
+    is_active = row["state"] in ACTIVE
+    silent = now - row["updated"] if is_active and row["updated"] else 0.0
+    notes = [
+        "control" if row["control"] else "",
+        row["cause"] if is_active and row["cause"] else "",
+        f"silent for {duration(silent)}" if silent > UNANSWERED_SECONDS and not row["cause"] else "",
+        row["queue_reason"] if row["queue_reason"] and row["scheduler_state"] != UNANSWERED else "",
+        f"attempt {row['attempt']}, after {row['previous_outcome']}" if row["previous_outcome"] else "",
+        "made by other code" if row["stale"] else "",
+    ]
     return (
         row["run"] or "",
         row["layout.label"] or "",
@@ -57,8 +67,8 @@ def cells(row: Row, *, now: float) -> tuple[str, ...]:
         "" if speed is None else grouped(speed) + ("*" if row["oversubscribed"] else ""),
         "" if mfu is None else f"{mfu:.1f}%",
         "" if memory is None else f"{memory:.2f}",
-        "" if left is None or row["state"] not in ACTIVE else duration(left),
-        _note(row, now),
+        "" if left is None or not is_active else duration(left),
+        ", ".join(filter(None, notes)),
     )
 
 
@@ -188,21 +198,6 @@ def beneath(rows: Sequence[Row], *, most: int | None = None) -> list[str]:
     if len(shown) < len(causes):
         lines.append(f"  … and {len(causes) - len(shown)} more")
     return lines + gaps(rows, most=_GAPS if most is None else min(most, _GAPS)) + dropped(rows)
-
-
-def _note(row: Row, now: float) -> str:
-    notes = ["control"] if row["control"] else []
-    if row["state"] in ACTIVE and row["cause"]:
-        notes.append(row["cause"])
-    elif row["state"] in ACTIVE and row["updated"] and now - row["updated"] > UNANSWERED_SECONDS:
-        notes.append(f"silent for {duration(now - row['updated'])}")
-    if row["queue_reason"] and row["scheduler_state"] != UNANSWERED:
-        notes.append(row["queue_reason"])
-    if row["previous_outcome"]:
-        notes.append(f"attempt {row['attempt']}, after {row['previous_outcome']}")
-    if row["stale"]:
-        notes.append("made by other code")
-    return ", ".join(notes)
 
 
 @dataclass(frozen=True)

@@ -443,7 +443,16 @@ def sentence_of(ranking: SweepRanking) -> str:
 
 def notes_of(ranking: SweepRanking) -> list[str]:
     """What else one has to know to believe the answer: the noise, the drift, and what is missing."""
-    notes = [_noise(ranking)] if ranking.ranked else []
+    notes = []
+    if ranking.ranked and ranking.noise_percent is None:
+        notes.append("Noise: unknown, as no recipe has two runs; hydra.sweeper.repeats=3 runs each three times.")
+    elif ranking.ranked and ranking.noise_percent is not None:
+        control = [] if ranking.control is None else [ranking.control]
+        repeated = [entry for entry in (*ranking.entries, *control) if entry.runs > 1]
+        notes.append(
+            f"Noise: a run differs by {percent(ranking.noise_percent)} (standard deviation, pooled over the repeats of "
+            f"{counted(len(repeated), 'recipe')}; {counted(ranking.degrees, 'degree')} of freedom)."
+        )
     if ranking.control is not None:
         notes.append(_control(ranking.control, ranking))
     if ranking.drift is not None:
@@ -487,7 +496,7 @@ def ranking_lines(ranking: SweepRanking) -> list[str]:
     """The whole answer: the sentence, the ranked table, the notes, and who is left out and why."""
     lines = [sentence_of(ranking)]
     if ranking.ranked:
-        cells = [_cells(place, entry, ranking) for place, entry in enumerate(ranking.ranked, 1)]
+        cells = [_cells(place, entry, ranking.by, ranking.ranked[0]) for place, entry in enumerate(ranking.ranked, 1)]
         lines += [f"  {line}" for line in aligned(HEADINGS, cells, right=_FIGURES)]
     lines += notes_of(ranking)
     if ranking.left_out:
@@ -496,49 +505,26 @@ def ranking_lines(ranking: SweepRanking) -> list[str]:
     return lines
 
 
-def _cells(place: int, entry: RankedRecipe, ranking: SweepRanking) -> tuple[str, ...]:
-    group, by = entry.group, ranking.by
-    shown = {name: _other(entry, name) for name in ("tps", "mfu", "memory")}
+def _cells(place: int, entry: RankedRecipe, by: str, first: RankedRecipe) -> tuple[str, ...]:
+    group, total = entry.group, len(entry.group.rows)
+    shown = {"memory": figure(entry.memory_gib, "memory")}
+    for name in ("tps", "mfu"):
+        value = group.typical(COLUMN_OF[name])
+        shown[name] = figure(value, name) + ("*" if value is not None and group.is_oversubscribed else "")
     shown[by] = figure(entry.centre, by)
-    total = len(group.rows)
+    against = ""
+    if place > 1 and first.centre is not None and entry.centre is not None:
+        against = f"{100 * (entry.centre / first.centre - 1):+.1f}%"
+        against += ", within noise" if entry.is_within_noise else ""
     return (
         str(place),
         entry.label,
         str(group.world),
         str(entry.runs) if entry.runs == total else f"{entry.runs} of {total}",
-        *shown.values(),
+        *(shown[name] for name in ("tps", "mfu", "memory")),
         "" if entry.low is None else f"{figure(entry.low, by)} to {figure(entry.high, by)}",
         "" if entry.spread_percent is None else percent(entry.spread_percent),
-        _standing(place, entry, ranking),
-    )
-
-
-def _other(entry: RankedRecipe, by: str) -> str:
-    """A figure by which the recipes are not ranked; speeds of oversubscribed runs are marked."""
-    if by == "memory":
-        return figure(entry.memory_gib, by)
-    value = entry.group.typical({"tps": "tokens_per_second", "mfu": "mfu_percent"}[by])
-    return figure(value, by) + ("*" if value is not None and entry.group.is_oversubscribed else "")
-
-
-def _standing(place: int, entry: RankedRecipe, ranking: SweepRanking) -> str:
-    """How a recipe compares with the first one."""
-    first = ranking.first
-    if place == 1 or first is None or first.centre is None or entry.centre is None:
-        return ""
-    change = 100 * (entry.centre / first.centre - 1)
-    text = f"{change:+.1f}%"
-    return f"{text}, within noise" if entry.is_within_noise else text
-
-
-def _noise(ranking: SweepRanking) -> str:
-    if ranking.noise_percent is None:
-        return "Noise: unknown, as no recipe has two runs; hydra.sweeper.repeats=3 runs each three times."
-    control = [] if ranking.control is None else [ranking.control]
-    repeated = [entry for entry in (*ranking.entries, *control) if entry.runs > 1]
-    return (
-        f"Noise: a run differs by {percent(ranking.noise_percent)} (standard deviation, pooled over the repeats of "
-        f"{counted(len(repeated), 'recipe')}; {counted(ranking.degrees, 'degree')} of freedom)."
+        against,
     )
 
 

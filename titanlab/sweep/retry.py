@@ -45,18 +45,6 @@ class RetriedRun:
     job: QueuedRun
 
 
-@dataclass(frozen=True, kw_only=True)
-class Retried:
-    """The result of a retry.
-
-    Attributes:
-        jobs: the submissions; empty after a dry run.
-    """
-
-    chosen: tuple[RetriedRun, ...]
-    jobs: tuple[Submission, ...]
-
-
 def retry(
     folder: SweepFolder,
     report: Callable[[str], None],
@@ -66,8 +54,8 @@ def retry(
     names: Sequence[str] = (),
     overrides: Sequence[str] = (),
     dry_run: bool = False,
-) -> Retried:
-    """Submit ended runs again, and return at once.
+) -> list[RetriedRun]:
+    """Submit ended runs again, and return at once. Returns them, in the order of their names.
 
     Args:
         outcomes: choose runs with these outcomes; none: any outcome, if runs are named.
@@ -97,7 +85,7 @@ def retry(
         settle(folder, report)
         chosen = _chosen(folder, report, outcomes, names, overrides, stale=stale)
         if dry_run or not chosen:
-            return Retried(chosen=tuple(chosen), jobs=())
+            return chosen
         check_jobs([(choice.job.launch, choice.job.shape) for choice in chosen])
         for choice in chosen:
             if not choice.anew:
@@ -109,9 +97,9 @@ def retry(
             parent, root = parent_of(run.section("checkpoint").get("load_from")), folder.path.parent
             supersede(folder, run)
             create_run(root, sweep=folder.name, name=run.name, identity=identity, config=config, parent=parent)
-        submitted = enqueue(folder, [choice.job for choice in chosen], report)
+        enqueue(folder, [choice.job for choice in chosen], report)
     wake(folder)
-    return Retried(chosen=tuple(chosen), jobs=tuple(submitted))
+    return chosen
 
 
 def _chosen(

@@ -153,10 +153,8 @@ def submit(study: Study, report: Callable[[str], None], *, force: bool = False) 
 def _decided(
     study: Study, folder: SweepFolder, shapes: Sequence[JobShape], states: States, *, force: bool
 ) -> list[Decision]:
-    jobs, run_of = (
-        jobs_of(folder, folder.submissions()),
-        {identity.sha256: run for run in folder.runs() if (identity := run.identity()) is not None},
-    )
+    jobs = jobs_of(folder, folder.submissions())
+    run_of = {identity.sha256: run for run in folder.runs() if (identity := run.identity()) is not None}
     decisions = []
     for planned, shape in zip(study.planned, shapes, strict=True):
         # By its identity: its label may have changed since.

@@ -141,7 +141,10 @@ class Screen:
         if height is not None:
             room = max(1, height - _FRAME_LINES - len(beneath))
             left_out = max(0, len(shown) - room)
-            shown = _foremost(shown, room)
+            # In their order: active runs first, then failed, stopped, waiting and finished ones.
+            urgency = {"busy": 0, "bad": 1, "halted": 2, "idle": 3, "good": 4}
+            places = sorted(range(len(shown)), key=lambda place: (urgency[listing.tone(shown[place])], place))
+            shown = [shown[place] for place in sorted(places[:room])]
         parts = [Text(name, style="bold")]
         if shown:
             parts.append(_table(shown, columns, self._clock()))
@@ -170,13 +173,6 @@ def _harmless(rows: Sequence[Row]) -> list[Row]:
 def settled(rows: Sequence[Row]) -> bool:
     """Whether no run is active and none waits for a job."""
     return not any(row["state"] in (*listing.ACTIVE, "queued") for row in rows)
-
-
-def _foremost(rows: Sequence[Row], room: int) -> list[Row]:
-    """As many rows as fit, in their order: active runs first, then failed, stopped, waiting and finished ones."""
-    urgency = {"busy": 0, "bad": 1, "halted": 2, "idle": 3, "good": 4}
-    first = sorted(range(len(rows)), key=lambda place: (urgency[listing.tone(rows[place])], place))[:room]
-    return [rows[place] for place in sorted(first)]
 
 
 def _table(rows: Sequence[Row], columns: int, now: float) -> Any:

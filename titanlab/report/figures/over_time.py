@@ -44,7 +44,10 @@ def loss_by_tokens(
     for row in style.records_of(steps):
         curves.setdefault(row["run"], []).append(row)
     for place, (run, rows) in enumerate(curves.items()):
-        rows = sorted((row for row in rows if _is_number(row.get(meter.LOSS))), key=lambda row: row["step"])
+        rows = sorted(
+            (row for row in rows if isinstance(row.get(meter.LOSS), int | float) and math.isfinite(row[meter.LOSS])),
+            key=lambda row: row["step"],
+        )
         chosen = thinned(rows)
         first = curves[run][0]
         label = labels[run] if labels else f"{first['name']} ({first['layout.label']})"
@@ -76,10 +79,6 @@ def thinned(rows: Sequence[dict[Any, Any]], most: int = _MOST_POINTS) -> list[di
     if len(rows) <= most:
         return list(rows)
     return [rows[round(place * (len(rows) - 1) / (most - 1))] for place in range(most)]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 EXPERT_COLUMNS = ("experts/counts",)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -151,7 +151,12 @@ def _mark(root: ElementTree.Element, figure: TracedFigure, *, prefix: str) -> No
 
 def _rename(root: ElementTree.Element, *, prefix: str) -> None:
     """Use the page's colours and fonts; prefix the ids that are used, and remove the others."""
-    used = set(_references(root))
+    used = set()
+    for node in root.iter():
+        for key, value in node.attrib.items():
+            if key == _LINK and value.startswith("#"):
+                used.add(value.removeprefix("#"))
+            used.update(_REFERENCE.findall(value))
     for node in root.iter():
         name = node.attrib.pop("id", None)
         if name in used:
@@ -161,7 +166,10 @@ def _rename(root: ElementTree.Element, *, prefix: str) -> None:
             node.set("href", f"#{prefix}{link.removeprefix('#')}" if link.startswith("#") else link)
         for key, value in list(node.attrib.items()):
             if key == "style":
-                value = _FONT_FAMILY.sub("", _COLOUR.sub(_colour, value))
+                value = _COLOUR.sub(
+                    lambda found: f"var({COLOURS[found[0]]})" if found[0] in COLOURS else found[0], value
+                )
+                value = _FONT_FAMILY.sub("", value)
             if "url(#" in value:
                 value = _REFERENCE.sub(rf"url(#{prefix}\1)", value)
             if key in ("d", "x", "y", "transform"):
@@ -170,16 +178,3 @@ def _rename(root: ElementTree.Element, *, prefix: str) -> None:
         for attribute in ("fill", "stroke"):
             if node.get(attribute) in COLOURS:
                 node.set("style", f"{node.get('style', '')}; {attribute}: var({COLOURS[node.attrib.pop(attribute)]})")
-
-
-def _references(root: ElementTree.Element) -> Iterator[str]:
-    for node in root.iter():
-        for key, value in node.attrib.items():
-            if key == _LINK and value.startswith("#"):
-                yield value.removeprefix("#")
-            else:
-                yield from _REFERENCE.findall(value)
-
-
-def _colour(match: re.Match[str]) -> str:
-    return f"var({COLOURS[match[0]]})" if match[0] in COLOURS else match[0]
