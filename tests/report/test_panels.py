@@ -7,17 +7,22 @@ from tests.sweep.made import begin, end, train
 from tests.sweep.table.plain import row
 from titanlab.report import panels
 from titanlab.report.facts import answer_of
+from titanlab.report.figures import bars, over_time, scatter
 
 
 @pytest.fixture(autouse=True)
 def drawn(monkeypatch):
     """Figures take longer than all else, and have tests of their own: here it is what they are given that counts."""
     given = {}
-    for name in (
-        *("pareto", "throughput_by_layout", "loss_by_tokens", "step_time_split", "pipeline_timelines"),
-        "estimate_against_measurement",
+    for module, name in (
+        (scatter, "pareto"),
+        (scatter, "estimate_against_measurement"),
+        (bars, "throughput_by_layout"),
+        (bars, "step_time_split"),
+        (over_time, "loss_by_tokens"),
+        (over_time, "pipeline_timelines"),
     ):
-        monkeypatch.setattr(panels, name, lambda *values, name=name, **more: given.setdefault(name, (values, more)))
+        monkeypatch.setattr(module, name, lambda *values, name=name, **more: given.setdefault(name, (values, more)))
     return given
 
 

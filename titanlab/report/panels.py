@@ -17,29 +17,7 @@ from titanlab.plan.step_time import step_time
 from titanlab.recipe.recipe import Recipe, from_mapping
 from titanlab.records.metrics_file import EXPERTS
 from titanlab.report.facts import Answer, Facts
-from titanlab.report.figures.bars import StepSplit, part_name, step_time_split, throughput_by_layout
-from titanlab.report.figures.over_time import (
-    EXPERT_COLUMNS,
-    MOST_MAPS,
-    TIMELINE_COLUMNS,
-    ExpertLoad,
-    PipelineTimeline,
-    expert_load,
-    loss_by_tokens,
-    pipeline_timelines,
-)
-from titanlab.report.figures.scatter import (
-    ESTIMATED_MEMORY,
-    MEMORY,
-    PAIRS,
-    SPEEDS,
-    compared,
-    estimate_against_measurement,
-    front_of,
-    pareto,
-    points_of,
-)
-from titanlab.report.figures.style import MOST_LINES, recipe_colours
+from titanlab.report.figures import bars, over_time, scatter, style
 from titanlab.sweep.comparison import RecipeRuns
 from titanlab.sweep.listing import tone
 from titanlab.system.text import counted, grouped, significant
@@ -148,8 +126,8 @@ class Panel:
 
 def pareto_panel(facts: Facts, *, speed: str) -> Panel:
     """Memory against speed."""
-    points = points_of(facts.rows, speed)
-    front = front_of(points)
+    points = scatter.points_of(facts.rows, speed)
+    front = scatter.front_of(points)
     failed = [row for row in facts.runs if row["state"] == "ended" and tone(row) in ("bad", "halted")]
     caption = (
         "Each point is a recipe: of its runs that are done, the geometric mean of the speed and the median of the "
@@ -164,18 +142,23 @@ def pareto_panel(facts: Facts, *, speed: str) -> Panel:
     description = f"Scatter of {counted(len(points), 'recipe')}."
     if points:
         memory, rate = [point.memory for point in points], [point.speed for point in points]
-        description += f" Memory from {min(memory):.2f} to {max(memory):.2f} GiB, {SPEEDS[speed]} from "
+        description += f" Memory from {min(memory):.2f} to {max(memory):.2f} GiB, {scatter.SPEEDS[speed]} from "
         description += f"{speed_text(min(rate))} to {speed_text(max(rate))}."
     if front:
         named = [f"{p.group.label} ({speed_text(p.speed)} at {p.memory:.2f} GiB)" for p in front]
         description += f" Not beaten in both: {_listed(named)}."
     if failed:
         description += f" {counted(len(failed), 'run')} failed."
-    columns = [MEMORY, speed, "outcome", *([ESTIMATED_MEMORY] if failed and ESTIMATED_MEMORY in failed[0] else [])]
+    columns = [
+        scatter.MEMORY,
+        speed,
+        "outcome",
+        *([scatter.ESTIMATED_MEMORY] if failed and scatter.ESTIMATED_MEMORY in failed[0] else []),
+    ]
     return Panel(
         name="pareto",
         title=f"Memory against {'MFU' if speed == 'mfu_percent' else 'speed'}",
-        figure=pareto(facts.rows, speed=speed),
+        figure=scatter.pareto(facts.rows, speed=speed),
         caption=caption + _oversubscribed(facts),
         description=description,
         columns=columns,
@@ -201,7 +184,7 @@ def throughput_panel(facts: Facts, answer: Answer) -> Panel:
     return Panel(
         name="throughput",
         title="Throughput by layout",
-        figure=throughput_by_layout(rows, ranked=True, bands=answer.bands),
+        figure=bars.throughput_by_layout(rows, ranked=True, bands=answer.bands),
         caption=caption + _oversubscribed(facts),
         description=f"Bars of tokens per second of one device. {_listed(shown) or 'No run was measured'}.",
         columns=columns,
@@ -232,7 +215,7 @@ def split_panel(facts: Facts) -> Panel | None:
     for split in splits:
         whole = sum(split.seconds.values()) or 1.0
         largest = sorted(split.seconds.items(), key=lambda item: -item[1])[:2]
-        shares = (f"{part_name(name)} {100 * seconds / whole:.0f} %" for name, seconds in largest)
+        shares = (f"{bars.part_name(name)} {100 * seconds / whole:.0f} %" for name, seconds in largest)
         clauses.append(f"{split.label}: {', '.join(shares)}")
     drawn = {split.run for split in splits}
     missing = [group.label for group, _ in facts.shown if drawn.isdisjoint(str(row["run"]) for row in group.rows)]
@@ -242,13 +225,13 @@ def split_panel(facts: Facts) -> Panel | None:
     return Panel(
         name="step-time",
         title="Where the time of a step goes" + ("" if is_measured else " (estimate)"),
-        figure=step_time_split(splits),
+        figure=bars.step_time_split(splits),
         caption=caption,
         description=f"Stacked bars of the seconds of a step. {_listed(clauses)}.",
         columns=sorted({column for split in splits for column in split.columns}),
         values=PageTable(
             caption="Seconds of a step by part" + ("" if is_measured else ", estimated"),
-            headings=["run", *map(part_name, parts)],
+            headings=["run", *map(bars.part_name, parts)],
             rows=[
                 [run_cell(split.run), *(text(split.seconds.get(part), digits=3) for part in parts)] for split in splits
             ],
@@ -262,7 +245,7 @@ def loss_panel(facts: Facts) -> Panel:
     # One run of each recipe, those that diverged before the others.
     begun = [row for _, row in facts.shown if row["step"]]
     diverged = [row for row in facts.runs if row["outcome"] == "nan" and row not in begun]
-    chosen = [*diverged[: MOST_LINES // 2], *begun][:MOST_LINES]
+    chosen = [*diverged[: style.MOST_LINES // 2], *begun][: style.MOST_LINES]
     label_of = {row["run"]: group.label for group in facts.groups for row in group.rows}
     often = Counter(label_of[row["run"]] for row in chosen)
     labels = {
@@ -278,18 +261,18 @@ def loss_panel(facts: Facts) -> Panel:
     columns = [meter.LOSS, meter.TOKENS_SEEN]
     last = [f"{row['run']} {significant(row['loss'], 5)}" for row in chosen if row["loss"] is not None]
     left = len(facts.runs) - drawn
+    more = f"{counted(left, 'run')} more are in the table"
+    notes = [f"One run of each recipe is drawn, {style.MOST_LINES} at most; {more}."]
     table_columns = ["first_loss", "loss", "validation_loss", "tokens_seen", "step"]
     return Panel(
         name="loss",
         title="Loss against tokens",
-        figure=loss_by_tokens(steps, labels=labels, colours=recipe_colours(facts.rows)),
+        figure=over_time.loss_by_tokens(steps, labels=labels, colours=style.recipe_colours(facts.rows)),
         caption="Recipes that train the same have one curve; a wider line then shows on both sides of a narrower one.",
         description=f"Lines of the training loss of {counted(drawn, 'run')}. Last loss: {_listed(last) or 'none'}.",
         columns=columns,
         values=values_table(facts.runs, table_columns, caption="First and last loss of every run"),
-        notes=[f"One run of each recipe is drawn, {MOST_LINES} at most; {counted(left, 'run')} more are in the table."]
-        if left > 0 and drawn
-        else [],
+        notes=notes if left > 0 and drawn else [],
     )
 
 
@@ -308,18 +291,23 @@ def timeline_panel(facts: Facts) -> Panel | None:
         idle = f"{100 * pipeline.timeline.bubble_share:.1f} %"
         clauses.append(f"{pipeline.label}: idle {idle} of all ranks' time")
         peaks = ", ".join(f"{peak:.3g}" for peak in pipeline.timeline.peak_in_flight)
-        values = (*(by_name[pipeline.run][name] for name in TIMELINE_COLUMNS), idle, peaks)
+        values = (*(by_name[pipeline.run][name] for name in over_time.TIMELINE_COLUMNS), idle, peaks)
         rows.append([run_cell(pipeline.run), *map(text, values)])
     return Panel(
         name="timeline",
         title="Pipeline timelines",
-        figure=pipeline_timelines(drawn),
+        figure=over_time.pipeline_timelines(drawn),
         caption=caption,
         description=f"Timelines of {counted(len(drawn), 'pipeline')}. {_listed(clauses)}.",
-        columns=TIMELINE_COLUMNS,
+        columns=over_time.TIMELINE_COLUMNS,
         values=PageTable(
             caption="Pipelines",
-            headings=["run", *TIMELINE_COLUMNS, "idle, of all ranks' time", "most microbatches in flight, by rank"],
+            headings=[
+                "run",
+                *over_time.TIMELINE_COLUMNS,
+                "idle, of all ranks' time",
+                "most microbatches in flight, by rank",
+            ],
             rows=rows,
         ),
         notes=[f"Not drawn: {line}." for line in left_out[:_MOST_RECIPES]],
@@ -328,23 +316,25 @@ def timeline_panel(facts: Facts) -> Panel | None:
 
 def estimate_panel(facts: Facts) -> Panel | None:
     """Estimates against measurements; None: no run has both."""
-    comparisons = {measured: compared(facts.rows, measured, estimated) for measured, estimated, _, _ in PAIRS}
+    comparisons = {
+        measured: scatter.compared(facts.rows, measured, estimated) for measured, estimated, _, _ in scatter.PAIRS
+    }
     if not any(comparisons.values()):
         return None
     clauses = []
-    for measured, _, title, _ in PAIRS:
+    for measured, _, title, _ in scatter.PAIRS:
         errors = [abs(estimate / value - 1) for _, value, estimate in comparisons[measured]]
         if errors:
             within = sum(error <= 0.2 for error in errors)
             clauses.append(
                 f"{title}: {within} of {counted(len(errors), 'run')} within 20 %, worst {100 * max(errors):.0f} %"
             )
-    columns = [column for measured, estimated, _, _ in PAIRS for column in (measured, estimated)]
-    rows = [row for row in facts.done if any(row.get(estimated) is not None for _, estimated, _, _ in PAIRS)]
+    columns = [column for measured, estimated, _, _ in scatter.PAIRS for column in (measured, estimated)]
+    rows = [row for row in facts.done if any(row.get(estimated) is not None for _, estimated, _, _ in scatter.PAIRS)]
     return Panel(
         name="estimate",
         title="Estimate against measurement",
-        figure=estimate_against_measurement(facts.rows),
+        figure=scatter.estimate_against_measurement(facts.rows),
         caption="A point is a run. On the line the planner's estimate is right; the dashed lines are 20 % away."
         + _oversubscribed(facts),
         description=f"Scatter of estimates and measurements. {'; '.join(clauses)}.",
@@ -368,7 +358,7 @@ _BREAKDOWN = "breakdown/"
 MOST_CELLS = 3000
 
 
-def measured_splits(facts: Facts) -> list[StepSplit]:
+def measured_splits(facts: Facts) -> list[bars.StepSplit]:
     """The parts of a step of the runs with `profiler=breakdown`: of their latest window."""
     splits = []
     for group, _ in facts.shown:
@@ -387,12 +377,14 @@ def measured_splits(facts: Facts) -> list[StepSplit]:
                     name.removeprefix(_BREAKDOWN).removesuffix("(s)").removeprefix("exposed_"): value
                     for name, value in seconds.items()
                 }
-                splits.append(StepSplit(run=str(row["run"]), label=group.label, seconds=parts, columns=list(seconds)))
+                splits.append(
+                    bars.StepSplit(run=str(row["run"]), label=group.label, seconds=parts, columns=list(seconds))
+                )
             break
     return splits
 
 
-def estimated_splits(facts: Facts) -> list[StepSplit]:
+def estimated_splits(facts: Facts) -> list[bars.StepSplit]:
     """The planner's parts of a step, of the recipes for whose machine it has figures."""
     splits = []
     for group, row in facts.shown:
@@ -403,14 +395,14 @@ def estimated_splits(facts: Facts) -> list[StepSplit]:
             parts = step_time(recipe, machine_of(recipe)).parts
         except (TitanlabError, ArithmeticError, ValueError, LookupError):
             continue
-        split = StepSplit(run=str(row["run"]), label=group.label, seconds=dict(parts), columns=["config.yaml"])
+        split = bars.StepSplit(run=str(row["run"]), label=group.label, seconds=dict(parts), columns=["config.yaml"])
         splits.append(replace(split, is_measured=False))
     return splits
 
 
-def pipelines(facts: Facts) -> tuple[list[PipelineTimeline], list[str]]:
+def pipelines(facts: Facts) -> tuple[list[over_time.PipelineTimeline], list[str]]:
     """Timelines of the recipes with a pipeline, one for each schedule; and why others have none."""
-    timelines: list[PipelineTimeline] = []
+    timelines: list[over_time.PipelineTimeline] = []
     left_out: list[str] = []
     seen = set[tuple[Any, ...]]()
     cells = 0
@@ -442,18 +434,20 @@ def pipelines(facts: Facts) -> tuple[list[PipelineTimeline], list[str]]:
     return timelines, left_out
 
 
-def _pipeline(recipe: Recipe, group: RecipeRuns, run: str) -> PipelineTimeline:
+def _pipeline(recipe: Recipe, group: RecipeRuns, run: str) -> over_time.PipelineTimeline:
     """The timeline with the planner's times; where it has none, with a backward pass of two forward passes."""
     label = f"{group.label} · {recipe.schedule.kind}, {counted(recipe.microbatches, 'microbatch', 'microbatches')}"
     try:
         timeline = timeline_of(recipe, machine_of(recipe))
         if timeline is not None:
-            return PipelineTimeline(run=run, label=label, timeline=timeline, unit="s, estimated")
+            return over_time.PipelineTimeline(run=run, label=label, timeline=timeline, unit="s, estimated")
     except TitanlabError:
         pass
     ranks = recipe.layout.pipeline
     orders = recipe.schedule.actions(ranks=ranks, microbatches=recipe.microbatches)
-    return PipelineTimeline(run=run, label=label, timeline=simulate(orders, recipe.schedule.placement(ranks=ranks)))
+    return over_time.PipelineTimeline(
+        run=run, label=label, timeline=simulate(orders, recipe.schedule.placement(ranks=ranks))
+    )
 
 
 def _recipe(facts: Facts, row: Mapping[str, Any]) -> Recipe | None:
@@ -481,7 +475,7 @@ def expert_panel(facts: Facts) -> Panel | None:
     loads = _loads(facts)
     if not loads:
         return None
-    drawn = loads[:MOST_MAPS]
+    drawn = loads[: over_time.MOST_MAPS]
     notes = []
     if len(loads) > len(drawn):
         notes.append(f"The figure has the first {len(drawn)} of {len(loads)} different loads; all are in the table.")
@@ -489,18 +483,18 @@ def expert_panel(facts: Facts) -> Panel | None:
     return Panel(
         name="experts",
         title="Load of the experts",
-        figure=expert_load(drawn),
+        figure=over_time.expert_load(drawn),
         caption=_CAPTION,
         description=f"{counted(len(drawn), 'map')} of tokens by block and expert. {clauses}.",
-        columns=EXPERT_COLUMNS,
+        columns=over_time.EXPERT_COLUMNS,
         values=_table(loads),
         notes=notes,
     )
 
 
-def _loads(facts: Facts) -> list[ExpertLoad]:
+def _loads(facts: Facts) -> list[over_time.ExpertLoad]:
     """The newest load of each recipe; recipes with the same are one."""
-    loads: dict[str, tuple[ExpertLoad, list[str]]] = {}
+    loads: dict[str, tuple[over_time.ExpertLoad, list[str]]] = {}
     for group, row in facts.shown:
         rows = [load for metrics in facts.metrics(row, EXPERTS) if (load := _load(metrics)) is not None]
         if not rows:
@@ -516,7 +510,7 @@ def _loads(facts: Facts) -> list[ExpertLoad]:
     return named
 
 
-def _load(metrics: Mapping[str, Any]) -> ExpertLoad | None:
+def _load(metrics: Mapping[str, Any]) -> over_time.ExpertLoad | None:
     """The load in a row of metrics.jsonl; None: it has none that a run writes."""
     steps = metrics.get("steps")
     try:
@@ -526,10 +520,10 @@ def _load(metrics: Mapping[str, Any]) -> ExpertLoad | None:
     is_map = counts.ndim == 2 and 0 < counts.size <= _MOST_COUNTS
     if not (is_map and isinstance(steps, int) and ((counts >= 0) & (counts <= _MOST_TOKENS)).all()):
         return None
-    return ExpertLoad(runs=[], label="", step=metrics["step"], steps=steps, counts=counts.tolist())
+    return over_time.ExpertLoad(runs=[], label="", step=metrics["step"], steps=steps, counts=counts.tolist())
 
 
-def _table(loads: list[ExpertLoad]) -> PageTable:
+def _table(loads: list[over_time.ExpertLoad]) -> PageTable:
     """A row for each block of each load."""
     rows = []
     for load in loads:

@@ -86,7 +86,18 @@ class SweepTable:
         for point in points:
             name = point.get("run")
             if point.get("dropped"):
-                rows.append(self._dropped(point))
+                drop = point["dropped"]
+                rows.append(
+                    {
+                        "sweep": self.sweep.name,
+                        "repeat": point.get("repeat"),
+                        "state": "dropped",
+                        "outcome": None if drop["stage"] in _UNWANTED else OutcomeKind.INFEASIBLE.value,
+                        "dropped_stage": drop["stage"],
+                        "cause": drop["reason"],
+                        **_values(point),
+                    }
+                )
             elif name in folders:
                 rows.append(row(folders.pop(name), point))
             else:
@@ -105,18 +116,6 @@ class SweepTable:
         return [
             {name: row.get(name) for name in (*columns.NAMES, *(columns.POINT + key for key in keys))} for row in rows
         ]
-
-    def _dropped(self, point: Mapping[str, Any]) -> dict[str, Any]:
-        drop = point["dropped"]
-        return {
-            "sweep": self.sweep.name,
-            "repeat": point.get("repeat"),
-            "state": "dropped",
-            "outcome": None if drop["stage"] in _UNWANTED else OutcomeKind.INFEASIBLE.value,
-            "dropped_stage": drop["stage"],
-            "cause": drop["reason"],
-            **_values(point),
-        }
 
     def _row(
         self, run: RunFolder, point: Mapping[str, Any], job: Job | None, job_state: JobState | None
