@@ -13,10 +13,10 @@ from titanlab.sweep.repro import config_differences, write_config
         ({}, {}, []),
         ({"a": 1}, {"a": 1}, []),
         ({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}}, [("a.c", "2", "3")]),
-        ({"a": 1}, {"b": 2}, [("a", "1", "-"), ("b", "-", "2")]),
-        ({"a": None}, {"a": False}, [("a", "null", "False")]),
+        ({"a": 1}, {"b": 2}, [("a", "1", "–"), ("b", "–", "2")]),
+        ({"a": None}, {"a": False}, [("a", "null", "false")]),
         # An empty mapping is a value.
-        ({"a": {}}, {"a": {"b": 1}}, [("a", "{}", "-"), ("a.b", "-", "1")]),
+        ({"a": {}}, {"a": {"b": 1}}, [("a", "{}", "–"), ("a.b", "–", "1")]),
         ({"a": {"b": {"c": [1]}}}, {"a": {"b": {"c": [2]}}}, [("a.b.c", "[1]", "[2]")]),
         # A number and its text are written alike.
         ({"a": 1}, {"a": "1"}, []),

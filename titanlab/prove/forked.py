@@ -6,13 +6,12 @@ earlier recipe left (compiled code, process groups, a patch of a failure) reache
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -113,8 +112,12 @@ def train_in_ranks(recipe: Recipe, observe: Observe | None = None) -> Ended:
     begin = time.time()
     kills = memory_kills()
     started = RankProcesses(fork_children(first, run.logs, act))
-    with _ended(started):
+    try:
         failures = wait_for(started, run, since=begin)
+    except BaseException:
+        # Leave no rank behind, also after Ctrl-C.
+        started.end(signal.SIGKILL, seconds=1.0)
+        raise
     outcome = run.result(attempt)
     if outcome is None or failures:
         exits = {failure.rank: failure.exit_code for failure in failures}
@@ -125,13 +128,3 @@ def train_in_ranks(recipe: Recipe, observe: Observe | None = None) -> Ended:
 def log_of(ended: Ended) -> Path:
     """The log of the rank that failed, with its traceback."""
     return ended.run.logs / f"rank-{ended.outcome.rank or 0}.log"
-
-
-@contextlib.contextmanager
-def _ended(started: RankProcesses) -> Iterator[None]:
-    """Leave no rank behind, also after Ctrl-C."""
-    try:
-        yield
-    except BaseException:
-        started.end(signal.SIGKILL, seconds=1.0)
-        raise

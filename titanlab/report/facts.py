@@ -16,7 +16,7 @@ from titanlab.sweep.columns import fitting
 from titanlab.sweep.comparison import RecipeRuns, groups
 from titanlab.sweep.listing import runs
 from titanlab.sweep.ranking import SweepRanking, rank, sentence_of
-from titanlab.sweep.space import flattened
+from titanlab.sweep.space import differing
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.system.text import counted, significant
 
@@ -166,7 +166,6 @@ def answer_of(facts: Facts, *, by: str) -> Answer:
 
 # Keys that say who a run is, or where it is kept, and not what it computes.
 _NAMES = ("name", "sweep", "runs", "repeat")
-_MISSING = "–"
 _MOST_LETTERS = 200
 
 
@@ -184,32 +183,14 @@ def differences(
     for group in facts.groups:
         is_reference = reference["run"] in (row["run"] for row in group.rows)
         other = facts.config(reference if is_reference else representative(group))
-        comparison.append((group, None if other is None else differing(config, other)))
+        items = None
+        if other is not None:
+            items = [(key, _shown(old), _shown(new)) for key, old, new in differing(config, other, _NAMES)]
+        comparison.append((group, items))
     return comparison
 
 
-def differing(reference: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Key, value and other value of all that differs between two configs."""
-    ours, theirs = dict(flattened(reference)), dict(flattened(other))
-    return [
-        (key, _shown_value(ours, key), _shown_value(theirs, key))
-        for key in {**theirs, **ours}
-        if key.partition(".")[0] not in _NAMES and _is_other(ours.get(key, _NAMES), theirs.get(key, _NAMES))
-    ]
-
-
-def _is_other(value: Any, other: Any) -> bool:
-    """Whether two values differ: 1 is equal to 1.0, but not to true, and a value that is no number to itself."""
-    if isinstance(value, bool) is not isinstance(other, bool):
-        return True
-    return bool(value != other) and not (value != value and other != other)
-
-
-def _shown_value(values: Mapping[str, Any], key: str) -> str:
-    if key not in values:
-        return _MISSING
-    value = values[key]
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+def _shown(text: str) -> str:
     text = redact(text)
     return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}…"
 

@@ -104,8 +104,7 @@ def recipe_columns(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     training, compiled = config["training"], config["compile"]
     degrees = {axis: config["parallelism"][axis] for axis in AXES}
-    # Configs of earlier versions have no experts.
-    layout = Layout(**degrees, expert=config["parallelism"].get("expert", 1))
+    layout = Layout(**degrees, expert=config["parallelism"]["expert"])
     # As Recipe.microbatch; creating a Recipe would take longer than the whole row.
     microbatch = training["microbatch"] or (1 if layout.pipeline > 1 else training["global_batch"] // layout.data)
     return {

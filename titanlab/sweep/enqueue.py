@@ -90,13 +90,10 @@ def check_jobs(jobs: Sequence[tuple[LaunchConfig, JobShape]], *, submits: bool =
     Raises:
         ConfigError: a launcher cannot take its jobs.
     """
-    by_launcher: dict[str, list[tuple[LaunchConfig, JobShape]]] = {}
-    for launch, shape in jobs:
-        by_launcher.setdefault(launch.kind, []).append((launch, shape))
-    for kind, own in by_launcher.items():
+    for kind in dict.fromkeys(launch.kind for launch, _ in jobs):
         launcher = launcher_named(kind)
         if submits or launcher.is_here():
-            launcher.check(own)
+            launcher.check([job for job in jobs if job[0].kind == kind])
 
 
 def check_folder(folder: Path, launches: Iterable[LaunchConfig]) -> None:

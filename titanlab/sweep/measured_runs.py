@@ -159,12 +159,10 @@ def _read(run: RunFolder, row: Mapping[str, Any]) -> _Run:
 def _common(recipe: Recipe, env: Mapping[str, Any]) -> dict[str, str]:
     """What all runs of a calibration have in common, by name."""
     packages, code = env.get("packages") or {}, env.get("code") or {}
-    host, variables = env.get("host") or {}, env.get("environment") or {}
+    host = env.get("host") or {}
     device = f"{recipe.cluster.accelerator} {recipe.cluster.device}"
     if recipe.cluster.accelerator == "cpu":
-        # Older runs have recorded what they were told.
-        told = recipe.launch.threads or variables.get("OMP_NUM_THREADS")
-        threads = str(env.get("threads") or told or "an unknown number of")
+        threads = str(env.get("threads") or "an unknown number of")
         device = f"{host.get('cpu') or 'cpu'}, {threads} {'thread' if threads == '1' else 'threads'} a process"
     fitted = {*_FITTED, *(_FITTED_ON_CPUS if recipe.cluster.accelerator == "cpu" else ())}
     facts = {name: value for name, value in plain(recipe.cluster).items() if name not in fitted}
@@ -202,21 +200,16 @@ def _majority(runs: Sequence[_Run], name: str) -> tuple[list[_Run], list[LeftOut
     others = []
     for run in runs:
         if (value := run.common[name]) != usual:
-            is_cluster = name == "cluster"
-            reason = (
-                "has other values of its cluster than most"
-                if is_cluster
-                else f"ran on {name} {value}, and most on {usual}"
-            )
+            reason = f"ran on {name} {value}, and most on {usual}"
+            if name == "cluster":
+                reason = "has other values of its cluster than most"
             others.append(LeftOut(run=run.measured.name, reason=reason))
     return [run for run in runs if run.common[name] == usual], others
 
 
 def _pooled(runs: Sequence[_Run]) -> list[Measured]:
     """A row for each recipe, with the medians over its repeats, on a cluster that has what the runs tell of it."""
-    clusters = Counter(repr(run.measured.recipe.cluster) for run in runs)
-    usual = clusters.most_common(1)[0][0]
-    cluster = next(own for run in runs if repr(own := run.measured.recipe.cluster) == usual)
+    cluster = Counter(run.measured.recipe.cluster for run in runs).most_common(1)[0][0]
     peaks = [run.peak_tflops for run in runs if run.peak_tflops is not None]
     if cluster.peak_tflops is None and peaks:
         # The fastest product that any of them has measured: others had to share their cores.

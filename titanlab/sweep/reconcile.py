@@ -35,11 +35,9 @@ def silence(states: States) -> str | None:
 
 def job_states(submitted: Sequence[Submission], sweep: Path) -> States:
     """The state of every job, by token and index; each launcher is asked once."""
-    by_launcher: dict[str, list[Submission]] = {}
-    for submission in submitted:
-        by_launcher.setdefault(submission.launcher, []).append(submission)
     states: dict[JobKey, JobState] = {}
-    for kind, own in by_launcher.items():
+    for kind in dict.fromkeys(submission.launcher for submission in submitted):
+        own = [submission for submission in submitted if submission.launcher == kind]
         states.update(launcher_named(kind).states(sweep, own))
     return states
 

@@ -25,7 +25,7 @@ from titanlab.records.json_file import read_optional
 from titanlab.records.provenance import PATCH_LIMIT, RECORD, code_fingerprint
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.composer import Composer
-from titanlab.sweep.space import flattened
+from titanlab.sweep.space import differing
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.system.files import read_bytes
 from titanlab.system.processes import CommandResult, ask
@@ -288,7 +288,6 @@ def _text(value: object) -> str:
 NAME = "run"
 # They say where a run is, and not what it computes.
 _PLACES = ("runs", "sweep", "name")
-_ABSENT = "-"
 
 
 def composable(config: Mapping[str, Any]) -> str:
@@ -353,14 +352,7 @@ def _overrides(env: Mapping[str, Any]) -> tuple[list[str], str]:
 
 def config_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Key, value then, value now, of everything that differs but the place of the run."""
-    old, new = (
-        {key: "null" if value is None else str(value) for key, value in flattened(config)} for config in (then, now)
-    )
-    return [
-        (key, old.get(key, _ABSENT), new.get(key, _ABSENT))
-        for key in {**old, **new}
-        if key.partition(".")[0] not in _PLACES and old.get(key) != new.get(key)
-    ]
+    return differing(then, now, _PLACES)
 
 
 def write_config(folder: Path, text: str) -> None:

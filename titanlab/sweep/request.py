@@ -102,8 +102,8 @@ def read_request(arguments: Sequence[str], loader: Loader | None = None) -> Requ
     if typed := _typed_values(loader, flags, {} if _is_space(node) else node.get("params") or {}):
         for key in () if space is None else keys_of(expand(space)):
             if key in typed:
-                value, rule = ",".join(map(str, typed[key])), "is swept by the sweep's file too"
-                raise ConfigError(key, value, rule, "leave it out here, or there")
+                rule = "is swept by the sweep's file too"
+                raise ConfigError(key, _listed(typed[key]), rule, "leave it out here, or there")
         # The product of the file's space and the values that the user has typed.
         space = {"product": dict(typed)} if space is None else {"product": [space, {"product": dict(typed)}]}
     points = [{}] if space is None else expand(space)

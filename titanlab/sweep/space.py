@@ -29,6 +29,7 @@ from typing import Any
 from titanlab.costs.layout import SHORT
 from titanlab.errors import ConfigError
 from titanlab.records.run_folder import safe_name
+from titanlab.sweep.columns import as_text
 
 Values = Mapping[str, Any]
 WORDS = ("product", "zip", "list")
@@ -76,6 +77,22 @@ def flattened(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str
             yield from flattened(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def differing(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], left_out: Sequence[str]
+) -> list[tuple[str, str, str]]:
+    """Key, value and other value, as text, of all that differs between two configs; `–`: there is no such key.
+
+    Args:
+        left_out: keys or groups at the top of the configs.
+    """
+    old, new = ({key: as_text(value) for key, value in flattened(config)} for config in (ours, theirs))
+    return [
+        (key, old.get(key, "–"), new.get(key, "–"))
+        for key in {**old, **new}
+        if key.partition(".")[0] not in left_out and old.get(key) != new.get(key)
+    ]
 
 
 def _size(space: Any, place: str) -> int:

@@ -143,7 +143,20 @@ def submit(study: Study, report: Callable[[str], None], *, force: bool = False) 
         decisions = _decided(study, folder, shapes, reconcile(folder), force=force)
         order = starting_order([decision.planned.point for decision in decisions])
         missing = [decisions[number] for number in order if decisions[number].action == "submit"]
-        items = [_prepared(folder, decision, force=force) for decision in missing]
+        items = []
+        for decision in missing:
+            run, recipe = folder.run(decision.run_name), decision.planned.recipe
+            if force and decision.outcome is not None and run.path.exists():
+                supersede(folder, run)
+            create_run(
+                folder.path.parent,
+                sweep=folder.name,
+                name=run.name if run.hash8 else recipe.name,
+                identity=decision.planned.identity,
+                config=to_mapping(recipe),
+                parent=parent_of(recipe.checkpoint.load_from),
+            )
+            items.append(QueuedRun(run=decision.run_name, shape=decision.shape, launch=launch_of(recipe)))
         _write(folder, study, decisions)
         submitted = enqueue(folder, items, report)
     wake(folder)
@@ -165,23 +178,6 @@ def _decided(
             action = "submit"
         decisions.append(Decision(planned=planned, run_name=name, action=action, outcome=outcome, shape=shape))
     return decisions
-
-
-def _prepared(folder: SweepFolder, decision: Decision, *, force: bool) -> QueuedRun:
-    """Create the run's folder if it does not exist. Returns the item for the queue."""
-    run, recipe = folder.run(decision.run_name), decision.planned.recipe
-    if force and decision.outcome is not None and run.path.exists():
-        supersede(folder, run)
-    name = run.name if run.hash8 else recipe.name
-    create_run(
-        folder.path.parent,
-        sweep=folder.name,
-        name=name,
-        identity=decision.planned.identity,
-        config=to_mapping(recipe),
-        parent=parent_of(recipe.checkpoint.load_from),
-    )
-    return QueuedRun(run=decision.run_name, shape=decision.shape, launch=launch_of(recipe))
 
 
 def _check_name(folder: SweepFolder, study: Study) -> None:

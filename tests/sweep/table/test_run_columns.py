@@ -28,12 +28,6 @@ def test_sizes_are_those_of_the_recipe(tmp_path, given):
     assert row["schedule"] == ("1f1b" if "pipeline" in given else None)
 
 
-def test_a_config_from_before_there_were_experts_is_read(tmp_path):
-    config = to_mapping(tiny.recipe(tmp_path, shard=2))
-    del config["parallelism"]["expert"]
-    assert recipe_columns(config)["layout.label"] == "dp_s2"
-
-
 @pytest.mark.parametrize("key", ["training", "parallelism", "model", "cluster", "repeat"])
 def test_what_is_no_recipe_is_an_error(tmp_path, key):
     config = to_mapping(tiny.recipe(tmp_path))
