@@ -1,8 +1,4 @@
-"""Parity: do two recipes train the same?
-
-A trace has the losses and gradient norms of all steps, the gradients of the first step and the parameters after the
-last. Traces of two layouts of one recipe must be equal, except for the rounding of sums in another order.
-"""
+"""Parity: do two recipes train the same, except for the rounding of sums in another order?"""
 
 from __future__ import annotations
 

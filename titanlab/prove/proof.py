@@ -1,10 +1,4 @@
-"""Reduced recipes are proved, to train as one process does, or rehearsed, to find what would break. Torch-free.
-
-A proof is in fp32 and in the recipe's own precision. A rehearsal trains a few steps in the real layout, folded;
-a failure does not stop the others.
-
-`parity.json` in the folder of a sweep has the newest proof of every run.
-"""
+"""Reduced recipes are proved, to train as one process does, or rehearsed, to find what would break. Torch-free."""
 
 from __future__ import annotations
 

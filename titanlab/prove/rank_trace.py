@@ -1,7 +1,4 @@
-"""One step of one rank, on tensors without data, in a world whose other ranks do not exist.
-
-It measures the rank's parameters, its optimizer's state, what it communicates, and what its blocks keep.
-"""
+"""One step of one rank, on tensors without data, in a world whose other ranks do not exist."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The traced step: what ranks store, keep and send in a step, as traced and as declared. Torch-free.
-
-`trace` runs one step of the recipe's real assembly on tensors without data (`titanlab.prove.rank_trace`), in eager mode
-on a CPU and with few microbatches, and compares the result with what the parts of the recipe declare
-(`titanlab.prove.declared`).
-"""
+"""What ranks store, keep and send in a step of the real assembly, traced on a CPU and as declared. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A sweep as pandas data frames, from a project on wandb's server instead of from the folders of the runs.
-
-The frames have the columns and types of `titanlab.report.frames`, so that the same figures can be made of them. What
-only a run's folder knows (causes of failures, jobs, dropped points) is empty.
-"""
+"""The frames of `titanlab.report.frames` from wandb's server; what only a run's folder knows is empty."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Columns of a sweep's table: names and types, the same in `status --json` and in the files of `collect`.
-
-docs/comparing.md has their meanings; a test compares that page with this list.
-"""
+"""Names and types of a sweep's columns, in `status --json` and in files; docs/comparing.md has their meanings."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Puts runs into queues, one array for each shape, with a token that identifies its jobs; and cancels jobs.
-
-`standing` is the standing of a run in its sweep. Cancelled jobs that run save and end; those that wait do not start.
-"""
+"""Puts runs into queues, one array for each shape, with a token that identifies its jobs; and cancels jobs."""
 
 from __future__ import annotations
 

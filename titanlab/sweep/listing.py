@@ -1,8 +1,4 @@
-"""A sweep's rows as text: cells, counts and causes; the same for terminals, pipes and logs.
-
-Also all sweeps of a folder, one line each, and one run with the traceback or log of the rank that failed. `overview`
-reads the runs' own files only: it asks no scheduler.
-"""
+"""Rows as text, the same for terminals, pipes and logs: a sweep, all sweeps of a folder, or one run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Reads a sweep from a command line: the overrides that all points share, the space of the points, the control.
-
-The control is one recipe that runs at the beginning, between the repeats and at the end. Its values are the same each
-time, so that a change of its speed is a change of the machine.
-"""
+"""Reads a sweep from a command line: the overrides that all points share, the space of the points, the control."""
 
 from __future__ import annotations
 

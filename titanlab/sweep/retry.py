@@ -1,7 +1,4 @@
-"""Submits ended runs again: they resume from their checkpoints, or start again if other code had run them.
-
-`resubmit` submits the next attempt of one run, under the layout that its recipe gives it now.
-"""
+"""Submits ended runs again: they resume from their checkpoints, or start again if other code had run them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The table of a sweep: a row for every run and every dropped point, from the files in its folder.
-
-`columns` describes the columns. This module does not ask a scheduler: the caller passes the states of jobs, except
-`look_at`, which reads the folders at every call and asks the scheduler every few seconds. The planner's estimates are
-made when a sweep is submitted, and kept in points.jsonl: to read a recipe back takes forty times as long.
-"""
+"""The table of a sweep: a row for every run and every dropped point, from the files in its folder."""
 
 from __future__ import annotations
 

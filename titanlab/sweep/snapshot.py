@@ -1,8 +1,4 @@
-"""A snapshot of the code for a sweep's jobs, made at submission: later edits do not reach jobs in the queue.
-
-It contains the package and the YAML files beside it. Packages that add options through entry points are not copied;
-jobs import them as they are installed.
-"""
+"""A copy of the code for a sweep's jobs, made at submission: later edits do not reach jobs in the queue."""
 
 from __future__ import annotations
 
@@ -26,7 +22,9 @@ _NO_CODE = ("*.pyc", ".*", "*~")
 
 
 def take(code: Path, *, package: Path | None = None) -> Path:
-    """Copy the running installation into a folder below `code` that is named by its content, unless it exists.
+    """Copy the package and the YAML files beside it into `code`, named by their content, unless they are there.
+
+    Packages that add options through entry points are not copied: jobs import them as they are installed.
 
     Args:
         package: the folder of the package; None: the package that runs.

@@ -1,7 +1,4 @@
-"""The folder of a sweep, `runs/<sweep>/`: its runs, its submissions, and the code that they run.
-
-docs/run-folder.md has the schema of every file.
-"""
+"""The folder of a sweep: its runs, its submissions, and their code; docs/run-folder.md has the schema of every file."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Follows a sweep or one run until the end, and tells the exit code of a sweep.
-
-A terminal shows a table that is redrawn; a pipe gets changes as lines. `RunWatch` says whether a run goes on: somebody
-works on it, it waits in a queue, or it will be put back into one.
-"""
+"""Follows a sweep or one run until the end, and tells the exit code of a sweep."""
 
 from __future__ import annotations
 
