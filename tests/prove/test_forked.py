@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests import tiny
 from titanlab.errors import TitanlabError
 from titanlab.prove import forked
-from titanlab.prove.forked import Ended, RunFailed, log_of, prepare
+from titanlab.prove.forked import Ended, RunFailed, log_of, prepare, train_in_ranks
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
 
@@ -35,17 +36,18 @@ def test_the_log_is_that_of_the_rank_that_failed(tmp_path, rank, name):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, SystemExit])
-def test_after_an_error_or_ctrl_c_every_rank_is_killed(error):
+def test_after_an_error_or_ctrl_c_every_rank_is_killed(tmp_path, monkeypatch, error):
+    def interrupted(*started, since):
+        raise error
+
     calls = []
     started = SimpleNamespace(end=lambda number, *, seconds: calls.append(number))
-    with pytest.raises(error), forked._ended(started):
-        raise error
+    monkeypatch.setattr(forked, "fork_children", lambda *given: [])
+    monkeypatch.setattr(forked, "RankProcesses", lambda children: started)
+    monkeypatch.setattr(forked, "wait_for", interrupted)
+    with pytest.raises(error):
+        train_in_ranks(tiny.recipe(tmp_path))
     assert calls == [signal.SIGKILL]
-
-
-def test_ranks_that_have_ended_are_let_be():
-    with forked._ended(SimpleNamespace(end=None)):
-        pass
 
 
 def test_ranks_inherit_no_other_rank_and_compute_with_one_thread(monkeypatch):
