@@ -44,10 +44,9 @@ def loss_by_tokens(
     for row in style.records_of(steps):
         curves.setdefault(row["run"], []).append(row)
     for place, (run, rows) in enumerate(curves.items()):
-        rows = sorted(
-            (row for row in rows if type(row.get(meter.LOSS)) in (int, float) and math.isfinite(row[meter.LOSS])),
-            key=lambda row: row["step"],
-        )
+        # A damaged row may have a truth value, a text or nothing.
+        rows = [row for row in rows if type(row.get(meter.LOSS)) in (int, float) and math.isfinite(row[meter.LOSS])]
+        rows.sort(key=lambda row: row["step"])
         chosen = thinned(rows)
         first = curves[run][0]
         label = labels[run] if labels else f"{first['name']} ({first['layout.label']})"
