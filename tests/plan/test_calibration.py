@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from tests.plan.recipes import SMALL, made
 from titanlab.errors import ConfigError
-from titanlab.plan.calibration import Measured, calibrate, cluster_file, lines, memory_errors, time_errors
+from titanlab.plan.calibration import Measured, calibrate, calibration_lines, cluster_file, memory_errors, time_errors
 from titanlab.plan.machine import fitted, machine_of
 from titanlab.plan.memory import most_memory, reserved_bytes
 from titanlab.plan.pipeline_time import simulated_time
@@ -62,7 +62,7 @@ def test_runs_that_were_not_used_are_estimated_too(calibration):
 
 
 def test_the_text_has_every_family_and_value(calibration):
-    text = lines(calibration)
+    text = calibration_lines(calibration)
     assert text[0].split() == ["layouts", "runs", "time", "after", "memory", "after"]
     assert [line.split("  ")[0].strip() for line in text[1:6]][1].startswith("one process")
     assert any(line.startswith("product ") for line in text)

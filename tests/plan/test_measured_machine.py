@@ -8,7 +8,7 @@ import pytest
 from tests.plan.recipes import made
 from titanlab.errors import ConfigError
 from titanlab.plan.machine import AxisPlacement, allocator_excess, machine_of
-from titanlab.plan.measured_machine import doubts, lines, measured_cluster
+from titanlab.plan.measured_machine import doubts, measured_cluster, rate_lines
 from titanlab.recipe.schema import Cluster
 
 # Figures of a core, with collectives of 200 µs and 1 GB/s.
@@ -64,7 +64,7 @@ def test_one_process_measures_no_collective():
     found = measured_cluster(on_cpu(), ROW)
     assert "latency" not in found.efficiencies
     assert found.link_gb_per_second is None
-    assert lines(ROW)[-1] == "one process: no collective was measured"
+    assert rate_lines(ROW)[-1] == "one process: no collective was measured"
 
 
 @pytest.mark.parametrize("bandwidth", [math.inf, 1e13, -1e12], ids=["equal", "hardly growing", "shrinking"])
@@ -111,7 +111,7 @@ def test_a_device_in_no_table_is_what_was_measured():
 
 def test_the_lines_name_every_figure():
     row = ROW | exchanges("node", 2, FIXED, BANDWIDTH) | exchanges("world", 4, FIXED, BANDWIDTH)
-    text = [line.split() for line in lines(row)]
+    text = [line.split() for line in rate_lines(row)]
     assert ["product", "1024x256x768", "90.0", "GFLOP/s"] in text
     assert ["launch", "4.00", "µs"] in text
     assert ["process", "0.40", "GB"] in text

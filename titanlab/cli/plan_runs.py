@@ -18,9 +18,9 @@ from titanlab.cli.sweep import SweepArguments, run_study
 from titanlab.distributed.host import this_host
 from titanlab.errors import ConfigError
 from titanlab.plan.calibration import calibrate, cluster_file
-from titanlab.plan.calibration import lines as calibration_lines
+from titanlab.plan.calibration import calibration_lines as calibration_lines
 from titanlab.plan.measured_machine import KEY, doubts, measured_cluster
-from titanlab.plan.measured_machine import lines as rate_lines
+from titanlab.plan.measured_machine import rate_lines as rate_lines
 from titanlab.recipe.compose import conf_folder
 from titanlab.recipe.flags import read_flags
 from titanlab.recipe.next_attempt import frozen_recipe

@@ -188,7 +188,7 @@ def _with_memory(runs: Sequence[Measured], cluster: Cluster) -> Cluster:
     )
 
 
-def lines(calibration: Calibration) -> list[str]:
+def calibration_lines(calibration: Calibration) -> list[str]:
     """The result as text: a table of errors, and the values."""
     heading = f"{'layouts':24} {'runs':>4}  {'time':>7} {'after':>7}  {'memory':>7} {'after':>7}"
     rows = [heading]

@@ -108,7 +108,7 @@ def doubts(row: Mapping[str, Any], cluster: Cluster) -> list[str]:
     ]
 
 
-def lines(row: Mapping[str, Any]) -> list[str]:
+def rate_lines(row: Mapping[str, Any]) -> list[str]:
     """What was measured, as text.
 
     Raises:
