@@ -12,7 +12,7 @@ from typing import Any
 from titanlab.errors import TitanlabError
 from titanlab.records.provenance import redact, redacted_arguments
 from titanlab.records.run_folder import RunFolder
-from titanlab.sweep.columns import fitting
+from titanlab.sweep.columns import fitting_value
 from titanlab.sweep.comparison import RecipeRuns, groups
 from titanlab.sweep.listing import runs
 from titanlab.sweep.ranking import SweepRanking, rank, sentence_of
@@ -96,7 +96,7 @@ def representative(group: RecipeRuns) -> Mapping[str, Any]:
 
 def checked(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The rows, with None for a value that has not its column's type, or is no finite number."""
-    sound = [{name: fitting(name, value) for name, value in row.items()} for row in rows]
+    sound = [{name: fitting_value(name, value) for name, value in row.items()} for row in rows]
     return [
         {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
         for row in sound

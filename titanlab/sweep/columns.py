@@ -59,7 +59,7 @@ COLUMNS: Mapping[str, str] = {
 NAMES = tuple(COLUMNS)
 
 
-def fitting(name: str, value: Any) -> Any:
+def fitting_value(name: str, value: Any) -> Any:
     """The value of a column as files take it; None if it is of another kind than the column, as in a damaged file."""
     kind = COLUMNS.get(name, TEXT)
     if kind == TEXT:

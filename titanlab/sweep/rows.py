@@ -312,7 +312,7 @@ def arrow_table(rows: Sequence[Mapping[str, Any]], sweep: str) -> Any:
     """The rows as a table of pyarrow; a value of another kind than its column is left out."""
     import pyarrow as pa
 
-    sound = [{name: columns.fitting(name, value) for name, value in row.items()} for row in rows]
+    sound = [{name: columns.fitting_value(name, value) for name, value in row.items()} for row in rows]
     return pa.Table.from_pylist(sound, schema=parquet_schema(columns.point_keys(rows), sweep))
 
 

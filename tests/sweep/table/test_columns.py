@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlab.sweep.columns import COLUMNS, as_text, fitting, point_keys
+from titanlab.sweep.columns import COLUMNS, as_text, fitting_value, point_keys
 
 PAGE = (Path(__file__).parents[3] / "docs" / "comparing.md").read_text()
 
@@ -44,20 +44,20 @@ def test_the_page_has_every_column_and_no_other():
     ],
 )
 def test_a_value_of_another_kind_than_its_column_is_none(name, value, expected):
-    found = fitting(name, value)
+    found = fitting_value(name, value)
     assert (found, type(found)) == (expected, type(expected))
 
 
 def test_a_whole_number_in_a_column_of_numbers_is_one_that_a_float_holds():
     """Parquet takes no whole number above 2**53 as a number: `titanlab collect` ended with a traceback."""
-    found = fitting("flops_per_token", 2**60 + 1)
+    found = fitting_value("flops_per_token", 2**60 + 1)
     assert (found, type(found)) == (float(2**60), float)
-    assert fitting("flops_per_token", 10**400) is None
+    assert fitting_value("flops_per_token", 10**400) is None
 
 
 def test_text_that_no_file_holds_is_taken_as_far_as_it_goes():
     """Half a pair of UTF-16, as a damaged JSON file has it: `titanlab collect` ended with a traceback."""
-    assert fitting("cause", "a\ud800b") == "a?b"
+    assert fitting_value("cause", "a\ud800b") == "a?b"
 
 
 def test_the_point_has_the_columns_of_the_first_row():
