@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from titanlab.costs.account import Share
+from titanlab.costs import Share
 from titanlab.techniques.ac.recomputation_schema import (
     FullCheckpointing,
     MemoryBudget,

@@ -102,15 +102,12 @@ def _measure(given: argparse.Namespace, processes: int) -> dict[str, Any]:
 def _rank(given: argparse.Namespace, folder: Path) -> None:
     import torch
 
-    from titanlab.checkpoint.contract import Target
-    from titanlab.checkpoint.position import Position
+    from titanlab.checkpoint import Position, Target
     from titanlab.checkpoint.savers import SyncSaver
     from titanlab.cli.compose import compose
     from titanlab.data import source
-    from titanlab.distributed.mesh import build_mesh
-    from titanlab.distributed.ranks import joined
-    from titanlab.distributed.world import open_world
-    from titanlab.recipe.recipe import resolve
+    from titanlab.distributed import build_mesh, joined, open_world
+    from titanlab.recipe import resolve
     from titanlab.train.assemble import assemble
 
     ranks = joined(os.environ)

@@ -35,7 +35,7 @@ from titanlab.checkpoint.index_reader import read_index
 from titanlab.checkpoint.reader import JsonPlanner, ShardReader
 from titanlab.checkpoint.store import Plans, write_and_publish
 from titanlab.checkpoint.writer import sync_folder
-from titanlab.distributed.world import World
+from titanlab.distributed import World
 
 MEGABYTE = 1_000_000
 # The width of a matrix; each has 16 MB.

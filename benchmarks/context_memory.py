@@ -30,7 +30,7 @@ from torch import distributed as dist
 from torch import multiprocessing
 from torch.profiler import ProfilerActivity, profile
 
-from titanlab.parallelism.context import positions, spread_attention
+from titanlab.parallelism import positions, spread_attention
 from titanlab.techniques.model import llama
 from titanlab.techniques.model.llama_schema import Llama
 

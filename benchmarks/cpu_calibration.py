@@ -22,11 +22,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titanlab.plan.calibration import Calibration, Measured, calibrate, memory_errors, time_errors
+from titanlab.plan import Measured, calibrate
+from titanlab.plan.calibration import Calibration, memory_errors, time_errors
 from titanlab.records.run_folder import FOLDER_NAME
-from titanlab.sweep.measured_runs import MeasuredSweep, measured_sweep
-from titanlab.sweep.rows import look_at
-from titanlab.sweep.sweep_folder import open_sweep
+from titanlab.sweep import look_at, measured_sweep, open_sweep
+from titanlab.sweep.measured_runs import MeasuredSweep
 
 RESULT = Path(__file__).parent / "results" / "cpu_calibration.json"
 # Largest median errors of the rows that are checked.

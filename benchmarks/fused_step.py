@@ -72,12 +72,11 @@ def main() -> None:
 def step_seconds(overrides: list[str]) -> list[float]:
     """Train in this process; the processor time between the ends of steps."""
     from titanlab.cli.compose import compose_one
-    from titanlab.distributed.ranks import ALONE
-    from titanlab.recipe.flags import read_flags
-    from titanlab.recipe.recipe import resolve, to_mapping
-    from titanlab.records.identity import identify
-    from titanlab.records.run_folder import create_run
-    from titanlab.train.train import Observer, train
+    from titanlab.distributed import ALONE
+    from titanlab.recipe import read_flags, resolve, to_mapping
+    from titanlab.records import create_run, identify
+    from titanlab.train import Observer
+    from titanlab.train.train import train
 
     torch.set_num_threads(1)
     ends: list[float] = []

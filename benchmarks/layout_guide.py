@@ -25,14 +25,13 @@ import layout_guide_page
 
 from titanlab.cli.compose import compose
 from titanlab.cli.verbs import call
-from titanlab.costs.layout import Layout
-from titanlab.plan.machine import machine_of
+from titanlab.costs import Layout
+from titanlab.plan import for_planning, machine_of
 from titanlab.plan.pipeline_time import simulated_time
 from titanlab.plan.ranking import Ranked, RecipeRanking
-from titanlab.plan.search import for_planning
 from titanlab.plan.space import LayoutSpace, choices_of
 from titanlab.plan.step_time import step_time
-from titanlab.system.text import significant
+from titanlab.system import significant
 
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "layout_guide.json"

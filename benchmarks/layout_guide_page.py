@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from titanlab.system.text import grouped, significant
+from titanlab.system import grouped, significant
 
 WITHOUT_PIPELINE = ("1D", "2D", "3D")
 WITH_PIPELINE = ("2D with PP", "3D with PP", "4D")

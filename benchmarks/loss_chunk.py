@@ -26,9 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from titanlab.costs.setting import automatic, chunk_bytes
-from titanlab.parallelism.chunked_loss import ChunkedLoss
-from titanlab.parallelism.loss import loss_sum, of_logits
+from titanlab.costs import automatic, chunk_bytes
+from titanlab.parallelism import ChunkedLoss, loss_sum, of_logits
 
 HERE = Path(__file__).parent
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -24,9 +24,9 @@ from typing import Any
 
 from published_runs import Published, published_runs
 
+from titanlab.plan import machine_of, most_memory
 from titanlab.plan.calibration import fit
-from titanlab.plan.machine import FILE, LIMITS, Efficiencies, Machine, file_text, machine_of
-from titanlab.plan.memory import most_memory
+from titanlab.plan.machine import FILE, LIMITS, Efficiencies, Machine, file_text
 from titanlab.plan.pipeline_time import simulated_time
 from titanlab.plan.step_time import step_time
 

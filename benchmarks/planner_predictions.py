@@ -18,7 +18,7 @@ from typing import Any
 
 from published_runs import recipe_of
 
-from titanlab.plan.machine import machine_of
+from titanlab.plan import machine_of
 from titanlab.plan.pipeline_time import simulated_time
 from titanlab.plan.step_time import step_time
 

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import yaml
 
-from titanlab.parallelism.schema import Parallelism
-from titanlab.recipe.recipe import Recipe
-from titanlab.recipe.schema import Cluster, Training
+from titanlab.parallelism import Parallelism
+from titanlab.recipe import Cluster, Recipe, Training
 from titanlab.techniques.ac.contract import ACConfig
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer, SelectiveOp
 from titanlab.techniques.compile.schema import Compile

@@ -37,15 +37,15 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from titanlab.checkpoint import Position, SavedPosition
 from titanlab.checkpoint.blocks import blocks_of
 from titanlab.checkpoint.index import IndexedFile
-from titanlab.checkpoint.position import Position, SavedPosition
 from titanlab.checkpoint.shards import shard_of
 from titanlab.checkpoint.writer import SavePlannerOfJson, Written, publish
-from titanlab.costs.layout import Layout
-from titanlab.distributed.mesh import build_mesh
-from titanlab.parallelism.tensor import TensorParallel, parallelise
-from titanlab.recipe.recipe import stage_pieces
+from titanlab.costs import Layout
+from titanlab.distributed import build_mesh
+from titanlab.parallelism import TensorParallel, parallelise
+from titanlab.recipe import stage_pieces
 from titanlab.techniques.model.language_model import shapes_only
 from titanlab.techniques.model.llama_schema import Llama
 

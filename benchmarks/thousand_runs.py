@@ -27,16 +27,13 @@ from typing import Any
 
 from titanlab.cli.verbs import VERBS
 from titanlab.costs import meter
-from titanlab.launch.submission import Submission, write_submission
-from titanlab.recipe.recipe import to_mapping
-from titanlab.records import provenance
-from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.records.run_folder import RunFolder, create_run
-from titanlab.sweep.plan import plan_study
+from titanlab.launch import Submission, write_submission
+from titanlab.recipe import to_mapping
+from titanlab.records import Outcome, OutcomeKind, RunFolder, create_run, provenance
+from titanlab.sweep import SweepFolder, decide, plan_study
 from titanlab.sweep.rows import estimate_values
-from titanlab.sweep.submit import Decision, decide
-from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.system.files import write_json
+from titanlab.sweep.submit import Decision
+from titanlab.system import write_json
 
 HERE = Path(__file__).parent
 NAME = "thousand"

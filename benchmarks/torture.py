@@ -28,12 +28,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from titanlab.checkpoint import step_of
 from titanlab.checkpoint.contents import verify
-from titanlab.checkpoint.folders import checkpoints, step_of
+from titanlab.checkpoint.folders import checkpoints
 from titanlab.errors import ConfigError
-from titanlab.records.outcome import OutcomeKind
-from titanlab.records.run_folder import RunFolder
-from titanlab.records.run_search import list_runs
+from titanlab.records import OutcomeKind, RunFolder, list_runs
 
 KINDS = ("tree", "rank", "launcher", "while writing")
 # A start of four ranks on a busy host, and an end in which they save.

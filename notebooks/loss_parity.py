@@ -26,11 +26,11 @@ from pathlib import Path
 import pandas as pd
 
 from titanlab.prove.tolerances import of_runs
-from titanlab.recipe.recipe import from_mapping
+from titanlab.recipe import from_mapping
 from titanlab.report import figures, frames
 from titanlab.report import drawings
 from titanlab.report.analyses import differences_frame, largest_differences
-from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.sweep import SweepFolder
 
 # %matplotlib inline
 

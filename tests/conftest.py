@@ -13,7 +13,7 @@ import pytest
 
 from tests import rotated, workers
 from tests.pool import Pool
-from titanlab.distributed.host import this_host
+from titanlab.distributed import this_host
 from titanlab.techniques.compile import cache as compiler_cache
 
 ROOT = Path(__file__).parent.parent

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from titanlab.data.contract import DataConfig
+from titanlab.data import DataConfig
 from titanlab.options import option
 
 

@@ -27,7 +27,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from titanlab.distributed.ranks import free_port
+from titanlab.distributed import free_port
 
 # Time for the other ranks to notice that one has failed; after it they are ended.
 GRACE_SECONDS = 2.0

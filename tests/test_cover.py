@@ -6,7 +6,7 @@ import pytest
 
 from tests.cover import cover, marks, pairs
 from tests.prove import parity_rows, technique_rows
-from titanlab.costs.layout import AXES
+from titanlab.costs import AXES
 
 
 def test_a_cover_holds_every_pair_and_takes_what_is_cheap():

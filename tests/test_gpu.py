@@ -13,15 +13,14 @@ import torch.nn.functional as F
 from tests import tiny
 from tests.model.documents.test_tiles import CASES, apart, computed, inputs, largest_error, starts_of
 from titanlab.checkpoint.schema import AsyncPinned, Sync
-from titanlab.costs import meter
-from titanlab.costs.attention_order import order
-from titanlab.data.schema import Synthetic
-from titanlab.distributed.ranks import joined
+from titanlab.costs import meter, order
+from titanlab.data import Synthetic
+from titanlab.distributed import joined
 from titanlab.parallelism import attention_kernels, head_tail
-from titanlab.prove import parity
-from titanlab.prove.parity import Tracer, compare
-from titanlab.recipe.schema import Cluster
-from titanlab.records.outcome import OutcomeKind
+from titanlab.prove import Tracer, parity
+from titanlab.prove.parity import compare
+from titanlab.recipe import Cluster
+from titanlab.records import OutcomeKind
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing
 from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.model.attention import InnerAttention, choose_flash, flash3_missing

@@ -38,6 +38,16 @@ LAYERS: list[list[str | tuple[str, ...]]] = [
 ]
 PLANNED: set[str] = set()
 
+# A room's door: full name → the module that defines the name. A name that a module of the room has too is imported from
+# that module.
+DOORS = {
+    f"titanlab.{stub.parent.name}.{alias.name}": f"titanlab.{stub.parent.name}.{node.module}"
+    for stub in sorted(PACKAGE.glob("*/__init__.pyi"))
+    for node in ast.parse(stub.read_text()).body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
+}
+
 # What takes long to import. Torch-free modules never name any of it.
 HEAVY = {
     *["torch", "torchao", "datasets", "wandb", "sentencepiece", "tokenizers", "transformers"],
@@ -118,7 +128,7 @@ def imports(source: str, module: str, modules: Mapping[str, str]) -> Iterator[Im
                 base = child.module or ""
                 for alias in child.names:
                     full = f"{base}.{alias.name}"
-                    yield (full if full in modules else base, child.lineno, deferred, kind)
+                    yield (DOORS.get(full, full if full in modules else base), child.lineno, deferred, kind)
             elif (
                 isinstance(child, ast.Call)
                 and isinstance(child.func, ast.Attribute)
@@ -206,6 +216,29 @@ def sources() -> dict[str, str]:
 def test_imports_point_down():
     found = violations(sources())
     assert not found, "\n".join(found)
+
+
+def test_other_rooms_import_through_the_door():
+    rooms = {name.split(".")[1] for name in DOORS}
+    used, past = set(), []
+    for path in sorted(
+        path for top in ("titanlab", "tests", "benchmarks") for path in (PACKAGE.parent / top).rglob("*.py")
+    ):
+        own = path.relative_to(PACKAGE.parent).parts[1] if path.is_relative_to(PACKAGE) else ""
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("titanlab."):
+                continue
+            _, room, *inner = node.module.split(".")
+            names = [f"titanlab.{room}.{alias.name}" for alias in node.names]
+            used.update(names if room != own and not inner else ())
+            past += [
+                f"{path}:{node.lineno}: {name}"
+                for name in names
+                if inner and room != own and DOORS.get(name) == node.module
+            ]
+    assert not past, "\n".join(past)
+    assert set(DOORS) - used == set(), "no other room imports it"
+    assert rooms == {path.parent.name for path in PACKAGE.glob("*/__init__.py")} - {"cli", "techniques"}
 
 
 def test_every_name_of_the_table_is_a_folder_or_a_loose_module():

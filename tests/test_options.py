@@ -13,7 +13,7 @@ import pytest
 from titanlab import options
 from titanlab.errors import ConfigError
 from titanlab.options import conf_packages, discover, option, schema_of
-from titanlab.parallelism.schema import Parallelism
+from titanlab.parallelism import Parallelism
 from titanlab.techniques.model.llama_schema import Llama
 from titanlab.techniques.precision.cast_schema import Bf16
 

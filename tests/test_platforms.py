@@ -14,7 +14,7 @@ import pytest
 from titanlab.distributed import hang, host, silence
 from titanlab.launch.rank import fork
 from titanlab.records import provenance
-from titanlab.system.processes import born_at
+from titanlab.system import born_at
 from titanlab.techniques.profiler.memory import resident_bytes
 from titanlab.techniques.tracker import wandb_writer as signal_filter
 from titanlab.train import totals

@@ -11,7 +11,7 @@ import pytest
 from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.ranges import MOST, MOST_SECONDS, check_whole, ranged, shown_digits
-from titanlab.recipe.recipe import Recipe
+from titanlab.recipe import Recipe
 
 SCHEMAS = [
     pytest.param(found.schema, f"{group}.", id=f"{group}-{kind}")

@@ -7,19 +7,16 @@ from pathlib import Path
 
 import numpy as np
 
+from titanlab.checkpoint import POSITION, NoCheckpoints
 from titanlab.checkpoint.folders import INDEX
 from titanlab.checkpoint.index import index_bytes
-from titanlab.checkpoint.position import POSITION
-from titanlab.checkpoint.schema import Async, NoCheckpoints, Sync
-from titanlab.data.schema import Synthetic
-from titanlab.distributed.ranks import ALONE, joined
+from titanlab.checkpoint.schema import Async, Sync
+from titanlab.data import Synthetic
+from titanlab.distributed import ALONE, joined
 from titanlab.launch.local_schema import Local
-from titanlab.parallelism.schema import Parallelism
-from titanlab.recipe.recipe import Recipe, resolve, to_mapping
-from titanlab.recipe.recipe_rules import check
-from titanlab.recipe.schema import Cluster, Training
-from titanlab.records.identity import identify
-from titanlab.records.run_folder import RunFolder, create_run
+from titanlab.parallelism import Parallelism
+from titanlab.recipe import Cluster, Recipe, Training, check, resolve, to_mapping
+from titanlab.records import RunFolder, create_run, identify
 from titanlab.techniques.ac.recomputation_schema import NoCheckpointing
 from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.model.llama_schema import Llama

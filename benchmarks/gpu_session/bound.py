@@ -8,7 +8,7 @@ from typing import Any
 
 from gpu_session.prediction import flops_per_token
 from gpu_session.products import products_of, seconds_of
-from titanlab.recipe.recipe import Recipe
+from titanlab.recipe import Recipe
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,11 @@ import torch
 from torch.autograd import DeviceType
 
 from gpu_session.prediction import Facts, composed
-from titanlab.distributed.mesh import build_mesh
-from titanlab.distributed.ranks import ALONE
-from titanlab.distributed.world import World, open_world
-from titanlab.parallelism.gradients import Gradients
-from titanlab.recipe.recipe import Recipe
-from titanlab.train.assemble import Assembled, StepBatch, assemble
-from titanlab.train.totals import Reduction
+from titanlab.distributed import ALONE, World, build_mesh, open_world
+from titanlab.parallelism import Gradients
+from titanlab.recipe import Recipe
+from titanlab.train import Reduction, StepBatch
+from titanlab.train.assemble import Assembled, assemble
 
 _KERNELS = 40
 # The profiler's own time, by CUPTI's name for it.

@@ -20,9 +20,7 @@ from gpu_session.sizes import Sizes
 from gpu_session.watch import Watch
 from titanlab.costs import meter
 from titanlab.errors import ConfigError
-from titanlab.records.outcome import OutcomeKind
-from titanlab.records.run_folder import RunFolder
-from titanlab.records.run_search import list_runs
+from titanlab.records import OutcomeKind, RunFolder, list_runs
 
 # How a row has ended: CUT by the end of its call; ABSENT if the machine lacks what it needs.
 MEASURED, FAILED, LATE, ABSENT, CUT = "measured", "failed", "late", "absent", "cut"

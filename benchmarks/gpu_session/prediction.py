@@ -9,14 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from titanlab.cli.compose import compose
-from titanlab.costs import hardware
-from titanlab.costs.account import Share, training_flops_per_token
+from titanlab.costs import Share, hardware, training_flops_per_token
 from titanlab.errors import ConfigError
+from titanlab.plan import explain, reserved_bytes
 from titanlab.plan.activations import saved_bytes
-from titanlab.plan.explanation import explain
-from titanlab.plan.memory import added, reserved_bytes, stored_pieces
-from titanlab.recipe.recipe import Recipe, resolve
-from titanlab.recipe.recipe_rules import check
+from titanlab.plan.memory import added, stored_pieces
+from titanlab.recipe import Recipe, check, resolve
 
 
 @dataclass(frozen=True)

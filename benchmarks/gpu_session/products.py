@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from gpu_session.prediction import of_layers
-from titanlab.recipe.recipe import Recipe
+from titanlab.recipe import Recipe
 
 FLOAT8 = "float8"
 

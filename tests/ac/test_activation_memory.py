@@ -14,7 +14,7 @@ import torch
 from torch import distributed as dist
 
 from benchmarks.activation_memory import build, declared_bytes, held_bytes, inputs
-from titanlab.costs.account import Share
+from titanlab.costs import Share
 from titanlab.techniques.ac.recomputation_schema import (
     FullCheckpointing,
     MemoryBudget,
@@ -140,8 +140,7 @@ def cut(config, policy, *, tensor, context, sequence_parallel, method):
     # see. What is held does not depend on the numbers.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from titanlab.parallelism.context import spread_attention
-    from titanlab.parallelism.tensor import TensorParallel, parallelise
+    from titanlab.parallelism import TensorParallel, parallelise, spread_attention
 
     dist.init_process_group("fake", rank=0, world_size=tensor * context, store=FakeStore())
     batch, seq = 2, 256

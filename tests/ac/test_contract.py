@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from titanlab.costs.account import Activation, Operation, Share
+from titanlab.costs import Activation, Operation, Share
 from titanlab.techniques.ac.contract import ACConfig, needed_again
 from titanlab.techniques.ac.recomputation import WholeBlocks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import tiny
-from titanlab.costs.account import Share, block_input, kept
+from titanlab.costs import Share, block_input, kept
 from titanlab.errors import ConfigError
 from titanlab.techniques.ac.recomputation_schema import MemoryBudget, SelectiveOp
 

@@ -16,8 +16,8 @@ import pytest
 from tests import tiny
 from tests.cover import cover, marks
 from tests.prove.parity_rows import SCHEDULES
-from titanlab.costs.layout import AXES
-from titanlab.distributed.ranks import ALONE, joined
+from titanlab.costs import AXES
+from titanlab.distributed import ALONE, joined
 from titanlab.prove import parity
 from titanlab.prove.parity import compare
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, MemoryBudget, SelectiveLayer, SelectiveOp

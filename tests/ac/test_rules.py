@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from tests import tiny
-from titanlab.costs.account import Share
+from titanlab.costs import Share
 from titanlab.errors import ConfigError
 from titanlab.options import discover
-from titanlab.records.identity import canonical
+from titanlab.records import canonical
 from titanlab.techniques.ac.recomputation import SelectedOperators
 from titanlab.techniques.ac.recomputation_schema import (
     PAPER,

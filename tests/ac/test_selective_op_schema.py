@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import tiny
-from titanlab.costs.account import Activation, Operation, Operator, Share
+from titanlab.costs import Activation, Operation, Operator, Share
 from titanlab.errors import ConfigError
 from titanlab.techniques.ac.recomputation_schema import PAPER, SelectiveOp, nearest
 

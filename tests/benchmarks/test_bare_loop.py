@@ -8,7 +8,7 @@ import torch
 from tests import tiny
 from tests.benchmarks.scripts import BENCHMARKS, script
 from titanlab.data import source
-from titanlab.distributed.ranks import ALONE
+from titanlab.distributed import ALONE
 from titanlab.prove import parity
 from titanlab.techniques.model import llama_account
 from titanlab.techniques.optimizer.contract import Schedule

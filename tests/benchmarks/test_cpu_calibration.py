@@ -9,12 +9,10 @@ import pytest
 
 from tests.benchmarks.scripts import script as imported
 from tests.plan.recipes import SMALL, made
-from titanlab.plan.calibration import Measured
-from titanlab.plan.machine import machine_of
-from titanlab.plan.memory import most_memory, reserved_bytes
+from titanlab.plan import Measured, machine_of, most_memory, reserved_bytes
 from titanlab.plan.pipeline_time import simulated_time
 from titanlab.plan.step_time import step_time
-from titanlab.recipe.schema import Cluster
+from titanlab.recipe import Cluster
 from titanlab.sweep.measured_runs import LeftOut, MeasuredSweep
 
 KNOWN = Cluster(accelerator="cpu", device="cpu", per_node=2, peak_tflops=0.1)

@@ -16,7 +16,7 @@ from tests.benchmarks.scripts import BENCHMARKS, part
 from tests.launch.command import alive
 from tests.torch_names import lacking, read, reviewed, stale, unknown
 from tests.until import until
-from titanlab.costs.account import training_flops_per_token
+from titanlab.costs import training_flops_per_token
 
 SESSION = BENCHMARKS / "gpu_session"
 NAMES = "bound children facts held measure prediction products rates record rows sizes table watch __main__".split()

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.benchmarks.scripts import script
-from titanlab.costs.layout import Layout
+from titanlab.costs import Layout
 
 # Study, index of the row: their searches are the shortest.
 CHEAP = [("8b", 0), ("8b", 8)]

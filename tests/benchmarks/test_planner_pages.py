@@ -10,7 +10,8 @@ import math
 import pytest
 
 from tests.benchmarks.scripts import BENCHMARKS, script
-from titanlab.plan.machine import Efficiencies, fitted, machine_of
+from titanlab.plan import machine_of
+from titanlab.plan.machine import Efficiencies, fitted
 from titanlab.plan.pipeline_time import simulated_time
 from titanlab.plan.step_time import step_time
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.checkpoint.targets import ALONE, trained
 from tests.object_store.running import running
-from titanlab.checkpoint.contract import Target
+from titanlab.checkpoint import Target
 
 
 @pytest.fixture

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from titanlab.checkpoint import store
-from titanlab.checkpoint.contract import Target
-from titanlab.checkpoint.position import Position
-from titanlab.distributed.world import World
+from titanlab.checkpoint import Position, Target, store
+from titanlab.distributed import World
 
 ALONE = World(rank=0, world=1, local_rank=0, device=torch.device("cpu"))
 

@@ -2,14 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from titanlab.checkpoint.address_schema import (
-    TESTED,
-    StorePath,
-    check_address,
-    check_installed,
-    is_address,
-    place_of,
-)
+from titanlab.checkpoint import StorePath, check_address, is_address
+from titanlab.checkpoint.address_schema import TESTED, check_installed, place_of
 from titanlab.checkpoint.schema import Sync
 from titanlab.errors import ConfigError
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titanlab.checkpoint.store import attempted, raise_first, together
-from titanlab.distributed.world import World
+from titanlab.checkpoint import together
+from titanlab.checkpoint.store import attempted, raise_first
+from titanlab.distributed import World
 from titanlab.errors import ConfigError
 
 ALONE = World(rank=0, world=1, local_rank=0, device=torch.device("cpu"))

@@ -11,12 +11,10 @@ import torch.distributed as dist
 
 from tests.checkpoint.targets import Gate, saved_by, sums, trained
 from tests.pool import RankFailure
-from titanlab.checkpoint import store
-from titanlab.checkpoint.contract import Target
+from titanlab.checkpoint import Position, Target, store
 from titanlab.checkpoint.folders import checkpoints
-from titanlab.checkpoint.position import Position
 from titanlab.checkpoint.savers import AsyncSaver, SyncSaver
-from titanlab.distributed.world import World
+from titanlab.distributed import World
 
 
 def test_the_training_goes_on_while_a_copy_is_written(tmp_path, target, monkeypatch):

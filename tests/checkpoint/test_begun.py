@@ -10,7 +10,7 @@ import torch
 from tests.checkpoint.one_process import ALONE
 from titanlab.checkpoint import store as begun
 from titanlab.checkpoint.store import give_name, make_part, remove_old, removed_after_errors
-from titanlab.distributed.world import World
+from titanlab.distributed import World
 
 SECOND = World(rank=1, world=2, local_rank=1, device=torch.device("cpu"))
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from tests.checkpoint.targets import saved_by
-from titanlab.checkpoint.contract import OnlyModel
+from titanlab.checkpoint import OnlyModel, Position
 from titanlab.checkpoint.folders import checkpoints
-from titanlab.checkpoint.position import Position
 from titanlab.checkpoint.savers import NoSaver, SyncSaver
 
 

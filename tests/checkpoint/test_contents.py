@@ -3,7 +3,7 @@
 import pytest
 
 from tests import tiny
-from titanlab.checkpoint.contents import check_checkpoint, check_step, read_contents
+from titanlab.checkpoint import check_checkpoint, check_step, read_contents
 from titanlab.checkpoint.folders import step_folder
 from titanlab.errors import ConfigError
 

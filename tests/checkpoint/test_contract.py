@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from titanlab.checkpoint.contract import OnlyModel
+from titanlab.checkpoint import OnlyModel
 from titanlab.checkpoint.schema import Sync
 from titanlab.errors import ConfigError
 

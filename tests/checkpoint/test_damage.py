@@ -9,13 +9,12 @@ import torch
 
 from tests import tiny
 from tests.pool import RankFailure
-from titanlab.checkpoint.blocks import DamagedCheckpoint
-from titanlab.checkpoint.folders import latest, step_folder
-from titanlab.distributed.ranks import ALONE, joined
-from titanlab.launch.attempt import pass_over_damaged
+from titanlab.checkpoint import DamagedCheckpoint, latest
+from titanlab.checkpoint.folders import step_folder
+from titanlab.distributed import ALONE, joined
+from titanlab.launch import pass_over_damaged
 from titanlab.prove.parity import trace
-from titanlab.records.outcome import OutcomeKind
-from titanlab.records.run_folder import RunFolder
+from titanlab.records import OutcomeKind, RunFolder
 
 PAGE = 4096
 

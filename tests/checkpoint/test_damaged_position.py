@@ -5,11 +5,12 @@ import json
 import pytest
 
 from tests import tiny
-from titanlab.checkpoint.blocks import DamagedCheckpoint, checksum
+from titanlab.checkpoint import DamagedCheckpoint
+from titanlab.checkpoint.blocks import checksum
 from titanlab.checkpoint.folders import step_folder
 from titanlab.checkpoint.index import signed
-from titanlab.launch.attempt import pass_over_damaged
-from titanlab.records.outcome import OutcomeKind
+from titanlab.launch import pass_over_damaged
+from titanlab.records import OutcomeKind
 
 
 @pytest.fixture

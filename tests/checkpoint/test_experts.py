@@ -11,11 +11,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests import tiny
 from tests.prove.test_experts import MODELS, traced
-from titanlab.checkpoint import store
-from titanlab.checkpoint.contents import read_contents
-from titanlab.checkpoint.folders import latest
-from titanlab.checkpoint.reader import read_into
-from titanlab.distributed.ranks import ALONE, joined
+from titanlab.checkpoint import latest, read_contents, read_into, store
+from titanlab.distributed import ALONE, joined
 from titanlab.prove import parity
 from titanlab.train import train
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import fsspec
 import pytest
 
+from titanlab.checkpoint import StorePath, objects
 from titanlab.checkpoint import blocks as files
-from titanlab.checkpoint import objects
-from titanlab.checkpoint.address_schema import StorePath
 from titanlab.checkpoint.blocks import DamagedFile, StoreSink, StoreSource
-from titanlab.system.files import StoreFault
+from titanlab.system import StoreFault
 
 CONTENT = bytes(range(256)) * 4
 

@@ -3,11 +3,10 @@
 import pytest
 
 from tests import tiny
-from titanlab.checkpoint.blocks import DamagedCheckpoint
-from titanlab.checkpoint.contents import check_checkpoint
-from titanlab.checkpoint.folders import (
+from titanlab.checkpoint import (
+    DamagedCheckpoint,
     another,
-    checkpoints,
+    check_checkpoint,
     fall_back,
     find,
     latest,
@@ -15,8 +14,8 @@ from titanlab.checkpoint.folders import (
     put_aside,
     put_back,
     remove,
-    step_folder,
 )
+from titanlab.checkpoint.folders import checkpoints, step_folder
 from titanlab.checkpoint.schema import Sync
 from titanlab.errors import ConfigError
 

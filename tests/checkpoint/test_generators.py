@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from titanlab.checkpoint.blocks import DamagedCheckpoint
-from titanlab.checkpoint.store import generator_states, restore_generators, set_generators
-from titanlab.distributed.world import World
+from titanlab.checkpoint import DamagedCheckpoint, generator_states, set_generators
+from titanlab.checkpoint.store import restore_generators
+from titanlab.distributed import World
 
 ALONE = World(rank=0, world=1, local_rank=0, device=torch.device("cpu"))
 HERE = Path("here")

@@ -12,14 +12,14 @@ import pytest
 from tests import tiny
 from tests.checkpoint.test_damage import loaded
 from tests.pool import RankFailure
-from titanlab.checkpoint.blocks import DamagedCheckpoint, DamagedFile, checksum
-from titanlab.checkpoint.contents import read_contents
-from titanlab.checkpoint.folders import INDEX, latest
+from titanlab.checkpoint import DamagedCheckpoint, latest, read_contents
+from titanlab.checkpoint.blocks import DamagedFile, checksum
+from titanlab.checkpoint.folders import INDEX
 from titanlab.checkpoint.index import signed
 from titanlab.checkpoint.index_reader import read_index
 from titanlab.cli import main
 from titanlab.errors import ConfigError
-from titanlab.records.run_folder import RunFolder
+from titanlab.records import RunFolder
 
 SHARD = "rank-00000.safetensors"
 

@@ -10,7 +10,7 @@ from tests import tiny
 from tests.checkpoint.test_damage import flipped, loaded
 from titanlab.checkpoint.folders import step_folder
 from titanlab.cli import main
-from titanlab.records.run_folder import RunFolder
+from titanlab.records import RunFolder
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 
 from tests.checkpoint.targets import saved_by, sums, trained
-from titanlab.checkpoint.contract import Target
-from titanlab.checkpoint.position import Position
+from titanlab.checkpoint import Position, Target
 from titanlab.checkpoint.savers import AsyncSaver, SyncSaver
+from titanlab.distributed import World
 from titanlab.distributed.flight_recorder import last_collectives
-from titanlab.distributed.world import World
 
 
 def test_the_bytes_are_the_same_in_every_mode(tmp_path, target):

@@ -4,10 +4,9 @@ import pytest
 
 from tests.object_store.running import FOLDER
 from tests.object_store.server import Fault
-from titanlab.checkpoint import objects
-from titanlab.checkpoint.address_schema import StorePath
+from titanlab.checkpoint import StorePath, objects
 from titanlab.checkpoint.blocks import BLOCK, BlockReader, BlockWriter, DamagedFile
-from titanlab.system.files import StoreFault, disk_fault, tells_of_disk
+from titanlab.system import StoreFault, disk_fault, tells_of_disk
 
 PLACE = StorePath(FOLDER)
 CONTENT = bytes(range(256)) * (3 * BLOCK // 256) + b"end"

@@ -3,7 +3,7 @@
 import pytest
 
 from tests import tiny
-from titanlab.checkpoint.contents import parent_of
+from titanlab.checkpoint import parent_of
 from titanlab.checkpoint.folders import step_folder
 
 

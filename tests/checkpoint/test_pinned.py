@@ -7,7 +7,7 @@ import contextlib
 import torch
 
 from tests.checkpoint.targets import saved_by, sums
-from titanlab.checkpoint.position import Position
+from titanlab.checkpoint import Position
 from titanlab.checkpoint.savers import PinnedSaver, SyncSaver
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from titanlab.checkpoint.position import Position, check_files, check_progress, read_position
+from titanlab.checkpoint import Position, check_files, check_progress, read_position
 from titanlab.errors import ConfigError
 
 WHOLE = {

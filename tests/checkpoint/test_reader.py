@@ -8,10 +8,9 @@ import torch.distributed.checkpoint as dcp
 
 from tests.checkpoint.one_process import saved, trained
 from tests.checkpoint.storage import write
+from titanlab.checkpoint import DamagedCheckpoint, read_contents, read_into
 from titanlab.checkpoint import reader as shard_reader
-from titanlab.checkpoint.blocks import DamagedCheckpoint
-from titanlab.checkpoint.contents import read_contents
-from titanlab.checkpoint.reader import JsonPlanner, ShardReader, load_state, read_into
+from titanlab.checkpoint.reader import JsonPlanner, ShardReader, load_state
 from titanlab.errors import ConfigError
 from titanlab.train.dcp_folder import read_saved
 from titanlab.train.dcp_tensors import DcpPlanner, DcpReader

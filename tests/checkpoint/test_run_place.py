@@ -16,33 +16,35 @@ from tests import tiny
 from tests.object_store.running import FOLDER, known
 from tests.object_store.server import Fault
 from tests.pool import RankFailure
-from titanlab.checkpoint import objects
-from titanlab.checkpoint.address_schema import StorePath
-from titanlab.checkpoint.blocks import BLOCK, DamagedCheckpoint
-from titanlab.checkpoint.contents import list_checkpoints, read_contents, verify
-from titanlab.checkpoint.folders import (
-    OWNER,
-    checkpoints,
+from titanlab.checkpoint import (
+    DamagedCheckpoint,
+    StorePath,
     checkpoints_of,
     claim_place,
     fall_back,
     find,
     latest,
+    list_checkpoints,
+    objects,
     of_step,
     put_aside,
     put_back,
+    read_contents,
     step_of,
 )
+from titanlab.checkpoint.blocks import BLOCK
+from titanlab.checkpoint.contents import verify
+from titanlab.checkpoint.folders import OWNER, checkpoints
 from titanlab.checkpoint.index_reader import read_index
 from titanlab.checkpoint.reader import JsonPlanner, ShardReader
 from titanlab.checkpoint.store import Plans, make_part, write_and_publish
 from titanlab.cli import main
-from titanlab.distributed.world import World
+from titanlab.distributed import World
 from titanlab.errors import ConfigError
-from titanlab.launch.attempt import begin, conclude, pass_over_damaged
-from titanlab.records.outcome import OutcomeKind, from_exception
-from titanlab.records.run_folder import RunFolder
-from titanlab.system.files import StoreFault
+from titanlab.launch import conclude, pass_over_damaged
+from titanlab.launch.attempt import begin
+from titanlab.records import OutcomeKind, RunFolder, from_exception
+from titanlab.system import StoreFault
 
 MEMORY = "memory://titanlab-tests"
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from titanlab.checkpoint import store
 from titanlab.checkpoint.store import Plans, write_and_publish
 from titanlab.checkpoint.writer import SavePlannerOfJson
-from titanlab.distributed.world import World
+from titanlab.distributed import World
 
 ALONE = World(rank=0, world=1, local_rank=0, device=torch.device("cpu"))
 

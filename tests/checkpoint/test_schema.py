@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests import tiny
+from titanlab.checkpoint import NoCheckpoints
 from titanlab.checkpoint.savers import AsyncSaver, NoSaver, SyncSaver
-from titanlab.checkpoint.schema import Async, AsyncPinned, NoCheckpoints, Sync
+from titanlab.checkpoint.schema import Async, AsyncPinned, Sync
 from titanlab.errors import ConfigError
+from titanlab.recipe import to_mapping
 from titanlab.recipe.next_attempt import overridden
-from titanlab.recipe.recipe import to_mapping
-from titanlab.records.identity import canonical
+from titanlab.records import canonical
 
 
 def test_a_config_names_its_saver(target):

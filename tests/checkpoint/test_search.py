@@ -3,7 +3,8 @@
 import pytest
 
 from tests import tiny
-from titanlab.checkpoint.folders import find_run_or_checkpoint, step_folder
+from titanlab.checkpoint import find_run_or_checkpoint
+from titanlab.checkpoint.folders import step_folder
 from titanlab.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from titanlab.checkpoint.index import ITEM_BYTES
+from titanlab.checkpoint import ITEM_BYTES
 from titanlab.checkpoint.shards import bytes_of, dtype_named, shard_of
 
 

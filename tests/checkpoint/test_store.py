@@ -11,13 +11,18 @@ import torch
 from torch import nn
 
 from tests.checkpoint.one_process import ALONE, saved, trained
-from titanlab.checkpoint import store
-from titanlab.checkpoint.blocks import DamagedCheckpoint
-from titanlab.checkpoint.contents import read_contents
-from titanlab.checkpoint.contract import OnlyModel, Target
+from titanlab.checkpoint import (
+    DamagedCheckpoint,
+    OnlyModel,
+    Position,
+    Target,
+    generator_states,
+    read_contents,
+    set_generators,
+    store,
+)
 from titanlab.checkpoint.index_reader import read_index
-from titanlab.checkpoint.position import MODEL, Position
-from titanlab.checkpoint.store import generator_states, set_generators
+from titanlab.checkpoint.position import MODEL
 from titanlab.errors import ConfigError
 
 # A run has a process group, also of one process.

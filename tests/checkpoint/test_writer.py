@@ -18,7 +18,7 @@ from titanlab.checkpoint.blocks import checksum
 from titanlab.checkpoint.store import Plans, write_and_publish
 from titanlab.checkpoint.writer import HostBuffer, publish
 from titanlab.checkpoint.writer import write as write_file
-from titanlab.distributed.world import World
+from titanlab.distributed import World
 
 
 def test_a_file_is_one_of_safetensors_in_which_each_dtype_is_one_range(tmp_path):

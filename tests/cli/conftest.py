@@ -18,11 +18,9 @@ import pytest
 
 from tests import tiny
 from titanlab.cli import main
-from titanlab.distributed.host import Host
-from titanlab.recipe.recipe import Recipe, to_mapping
-from titanlab.records.identity import identify
-from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.records.run_folder import create_run
+from titanlab.distributed import Host
+from titanlab.recipe import Recipe, to_mapping
+from titanlab.records import Outcome, OutcomeKind, create_run, identify
 from titanlab.techniques.model import llama_account
 
 LINE = re.compile(r"error: (?P<key>[^=\s]+)=(?P<value>.*?): (?P<rule>.+?); (?P<cure>.+)\n")

@@ -10,7 +10,7 @@ import yaml
 
 from titanlab.cli import compose, main
 from titanlab.errors import ConfigError
-from titanlab.recipe.flags import read_flags
+from titanlab.recipe import read_flags
 
 
 def state():

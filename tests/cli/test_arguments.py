@@ -6,7 +6,7 @@ import pytest
 
 from titanlab.cli.arguments import Arguments, bytes_of
 from titanlab.errors import ConfigError
-from titanlab.system.files import user_path
+from titanlab.system import user_path
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from titanlab.distributed.host import Host
+from titanlab.distributed import Host
 from titanlab.techniques.model import llama_account
 
 # Every case: what is typed after `titanlab train`, how the line begins, and what its cure has in it. A cure

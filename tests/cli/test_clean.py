@@ -11,11 +11,10 @@ import pytest
 from tests import tiny
 from tests.sweep.made import Made, begin, end
 from titanlab.cli import main, status
-from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.records.run_folder import RunFolder, Status
+from titanlab.records import Outcome, OutcomeKind, RunFolder, Status
 from titanlab.sweep import clean as caches
 from titanlab.sweep import clean as items
-from titanlab.system.files import write_json
+from titanlab.system import write_json
 
 RECORDS = (
     "config.yaml",

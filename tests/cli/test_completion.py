@@ -13,7 +13,7 @@ from hydra._internal.utils import get_args_parser
 from tests.cli.test_compose import as_process, options, write
 from titanlab.cli import main
 from titanlab.cli.verbs import VERBS
-from titanlab.records.outcome import OutcomeKind
+from titanlab.records import OutcomeKind
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,9 @@ from titanlab.data.schema import Stdlib
 from titanlab.errors import ConfigError
 from titanlab.launch.local_schema import Local
 from titanlab.options import discover
-from titanlab.parallelism.schema import Parallelism
-from titanlab.recipe.compose import conf_folder
-from titanlab.recipe.flags import read_flags
-from titanlab.recipe.recipe import from_mapping, to_mapping
-from titanlab.records.outcome import OutcomeKind
+from titanlab.parallelism import Parallelism
+from titanlab.recipe import conf_folder, from_mapping, read_flags, to_mapping
+from titanlab.records import OutcomeKind
 from titanlab.techniques.model.llama_schema import Llama
 from titanlab.techniques.optimizer.optimizers_schema import AdamW
 from titanlab.techniques.precision.cast_schema import Fp32

@@ -13,12 +13,11 @@ from tests.sweep.made import Made, begin, end, train
 from titanlab.checkpoint.folders import step_folder
 from titanlab.cli import main
 from titanlab.errors import ConfigError
-from titanlab.launch.contract import JobState
-from titanlab.records.claim import CannotWriteError
+from titanlab.launch import JobState
+from titanlab.records import CannotWriteError, RunFolder
 from titanlab.records.metrics_file import read_metrics
-from titanlab.records.run_folder import RunFolder
+from titanlab.sweep import SweepFolder
 from titanlab.sweep import reconcile as reconciling
-from titanlab.sweep.sweep_folder import SweepFolder
 
 
 @pytest.fixture

@@ -13,10 +13,11 @@ from safetensors import safe_open
 from tests.weights import saved
 from tests.weights.huggingface import made as folders
 from titanlab.checkpoint import index_reader as reader
-from titanlab.checkpoint.folders import remove, step_folder
+from titanlab.checkpoint import remove
+from titanlab.checkpoint.folders import step_folder
 from titanlab.checkpoint.reader import ShardReader
 from titanlab.cli import main
-from titanlab.train.interchange import is_weights
+from titanlab.train import is_weights
 
 
 @pytest.mark.parametrize(

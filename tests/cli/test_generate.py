@@ -3,7 +3,7 @@
 import pytest
 
 from titanlab.cli.verbs import call
-from titanlab.distributed.host import Host
+from titanlab.distributed import Host
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ import pytest
 
 from tests.sweep.made import Made
 from titanlab.cli import main
-from titanlab.launch.evidence import bad_hosts, host_names, note_bad_host
-from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.launch import bad_hosts, host_names
+from titanlab.launch.evidence import note_bad_host
+from titanlab.records import Outcome, OutcomeKind
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from tests.weights.huggingface import made as folders
 from titanlab.__main__ import main
 from titanlab.cli.weights import option_name
-from titanlab.recipe.keys import as_typed
+from titanlab.recipe import as_typed
 from titanlab.techniques.model.llama_schema import Llama
-from titanlab.train.interchange import is_weights
+from titanlab.train import is_weights
 from titanlab.train.weights_folder import open_weights
 
 SIZES = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 48, "vocab_size": 96}

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from titanlab.cli.inspect_runs import LogOutput
-from titanlab.records.logs import Line
+from titanlab.records import Line
 
 
 class Terminal(io.StringIO):

@@ -13,7 +13,7 @@ from tests import tiny
 from tests.sweep.made import Made, begin, end
 from titanlab.cli import inspect_runs
 from titanlab.cli.verbs import main
-from titanlab.records.run_folder import Status
+from titanlab.records import Status
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from titanlab.cli import main
-from titanlab.distributed.host import Host
+from titanlab.distributed import Host
 from titanlab.plan import search
 
 RECIPE = ["+recipe=llama3_1_8b_8gpus", "cluster=h100"]

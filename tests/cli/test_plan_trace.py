@@ -8,9 +8,9 @@ import pytest
 
 from tests import tiny
 from titanlab.cli import main
-from titanlab.costs.traffic_account import TrafficRow
+from titanlab.costs import TrafficRow
+from titanlab.prove import TraceComparison
 from titanlab.prove.declared import declared
-from titanlab.prove.traced_step import TraceComparison
 
 RECIPE = ["+recipe=llama3_1_8b_8gpus", "cluster=h100"]
 

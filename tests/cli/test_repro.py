@@ -9,12 +9,10 @@ import pytest
 from tests import tiny
 from tests.reproduction.repositories import git, make_repository
 from titanlab.cli import main
-from titanlab.recipe.compose import Loader
-from titanlab.recipe.flags import read_flags
-from titanlab.recipe.recipe import from_mapping, to_mapping
-from titanlab.records.config_file import read_config
-from titanlab.records.provenance import code_fingerprint, collect, git_state
-from titanlab.sweep.repro import composable, differences, pip_line, write_config, wrong_path
+from titanlab.recipe import Loader, from_mapping, read_flags, to_mapping
+from titanlab.records import code_fingerprint, collect, git_state, read_config
+from titanlab.sweep import composable, differences, pip_line, write_config
+from titanlab.sweep.repro import wrong_path
 
 PATCH = """\
 diff --git a/titanlab/code.py b/titanlab/code.py

@@ -19,13 +19,10 @@ from titanlab.errors import ConfigError
 from titanlab.launch.job import Job
 from titanlab.launch.local_schema import Local
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.recipe.recipe import to_mapping
-from titanlab.recipe.schema import Cluster
-from titanlab.records.identity import identify
-from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.records.run_folder import RunFolder, create_run
-from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.system.text import sweep_argument
+from titanlab.recipe import Cluster, to_mapping
+from titanlab.records import Outcome, OutcomeKind, RunFolder, create_run, identify
+from titanlab.sweep import SweepFolder
+from titanlab.system import sweep_argument
 
 NODES = Cluster(accelerator="cpu", device="cpu", peak_tflops=1.0, per_node=4, nodes=4)
 

@@ -11,7 +11,7 @@ from titanlab.cli import main
 from titanlab.cli.verbs import call
 from titanlab.errors import ConfigError
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.sweep import SweepFolder
 
 
 @pytest.fixture

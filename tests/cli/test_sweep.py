@@ -14,12 +14,12 @@ from tests.sweep.fake_slurm.cluster import FakeSlurm
 from tests.sweep.files import sweep_text, write_sweep
 from tests.sweep.study.test_sweep_files import EXPECTED
 from titanlab.cli import main
-from titanlab.launch.submission import JobShape, shape_of
-from titanlab.recipe.compose import conf_folder
-from titanlab.records.identity import identify
-from titanlab.records.outcome import OutcomeKind
-from titanlab.sweep.plan import Dropped, plan_study
-from titanlab.sweep.submit import Decision, Submitted, plan_lines
+from titanlab.launch import JobShape, shape_of
+from titanlab.recipe import conf_folder
+from titanlab.records import OutcomeKind, identify
+from titanlab.sweep import Submitted, plan_lines, plan_study
+from titanlab.sweep.plan import Dropped
+from titanlab.sweep.submit import Decision
 
 PAGE = Path(__file__).parents[2] / "docs" / "sweeps.md"
 GOOD = {"product": {"parallelism": ["fsdp", "fsdp_tp"], "world": [2, 3]}}

@@ -8,7 +8,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from titanlab.cli import sweep, verbs
 from titanlab.cli.verbs import call
 from titanlab.launch import execute
-from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records import Outcome, OutcomeKind
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,8 @@ import pytest
 from tests import tiny
 from titanlab.cli.verbs import call
 from titanlab.errors import ConfigError
-from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.records.run_search import list_runs
-from titanlab.sweep.listing import details
-from titanlab.sweep.rows import look_at
-from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.records import Outcome, OutcomeKind, list_runs
+from titanlab.sweep import SweepFolder, details, look_at
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from tests.report.test_wandb_workspace import keys_of
 from tests.sweep.made import Made, begin, end
 from titanlab.cli import main
 from titanlab.report import wandb_workspace
-from titanlab.system.imports import import_quietly
+from titanlab.system import import_quietly
 
 
 def track(run, text):

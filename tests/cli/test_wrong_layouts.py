@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlab.distributed.host import Host
+from titanlab.distributed import Host
 
 # What is typed, how the line begins, what its cure has in it, and an override that mends it: None where the cure names
 # none. Words in <angle brackets> are files of the fixture `files`.

@@ -22,10 +22,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests import tiny
 from tests.extending.test_extending import install, sections
 from tests.pool import Pool
-from titanlab.distributed.world import World
+from titanlab.distributed import World
 from titanlab.errors import ConfigError
 from titanlab.options import schema_of
-from titanlab.parallelism.tensor import TensorParallel, parallelise
+from titanlab.parallelism import TensorParallel, parallelise
 from titanlab.techniques.compile import compiler as async_tensor
 from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.model import llama, llama_account

@@ -16,7 +16,7 @@ import torch
 from torch._dynamo import utils
 
 from tests import tiny
-from titanlab.distributed.ranks import ALONE, joined
+from titanlab.distributed import ALONE, joined
 from titanlab.prove import parity
 from titanlab.prove.parity import compare
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, MemoryBudget, SelectiveLayer, SelectiveOp

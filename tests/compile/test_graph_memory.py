@@ -7,9 +7,7 @@ import torch
 
 from tests import tiny
 from tests.training.test_assemble import batch
-from titanlab.distributed.mesh import build_mesh
-from titanlab.distributed.ranks import ALONE, joined
-from titanlab.distributed.world import open_world
+from titanlab.distributed import ALONE, build_mesh, joined, open_world
 from titanlab.techniques.compile.schema import MODES, Compile
 from titanlab.train import assemble as assembly
 from titanlab.train.assemble import assemble

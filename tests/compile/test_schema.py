@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests import tiny
-from titanlab.costs.layout import Layout
+from titanlab.costs import Layout
 from titanlab.errors import ConfigError
 from titanlab.recipe.recipe_rules import setting
 from titanlab.techniques.compile import schema

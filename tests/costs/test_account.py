@@ -1,6 +1,6 @@
 """The sums that accounts answer themselves."""
 
-from titanlab.costs.account import ModelAccount
+from titanlab.costs import ModelAccount
 
 
 def test_counts():

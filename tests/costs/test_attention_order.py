@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from titanlab.costs.attention_order import FLASH3, FUSED, TABLE, order, rules, rules_of, with_one_flash
+from titanlab.costs import FLASH3, order, rules, with_one_flash
+from titanlab.costs.attention_order import FUSED, TABLE, rules_of
 
 HOPPER = (9, 0)
 

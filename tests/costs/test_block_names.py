@@ -3,7 +3,7 @@
 import torch
 
 from tests import tiny
-from titanlab.costs.account import BLOCKS, block_name, is_in_block
+from titanlab.costs import BLOCKS, block_name, is_in_block
 
 
 def test_the_modules_of_a_model_have_these_names(tmp_path):

@@ -3,15 +3,8 @@
 import pytest
 
 from tests.plan.layouts import SMALL
-from titanlab.costs.layout import Layout
-from titanlab.costs.traffic_account import (
-    Coordinate,
-    Step,
-    Traffic,
-    TrafficRow,
-    context_of_block,
-    forward_context_of_block,
-)
+from titanlab.costs import Coordinate, Layout, Step, Traffic, TrafficRow
+from titanlab.costs.traffic_account import context_of_block, forward_context_of_block
 
 BLOCK = "layers.0"
 # 2 sequences of 64 tokens, cut in 4, with 4 heads of 32 keys or values in float32.

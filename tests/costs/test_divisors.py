@@ -1,6 +1,6 @@
 """Divisors of a number."""
 
-from titanlab.costs.layout import divisors
+from titanlab.costs import divisors
 
 
 def test_divisors():

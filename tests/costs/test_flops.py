@@ -1,6 +1,6 @@
 """FLOPs from accounts; published numbers are in tests/model/test_llama_account.py."""
 
-from titanlab.costs.account import ModelAccount, Operation, forward_flops, training_flops_per_token
+from titanlab.costs import ModelAccount, Operation, forward_flops, training_flops_per_token
 
 
 def account(*, tied):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from titanlab.costs.hardware import DEVICES, compute_capability, find, peak_flops
+from titanlab.costs import compute_capability, find
+from titanlab.costs.hardware import DEVICES, peak_flops
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanlab.costs.layout import Layout, resolve_layout
+from titanlab.costs import Layout, resolve_layout
 from titanlab.errors import ConfigError
 
 

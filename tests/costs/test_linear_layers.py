@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from titanlab.costs.account import linear_layers, matches, part_shape
+from titanlab.costs import linear_layers, matches, part_shape
 from titanlab.techniques.model.llama_schema import Llama
 
 MODEL = Llama(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=200, vocab_size=256).account()

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titanlab.costs.setting import CHUNK_BYTES, automatic, chunk_bytes, chunks_of, part_rows
+from titanlab.costs import automatic, chunk_bytes, part_rows
+from titanlab.costs.setting import CHUNK_BYTES, chunks_of
 
 
 @pytest.mark.parametrize(

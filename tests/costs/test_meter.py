@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from titanlab.costs import Meter, RunWork
 from titanlab.costs import meter as names
-from titanlab.costs.meter import Meter, RunWork
 
 
 class Clock:

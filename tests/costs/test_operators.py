@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from titanlab.costs.account import CONTEXT_ATTENTION, EXCHANGE, GROUPED_PRODUCT
+from titanlab.costs import CONTEXT_ATTENTION, EXCHANGE, GROUPED_PRODUCT
 
 
 @pytest.mark.parametrize(

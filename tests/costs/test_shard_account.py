@@ -9,17 +9,8 @@ import pytest
 import torch
 
 from tests.plan.layouts import SMALL
-from titanlab.costs.account import (
-    Cuts,
-    account_for,
-    cuts_of,
-    fsdp_dim,
-    gathered_part,
-    sharded_dim,
-    stored_part,
-    tensor_part,
-)
-from titanlab.costs.layout import Layout
+from titanlab.costs import Layout, account_for, cuts_of, fsdp_dim, gathered_part, sharded_dim, stored_part, tensor_part
+from titanlab.costs.account import Cuts
 from titanlab.techniques.model.llama_schema import Mixtral
 
 ACCOUNT = SMALL.account()

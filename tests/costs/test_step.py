@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from titanlab.costs.layout import Layout
-from titanlab.costs.traffic_account import Coordinate, Step
+from titanlab.costs import Coordinate, Layout, Step
 from titanlab.techniques.model.llama_schema import Llama
 
 ACCOUNT = Llama(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=192, vocab_size=256).account()

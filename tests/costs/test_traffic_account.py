@@ -10,24 +10,17 @@ import torch
 import torch.distributed as dist
 
 from tests import tiny
-from titanlab.costs.layout import Layout
-from titanlab.costs.traffic_account import Coordinate, Step, flat, step_traffic
+from titanlab.costs import Coordinate, Layout, Step, flat, step_traffic
 from titanlab.data import source
-from titanlab.distributed.mesh import build_mesh
-from titanlab.distributed.ranks import joined
-from titanlab.distributed.traffic import axis_groups, traced
-from titanlab.distributed.world import open_world
-from titanlab.parallelism.gradients import Gradients
-from titanlab.recipe.communication import step_of
-from titanlab.recipe.recipe import Recipe
+from titanlab.distributed import axis_groups, build_mesh, joined, open_world, traced
+from titanlab.parallelism import Gradients
+from titanlab.recipe import Recipe, step_of
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveLayer, SelectiveOp
 from titanlab.techniques.model import llama_account
 from titanlab.techniques.precision.cast_schema import Bf16, Bf16Full, Fp16
 from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8Tensorwise
 from titanlab.techniques.schedule.published_schema import ZBV, GPipe, Interleaved1F1B, LoopedBFS
-from titanlab.train import assemble, stage
-from titanlab.train.assemble import StepBatch
-from titanlab.train.totals import Reduction
+from titanlab.train import Reduction, StepBatch, assemble, stage
 
 
 def traffic_of(made: Recipe, steps: int):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from titanlab.costs.traffic_account import Traffic, flat, lines, wire_bytes
+from titanlab.costs import Traffic, flat, lines
+from titanlab.costs.traffic_account import wire_bytes
 
 
 def a_table():

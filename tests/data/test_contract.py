@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from titanlab.data.contract import DataConfig, DataSource
+from titanlab.data import DataConfig
+from titanlab.data.contract import DataSource
 
 
 class Plain(DataSource):

@@ -15,11 +15,11 @@ from tests.data.test_hf import made as hf_made
 from tests.data.test_hf import tokens_of_stream
 from tests.data.test_tokens import write_by_hand
 from tests.planted_schema import Planted
-from titanlab.data import source
+from titanlab.data import Synthetic, source
 from titanlab.data.contract import Separators
 from titanlab.data.corpus import is_held_out
 from titanlab.data.indexed import Split
-from titanlab.data.schema import Files, Synthetic, TokenFolder
+from titanlab.data.schema import Files, TokenFolder
 from titanlab.errors import ConfigError
 
 SEQ = 24

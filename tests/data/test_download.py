@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from titanlab.data.new_tokenizer import download_tokenizer
+from titanlab.data import download_tokenizer
 from titanlab.data.tokenizers import load
 from titanlab.errors import ConfigError
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from titanlab.data import source
-from titanlab.data.contract import DataConfig, DataSource
-from titanlab.data.schema import Files, HuggingFace, Stdlib, Synthetic, TokenFolder
+from titanlab.data import DataConfig, Synthetic, source
+from titanlab.data.contract import DataSource
+from titanlab.data.schema import Files, HuggingFace, Stdlib, TokenFolder
 from titanlab.errors import ConfigError
 from titanlab.options import discover
 

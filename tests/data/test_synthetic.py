@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.test_indexed import SEQ, global_steps
-from titanlab.data import source
-from titanlab.data.schema import Synthetic
+from titanlab.data import Synthetic, source
 
 
 @given(before=st.sampled_from([1, 2, 3, 4]), after=st.sampled_from([1, 2, 3, 4]), stop=st.integers(0, 5))

@@ -10,9 +10,8 @@ import pytest
 
 from tests.data.conftest import silent, text
 from tests.data.test_indexed import global_steps
-from titanlab.data import source
+from titanlab.data import source, write_token_shards
 from titanlab.data.schema import Files, TokenFolder
-from titanlab.data.text import write_token_shards
 from titanlab.errors import ConfigError
 
 

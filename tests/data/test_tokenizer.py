@@ -13,8 +13,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from titanlab.data import keep
 from titanlab.data.contract import Separators
-from titanlab.data.tokenizers import keep, load, separators_in_words, separators_of
+from titanlab.data.tokenizers import load, separators_in_words, separators_of
 from titanlab.errors import ConfigError
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)

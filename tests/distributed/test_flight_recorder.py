@@ -8,11 +8,10 @@ import time
 import pytest
 import torch.distributed as dist
 
-from titanlab.costs.layout import Layout
-from titanlab.distributed import flight_recorder
-from titanlab.distributed.flight_recorder import last_collectives, topology
-from titanlab.distributed.mesh import build_mesh
-from titanlab.records.hang_file import Collective
+from titanlab.costs import Layout
+from titanlab.distributed import build_mesh, flight_recorder, topology
+from titanlab.distributed.flight_recorder import last_collectives
+from titanlab.records import Collective
 
 
 def entry(sequence, **changes):

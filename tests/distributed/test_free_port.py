@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
+from titanlab.distributed import free_port
 from titanlab.distributed import ranks as module
-from titanlab.distributed.ranks import free_port
 
 
 @pytest.fixture

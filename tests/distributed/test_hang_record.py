@@ -7,7 +7,7 @@ import pytest
 from tests import tiny
 from titanlab.distributed import hang
 from titanlab.distributed.hang import Topology, stack_of, stack_of_error
-from titanlab.records.hang_file import CodeLine, Collective, GroupRecord, Messages, read_hang, write_hang
+from titanlab.records import CodeLine, Collective, GroupRecord, Messages, read_hang, write_hang
 
 
 def recorded(frames, **changes):

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from titanlab.distributed import host
-from titanlab.distributed.host import (
+from titanlab.distributed import (
     Host,
     check_host,
     cores,
     gpus,
+    host,
     share_of_cores,
     this_host,
     thread_count,

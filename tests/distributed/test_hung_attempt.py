@@ -5,10 +5,9 @@ import pytest
 from tests import tiny
 from tests.distributed.test_silence import silent, waits
 from tests.records.test_hang_file import values
-from titanlab.distributed.hang import has_hung, hung_attempt
-from titanlab.records.config_file import config_text
-from titanlab.records.hang_file import hang_folder, parse_hang, write_hang
-from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.distributed import has_hung, hung_attempt
+from titanlab.records import Outcome, OutcomeKind, config_text, write_hang
+from titanlab.records.hang_file import hang_folder, parse_hang
 
 GROUPS = {"0": {"axis": "shard", "ranks": [0, 1, 2]}}
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from titanlab.distributed import ranks
-from titanlab.distributed.ranks import ALONE, is_loopback, is_one_host, listen, loopback_address, loopback_interface
+from titanlab.distributed import ALONE, loopback_interface, ranks
+from titanlab.distributed.ranks import is_loopback, is_one_host, listen, loopback_address
 
 
 def test_names_and_addresses_of_the_loopback_are_known():

@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titanlab.costs.layout import DATA_AXES, Layout
-from titanlab.distributed.mesh import build_mesh
+from titanlab.costs import DATA_AXES, Layout
+from titanlab.distributed import build_mesh
 
 LAYOUTS = [
     Layout(),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanlab.distributed.ranks import joined
+from titanlab.distributed import joined
 from titanlab.errors import ConfigError
 
 TORCHRUN = {

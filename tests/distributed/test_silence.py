@@ -11,16 +11,9 @@ import pytest
 
 from tests import tiny
 from tests.until import until
-from titanlab.distributed import silence
-from titanlab.distributed.silence import (
-    await_answers,
-    hangs_of_others,
-    judged,
-    note_silence,
-    note_silent_ranks,
-    process_state,
-)
-from titanlab.records.outcome import Outcome, OutcomeKind, first_cause, from_exception, is_silent
+from titanlab.distributed import await_answers, hangs_of_others, judged, note_silence, note_silent_ranks, silence
+from titanlab.distributed.silence import process_state
+from titanlab.records import Outcome, OutcomeKind, first_cause, from_exception, is_silent
 
 ADVICE = "steps before it took 0.1 s (median of 9); training.step_timeout_seconds=6"
 

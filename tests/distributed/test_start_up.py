@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from titanlab.distributed.start_up import FILE, LAUNCHED, StartUp, launched_at, start_of_worker, write_start_up
-from titanlab.system.processes import process_start
+from titanlab.distributed import StartUp, launched_at, start_of_worker, write_start_up
+from titanlab.distributed.start_up import FILE, LAUNCHED
+from titanlab.system import process_start
 
 
 def counted(*begun):

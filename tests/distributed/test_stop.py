@@ -10,19 +10,18 @@ import time
 import pytest
 
 from tests.until import until
-from titanlab.distributed import stop
-from titanlab.distributed.stop import (
+from titanlab.distributed import (
     STOP_SIGNALS,
     STOPS,
-    Impatient,
     held_signals,
     request_from_lines,
-    signal_for,
+    stop,
     stop_line,
     stop_request,
     stopped_before_start,
 )
-from titanlab.records.outcome import OutcomeKind
+from titanlab.distributed.stop import Impatient, signal_for
+from titanlab.records import OutcomeKind
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)

@@ -7,9 +7,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from titanlab.costs.layout import Layout
-from titanlab.distributed.mesh import build_mesh
-from titanlab.distributed.traffic import axis_groups, traced
+from titanlab.costs import Layout
+from titanlab.distributed import axis_groups, build_mesh, traced
 from titanlab.parallelism.collectives import all_gather_single, reduce_scatter_single
 
 # Torch names them otherwise from version to version: our rows must not.

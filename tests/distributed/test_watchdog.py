@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 import titanlab
+from titanlab.distributed import Watchdog, watchdog
 from titanlab.distributed import hang as hang_words
-from titanlab.distributed import watchdog
 from titanlab.distributed.hang import FIRST_STEP_KEY, STEP_KEY, StepTimes, hang
-from titanlab.distributed.watchdog import Watchdog
-from titanlab.records.outcome import OutcomeKind, first_cause
+from titanlab.records import OutcomeKind, first_cause
 
 HERE = """
     import ctypes, json, sys, time

@@ -11,11 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titanlab.distributed.ranks import ALONE, free_port, joined
-from titanlab.distributed.stop import StoppedEarly, stop_request
-from titanlab.distributed.world import AbsentRanks, _select_device, open_world
+from titanlab.distributed import ALONE, StoppedEarly, free_port, joined, open_world, stop_request
+from titanlab.distributed.world import AbsentRanks, _select_device
 from titanlab.errors import ConfigError
-from titanlab.records.outcome import OutcomeKind, from_exception
+from titanlab.records import OutcomeKind, from_exception
 
 LISTENS = "0A"
 

@@ -17,9 +17,7 @@ from tests.sweep.made import Made, begin, end, train
 from tests.weights.huggingface import made as hf
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.ranges import plain
-from titanlab.records.config_file import config_text
-from titanlab.records.outcome import OutcomeKind
-from titanlab.records.run_folder import RunFolder
+from titanlab.records import OutcomeKind, RunFolder, config_text
 
 WORDS = "the def return self class import value tokens of a stream and its order in every rank".split()
 # The model that is trained where a command names none (conf/model/debug.yaml), as Hugging Face writes it.

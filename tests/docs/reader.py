@@ -16,18 +16,15 @@ import pytest
 from tests.docs.given import write_tokenizer
 from titanlab.cli import main
 from titanlab.data import source
-from titanlab.distributed.host import Host
-from titanlab.launch.execute import Ready, prepare
+from titanlab.distributed import Host
+from titanlab.launch import prepare
+from titanlab.launch.execute import Ready
+from titanlab.prove import ProofRow, Reduced
 from titanlab.prove.forked import Ended
-from titanlab.prove.proof import ProofRow
-from titanlab.prove.reduction import Reduced
-from titanlab.recipe.recipe import Recipe, to_mapping
-from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.records.run_folder import RunFolder, create_run
-from titanlab.records.run_search import find_run
-from titanlab.sweep import plan
+from titanlab.recipe import Recipe, to_mapping
+from titanlab.records import Outcome, OutcomeKind, RunFolder, create_run, find_run
+from titanlab.sweep import check_study, plan
 from titanlab.sweep.request import Request
-from titanlab.sweep.submit import check_study
 
 LAPTOP = Host(accelerator="cpu", device="cpu", count=2)
 GPUS = Host(accelerator="cuda", device="NVIDIA H100 80GB HBM3", count=8)

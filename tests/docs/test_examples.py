@@ -10,8 +10,7 @@ import yaml
 
 from tests.docs.pages import blocks
 from tests.report.wandb_api import Api
-from titanlab.costs import meter
-from titanlab.costs.account import Share
+from titanlab.costs import Share, meter
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing
 from titanlab.techniques.model.llama_account import block_operations
 from titanlab.techniques.model.llama_schema import Llama

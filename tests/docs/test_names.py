@@ -15,9 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tests.docs.pages import PAGES, PROGRAM, ROOT, VERBS, read, spans
 from tests.docs.test_commands import help_of
 from titanlab.options import discover
-from titanlab.recipe.compose import conf_folder, register
-from titanlab.recipe.keys import known_keys
-from titanlab.recipe.recipe import Recipe, schema_node
+from titanlab.recipe import Recipe, conf_folder, known_keys, register, schema_node
 
 GROUPS = {path.name for path in conf_folder().iterdir() if path.is_dir()}
 OVERRIDE = re.compile(r"'?[+~]?[a-z][\w.]*=\S.*")

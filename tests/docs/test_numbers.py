@@ -12,9 +12,9 @@ from tests.docs.pages import CONFIGS, PAGES, commands, read
 from tests.docs.test_names import options, tables
 from tests.model.published import SCHEMAS
 from titanlab.cli import main
-from titanlab.costs.account import training_flops_per_token
-from titanlab.recipe.compose import conf_folder
-from titanlab.sweep.plan import plan_study
+from titanlab.costs import training_flops_per_token
+from titanlab.recipe import conf_folder
+from titanlab.sweep import plan_study
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,9 @@
 import threading
 import time
 
-from titanlab.doctor.checkup import Check, run_checks
-from titanlab.system.text import ok
+from titanlab.doctor import run_checks
+from titanlab.doctor.checkup import Check
+from titanlab.system import ok
 
 
 def test_a_check_that_hangs_or_raises_is_a_finding_and_delays_nobody():

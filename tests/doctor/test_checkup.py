@@ -4,13 +4,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from titanlab.doctor import checkup
-from titanlab.doctor.checkup import checks, run_checks
+from titanlab.doctor import checks, checkup, run_checks
 from titanlab.errors import ConfigError
-from titanlab.launch.contract import LaunchConfig, Launcher
+from titanlab.launch import LaunchConfig, Launcher
 from titanlab.launch.local_schema import Local
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.system.text import ok
+from titanlab.system import ok
 
 # Before those of the launchers.
 SECTIONS = ("software", "devices", "host", "storage")

@@ -8,7 +8,7 @@ import pytest
 
 from tests.doctor.programs import states
 from titanlab.doctor import software
-from titanlab.system.text import FAIL
+from titanlab.system import FAIL
 
 
 def test_this_machine_can_be_read():

@@ -9,7 +9,7 @@ import pytest
 from tests.doctor.programs import states
 from tests.doctor.volumes import GIB, volume
 from titanlab.doctor import storage
-from titanlab.system.text import FAIL
+from titanlab.system import FAIL
 
 
 def test_the_folder_of_runs_is_written_to_and_left_as_it_was(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 
 from tests import tiny
 from tests.extending.test_extending import install, sections
-from titanlab.distributed.ranks import ALONE, joined
+from titanlab.distributed import ALONE, joined
 from titanlab.errors import ConfigError
 from titanlab.prove import parity
 from titanlab.techniques.model.llama_schema import Mixtral

@@ -12,7 +12,7 @@ from tiny_gpt import gpt
 from tiny_gpt.gpt_schema import Gpt
 
 from tests.model.published import load
-from titanlab.data.schema import Synthetic
+from titanlab.data import Synthetic
 from titanlab.errors import ConfigError
 from titanlab.train.conformance import faults
 

@@ -14,7 +14,7 @@ from tiny_gpt.gpt_schema import Gpt
 
 from tests import tiny
 from tests.prove.parity_rows import COMMON, SCHEDULES
-from titanlab.distributed.ranks import ALONE, joined
+from titanlab.distributed import ALONE, joined
 from titanlab.prove import parity
 from titanlab.prove.parity import compare
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveOp

@@ -6,8 +6,8 @@ import pytest
 
 from tests.costs.test_traffic_account import traffic_of
 from tests.gpt.test_gpt_parity import label, recipe
-from titanlab.costs.traffic_account import flat, step_traffic
-from titanlab.recipe.communication import step_of
+from titanlab.costs import flat, step_traffic
+from titanlab.recipe import step_of
 
 LAYOUTS = [
     ("plain", {"tensor": 2}, True),

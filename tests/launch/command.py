@@ -9,8 +9,7 @@ from pathlib import Path
 
 from tests.planted_package import install_planted
 from tests.until import until
-from titanlab.records.run_folder import RunFolder
-from titanlab.records.run_search import list_runs
+from titanlab.records import RunFolder, list_runs
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = [

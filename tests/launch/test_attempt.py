@@ -14,28 +14,17 @@ import pytest
 import tokenizers
 
 from tests import tiny
-from titanlab.checkpoint.folders import latest, step_folder
+from titanlab.checkpoint import latest
+from titanlab.checkpoint.folders import step_folder
 from titanlab.data import source
 from titanlab.data.schema import Files
 from titanlab.data.tokenizers import load
-from titanlab.distributed.host import Host
+from titanlab.distributed import Host
 from titanlab.errors import ConfigError
-from titanlab.launch.attempt import (
-    begin,
-    check_own_checkpoint,
-    close_dead,
-    close_earlier,
-    conclude,
-    go_back,
-    keep_tokenizer,
-    missed_checkpoint,
-    with_progress,
-    world_of,
-)
-from titanlab.recipe.recipe import to_mapping
-from titanlab.records.identity import identify
-from titanlab.records.outcome import KillEvidence, Outcome, OutcomeKind
-from titanlab.records.run_folder import RunFolder, Status, create_run
+from titanlab.launch import close_dead, conclude, go_back, missed_checkpoint, with_progress, world_of
+from titanlab.launch.attempt import begin, check_own_checkpoint, close_earlier, keep_tokenizer
+from titanlab.recipe import to_mapping
+from titanlab.records import KillEvidence, Outcome, OutcomeKind, RunFolder, Status, create_run, identify
 
 HOST = Host(accelerator="cpu", device="cpu", count=2)
 

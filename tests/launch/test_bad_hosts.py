@@ -6,10 +6,11 @@ import pytest
 
 from tests import tiny
 from titanlab.cli import main
-from titanlab.launch.evidence import bad_hosts, clear_bad_hosts, host_names, note_bad_host, suspect
+from titanlab.launch import bad_hosts, clear_bad_hosts, host_names
+from titanlab.launch.evidence import note_bad_host, suspect
 from titanlab.launch.slurm import batch
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records import Outcome, OutcomeKind
 
 NODES = ("n1", "n2", "n3")
 KILLED = Outcome(kind=OutcomeKind.CRASH, rank=5, exit_code=-11, cause="segmentation fault")

@@ -7,10 +7,10 @@ import signal
 import pytest
 
 from tests.until import until
-from titanlab.distributed.ranks import ALONE
+from titanlab.distributed import ALONE
 from titanlab.launch import processes as module
 from titanlab.launch.watch import Child
-from titanlab.records.outcome import OutcomeKind
+from titanlab.records import OutcomeKind
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 from tests.launch.command import Command, alive, children
 from tests.until import until
-from titanlab.records.outcome import OutcomeKind
+from titanlab.records import OutcomeKind
 
 pytestmark = pytest.mark.full
 

@@ -11,9 +11,8 @@ import pytest
 
 from tests.until import until
 from titanlab.launch.processes import HURRY_SECONDS, START_SECONDS, STOP_SECONDS, STOPPED_SECONDS, Escalation
-from titanlab.records.outcome import OutcomeKind
-from titanlab.records.run_folder import RunFolder, Status
-from titanlab.system.processes import process_state
+from titanlab.records import OutcomeKind, RunFolder, Status
+from titanlab.system import process_state
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells the state of a process")
 

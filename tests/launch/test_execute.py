@@ -12,18 +12,16 @@ import pytest
 
 from tests import tiny
 from tests.weights.huggingface import made
-from titanlab.checkpoint.blocks import DamagedCheckpoint
-from titanlab.checkpoint.folders import latest, step_folder
+from titanlab.checkpoint import DamagedCheckpoint, latest
+from titanlab.checkpoint.folders import step_folder
 from titanlab.data.schema import Files
-from titanlab.distributed.host import Host
-from titanlab.distributed.stop import STOP_SIGNALS, handled
+from titanlab.distributed import STOP_SIGNALS, Host, handled
 from titanlab.errors import ConfigError
+from titanlab.launch import continue_run, prepare
 from titanlab.launch.contract import Failure
-from titanlab.launch.execute import continue_run, execute, prepare
-from titanlab.records.outcome import Outcome, OutcomeKind, from_exception
-from titanlab.records.run_folder import Status, open_run
-from titanlab.records.run_search import list_runs
-from titanlab.system.terminal import Console
+from titanlab.launch.execute import execute
+from titanlab.records import Outcome, OutcomeKind, Status, from_exception, list_runs, open_run
+from titanlab.system import Console
 from titanlab.techniques.model import llama_account
 from titanlab.techniques.model.llama_schema import Llama
 

@@ -8,13 +8,13 @@ import pytest
 
 from tests import tiny
 from tests.sweep.jobs import Jobs, ended
-from titanlab.distributed.ranks import ALONE
+from titanlab.distributed import ALONE
 from titanlab.errors import ConfigError
 from titanlab.launch import group as rendezvous
+from titanlab.launch import write_submission
 from titanlab.launch.group import RankGroup, Rendezvous, ranks_in
 from titanlab.launch.local_schema import Local
-from titanlab.launch.submission import write_submission
-from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records import Outcome, OutcomeKind
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from tests.launch.command import Command, alive, children
 from titanlab.cli.verbs import main
-from titanlab.records.outcome import OutcomeKind
+from titanlab.records import OutcomeKind
 
 # Seconds from the limit in force to the end.
 BAR = 10.0

@@ -8,13 +8,13 @@ import signal
 import pytest
 
 from tests import tiny
-from titanlab.distributed.ranks import ALONE
+from titanlab.distributed import ALONE
 from titanlab.errors import ConfigError
+from titanlab.launch import JobShape, Submission, write_submission
 from titanlab.launch.contract import ProcessPlace
 from titanlab.launch.job import Job, received_signals, say, submitted
-from titanlab.launch.submission import JobShape, Submission, write_submission
-from titanlab.recipe.recipe import to_mapping
-from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.recipe import to_mapping
+from titanlab.records import Outcome, OutcomeKind
 
 
 @pytest.fixture

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.launch import launchers
-from titanlab.launch.contract import LaunchConfig
-from titanlab.launch.launchers import default_config
+from titanlab.launch import LaunchConfig, default_config, launchers
 
 
 @dataclass(kw_only=True)

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from tests.until import until
-from titanlab.records.outcome import OutcomeKind
+from titanlab.records import OutcomeKind
 
 pytestmark = pytest.mark.full
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from titanlab.launch.evidence import MemoryKills, memory_kills
-from titanlab.records.outcome import KillEvidence
+from titanlab.launch import memory_kills
+from titanlab.launch.evidence import MemoryKills
+from titanlab.records import KillEvidence
 
 NOBODY = KillEvidence(
     by_kernel=False,

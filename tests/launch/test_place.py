@@ -6,12 +6,12 @@ import pytest
 
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.launch import group as rendezvous
+from titanlab.launch import launcher_named
 from titanlab.launch.group import Rendezvous, await_meeting, find_meeting, publish_meeting
 from titanlab.launch.job import address_of, port_of
-from titanlab.launch.launchers import launcher_named
 from titanlab.launch.slurm import launcher as slurm_launcher
 from titanlab.launch.slurm.command import hosts
-from titanlab.records.run_folder import RunFolder
+from titanlab.records import RunFolder
 
 SLURM, HERE = launcher_named("slurm"), launcher_named("local")
 TASK = {

@@ -10,7 +10,7 @@ import titanlab
 from tests import tiny
 from titanlab.errors import ConfigError
 from titanlab.launch.job import Job, claim_run
-from titanlab.records.run_folder import RunFolder
+from titanlab.records import RunFolder
 
 HERE = Path(titanlab.__file__).parent
 

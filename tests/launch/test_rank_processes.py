@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from tests.until import until
-from titanlab.launch.processes import RankProcesses
+from titanlab.launch import RankProcesses
 
 
 def never():

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.sweep.jobs import Jobs
-from titanlab.distributed.ranks import ALONE
+from titanlab.distributed import ALONE
 from titanlab.launch import evidence as memory_kills
 from titanlab.launch import watch as rank_watch
 from titanlab.launch.contract import ProcessPlace, StopReason
@@ -17,8 +17,7 @@ from titanlab.launch.group import requeue_after
 from titanlab.launch.job import Job
 from titanlab.launch.slurm.launcher import SlurmLauncher
 from titanlab.launch.watch import RankWatch, settle, write_stop
-from titanlab.records.outcome import Outcome, OutcomeKind, from_exception
-from titanlab.records.run_folder import RunFolder, Status
+from titanlab.records import Outcome, OutcomeKind, RunFolder, Status, from_exception
 
 
 class Worker:

@@ -16,12 +16,11 @@ import pytest
 
 from tests.launch.command import alive, children, finished
 from tests.until import until
-from titanlab.distributed.ranks import free_port
+from titanlab.distributed import free_port
 from titanlab.launch import processes as local
 from titanlab.launch.contract import Failure
 from titanlab.launch.processes import Escalation
-from titanlab.records.outcome import OutcomeKind
-from titanlab.records.run_folder import RunFolder
+from titanlab.records import OutcomeKind, RunFolder
 
 TWO = ["parallelism=fsdp", "world=2"]
 # Which takes a second less to import.
@@ -343,7 +342,7 @@ def test_a_signal_that_comes_before_the_ranks_are_there_waits(tmp_path):
 
 def test_a_recipe_can_be_handed_over(monkeypatch, tmp_path):
     """To a rank that somebody else started, and that may be earlier than rank 0."""
-    from titanlab.distributed.ranks import Ranks
+    from titanlab.distributed import Ranks
 
     given = {"name": "x", "training": {"steps": 3}, "none": None}
     script = f'test "$2" = - && cat > {tmp_path}/given'

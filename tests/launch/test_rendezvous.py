@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 
 from tests.weights.saved import run_of
-from titanlab.distributed.ranks import ALONE
+from titanlab.distributed import ALONE
 from titanlab.errors import TitanlabError
 from titanlab.launch import group as rendezvous
 from titanlab.launch.group import MEETING_FILE, Rendezvous, await_meeting, find_meeting, publish_meeting
-from titanlab.records.run_folder import RunFolder
+from titanlab.records import RunFolder
 
 
 @pytest.fixture

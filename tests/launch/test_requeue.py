@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 
 from tests import tiny
-from titanlab.distributed.ranks import ALONE
+from titanlab.distributed import ALONE
 from titanlab.launch import group as module
 from titanlab.launch.contract import ProcessPlace
 from titanlab.launch.group import fewest_nodes, requeue_after, requeue_without_rank_0
 from titanlab.launch.local_schema import Local
-from titanlab.recipe.recipe import to_mapping
-from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.recipe import to_mapping
+from titanlab.records import Outcome, OutcomeKind
 
 NODES = ("n1", "n2", "n3", "n4")
 

@@ -10,17 +10,16 @@ from tests import tiny
 from tests.launch.command import ROOT
 from tests.planted_package import install_planted
 from tests.planted_schema import Planted
-from titanlab.distributed.host import this_host
+from titanlab.distributed import this_host
 from titanlab.errors import ConfigError
+from titanlab.launch import continue_run
 from titanlab.launch import restarts as module
-from titanlab.launch.execute import continue_run
 from titanlab.launch.local_schema import Local
 from titanlab.launch.restarts import Restarts, hide_device, reduced
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.recipe.schema import Cluster
-from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.records.run_folder import RESTART
-from titanlab.system.terminal import Console
+from titanlab.recipe import Cluster
+from titanlab.records import RESTART, Outcome, OutcomeKind
+from titanlab.system import Console
 
 IN_VAIN = "not restarted: 2 restarts in a row have reached no further step and saved no checkpoint"
 OOM_IN_VAIN = "not restarted: 1 restart has reached no further step and saved no checkpoint"

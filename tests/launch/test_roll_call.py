@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from tests import tiny
-from titanlab.distributed.ranks import ALONE
+from titanlab.distributed import ALONE
 from titanlab.launch import group as roll_call
 from titanlab.launch.contract import ProcessPlace
 from titanlab.launch.group import Loss, RankGroup, answer_call, lost_ranks, node_of
 from titanlab.launch.local_schema import Local
-from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records import Outcome, OutcomeKind
 
 
 def place(world=6, nodes=("n1", "n2", "n3")):

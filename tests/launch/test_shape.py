@@ -6,10 +6,10 @@ import pytest
 
 from tests import tiny
 from titanlab.errors import ConfigError
+from titanlab.launch import JobShape, shape_of
 from titanlab.launch.local_schema import Local
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.launch.submission import JobShape, shape_of
-from titanlab.recipe.schema import Cluster
+from titanlab.recipe import Cluster
 
 GPUS = {"accelerator": "cuda", "device": "NVIDIA H200"}
 

@@ -9,14 +9,14 @@ import time
 import pytest
 
 from tests.sweep.jobs import Jobs
-from titanlab.distributed.ranks import ALONE
+from titanlab.distributed import ALONE
+from titanlab.launch import launcher_named, read_stop
 from titanlab.launch import watch as stop_file
 from titanlab.launch.contract import ProcessPlace, StopReason
 from titanlab.launch.job import Job
-from titanlab.launch.launchers import launcher_named
 from titanlab.launch.slurm import launcher as slurm_launcher
-from titanlab.launch.watch import StopCheck, meaning, read_stop, write_stop
-from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.launch.watch import StopCheck, meaning, write_stop
+from titanlab.records import Outcome, OutcomeKind
 
 NOW = calendar.timegm(time.strptime("2026-11-22T01:01:12", "%Y-%m-%dT%H:%M:%S"))
 RUNNING = (

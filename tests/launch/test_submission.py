@@ -6,18 +6,9 @@ from pathlib import Path
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.launch.submission import (
-    JobShape,
-    Submission,
-    claim_sweep,
-    drop_submission,
-    job_name,
-    submission_file,
-    submissions,
-    token_of,
-    write_submission,
-)
-from titanlab.records.json_file import read_optional
+from titanlab.launch import JobShape, Submission, drop_submission, submissions, write_submission
+from titanlab.launch.submission import claim_sweep, job_name, submission_file, token_of
+from titanlab.records import read_optional
 
 SHAPE = JobShape(processes=8, nodes=2, tasks_per_node=4, memory_gib=1.5)
 

@@ -11,16 +11,14 @@ import pytest
 from tests import tiny
 from tests.sweep.jobs import Jobs, ended, send
 from tests.until import until
-from titanlab.distributed.ranks import ALONE
+from titanlab.distributed import ALONE
+from titanlab.launch import LaunchConfig, Launcher, launcher_named, task, write_submission
 from titanlab.launch import group as rendezvous
-from titanlab.launch import task
-from titanlab.launch.contract import LaunchConfig, Launcher, ProcessPlace
+from titanlab.launch.contract import ProcessPlace
 from titanlab.launch.job import Job
-from titanlab.launch.launchers import launcher_named
 from titanlab.launch.local_schema import Local
 from titanlab.launch.slurm.launcher import SlurmLauncher
-from titanlab.launch.submission import write_submission
-from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records import Outcome, OutcomeKind
 
 # Until ranks have begun to train, on a busy machine.
 START_SECONDS = 200.0

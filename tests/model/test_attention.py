@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
-from titanlab.costs.attention_order import order
+from titanlab.costs import order
 from titanlab.techniques.model import attention
 from titanlab.techniques.model.attention import InnerAttention
 

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.model.published import FLOPS_PER_TOKEN, NAMES, PARAMETERS, load
-from titanlab.costs.account import forward_flops, training_flops_per_token
+from titanlab.costs import forward_flops, training_flops_per_token
 from titanlab.techniques.model import llama_account
 from titanlab.techniques.model.llama import LlamaModel
 from titanlab.techniques.model.llama_account import block_operations

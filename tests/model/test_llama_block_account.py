@@ -9,8 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.activation_memory import build, inputs
-from titanlab.costs.account import Share, forward_flops, kept
-from titanlab.parallelism.joined import join_products
+from titanlab.costs import Share, forward_flops, kept
+from titanlab.parallelism import join_products
 from titanlab.prove.rank_trace import SavedBytes
 from titanlab.techniques.ac.recomputation_schema import NoCheckpointing, SelectiveOp
 from titanlab.techniques.model.llama_schema import Llama, Qwen3

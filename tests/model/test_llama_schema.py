@@ -9,7 +9,7 @@ from tests.model.published import NAMES, load
 from titanlab.errors import ConfigError
 from titanlab.options import schema_of
 from titanlab.ranges import plain
-from titanlab.recipe.recipe import schema_node
+from titanlab.recipe import schema_node
 from titanlab.techniques.model.llama_schema import Llama
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titanlab.costs.account import RoutedExperts
+from titanlab.costs import RoutedExperts
 from titanlab.techniques.model.mixture_of_experts import MixtureOfExperts, sort_by_expert
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.activation_memory import build, inputs
-from titanlab.costs.account import Share
+from titanlab.costs import Share
 from titanlab.prove.rank_trace import SavedBytes
 from titanlab.techniques.ac.recomputation_schema import NoCheckpointing, SelectiveOp
 from titanlab.techniques.model.llama_schema import Qwen3Moe

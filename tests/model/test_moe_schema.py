@@ -7,8 +7,7 @@ import pytest
 
 from tests import tiny
 from tests.model.published import load
-from titanlab.costs.account import RoutedExperts
-from titanlab.costs.layout import Layout
+from titanlab.costs import Layout, RoutedExperts
 from titanlab.errors import ConfigError
 from titanlab.recipe.recipe_rules import setting
 from titanlab.techniques.model.llama_schema import BALANCES

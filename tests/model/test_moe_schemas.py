@@ -3,7 +3,7 @@
 import pytest
 
 from tests.model.published import load
-from titanlab.costs.account import training_flops_per_token
+from titanlab.costs import training_flops_per_token
 from titanlab.errors import ConfigError
 from titanlab.train.conformance import faults
 

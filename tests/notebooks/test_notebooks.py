@@ -9,7 +9,7 @@ import pytest
 from tests.docs.pages import blocks
 from tests.notebooks.conftest import NOTEBOOKS
 from tests.report.wandb_api import write_module
-from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.sweep import SweepFolder
 
 NAMES = {"compare_sweep", "from_wandb", "loss_parity", "memory", "pipeline_schedules"}
 

@@ -13,7 +13,7 @@ from tests.optimizer.layouts import CUTS, gentle, gradients, hold_layouts, param
 from tests.pool import RankFailure
 from tests.training.test_resume import STEPS, STOP, attempt, same_bits, stopped
 from titanlab.checkpoint.folders import step_folder
-from titanlab.system.imports import import_quietly
+from titanlab.system import import_quietly
 from titanlab.techniques.optimizer.contract import Schedule
 from titanlab.techniques.optimizer.optimizers_schema import AdamW, AdamW4bit, AdamW8bit, AdamWFp8, Muon
 from titanlab.train.train import _set_rate

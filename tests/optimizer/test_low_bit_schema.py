@@ -9,7 +9,8 @@ import pytest
 
 from tests import tiny
 from titanlab.errors import ConfigError
-from titanlab.recipe.recipe_rules import check, setting
+from titanlab.recipe import check
+from titanlab.recipe.recipe_rules import setting
 from titanlab.techniques.model.llama_schema import Llama
 from titanlab.techniques.optimizer.contract import Stored
 from titanlab.techniques.optimizer.optimizers_schema import SMALLEST, AdamW4bit, AdamW8bit, AdamWFp8, packs

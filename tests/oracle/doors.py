@@ -8,9 +8,8 @@ import torch
 
 from titanlab.cli.compose import compose
 from titanlab.data import source
-from titanlab.recipe.recipe import Recipe, resolve
-from titanlab.recipe.recipe_rules import check
-from titanlab.records.identity import identify
+from titanlab.recipe import Recipe, check, resolve
+from titanlab.records import identify
 from titanlab.train.initialise import initialise
 
 

@@ -9,8 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from titanlab.parallelism.loss import loss_sum, of_logits
-from titanlab.parallelism.pipeline import Pipeline
+from titanlab.parallelism import Pipeline, loss_sum, of_logits
 from titanlab.techniques.model import llama
 from titanlab.techniques.model.llama_schema import Llama
 from titanlab.techniques.schedule.action import Action, Kind

@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from titanlab.costs.attention_order import order
+from titanlab.costs import order
 from titanlab.parallelism import attention_kernels
 from titanlab.parallelism.attention_kernels import Cpu, Cudnn, Efficient, Flash, choose, repeated, summed
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from titanlab.parallelism.chunked_loss import ChunkedLoss, Columns
-from titanlab.parallelism.loss import IGNORE, loss_sum
+from titanlab.parallelism import IGNORE, ChunkedLoss, Columns, loss_sum
 
 SCALE = 0.37
 # The sums of a chunk are rounded in another order.

@@ -9,16 +9,9 @@ import torch.nn.functional as F
 from torch import distributed as dist
 
 from titanlab.errors import ConfigError
-from titanlab.parallelism import attention_kernels, head_tail
+from titanlab.parallelism import attention_kernels, check_attention, head_tail, positions, spread_attention
 from titanlab.parallelism import exchanges as ring
-from titanlab.parallelism.context import (
-    EXCHANGES,
-    ContextAttention,
-    attention,
-    check_attention,
-    positions,
-    spread_attention,
-)
+from titanlab.parallelism.context import EXCHANGES, ContextAttention, attention
 from titanlab.parallelism.schema import CHOICES
 from titanlab.techniques.model import llama
 from titanlab.techniques.model.attention import InnerAttention

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
-from titanlab.costs.account import RoutedExperts
-from titanlab.parallelism.expert import spread_experts
+from titanlab.costs import RoutedExperts
+from titanlab.parallelism import spread_experts
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing
 from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.model.mixture_of_experts import MixtureOfExperts

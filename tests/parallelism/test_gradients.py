@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from titanlab.parallelism.gradients import Gradients
+from titanlab.parallelism import Gradients
 
 
 def parameter(gradient, shape=None):

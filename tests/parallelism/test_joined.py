@@ -13,12 +13,12 @@ from torch import nn
 import titanlab
 from tests import tiny
 from tests.precision.test_float8_base_schema import given
-from titanlab.costs import meter
-from titanlab.costs.account import Joined
-from titanlab.data.schema import Synthetic
-from titanlab.distributed.ranks import ALONE, joined
+from titanlab.costs import Joined, meter
+from titanlab.data import Synthetic
+from titanlab.distributed import ALONE, joined
 from titanlab.errors import ConfigError
-from titanlab.parallelism.joined import JoinedProjections, join_products
+from titanlab.parallelism import join_products
+from titanlab.parallelism.joined import JoinedProjections
 from titanlab.prove import parity
 from titanlab.prove.parity import compare
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing

@@ -8,7 +8,8 @@ import weakref
 import pytest
 import torch
 
-from titanlab.parallelism.loss import IGNORE, SplitLoss, _own, _slope, _whole, loss_sum, of_logits
+from titanlab.parallelism import IGNORE, SplitLoss, loss_sum, of_logits
+from titanlab.parallelism.loss import _own, _slope, _whole
 
 
 def test_the_loss_is_a_sum_over_labels_that_count():

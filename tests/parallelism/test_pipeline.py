@@ -23,8 +23,7 @@ from tests.parallelism.pipeline_run import (
     shard,
     total,
 )
-from titanlab.parallelism.loss import loss_sum, of_logits
-from titanlab.parallelism.pipeline import Pipeline
+from titanlab.parallelism import Pipeline, loss_sum, of_logits
 from titanlab.parallelism.pipeline_weights import DeferredWeights
 
 

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.parallelism.pipeline_run import SCHEDULES, TOLERANCE, Run, full, scheduled, shard
 from tests.pool import RankFailure
-from titanlab.parallelism.loss import loss_sum
+from titanlab.parallelism import loss_sum
 
 
 def traffic(name):

@@ -9,10 +9,9 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from tests import tiny
-from titanlab.distributed.mesh import build_mesh
-from titanlab.distributed.ranks import joined
-from titanlab.distributed.world import open_world
-from titanlab.train.assemble import StepBatch, assemble
+from titanlab.distributed import build_mesh, joined, open_world
+from titanlab.train import StepBatch
+from titanlab.train.assemble import assemble
 
 
 def collectives(made):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from tests import tiny
-from titanlab.distributed.ranks import joined
+from titanlab.distributed import joined
 from titanlab.errors import ConfigError
 from titanlab.parallelism import shard
 from titanlab.prove import parity

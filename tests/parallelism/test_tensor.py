@@ -10,11 +10,9 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests import tiny
-from titanlab.data.source import Batch
-from titanlab.distributed.mesh import build_mesh
-from titanlab.distributed.ranks import joined
-from titanlab.distributed.world import open_world
-from titanlab.parallelism.loss import IGNORE, SplitLoss, loss_sum
+from titanlab.data import Batch
+from titanlab.distributed import build_mesh, joined, open_world
+from titanlab.parallelism import IGNORE, SplitLoss, loss_sum
 from titanlab.train.assemble import assemble
 
 

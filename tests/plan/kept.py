@@ -11,12 +11,11 @@ from unittest.mock import patch
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from titanlab.distributed.mesh import build_mesh
-from titanlab.distributed.ranks import ALONE
-from titanlab.distributed.world import open_world
+from titanlab.distributed import ALONE, build_mesh, open_world
 from titanlab.parallelism.pipeline_stage import ScheduledStage
 from titanlab.prove.rank_trace import _Made, fake_world
-from titanlab.train.assemble import StepBatch, assemble
+from titanlab.train import StepBatch
+from titanlab.train.assemble import assemble
 
 LOG_PROBABILITY_BYTES = 4
 

@@ -6,14 +6,13 @@ import dataclasses
 from typing import Any
 
 from titanlab.checkpoint.schema import Sync
-from titanlab.data.schema import Synthetic
+from titanlab.data import Synthetic
 from titanlab.launch.local_schema import Local
-from titanlab.parallelism.schema import Parallelism
-from titanlab.plan.machine import machine_of
+from titanlab.parallelism import Parallelism
+from titanlab.plan import machine_of
 from titanlab.plan.ranking import RecipeRanking
 from titanlab.plan.space import Choices, LayoutSpace, choices_of
-from titanlab.recipe.recipe import Recipe
-from titanlab.recipe.schema import Cluster, Training
+from titanlab.recipe import Cluster, Recipe, Training
 from titanlab.techniques.ac.recomputation_schema import NoCheckpointing
 from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.model.llama_schema import Llama

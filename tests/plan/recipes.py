@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from titanlab.parallelism.schema import Parallelism
-from titanlab.recipe.recipe import Recipe
-from titanlab.recipe.schema import Cluster, Training
+from titanlab.parallelism import Parallelism
+from titanlab.recipe import Cluster, Recipe, Training
 from titanlab.techniques.ac.recomputation_schema import NoCheckpointing
 from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.model.llama_schema import Llama

@@ -6,7 +6,7 @@ import pytest
 
 from tests import tiny
 from tests.plan.kept import LOG_PROBABILITY_BYTES, allocated_before_backward, most_between_actions
-from titanlab.costs.account import Share
+from titanlab.costs import Share
 from titanlab.plan.activations import deferred_bytes
 from titanlab.plan.memory import _Ranks, memory
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer, SelectiveOp

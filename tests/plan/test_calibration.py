@@ -9,12 +9,12 @@ from omegaconf import OmegaConf
 
 from tests.plan.recipes import SMALL, made
 from titanlab.errors import ConfigError
-from titanlab.plan.calibration import Measured, calibrate, calibration_lines, cluster_file, memory_errors, time_errors
-from titanlab.plan.machine import fitted, machine_of
-from titanlab.plan.memory import most_memory, reserved_bytes
+from titanlab.plan import Measured, calibrate, calibration_lines, cluster_file, machine_of, most_memory, reserved_bytes
+from titanlab.plan.calibration import memory_errors, time_errors
+from titanlab.plan.machine import fitted
 from titanlab.plan.pipeline_time import simulated_time
 from titanlab.plan.step_time import step_time
-from titanlab.recipe.schema import Cluster
+from titanlab.recipe import Cluster
 
 TRUTH = dataclasses.replace(fitted(), product=0.4, eager_memory=0.25, link=0.2)
 

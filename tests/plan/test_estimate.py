@@ -8,8 +8,8 @@ import math
 import pytest
 
 from tests.plan.recipes import SMALL, made
-from titanlab.plan.explanation import Estimate, estimate_of, estimate_or_reason
-from titanlab.plan.machine import machine_of
+from titanlab.plan import estimate_of, estimate_or_reason, machine_of
+from titanlab.plan.explanation import Estimate
 from titanlab.plan.search import MARGIN
 from titanlab.plan.step_time import step_time
 

@@ -8,8 +8,8 @@ import pytest
 
 from tests.plan.layouts import planned
 from titanlab.errors import ConfigError
-from titanlab.parallelism.schema import Parallelism
-from titanlab.plan.explanation import explain, explanation_values, memory_rows, time_rows, traffic_rows
+from titanlab.parallelism import Parallelism
+from titanlab.plan import explain, explanation_values, memory_rows, time_rows, traffic_rows
 
 
 @pytest.fixture(scope="module")

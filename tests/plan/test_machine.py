@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from tests.plan.recipes import made
-from titanlab.costs.layout import Layout
+from titanlab.costs import Layout
 from titanlab.errors import ConfigError
+from titanlab.plan import machine_of
 from titanlab.plan.machine import (
     FILE,
     LIMITS,
@@ -21,9 +22,8 @@ from titanlab.plan.machine import (
     changed,
     file_text,
     fitted,
-    machine_of,
 )
-from titanlab.recipe.schema import Cluster
+from titanlab.recipe import Cluster
 
 CLUSTERS = Path(__file__).parents[2] / "conf" / "cluster"
 

@@ -7,9 +7,9 @@ import pytest
 
 from tests.plan.recipes import made
 from titanlab.errors import ConfigError
-from titanlab.plan.machine import AxisPlacement, allocator_excess, machine_of
-from titanlab.plan.measured_machine import doubts, measured_cluster, rate_lines
-from titanlab.recipe.schema import Cluster
+from titanlab.plan import doubts, machine_of, measured_cluster, rate_lines
+from titanlab.plan.machine import AxisPlacement, allocator_excess
+from titanlab.recipe import Cluster
 
 # Figures of a core, with collectives of 200 µs and 1 GB/s.
 FIXED, BANDWIDTH = 200e-6, 1e9

@@ -8,8 +8,8 @@ import pytest
 
 from tests.plan.recipes import SMALL, made
 from titanlab.errors import ConfigError
-from titanlab.plan.machine import machine_of
-from titanlab.plan.memory import ITEMS, RankMemory, memory, most_memory
+from titanlab.plan import ITEMS, machine_of, most_memory
+from titanlab.plan.memory import RankMemory, memory
 from titanlab.plan.stages import model_facts
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing
 from titanlab.techniques.schedule.published_schema import Interleaved1F1B, OneFOneB

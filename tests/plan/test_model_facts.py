@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from tests.plan.recipes import SMALL
-from titanlab.costs.account import ModelAccount
+from titanlab.costs import ModelAccount
 from titanlab.plan.stages import block_operations, edge_operations, flops_per_token, model_facts
 
 

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from tests.plan.recipes import SMALL, made
-from titanlab.plan.machine import machine_of
-from titanlab.plan.memory import exchanged_bytes, most_memory, reserved_bytes
-from titanlab.recipe.schema import Cluster
+from titanlab.plan import machine_of, most_memory, reserved_bytes
+from titanlab.plan.memory import exchanged_bytes
+from titanlab.recipe import Cluster
 
 CPU = Cluster(
     accelerator="cpu", device="cpu", process_gb=0.4, allocator_excess=1.5, message_excess=2.0, memory_gb_per_second=9.0

@@ -6,13 +6,13 @@ import math
 import pytest
 
 from tests.plan.recipes import LLAMA_8B, SMALL, made
-from titanlab.costs.account import EXCHANGE, training_flops_per_token
-from titanlab.costs.traffic_account import Coordinate, step_traffic
+from titanlab.costs import EXCHANGE, Coordinate, step_traffic, training_flops_per_token
+from titanlab.plan import machine_of
 from titanlab.plan.block_time import context_rows, tensor_rows
-from titanlab.plan.machine import Efficiencies, machine_of
+from titanlab.plan.machine import Efficiencies
 from titanlab.plan.stages import model_facts
 from titanlab.plan.step_time import freed_and_kept, sharding_of, step_time
-from titanlab.recipe.communication import step_of
+from titanlab.recipe import step_of
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer, SelectiveOp
 from titanlab.techniques.model.llama_schema import Qwen3Moe
 from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8Tensorwise

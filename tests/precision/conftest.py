@@ -6,7 +6,7 @@ import pytest
 
 from tests import tiny
 from tests.precision.curves import Curves
-from titanlab.costs.layout import Layout
+from titanlab.costs import Layout
 from titanlab.errors import ConfigError
 from titanlab.recipe.recipe_rules import setting
 

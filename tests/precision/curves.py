@@ -12,7 +12,7 @@ from typing import Any
 from tests import tiny
 from titanlab.data import source
 from titanlab.data.schema import Stdlib
-from titanlab.distributed.ranks import ALONE, joined
+from titanlab.distributed import ALONE, joined
 from titanlab.prove import parity
 
 STEPS = 100

@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from tests import tiny
-from titanlab.distributed.mesh import build_mesh
-from titanlab.distributed.ranks import joined
-from titanlab.distributed.world import open_world
+from titanlab.distributed import build_mesh, joined, open_world
 from titanlab.parallelism import shard
 from titanlab.techniques.precision.cast import Dtypes
 from titanlab.techniques.precision.cast_schema import Bf16, Bf16Full, Fp16, Fp32
-from titanlab.train.assemble import StepBatch, assemble
+from titanlab.train import StepBatch
+from titanlab.train.assemble import assemble
 
 # Who is looked at: the embedding, a product in a block, a norm in a block, the last norm, the head.
 WATCHED = ("tok_embeddings", "layers.0.attention.wq", "layers.1.ffn_norm", "layers.1.feed_forward.w2", "norm", "output")

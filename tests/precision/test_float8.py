@@ -14,15 +14,14 @@ from torch import nn
 
 from tests import tiny
 from tests.pool import Pool
-from titanlab.checkpoint.folders import checkpoints, latest
-from titanlab.distributed.mesh import build_mesh
-from titanlab.distributed.ranks import ALONE, joined
-from titanlab.distributed.world import open_world
-from titanlab.parallelism.chunked_loss import ChunkedLoss
+from titanlab.checkpoint import latest
+from titanlab.checkpoint.folders import checkpoints
+from titanlab.distributed import ALONE, build_mesh, joined, open_world
+from titanlab.parallelism import ChunkedLoss
 from titanlab.parallelism.pipeline_weights import linear
 from titanlab.plan.block_time import RankWork, work_of
 from titanlab.prove import parity
-from titanlab.recipe.schema import Cluster
+from titanlab.recipe import Cluster
 from titanlab.techniques.model import llama_account
 from titanlab.techniques.model.llama_schema import Qwen3Moe
 from titanlab.techniques.model.mixture_of_experts import ExpertLinear

@@ -15,7 +15,7 @@ import os
 import pytest
 
 from tests import tiny
-from titanlab.distributed.ranks import ALONE, joined
+from titanlab.distributed import ALONE, joined
 from titanlab.prove import parity
 from titanlab.prove.parity import compare
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveOp

@@ -13,9 +13,9 @@ from tests import tiny
 from tests.planted_schema import Planted
 from titanlab.checkpoint.folders import checkpoints
 from titanlab.costs import meter
-from titanlab.parallelism.loss import SplitLoss
+from titanlab.parallelism import SplitLoss
 from titanlab.prove import parity
-from titanlab.records.outcome import OutcomeKind
+from titanlab.records import OutcomeKind
 from titanlab.techniques.precision.cast import Cast, DynamicLossScale
 from titanlab.techniques.precision.cast_schema import Fp16, Fp32
 from titanlab.train import assemble

@@ -12,7 +12,7 @@ import pytest
 
 from tests import tiny
 from tests.cover import cover, marks
-from titanlab.distributed.ranks import ALONE, joined
+from titanlab.distributed import ALONE, joined
 from titanlab.prove import parity
 from titanlab.prove.parity import compare
 from titanlab.techniques.precision.cast_schema import Bf16, Bf16Full, Fp16, Fp32

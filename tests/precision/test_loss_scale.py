@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from titanlab.distributed.world import World
+from titanlab.distributed import World
 from titanlab.techniques.precision.cast import LossScale
 from titanlab.techniques.precision.cast_schema import LARGEST, Fp16
-from titanlab.train.totals import Reduction
+from titanlab.train import Reduction
 
 CPU = torch.device("cpu")
 ALONE = World(rank=0, world=1, local_rank=0, device=CPU)

@@ -7,9 +7,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
-from titanlab.costs.account import Joined
+from titanlab.costs import Joined
 from titanlab.errors import ConfigError
-from titanlab.parallelism.joined import join_products
+from titanlab.parallelism import join_products
 from titanlab.parallelism.pipeline_weights import DeferredWeights
 from titanlab.techniques.model.language_model import Projections
 from titanlab.techniques.model.llama import TiedOutput

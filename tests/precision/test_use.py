@@ -8,14 +8,13 @@ import torch
 
 from tests import tiny
 from tests.planted_schema import Planted
-from titanlab.checkpoint.folders import latest
+from titanlab.checkpoint import latest
 from titanlab.costs import meter
 from titanlab.data import source
 from titanlab.data.schema import Files
-from titanlab.distributed.ranks import ALONE, joined
-from titanlab.distributed.world import open_world
+from titanlab.distributed import ALONE, joined, open_world
 from titanlab.prove import parity
-from titanlab.records.outcome import OutcomeKind
+from titanlab.records import OutcomeKind
 from titanlab.techniques.precision.cast_schema import Bf16, Bf16Full, Fp16, Fp32
 from titanlab.train import generate as sampling
 from titanlab.train.generate import generate

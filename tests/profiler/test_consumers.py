@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests import tiny
-from titanlab.records.outcome import OutcomeKind, from_exception
+from titanlab.records import OutcomeKind, from_exception
 from titanlab.techniques.profiler.memory import (
     consumers,
     described,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests import tiny
-from titanlab.records.outcome import OutcomeKind
+from titanlab.records import OutcomeKind
 from titanlab.techniques.profiler.contract import Links
 from titanlab.techniques.profiler.memory import MemoryProfiler
 from titanlab.techniques.profiler.profilers_schema import Breakdown, Memory, Trace

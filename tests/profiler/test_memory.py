@@ -10,7 +10,7 @@ from titanlab.techniques.profiler.contract import Links
 from titanlab.techniques.profiler.memory import RANK, MemoryProfiler, largest, metric, resident_bytes
 from titanlab.techniques.profiler.profilers_schema import Memory
 from titanlab.techniques.profiler.step_parts import PHASES
-from titanlab.train.train import Observer
+from titanlab.train import Observer
 
 HOG = 256 * 2**20
 

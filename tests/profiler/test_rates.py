@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from tests import tiny
 from titanlab.errors import ConfigError
-from titanlab.plan.measured_machine import measured_cluster
+from titanlab.plan import measured_cluster
 from titanlab.techniques.profiler import profilers_schema as rates_schema
 from titanlab.techniques.profiler import rates
 from titanlab.techniques.profiler.contract import Links

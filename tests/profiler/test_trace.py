@@ -5,7 +5,7 @@ import json
 
 from tests import tiny
 from titanlab.costs import meter
-from titanlab.recipe.recipe import from_mapping, to_mapping
+from titanlab.recipe import from_mapping, to_mapping
 from titanlab.techniques.profiler.profilers_schema import Trace
 
 

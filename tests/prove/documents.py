@@ -6,11 +6,9 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from titanlab.data.source import Batch
-from titanlab.distributed.mesh import build_mesh
-from titanlab.distributed.ranks import ALONE, joined
-from titanlab.distributed.world import open_world
-from titanlab.parallelism.context import positions
+from titanlab.data import Batch
+from titanlab.distributed import ALONE, build_mesh, joined, open_world
+from titanlab.parallelism import positions
 from titanlab.train import assemble
 from titanlab.train.starting_weights import fill_start
 

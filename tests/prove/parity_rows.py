@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.cover import cover
 from tests.planted_schema import Planted
-from titanlab.costs.layout import AXES, Layout
+from titanlab.costs import AXES, Layout
 from titanlab.techniques.schedule.csv_schema import CsvSchedule
 from titanlab.techniques.schedule.published_schema import (
     ZBV,

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from titanlab.distributed.ranks import ALONE, joined
+from titanlab.distributed import ALONE, joined
 from titanlab.parallelism import pipeline
 from titanlab.prove import parity
 from titanlab.techniques.model import llama
@@ -20,8 +20,7 @@ from titanlab.techniques.precision.cast import LossScale
 from titanlab.techniques.precision.cast_schema import Bf16
 from titanlab.techniques.precision.float8 import Float8Layers
 from titanlab.techniques.precision.float8_schema import Float8Tensorwise
-from titanlab.train import assemble, stage
-from titanlab.train.totals import Reduction
+from titanlab.train import Reduction, assemble, stage
 
 
 def traced(made, run, fault: str):

@@ -15,9 +15,9 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from titanlab.costs.layout import AXES
-from titanlab.distributed.ranks import ALONE, joined
-from titanlab.parallelism.context import positions
+from titanlab.costs import AXES
+from titanlab.distributed import ALONE, joined
+from titanlab.parallelism import positions
 from titanlab.prove import parity
 from titanlab.techniques.model.mixture_of_experts import Router
 from titanlab.train.balance import Balance

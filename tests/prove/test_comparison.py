@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from titanlab.costs.traffic_account import TrafficRow
+from titanlab.costs import TrafficRow
+from titanlab.prove import TraceComparison, comparison_rows, comparison_values
 from titanlab.prove.declared import RankAccount
-from titanlab.prove.traced_step import TraceComparison, comparison_rows, comparison_values
 
 GATHER = TrafficRow(axis="shard", kind="all_gather", count=2, bytes=64, wire_bytes=32)
 DECLARED = RankAccount(

@@ -7,8 +7,7 @@ from itertools import product
 import pytest
 
 from tests import tiny
-from titanlab.costs.layout import Layout
-from titanlab.costs.traffic_account import Coordinate
+from titanlab.costs import Coordinate, Layout
 from titanlab.prove.declared import declared, place_of
 from titanlab.techniques.precision.cast_schema import Bf16
 

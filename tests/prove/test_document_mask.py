@@ -18,9 +18,9 @@ from tests import tiny
 from tests.prove import documents
 from tests.prove.parity_rows import COMMON, OnLayout
 from tests.weights.huggingface import made as folders
+from titanlab.data import Synthetic
 from titanlab.data.contract import Separators
-from titanlab.data.schema import Synthetic
-from titanlab.distributed.ranks import ALONE, joined
+from titanlab.distributed import ALONE, joined
 from titanlab.options import schema_of
 from titanlab.prove import parity, tolerances
 from titanlab.prove.parity import compare

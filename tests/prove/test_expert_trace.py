@@ -6,9 +6,9 @@ import pytest
 
 from tests import tiny
 from tests.prove.test_rank_trace import accounts
-from titanlab.costs.traffic_account import flat
+from titanlab.costs import flat
+from titanlab.prove import TraceComparison
 from titanlab.prove.declared import declared
-from titanlab.prove.traced_step import TraceComparison
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveOp
 from titanlab.techniques.model.llama_schema import Mixtral, Qwen3Moe
 from titanlab.techniques.schedule.published_schema import ZBV

@@ -9,7 +9,7 @@ import torch
 
 from tests import tiny
 from tests.prove.parity_rows import COMMON, OnLayout
-from titanlab.distributed.ranks import ALONE, joined
+from titanlab.distributed import ALONE, joined
 from titanlab.prove import parity
 from titanlab.prove.parity import compare
 from titanlab.techniques.model.llama_schema import Mixtral, Qwen3Moe

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titanlab.distributed.traffic import traced
+from titanlab.distributed import traced
 from titanlab.parallelism.collectives import reduce_scatter
 from titanlab.prove.rank_trace import fake_world
 

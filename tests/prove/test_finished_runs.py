@@ -10,8 +10,8 @@ from tests import tiny
 from tests.sweep.made import Made
 from titanlab.costs import meter
 from titanlab.errors import ConfigError
-from titanlab.prove.finished_runs import compare_runs
-from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.prove import compare_runs
+from titanlab.records import Outcome, OutcomeKind
 from titanlab.techniques.precision.cast_schema import Bf16
 from titanlab.techniques.precision.float8_schema import Float8Rowwise
 

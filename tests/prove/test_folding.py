@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titanlab.costs.layout import AXES, Layout
+from titanlab.costs import AXES, Layout
 from titanlab.errors import ConfigError
 from titanlab.prove.reduction import fold_label, folded, missing_axes
 

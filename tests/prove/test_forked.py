@@ -8,10 +8,9 @@ import pytest
 
 from tests import tiny
 from titanlab.errors import TitanlabError
-from titanlab.prove import forked
-from titanlab.prove.forked import Ended, RunFailed, log_of, prepare
-from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.records.run_folder import RunFolder
+from titanlab.prove import RunFailed, forked, log_of, prepare
+from titanlab.prove.forked import Ended
+from titanlab.records import Outcome, OutcomeKind, RunFolder
 
 
 def ended(folder, **outcome):

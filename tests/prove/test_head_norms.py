@@ -10,7 +10,7 @@ import pytest
 
 from tests import tiny
 from tests.prove.parity_rows import COMMON, OnLayout
-from titanlab.distributed.ranks import ALONE, joined
+from titanlab.distributed import ALONE, joined
 from titanlab.prove import parity
 from titanlab.prove.parity import compare
 from titanlab.techniques.model.llama_schema import Qwen3

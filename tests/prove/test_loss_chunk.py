@@ -15,7 +15,7 @@ import pytest
 from tests import tiny
 from tests.planted_schema import Planted
 from tests.prove.parity_rows import COMMON, OnLayout
-from titanlab.distributed.ranks import ALONE, joined
+from titanlab.distributed import ALONE, joined
 from titanlab.prove import parity, tolerances
 from titanlab.prove.parity import TraceDifference, compare
 

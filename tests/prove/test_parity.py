@@ -17,12 +17,11 @@ import torch.nn.functional as F
 
 from tests import tiny
 from tests.planted_schema import Planted
-from titanlab.data import source
-from titanlab.data.schema import Synthetic
-from titanlab.distributed.ranks import ALONE, joined
-from titanlab.prove import parity, tolerances
-from titanlab.prove.parity import TraceDifference, TrainingTrace, compare
-from titanlab.recipe.recipe import Recipe
+from titanlab.data import Synthetic, source
+from titanlab.distributed import ALONE, joined
+from titanlab.prove import TrainingTrace, parity, tolerances
+from titanlab.prove.parity import TraceDifference, compare
+from titanlab.recipe import Recipe
 from titanlab.techniques.model import llama, llama_account
 from titanlab.techniques.optimizer.contract import rate_factor
 from titanlab.train import assemble, stage

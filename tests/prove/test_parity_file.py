@@ -7,8 +7,7 @@ import threading
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.prove import proof
-from titanlab.prove.proof import ProofRow, read_parity, write_parity
+from titanlab.prove import ProofRow, proof, read_parity, write_parity
 
 ROW = ProofRow(
     run="a-12345678", layout="dp_s2", precision="fp32", passed=True, loss=1e-7, gradient=(2e-7, "w"), tolerance=1e-5

@@ -16,7 +16,7 @@ import pytest
 from tests import tiny
 from tests.cover import marks
 from tests.prove.parity_rows import ALWAYS, COVERING, KINDS, ROWS, Row
-from titanlab.distributed.ranks import ALONE, joined
+from titanlab.distributed import ALONE, joined
 from titanlab.prove import parity, tolerances
 from titanlab.prove.parity import TraceDifference, compare
 

@@ -11,10 +11,9 @@ import pytest
 from tests import tiny
 from tests.prove.planted_faults import traced
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.prove import tolerances
-from titanlab.prove.parity import TraceDifference, TrainingTrace
-from titanlab.prove.proof import ProofRow, Prover, exceeded, plan_proofs, too_exact
-from titanlab.prove.reduction import Candidate
+from titanlab.prove import Candidate, ProofRow, Prover, TrainingTrace, plan_proofs, tolerances
+from titanlab.prove.parity import TraceDifference
+from titanlab.prove.proof import exceeded, too_exact
 from titanlab.techniques.model.llama_schema import Llama
 from titanlab.techniques.precision.cast_schema import Bf16
 from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8Tensorwise

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests import tiny
-from titanlab.costs.traffic_account import flat
+from titanlab.costs import flat
+from titanlab.prove import TraceComparison
 from titanlab.prove.declared import declared
 from titanlab.prove.rank_trace import trace_rank
-from titanlab.prove.traced_step import TraceComparison
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveLayer, SelectiveOp
 from titanlab.techniques.optimizer.optimizers_schema import Muon
 from titanlab.techniques.precision.cast_schema import Fp16

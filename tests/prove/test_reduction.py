@@ -10,8 +10,7 @@ from tests import tiny
 from tests.prove.test_proof import large
 from titanlab.checkpoint.schema import AsyncPinned
 from titanlab.errors import ConfigError
-from titanlab.prove.proof import plan_proofs
-from titanlab.prove.reduction import Candidate, reduce_all
+from titanlab.prove import Candidate, plan_proofs, reduce_all
 from titanlab.techniques.ac.recomputation_schema import SelectiveLayer
 from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.model.llama_schema import Qwen3

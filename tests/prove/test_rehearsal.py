@@ -6,9 +6,9 @@ import pytest
 
 from tests.prove.test_proof import large
 from titanlab.errors import ConfigError
-from titanlab.prove.proof import FAILED, OK, Result, rehearse
-from titanlab.prove.reduction import Candidate, Reduced, reduce_all
-from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.prove import FAILED, Candidate, Reduced, Result, reduce_all, rehearse
+from titanlab.prove.proof import OK
+from titanlab.records import Outcome, OutcomeKind
 
 
 def planned(*candidates, most=16):

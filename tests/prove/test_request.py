@@ -8,12 +8,12 @@ import pytest
 
 from tests import tiny
 from titanlab.cli.compose import compose_one
-from titanlab.data.schema import Synthetic
+from titanlab.data import Synthetic
 from titanlab.errors import ConfigError
-from titanlab.plan.search import for_planning
-from titanlab.prove.traced_step import different_ranks, for_tracing, trace
-from titanlab.recipe.flags import read_flags
-from titanlab.recipe.recipe_rules import check_all_but_data
+from titanlab.plan import for_planning
+from titanlab.prove import trace
+from titanlab.prove.traced_step import different_ranks, for_tracing
+from titanlab.recipe import check_all_but_data, read_flags
 
 
 def shipped(*arguments):

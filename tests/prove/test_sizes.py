@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.prove.test_proof import large
-from titanlab.costs.layout import Layout
+from titanlab.costs import Layout
 from titanlab.errors import ConfigError
 from titanlab.prove.reduction import Folded, common_sizes, fold_recipe
 from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8Tensorwise

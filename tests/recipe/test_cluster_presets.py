@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from titanlab.costs.hardware import find
-from titanlab.recipe.schema import Cluster
+from titanlab.costs import find
+from titanlab.recipe import Cluster
 
 FOLDER = Path(__file__).parents[2] / "conf" / "cluster"
 PRESETS = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "local")

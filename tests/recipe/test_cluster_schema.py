@@ -7,8 +7,8 @@ import math
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.recipe.schema import Cluster
-from titanlab.records.identity import canonical
+from titanlab.recipe import Cluster
+from titanlab.records import canonical
 
 RATES = (
     "memory_gb",

@@ -4,8 +4,8 @@ import pytest
 
 from titanlab.cli.compose import compose
 from titanlab.errors import ConfigError
+from titanlab.recipe import to_mapping
 from titanlab.recipe.next_attempt import overridden
-from titanlab.recipe.recipe import to_mapping
 
 TINY = "model=llama_2m data=synthetic"
 

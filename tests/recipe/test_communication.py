@@ -3,8 +3,8 @@
 import pytest
 
 from tests.plan.recipes import SMALL, made
-from titanlab.costs.traffic_account import Repeats
-from titanlab.recipe.communication import repeats_in_block, step_of
+from titanlab.costs import Repeats
+from titanlab.recipe import repeats_in_block, step_of
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveOp
 from titanlab.techniques.precision.cast_schema import Fp32
 

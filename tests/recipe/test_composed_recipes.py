@@ -11,8 +11,8 @@ from tests import tiny
 from titanlab.errors import ConfigError
 from titanlab.options import Option, discover, option
 from titanlab.recipe import compose as recipes
-from titanlab.recipe.compose import PackagesOnSearchPath, conf_folder, to_group, to_recipe
-from titanlab.recipe.recipe import schema_node
+from titanlab.recipe import conf_folder, schema_node, to_group, to_recipe
+from titanlab.recipe.compose import PackagesOnSearchPath
 from titanlab.techniques.optimizer.contract import Scheduled
 from titanlab.techniques.optimizer.optimizers_schema import AdamW
 from titanlab.techniques.profiler.profilers_schema import NoProfiling

@@ -8,10 +8,7 @@ from omegaconf import OmegaConf
 
 from tests import tiny
 from titanlab.errors import ConfigError
-from titanlab.recipe.compose import Loader
-from titanlab.recipe.flags import read_flags
-from titanlab.recipe.hydra_errors import composition_errors
-from titanlab.recipe.recipe import schema_node
+from titanlab.recipe import Loader, composition_errors, read_flags, schema_node
 
 
 def translated(error, overrides=(), flags=None):

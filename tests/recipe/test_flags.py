@@ -3,7 +3,7 @@
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.recipe.flags import read_flags
+from titanlab.recipe import read_flags
 
 
 def test_without_arguments_a_run_starts():

@@ -7,11 +7,9 @@ import pytest
 
 from tests import tiny
 from titanlab.errors import ConfigError
-from titanlab.recipe.next_attempt import check_changeable, check_unedited, frozen_recipe, overridden
-from titanlab.recipe.recipe import to_mapping
-from titanlab.records.config_file import config_text
-from titanlab.records.identity import identify
-from titanlab.records.run_folder import create_run
+from titanlab.recipe import check_changeable, check_unedited, frozen_recipe, to_mapping
+from titanlab.recipe.next_attempt import overridden
+from titanlab.records import config_text, create_run, identify
 
 FILE = Path("run/config.yaml")
 MEND = "mend that file; if another version of titanlab made it, use that version"

@@ -9,8 +9,7 @@ import pytest
 import titanlab
 from titanlab.cli.compose import answer
 from titanlab.errors import ConfigError
-from titanlab.recipe.compose import Loader
-from titanlab.recipe.flags import read_flags
+from titanlab.recipe import Loader, read_flags
 
 PACKAGE = Path(titanlab.__file__).parent
 

@@ -12,10 +12,9 @@ from hydra._internal import config_loader_impl
 from omegaconf import Container, OmegaConf
 
 from titanlab.errors import ConfigError
+from titanlab.recipe import Loader, read_flags
 from titanlab.recipe import hydra_internal as hydra_loader
 from titanlab.recipe import hydra_internal as hydra_sources
-from titanlab.recipe.compose import Loader
-from titanlab.recipe.flags import read_flags
 from titanlab.recipe.hydra_internal import replace_sources
 
 

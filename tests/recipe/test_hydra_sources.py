@@ -8,7 +8,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.plugins.config_source import ConfigLoadError
 
 from titanlab.errors import ConfigError
-from titanlab.recipe.compose import register
+from titanlab.recipe import register
 from titanlab.recipe.hydra_internal import FileConfigSource, StructuredConfigSource
 
 

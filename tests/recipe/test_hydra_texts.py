@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.recipe.compose import Loader
-from titanlab.recipe.flags import read_flags
+from titanlab.recipe import Loader, read_flags
 from titanlab.recipe.hydra_errors import read_message
 
 FILES = {

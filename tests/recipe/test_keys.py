@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from titanlab.recipe.keys import _TORCHTITAN, advice, find_key, known_keys, unknown_key
+from titanlab.recipe import advice, find_key, known_keys, unknown_key
+from titanlab.recipe.keys import _TORCHTITAN
 
 CONF = Path(__file__).parents[2] / "conf"
 

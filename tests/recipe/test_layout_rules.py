@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 
-from titanlab.costs.account import ModelAccount
-from titanlab.costs.layout import Layout
+from titanlab.costs import Layout, ModelAccount
 from titanlab.errors import ConfigError
-from titanlab.parallelism.schema import Parallelism
+from titanlab.parallelism import Parallelism
 from titanlab.recipe.recipe_rules import (
     check_async_tensor,
     check_context,

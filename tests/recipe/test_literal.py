@@ -8,7 +8,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from titanlab.recipe.recipe import literal, path_override
+from titanlab.recipe import literal, path_override
 
 
 @pytest.mark.parametrize("value", ["", "a", "${x}", "\\${x}", "\\\\${x}", "${", "a\\b", "$x", 1, None, "${a}${b}"])

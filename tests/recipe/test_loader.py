@@ -10,9 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 
 import titanlab
 from titanlab.errors import ConfigError
-from titanlab.recipe.compose import Loader
-from titanlab.recipe.flags import read_flags
-from titanlab.recipe.recipe import Recipe
+from titanlab.recipe import Loader, Recipe, read_flags
 
 PACKAGE = Path(titanlab.__file__).parent
 

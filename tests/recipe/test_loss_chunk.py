@@ -6,9 +6,9 @@ import pytest
 
 from tests import tiny
 from titanlab.errors import ConfigError
+from titanlab.recipe import check
 from titanlab.recipe.recipe import needs_whole_logits
-from titanlab.recipe.recipe_rules import check
-from titanlab.records.identity import identify
+from titanlab.records import identify
 from titanlab.techniques.model.llama_schema import Llama
 from titanlab.techniques.precision.float8_schema import Mxfp8
 

@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests import tiny
-from titanlab.distributed import host
-from titanlab.distributed.host import Host
+from titanlab.distributed import Host, host
 from titanlab.errors import ConfigError
-from titanlab.recipe.recipe_rules import PROCESS_BYTES, check_addressable, check_host_memory
-from titanlab.recipe.schema import Cluster, Training
+from titanlab.recipe import Cluster, Training, check_addressable, check_host_memory
+from titanlab.recipe.recipe_rules import PROCESS_BYTES
 from titanlab.techniques.model.llama_schema import Llama
 
 GIB = 2**30

@@ -7,8 +7,7 @@ import pytest
 from tests import tiny
 from titanlab.cli.resume import CHANGEABLE
 from titanlab.errors import ConfigError
-from titanlab.recipe.next_attempt import adapted, changes, next_recipe
-from titanlab.recipe.recipe import from_mapping, resolve, to_mapping
+from titanlab.recipe import adapted, changes, from_mapping, next_recipe, resolve, to_mapping
 
 
 def config_of(tmp_path, **given):

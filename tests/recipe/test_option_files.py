@@ -12,8 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from titanlab.options import discover, schema_of
-from titanlab.recipe.compose import conf_folder
-from titanlab.recipe.recipe import schema_node
+from titanlab.recipe import conf_folder, schema_node
 
 FILES = sorted(path for group in discover() for path in (conf_folder() / group).glob("*.yaml"))
 

@@ -22,11 +22,8 @@ from tests import tiny
 from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.ranges import plain
-from titanlab.recipe.compose import conf_folder, register
-from titanlab.recipe.recipe import Recipe, from_mapping, resolve, schema_node, to_mapping
-from titanlab.recipe.recipe_rules import check
-from titanlab.records.config_file import config_text
-from titanlab.records.identity import identify
+from titanlab.recipe import Recipe, check, conf_folder, from_mapping, register, resolve, schema_node, to_mapping
+from titanlab.records import config_text, identify
 
 GROUPS = (
     "model",

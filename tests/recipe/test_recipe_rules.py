@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 import pytest
 
 from tests import tiny
-from titanlab.data.schema import Synthetic
+from titanlab.data import Synthetic
 from titanlab.errors import ConfigError
-from titanlab.parallelism.schema import Parallelism
-from titanlab.recipe.recipe import Recipe, resolve
-from titanlab.recipe.recipe_rules import MOST_PROCESSES, check, check_all_but_data, setting
-from titanlab.recipe.schema import Cluster
+from titanlab.parallelism import Parallelism
+from titanlab.recipe import Cluster, Recipe, check, check_all_but_data, resolve
+from titanlab.recipe.recipe_rules import MOST_PROCESSES, setting
 from titanlab.techniques.model import attention as flash3
 from titanlab.techniques.precision.contract import Formats, PrecisionConfig
 

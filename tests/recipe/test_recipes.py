@@ -22,21 +22,16 @@ from omegaconf import OmegaConf
 from tests import tiny
 from tests.cover import marks
 from tests.prove.replayed_routing import Record, recorded, replayed
-from titanlab.costs.account import training_flops_per_token
-from titanlab.costs.layout import SHORT
+from titanlab.costs import SHORT, training_flops_per_token
 from titanlab.data import source
-from titanlab.distributed.ranks import ALONE, joined
+from titanlab.distributed import ALONE, joined
 from titanlab.options import discover
-from titanlab.parallelism.schema import Parallelism
-from titanlab.plan.explanation import estimate_of
-from titanlab.plan.machine import machine_of
-from titanlab.plan.search import for_planning
+from titanlab.parallelism import Parallelism
+from titanlab.plan import estimate_of, for_planning, machine_of
 from titanlab.plan.step_time import step_time
 from titanlab.prove import parity
-from titanlab.recipe.compose import conf_folder, register
-from titanlab.recipe.recipe import Recipe, from_mapping, resolve, to_mapping
-from titanlab.recipe.recipe_rules import check
-from titanlab.records.config_file import config_text
+from titanlab.recipe import Recipe, check, conf_folder, from_mapping, register, resolve, to_mapping
+from titanlab.records import config_text
 
 GPU = "NVIDIA H100 80GB HBM3"
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.recipe.recipe import as_typed, stage_pieces
+from titanlab.recipe import stage_pieces
+from titanlab.recipe.recipe import as_typed
 from titanlab.techniques.model.llama_schema import Llama
 
 MODEL = Llama(dim=64, layers=4, heads=4, kv_heads=2, ffn_dim=192, vocab_size=256)

@@ -5,13 +5,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from titanlab.errors import ConfigError
+from titanlab.recipe import own_start_error
 from titanlab.recipe.strangers import (
     VARIABLES,
     check_file,
     check_overrides,
     check_search_path,
     check_size,
-    own_start_error,
     replace_resolvers,
 )
 

@@ -5,13 +5,10 @@ import pytest
 from tests.sweep.files import labels, plan, write_sweep
 from titanlab.cli.compose import answer
 from titanlab.errors import ConfigError
-from titanlab.recipe.compose import Loader
-from titanlab.recipe.flags import read_flags
-from titanlab.recipe.keys import as_typed
+from titanlab.recipe import Loader, Recipe, as_typed, from_mapping, read_flags, to_mapping
 from titanlab.recipe.next_attempt import overridden
-from titanlab.recipe.recipe import Recipe, from_mapping, to_mapping
-from titanlab.records.config_file import config_text, read_config
-from titanlab.sweep.request import read_request
+from titanlab.records import config_text, read_config
+from titanlab.sweep import read_request
 
 # YAML or Hydra, or both, read each of these as a number or a truth value.
 TYPED = ["8e99999", "5e2", "1_000", "017", "12:00:00", "1:30", "1e5", "0x1F", "0b11", ".5", "5.", "+5", "-0", "1.50"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.recipe.schema import Training
+from titanlab.recipe import Training
 
 FIELDS = [
     ({"steps": 0}, "training.steps=0: must be at least 1; try 1000"),

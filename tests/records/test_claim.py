@@ -11,8 +11,8 @@ import pytest
 
 from tests.until import until
 from titanlab.errors import ConfigError
-from titanlab.records.claim import CannotWriteError, claimed, is_claimed
-from titanlab.system.processes import process_state
+from titanlab.records import CannotWriteError, claimed, is_claimed
+from titanlab.system import process_state
 
 HOLD = """
 import sys, time

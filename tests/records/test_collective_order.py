@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from titanlab.records import Collective, GroupRecord, HangRecord
 from titanlab.records.diagnosis import Mismatch, deviation, first_mismatch, group_key, signature
-from titanlab.records.hang_file import Collective, GroupRecord, HangRecord
 
 
 def call(operation: str, sequence: int, *sizes: int, group: str = "0", is_message: bool = False) -> Collective:

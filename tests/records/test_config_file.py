@@ -10,7 +10,8 @@ from hypothesis import given
 from omegaconf import OmegaConf
 
 from titanlab.errors import ConfigError
-from titanlab.records.config_file import config_text, excess, parse_yaml, read_config
+from titanlab.records import config_text, excess, read_config
+from titanlab.records.config_file import parse_yaml
 
 SCALARS = (
     st.none()

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from titanlab.records.diagnosis import deviation, diagnose, named, odd_calls
+from titanlab.records import diagnose, named, odd_calls
+from titanlab.records.diagnosis import deviation
 from titanlab.records.hang_file import parse_hang
 
 STEP = (

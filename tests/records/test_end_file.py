@@ -7,9 +7,8 @@ import json
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.records.run_folder import RunFolder
-from titanlab.system.files import FolderGone
+from titanlab.records import Outcome, OutcomeKind, RunFolder
+from titanlab.system import FolderGone
 
 OUTCOME = Outcome(
     kind=OutcomeKind.OOM, step=3, steps=9, attempt=2, rank=1, cause="é", exit_code=70, ended=5.0, metrics={"loss": 1.5}

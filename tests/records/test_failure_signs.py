@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from titanlab.errors import ConfigError
-from titanlab.records.outcome import OutcomeKind, classify, from_exception, says_oom
+from titanlab.records import OutcomeKind, classify, from_exception, says_oom
 
 
 def from_data(error):

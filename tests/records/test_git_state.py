@@ -5,8 +5,7 @@ import subprocess
 
 import pytest
 
-from titanlab.records import provenance
-from titanlab.records.provenance import git_state
+from titanlab.records import git_state, provenance
 
 
 def git(folder, *arguments):

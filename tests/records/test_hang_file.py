@@ -6,7 +6,8 @@ import pytest
 
 from tests import tiny
 from tests.records.test_diagnosis import FORWARD, REDUCE, stage
-from titanlab.records.hang_file import DamagedRecordError, hang_folder, parse_hang, read_hang, write_hang
+from titanlab.records import read_hang, write_hang
+from titanlab.records.hang_file import DamagedRecordError, hang_folder, parse_hang
 
 
 def values(**changes):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.records.test_diagnosis import STEP, record
-from titanlab.records.diagnosis import diagnose, rank_rows, table_lines
+from titanlab.records import diagnose, rank_rows, table_lines
 
 
 def rows_of(*records, others=None, world=3):

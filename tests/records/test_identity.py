@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given
 
 from tests import tiny
-from titanlab.data.schema import Stdlib, Synthetic, TokenFolder
-from titanlab.records.identity import canonical, canonical_json, identify
+from titanlab.data import Synthetic
+from titanlab.data.schema import Stdlib, TokenFolder
+from titanlab.records import canonical, canonical_json, identify
 
 
 @dataclass(kw_only=True)

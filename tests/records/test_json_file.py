@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.records.json_file import RESTORE, as_typed, loaded, read_object, read_optional, read_typed
+from titanlab.records import as_typed, loaded, read_object, read_optional
+from titanlab.records.json_file import RESTORE, read_typed
 
 
 def refusal(action, *given, **more):

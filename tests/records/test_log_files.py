@@ -8,8 +8,8 @@ import os
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.records.logs import part_of, parts, rank_log, rank_logs, write_marks
-from titanlab.records.run_folder import RunFolder
+from titanlab.records import RunFolder, part_of, parts, rank_log, rank_logs
+from titanlab.records.logs import write_marks
 
 
 @pytest.fixture

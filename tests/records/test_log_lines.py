@@ -4,9 +4,8 @@ import os
 
 import pytest
 
-from titanlab.records import logs
-from titanlab.records.logs import FileSpan, Growing, backward, complete_end, forward
-from titanlab.system.files import open_to_read
+from titanlab.records import FileSpan, Growing, backward, complete_end, forward, logs
+from titanlab.system import open_to_read
 
 
 def span(path, start=0, end=None):

@@ -4,7 +4,8 @@ from datetime import datetime
 
 import pytest
 
-from titanlab.records.logs import merged, moment, timed, timed_from_end
+from titanlab.records import merged, timed, timed_from_end
+from titanlab.records.logs import moment
 
 NOON = datetime(2026, 3, 1, 12, 0, 0).timestamp()
 MIDNIGHT = datetime(2026, 3, 2, 0, 0, 0).timestamp()

@@ -8,15 +8,7 @@ import pytest
 
 from tests.records.test_failure_signs import from_data
 from titanlab.errors import ConfigError
-from titanlab.records import outcome
-from titanlab.records.outcome import (
-    KillEvidence,
-    Outcome,
-    OutcomeKind,
-    first_cause,
-    from_exception,
-    from_exit,
-)
+from titanlab.records import KillEvidence, Outcome, OutcomeKind, first_cause, from_exception, from_exit, outcome
 
 KINDS = "done oom hang nan crash preempted walltime node_fail cancelled infeasible data".split()
 

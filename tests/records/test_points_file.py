@@ -8,8 +8,7 @@ import os
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.records.run_folder import RunFolder
-from titanlab.records.run_search import point_of, read_points
+from titanlab.records import RunFolder, point_of, read_points
 
 
 def write(folder, text):

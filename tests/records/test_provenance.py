@@ -7,8 +7,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from titanlab.records import provenance
-from titanlab.records.provenance import code_fingerprint, collect, redact, redacted_arguments, variables, versions
+from titanlab.records import code_fingerprint, collect, provenance, redact, redacted_arguments, versions
+from titanlab.records.provenance import variables
 
 # Made up here, in the forms of the real ones.
 HF, WANDB, AWS, GITHUB = "hf_" + "Ab3" * 11, "0123456789" * 4, "AKIA" + "Z7" * 8, "ghp_" + "x9" * 18

@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.records.identity import Identity, identify
-from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.records.run_folder import RunFolder, Status, create_run, open_run
+from titanlab.records import Identity, Outcome, OutcomeKind, RunFolder, Status, create_run, identify, open_run
 
 CONFIG = {"name": "toy", "steps": 3, "optimizer": {"lr": 1e-5}}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.records.run_folder import check_name
+from titanlab.records import check_name
 
 
 @pytest.mark.parametrize("name", ["a", "1f1b", "fsdp_tp-bf16", "tp8.2", "x" * 100])

@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.records.identity import Identity
-from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.records.run_folder import RunFolder
+from titanlab.records import Identity, Outcome, OutcomeKind, RunFolder
 
 
 @pytest.fixture

@@ -3,9 +3,7 @@
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.records.identity import Identity
-from titanlab.records.run_folder import create_run
-from titanlab.records.run_search import NoSuchRun, find_run, list_runs
+from titanlab.records import Identity, NoSuchRun, create_run, find_run, list_runs
 
 
 @pytest.fixture

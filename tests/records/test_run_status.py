@@ -8,7 +8,7 @@ import time
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.records.run_folder import RunFolder, Status
+from titanlab.records import RunFolder, Status
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ from typing import Any
 
 from tests.sweep.table.plain import row
 from titanlab.report.facts import Facts
-from titanlab.sweep.rows import SweepTable
-from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.sweep import SweepFolder, SweepTable
 
 
 def facts_of(*rows: dict[str, Any], folder: Path | str = "/nowhere/layouts") -> Facts:

@@ -12,7 +12,7 @@ import yaml
 
 from tests.sweep.made import SUMMARY, Made, begin, end, train
 from titanlab.costs import meter
-from titanlab.records.run_folder import RunFolder
+from titanlab.records import RunFolder
 
 SCRIPT = "<script>document.title='owned'</script>"
 NAMES = ["<svg onload=alert(1)>", "a$x$b", "עברית‮abc", "🚀👩‍🔬", "x" * 180, "bell\x07\x1b[31m", "javascript:alert(1)"]

@@ -8,7 +8,7 @@ import math
 import pandas as pd
 import pytest
 
-from titanlab.plan.memory import ITEMS
+from titanlab.plan import ITEMS
 from titanlab.report.analyses import ITEM
 from titanlab.report.drawings import draw_bubbles, draw_differences, draw_memory, draw_scaling
 

@@ -8,10 +8,11 @@ import pytest
 
 from tests.sweep.made import begin, end, train
 from titanlab.records.metrics_file import read_metrics
+from titanlab.report import write_report
 from titanlab.report.facts import Facts, checked
 from titanlab.report.panels import expert_panel
-from titanlab.report.report import sweep_figures, write_report
-from titanlab.sweep.rows import SweepTable
+from titanlab.report.report import sweep_figures
+from titanlab.sweep import SweepTable
 
 EVEN = [[10, 10, 10, 10], [10, 10, 10, 10]]
 SKEWED = [[40, 0, 0, 0], [5, 15, 10, 10]]

@@ -9,8 +9,7 @@ from tests.sweep.made import Made, begin, end, train
 from titanlab.costs import meter
 from titanlab.errors import ConfigError
 from titanlab.report.frames import metrics_frame, sweep_frame
-from titanlab.sweep.columns import NAMES
-from titanlab.sweep.rows import SweepTable, write_table
+from titanlab.sweep import NAMES, SweepTable, write_table
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import pytest
 
 from tests.sweep.made import begin, end, train
 from titanlab.errors import ConfigError
-from titanlab.plan.memory import ITEMS, most_memory
-from titanlab.recipe.recipe import from_mapping
+from titanlab.plan import ITEMS, most_memory
+from titanlab.recipe import from_mapping
 from titanlab.report import drawings
 from titanlab.report.analyses import MEMORY_COLUMNS, memory_frame
 

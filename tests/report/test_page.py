@@ -12,9 +12,9 @@ import pytest
 
 from tests.report.sweeps import NAMES, SCRIPT, hostile, losses, mixed, summary
 from tests.sweep.made import Made, begin, end, train
-from titanlab.report.report import write_report
-from titanlab.sweep.columns import NAMES as COLUMNS
-from titanlab.sweep.rows import SweepTable
+from titanlab.report import write_report
+from titanlab.sweep import NAMES as COLUMNS
+from titanlab.sweep import SweepTable
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 METRICS = re.compile(r"(loss_metrics|breakdown)/\S+|n_tokens_seen|config\.yaml")

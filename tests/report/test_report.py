@@ -7,9 +7,9 @@ import pytest
 
 from tests.report.sweeps import many, mixed
 from titanlab.errors import ConfigError
-from titanlab.report.report import sweep_figures, write_report
-from titanlab.sweep.rows import SweepTable
-from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.report import write_report
+from titanlab.report.report import sweep_figures
+from titanlab.sweep import SweepFolder, SweepTable
 
 
 def test_figures_for_papers(made, tmp_path):

@@ -10,7 +10,7 @@ from tests.report import wandb_api
 from tests.sweep.made import SUMMARY
 from titanlab.costs import meter
 from titanlab.errors import ConfigError
-from titanlab.recipe.recipe import to_mapping
+from titanlab.recipe import to_mapping
 from titanlab.report import figures, frames, wandb_frames
 from titanlab.report.wandb_frames import WandbRun
 

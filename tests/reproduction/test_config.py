@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from titanlab.sweep.repro import config_differences, write_config
+from titanlab.sweep import config_differences, write_config
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from titanlab.sweep.repro import differences, pip_line
+from titanlab.sweep import differences, pip_line
 
 
 def of(**sections):

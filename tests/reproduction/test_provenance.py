@@ -7,9 +7,9 @@ import json
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.records.provenance import PATCH_LIMIT, RECORD
-from titanlab.records.run_folder import RunFolder
-from titanlab.sweep.repro import recorded_code, wrong_path
+from titanlab.records import PATCH_LIMIT, RECORD, RunFolder
+from titanlab.sweep import recorded_code
+from titanlab.sweep.repro import wrong_path
 
 SHA, PRINT = "a1" * 20, "b2" * 32
 PATCH = """diff --git a/titanlab/x.py b/titanlab/x.py

@@ -9,8 +9,8 @@ import pytest
 
 from tests.reproduction.repositories import git, make_repository
 from titanlab.errors import ConfigError
-from titanlab.records.provenance import code_fingerprint
-from titanlab.sweep.repro import RecordedCode, repository_of, restore
+from titanlab.records import code_fingerprint
+from titanlab.sweep import RecordedCode, repository_of, restore
 
 NONE = RecordedCode(
     env={}, sha=None, branch=None, fingerprint=None, version="1.2", patch="", problem=None, snapshot=None

@@ -18,8 +18,9 @@ from omegaconf import OmegaConf
 
 from tests.planted_package import install_planted
 from tests.until import until
-from titanlab.records.run_folder import RunFolder
-from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
+from titanlab.records import RunFolder
+from titanlab.sweep import SweepFolder
+from titanlab.sweep.sweep_folder import jobs_of
 
 ROOT = Path(__file__).parent.parent.parent
 # Two processes to a node, so that 1, 2, 4 and 8 processes take 1, 1, 2 and 4 nodes. A peak that is given need not be

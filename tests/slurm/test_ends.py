@@ -3,7 +3,7 @@
 import pytest
 
 from tests.slurm.conftest import LIMITS, NEVER
-from titanlab.records.outcome import OutcomeKind
+from titanlab.records import OutcomeKind
 
 pytestmark = pytest.mark.slurm
 

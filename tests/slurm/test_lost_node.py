@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.slurm.site import losses
-from titanlab.records.outcome import OutcomeKind
+from titanlab.records import OutcomeKind
 
 pytestmark = pytest.mark.slurm
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanlab.records.outcome import OutcomeKind
+from titanlab.records import OutcomeKind
 
 pytestmark = pytest.mark.slurm
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.slurm.conftest import VICTIM
 from tests.slurm.site import losses
-from titanlab.records.outcome import OutcomeKind
+from titanlab.records import OutcomeKind
 
 pytestmark = pytest.mark.slurm
 

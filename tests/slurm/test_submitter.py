@@ -10,7 +10,7 @@ import pytest
 
 from tests.slurm.site import ROOT, Site
 from titanlab.launch.submission import token_of
-from titanlab.records.outcome import OutcomeKind
+from titanlab.records import OutcomeKind
 
 pytestmark = pytest.mark.slurm
 

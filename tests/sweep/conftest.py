@@ -6,7 +6,7 @@ import pytest
 
 from tests.sweep.fake_slurm.cluster import FakeSlurm
 from tests.sweep.studies import SLURM, seeds, study
-from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records import Outcome, OutcomeKind
 from titanlab.sweep import snapshot
 from titanlab.sweep.submit import submit
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.sweep.conftest import quiet
-from titanlab.sweep.plan import Study, plan_study, with_data
+from titanlab.sweep import Study, plan_study, with_data
 
 # Nothing of it takes long, and no data is prepared.
 BASE = "training:\n  steps: 20\n  global_batch: 8\noptimizer: {schedule: {warmup_steps: 2}}\n"

@@ -10,11 +10,11 @@ from tests import tiny
 from tests.launch.third import install_third
 from tests.planted_package import install_planted
 from tests.planted_schema import Planted
-from titanlab.launch.submission import JobShape, Submission, write_submission
-from titanlab.recipe.recipe import to_mapping
-from titanlab.records.identity import identify
-from titanlab.records.run_folder import RunFolder, create_run
-from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
+from titanlab.launch import JobShape, Submission, write_submission
+from titanlab.recipe import to_mapping
+from titanlab.records import RunFolder, create_run, identify
+from titanlab.sweep import SweepFolder
+from titanlab.sweep.sweep_folder import jobs_of
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -21,9 +21,9 @@ from tests.sweep.fake_slurm.cluster import FakeSlurm
 from tests.sweep.stub_package import stub_package
 from tests.sweep.studies import SLURM, seeds, study
 from titanlab.launch.local_schema import Local
-from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.sweep import snapshot
-from titanlab.sweep.submit import folder_of, submit
+from titanlab.records import Outcome, OutcomeKind
+from titanlab.sweep import folder_of, snapshot
+from titanlab.sweep.submit import submit
 
 POINTS = [*seeds(3), *seeds(2, shard=2), {"shard": 4}]
 

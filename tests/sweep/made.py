@@ -9,13 +9,10 @@ from typing import Any
 
 from tests import tiny
 from titanlab.costs import meter
-from titanlab.launch.contract import JobState
-from titanlab.launch.submission import JobShape, Submission, write_submission
-from titanlab.recipe.recipe import to_mapping
-from titanlab.records.identity import identify
-from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.records.run_folder import RunFolder, Status, create_run
-from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.launch import JobShape, JobState, Submission, write_submission
+from titanlab.recipe import to_mapping
+from titanlab.records import Outcome, OutcomeKind, RunFolder, Status, create_run, identify
+from titanlab.sweep import SweepFolder
 
 SUMMARY = {
     meter.TOKENS_PER_SECOND: 1000.0,

@@ -4,6 +4,7 @@ It has four files; its other modules are those of the package that runs. A copy 
 of 650 files for each test, which the first job then compiles.
 """
 
+import shutil
 from pathlib import Path
 
 import titanlab
@@ -60,5 +61,7 @@ def stub_package(folder: Path, *, seconds: float = 0.1) -> Path:
     for name in (".", "launch"):
         source = (whole / name / "__init__.py").read_text()
         (package / name / "__init__.py").write_text(f"{source}\n__path__.append({str(whole / name)!r})\n")
+        for door in (whole / name).glob("__init__.pyi"):
+            shutil.copy(door, package / name)
     (package / "launch" / "task.py").write_text(_JOB.replace("SECONDS", str(seconds)))
     return package

@@ -5,10 +5,10 @@ import dataclasses
 from tests import tiny
 from titanlab.launch.local_schema import Local
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.recipe.recipe import Recipe
-from titanlab.recipe.schema import Cluster
-from titanlab.records.identity import identify
-from titanlab.sweep.plan import Dropped, PlannedRun, Study
+from titanlab.recipe import Cluster, Recipe
+from titanlab.records import identify
+from titanlab.sweep import Study
+from titanlab.sweep.plan import Dropped, PlannedRun
 from titanlab.sweep.space import SweepPoint
 
 NODES = {"per_node": 4, "nodes": 4}

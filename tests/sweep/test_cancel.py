@@ -1,7 +1,7 @@
 """Jobs of a sweep are cancelled: running ones save and end, waiting ones leave the queue."""
 
 from tests.sweep.conftest import names, quiet
-from titanlab.sweep.enqueue import cancel
+from titanlab.sweep import cancel
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.retry import retry
 

@@ -8,8 +8,9 @@ from tests.sweep.conftest import quiet
 from tests.sweep.studies import SLURM, seeds, study
 from titanlab.errors import ConfigError
 from titanlab.launch.slurm_schema import Slurm
+from titanlab.sweep import decide
 from titanlab.sweep.enqueue import settle
-from titanlab.sweep.submit import decide, submit
+from titanlab.sweep.submit import submit
 
 MIXED = [*seeds(2), *seeds(2, shard=2), {"shard": 6}, {"shard": 12}]
 

@@ -5,7 +5,7 @@ import json
 from tests.records.test_run_folder_page import keys
 from tests.sweep.conftest import quiet
 from tests.sweep.studies import SLURM, seeds, study
-from titanlab.records.provenance import RECORD
+from titanlab.records import RECORD
 from titanlab.sweep.submit import submit
 
 

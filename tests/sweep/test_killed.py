@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.until import until
-from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.sweep import SweepFolder
 
 ROOT = Path(__file__).parents[2]
 ROUNDS = 20

@@ -11,15 +11,14 @@ from tests.sweep.stub_package import stub_package
 from tests.sweep.studies import seeds, study
 from tests.until import until
 from titanlab import options
-from titanlab.launch.launchers import joined, launcher_named
+from titanlab.launch import joined, launcher_named
 from titanlab.launch.local_schema import Local
-from titanlab.records.outcome import OutcomeKind
-from titanlab.sweep import snapshot
-from titanlab.sweep.enqueue import cancel, settle
+from titanlab.records import OutcomeKind
+from titanlab.sweep import cancel, decide, look_at, snapshot, write_table
+from titanlab.sweep.enqueue import settle
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.retry import retry
-from titanlab.sweep.rows import look_at, write_table
-from titanlab.sweep.submit import decide, submit
+from titanlab.sweep.submit import submit
 
 
 # tests/launch/local has jobs of `local` that run, are cancelled, and come later.

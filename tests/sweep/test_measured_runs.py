@@ -7,8 +7,7 @@ import pytest
 from tests.sweep.made import SUMMARY, Made, begin, end, train
 from titanlab.costs import meter
 from titanlab.errors import ConfigError
-from titanlab.sweep.measured_runs import measured_sweep
-from titanlab.sweep.rows import SweepTable
+from titanlab.sweep import SweepTable, measured_sweep
 
 RESIDENT, OF_ALL = "memory/max_resident(GiB)", "memory/max_over_ranks(GiB)"
 

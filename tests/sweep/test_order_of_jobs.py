@@ -6,9 +6,9 @@ import dataclasses
 
 from tests.sweep.conftest import quiet
 from tests.sweep.studies import SLURM, study
+from titanlab.launch import write_submission
 from titanlab.launch.local import jobs_in_order
-from titanlab.launch.submission import write_submission
-from titanlab.records.identity import identify
+from titanlab.records import identify
 from titanlab.sweep.request import control_points
 from titanlab.sweep.submit import submit
 

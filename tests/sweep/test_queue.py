@@ -3,7 +3,7 @@
 import pytest
 
 from tests.launch.slurm.printed import Answers, submission
-from titanlab.launch.contract import UNANSWERED, JobState
+from titanlab.launch import UNANSWERED, JobState
 from titanlab.sweep.reconcile import job_states, silence
 
 

@@ -7,14 +7,14 @@ import pytest
 
 from tests import tiny
 from tests.sweep.jobs import Jobs
-from titanlab.launch.contract import JobState, StopReason
+from titanlab.launch import JobState
+from titanlab.launch.contract import StopReason
 from titanlab.launch.watch import write_stop
-from titanlab.records.outcome import Outcome, OutcomeKind, from_exception, from_exit
-from titanlab.records.run_folder import Status
+from titanlab.records import Outcome, OutcomeKind, Status, from_exception, from_exit
+from titanlab.sweep import SweepFolder
 from titanlab.sweep import reconcile as reconciling
 from titanlab.sweep.reconcile import reconcile
-from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.system.files import write_json
+from titanlab.system import write_json
 
 FAILED = JobState(state="ended", raw="FAILED", exit_code=1, job_id="12_0")
 

@@ -9,14 +9,14 @@ from tests import tiny
 from tests.sweep.conftest import names, quiet
 from tests.sweep.studies import SLURM
 from titanlab.checkpoint.folders import step_folder
-from titanlab.distributed.host import Host
+from titanlab.distributed import Host
 from titanlab.errors import ConfigError
 from titanlab.launch.local_schema import Local
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.recipe.recipe import from_mapping, to_mapping
+from titanlab.recipe import from_mapping, to_mapping
+from titanlab.sweep import checked, resubmit, submitted_with
 from titanlab.sweep import enqueue as module
-from titanlab.sweep.enqueue import checked
-from titanlab.sweep.retry import item_of, resubmit, submitted_with
+from titanlab.sweep.retry import item_of
 from titanlab.techniques.model import llama_account
 
 REFUSED = "invalid account or account/partition combination specified"

@@ -8,10 +8,10 @@ from titanlab.cli.verbs import call
 from titanlab.errors import ConfigError
 from titanlab.launch.local import LocalLauncher
 from titanlab.launch.slurm.launcher import SlurmLauncher
-from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.sweep.enqueue import cancel
-from titanlab.sweep.retry import FAILED, retry
-from titanlab.sweep.submit import decide, submit
+from titanlab.records import Outcome, OutcomeKind
+from titanlab.sweep import FAILED, cancel, decide
+from titanlab.sweep.retry import retry
+from titanlab.sweep.submit import submit
 
 
 def submitted(slurm):

@@ -6,9 +6,9 @@ import time
 import pytest
 
 from tests.sweep.made import Made, begin, end
-from titanlab.records.run_folder import Status
+from titanlab.records import Status
+from titanlab.sweep import RunWatch
 from titanlab.sweep import watch as run_watch
-from titanlab.sweep.watch import RunWatch
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import titanlab
 from tests.sweep.conftest import quiet
 from tests.sweep.studies import SLURM, seeds, study
-from titanlab.records.provenance import code_fingerprint, collect, git_state
+from titanlab.records import code_fingerprint, collect, git_state
 from titanlab.sweep import snapshot
 from titanlab.sweep.submit import submit
 

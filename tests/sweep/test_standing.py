@@ -4,7 +4,7 @@ import pytest
 
 from tests.sweep.made import Made, begin, end, word
 from titanlab.errors import ConfigError
-from titanlab.records.run_folder import RunFolder
+from titanlab.records import RunFolder
 from titanlab.sweep.enqueue import standing, supersede
 from titanlab.sweep.sweep_folder import jobs_of
 

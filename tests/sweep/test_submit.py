@@ -12,11 +12,11 @@ from tests.sweep.studies import SLURM, seeds, study
 from titanlab.errors import ConfigError
 from titanlab.launch.local_schema import Local
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records import Outcome, OutcomeKind
+from titanlab.sweep import SweepTable, check_study, decide, folder_of, silence_of
 from titanlab.sweep.enqueue import check_folder
 from titanlab.sweep.reconcile import reconcile
-from titanlab.sweep.rows import SweepTable
-from titanlab.sweep.submit import check_study, decide, folder_of, silence_of, submit
+from titanlab.sweep.submit import submit
 
 MIXED = [*seeds(2), *seeds(2, shard=2), {"shard": 6}, {"shard": 12}]
 

@@ -5,10 +5,12 @@ import pytest
 
 from tests.sweep.studies import seeds, study
 from titanlab.errors import ConfigError
-from titanlab.launch.submission import JobShape, Submission, claim_sweep, drop_submission, write_submission
-from titanlab.recipe.recipe import to_mapping
-from titanlab.records.run_folder import create_run
-from titanlab.sweep.sweep_folder import SweepFolder, find_run_or_sweep, jobs_of, open_sweep
+from titanlab.launch import JobShape, Submission, drop_submission, write_submission
+from titanlab.launch.submission import claim_sweep
+from titanlab.recipe import to_mapping
+from titanlab.records import create_run
+from titanlab.sweep import SweepFolder, find_run_or_sweep, open_sweep
+from titanlab.sweep.sweep_folder import jobs_of
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanlab.sweep.watch import exit_code
+from titanlab.sweep import exit_code
 
 DONE = {"state": "ended", "outcome": "done"}
 CRASH = {"state": "ended", "outcome": "crash"}

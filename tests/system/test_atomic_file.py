@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from titanlab.system.files import finite, write_json, write_text
+from titanlab.system import finite, write_json, write_text
 
 
 def test_a_reader_never_sees_half_a_file(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from titanlab.system.processes import CommandResult, ask, output_of
+from titanlab.system import CommandResult, ask, output_of
 
 
 def test_an_answer_is_what_was_said():

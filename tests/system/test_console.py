@@ -12,8 +12,8 @@ import time
 import pytest
 
 from tests.until import until
-from titanlab.system.progress import Progress, plain_line
-from titanlab.system.terminal import Console, error_line
+from titanlab.system import Console, Progress, error_line
+from titanlab.system.progress import plain_line
 
 TERMINAL = {"TERM": "xterm-256color"}
 ROWS = [("model", "llama [debug]"), ("parameters", "5,769,472"), ("folder", "runs/single/toy-abcd1111")]

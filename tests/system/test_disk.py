@@ -13,11 +13,8 @@ from titanlab.checkpoint.folders import step_folder
 from titanlab.cli import main
 from titanlab.launch import attempt
 from titanlab.launch.execute import _recorded
-from titanlab.records import run_folder
-from titanlab.records.outcome import OutcomeKind, classify, from_exception
-from titanlab.records.run_folder import RunFolder, Status
-from titanlab.system.files import disk_fault, refusal, tells_of_disk, write_json, write_text
-from titanlab.system.terminal import Console
+from titanlab.records import OutcomeKind, RunFolder, Status, classify, from_exception, run_folder
+from titanlab.system import Console, disk_fault, refusal, tells_of_disk, write_json, write_text
 
 
 def full(path=None):

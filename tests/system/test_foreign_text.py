@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanlab.system.text import harmless
+from titanlab.system import harmless
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanlab.system.files import parse_json
+from titanlab.system import parse_json
 
 
 @pytest.mark.parametrize(

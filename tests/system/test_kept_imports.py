@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from titanlab.system.imports import kept_imports
+from titanlab.system import kept_imports
 
 
 @pytest.fixture

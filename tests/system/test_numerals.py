@@ -4,7 +4,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from titanlab.system.text import counted, duration, grouped, rate, short, short_span, significant, trimmed
+from titanlab.system import counted, duration, grouped, short, short_span, significant, trimmed
+from titanlab.system.text import rate
 
 
 @pytest.mark.parametrize(

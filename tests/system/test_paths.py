@@ -1,8 +1,8 @@
 import shlex
 from pathlib import Path
 
-from titanlab.checkpoint.address_schema import StorePath
-from titanlab.system.text import shown_path, sweep_argument
+from titanlab.checkpoint import StorePath
+from titanlab.system import shown_path, sweep_argument
 
 
 def test_a_path_is_shown_from_the_current_folder(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from titanlab.system.processes import process_start
+from titanlab.system import process_start
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is not known")
 

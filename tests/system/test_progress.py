@@ -7,7 +7,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from titanlab.system.progress import COLOURS, PLAIN, Progress, bar, kept_line, live_line, plain_line, sparkline
+from titanlab.system import Progress
+from titanlab.system.progress import COLOURS, PLAIN, bar, kept_line, live_line, plain_line, sparkline
 
 FULL = Progress(
     step=20,

@@ -8,7 +8,7 @@ import pytest
 
 import titanlab
 from titanlab.launch.processes import worker_command
-from titanlab.system.processes import module_command
+from titanlab.system import module_command
 
 ROOT = Path(titanlab.__file__).parents[1]
 

@@ -5,7 +5,7 @@ import tracemalloc
 
 import pytest
 
-from titanlab.system.files import open_to_write, read_bytes, read_text
+from titanlab.system import open_to_write, read_bytes, read_text
 
 
 def test_a_file_is_read(tmp_path):

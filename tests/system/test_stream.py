@@ -11,15 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from titanlab.system.terminal import (
-    can_show,
-    columns_of,
-    is_capable,
-    lost_output,
-    note_lost_output,
-    shown_width,
-    simplified,
-)
+from titanlab.system import is_capable, lost_output
+from titanlab.system.terminal import can_show, columns_of, note_lost_output, shown_width, simplified
 
 REPORT = """
 import os, sys

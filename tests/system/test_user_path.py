@@ -8,10 +8,10 @@ import pytest
 
 import titanlab
 from titanlab.errors import ConfigError
-from titanlab.recipe.flags import read_flags
-from titanlab.records.run_folder import check_runs
-from titanlab.sweep.clean import cached
-from titanlab.system.files import home, user_path
+from titanlab.recipe import read_flags
+from titanlab.records import check_runs
+from titanlab.sweep import cached
+from titanlab.system import home, user_path
 from titanlab.techniques.tracker.wandb import has_key
 
 

@@ -12,12 +12,11 @@ from tests.tracker.test_wandb import inspect
 from tests.training.recording.test_rebuild import again
 from titanlab.errors import ConfigError
 from titanlab.options import combination, combined_name
-from titanlab.recipe.recipe import from_mapping, to_mapping
+from titanlab.recipe import from_mapping, to_mapping
 from titanlab.techniques.tracker.contract import FINISHED, OPEN, TrackedRun, open_tracker, records_in
 from titanlab.techniques.tracker.tensorboard import TensorBoardTracker
 from titanlab.techniques.tracker.trackers_schema import Jsonl, JsonlTracker, TensorBoard, Wandb
-from titanlab.train import rebuild
-from titanlab.train.tracked_run import tracker_gap
+from titanlab.train import rebuild, tracker_gap
 
 
 def several(**configs):

@@ -8,11 +8,10 @@ from tests import tiny
 from tests.report.test_wandb_workspace import keys_of
 from tests.tracker.test_wandb import inspect
 from titanlab.costs import meter
-from titanlab.recipe.recipe import to_mapping
-from titanlab.records.identity import identify
-from titanlab.records.run_folder import create_run
+from titanlab.recipe import to_mapping
+from titanlab.records import create_run, identify
 from titanlab.report.wandb_workspace import json_text, view_of
-from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.sweep import SweepFolder
 from titanlab.techniques.tracker.trackers_schema import JsonlTracker, Wandb
 
 

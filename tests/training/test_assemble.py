@@ -7,12 +7,9 @@ import pytest
 import torch
 
 from tests import tiny
-from titanlab.data.schema import Synthetic
-from titanlab.data.source import Batch
-from titanlab.distributed.mesh import build_mesh
-from titanlab.distributed.ranks import joined
-from titanlab.distributed.world import open_world
-from titanlab.parallelism.loss import IGNORE
+from titanlab.data import Batch, Synthetic
+from titanlab.distributed import build_mesh, joined, open_world
+from titanlab.parallelism import IGNORE
 from titanlab.train.assemble import assemble
 
 

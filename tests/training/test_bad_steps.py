@@ -12,16 +12,16 @@ from tests import tiny
 from tests.precision.test_fp16 import Watcher, full
 from titanlab.checkpoint.folders import checkpoints, step_folder
 from titanlab.costs import meter
-from titanlab.distributed.world import World
+from titanlab.distributed import World
 from titanlab.errors import ConfigError
-from titanlab.launch.attempt import pass_over_damaged
-from titanlab.parallelism.gradients import Gradients
-from titanlab.records.outcome import OutcomeKind
+from titanlab.launch import pass_over_damaged
+from titanlab.parallelism import Gradients
+from titanlab.records import OutcomeKind
 from titanlab.techniques.optimizer.optimizers_schema import Muon
 from titanlab.techniques.precision.cast import DynamicLossScale, LossScale
 from titanlab.techniques.precision.cast_schema import Fp16
+from titanlab.train import Reduction
 from titanlab.train.assemble import SkipBadSteps
-from titanlab.train.totals import Reduction
 
 STEPS = 6
 BAD = 3

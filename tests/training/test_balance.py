@@ -18,10 +18,9 @@ from titanlab.errors import ConfigError
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing
 from titanlab.techniques.model.llama_schema import Qwen3Moe
 from titanlab.techniques.model.mixture_of_experts import Auxiliary, Router
+from titanlab.train import Observer, Totals
 from titanlab.train.balance import Balance, Load
 from titanlab.train.initialise import initialise
-from titanlab.train.totals import Totals
-from titanlab.train.train import Observer
 
 MODEL = Qwen3Moe(**{**SIZES, "layers": 2}, head_dim=32, ffn_dim=32, experts=8, active_experts=2, bias_rate=0.01)
 

@@ -11,11 +11,12 @@ import torch
 
 from tests import tiny
 from tests.checkpoint.one_process import ALONE
-from titanlab.data.source import Batch
-from titanlab.parallelism.loss import IGNORE
+from titanlab.data import Batch
+from titanlab.parallelism import IGNORE
 from titanlab.techniques.model.documents import Packed
+from titanlab.train import StepBatch
 from titanlab.train import assemble as module
-from titanlab.train.assemble import StepBatch, positions_of, to_device_of
+from titanlab.train.assemble import positions_of, to_device_of
 
 
 def on(rank):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from titanlab.costs.account import Init
+from titanlab.costs import Init
 from titanlab.techniques.model.llama_schema import Llama
 from titanlab.train.conformance import faults
 

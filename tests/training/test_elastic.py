@@ -12,7 +12,7 @@ from tests import tiny
 from tests.planted_schema import Planted
 from titanlab.data import source
 from titanlab.data.random_tokens import rank_samples
-from titanlab.records.outcome import OutcomeKind
+from titanlab.records import OutcomeKind
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveOp
 from titanlab.techniques.schedule.published_schema import ZBV, DualPipeV, Interleaved1F1B
 from titanlab.train import train as story

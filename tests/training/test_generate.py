@@ -8,15 +8,14 @@ import torch
 
 from tests import tiny
 from titanlab.checkpoint import index_reader as module
-from titanlab.checkpoint.folders import latest, remove
+from titanlab.checkpoint import latest, remove
 from titanlab.data import source
 from titanlab.data.schema import Files
 from titanlab.data.tokenizers import load
-from titanlab.distributed.ranks import ALONE, joined
-from titanlab.distributed.world import open_world
+from titanlab.distributed import ALONE, joined, open_world
 from titanlab.errors import ConfigError
 from titanlab.prove.parity import trace
-from titanlab.recipe.recipe import from_mapping
+from titanlab.recipe import from_mapping
 from titanlab.train import generate as sampling
 from titanlab.train.generate import generate
 

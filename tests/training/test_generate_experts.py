@@ -12,12 +12,11 @@ import torch.nn.functional as F
 
 from tests import tiny
 from tests.training.test_balance import MODEL, recipe
-from titanlab.checkpoint.folders import latest
+from titanlab.checkpoint import latest
 from titanlab.cli import main
 from titanlab.costs import meter
 from titanlab.data import source
-from titanlab.distributed.ranks import ALONE
-from titanlab.distributed.world import open_world
+from titanlab.distributed import ALONE, open_world
 from titanlab.errors import ConfigError
 from titanlab.train import generate as sampling
 from titanlab.train.balance import set_biases

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from titanlab.recipe.schema import Cluster
+from titanlab.recipe import Cluster
 from titanlab.train.totals import peak_flops
 
 

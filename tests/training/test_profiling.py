@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.checkpoint.one_process import ALONE
-from titanlab.distributed.world import World
+from titanlab.distributed import World
 from titanlab.train import train
 from titanlab.train.train import profiled
 

@@ -13,14 +13,14 @@ import torch
 from tests import tiny
 from tests.planted_schema import Planted
 from tests.pool import RankFailure
-from titanlab.checkpoint.folders import checkpoints, latest
+from titanlab.checkpoint import latest
+from titanlab.checkpoint.folders import checkpoints
 from titanlab.costs import meter
 from titanlab.data import source
 from titanlab.data.schema import Files, HuggingFace
-from titanlab.prove import parity
-from titanlab.prove.parity import TrainingTrace, compare
-from titanlab.records.outcome import OutcomeKind
-from titanlab.records.run_folder import RunFolder
+from titanlab.prove import TrainingTrace, parity
+from titanlab.prove.parity import compare
+from titanlab.records import OutcomeKind, RunFolder
 from titanlab.techniques.compile.watch import RECOMPILATIONS
 
 STEPS = 8

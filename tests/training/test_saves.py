@@ -17,20 +17,17 @@ from tests import tiny
 from tests.planted_schema import Planted
 from tests.pool import RankFailure
 from tests.until import until
-from titanlab.checkpoint import store
-from titanlab.checkpoint.contents import list_checkpoints
-from titanlab.checkpoint.folders import checkpoints, step_of
-from titanlab.distributed.ranks import ALONE, joined
+from titanlab.checkpoint import list_checkpoints, step_of, store
+from titanlab.checkpoint.folders import checkpoints
+from titanlab.distributed import ALONE, joined
 from titanlab.errors import ConfigError
 from titanlab.launch.attempt import check_own_checkpoint
 from titanlab.prove.parity import trace
-from titanlab.records.outcome import OutcomeKind, classify, from_exit
-from titanlab.records.run_folder import RunFolder
-from titanlab.system.files import FolderGone, disk_fault
+from titanlab.records import OutcomeKind, RunFolder, classify, from_exit
+from titanlab.system import FolderGone, disk_fault
+from titanlab.train import Observer, check_beginning
 from titanlab.train import saves as module
 from titanlab.train.generate import _load
-from titanlab.train.starting_weights import check_beginning
-from titanlab.train.train import Observer
 from titanlab.train.weights_tensors import run_source
 
 STEPS = 6

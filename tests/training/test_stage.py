@@ -7,9 +7,7 @@ import torch
 from torch import nn
 
 from tests import tiny
-from titanlab.distributed.mesh import build_mesh
-from titanlab.distributed.ranks import joined
-from titanlab.distributed.world import open_world
+from titanlab.distributed import build_mesh, joined, open_world
 from titanlab.techniques.model.language_model import LanguageModel
 from titanlab.train.stage import build_stage, default_dtype, thin, together
 

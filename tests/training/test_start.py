@@ -10,8 +10,7 @@ import torch
 from tests.checkpoint.one_process import ALONE
 from tests.weights.huggingface import made as folders
 from tests.weights.saved import module, run_of, save
-from titanlab.checkpoint.blocks import DamagedCheckpoint
-from titanlab.checkpoint.position import Position
+from titanlab.checkpoint import DamagedCheckpoint, Position
 from titanlab.errors import ConfigError, DamagedPosition
 from titanlab.techniques.model.llama_schema import Llama
 from titanlab.train.train import load_start

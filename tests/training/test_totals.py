@@ -6,8 +6,9 @@ import signal
 import pytest
 import torch
 
-from titanlab.distributed.world import World
-from titanlab.train.totals import STOPS, Reduction, Totals
+from titanlab.distributed import World
+from titanlab.train import Reduction, Totals
+from titanlab.train.totals import STOPS
 
 CPU = torch.device("cpu")
 # The flags of a rank that nobody has asked to stop.

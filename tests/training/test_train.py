@@ -18,13 +18,13 @@ from titanlab.checkpoint.folders import checkpoints
 from titanlab.costs import meter
 from titanlab.data import source
 from titanlab.data.schema import Files
-from titanlab.distributed.stop import StopRequest
+from titanlab.distributed import StopRequest
 from titanlab.prove import parity
-from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records import Outcome, OutcomeKind
 from titanlab.techniques.model.llama import LlamaModel
 from titanlab.techniques.model.llama_schema import Llama as LlamaConfig
+from titanlab.train import Totals
 from titanlab.train import train as story
-from titanlab.train.totals import Totals
 
 
 class Poison(parity.Tracer):

@@ -7,9 +7,7 @@ from torch import nn
 
 from tests import tiny
 from tests.checkpoint.one_process import ALONE
-from titanlab.checkpoint import store
-from titanlab.checkpoint.contract import Target
-from titanlab.checkpoint.position import Position
+from titanlab.checkpoint import Position, Target, store
 
 
 def module(model, seed=0):

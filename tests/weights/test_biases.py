@@ -6,7 +6,8 @@ import pytest
 
 from titanlab.errors import ConfigError
 from titanlab.techniques.model.llama_schema import Llama, Mixtral
-from titanlab.train.weights_folder import biases_of, left_out, widest
+from titanlab.train import left_out
+from titanlab.train.weights_folder import biases_of, widest
 
 SIZES = {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_dim": 24, "vocab_size": 32}
 BIASED = Mixtral(**SIZES, experts=4, active_experts=2, balance="bias")

@@ -10,11 +10,12 @@ import torch.distributed.checkpoint as dcp
 
 from tests import tiny
 from tests.pool import RankFailure
-from titanlab.checkpoint.folders import latest, step_folder
+from titanlab.checkpoint import latest
+from titanlab.checkpoint.folders import step_folder
 from titanlab.cli import main
-from titanlab.distributed.ranks import ALONE, joined
+from titanlab.distributed import ALONE, joined
 from titanlab.prove.parity import trace
-from titanlab.recipe.recipe import to_mapping
+from titanlab.recipe import to_mapping
 from titanlab.train.weights_folder import open_weights
 from titanlab.train.weights_tensors import run_source
 

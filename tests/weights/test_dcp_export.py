@@ -10,9 +10,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.checkpoint.one_process import saved, trained
-from titanlab.checkpoint.blocks import DamagedCheckpoint
+from titanlab.checkpoint import DamagedCheckpoint
+from titanlab.train import write_dcp
 from titanlab.train.dcp_folder import DcpContents, contents_of
-from titanlab.train.dcp_tensors import write_dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 

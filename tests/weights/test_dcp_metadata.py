@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from titanlab.checkpoint.blocks import DamagedCheckpoint
-from titanlab.checkpoint.index import ITEM_BYTES
+from titanlab.checkpoint import ITEM_BYTES, DamagedCheckpoint
 from titanlab.train import dcp_folder
 from titanlab.train.dcp_folder import SavedPlace, SavedTensor, read_saved
 

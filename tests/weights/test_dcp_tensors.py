@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from titanlab.checkpoint.blocks import DamagedCheckpoint
-from titanlab.checkpoint.reader import read_into, set_in
+from titanlab.checkpoint import DamagedCheckpoint, read_into, set_in
 from titanlab.train.dcp_folder import read_saved
 from titanlab.train.dcp_tensors import DcpPlanner, DcpReader
 

@@ -7,8 +7,8 @@ import os
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.system.files import StoreFault
-from titanlab.train.weights_folder import check_apart, check_target, whole_folder
+from titanlab.system import StoreFault
+from titanlab.train import check_apart, check_target, whole_folder
 
 
 def names(folder):

@@ -11,12 +11,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests import tiny
-from titanlab.checkpoint.folders import METADATA, latest
+from titanlab.checkpoint import METADATA, latest
 from titanlab.cli import main
 from titanlab.errors import ConfigError
-from titanlab.train import dcp_folder
+from titanlab.train import dcp_folder, write_dcp
 from titanlab.train.dcp_folder import UnreadablePickle, read_inert, read_saved
-from titanlab.train.dcp_tensors import write_dcp
 
 
 def started(made, run):

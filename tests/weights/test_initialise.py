@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanlab.costs.account import Init
+from titanlab.costs import Init
 from titanlab.train import initialise as module
 from titanlab.train.initialise import initialise, key
 

@@ -12,8 +12,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tests.weights.huggingface import made as folders
 from titanlab.errors import ConfigError
+from titanlab.train import from_folder, is_weights, write_hf, write_ours
 from titanlab.train.hub_folders import open_hf
-from titanlab.train.interchange import from_folder, is_weights, write_hf, write_ours
 from titanlab.train.weights_folder import open_weights
 
 TIED = {**folders.SMALL, "tie_word_embeddings": True}

@@ -12,7 +12,7 @@ from tests.weights import saved
 from tests.weights.huggingface import made as folders
 from titanlab.errors import ConfigError
 from titanlab.techniques.model.llama_schema import Llama
-from titanlab.train.interchange import from_dcp, from_folder, from_run, write_ours
+from titanlab.train import from_dcp, from_folder, from_run, write_ours
 
 SIZES = {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 24, "vocab_size": 32}
 STRETCHED = {"rope_factor": 8.0, "rope_original_context": 1024}

@@ -15,8 +15,9 @@ from tests.weights import saved
 from tests.weights.huggingface import made as folders
 from titanlab.errors import ConfigError
 from titanlab.techniques.model.llama_schema import Llama, Mixtral
+from titanlab.train import check_beginning, start_fingerprint
 from titanlab.train import starting_weights as module
-from titanlab.train.starting_weights import check_beginning, check_start, fill_start, open_folder, start_fingerprint
+from titanlab.train.starting_weights import check_start, fill_start, open_folder
 
 SIZES = {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 96, "vocab_size": 256}
 BIASED = Mixtral(**SIZES, experts=4, active_experts=2, balance="bias")

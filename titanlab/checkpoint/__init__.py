@@ -1,1 +1,5 @@
 """Saving a run's whole state, and resuming from it."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -16,7 +16,7 @@ from titanlab.checkpoint import objects
 from titanlab.checkpoint.address_schema import Place, StorePath
 from titanlab.checkpoint.objects import check_length, filesystem, size_of, store_errors, tried
 from titanlab.errors import ConfigError
-from titanlab.system.files import read_at_most
+from titanlab.system import read_at_most
 
 _MOST_TEXT = 200
 

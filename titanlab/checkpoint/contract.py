@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from titanlab.checkpoint.address_schema import Place, check_address, check_installed, is_address
-from titanlab.costs.setting import Setting
+from titanlab.costs import Setting
 from titanlab.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from titanlab.checkpoint.position import Position
-    from titanlab.distributed.world import World
+    from titanlab.distributed import World
 
 _DTYPES = ("float32", "bfloat16", "float16")
 

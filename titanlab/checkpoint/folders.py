@@ -21,9 +21,8 @@ from titanlab.checkpoint.address_schema import (
 )
 from titanlab.checkpoint.blocks import DamagedCheckpoint, one_line
 from titanlab.errors import ConfigError
-from titanlab.records.run_folder import RunFolder
-from titanlab.records.run_search import find_run
-from titanlab.system.files import StoreFault, parse_json, read_bytes, user_path
+from titanlab.records import RunFolder, find_run
+from titanlab.system import StoreFault, parse_json, read_bytes, user_path
 
 OWNER = "run.json"
 """The object that says which run's checkpoints a folder of a store holds."""

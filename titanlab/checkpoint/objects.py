@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 from titanlab.checkpoint.address_schema import StorePath
-from titanlab.system.files import StoreFault
+from titanlab.system import StoreFault
 
 T = TypeVar("T")
 # Waits between the attempts at a request. Packages of stores have such attempts of their own, not all of them.

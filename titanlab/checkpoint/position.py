@@ -13,8 +13,7 @@ from titanlab.checkpoint.blocks import DamagedCheckpoint, DamagedFile, one_line,
 from titanlab.checkpoint.folders import step_named
 from titanlab.checkpoint.objects import objects_below
 from titanlab.errors import ConfigError
-from titanlab.system.files import finite
-from titanlab.system.text import counted
+from titanlab.system import counted, finite
 
 POSITION = "position.json"
 MODEL = "model"

@@ -30,7 +30,7 @@ from titanlab.checkpoint.index import BYTES, FILE, ITEM_BYTES, START, Checkpoint
 from titanlab.checkpoint.index_reader import needed_spans
 from titanlab.checkpoint.shards import bytes_of, dtype_named
 from titanlab.errors import ConfigError
-from titanlab.records.outcome import OutcomeKind, classify, first_line
+from titanlab.records import OutcomeKind, classify, first_line
 
 
 class Reader(dcp.StorageReader):

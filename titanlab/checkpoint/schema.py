@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
 from titanlab.checkpoint.contract import CheckpointConfig, Intervals, Saver, Target
-from titanlab.costs.setting import Setting
+from titanlab.costs import Setting
 from titanlab.errors import ConfigError
 from titanlab.options import option
 

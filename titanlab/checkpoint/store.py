@@ -52,10 +52,10 @@ from titanlab.checkpoint.position import MODEL, Position, SavedPosition
 from titanlab.checkpoint.reader import load_state
 from titanlab.checkpoint.shards import CheckpointShard, dtype_named, shard_of
 from titanlab.checkpoint.writer import HostBuffer, SavePlannerOfJson, Staged, publish, stage, sync_folder, write
-from titanlab.distributed.world import World
+from titanlab.distributed import World
 from titanlab.errors import ConfigError
-from titanlab.records.outcome import first_line
-from titanlab.system.files import disk_fault
+from titanlab.records import first_line
+from titanlab.system import disk_fault
 
 T = TypeVar("T")
 # Of the state of numpy's generator.

@@ -34,8 +34,8 @@ from titanlab.checkpoint.shards import (
     without_duplicates,
 )
 from titanlab.dtensor import local_part
-from titanlab.records.outcome import first_line
-from titanlab.system.files import StoreFault, write_bytes
+from titanlab.records import first_line
+from titanlab.system import StoreFault, write_bytes
 
 
 class HostBuffer:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from titanlab.errors import ConfigError
 from titanlab.ranges import MOST_64_BITS, check_whole
-from titanlab.system.files import finite, user_path
+from titanlab.system import finite, user_path
 
 _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}}
 _UNITS |= {f"{p}IB": 1024**n for n, p in enumerate("KMGT", 1)}
@@ -180,7 +180,7 @@ def _sweep(add: Add) -> str:
     Submitting again submits what is missing. Points that cannot be run are dropped, each with its reason; a mistake of
     the sweep's own is one line, and nothing is submitted. How to write a sweep: docs/sweeps.md.
     """
-    from titanlab.recipe.compose import conf_folder
+    from titanlab.recipe import conf_folder
 
     add("-n", "--dry-run", **FLAG, help="plan and say what would be submitted; nothing is written")
     add("--wait", **FLAG, help="follow the runs to their end; exit with the code of the first that failed")
@@ -213,7 +213,7 @@ def _plan(add: Add) -> None:
     Degrees, microbatch, schedule, stages of a rank and activation checkpointing vary; world and global batch stay.
     What the figures rest on: docs/planner.md.
     """
-    from titanlab.plan.search import MOST
+    from titanlab.plan import MOST
 
     add("--top", type=int, metavar="N", help=f"how many (default 20, at most {MOST:,})")
     add("--why", **FLAG, help="one sentence for each, and how many layouts were left out for which rule")
@@ -254,7 +254,7 @@ def _parity(add: Add) -> str:
     and optimizer stay. It trains on this CPU, in fp32 and in its own precision, and is held to one process. A layout of
     more processes is folded: every axis keeps a degree of 2. The result is kept in the sweep's folder, as parity.json.
     """
-    from titanlab.prove.reduction import MOST_PROCESSES
+    from titanlab.prove import MOST_PROCESSES
 
     add("--steps", type=int, metavar="N", help=f"of each training (default {PARITY_STEPS}, at most {MOST_STEPS})")
     add("--processes", type=int, metavar="N", help=f"most processes of a layout (default {MOST_PROCESSES})")
@@ -278,8 +278,7 @@ def _rehearse(add: Add) -> str:
     folded; schedule, precision, checkpointing, compiled parts, optimizer, validation and kind of checkpoints stay. Axes
     that do not fit together get a second rehearsal. A failure does not stop the others.
     """
-    from titanlab.prove.proof import STEPS
-    from titanlab.prove.reduction import MOST_PROCESSES
+    from titanlab.prove import MOST_PROCESSES, STEPS
 
     text = f"of each rehearsal (default {STEPS}, at most {MOST_STEPS})"
     add("--steps", type=int, default=STEPS, metavar="N", help=text)
@@ -488,7 +487,7 @@ def _import(add: Add) -> None:
 @_verb("weights", "write a run's weights as a folder that transformers opens")
 def _export(add: Add) -> None:
     """Write a run's weights, or an imported folder's, for transformers or for init_from."""
-    from titanlab.train.weights_folder import DTYPES
+    from titanlab.train import DTYPES
 
     add("run", help="a run's folder, name or hash, one of its checkpoints, or an imported folder")
     add("--into", type=user_path, required=True, help="the folder to make")
@@ -504,7 +503,7 @@ def _export(add: Add) -> None:
 @_verb("status", "remove old checkpoints, superseded runs, caches: shows sizes, and asks")
 def _clean(add: Add) -> None:
     """Remove what no run needs any more; results, logs and records always stay."""
-    from titanlab.sweep.clean import CACHES, KINDS
+    from titanlab.sweep import CACHES, KINDS
 
     add("name", nargs="?", metavar="RUN | SWEEP", help="one run or one sweep (default: all of them)")
     text = f"some of {', '.join(KINDS)}; or all (default: all but the caches)"

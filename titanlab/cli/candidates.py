@@ -11,17 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from titanlab.errors import ConfigError
-from titanlab.prove.proof import ProofRow
-from titanlab.prove.reduction import Candidate, Reduced
-from titanlab.recipe.compose import conf_folder
-from titanlab.recipe.flags import read_flags
-from titanlab.recipe.next_attempt import check_unedited
-from titanlab.recipe.recipe import from_mapping, resolve
-from titanlab.sweep.listing import aligned
-from titanlab.sweep.plan import COMMAND_LINE, SINGLE, plan_study
-from titanlab.sweep.sweep_folder import SweepFolder, open_sweep
-from titanlab.system.files import user_path
-from titanlab.system.text import counted
+from titanlab.prove import Candidate, ProofRow, Reduced
+from titanlab.recipe import check_unedited, conf_folder, from_mapping, read_flags, resolve
+from titanlab.sweep import COMMAND_LINE, SINGLE, SweepFolder, aligned, open_sweep, plan_study
+from titanlab.system import counted, user_path
 
 # Stages of a plan at which a recipe breaks a rule; at the others the sweep leaves it out on purpose.
 BROKEN = ("layout", "composition", "rule")

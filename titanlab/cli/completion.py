@@ -14,11 +14,9 @@ from pathlib import Path
 from titanlab.cli.arguments import FROM, VERBS, parser_of
 from titanlab.cli.compose import answer
 from titanlab.errors import ConfigError
-from titanlab.recipe.flags import read_flags
-from titanlab.recipe.hydra_internal import flag_parser
-from titanlab.records.outcome import OutcomeKind
-from titanlab.records.run_search import list_runs
-from titanlab.sweep.sweep_folder import open_sweep
+from titanlab.recipe import flag_parser, read_flags
+from titanlab.records import OutcomeKind, list_runs
+from titanlab.sweep import open_sweep
 
 # The script calls the program as the user typed it, so that it need not be on PATH. An equals sign must not begin a
 # new word, or `model=` could not be completed. A complete word gets a space; a group or a key gets none.

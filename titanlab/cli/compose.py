@@ -16,12 +16,19 @@ import hydra
 from omegaconf import DictConfig
 
 from titanlab.errors import ConfigError
-from titanlab.recipe.compose import Loader, conf_folder, register
-from titanlab.recipe.flags import Flags, read_flags
-from titanlab.recipe.hydra_errors import ARGUMENTS, composition_errors
-from titanlab.recipe.keys import as_typed, with_combinations
-from titanlab.recipe.recipe import Recipe
-from titanlab.system.text import harmless_lines
+from titanlab.recipe import (
+    ARGUMENTS,
+    Flags,
+    Loader,
+    Recipe,
+    as_typed,
+    composition_errors,
+    conf_folder,
+    read_flags,
+    register,
+    with_combinations,
+)
+from titanlab.system import harmless_lines
 
 # Flags in Hydra's help that titanlab refuses, with their explanations.
 _REFUSED = re.compile(r"^--(?:shell-completion,.*?\n(?=--)|experimental-rerun.*?\n)", re.MULTILINE | re.DOTALL)
@@ -43,8 +50,7 @@ def compose(arguments: Sequence[str]) -> list[Recipe]:
     if composition := compose_one(flags):
         return [composition[1]]
     # Imported here, because a single run needs no code for sweeps.
-    from titanlab.sweep.composer import Composer
-    from titanlab.sweep.request import read_request
+    from titanlab.sweep import Composer, read_request
 
     request = read_request(arguments)
     composer = Composer(request.loader, request.points)

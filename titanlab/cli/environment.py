@@ -16,20 +16,17 @@ from typing import Any
 import titanlab
 from titanlab.cli.arguments import json_text
 from titanlab.cli.compose import compose_one
-from titanlab.distributed.host import this_host
-from titanlab.doctor.checkup import checks, run_checks
+from titanlab.distributed import this_host
+from titanlab.doctor import checks, run_checks
 from titanlab.errors import ConfigError
-from titanlab.launch.contract import LaunchConfig, launch_of
-from titanlab.recipe.flags import read_flags
-from titanlab.recipe.next_attempt import check_unedited
-from titanlab.records.provenance import collect
-from titanlab.records.run_folder import RunFolder
-from titanlab.records.run_search import find_run
-from titanlab.sweep.listing import aligned
-from titanlab.sweep.repro import (
+from titanlab.launch import LaunchConfig, launch_of
+from titanlab.recipe import check_unedited, read_flags
+from titanlab.records import RunFolder, collect, find_run
+from titanlab.sweep import (
     NAME,
     RecordedCode,
     Restored,
+    aligned,
     composable,
     composed_now,
     config_differences,
@@ -40,9 +37,7 @@ from titanlab.sweep.repro import (
     restore,
     write_config,
 )
-from titanlab.system.files import user_path
-from titanlab.system.terminal import Console
-from titanlab.system.text import FAIL, OK, WARN, Finding, harmless, shown_path
+from titanlab.system import FAIL, OK, WARN, Console, Finding, harmless, shown_path, user_path
 
 _COLOURS = {OK: "\x1b[32m", WARN: "\x1b[33m", FAIL: "\x1b[31m"}
 _OFF = "\x1b[0m"

@@ -14,37 +14,34 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from titanlab.checkpoint.contents import list_checkpoints
-from titanlab.checkpoint.folders import checkpoints_of
+from titanlab.checkpoint import checkpoints_of, list_checkpoints
 from titanlab.cli.arguments import json_text
-from titanlab.distributed.hang import has_hung, hung_attempt
+from titanlab.distributed import has_hung, hung_attempt
 from titanlab.errors import ConfigError
-from titanlab.launch.evidence import bad_hosts, clear_bad_hosts, host_names
-from titanlab.launch.submission import jobs_folder, submissions
-from titanlab.records.diagnosis import rank_rows, table_lines
-from titanlab.records.logs import (
+from titanlab.launch import bad_hosts, clear_bad_hosts, host_names, jobs_folder, submissions
+from titanlab.records import (
     FileSpan,
     Growing,
     Line,
     LogPart,
+    RunFolder,
     backward,
     complete_end,
+    find_run,
     forward,
     merged,
     part_of,
     parts,
     rank_log,
     rank_logs,
+    rank_rows,
     size_of,
+    table_lines,
     timed,
     timed_from_end,
 )
-from titanlab.records.run_folder import RunFolder
-from titanlab.records.run_search import find_run
-from titanlab.sweep.listing import aligned
-from titanlab.system.files import user_path
-from titanlab.system.terminal import Console
-from titanlab.system.text import data_size, duration, harmless, shown_path
+from titanlab.sweep import aligned
+from titanlab.system import Console, data_size, duration, harmless, shown_path, user_path
 
 _POLL_SECONDS = 0.5
 _MOST_NAMED = 6
@@ -149,7 +146,7 @@ def _follow(
 ) -> None:
     """Print what is added, until the run ends."""
     # Imported here, as below: the other verbs of this file need no table of a sweep.
-    from titanlab.sweep.watch import RunWatch
+    from titanlab.sweep import RunWatch
 
     growing = {number: Growing(rank_log(run, number), position) for number, position in ends.items()}
     watch, attempt, last_reason = RunWatch(run), run.newest_attempt(), ""
@@ -196,7 +193,7 @@ def _without_logs(run: RunFolder) -> str:
     if result is not None:
         end = f"{result.kind.value}: {result.cause or result.kind.meaning}"
         return f"{name}: no rank has printed anything; it ended as {end}"
-    from titanlab.sweep.watch import RunWatch
+    from titanlab.sweep import RunWatch
 
     goes_on, why = RunWatch(run).goes_on()
     state = "unknown" if status is None else status.state

@@ -21,18 +21,26 @@ from titanlab.cli.candidates import (
     table,
 )
 from titanlab.errors import ConfigError
-from titanlab.prove.finished_runs import NOT_COMPARED, compare_runs
-from titanlab.prove.forked import RunFailed, prepare, train_in_ranks
-from titanlab.prove.proof import ProofRow, Prover, plan_proofs, write_parity
-from titanlab.prove.reduction import MOST_PROCESSES, check_same, comparable
-from titanlab.recipe.recipe import Recipe
-from titanlab.records.outcome import OutcomeKind
-from titanlab.records.run_search import NoSuchRun, find_run
-from titanlab.system.terminal import Console
-from titanlab.system.text import counted, shown_path
+from titanlab.prove import (
+    MOST_PROCESSES,
+    NOT_COMPARED,
+    ProofRow,
+    Prover,
+    RunFailed,
+    check_same,
+    comparable,
+    compare_runs,
+    plan_proofs,
+    prepare,
+    train_in_ranks,
+    write_parity,
+)
+from titanlab.recipe import Recipe
+from titanlab.records import NoSuchRun, OutcomeKind, find_run
+from titanlab.system import Console, counted, shown_path
 
 if TYPE_CHECKING:
-    from titanlab.prove.parity import TrainingTrace
+    from titanlab.prove import TrainingTrace
 
 REFERENCE = "one process with the same model, data, batch and precision, which recomputes and compiles nothing"
 
@@ -175,7 +183,7 @@ class _Trainer:
 
     def __call__(self, recipe: Recipe) -> Sequence[TrainingTrace]:
         # Imported here: it imports torch.
-        from titanlab.prove.parity import Tracer, TrainingTrace
+        from titanlab.prove import Tracer, TrainingTrace
 
         ended = train_in_ranks(
             recipe, lambda made, run, ranks: Tracer(made.layout, run.path / f"trace-{ranks.rank}.pt")

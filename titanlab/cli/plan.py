@@ -13,25 +13,26 @@ from typing import TYPE_CHECKING, Any
 from titanlab.cli.arguments import json_text
 from titanlab.cli.compose import compose_one
 from titanlab.errors import ConfigError
-from titanlab.plan import search
-from titanlab.plan.explanation import (
+from titanlab.plan import (
     Explanation,
+    Plan,
     explain,
     explanation_values,
+    for_planning,
     memory_rows,
+    no_collection,
+    plan,
+    search,
     time_rows,
     traffic_rows,
 )
-from titanlab.plan.search import Plan, for_planning, no_collection, plan
-from titanlab.recipe.flags import read_flags
-from titanlab.recipe.recipe import Recipe
-from titanlab.sweep.listing import aligned
-from titanlab.system.terminal import Console
-from titanlab.system.text import counted, grouped
+from titanlab.recipe import Recipe, read_flags
+from titanlab.sweep import aligned
+from titanlab.system import Console, counted, grouped
 from titanlab.techniques.schedule import plot
 
 if TYPE_CHECKING:
-    from titanlab.prove.traced_step import TraceComparison
+    from titanlab.prove import TraceComparison
 
 # How many recipes a table shows.
 _TOP = 20
@@ -197,7 +198,7 @@ def _trace(recipe: Recipe, ranks: str, console: Console, *, as_json: bool) -> in
         ConfigError: there is no such rank, or the recipe cannot be traced.
     """
     # Imported here: a plan traces nothing.
-    from titanlab.prove.traced_step import comparison_values, trace
+    from titanlab.prove import comparison_values, trace
 
     comparison = trace(recipe, _ranks(ranks))
     if as_json:
@@ -215,8 +216,8 @@ def _ranks(text: str) -> list[int] | None:
 
 
 def _trace_lines(comparison: TraceComparison) -> Sequence[str]:
-    from titanlab.costs.traffic_account import lines
-    from titanlab.prove.traced_step import comparison_rows
+    from titanlab.costs import lines
+    from titanlab.prove import comparison_rows
 
     recipe, items, differing = comparison.recipe, comparison.items, comparison.differing
     text = [f"{recipe.name}: {recipe.layout.label}, one step of {counted(len(comparison.pairs), 'rank')} traced"]

@@ -15,22 +15,14 @@ from pathlib import Path
 
 from titanlab.cli.compose import compose_one
 from titanlab.cli.sweep import SweepArguments, run_study
-from titanlab.distributed.host import this_host
+from titanlab.distributed import this_host
 from titanlab.errors import ConfigError
-from titanlab.plan.calibration import calibrate, cluster_file
-from titanlab.plan.calibration import calibration_lines as calibration_lines
-from titanlab.plan.measured_machine import KEY, doubts, measured_cluster
-from titanlab.plan.measured_machine import rate_lines as rate_lines
-from titanlab.recipe.compose import conf_folder
-from titanlab.recipe.flags import read_flags
-from titanlab.recipe.next_attempt import frozen_recipe
-from titanlab.recipe.schema import Cluster
-from titanlab.sweep.measured_runs import measured_sweep, with_host
-from titanlab.sweep.rows import look_at
-from titanlab.sweep.sweep_folder import SweepFolder, open_sweep
-from titanlab.system.files import user_path, write_text
-from titanlab.system.terminal import Console
-from titanlab.system.text import counted
+from titanlab.plan import KEY, calibrate, cluster_file, doubts, measured_cluster
+from titanlab.plan import calibration_lines as calibration_lines
+from titanlab.plan import rate_lines as rate_lines
+from titanlab.recipe import Cluster, conf_folder, frozen_recipe, read_flags
+from titanlab.sweep import SweepFolder, look_at, measured_sweep, open_sweep, with_host
+from titanlab.system import Console, counted, user_path, write_text
 from titanlab.techniques.profiler.profilers_schema import KIND
 
 OUT = "--out"

@@ -12,13 +12,10 @@ from typing import Any
 from titanlab.cli.arguments import MOST_STEPS, check_number, json_text
 from titanlab.cli.candidates import ProofCandidates, choose, left_out_lines, sizes_and_notes
 from titanlab.errors import ConfigError
-from titanlab.prove.forked import log_of, prepare, train_in_ranks
-from titanlab.prove.proof import FAILED, STEPS, Result, rehearse
-from titanlab.prove.reduction import MOST_PROCESSES, reduce_all
-from titanlab.records.outcome import OutcomeKind
-from titanlab.sweep.listing import aligned
-from titanlab.system.terminal import Console
-from titanlab.system.text import counted, shown_path
+from titanlab.prove import FAILED, MOST_PROCESSES, STEPS, Result, log_of, prepare, reduce_all, rehearse, train_in_ranks
+from titanlab.records import OutcomeKind
+from titanlab.sweep import aligned
+from titanlab.system import Console, counted, shown_path
 
 _HEADINGS = ("", "run", "layout", "outcome", "cause")
 

@@ -9,10 +9,8 @@ from pathlib import Path
 
 from titanlab.cli.arguments import json_text
 from titanlab.errors import ConfigError
-from titanlab.sweep.sweep_folder import SweepFolder, open_sweep
-from titanlab.system.files import user_path
-from titanlab.system.terminal import Console
-from titanlab.system.text import counted
+from titanlab.sweep import SweepFolder, open_sweep
+from titanlab.system import Console, counted, user_path
 
 _ENDINGS = (".html", ".htm")
 
@@ -21,10 +19,8 @@ def collect_verb(args: Namespace) -> int:
     """Write the table, print where it is, and compare the recipes."""
     sweep = open_sweep(args.sweep, args.runs)
     # Imported here, as below: the planner and the table take time to import, and `--help` needs neither.
-    from titanlab.sweep import listing
+    from titanlab.sweep import drift_lines, listing, look_at, write_table
     from titanlab.sweep.comparison import comparison
-    from titanlab.sweep.ranking import drift_lines
-    from titanlab.sweep.rows import look_at, write_table
 
     rows = look_at(sweep, Console().warn, estimates=True)()
     files = write_table(rows, sweep.name, user_path(args.into or sweep.path))
@@ -39,9 +35,7 @@ def collect_verb(args: Namespace) -> int:
 
 def best_verb(args: Namespace) -> int:
     """Print the answer in one sentence, the ranked recipes, and those that are left out."""
-    from titanlab.sweep.listing import dropped
-    from titanlab.sweep.ranking import COLUMN_OF, rank, ranking_lines
-    from titanlab.sweep.rows import look_at
+    from titanlab.sweep import COLUMN_OF, dropped, look_at, rank, ranking_lines
 
     if args.by not in COLUMN_OF:
         raise ConfigError("--by", args.by, "is no figure to rank by", f"known: {', '.join(COLUMN_OF)}")
@@ -65,8 +59,8 @@ def report_verb(args: Namespace) -> int:
     if args.format is not None and args.figures is None:
         raise ConfigError("--format", args.format, "is that of figures", "add --figures FOLDER")
     sweep = open_sweep(args.sweep, args.runs)
-    from titanlab.report.report import check_matplotlib, write_report
-    from titanlab.sweep.rows import look_at
+    from titanlab.report import check_matplotlib, write_report
+    from titanlab.sweep import look_at
 
     check_matplotlib(sweep.name)
     into = _file(args.into, sweep)

@@ -8,27 +8,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from titanlab.checkpoint.address_schema import Place
-from titanlab.checkpoint.contents import parent_of
-from titanlab.checkpoint.folders import checkpoints_of, find_run_or_checkpoint, latest, of_step, step_of
+from titanlab.checkpoint import Place, checkpoints_of, find_run_or_checkpoint, latest, of_step, parent_of, step_of
 from titanlab.cli.arguments import FROM
 from titanlab.data import source
 from titanlab.errors import ConfigError
-from titanlab.launch.contract import launch_of
-from titanlab.launch.execute import continue_run, execute, prepare
-from titanlab.launch.launchers import directly, joined
-from titanlab.recipe.next_attempt import LAYOUT, adapted, check_unedited, new_recipe, next_recipe
-from titanlab.recipe.recipe import Recipe, from_mapping, to_mapping
-from titanlab.records.identity import identify
-from titanlab.records.outcome import OutcomeKind
-from titanlab.records.run_folder import RunFolder, create_run
-from titanlab.sweep.enqueue import checked
-from titanlab.sweep.retry import FAILED, resubmit, retry, submitted_with
-from titanlab.sweep.sweep_folder import open_sweep
-from titanlab.system.terminal import Console
-from titanlab.system.text import counted, shown_path, sweep_argument
+from titanlab.launch import continue_run, directly, joined, launch_of, prepare
+from titanlab.launch.execute import execute
+from titanlab.recipe import LAYOUT, Recipe, adapted, check_unedited, from_mapping, new_recipe, next_recipe, to_mapping
+from titanlab.records import OutcomeKind, RunFolder, create_run, identify
+from titanlab.sweep import FAILED, checked, open_sweep, resubmit, submitted_with
+from titanlab.sweep.retry import retry
+from titanlab.system import Console, counted, shown_path, sweep_argument
 from titanlab.techniques.optimizer.contract import rate_factor
-from titanlab.train.starting_weights import check_beginning
+from titanlab.train import check_beginning
 
 # Where the data is: what is there must be the same.
 _PLACES = ("data.files", "data.folder", "data.path", "data.data_files", "data.tokenizer")

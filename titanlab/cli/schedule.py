@@ -16,9 +16,8 @@ from typing import Any
 
 from titanlab.errors import ConfigError
 from titanlab.options import discover
-from titanlab.sweep.listing import aligned
-from titanlab.system.terminal import Console, is_capable
-from titanlab.system.text import harmless
+from titanlab.sweep import aligned
+from titanlab.system import Console, harmless, is_capable
 from titanlab.techniques.schedule.action import Action, Kind
 from titanlab.techniques.schedule.contract import PipelineSchedule
 from titanlab.techniques.schedule.csv_schema import write_actions

@@ -12,17 +12,27 @@ from typing import Any
 
 from titanlab.cli.arguments import json_text
 from titanlab.errors import ConfigError
-from titanlab.records.outcome import OutcomeKind
-from titanlab.records.run_folder import RunFolder
-from titanlab.sweep.clean import CACHES, KINDS, Refused, Removable, Survey, cached, remove_item
-from titanlab.sweep.enqueue import cancel
-from titanlab.sweep.listing import aligned, details, failure_text, overview
-from titanlab.sweep.rows import look_at
-from titanlab.sweep.sweep_folder import SweepFolder, find_run_or_sweep, open_sweep
-from titanlab.sweep.watch import Screen
-from titanlab.system.files import user_path
-from titanlab.system.terminal import Console
-from titanlab.system.text import counted, data_size, shown_path
+from titanlab.records import OutcomeKind, RunFolder
+from titanlab.sweep import (
+    CACHES,
+    KINDS,
+    Refused,
+    Removable,
+    Screen,
+    Survey,
+    SweepFolder,
+    aligned,
+    cached,
+    cancel,
+    details,
+    failure_text,
+    find_run_or_sweep,
+    look_at,
+    open_sweep,
+    overview,
+    remove_item,
+)
+from titanlab.system import Console, counted, data_size, shown_path, user_path
 
 
 def status_verb(args: Namespace) -> int:

@@ -9,24 +9,25 @@ from dataclasses import dataclass
 from titanlab.cli.arguments import json_text
 from titanlab.cli.compose import answer
 from titanlab.errors import ConfigError
-from titanlab.launch.launchers import joined
-from titanlab.recipe.compose import Loader
-from titanlab.recipe.flags import read_flags
-from titanlab.sweep.plan import Study, plan_study, with_data
-from titanlab.sweep.submit import (
+from titanlab.launch import joined
+from titanlab.recipe import Loader, read_flags
+from titanlab.sweep import (
+    Study,
     Submitted,
     check_study,
     decide,
+    exit_code,
     fitting,
     folder_of,
+    follow,
     plan_lines,
+    plan_study,
     plan_values,
     silence_of,
-    submit,
+    with_data,
 )
-from titanlab.sweep.watch import exit_code, follow
-from titanlab.system.terminal import Console
-from titanlab.system.text import sweep_argument
+from titanlab.sweep.submit import submit
+from titanlab.system import Console, sweep_argument
 
 
 @dataclass(frozen=True, kw_only=True)

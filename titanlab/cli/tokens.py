@@ -6,11 +6,10 @@ import shlex
 from argparse import Namespace
 from pathlib import Path
 
-from titanlab.data.new_tokenizer import download_tokenizer
-from titanlab.data.text import write_token_shards
+from titanlab.data import download_tokenizer, write_token_shards
 from titanlab.errors import ConfigError
-from titanlab.recipe.recipe import path_override
-from titanlab.system.terminal import Console
+from titanlab.recipe import path_override
+from titanlab.system import Console
 
 # Of a tokenizer that is trained.
 _PIECES = 32768

@@ -9,16 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.records.run_folder import RunFolder
+from titanlab.records import RunFolder
 from titanlab.report import wandb_workspace
-from titanlab.sweep.rows import look_at
-from titanlab.sweep.sweep_folder import SweepFolder, find_run_or_sweep, open_sweep, readable
-from titanlab.system.terminal import Console
-from titanlab.system.text import counted
+from titanlab.sweep import SweepFolder, find_run_or_sweep, look_at, open_sweep, readable
+from titanlab.system import Console, counted
 from titanlab.techniques.tracker import wandb
 from titanlab.techniques.tracker.trackers_schema import TensorBoard, Wandb
 from titanlab.techniques.tracker.wandb import has_key
-from titanlab.train.tracked_run import has_repeated_steps, has_tracker, tracker_gap, waiting_files
+from titanlab.train import has_repeated_steps, has_tracker, tracker_gap, waiting_files
 
 
 def sync_verb(args: Namespace) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 
-from titanlab.system.imports import kept_imports
-from titanlab.system.terminal import Console
+from titanlab.system import Console, kept_imports
 
 
 def train_verb(args: Namespace) -> int:
@@ -24,8 +23,8 @@ def train_verb(args: Namespace) -> int:
         # Imported here: Hydra takes a third of a second, and the phase is to be seen before.
         with kept_imports():
             from titanlab.cli.compose import answer, compose_one
-            from titanlab.launch.launchers import joined
-            from titanlab.recipe.flags import read_flags
+            from titanlab.launch import joined
+            from titanlab.recipe import read_flags
 
         flags = read_flags(args.rest)
         if not flags.starts:
@@ -37,7 +36,8 @@ def train_verb(args: Namespace) -> int:
         if one is not None and (one[1].launch.starts_directly or ranks is not None):
             # Imported here: neither `--cfg job` nor an error in the recipe needs it.
             with kept_imports():
-                from titanlab.launch.execute import execute, prepare
+                from titanlab.launch import prepare
+                from titanlab.launch.execute import execute
 
             console.phase("checking the recipe and its data" if ranks is None and console.is_live else None)
             (ready,) = prepare([one[1]], console.note)

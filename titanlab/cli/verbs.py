@@ -14,13 +14,13 @@ from types import FrameType
 from titanlab import __version__
 from titanlab.cli.arguments import FROM, VERBS, parser_of
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.records.outcome import OutcomeKind
-from titanlab.system.files import disk_fault
-from titanlab.system.imports import kept_imports
-from titanlab.system.terminal import (
+from titanlab.records import OutcomeKind
+from titanlab.system import (
     discard,
+    disk_fault,
     error_line,
     has_no_reader,
+    kept_imports,
     lost_output,
     open_closed_streams,
     replace_unwritable,

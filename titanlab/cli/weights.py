@@ -8,29 +8,30 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from titanlab.checkpoint.address_schema import Place
-from titanlab.checkpoint.folders import METADATA, find, has_pickle, read_while_kept
+from titanlab.checkpoint import METADATA, Place, find, has_pickle, read_while_kept
 from titanlab.cli.arguments import bytes_of
 from titanlab.cli.compose import compose
-from titanlab.distributed.host import this_host
+from titanlab.distributed import this_host
 from titanlab.errors import ConfigError
-from titanlab.recipe.compose import conf_folder
-from titanlab.records.run_search import find_run
-from titanlab.system.files import user_path
-from titanlab.system.terminal import Console
-from titanlab.system.text import harmless_lines
-from titanlab.train.hub_folders import fetch_model
-from titanlab.train.interchange import (
+from titanlab.recipe import conf_folder
+from titanlab.records import find_run
+from titanlab.system import Console, harmless_lines, user_path
+from titanlab.train import (
+    DTYPES,
     WeightsOrigin,
+    check_apart,
+    check_target,
     checkpoint_of,
+    fetch_model,
     from_dcp,
     from_folder,
     from_run,
     is_weights,
+    left_out,
+    whole_folder,
     write_hf,
     write_ours,
 )
-from titanlab.train.weights_folder import DTYPES, check_apart, check_target, left_out, whole_folder
 
 _KEY = "source"
 
@@ -152,7 +153,7 @@ def _export_dcp(args: Namespace, console: Console) -> int:
     if args.into.exists() and (not args.into.is_dir() or any(args.into.iterdir())):
         raise ConfigError("--into", args.into, "is not an empty folder", "give a new folder")
     # Imported here, so that a mistake in the arguments is reported without waiting for torch.
-    from titanlab.train.dcp_tensors import write_dcp
+    from titanlab.train import write_dcp
 
     prefix = _PREFIXES[args.names]
 

@@ -1,1 +1,5 @@
 """Torch-free arithmetic: layouts, FLOPs, communication, memory, hardware."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

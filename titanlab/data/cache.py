@@ -17,8 +17,8 @@ from pathlib import Path
 
 from titanlab.data.contract import Report
 from titanlab.errors import ConfigError
-from titanlab.records.claim import holder, name_holder
-from titanlab.system.files import home, user_path, write_text
+from titanlab.records import holder, name_holder
+from titanlab.system import home, user_path, write_text
 
 VARIABLE = "TITANLAB_CACHE"
 # Between two attempts to get a lock.

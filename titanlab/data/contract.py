@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from titanlab.costs.setting import Setting
+    from titanlab.costs import Setting
     from titanlab.data.tokenizers import Tokenizer
 
     Tokens = npt.NDArray[np.int64]

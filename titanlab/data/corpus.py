@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.errors import ConfigError
-from titanlab.system.files import LFS_POINTER, parse_json
+from titanlab.system import LFS_POINTER, parse_json
 
 _LINES = {".jsonl", ".ndjson", ".json"}
 _PACKED = {".gz", ".bz2", ".xz", ".zst"}

@@ -21,7 +21,7 @@ from titanlab.data.source import check_multiple, check_validation
 from titanlab.data.text import CachedText, train_tokenizer
 from titanlab.data.tokenizers import Tokenizer, separators_of
 from titanlab.errors import ConfigError
-from titanlab.system.hub import check_reachable, is_offline
+from titanlab.system import check_reachable, is_offline
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,8 +13,7 @@ from typing import Any
 from titanlab.data import tokenizers
 from titanlab.data.schema import SMALLEST_VOCABULARY
 from titanlab.errors import ConfigError
-from titanlab.system.files import write_bytes
-from titanlab.system.hub import check_reachable, explained, is_absent
+from titanlab.system import check_reachable, explained, is_absent, write_bytes
 
 SAMPLE_CHARACTERS = 8_000_000
 """Characters of the text on which a tokenizer is trained; more text changes few merges and costs seconds."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from titanlab.data import cache
 from titanlab.errors import ConfigError
-from titanlab.system.files import parse_json
+from titanlab.system import parse_json
 
 INDEX = "index.json"
 FORMAT = "titanlab-tokens"

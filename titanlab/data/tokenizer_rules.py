@@ -16,7 +16,7 @@ from typing import Any
 
 from titanlab.data.tiktoken_file import PATTERN
 from titanlab.errors import ConfigError
-from titanlab.system.processes import module_command
+from titanlab.system import module_command
 
 # Two letters and a space. A file with fewer tokens is damaged.
 _FEWEST_TOKENS = 3

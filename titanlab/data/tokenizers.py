@@ -14,9 +14,9 @@ from titanlab.data.contract import Separators
 from titanlab.data.corpus import other_format
 from titanlab.data.tiktoken_file import OtherModelError, is_tiktoken, read_tiktoken
 from titanlab.data.tokenizer_rules import check_size, check_vocabulary, try_patterns, unknown_patterns
-from titanlab.distributed.host import cores
+from titanlab.distributed import cores
 from titanlab.errors import ConfigError
-from titanlab.system.files import parse_json, write_bytes
+from titanlab.system import parse_json, write_bytes
 
 _MODEL, _JSON, _CONFIG = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
 # Beside a tokenizer_config.json of before 2023, which does not list the added tokens, this file names the special ones.

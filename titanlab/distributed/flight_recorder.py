@@ -18,7 +18,7 @@ from titanlab.distributed.hang import Topology
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.traffic import axis_groups
 from titanlab.distributed.world import BESIDE
-from titanlab.records.hang_file import Collective, GroupRecord, Messages
+from titanlab.records import Collective, GroupRecord, Messages
 
 # How many of the last collectives a record of a hang holds. They must span more than one step of the training.
 KEPT = 1000

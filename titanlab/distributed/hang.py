@@ -18,11 +18,20 @@ from types import FrameType, TracebackType
 
 from titanlab.distributed.silence import diagnosis_of
 from titanlab.errors import ConfigError
-from titanlab.records.diagnosis import Diagnosis
-from titanlab.records.hang_file import CodeLine, Collective, GroupRecord, HangRecord, Messages, RankState, read_hang
-from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.records.run_folder import RunFolder
-from titanlab.system.text import trimmed
+from titanlab.records import (
+    CodeLine,
+    Collective,
+    Diagnosis,
+    GroupRecord,
+    HangRecord,
+    Messages,
+    Outcome,
+    OutcomeKind,
+    RankState,
+    RunFolder,
+    read_hang,
+)
+from titanlab.system import trimmed
 
 STEP_KEY = "training.step_timeout_seconds"
 FIRST_STEP_KEY = "training.first_step_timeout_seconds"

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from titanlab.costs.hardware import find
+from titanlab.costs import find
 from titanlab.errors import ConfigError
-from titanlab.system.processes import output_of
+from titanlab.system import output_of
 
 # Environment variable: the cores that a launcher gives to each process. A process that is bound to some cores does not
 # know whether others share them.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titanlab.costs.layout import DATA_AXES, FSDP_AXES, Layout
+from titanlab.costs import DATA_AXES, FSDP_AXES, Layout
 
 # Dimensions of the mesh of experts that the mesh of other parameters does not have.
 EXPERT_AXES = ("expert_shard", "expert")

@@ -15,11 +15,19 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-from titanlab.records.diagnosis import Diagnosis, diagnose, different_calls, odd_calls
-from titanlab.records.hang_file import HangRecord
-from titanlab.records.outcome import Outcome, OutcomeKind, first_cause, is_silent
-from titanlab.records.run_folder import RunFolder
-from titanlab.system.processes import STOPPED, process_state
+from titanlab.records import (
+    Diagnosis,
+    HangRecord,
+    Outcome,
+    OutcomeKind,
+    RunFolder,
+    diagnose,
+    different_calls,
+    first_cause,
+    is_silent,
+    odd_calls,
+)
+from titanlab.system import STOPPED, process_state
 
 # Time that a rank has for its own note after another rank's note of a hang; it looks for such notes at least every 5 s.
 ANSWER_SECONDS = 8.0

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from titanlab.system.files import write_json
-from titanlab.system.processes import process_start
+from titanlab.system import process_start, write_json
 
 FILE = "start_up.json"
 SCHEMA = 1

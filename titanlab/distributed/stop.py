@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TextIO
 
 from titanlab.errors import TitanlabError
-from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records import Outcome, OutcomeKind
 
 # Kind of end by signal. If the ranks have received several signals, the one with the largest number counts.
 STOPS: Mapping[int, OutcomeKind] = {

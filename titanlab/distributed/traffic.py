@@ -22,7 +22,7 @@ from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from titanlab.costs.traffic_account import Traffic
+from titanlab.costs import Traffic
 from titanlab.distributed.mesh import EXPERT_AXES, Mesh
 
 

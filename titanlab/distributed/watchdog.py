@@ -28,8 +28,7 @@ from titanlab.distributed.hang import (
     stack_of,
     stack_of_error,
 )
-from titanlab.records.hang_file import CodeLine, HangRecord, RankState
-from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records import CodeLine, HangRecord, Outcome, OutcomeKind, RankState
 
 # Longest time between two checks; with short limits the thread checks more often.
 _LOOK_SECONDS = 2.0

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from titanlab.distributed.ranks import Ranks, is_one_host, listen, loopback_address, loopback_interface
 from titanlab.distributed.stop import StoppedEarly
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.records.diagnosis import named
+from titanlab.records import named
 
 T = TypeVar("T")
 

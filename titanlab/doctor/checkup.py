@@ -11,10 +11,9 @@ from pathlib import Path
 from titanlab.data import cache as data_cache
 from titanlab.doctor import limits, software, storage
 from titanlab.errors import ConfigError
-from titanlab.launch.contract import LaunchConfig
-from titanlab.launch.launchers import default_config
+from titanlab.launch import LaunchConfig, default_config
 from titanlab.options import discover
-from titanlab.system.text import FAIL, WARN, Finding, warn
+from titanlab.system import FAIL, WARN, Finding, warn
 from titanlab.techniques.compile import cache as compile_cache
 
 

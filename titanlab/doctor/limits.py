@@ -10,9 +10,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from titanlab.distributed.host import cores, memory_bytes
-from titanlab.system.processes import output_of
-from titanlab.system.text import Finding, fail, ok, warn
+from titanlab.distributed import cores, memory_bytes
+from titanlab.system import Finding, fail, ok, output_of, warn
 
 _GIB = 1 << 30
 _FEW_FILES, _ENOUGH_FILES = 1024, 4096

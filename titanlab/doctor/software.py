@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import titanlab
-from titanlab.distributed.ranks import loopback_interface
-from titanlab.records.provenance import PACKAGES, git_state, versions
-from titanlab.system.processes import ask
-from titanlab.system.text import Finding, fail, ok, warn
+from titanlab.distributed import loopback_interface
+from titanlab.records import PACKAGES, git_state, versions
+from titanlab.system import Finding, ask, fail, ok, warn
 from titanlab.techniques.tracker.wandb import has_key
 
 _LEAST = (3, 11)

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titanlab.doctor.limits import graded
-from titanlab.system.files import user_path
-from titanlab.system.text import Finding, fail, ok, warn
+from titanlab.system import Finding, fail, ok, user_path, warn
 
 _GIB = 1 << 30
 _LOW_BYTES, _NO_BYTES = 20 * _GIB, 1 * _GIB

@@ -11,11 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
-from titanlab.checkpoint.address_schema import Place, StorePath
-from titanlab.checkpoint.blocks import DamagedCheckpoint
-from titanlab.checkpoint.contents import check_checkpoint, check_whole
-from titanlab.checkpoint.folders import (
+from titanlab.checkpoint import (
+    DamagedCheckpoint,
+    Place,
+    StorePath,
     another,
+    check_checkpoint,
+    check_progress,
+    check_whole,
     checkpoints_of,
     claim_place,
     fall_back,
@@ -24,23 +27,27 @@ from titanlab.checkpoint.folders import (
     remove_unfinished,
     step_of,
 )
-from titanlab.checkpoint.position import check_progress
-from titanlab.data import source
-from titanlab.data.tokenizers import keep
-from titanlab.distributed.host import Host, share_of_cores, this_host, thread_count, thread_variables
-from titanlab.distributed.silence import judged
-from titanlab.distributed.watchdog import NATIVE_SIGN
+from titanlab.data import keep, source
+from titanlab.distributed import NATIVE_SIGN, Host, judged, share_of_cores, this_host, thread_count, thread_variables
 from titanlab.errors import ConfigError
 from titanlab.launch.launchers import given_cores
-from titanlab.recipe.recipe import Recipe, to_mapping
-from titanlab.records.hang_file import read_hang
-from titanlab.records.logs import part_of, rank_log, text_at_end
-from titanlab.records.metrics_file import metrics_of
-from titanlab.records.outcome import KillEvidence, Outcome, OutcomeKind, from_exit, says_oom
-from titanlab.records.provenance import collect
-from titanlab.records.run_folder import RunFolder, Status
-from titanlab.system.files import StoreFault, disk_fault
-from titanlab.system.processes import born_at, process_start
+from titanlab.recipe import Recipe, to_mapping
+from titanlab.records import (
+    KillEvidence,
+    Outcome,
+    OutcomeKind,
+    RunFolder,
+    Status,
+    collect,
+    from_exit,
+    metrics_of,
+    part_of,
+    rank_log,
+    read_hang,
+    says_oom,
+    text_at_end,
+)
+from titanlab.system import StoreFault, born_at, disk_fault, process_start
 
 # Processes of an attempt whose launcher was killed may still write, see `close_dead`. Those of another host cannot be
 # seen, and its file system may have no locks: there, longer than a first step may take.

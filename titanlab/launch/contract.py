@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from titanlab.errors import ConfigError
-from titanlab.recipe.schema import LaunchSettings
-from titanlab.records.outcome import OutcomeKind
+from titanlab.recipe import LaunchSettings
+from titanlab.records import OutcomeKind
 
 if TYPE_CHECKING:
-    from titanlab.distributed.ranks import Ranks
+    from titanlab.distributed import Ranks
     from titanlab.launch.submission import JobShape, Submission
-    from titanlab.recipe.recipe import Recipe
-    from titanlab.system.text import Finding
+    from titanlab.recipe import Recipe
+    from titanlab.system import Finding
 
 # `JobState.raw` of a job whose scheduler does not answer.
 UNANSWERED = "UNKNOWN"

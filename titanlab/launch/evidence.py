@@ -22,11 +22,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from titanlab.records.json_file import loaded
-from titanlab.records.logs import text_at_end
-from titanlab.records.outcome import KillEvidence, Outcome, OutcomeKind
-from titanlab.records.run_folder import RunFolder
-from titanlab.system.files import open_to_write, read_text, user_path, write_text
+from titanlab.records import KillEvidence, Outcome, OutcomeKind, RunFolder, loaded, text_at_end
+from titanlab.system import open_to_write, read_text, user_path, write_text
 
 _ROOT = Path("/")
 _COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)

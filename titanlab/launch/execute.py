@@ -11,14 +11,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from titanlab.checkpoint.address_schema import Place
-from titanlab.checkpoint.contents import parent_of
-from titanlab.checkpoint.folders import put_back
+from titanlab.checkpoint import Place, parent_of, put_back
 from titanlab.data import source
-from titanlab.distributed.host import Host, check_host, this_host
-from titanlab.distributed.ranks import Ranks
-from titanlab.distributed.silence import await_answers
-from titanlab.distributed.stop import held_signals, stopped_before_start
+from titanlab.distributed import Host, Ranks, await_answers, check_host, held_signals, stopped_before_start, this_host
 from titanlab.launch import processes
 from titanlab.launch.attempt import (
     close_earlier,
@@ -34,16 +29,29 @@ from titanlab.launch.contract import Failure, launch_of
 from titanlab.launch.evidence import memory_kills
 from titanlab.launch.launchers import joined
 from titanlab.launch.restarts import Restart, Restarts, hide_device, note
-from titanlab.recipe.next_attempt import check_unedited
-from titanlab.recipe.recipe import Recipe, from_mapping, resolve, shortened_warmup, to_mapping
-from titanlab.recipe.recipe_rules import check, check_host_memory
-from titanlab.records.identity import Identity, identify
-from titanlab.records.outcome import KillEvidence, Outcome, OutcomeKind, from_exit
-from titanlab.records.run_folder import RunFolder, check_runs, create_run
-from titanlab.system.files import disk_fault, tells_of_disk
-from titanlab.system.terminal import Console
-from titanlab.system.text import counted, shown_path
-from titanlab.train.starting_weights import check_beginning, not_read, start_fingerprint
+from titanlab.recipe import (
+    Recipe,
+    check,
+    check_host_memory,
+    check_unedited,
+    from_mapping,
+    resolve,
+    shortened_warmup,
+    to_mapping,
+)
+from titanlab.records import (
+    Identity,
+    KillEvidence,
+    Outcome,
+    OutcomeKind,
+    RunFolder,
+    check_runs,
+    create_run,
+    from_exit,
+    identify,
+)
+from titanlab.system import Console, counted, disk_fault, shown_path, tells_of_disk
+from titanlab.train import check_beginning, not_read, start_fingerprint
 
 if TYPE_CHECKING:
     from titanlab.launch.job import Job

@@ -22,10 +22,9 @@ from typing import Any
 
 import msgspec
 
-from titanlab.checkpoint.address_schema import Place
+from titanlab.checkpoint import Place
 from titanlab.data import source
-from titanlab.distributed.host import check_host, this_host
-from titanlab.distributed.ranks import ALONE, Ranks, look_seconds
+from titanlab.distributed import ALONE, Ranks, check_host, look_seconds, this_host
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.launch import restarts
 from titanlab.launch.attempt import conclude, keep_tokenizer, missed_checkpoint
@@ -35,13 +34,9 @@ from titanlab.launch.job import Job, address_of, port_of, say
 from titanlab.launch.launchers import default_config
 from titanlab.launch.restarts import Restart, Restarts, change, reduced
 from titanlab.launch.watch import Child, RankWatch, StopCheck, settle
-from titanlab.recipe.next_attempt import check_unedited
-from titanlab.recipe.recipe import Recipe, from_mapping, to_mapping
-from titanlab.records.json_file import read_optional
-from titanlab.records.outcome import Outcome, OutcomeKind, from_exception
-from titanlab.records.run_folder import RunFolder
-from titanlab.system.files import write_json
-from titanlab.system.text import counted
+from titanlab.recipe import Recipe, check_unedited, from_mapping, to_mapping
+from titanlab.records import Outcome, OutcomeKind, RunFolder, from_exception, read_optional
+from titanlab.system import counted, write_json
 
 MEETING_FILE = "rendezvous.json"
 # From the first task's start to rank 0's file: the nodes of a job start together, except after a slow prologue.

@@ -13,16 +13,13 @@ from types import FrameType
 from typing import Any
 
 import titanlab
-from titanlab.distributed.ranks import free_port
-from titanlab.distributed.stop import ONE_REQUEST_SECONDS, STOP_SIGNALS, handled
+from titanlab.distributed import ONE_REQUEST_SECONDS, STOP_SIGNALS, free_port, handled
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import Launcher, ProcessPlace
 from titanlab.launch.launchers import default_config, launcher_named
 from titanlab.launch.submission import Submission, submissions
-from titanlab.records.outcome import Outcome, OutcomeKind, from_exception
-from titanlab.records.run_folder import RunFolder
-from titanlab.system.files import write_json
-from titanlab.system.text import counted
+from titanlab.records import Outcome, OutcomeKind, RunFolder, from_exception
+from titanlab.system import counted, write_json
 
 
 @dataclass(frozen=True, kw_only=True)

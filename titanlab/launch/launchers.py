@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from titanlab.distributed import ranks
-from titanlab.distributed.host import CORES
-from titanlab.distributed.ranks import Ranks
+from titanlab.distributed import CORES, Ranks, ranks
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import LaunchConfig, Launcher
 from titanlab.launch.local_schema import Local

@@ -22,20 +22,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from titanlab.distributed.host import CORES, cores, this_host
-from titanlab.distributed.ranks import ALONE, MEETING
-from titanlab.distributed.stop import handled
+from titanlab.distributed import ALONE, CORES, MEETING, cores, handled, this_host
 from titanlab.errors import ConfigError
 from titanlab.launch import processes
 from titanlab.launch.contract import Failure, JobKey, JobState, Launcher, ProcessPlace
 from titanlab.launch.evidence import early_end, printed_lines
 from titanlab.launch.submission import Submission, claim_sweep, jobs_folder, submissions
-from titanlab.records.claim import claimed, holder_of, is_claimed
-from titanlab.records.outcome import Outcome, OutcomeKind, first_line
-from titanlab.records.run_folder import RunFolder
-from titanlab.system.files import disk_fault
-from titanlab.system.processes import born_at, stopped_note
-from titanlab.system.text import counted
+from titanlab.records import Outcome, OutcomeKind, RunFolder, claimed, first_line, holder_of, is_claimed
+from titanlab.system import born_at, counted, disk_fault, stopped_note
 
 KIND = "local"
 # The lock that the sweep's supervisor holds.

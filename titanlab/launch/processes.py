@@ -20,16 +20,22 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from titanlab.distributed.hang import LEAST_LIMIT_SECONDS
-from titanlab.distributed.ranks import ALONE, Ranks, free_port
-from titanlab.distributed.silence import ANSWER_SECONDS, STATES, end_if_silent, hangs_of_others, note_silent_ranks
-from titanlab.distributed.start_up import launched_at
-from titanlab.distributed.stop import (
+from titanlab.distributed import (
+    ALONE,
+    ANSWER_SECONDS,
+    LEAST_LIMIT_SECONDS,
     ONE_REQUEST_SECONDS,
+    STATES,
     STOP_SIGNALS,
     STOPS,
+    Ranks,
     caught_signals,
+    end_if_silent,
+    free_port,
     handlers_kept,
+    hangs_of_others,
+    launched_at,
+    note_silent_ranks,
     stopped_before_start,
 )
 from titanlab.errors import ConfigError
@@ -37,10 +43,8 @@ from titanlab.launch.contract import Failure
 from titanlab.launch.launchers import given_cores
 from titanlab.launch.local_schema import Local
 from titanlab.launch.rank.fork import LOGS, PIDS_FILE, adopting
-from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.records.run_folder import RunFolder
-from titanlab.system.processes import STOPPED, module_command, process_state
-from titanlab.system.terminal import Console
+from titanlab.records import Outcome, OutcomeKind, RunFolder
+from titanlab.system import STOPPED, Console, module_command, process_state
 
 # A rank that is stopped for this time is said, and is killed if the run was asked to stop.
 STOPPED_SECONDS = 5.0

@@ -12,16 +12,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titanlab.checkpoint.folders import checkpoints_of, latest, step_of
-from titanlab.distributed.host import this_host
+from titanlab.checkpoint import checkpoints_of, latest, step_of
+from titanlab.distributed import this_host
 from titanlab.errors import ConfigError
-from titanlab.recipe.next_attempt import adapted
-from titanlab.recipe.recipe import Recipe, resolve
-from titanlab.recipe.recipe_rules import check_all_but_data
-from titanlab.recipe.schema import LaunchSettings
-from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.records.run_folder import RESTART, RunFolder
-from titanlab.system.files import tells_of_disk, write_json
+from titanlab.recipe import LaunchSettings, Recipe, adapted, check_all_but_data, resolve
+from titanlab.records import RESTART, Outcome, OutcomeKind, RunFolder
+from titanlab.system import tells_of_disk, write_json
 
 # Ends of single processes or machines: another attempt may not have them.
 _RESTARTED = (OutcomeKind.CRASH, OutcomeKind.HANG, OutcomeKind.OOM, OutcomeKind.NODE_FAIL)

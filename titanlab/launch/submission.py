@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlab.errors import ConfigError
-from titanlab.recipe.schema import Cluster, LaunchSettings
-from titanlab.records.claim import claimed
-from titanlab.records.json_file import read_optional
-from titanlab.system.files import write_json
+from titanlab.recipe import Cluster, LaunchSettings
+from titanlab.records import claimed, read_optional
+from titanlab.system import write_json
 
 if TYPE_CHECKING:
-    from titanlab.recipe.recipe import Recipe
+    from titanlab.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)

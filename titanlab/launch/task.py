@@ -15,7 +15,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from titanlab.checkpoint.folders import checkpoints_of, latest
+from titanlab.checkpoint import checkpoints_of, latest
 from titanlab.errors import TitanlabError
 from titanlab.launch.attempt import close_earlier, make_attempts, with_progress
 from titanlab.launch.contract import launch_of
@@ -36,11 +36,9 @@ from titanlab.launch.group import (
 from titanlab.launch.job import Job, claim_run, received_signals, say, submitted
 from titanlab.launch.launchers import launcher_named
 from titanlab.launch.watch import RESULT_SECONDS, StopCheck, await_result
-from titanlab.recipe.recipe import from_mapping
-from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.records.run_folder import open_run
-from titanlab.system.files import disk_fault
-from titanlab.system.terminal import Console
+from titanlab.recipe import from_mapping
+from titanlab.records import Outcome, OutcomeKind, open_run
+from titanlab.system import Console, disk_fault
 
 CLAIM_SECONDS = 3.0
 # After a requeue: the processes of the last start may need a moment to end.

@@ -23,19 +23,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from titanlab.distributed.ranks import Ranks, look_seconds
-from titanlab.distributed.silence import ANSWER_SECONDS, note_silence
-from titanlab.distributed.stop import STOP_SIGNALS, stop_line
+from titanlab.distributed import ANSWER_SECONDS, STOP_SIGNALS, Ranks, look_seconds, note_silence, stop_line
 from titanlab.launch.attempt import by_log
 from titanlab.launch.contract import Launcher, ProcessPlace, StopReason
 from titanlab.launch.evidence import memory_kills
 from titanlab.launch.job import Job, say
 from titanlab.launch.processes import KILL_SECONDS, Escalation, start_worker, tell
-from titanlab.records.logs import text_at_end
-from titanlab.records.outcome import Outcome, OutcomeKind, from_exit
-from titanlab.records.run_folder import RunFolder
-from titanlab.system.files import parse_json, read_text
-from titanlab.system.processes import STOPPED, process_state
+from titanlab.records import Outcome, OutcomeKind, RunFolder, from_exit, text_at_end
+from titanlab.system import STOPPED, parse_json, process_state, read_text
 
 
 class Child:

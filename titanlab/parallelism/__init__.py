@@ -1,1 +1,5 @@
 """How a model is distributed over processes: one file per axis."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

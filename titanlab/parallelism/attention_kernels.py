@@ -22,7 +22,7 @@ from torch.backends.cuda import (
     can_use_flash_attention,
 )
 
-from titanlab.costs.attention_order import FLASH3, order
+from titanlab.costs import FLASH3, order
 from titanlab.techniques.model.attention import by_token, choose_flash
 from titanlab.techniques.model.documents import document_tiling, tiled_attention, tiled_attention_backward
 

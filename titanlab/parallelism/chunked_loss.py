@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlab.costs.setting import part_rows
+from titanlab.costs import part_rows
 from titanlab.dtensor import distributed_like, in_gradient_dtype, local_part
 from titanlab.parallelism.collectives import all_gather_single
 from titanlab.parallelism.loss import IGNORE

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from titanlab.costs.account import BLOCKS, ModelAccount
+from titanlab.costs import BLOCKS, ModelAccount
 from titanlab.errors import ConfigError
 from titanlab.parallelism import head_tail
 from titanlab.parallelism.attention_kernels import choose

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from titanlab.costs.account import Joined
+from titanlab.costs import Joined
 from titanlab.dtensor import local_part
 from titanlab.errors import ConfigError
 from titanlab.parallelism.pipeline_weights import DeferredWeights, deferred_of, tap, taps_of

@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any
 
-from titanlab.costs.layout import AXES, Layout
+from titanlab.costs import AXES, Layout
 from titanlab.errors import ConfigError
 from titanlab.options import option
 

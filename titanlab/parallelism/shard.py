@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from titanlab.costs.account import fsdp_dim
+from titanlab.costs import fsdp_dim
 from titanlab.errors import ConfigError
 from titanlab.parallelism.collectives import reduce_scatter
 from titanlab.techniques.precision.cast import Dtypes

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from titanlab.costs.account import cut_dim, has_partial_gradient, style_of
+from titanlab.costs import cut_dim, has_partial_gradient, style_of
 from titanlab.dtensor import local_part
 from titanlab.parallelism.collectives import gather_first, group_named, sum_all, sum_and_scatter_first
 from titanlab.parallelism.pipeline_weights import linear

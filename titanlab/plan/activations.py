@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
-from titanlab.costs.account import Activation, Operation, Share, kept
-from titanlab.costs.setting import chunk_bytes
+from titanlab.costs import Activation, Operation, Share, chunk_bytes, kept
 from titanlab.plan.pipeline_time import shorter
 from titanlab.plan.stages import actions_of, block_operations, edge_operations, model_facts, placement_of, treatments
 from titanlab.techniques.ac.contract import ACConfig

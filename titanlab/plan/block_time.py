@@ -11,22 +11,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from titanlab.costs.account import EXCHANGE, STYLES, Operation, TensorPlan, is_in_block
-from titanlab.costs.layout import Layout
-from titanlab.costs.traffic_account import (
+from titanlab.costs import (
+    EXCHANGE,
+    STYLES,
     Coordinate,
+    Layout,
+    Operation,
     Step,
+    TensorPlan,
     Traffic,
     TrafficRow,
     add_context,
     add_exchange,
     add_tensor,
+    is_in_block,
     sum_whole_gradients,
 )
 from titanlab.plan.machine import AxisPlacement, Machine, axis_of, expert_axis
 from titanlab.plan.stages import Seen, block_operations, edge_operations, model_facts, treatments
-from titanlab.recipe.communication import repeats_in_block, step_of
-from titanlab.recipe.recipe import Recipe
+from titanlab.recipe import Recipe, repeats_in_block, step_of
 from titanlab.techniques.ac.contract import ACConfig
 from titanlab.techniques.precision.contract import ProductFormat
 

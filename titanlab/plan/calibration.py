@@ -11,16 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from titanlab.costs.layout import AXES
+from titanlab.costs import AXES
 from titanlab.errors import ConfigError
 from titanlab.plan.machine import LIMITS, Efficiencies, Machine, machine_of
 from titanlab.plan.memory import exchanged_bytes, most_memory, reserved_bytes
 from titanlab.plan.pipeline_time import simulated_time
 from titanlab.plan.step_time import step_time
 from titanlab.ranges import plain
-from titanlab.recipe.recipe import Recipe, literal
-from titanlab.recipe.schema import Cluster
-from titanlab.records.config_file import config_text
+from titanlab.recipe import Cluster, Recipe, literal
+from titanlab.records import config_text
 
 KEY = "--calibrate"
 # Rates of CPUs are fitted from this multiple downwards: no efficiency is above 1, and caches are faster than memory.
@@ -261,7 +260,7 @@ def fit(errors: Callable[[Efficiencies], Sequence[float]], start: Efficiencies, 
         start: first values, and those of all parameters that are not in `names`.
     """
     # Imported here: it takes 0.2 s.
-    from scipy.optimize import least_squares  # type: ignore[import-untyped]
+    from scipy.optimize import least_squares
 
     origin = np.array([_coordinate(name, getattr(start, name)) for name in names])
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from titanlab.costs.traffic_account import Coordinate, TrafficRow, step_traffic
+from titanlab.costs import Coordinate, TrafficRow, step_traffic
 from titanlab.errors import ConfigError
 from titanlab.plan.block_time import model_time
 from titanlab.plan.machine import Machine, machine_of
@@ -26,9 +26,7 @@ from titanlab.plan.memory import (
 from titanlab.plan.pipeline_time import durations_of, rank_stages, simulated_time
 from titanlab.plan.search import MARGIN
 from titanlab.plan.step_time import StepTime, step_time
-from titanlab.recipe.communication import step_of
-from titanlab.recipe.recipe import Recipe
-from titanlab.recipe.recipe_rules import check_all_but_data
+from titanlab.recipe import Recipe, check_all_but_data, step_of
 from titanlab.techniques.schedule.timeline import Timeline, simulate
 
 MEMORY_ERROR = 0.47

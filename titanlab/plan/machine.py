@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titanlab.costs import hardware
-from titanlab.costs.layout import AXES, FSDP_AXES, Layout
+from titanlab.costs import AXES, FSDP_AXES, Layout, hardware
 from titanlab.errors import ConfigError
-from titanlab.recipe.recipe import Recipe
-from titanlab.recipe.schema import Cluster
+from titanlab.recipe import Cluster, Recipe
 
 # Written by `benchmarks/planner_fit.py`, with the date, the number of runs and the error.
 FILE = Path(__file__).with_name("efficiencies.json")

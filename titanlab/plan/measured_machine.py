@@ -12,8 +12,7 @@ from typing import Any
 from titanlab.errors import ConfigError
 from titanlab.plan.calibration import fit_sum
 from titanlab.plan.machine import LIMITS, AxisPlacement, Machine, machine_of
-from titanlab.recipe.recipe import Recipe
-from titanlab.recipe.schema import Cluster
+from titanlab.recipe import Cluster, Recipe
 from titanlab.techniques.profiler import profilers_schema as names
 
 KEY = "--measure"

@@ -14,9 +14,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from titanlab.costs.account import Share, account_for, cuts_of, gathered_part, is_in_block, stored_part
-from titanlab.costs.layout import Layout, hidden_shape
-from titanlab.costs.traffic_account import Coordinate, step_traffic
+from titanlab.costs import (
+    Coordinate,
+    Layout,
+    Share,
+    account_for,
+    cuts_of,
+    gathered_part,
+    hidden_shape,
+    is_in_block,
+    step_traffic,
+    stored_part,
+)
 from titanlab.plan.activations import (
     block_bytes,
     deferred_bytes,
@@ -28,8 +37,7 @@ from titanlab.plan.activations import (
 )
 from titanlab.plan.machine import Machine
 from titanlab.plan.stages import model_facts, parts_of, placement_of, stages_of
-from titanlab.recipe.communication import step_of
-from titanlab.recipe.recipe import Recipe
+from titanlab.recipe import Recipe, step_of
 from titanlab.techniques.model.contract import ModelConfig
 from titanlab.techniques.optimizer.contract import OptimizerConfig, Stored
 from titanlab.techniques.precision.contract import PrecisionConfig, matched

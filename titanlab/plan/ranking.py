@@ -17,8 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from titanlab.costs.account import Share
-from titanlab.costs.layout import Layout
+from titanlab.costs import Layout, Share
 from titanlab.errors import ConfigError
 from titanlab.plan.activations import deferred_bytes, saved_bytes
 from titanlab.plan.block_time import ModelTime, model_time
@@ -35,7 +34,7 @@ from titanlab.plan.pipeline_time import least_time, splits_backward
 from titanlab.plan.space import Choice, LayoutSpace, SpacePoint
 from titanlab.plan.stages import model_facts, placement_of
 from titanlab.plan.step_time import StepTime, least_seconds, step_time
-from titanlab.recipe.recipe import Recipe
+from titanlab.recipe import Recipe
 from titanlab.techniques.ac.contract import ACConfig
 from titanlab.techniques.model.contract import ModelConfig
 from titanlab.techniques.schedule.contract import PipelineSchedule

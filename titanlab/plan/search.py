@@ -10,17 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titanlab.costs.layout import AXES, Layout, resolve_layout
-from titanlab.distributed.host import this_host
+from titanlab.costs import AXES, Layout, resolve_layout
+from titanlab.distributed import this_host
 from titanlab.errors import ConfigError
 from titanlab.plan.machine import Machine, machine_of
 from titanlab.plan.ranking import Ranked, RecipeRanking
 from titanlab.plan.space import LayoutSpace, choices_of
 from titanlab.plan.step_time import StepTime
-from titanlab.recipe.recipe import Recipe, resolve
-from titanlab.recipe.recipe_rules import check_addressable, check_processes
-from titanlab.recipe.schema import Cluster
-from titanlab.system.text import counted, grouped, significant
+from titanlab.recipe import Cluster, Recipe, check_addressable, check_processes, resolve
+from titanlab.system import counted, grouped, significant
 
 # Share of a device's memory that recipes leave free, for CUDA, NCCL and the errors of the estimate. Datasheets count
 # memory in units of 1e9 bytes, which is 7 % less than what a driver reports, so that the real margin is larger.

@@ -15,14 +15,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from titanlab.costs.account import ModelAccount, account_for
-from titanlab.costs.layout import Layout, divisors
+from titanlab.costs import Layout, ModelAccount, account_for, divisors
 from titanlab.errors import ConfigError
 from titanlab.options import discover
-from titanlab.parallelism.schema import Parallelism
+from titanlab.parallelism import Parallelism
 from titanlab.plan.stages import model_facts
-from titanlab.recipe import recipe_rules
-from titanlab.recipe.recipe import Recipe
+from titanlab.recipe import Recipe, recipe_rules
 from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.schedule.contract import PipelineSchedule
 

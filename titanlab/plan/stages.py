@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from titanlab.costs.account import ModelAccount, Operation, block_name, is_in_block, training_flops_per_token
-from titanlab.recipe.recipe import Recipe, stage_pieces
+from titanlab.costs import ModelAccount, Operation, block_name, is_in_block, training_flops_per_token
+from titanlab.recipe import Recipe, stage_pieces
 from titanlab.techniques.ac.contract import ACConfig
 from titanlab.techniques.model.contract import ModelConfig
 from titanlab.techniques.schedule.action import Action

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from titanlab.costs.layout import hidden_shape
-from titanlab.costs.traffic_account import (
+from titanlab.costs import (
     TOTALS_BYTES,
     Coordinate,
     Step,
     Traffic,
     TrafficRow,
     add_sharding,
+    hidden_shape,
     parameter_elements,
 )
 from titanlab.plan.block_time import exposed, model_time, seconds_of
@@ -23,8 +23,7 @@ from titanlab.plan.machine import AxisPlacement, Machine, axis_of, expert_axis
 from titanlab.plan.memory import stored_pieces
 from titanlab.plan.pipeline_time import PipelineEstimate, RankTime, Stages, least_time, pipeline_time, rank_stages
 from titanlab.plan.stages import Seen, flops_per_token, model_facts
-from titanlab.recipe.communication import step_of
-from titanlab.recipe.recipe import Recipe
+from titanlab.recipe import Recipe, step_of
 
 # How often a step reads or writes the gradients outside of the optimizer: for their norm 1, to scale them 2, to set
 # them to zero 1.

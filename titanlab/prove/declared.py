@@ -6,22 +6,25 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from titanlab.costs.account import (
+from titanlab.costs import (
+    AXES,
+    FSDP_AXES,
+    Coordinate,
+    Layout,
     ModelAccount,
     Share,
+    TrafficRow,
     account_for,
     block_input,
     cuts_of,
     is_in_block,
     kept,
     sharded_dim,
+    step_traffic,
     stored_part,
     tensor_part,
 )
-from titanlab.costs.layout import AXES, FSDP_AXES, Layout
-from titanlab.costs.traffic_account import Coordinate, TrafficRow, step_traffic
-from titanlab.recipe.communication import step_of
-from titanlab.recipe.recipe import Recipe, pieces_by_stage
+from titanlab.recipe import Recipe, pieces_by_stage, step_of
 from titanlab.techniques.optimizer.contract import Stored
 
 

@@ -12,11 +12,8 @@ from titanlab.errors import ConfigError
 from titanlab.prove.proof import ProofRow
 from titanlab.prove.reduction import check_same, comparable
 from titanlab.prove.tolerances import of_runs
-from titanlab.recipe.next_attempt import check_unedited
-from titanlab.recipe.recipe import Recipe, from_mapping
-from titanlab.records.metrics_file import TRAIN
-from titanlab.records.outcome import OutcomeKind
-from titanlab.records.run_folder import RunFolder
+from titanlab.recipe import Recipe, check_unedited, from_mapping
+from titanlab.records import TRAIN, OutcomeKind, RunFolder
 
 NOT_COMPARED = "gradients and parameters were not compared: runs do not log them"
 

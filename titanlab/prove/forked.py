@@ -16,20 +16,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlab.distributed.ranks import MEETING, Ranks, free_port
+from titanlab.distributed import MEETING, Ranks, free_port
 from titanlab.errors import TitanlabError
-from titanlab.launch.attempt import conclude
-from titanlab.launch.evidence import memory_kills
-from titanlab.launch.processes import RankProcesses, wait_for
-from titanlab.launch.rank.fork import fork_children
-from titanlab.launch.rank.rank import import_techniques, import_trainer
-from titanlab.recipe.recipe import Recipe, to_mapping
-from titanlab.records.identity import identify
-from titanlab.records.outcome import Outcome
-from titanlab.records.run_folder import RunFolder, create_run
+from titanlab.launch import (
+    RankProcesses,
+    conclude,
+    fork_children,
+    import_techniques,
+    import_trainer,
+    memory_kills,
+    wait_for,
+)
+from titanlab.recipe import Recipe, to_mapping
+from titanlab.records import Outcome, RunFolder, create_run, identify
 
 if TYPE_CHECKING:
-    from titanlab.train.train import Observer
+    from titanlab.train import Observer
 
 Observe = Callable[[Recipe, RunFolder, Ranks], "Observer"]
 
@@ -104,7 +106,7 @@ def train_in_ranks(recipe: Recipe, observe: Observe | None = None) -> Ended:
 
     def act() -> int:
         os.environ["TITANLAB_ATTEMPT"] = str(attempt)
-        from titanlab.launch.rank.rank import main, show_stacks
+        from titanlab.launch import main, show_stacks
 
         show_stacks()
         return main([str(run.path)], observe=observe)

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titanlab.costs.layout import Layout
-from titanlab.distributed.ranks import Ranks
-from titanlab.recipe.recipe import Recipe
-from titanlab.records.run_folder import RunFolder
-from titanlab.train.totals import Totals
-from titanlab.train.train import Observer, train
+from titanlab.costs import Layout
+from titanlab.distributed import Ranks
+from titanlab.recipe import Recipe
+from titanlab.records import RunFolder
+from titanlab.train import Observer, Totals
+from titanlab.train.train import train
 
 # Replaces a reference of zero, for which there is no relative difference.
 _TINY = 1e-30

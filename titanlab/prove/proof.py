@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Any
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.prove import tolerances
 from titanlab.prove.reduction import Candidate, Reduced, in_fp32, on_one_process, reduce_all
-from titanlab.recipe.recipe import Recipe, to_mapping
-from titanlab.records.claim import claimed
-from titanlab.records.json_file import as_typed, read_object
-from titanlab.records.outcome import OutcomeKind
-from titanlab.system.files import write_json
+from titanlab.recipe import Recipe, to_mapping
+from titanlab.records import OutcomeKind, as_typed, claimed, read_object
+from titanlab.system import write_json
 from titanlab.techniques.precision.cast_schema import Fp32
 
 if TYPE_CHECKING:

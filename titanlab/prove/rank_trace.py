@@ -17,18 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from titanlab.costs.account import BLOCKS
-from titanlab.distributed.mesh import build_mesh
-from titanlab.distributed.traffic import axis_groups, traced
-from titanlab.distributed.world import World
+from titanlab.costs import BLOCKS
+from titanlab.distributed import World, axis_groups, build_mesh, traced
 from titanlab.dtensor import local_part
-from titanlab.parallelism.collectives import STANDS_FOR_NCCL
-from titanlab.parallelism.gradients import Gradients
+from titanlab.parallelism import STANDS_FOR_NCCL, Gradients
 from titanlab.prove.declared import RankAccount
-from titanlab.recipe.recipe import Recipe
-from titanlab.train.assemble import StepBatch, assemble
-from titanlab.train.initialise import plain_name
-from titanlab.train.totals import Reduction
+from titanlab.recipe import Recipe
+from titanlab.train import Reduction, StepBatch, plain_name
+from titanlab.train.assemble import assemble
 
 
 @contextlib.contextmanager

@@ -14,19 +14,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titanlab.checkpoint.contract import CheckpointConfig
-from titanlab.checkpoint.schema import NoCheckpoints as NoCheckpoints
-from titanlab.costs.layout import AXES, SHORT, Layout
-from titanlab.data.schema import Synthetic
+from titanlab.checkpoint import CheckpointConfig
+from titanlab.checkpoint import NoCheckpoints as NoCheckpoints
+from titanlab.costs import AXES, SHORT, Layout
+from titanlab.data import Synthetic
 from titanlab.errors import ConfigError
-from titanlab.launch.launchers import on_this_host
-from titanlab.parallelism.schema import Parallelism
+from titanlab.launch import on_this_host
+from titanlab.parallelism import Parallelism
 from titanlab.prove.tolerances import LEAST_EPS
 from titanlab.ranges import plain
-from titanlab.recipe.recipe import Recipe, resolve
-from titanlab.recipe.recipe_rules import check
-from titanlab.recipe.schema import Cluster
-from titanlab.records.run_folder import safe_name
+from titanlab.recipe import Cluster, Recipe, check, resolve
+from titanlab.records import safe_name
 from titanlab.techniques.ac.recomputation_schema import NoCheckpointing
 from titanlab.techniques.compile.schema import RECORDING, Compile
 from titanlab.techniques.model.contract import ModelConfig, ReducedSizes

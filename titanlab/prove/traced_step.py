@@ -11,12 +11,10 @@ from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from typing import Any
 
-from titanlab.costs.layout import AXES
-from titanlab.costs.traffic_account import TrafficRow
+from titanlab.costs import AXES, TrafficRow
 from titanlab.errors import ConfigError
 from titanlab.prove.declared import RankAccount, declared
-from titanlab.recipe.recipe import Recipe
-from titanlab.recipe.recipe_rules import check_all_but_data
+from titanlab.recipe import Recipe, check_all_but_data
 from titanlab.techniques.ac.recomputation_schema import NoCheckpointing
 from titanlab.techniques.compile.schema import Compile
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from titanlab.costs.account import EXCHANGE, ModelAccount, account_for, is_in_block
-from titanlab.costs.traffic_account import Repeats, Step
+from titanlab.costs import EXCHANGE, ModelAccount, Repeats, Step, account_for, is_in_block
 from titanlab.recipe.recipe import Recipe, pieces_by_stage
 from titanlab.techniques.ac.contract import ACConfig
 from titanlab.techniques.precision.contract import matched

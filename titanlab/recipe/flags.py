@@ -11,7 +11,7 @@ from titanlab.errors import ConfigError
 from titanlab.recipe import strangers
 from titanlab.recipe.hydra_errors import ARGUMENTS, HELP
 from titanlab.recipe.hydra_internal import flag_parser
-from titanlab.system.files import home
+from titanlab.system import home
 
 # Flags that make Hydra print something instead of running; it obeys only one of them at a time.
 _ANSWERS = ("help", "hydra_help", "cfg", "info", "shell_completion")

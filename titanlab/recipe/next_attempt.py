@@ -16,16 +16,15 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from titanlab.costs.layout import divisors, resolve_layout
+from titanlab.costs import divisors, resolve_layout
 from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.recipe.hydra_errors import value_error
 from titanlab.recipe.keys import load
 from titanlab.recipe.recipe import Recipe, from_mapping, literal
 from titanlab.recipe.recipe_rules import check_pipeline
-from titanlab.records.identity import canonical
-from titanlab.records.run_folder import RunFolder
-from titanlab.system.text import counted
+from titanlab.records import RunFolder, canonical
+from titanlab.system import counted
 
 # Groups of which another preset may be chosen. None of them changes what a run computes, except by rounding.
 PRESETS = ("parallelism", "schedule", "ac", "cluster", "tracker", "launch")

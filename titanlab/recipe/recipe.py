@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from titanlab.checkpoint.address_schema import check_address, is_address
-from titanlab.costs.account import ModelAccount, Operation, is_in_block
-from titanlab.costs.layout import Layout, resolve_layout
-from titanlab.costs.setting import AUTO, automatic
+from titanlab.checkpoint import check_address, is_address
+from titanlab.costs import AUTO, Layout, ModelAccount, Operation, automatic, is_in_block, resolve_layout
 from titanlab.errors import ConfigError
 from titanlab.options import discover, schema_of
-from titanlab.parallelism.schema import Parallelism
+from titanlab.parallelism import Parallelism
 from titanlab.ranges import plain, ranged
 from titanlab.recipe.schema import Cluster, Training
 from titanlab.techniques.compile.schema import Compile
@@ -29,8 +27,8 @@ from titanlab.techniques.optimizer.contract import WARMUP_STEPS
 from titanlab.techniques.schedule.split import split as balanced
 
 if TYPE_CHECKING:
-    from titanlab.checkpoint.contract import CheckpointConfig
-    from titanlab.data.contract import DataConfig
+    from titanlab.checkpoint import CheckpointConfig
+    from titanlab.data import DataConfig
     from titanlab.recipe.schema import LaunchSettings
     from titanlab.techniques.ac.contract import ACConfig
     from titanlab.techniques.model.contract import ModelConfig

@@ -12,17 +12,26 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from titanlab.costs.account import STACK, STYLES, ModelAccount, account_for, cut_dim, parameter_style
-from titanlab.costs.hardware import compute_capability
-from titanlab.costs.layout import FSDP_AXES, Layout, divisors
-from titanlab.costs.setting import Setting
+from titanlab.costs import (
+    FSDP_AXES,
+    STACK,
+    STYLES,
+    Layout,
+    ModelAccount,
+    Setting,
+    account_for,
+    compute_capability,
+    cut_dim,
+    divisors,
+    parameter_style,
+)
 from titanlab.data import source
-from titanlab.distributed.host import Host
+from titanlab.distributed import Host
 from titanlab.errors import ConfigError
-from titanlab.parallelism.schema import Parallelism
+from titanlab.parallelism import Parallelism
 from titanlab.recipe.recipe import Recipe, as_typed, needs_whole_logits, pieces_by_stage
-from titanlab.records.run_folder import check_name
-from titanlab.system.text import counted
+from titanlab.records import check_name
+from titanlab.system import counted
 from titanlab.techniques.schedule.contract import PipelineSchedule
 
 SEEDS = 2**63
@@ -114,7 +123,7 @@ def _layout_fits(recipe: Recipe) -> None:
     check_symmetric_memory(layout, config, accelerator=accelerator)
     if config.symmetric_memory:
         # Imported here: it imports torch, which no rule about layouts needs.
-        from titanlab.parallelism.shard import symmetric_memory_setter
+        from titanlab.parallelism import symmetric_memory_setter
 
         symmetric_memory_setter()
     check_pipeline(layout, config, account, recipe.schedule, microbatches=recipe.microbatches)

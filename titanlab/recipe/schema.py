@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from titanlab.costs.setting import AUTO, Setting
+from titanlab.costs import AUTO, Setting
 from titanlab.errors import ConfigError
 from titanlab.options import option
 

@@ -28,7 +28,7 @@ from omegaconf import OmegaConf
 
 from titanlab.errors import ConfigError
 from titanlab.options import conf_packages, discover
-from titanlab.records.config_file import excess
+from titanlab.records import excess
 
 VARIABLES = (
     *("HOME", "USER", "LOGNAME", "HOSTNAME", "PWD", "TMPDIR", "SCRATCH", "WORK", "PROJECT", "XDG_CACHE_HOME"),

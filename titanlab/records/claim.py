@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titanlab.errors import ConfigError
-from titanlab.system.files import open_to_write, read_text
-from titanlab.system.processes import stopped_note
+from titanlab.system import open_to_write, read_text, stopped_note
 
 FILE = ".claim"
 # `is_claimed` takes the lock for an instant, so a single failure to get it proves nothing.

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from titanlab.errors import ConfigError
-from titanlab.system.files import read_text
+from titanlab.system import read_text
 
 # libyaml reads eight times as fast, which matters in a table of a thousand runs; not every PyYAML has it.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

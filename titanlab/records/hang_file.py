@@ -11,7 +11,7 @@ from typing import Any, Literal
 from titanlab.errors import ConfigError
 from titanlab.records.json_file import read_object
 from titanlab.records.run_folder import RunFolder
-from titanlab.system.files import finite, write_text
+from titanlab.system import finite, write_text
 
 SCHEMA = 1
 _TEXT = 500

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from titanlab.errors import ConfigError
-from titanlab.system.files import parse_json, read_text
+from titanlab.system import parse_json, read_text
 
 RESTORE = "restore that file, or the run's folder"
 T = TypeVar("T")

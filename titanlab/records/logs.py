@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from titanlab.errors import ConfigError
 from titanlab.records.json_file import read_optional
-from titanlab.system.files import open_to_read, write_json
+from titanlab.system import open_to_read, write_json
 
 if TYPE_CHECKING:
     # The folder of a run writes marks.

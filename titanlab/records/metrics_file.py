@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.errors import ConfigError
-from titanlab.system.files import finite, open_to_write, parse_json, read_bytes
+from titanlab.system import finite, open_to_write, parse_json, read_bytes
 
 ATTEMPT = "attempt"
 TRAIN = "train"

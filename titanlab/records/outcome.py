@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.system.files import disk_fault, finite
+from titanlab.system import disk_fault, finite
 
 SCHEMA = 1
 _CAUSE_LIMIT = 500

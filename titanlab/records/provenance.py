@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import titanlab
-from titanlab.system.files import parse_json, read_text
-from titanlab.system.processes import output_of
+from titanlab.system import output_of, parse_json, read_text
 
 # In a snapshot of the code, this file has the git state of the repository that was copied.
 RECORD = "code.json"
@@ -25,7 +24,7 @@ PATCH_LIMIT = 1_000_000
 _UNTRACKED_LIMIT = 100
 _FILE_LIMIT = 200_000
 _TIMEOUT_SECONDS = 5.0
-_CODE_SUFFIXES = (".py", ".yaml", ".yml", ".toml")
+_CODE_SUFFIXES = (".py", ".pyi", ".yaml", ".yml", ".toml")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +288,7 @@ def redacted_arguments(arguments: Sequence[str]) -> list[str]:
 def code_fingerprint(package: Path) -> str:
     """Hash of a package's Python files: equal for runs of the same code, with git or without."""
     digest = hashlib.sha256()
-    for path in sorted(path for path in package.rglob("*.py") if path.is_file()):
+    for path in sorted(path for path in package.rglob("*.py*") if path.suffix in (".py", ".pyi") and path.is_file()):
         digest.update(path.relative_to(package).as_posix().encode() + b"\0")
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()

@@ -29,7 +29,7 @@ from titanlab.records.json_file import RESTORE, read_optional, read_typed
 from titanlab.records.logs import write_marks
 from titanlab.records.metrics_file import MetricsWriter, read_metrics
 from titanlab.records.outcome import Outcome
-from titanlab.system.files import FolderGone, user_path, write_json, write_text
+from titanlab.system import FolderGone, user_path, write_json, write_text
 
 SCHEMA = 1
 FOLDER_NAME = re.compile(r"(?P<name>.+)-(?P<hash8>[0-9a-f]{8})")

@@ -11,7 +11,7 @@ from typing import Any
 from titanlab.errors import ConfigError
 from titanlab.records.json_file import loaded
 from titanlab.records.run_folder import RunFolder
-from titanlab.system.files import read_text, user_path
+from titanlab.system import read_text, user_path
 
 _HASH = re.compile(r"[0-9a-f]{4,64}")
 

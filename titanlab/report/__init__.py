@@ -1,1 +1,5 @@
 """Sweeps as data frames and figures, for notebooks and Python programs."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

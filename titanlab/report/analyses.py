@@ -11,15 +11,12 @@ import numpy as np
 from titanlab.costs import meter
 from titanlab.errors import ConfigError
 from titanlab.options import discover
-from titanlab.plan.machine import machine_of
-from titanlab.plan.memory import ITEMS, most_memory, reserved_bytes
-from titanlab.recipe.recipe import from_mapping
+from titanlab.plan import ITEMS, machine_of, most_memory, reserved_bytes
+from titanlab.recipe import from_mapping
 from titanlab.report.figures.style import records_of
 from titanlab.report.frames import sweep_frame
-from titanlab.sweep.comparison import groups
-from titanlab.sweep.ranking import rank, ranking_lines
-from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.system.files import user_path
+from titanlab.sweep import SweepFolder, groups, rank, ranking_lines
+from titanlab.system import user_path
 from titanlab.techniques.schedule.action import Kind
 from titanlab.techniques.schedule.contract import PipelineSchedule
 from titanlab.techniques.schedule.timeline import Timeline, simulate
@@ -27,7 +24,7 @@ from titanlab.techniques.schedule.timeline import Timeline, simulate
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from titanlab.sweep.comparison import RecipeRuns
+    from titanlab.sweep import RecipeRuns
 
 
 # Recipes that agree in these differ in their layout only.

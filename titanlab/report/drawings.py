@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from titanlab.plan.memory import ITEMS
+from titanlab.plan import ITEMS
 from titanlab.report.analyses import GRAD_NORM, ITEM, LOSS
 from titanlab.report.figures import style
 

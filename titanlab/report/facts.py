@@ -10,15 +10,19 @@ from functools import cached_property
 from typing import Any
 
 from titanlab.errors import TitanlabError
-from titanlab.records.provenance import redact, redacted_arguments
-from titanlab.records.run_folder import RunFolder
-from titanlab.sweep.columns import fitting_value
-from titanlab.sweep.comparison import RecipeRuns, groups
-from titanlab.sweep.listing import runs
-from titanlab.sweep.ranking import SweepRanking, rank, sentence_of
-from titanlab.sweep.space import differing
-from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.system.text import counted, significant
+from titanlab.records import RunFolder, redact, redacted_arguments
+from titanlab.sweep import (
+    RecipeRuns,
+    SweepFolder,
+    SweepRanking,
+    differing,
+    fitting_value,
+    groups,
+    rank,
+    runs,
+    sentence_of,
+)
+from titanlab.system import counted, significant
 
 _MOST_RECIPES = 24
 

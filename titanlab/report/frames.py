@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from titanlab.costs import meter
 from titanlab.errors import ConfigError
-from titanlab.records.metrics_file import TRAIN
-from titanlab.sweep.columns import point_keys, recipe_columns
-from titanlab.sweep.rows import SweepTable, arrow_table
-from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.system.files import user_path
+from titanlab.records import TRAIN
+from titanlab.sweep import SweepFolder, SweepTable, arrow_table, point_keys, recipe_columns
+from titanlab.system import user_path
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -11,16 +11,14 @@ import numpy as np
 
 from titanlab.costs import meter
 from titanlab.errors import TitanlabError
-from titanlab.plan.explanation import timeline_of
-from titanlab.plan.machine import machine_of
+from titanlab.plan import machine_of, timeline_of
 from titanlab.plan.step_time import step_time
-from titanlab.recipe.recipe import Recipe, from_mapping
-from titanlab.records.metrics_file import EXPERTS
+from titanlab.recipe import Recipe, from_mapping
+from titanlab.records import EXPERTS
 from titanlab.report.facts import Answer, Facts
 from titanlab.report.figures import bars, over_time, scatter, style
-from titanlab.sweep.comparison import RecipeRuns
-from titanlab.sweep.listing import tone
-from titanlab.system.text import counted, grouped, significant
+from titanlab.sweep import RecipeRuns, tone
+from titanlab.system import counted, grouped, significant
 from titanlab.techniques.schedule.timeline import simulate
 
 if TYPE_CHECKING:

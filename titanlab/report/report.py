@@ -17,12 +17,8 @@ from titanlab.report.figures.style import printable
 from titanlab.report.frames import folder_of
 from titanlab.report.panels import Panel
 from titanlab.report.sections import panels_of, sections_of
-from titanlab.sweep.listing import counts
-from titanlab.sweep.ranking import notes_of
-from titanlab.sweep.rows import SweepTable
-from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.system.files import user_path, write_text
-from titanlab.system.text import counted, grouped
+from titanlab.sweep import SweepFolder, SweepTable, counts, notes_of
+from titanlab.system import counted, grouped, user_path, write_text
 
 _FOLDER = Path(__file__).parent
 

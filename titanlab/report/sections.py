@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.errors import TitanlabError
-from titanlab.prove.proof import PARITY_FILE, read_parity
-from titanlab.records.outcome import OutcomeKind
-from titanlab.records.provenance import redact
+from titanlab.prove import PARITY_FILE, read_parity
+from titanlab.records import OutcomeKind, redact
 from titanlab.report import panels
 from titanlab.report.facts import Answer, Facts, command_line, differences, representative, sources
 from titanlab.report.panels import Cell, PageTable, Panel, run_cell, speed_text, text
-from titanlab.sweep.listing import failure_text, tone, word
-from titanlab.system.text import counted
+from titanlab.sweep import failure_text, tone, word
+from titanlab.system import counted
 
 _MOST_CAUSE = 300
 _MOST_TRACEBACKS, _MOST_TRACEBACK = 12, 4_000

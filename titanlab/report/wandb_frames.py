@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from titanlab.costs import meter
 from titanlab.errors import ConfigError
-from titanlab.records.metrics_file import TRAIN, VALIDATION
+from titanlab.records import TRAIN, VALIDATION
 from titanlab.report.frames import METRICS, frame_of_rows
-from titanlab.sweep.columns import NAMES, POINT, as_text, figure_columns, recipe_columns
-from titanlab.system.imports import import_quietly
+from titanlab.sweep import NAMES, POINT, as_text, figure_columns, recipe_columns
+from titanlab.system import import_quietly
 
 if TYPE_CHECKING:
     from pandas import DataFrame

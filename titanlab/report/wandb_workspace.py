@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titanlab.costs import meter
-from titanlab.costs.layout import AXES
+from titanlab.costs import AXES, meter
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.system.imports import import_quietly
+from titanlab.system import import_quietly
 
 _PACKAGE = "wandb_workspaces"
 # Keys of the config and of the rows that runs send: tests/report/test_wandb_workspace.py compares them.

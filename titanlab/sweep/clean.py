@@ -17,20 +17,24 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from titanlab.checkpoint.address_schema import Place, StorePath, is_address
-from titanlab.checkpoint.contents import ListedCheckpoint, list_checkpoints, read_contents
-from titanlab.checkpoint.folders import PART, checkpoints_of, remove
+from titanlab.checkpoint import (
+    PART,
+    ListedCheckpoint,
+    Place,
+    StorePath,
+    checkpoints_of,
+    is_address,
+    list_checkpoints,
+    read_contents,
+    remove,
+)
 from titanlab.data import cache as data_cache
 from titanlab.errors import ConfigError
-from titanlab.records.claim import is_locked
-from titanlab.records.json_file import read_optional
-from titanlab.records.outcome import OutcomeKind
-from titanlab.records.provenance import RECORD
-from titanlab.records.run_folder import RunFolder
+from titanlab.records import RECORD, OutcomeKind, RunFolder, is_locked, read_optional
 from titanlab.sweep.listing import ACTIVE
 from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.system.files import StoreFault, read_bytes, user_path
+from titanlab.system import StoreFault, read_bytes, user_path
 from titanlab.techniques.compile import cache as compile_cache
 
 KINDS = {

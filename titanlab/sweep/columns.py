@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from titanlab.costs import meter
-from titanlab.costs.layout import AXES, Layout
+from titanlab.costs import AXES, Layout, meter
 
 # Increase it when a column changes its meaning or is removed, but not for new columns.
 SCHEMA = 2

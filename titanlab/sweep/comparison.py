@@ -10,7 +10,7 @@ from typing import Any
 
 from titanlab.sweep.columns import POINT, point_keys
 from titanlab.sweep.listing import OVERSUBSCRIBED, Row, aligned, runs, word
-from titanlab.system.text import grouped
+from titanlab.system import grouped
 
 # Together with the layout, these columns define a recipe; a column is shown if it differs within the sweep.
 _RECIPE = (

@@ -23,10 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from titanlab.errors import ConfigError
 from titanlab.options import discover
-from titanlab.recipe.compose import Composed, Loader, to_group, to_recipe
-from titanlab.recipe.hydra_errors import composition_errors
-from titanlab.recipe.keys import find_key
-from titanlab.recipe.recipe import Recipe, schema_node
+from titanlab.recipe import Composed, Loader, Recipe, composition_errors, find_key, schema_node, to_group, to_recipe
 from titanlab.sweep.space import Values, canonical_text, flattened
 
 Choices = tuple[tuple[str, str], ...]

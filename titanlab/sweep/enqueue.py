@@ -11,28 +11,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from titanlab.distributed.host import Host, check_host, this_host
+from titanlab.distributed import Host, check_host, this_host
 from titanlab.errors import ConfigError
-from titanlab.launch.contract import LaunchConfig, States
-from titanlab.launch.launchers import launcher_named
-from titanlab.launch.submission import (
+from titanlab.launch import (
     HANDING_OVER,
     JobShape,
+    LaunchConfig,
+    States,
     Submission,
     check_cluster,
     drop_submission,
+    launcher_named,
     write_submission,
 )
 from titanlab.ranges import plain
-from titanlab.recipe.recipe import Recipe, resolve
-from titanlab.recipe.recipe_rules import check_all_but_data, check_host_memory
-from titanlab.records.claim import claimed
-from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.records.run_folder import RunFolder
+from titanlab.recipe import Recipe, check_all_but_data, check_host_memory, resolve
+from titanlab.records import Outcome, OutcomeKind, RunFolder, claimed
 from titanlab.sweep import snapshot
 from titanlab.sweep.reconcile import reconcile, silence
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of, readable
-from titanlab.system.text import counted
+from titanlab.system import counted
 
 _PATIENCE_SECONDS = 300.0
 

@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.errors import ConfigError
-from titanlab.launch.contract import UNANSWERED
-from titanlab.records.outcome import OutcomeKind
-from titanlab.records.run_folder import STATES, RunFolder
-from titanlab.records.run_search import list_runs
+from titanlab.launch import UNANSWERED
+from titanlab.records import STATES, OutcomeKind, RunFolder, list_runs
 from titanlab.sweep.reconcile import close_dead_runs
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
-from titanlab.system.text import counted, duration, grouped
+from titanlab.system import counted, duration, grouped
 from titanlab.techniques.ac.recomputation_schema import NoCheckpointing
 
 Row = Mapping[str, Any]

@@ -12,16 +12,12 @@ from typing import Any
 
 from titanlab.costs import meter
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.plan.calibration import Measured
+from titanlab.plan import Measured
 from titanlab.ranges import plain
-from titanlab.recipe.next_attempt import frozen_recipe
-from titanlab.recipe.recipe import Recipe
-from titanlab.recipe.schema import Cluster
-from titanlab.records.identity import canonical, canonical_json
-from titanlab.records.outcome import OutcomeKind
-from titanlab.records.run_folder import RunFolder
+from titanlab.recipe import Cluster, Recipe, frozen_recipe
+from titanlab.records import OutcomeKind, RunFolder, canonical, canonical_json
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.system.text import sweep_argument
+from titanlab.system import sweep_argument
 
 KEY = "--calibrate"
 _RESIDENT = "memory/max_resident(GiB)"

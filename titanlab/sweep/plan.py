@@ -19,23 +19,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titanlab.costs.layout import AXES, Layout, resolve_layout
+from titanlab.costs import AXES, Layout, resolve_layout
 from titanlab.data import source
-from titanlab.distributed.host import this_host
+from titanlab.distributed import this_host
 from titanlab.errors import ConfigError
-from titanlab.launch.submission import shape_of
-from titanlab.recipe.compose import Loader
-from titanlab.recipe.keys import find_key
-from titanlab.recipe.recipe import Recipe, shortened_warmup
-from titanlab.recipe.recipe_rules import check_data
-from titanlab.records.identity import Identity, identify
-from titanlab.records.run_folder import check_runs
+from titanlab.launch import shape_of
+from titanlab.recipe import Loader, Recipe, check_data, find_key, shortened_warmup
+from titanlab.records import Identity, check_runs, identify
 from titanlab.sweep.composer import Composer
 from titanlab.sweep.enqueue import checked
 from titanlab.sweep.request import CONTROL, Request, control_points, read_request
 from titanlab.sweep.space import WHERE, Expression, SweepPoint, Values, canonical_text, keys_of
 from titanlab.techniques.optimizer.contract import Schedule
-from titanlab.train.starting_weights import check_beginning, start_fingerprint
+from titanlab.train import check_beginning, start_fingerprint
 
 SINGLE = "single"
 COMMAND_LINE = "command line"

@@ -21,7 +21,7 @@ from typing import Any
 
 from titanlab.sweep.comparison import RecipeRuns, groups
 from titanlab.sweep.listing import ACTIVE, Row, aligned, runs, word
-from titanlab.system.text import counted, duration, grouped
+from titanlab.system import counted, duration, grouped
 
 # The probability of a wrong statement, for all statements about one sweep together. Of the 5 % that are promised,
 # one hundredth is left for noise that is not quite normal.
@@ -198,7 +198,7 @@ def drift_of(rows: Sequence[Row], column: str, *, squares: float = 0.0, degrees:
 def t_quantile(degrees: int, error: float) -> float:
     """The t of Student's distribution beyond which, on both sides together, a value lies with probability `error`."""
     # Imported here: only a ranking with repeats needs it.
-    from scipy.special import stdtrit  # type: ignore[import-untyped]
+    from scipy.special import stdtrit
 
     return float(stdtrit(degrees, 1 - error / 2))
 

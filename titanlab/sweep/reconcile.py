@@ -13,19 +13,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from titanlab.distributed.silence import judged
+from titanlab.distributed import judged
 from titanlab.errors import ConfigError
-from titanlab.launch.attempt import close_dead, with_progress, world_of
-from titanlab.launch.contract import UNANSWERED, JobEnd, JobKey, JobState, Launcher, MemoryWord, States
-from titanlab.launch.launchers import launcher_named
-from titanlab.launch.submission import Submission
-from titanlab.launch.watch import read_stop
-from titanlab.records.claim import CannotWriteError
-from titanlab.records.hang_file import read_hang
-from titanlab.records.outcome import Outcome, OutcomeKind, from_exit
-from titanlab.records.run_folder import RunFolder
+from titanlab.launch import (
+    UNANSWERED,
+    JobEnd,
+    JobKey,
+    JobState,
+    Launcher,
+    MemoryWord,
+    States,
+    Submission,
+    close_dead,
+    launcher_named,
+    read_stop,
+    with_progress,
+    world_of,
+)
+from titanlab.records import CannotWriteError, Outcome, OutcomeKind, RunFolder, from_exit, read_hang
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
-from titanlab.system.text import counted
+from titanlab.system import counted
 
 
 def silence(states: States) -> str | None:

@@ -17,18 +17,12 @@ from typing import Any
 
 from titanlab.errors import ConfigError
 from titanlab.options import discover
-from titanlab.recipe.compose import Loader
-from titanlab.recipe.flags import read_flags
-from titanlab.recipe.recipe import from_mapping, literal, resolve, to_mapping
-from titanlab.records.config_file import config_text
-from titanlab.records.json_file import read_optional
-from titanlab.records.provenance import PATCH_LIMIT, RECORD, code_fingerprint
-from titanlab.records.run_folder import RunFolder
+from titanlab.recipe import Loader, from_mapping, literal, read_flags, resolve, to_mapping
+from titanlab.records import PATCH_LIMIT, RECORD, RunFolder, code_fingerprint, config_text, read_optional
 from titanlab.sweep.composer import Composer
 from titanlab.sweep.space import differing
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.system.files import read_bytes
-from titanlab.system.processes import CommandResult, ask
+from titanlab.system import CommandResult, ask, read_bytes
 
 _SHA = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")

@@ -17,13 +17,26 @@ from omegaconf.errors import OmegaConfBaseException
 
 from titanlab.errors import ConfigError
 from titanlab.options import combining_groups
-from titanlab.recipe.compose import Loader, override_text
-from titanlab.recipe.flags import Flags, read_flags
-from titanlab.recipe.hydra_errors import composition_errors, value_error
-from titanlab.recipe.hydra_internal import is_hydras_own, plain_value
-from titanlab.recipe.keys import Key, SweepSpace, advice, as_typed, find_key, known_keys, unknown_key
-from titanlab.recipe.recipe import Recipe, schema_node
-from titanlab.recipe.strangers import own_start_error
+from titanlab.recipe import (
+    Flags,
+    Key,
+    Loader,
+    Recipe,
+    SweepSpace,
+    advice,
+    as_typed,
+    composition_errors,
+    find_key,
+    is_hydras_own,
+    known_keys,
+    override_text,
+    own_start_error,
+    plain_value,
+    read_flags,
+    schema_node,
+    unknown_key,
+    value_error,
+)
 from titanlab.sweep.space import (
     LIMIT,
     WHERE,

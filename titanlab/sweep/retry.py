@@ -6,21 +6,25 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titanlab.checkpoint.address_schema import Place
-from titanlab.checkpoint.contents import parent_of
-from titanlab.checkpoint.folders import put_back
+from titanlab.checkpoint import Place, parent_of, put_back
 from titanlab.errors import ConfigError
-from titanlab.launch.attempt import go_back, missed_checkpoint, pass_over_damaged
-from titanlab.launch.contract import launch_of
-from titanlab.launch.submission import Submission, shape_of
-from titanlab.recipe.next_attempt import LAYOUT, adapted, changes, check_changeable, check_unedited, next_recipe
-from titanlab.recipe.recipe import Recipe, from_mapping, to_mapping
-from titanlab.records.outcome import OutcomeKind
-from titanlab.records.run_folder import RunFolder, create_run
+from titanlab.launch import Submission, go_back, launch_of, missed_checkpoint, pass_over_damaged, shape_of
+from titanlab.recipe import (
+    LAYOUT,
+    Recipe,
+    adapted,
+    changes,
+    check_changeable,
+    check_unedited,
+    from_mapping,
+    next_recipe,
+    to_mapping,
+)
+from titanlab.records import OutcomeKind, RunFolder, create_run
 from titanlab.sweep import snapshot
 from titanlab.sweep.enqueue import QueuedRun, check_jobs, checked, enqueue, settle, standings, supersede, wake
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
-from titanlab.system.text import sweep_argument
+from titanlab.system import sweep_argument
 
 # Overrides may change how a job is submitted, not what a run computes.
 CHANGEABLE = ("launch.", "cluster.per_node", "cluster.nodes", *LAYOUT)

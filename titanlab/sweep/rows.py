@@ -12,22 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import titanlab
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.launch.contract import JobState, States
-from titanlab.launch.launchers import launcher_named
-from titanlab.launch.submission import Submission
-from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.records.provenance import code_fingerprint
-from titanlab.records.run_folder import RunFolder, Status
+from titanlab.launch import JobState, States, Submission, launcher_named
+from titanlab.records import Outcome, OutcomeKind, RunFolder, Status, code_fingerprint
 from titanlab.sweep import columns
 from titanlab.sweep.listing import ACTIVE
 from titanlab.sweep.reconcile import close_dead_runs, reconcile
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
-from titanlab.system.files import write_bytes
+from titanlab.system import write_bytes
 from titanlab.techniques.tracker.trackers_schema import Jsonl
-from titanlab.train.tracked_run import tracker_gap
+from titanlab.train import tracker_gap
 
 if TYPE_CHECKING:
-    from titanlab.recipe.recipe import Recipe
+    from titanlab.recipe import Recipe
 
 
 # Points that were dropped on purpose: no rule was broken.
@@ -236,7 +232,7 @@ _IRRELEVANT = ("name", "sweep", "repeat", "seed", "runs", "tracker", "launch", "
 
 def estimate_values(recipe: Recipe) -> dict[str, Any]:
     """The estimate of a resolved recipe as plain values: `layout`, the figures, and why there are none."""
-    from titanlab.plan.explanation import estimate_or_reason
+    from titanlab.plan import estimate_or_reason
 
     values: dict[str, Any] = {"layout": recipe.layout.label, **dict.fromkeys(FIGURES), "note": None}
     try:
@@ -280,7 +276,7 @@ class LateEstimates:
         if key not in self._known:
             if len(self._known) >= _MOST_RECIPES:
                 return {"note": _TOO_MANY}
-            from titanlab.recipe.recipe import from_mapping
+            from titanlab.recipe import from_mapping
 
             try:
                 self._known[key] = estimate_values(from_mapping(config))

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import titanlab
-from titanlab.records.provenance import RECORD, code_fingerprint, git_state, redact
-from titanlab.system.files import write_json
+from titanlab.records import RECORD, code_fingerprint, git_state, redact
+from titanlab.system import write_json
 
 SCHEMA = 1
 _FOLDERS = ("conf", "launch", "sweeps")

@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titanlab.costs.layout import SHORT
+from titanlab.costs import SHORT
 from titanlab.errors import ConfigError
-from titanlab.records.run_folder import safe_name
+from titanlab.records import safe_name
 from titanlab.sweep.columns import as_text
 
 Values = Mapping[str, Any]

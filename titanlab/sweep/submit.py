@@ -13,13 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titanlab.checkpoint.contents import parent_of
+from titanlab.checkpoint import parent_of
 from titanlab.errors import ConfigError
-from titanlab.launch.contract import States, launch_of
-from titanlab.launch.submission import JobShape, Submission, shape_of
-from titanlab.plan.explanation import MEMORY_ERROR, estimate_of
-from titanlab.recipe.recipe import to_mapping
-from titanlab.records.run_folder import check_runs, create_run
+from titanlab.launch import JobShape, States, Submission, launch_of, shape_of
+from titanlab.plan import MEMORY_ERROR, estimate_of
+from titanlab.recipe import to_mapping
+from titanlab.records import check_runs, create_run
 from titanlab.sweep.enqueue import (
     QueuedRun,
     arrays,
@@ -37,9 +36,8 @@ from titanlab.sweep.plan import SINGLE, Dropped, PlannedRun, Study, starting_ord
 from titanlab.sweep.reconcile import job_states, reconcile
 from titanlab.sweep.rows import estimate_values
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
-from titanlab.system.files import user_path
-from titanlab.system.text import counted, grouped, sweep_argument, trimmed
-from titanlab.train.tracked_run import has_tracker
+from titanlab.system import counted, grouped, sweep_argument, trimmed, user_path
+from titanlab.train import has_tracker
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.errors import ConfigError
-from titanlab.launch import submission
-from titanlab.launch.submission import Submission
-from titanlab.records.json_file import read_optional
-from titanlab.records.run_folder import RunFolder
-from titanlab.records.run_search import NoSuchRun, find_run, read_points
-from titanlab.system.files import finite, user_path, write_json, write_text
+from titanlab.launch import Submission, submission
+from titanlab.records import NoSuchRun, RunFolder, find_run, read_optional, read_points
+from titanlab.system import finite, user_path, write_json, write_text
 
 SCHEMA = 1
 _HASH = re.compile(r"[0-9a-f]{4,8}")

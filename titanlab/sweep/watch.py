@@ -11,17 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
-from titanlab.records.outcome import OutcomeKind
-from titanlab.records.run_folder import RunFolder, Status
+from titanlab.records import OutcomeKind, RunFolder, Status
 from titanlab.sweep import listing
 from titanlab.sweep.enqueue import wake
 from titanlab.sweep.listing import ACTIVE, Row
 from titanlab.sweep.ranking import drift_lines
 from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
-from titanlab.system.processes import born_at
-from titanlab.system.terminal import discard
-from titanlab.system.text import counted, harmless
+from titanlab.system import born_at, counted, discard, harmless
 
 Look = Callable[[], list[dict[str, Any]]]
 

@@ -18,18 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlab.checkpoint.position import Position
-from titanlab.costs.layout import hidden_shape
-from titanlab.data import source
-from titanlab.data.source import Batch
-from titanlab.distributed.mesh import Mesh
-from titanlab.distributed.world import World
-from titanlab.parallelism.chunked_loss import ChunkedLoss, Columns
-from titanlab.parallelism.context import positions
-from titanlab.parallelism.loss import IGNORE, Loss, SplitLoss, loss_sum, of_logits
-from titanlab.recipe.recipe import Recipe, pieces_by_stage
-from titanlab.recipe.schema import Training
-from titanlab.records.hang_file import Messages
+from titanlab.checkpoint import Position
+from titanlab.costs import hidden_shape
+from titanlab.data import Batch, source
+from titanlab.distributed import Mesh, World
+from titanlab.parallelism import IGNORE, ChunkedLoss, Columns, Loss, SplitLoss, loss_sum, of_logits, positions
+from titanlab.recipe import Recipe, Training, pieces_by_stage
+from titanlab.records import Messages
 from titanlab.techniques.compile.compiler import GraphMemory
 from titanlab.techniques.model.documents import HostStarts, Packed
 from titanlab.techniques.precision.cast import LossScale, step_if
@@ -191,7 +186,7 @@ def _single(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, pha
 def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, phase: Phase) -> _Runner:
     """Build this rank's stages of the pipeline, and the schedule that runs them."""
     # Imported here: it takes 0.5 s, and only pipelines need it.
-    from titanlab.parallelism.pipeline import Pipeline
+    from titanlab.parallelism import Pipeline
 
     ranks, this_rank = recipe.layout.pipeline, mesh.coordinate("pipeline")
     placement = recipe.schedule.placement(ranks=ranks)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from titanlab.costs.account import BLOCKS, ModelAccount, RoutedExperts, block_name
+from titanlab.costs import BLOCKS, ModelAccount, RoutedExperts, block_name
 from titanlab.errors import DamagedPosition
 from titanlab.techniques.model.mixture_of_experts import Auxiliary, Router
 

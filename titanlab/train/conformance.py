@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from titanlab.costs.account import (
+from titanlab.costs import (
     ModelAccount,
     Operation,
     block_name,
@@ -26,7 +26,7 @@ from titanlab.costs.account import (
     style_of,
     training_flops_per_token,
 )
-from titanlab.parallelism.tensor import STYLES
+from titanlab.parallelism import STYLES
 from titanlab.techniques.model.contract import ModelConfig
 from titanlab.techniques.model.language_model import LanguageModel, shapes_only
 from titanlab.train.initialise import initialise

@@ -16,12 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
-from titanlab.checkpoint.address_schema import Place
-from titanlab.checkpoint.blocks import DamagedCheckpoint
-from titanlab.checkpoint.contents import Readable, read_contents
-from titanlab.checkpoint.folders import METADATA, another, has_pickle
-from titanlab.checkpoint.index import ITEM_BYTES
-from titanlab.checkpoint.position import SavedPosition, check_files, read_position
+from titanlab.checkpoint import (
+    ITEM_BYTES,
+    METADATA,
+    DamagedCheckpoint,
+    Place,
+    Readable,
+    SavedPosition,
+    another,
+    check_files,
+    has_pickle,
+    read_contents,
+    read_position,
+)
 
 if TYPE_CHECKING:
     from titanlab.train.dcp_tensors import DcpReader

@@ -22,14 +22,20 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from titanlab.checkpoint.address_schema import Place
-from titanlab.checkpoint.blocks import DamagedCheckpoint
-from titanlab.checkpoint.contents import read_contents
-from titanlab.checkpoint.folders import another
-from titanlab.checkpoint.position import POSITION, position_bytes
-from titanlab.checkpoint.reader import Reader, metadata_of, read_into, set_in
+from titanlab.checkpoint import (
+    POSITION,
+    DamagedCheckpoint,
+    Place,
+    Reader,
+    another,
+    metadata_of,
+    position_bytes,
+    read_contents,
+    read_into,
+    set_in,
+)
 from titanlab.errors import ConfigError
-from titanlab.system.files import refusal, write_bytes
+from titanlab.system import refusal, write_bytes
 
 if TYPE_CHECKING:
     from titanlab.train.dcp_folder import SavedState

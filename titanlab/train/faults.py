@@ -12,14 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from titanlab.checkpoint.folders import checkpoints_of, latest
-from titanlab.checkpoint.store import generator_states, set_generators
-from titanlab.distributed.world import World
+from titanlab.checkpoint import checkpoints_of, generator_states, latest, set_generators
+from titanlab.distributed import World
 from titanlab.dtensor import local_part
 from titanlab.errors import TitanlabError
-from titanlab.recipe.schema import Training
-from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.records.run_folder import RunFolder
+from titanlab.recipe import Training
+from titanlab.records import Outcome, OutcomeKind, RunFolder
 from titanlab.train.assemble import Assembled, StepBatch, Sums
 
 

@@ -9,17 +9,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from titanlab.checkpoint.address_schema import Place
-from titanlab.checkpoint.contents import read_contents
-from titanlab.checkpoint.folders import find, read_while_kept
-from titanlab.checkpoint.store import load_model
+from titanlab.checkpoint import Place, find, load_model, read_contents, read_while_kept
 from titanlab.data import tokenizers
-from titanlab.distributed.ranks import ALONE
-from titanlab.distributed.world import open_world
+from titanlab.distributed import ALONE, open_world
 from titanlab.errors import ConfigError
-from titanlab.recipe.next_attempt import frozen_recipe
-from titanlab.recipe.recipe import Recipe
-from titanlab.records.run_folder import RunFolder
+from titanlab.recipe import Recipe, frozen_recipe
+from titanlab.records import RunFolder
 from titanlab.techniques.model.contract import ModelConfig
 from titanlab.techniques.model.language_model import LanguageModel, shapes_only
 from titanlab.train.balance import set_biases

@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from titanlab.data.tokenizers import declared_in
+from titanlab.data import declared_in
 from titanlab.errors import ConfigError
 from titanlab.options import discover
-from titanlab.system.files import parse_json, write_json
-from titanlab.system.hub import explained, is_absent, unreachable
+from titanlab.system import explained, is_absent, parse_json, unreachable, write_json
 from titanlab.techniques.model.contract import HuggingFaceFamily, ModelConfig
 from titanlab.train.weights_folder import (
     CONTEXT,

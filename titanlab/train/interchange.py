@@ -12,16 +12,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from titanlab.checkpoint.address_schema import Place
-from titanlab.checkpoint.contents import check_checkpoint
-from titanlab.checkpoint.folders import checkpoints_of, find, find_run_or_checkpoint, of_step
+from titanlab.checkpoint import Place, check_checkpoint, checkpoints_of, find, find_run_or_checkpoint, of_step
 from titanlab.data import tokenizers
 from titanlab.errors import ConfigError
 from titanlab.options import discover
-from titanlab.recipe.next_attempt import check_unedited
-from titanlab.recipe.recipe import literal, path_override
-from titanlab.records.config_file import config_text
-from titanlab.system.files import write_json
+from titanlab.recipe import check_unedited, literal, path_override
+from titanlab.records import config_text
+from titanlab.system import write_json
 from titanlab.techniques.model.contract import Foreign, ModelConfig
 from titanlab.train import hub_folders as hf
 from titanlab.train import weights_folder as ours

@@ -6,11 +6,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.recipe.next_attempt import frozen_recipe
-from titanlab.recipe.recipe import Recipe
-from titanlab.records.metrics_file import EXPERTS, metrics_of
-from titanlab.records.outcome import Outcome
-from titanlab.records.run_folder import RunFolder
+from titanlab.recipe import Recipe, frozen_recipe
+from titanlab.records import EXPERTS, Outcome, RunFolder, metrics_of
 from titanlab.techniques.tracker.contract import (
     FINISHED,
     RECORD_FILE,

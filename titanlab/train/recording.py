@@ -19,25 +19,12 @@ from typing import NamedTuple
 
 import torch
 
-from titanlab.checkpoint.address_schema import StorePath
-from titanlab.checkpoint.folders import checkpoints_of, latest
-from titanlab.checkpoint.position import Position
-from titanlab.costs import meter
-from titanlab.costs.account import training_flops_per_token
-from titanlab.costs.meter import Meter, RunWork
-from titanlab.costs.traffic_account import flat, lines
-from titanlab.distributed.mesh import Mesh
-from titanlab.distributed.start_up import write_start_up
-from titanlab.distributed.traffic import axis_groups, traced
-from titanlab.distributed.world import World
-from titanlab.recipe.recipe import Recipe
-from titanlab.records.metrics_file import EXPERTS
-from titanlab.records.outcome import Outcome, OutcomeKind, classify, exit_code, is_secondary
-from titanlab.records.run_folder import RunFolder, Status
-from titanlab.system.files import disk_fault
-from titanlab.system.progress import Progress
-from titanlab.system.terminal import Console
-from titanlab.system.text import counted, duration, grouped, short, shown_path, trimmed
+from titanlab.checkpoint import Position, StorePath, checkpoints_of, latest
+from titanlab.costs import Meter, RunWork, flat, lines, meter, training_flops_per_token
+from titanlab.distributed import Mesh, World, axis_groups, traced, write_start_up
+from titanlab.recipe import Recipe
+from titanlab.records import EXPERTS, Outcome, OutcomeKind, RunFolder, Status, classify, exit_code, is_secondary
+from titanlab.system import Console, Progress, counted, disk_fault, duration, grouped, short, shown_path, trimmed
 from titanlab.techniques.compile.watch import Watch
 from titanlab.techniques.precision.cast import Dtypes
 from titanlab.techniques.tracker.contract import Tracker, open_tracker

@@ -7,15 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from titanlab.checkpoint.contract import OnlyModel, Target
-from titanlab.checkpoint.position import Position
-from titanlab.data import source
-from titanlab.data.contract import Stream
-from titanlab.distributed.mesh import Mesh
-from titanlab.distributed.watchdog import Watchdog
-from titanlab.recipe.recipe import Recipe
-from titanlab.records.outcome import OutcomeKind, first_line
-from titanlab.system.files import disk_fault
+from titanlab.checkpoint import OnlyModel, Position, Target
+from titanlab.data import Stream, source
+from titanlab.distributed import Mesh, Watchdog
+from titanlab.recipe import Recipe
+from titanlab.records import OutcomeKind, first_line
+from titanlab.system import disk_fault
 from titanlab.techniques.profiler.contract import Phase, nothing
 from titanlab.train.assemble import Assembled
 from titanlab.train.recording import Recorder

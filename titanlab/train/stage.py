@@ -13,16 +13,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanlab.costs.account import account_for
-from titanlab.distributed.mesh import Mesh
-from titanlab.distributed.world import World
-from titanlab.parallelism.context import check_attention, spread_attention
-from titanlab.parallelism.expert import spread_experts
-from titanlab.parallelism.gradients import scale_gradients, sum_gradients
-from titanlab.parallelism.joined import join_products
-from titanlab.parallelism.shard import ExpertModules, Sharded, fully_shard_model, keep_whole, replicate_model
-from titanlab.parallelism.tensor import TensorParallel, parallelise
-from titanlab.recipe.recipe import Recipe
+from titanlab.costs import account_for
+from titanlab.distributed import Mesh, World
+from titanlab.parallelism import (
+    ExpertModules,
+    Sharded,
+    TensorParallel,
+    check_attention,
+    fully_shard_model,
+    join_products,
+    keep_whole,
+    parallelise,
+    replicate_model,
+    scale_gradients,
+    spread_attention,
+    spread_experts,
+    sum_gradients,
+)
+from titanlab.recipe import Recipe
 from titanlab.techniques.model.language_model import LanguageModel, shapes_only
 from titanlab.techniques.precision.cast import Dtypes, keep_in_fp32
 from titanlab.techniques.precision.product import take_over

@@ -12,12 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlab.checkpoint.address_schema import Place, is_address
-from titanlab.checkpoint.contents import check_checkpoint, check_step, check_whole, indexed
-from titanlab.checkpoint.folders import find, has_pickle
+from titanlab.checkpoint import Place, check_checkpoint, check_step, check_whole, find, has_pickle, indexed, is_address
 from titanlab.errors import ConfigError
-from titanlab.records.config_file import read_config
-from titanlab.system.files import user_path
+from titanlab.records import read_config
+from titanlab.system import user_path
 from titanlab.techniques.model.contract import ModelConfig
 from titanlab.train.dcp_folder import contents_of
 from titanlab.train.hub_folders import CONFIG, is_hf_folder, open_hf
@@ -33,7 +31,7 @@ from titanlab.train.weights_folder import (
 if TYPE_CHECKING:
     from torch import nn
 
-    from titanlab.recipe.recipe import Recipe
+    from titanlab.recipe import Recipe
 
 
 KEY = "init_from"
@@ -143,7 +141,7 @@ def fill_start(
 
         fill(model, source)
         return biases_of(recipe.model, source.biases, KEY, recipe.init_from)
-    from titanlab.checkpoint.store import load_model
+    from titanlab.checkpoint import load_model
 
     init_from = recipe.init_from
     checkpoint = choose(lambda: _checkpoint(init_from))

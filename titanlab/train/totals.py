@@ -20,12 +20,10 @@ from typing import NamedTuple
 
 import torch
 
-from titanlab.costs import hardware, meter
-from titanlab.costs.meter import MEMORY_MOST, MEMORY_MOST_RANK
-from titanlab.distributed.stop import STOP_SIGNALS
-from titanlab.distributed.world import World
-from titanlab.recipe.schema import Cluster
-from titanlab.system.text import trimmed
+from titanlab.costs import MEMORY_MOST, MEMORY_MOST_RANK, hardware, meter
+from titanlab.distributed import STOP_SIGNALS, World
+from titanlab.recipe import Cluster
+from titanlab.system import trimmed
 from titanlab.techniques.precision.cast import LossScale, ScaledStep
 from titanlab.train.balance import Load, NoBalance
 

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from titanlab.recipe.recipe import Recipe, to_mapping
-from titanlab.records.run_folder import RunFolder
-from titanlab.records.run_search import point_of
-from titanlab.system.text import shown_path
+from titanlab.recipe import Recipe, to_mapping
+from titanlab.records import RunFolder, point_of
+from titanlab.system import shown_path
 from titanlab.techniques.tracker.contract import FINISHED, RECORD_FILE, Record, TrackedRun, Tracker, Warn, records_in
 from titanlab.techniques.tracker.wandb import is_uploaded, offline_files
 

@@ -20,29 +20,42 @@ import numpy as np
 import torch
 from torch import nn
 
-from titanlab.checkpoint import store
-from titanlab.checkpoint.address_schema import Place
-from titanlab.checkpoint.blocks import DamagedCheckpoint, one_line
-from titanlab.checkpoint.contract import Target
-from titanlab.checkpoint.folders import another, checkpoints_of, fall_back, find, latest
-from titanlab.checkpoint.position import POSITION, Position
-from titanlab.checkpoint.store import together
-from titanlab.data import source
-from titanlab.data.contract import Stream
-from titanlab.distributed.flight_recorder import topology
-from titanlab.distributed.mesh import Mesh, build_mesh
-from titanlab.distributed.ranks import Ranks
-from titanlab.distributed.start_up import StartUp
-from titanlab.distributed.stop import STOPS, StopRequest, stop_request
-from titanlab.distributed.traffic import axis_groups, marked
-from titanlab.distributed.watchdog import Watchdog
-from titanlab.distributed.world import World, open_world
+from titanlab.checkpoint import (
+    POSITION,
+    DamagedCheckpoint,
+    Place,
+    Position,
+    Target,
+    another,
+    checkpoints_of,
+    fall_back,
+    find,
+    latest,
+    one_line,
+    store,
+    together,
+)
+from titanlab.data import Stream, source
+from titanlab.distributed import (
+    STOPS,
+    Mesh,
+    Ranks,
+    StartUp,
+    StopRequest,
+    Watchdog,
+    World,
+    axis_groups,
+    build_mesh,
+    marked,
+    open_world,
+    stop_request,
+    topology,
+)
 from titanlab.errors import DamagedPosition
-from titanlab.parallelism.gradients import Gradients
-from titanlab.recipe.recipe import Recipe
-from titanlab.records.outcome import Outcome, OutcomeKind, first_line
-from titanlab.records.run_folder import RunFolder
-from titanlab.system.files import disk_fault
+from titanlab.parallelism import Gradients
+from titanlab.recipe import Recipe
+from titanlab.records import Outcome, OutcomeKind, RunFolder, first_line
+from titanlab.system import disk_fault
 from titanlab.techniques.optimizer.contract import rate_factor
 from titanlab.techniques.profiler.contract import Links, Profiler
 from titanlab.techniques.profiler.memory import named_before_steps, named_consumers

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from safetensors import SafetensorError, safe_open
 
-from titanlab.costs.account import block_name
+from titanlab.costs import block_name
 from titanlab.errors import ConfigError
 from titanlab.options import schema_of
-from titanlab.system.files import LFS_POINTER, StoreFault, parse_json
+from titanlab.system import LFS_POINTER, StoreFault, parse_json
 from titanlab.techniques.model.contract import Foreign, ModelConfig
 
 if TYPE_CHECKING:

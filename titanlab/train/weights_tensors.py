@@ -17,9 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from titanlab.checkpoint.address_schema import Place
-from titanlab.checkpoint.contents import read_contents
-from titanlab.checkpoint.reader import Reader, read_into
+from titanlab.checkpoint import Place, Reader, read_contents, read_into
 from titanlab.errors import ConfigError
 from titanlab.techniques.model.contract import Foreign, ModelConfig
 from titanlab.train.dcp_folder import read_saved

@@ -9,7 +9,7 @@ import pytest
 
 from titanlab.cli import plan_runs
 from titanlab.errors import ConfigError
-from titanlab.recipe.schema import Cluster
+from titanlab.recipe import Cluster
 
 
 def test_the_file_goes_where_it_is_wanted(plan, sweep, tmp_path):

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from titanlab.cli import main
-from titanlab.prove.forked import Ended, RunFailed
-from titanlab.prove.parity import TrainingTrace
-from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.records.run_folder import RunFolder
+from titanlab.prove import RunFailed, TrainingTrace
+from titanlab.prove.forked import Ended
+from titanlab.records import Outcome, OutcomeKind, RunFolder
 
 TWO = ("parallelism=fsdp", "world=2")
 

@@ -6,7 +6,7 @@ from tests import tiny
 from tests.sweep.made import Made
 from titanlab.cli.candidates import ProofCandidates, choose, is_name, is_recipe, one_recipe, override_of
 from titanlab.errors import ConfigError
-from titanlab.prove.reduction import Candidate
+from titanlab.prove import Candidate
 
 
 @pytest.mark.parametrize("text", ["quickstart", "a/b", "a.b", "..", "", " quickstart "])

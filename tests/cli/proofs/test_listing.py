@@ -8,7 +8,7 @@ import pytest
 
 from tests import tiny
 from titanlab.cli.candidates import ProofCandidates, left_out_lines, sizes_and_notes, table
-from titanlab.prove.proof import ProofRow
+from titanlab.prove import ProofRow
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import pytest
 
 from tests.sweep.made import Made
 from titanlab.errors import ConfigError
-from titanlab.records.outcome import OutcomeKind
-from titanlab.records.run_folder import RunFolder
+from titanlab.records import OutcomeKind, RunFolder
 
 TWO = ("parallelism=fsdp", "world=2")
 

@@ -11,13 +11,10 @@ import pytest
 
 from tests.launch.slurm.printed import submission
 from tests.until import until
-from titanlab.launch.contract import JobState
+from titanlab.launch import JobState
 from titanlab.launch.local import LOCK, LOG, LocalLauncher
-from titanlab.records.claim import claimed
-from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.records.run_folder import RunFolder, Status
-from titanlab.system.files import write_json
-from titanlab.system.processes import process_state
+from titanlab.records import Outcome, OutcomeKind, RunFolder, Status, claimed
+from titanlab.system import process_state, write_json
 
 LAUNCHER = LocalLauncher()
 HERE = socket.gethostname()

@@ -12,7 +12,8 @@ from tests.sweep.conftest import quiet
 from tests.sweep.stub_package import stub_package
 from tests.sweep.studies import seeds, study
 from tests.until import until
-from titanlab.distributed.host import Host, cores
+from titanlab.distributed import Host, cores
+from titanlab.launch import JobShape, Submission, jobs_folder, write_submission
 from titanlab.launch import local as supervising
 from titanlab.launch.local import (
     LOCK,
@@ -24,13 +25,9 @@ from titanlab.launch.local import (
     visible_devices,
 )
 from titanlab.launch.local_schema import Local
-from titanlab.launch.submission import JobShape, Submission, jobs_folder, write_submission
-from titanlab.records.claim import holder_of, is_claimed
-from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.sweep import snapshot
-from titanlab.sweep.enqueue import cancel
+from titanlab.records import Outcome, OutcomeKind, holder_of, is_claimed
+from titanlab.sweep import SweepFolder, cancel, snapshot
 from titanlab.sweep.submit import submit
-from titanlab.sweep.sweep_folder import SweepFolder
 
 
 @pytest.fixture

@@ -8,11 +8,9 @@ import pytest
 
 from tests.launch.slurm.printed import submission
 from titanlab.launch import local as supervising
+from titanlab.launch import write_submission
 from titanlab.launch.local import LOCK, LOG, jobs_in_order, last_error, wake
-from titanlab.launch.submission import write_submission
-from titanlab.records.claim import claimed
-from titanlab.records.outcome import OutcomeKind
-from titanlab.records.run_folder import RunFolder
+from titanlab.records import OutcomeKind, RunFolder, claimed
 
 
 def local(token="aa", *runs, created=1.0):

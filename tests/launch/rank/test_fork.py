@@ -20,9 +20,8 @@ from titanlab.launch import processes as escalation
 from titanlab.launch import processes as local
 from titanlab.launch.contract import Failure
 from titanlab.launch.rank.fork import adopting
-from titanlab.records.outcome import OutcomeKind
-from titanlab.records.run_folder import RunFolder
-from titanlab.system.processes import process_state
+from titanlab.records import OutcomeKind, RunFolder
+from titanlab.system import process_state
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process cannot adopt another's children")
 

@@ -14,13 +14,11 @@ import pytest
 
 from tests import tiny
 from tests.planted_schema import Planted
-from titanlab.distributed.host import cores
-from titanlab.distributed.ranks import ALONE, Ranks
-from titanlab.distributed.start_up import StartUp
+from titanlab.distributed import ALONE, Ranks, StartUp, cores
 from titanlab.launch.local_schema import Local
 from titanlab.launch.rank import rank as worker
-from titanlab.recipe.recipe import to_mapping
-from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.recipe import to_mapping
+from titanlab.records import Outcome, OutcomeKind
 
 ROOT = Path(__file__).parent.parent.parent
 TWO = Ranks(rank=1, world=2, local_rank=1, local_world=2, address="127.0.0.1", port=1234, started_by="local")

@@ -11,8 +11,8 @@ import torch
 from tests import tiny
 from tests.test_layers import HEAVY
 from titanlab.distributed.start_up import FILE, PHASES
+from titanlab.launch import import_techniques
 from titanlab.launch import processes as local
-from titanlab.launch.rank.rank import import_techniques
 
 # What a plain run does not need: each takes a tenth of a second or more to import.
 UNNEEDED = {

@@ -1,11 +1,11 @@
 """A submission, and what squeue and sacct print of its jobs; no program is started."""
 
+from titanlab.launch import JobShape, Submission
 from titanlab.launch.slurm import command as slurm_command
 from titanlab.launch.slurm import launcher as slurm_launcher
 from titanlab.launch.slurm import site as slurm_site
 from titanlab.launch.slurm import states as slurm_states
 from titanlab.launch.slurm.command import Reply
-from titanlab.launch.submission import JobShape, Submission
 from titanlab.sweep.reconcile import job_states
 
 LONG_AGO = 1_700_000_000.0

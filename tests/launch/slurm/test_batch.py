@@ -10,11 +10,10 @@ import pytest
 
 from tests.launch.slurm.printed import LONG_AGO
 from titanlab.errors import ConfigError
+from titanlab.launch import JobShape, Submission, write_submission
 from titanlab.launch.slurm import batch
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.launch.submission import JobShape, Submission, write_submission
-from titanlab.recipe.compose import Loader
-from titanlab.recipe.flags import read_flags
+from titanlab.recipe import Loader, read_flags
 
 SLURM = Slurm()
 ONE = JobShape(processes=1, tasks_per_node=1)

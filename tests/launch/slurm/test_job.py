@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from titanlab.distributed.ranks import ALONE
+from titanlab.distributed import ALONE
 from titanlab.launch.contract import ProcessPlace
 from titanlab.launch.slurm import launcher as module
 from titanlab.launch.slurm.launcher import SlurmLauncher

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.slurm.printed import submission
-from titanlab.launch.contract import MemoryWord
+from titanlab.launch import MemoryWord
 from titanlab.launch.slurm.launcher import MAX_ARRAY, SlurmLauncher
 from titanlab.launch.slurm_schema import Slurm
 

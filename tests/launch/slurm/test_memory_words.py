@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from titanlab.launch.contract import MemoryWord
+from titanlab.launch import MemoryWord
 from titanlab.launch.slurm.states import memory_word
 
 EVENT = "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of the step tasks have been OOM Killed."

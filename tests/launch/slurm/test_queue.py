@@ -8,11 +8,11 @@ import pytest
 
 from tests.launch.slurm.printed import submission
 from titanlab.errors import ConfigError
+from titanlab.launch import JobShape
 from titanlab.launch.slurm import site
 from titanlab.launch.slurm.command import Reply
 from titanlab.launch.slurm.launcher import SlurmLauncher
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.launch.submission import JobShape
 
 COMMANDS = ("sbatch", "srun", "squeue", "sinfo")
 LAUNCHER, SWEEP = SlurmLauncher(Slurm()), Path("sweep")

@@ -3,7 +3,7 @@
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.launch.launchers import joined
+from titanlab.launch import joined
 from titanlab.launch.slurm import launcher as ranks_module
 from titanlab.launch.slurm.command import hosts
 from titanlab.launch.slurm.launcher import slurm_ranks

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from tests.launch.slurm.printed import LONG_AGO, states, submission
-from titanlab.launch.contract import JobState
+from titanlab.launch import JobState
 from titanlab.launch.slurm.command import Reply
 from titanlab.launch.slurm.states import slurm_states
-from titanlab.records.run_folder import RunFolder
+from titanlab.records import RunFolder
 from titanlab.sweep.reconcile import silence
-from titanlab.system.files import write_json
+from titanlab.system import write_json
 
 
 def test_an_array_in_the_queue(slurm, tmp_path):

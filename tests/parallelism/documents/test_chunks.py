@@ -7,10 +7,10 @@ import torch
 
 from tests.model.documents.test_tiles import apart, starts_of
 from tests.parallelism.test_context import FP32_ERROR, METHODS, SEQ, attend, inputs, opened, own
-from titanlab.parallelism import attention_kernels, context
+from titanlab.parallelism import attention_kernels, context, positions
 from titanlab.parallelism import exchanges as ring
 from titanlab.parallelism import head_tail as document_chunks
-from titanlab.parallelism.context import ContextAttention, positions
+from titanlab.parallelism.context import ContextAttention
 from titanlab.parallelism.head_tail import DocumentChunks, KeysAndValues, Rectangle
 
 # Chunks have 12 tokens with two ranks, 8 with three, 6 with four. Edges at chunks' edges and beside them; one token;

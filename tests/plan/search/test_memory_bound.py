@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.plan.layouts import planned, ranking_of
-from titanlab.parallelism.schema import Parallelism
-from titanlab.plan.memory import most_memory
+from titanlab.parallelism import Parallelism
+from titanlab.plan import most_memory
 from titanlab.plan.ranking import RecipeGroup, least_memory
 
 

@@ -10,11 +10,11 @@ import pytest
 from tests.plan.layouts import planned
 from titanlab.errors import ConfigError
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.parallelism.schema import Parallelism
-from titanlab.plan import space
-from titanlab.plan.search import MARGIN, for_planning, no_collection, plan
+from titanlab.parallelism import Parallelism
+from titanlab.plan import for_planning, no_collection, plan, space
+from titanlab.plan.search import MARGIN
 from titanlab.plan.space import all_layouts
-from titanlab.recipe.schema import Cluster
+from titanlab.recipe import Cluster
 
 
 def refusal(call, *arguments, **given):

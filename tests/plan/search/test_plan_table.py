@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.plan.layouts import planned, ranking_of
-from titanlab.costs.layout import Layout
+from titanlab.costs import Layout
 from titanlab.plan.search import overrides
 from titanlab.plan.space import choices_of
 from titanlab.techniques.ac.recomputation_schema import SelectiveLayer

@@ -8,11 +8,11 @@ import math
 import pytest
 
 from tests.plan.layouts import planned, ranking_of
-from titanlab.costs.layout import Layout
+from titanlab.costs import Layout
 from titanlab.errors import ConfigError
 from titanlab.plan.search import summary
 from titanlab.plan.space import BEYOND_NODE, all_layouts, choices_of
-from titanlab.recipe.recipe_rules import check_all_but_data
+from titanlab.recipe import check_all_but_data
 from titanlab.techniques.model.llama_schema import Qwen3Moe
 
 MIXTURE = Qwen3Moe(dim=256, layers=2, heads=8, kv_heads=4, head_dim=32, ffn_dim=64, vocab_size=512, experts=8,

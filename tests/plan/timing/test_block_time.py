@@ -7,9 +7,8 @@ import dataclasses
 import pytest
 
 from tests.plan.recipes import SMALL, made
-from titanlab.plan import block_time
+from titanlab.plan import block_time, machine_of
 from titanlab.plan.block_time import PieceTime, exposed, model_time, total
-from titanlab.plan.machine import machine_of
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer
 
 KINDS = (PieceTime(1.0, 2.0, 3.0, 0.5, 0.1, 0.2, 0.3, 0.4), PieceTime(10.0, 20.0, 30.0, 0.0))

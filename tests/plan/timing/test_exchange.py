@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 
 from tests.plan.recipes import SMALL, made
-from titanlab.costs.layout import Layout
-from titanlab.costs.traffic_account import TrafficRow
+from titanlab.costs import Layout, TrafficRow
+from titanlab.plan import machine_of
 from titanlab.plan.block_time import context_rows, exchange_rows, seconds_of, tensor_rows
-from titanlab.plan.machine import AxisPlacement, axis_of, expert_axis, machine_of
+from titanlab.plan.machine import AxisPlacement, axis_of, expert_axis
 from titanlab.plan.step_time import sharding_of
-from titanlab.recipe.communication import step_of
+from titanlab.recipe import step_of
 
 
 def recipe(**given):

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.plan.recipes import made
-from titanlab.plan.machine import machine_of
+from titanlab.plan import machine_of
 from titanlab.plan.pipeline_time import StageTime, pipeline_time, shorter, simulated_time, timed_stages
 from titanlab.plan.step_time import step_time
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing

@@ -12,7 +12,7 @@ from titanlab.report.figures.over_time import loss_by_tokens
 from titanlab.report.figures.scatter import pareto, points_of
 from titanlab.report.figures.style import recipe_colours
 from titanlab.report.frames import sweep_frame
-from titanlab.sweep.ranking import rank
+from titanlab.sweep import rank
 
 
 def test_throughput(mixed):

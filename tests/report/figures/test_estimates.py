@@ -2,7 +2,7 @@
 
 from tests.report.sweeps import mixed
 from titanlab.report.figures.scatter import compared, estimate_against_measurement
-from titanlab.sweep.rows import SweepTable
+from titanlab.sweep import SweepTable
 
 
 def test_a_point_for_each_run_that_has_both(made):

@@ -6,7 +6,7 @@ from tests.report.sweeps import mixed, summary
 from tests.sweep.made import begin, end, train
 from titanlab.report.figures.scatter import front_of, pareto, points_of
 from titanlab.report.frames import sweep_frame
-from titanlab.sweep.rows import SweepTable
+from titanlab.sweep import SweepTable
 
 
 def rows(made):

@@ -10,7 +10,7 @@ from tests.report.sweeps import mixed
 from titanlab.errors import ConfigError
 from titanlab.report.figures import svg
 from titanlab.report.figures.bars import throughput_by_layout
-from titanlab.sweep.rows import SweepTable
+from titanlab.sweep import SweepTable
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from titanlab.sweep import clean
-from titanlab.sweep.clean import YOUNG_SECONDS, cached
+from titanlab.sweep import cached, clean
+from titanlab.sweep.clean import YOUNG_SECONDS
 
 
 @pytest.fixture

@@ -7,17 +7,8 @@ import time
 import pytest
 
 from tests.sweep.made import Made
-from titanlab.sweep.clean import (
-    TEMPORARY,
-    YOUNG_SECONDS,
-    Refused,
-    Removable,
-    is_old,
-    is_within,
-    item,
-    remove_item,
-    size_of_tree,
-)
+from titanlab.sweep import Refused, Removable, remove_item
+from titanlab.sweep.clean import TEMPORARY, YOUNG_SECONDS, is_old, is_within, item, size_of_tree
 
 
 @pytest.fixture

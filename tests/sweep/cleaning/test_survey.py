@@ -9,9 +9,9 @@ import pytest
 from tests.checkpoint.test_contents import made as saved
 from tests.sweep.conftest import quiet
 from tests.sweep.made import Made, begin, end
-from titanlab.records.provenance import RECORD
-from titanlab.records.run_folder import Status
-from titanlab.sweep.clean import YOUNG_SECONDS, Survey, starting_points
+from titanlab.records import RECORD, Status
+from titanlab.sweep import Survey
+from titanlab.sweep.clean import YOUNG_SECONDS, starting_points
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from tests.sweep.files import BASE, sweep_text, write_sweep
 from titanlab.cli import main
-from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.sweep import SweepFolder
 
 LINE = re.compile(r"error: (?P<key>[^=\n]+)=(?P<value>[^\n]*?): (?P<rule>[^\n]+); (?P<cure>[^\n]+)\n")
 GOOD = {"product": {"seed": [0, 1]}}

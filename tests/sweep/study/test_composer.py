@@ -10,11 +10,8 @@ import pytest
 from hydra.core.hydra_config import HydraConfig
 
 from titanlab.errors import ConfigError
-from titanlab.recipe.compose import Loader, override_text, to_recipe
-from titanlab.recipe.flags import read_flags
-from titanlab.recipe.hydra_errors import composition_errors
-from titanlab.recipe.recipe import Recipe
-from titanlab.sweep.composer import Composer
+from titanlab.recipe import Loader, Recipe, composition_errors, override_text, read_flags, to_recipe
+from titanlab.sweep import Composer
 
 # Values that a space may have, whole and nested, right and wrong.
 OPTIONS = {

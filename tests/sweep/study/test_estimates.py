@@ -7,9 +7,9 @@ import pytest
 
 from tests.sweep.studies import seeds, study
 from titanlab.errors import ConfigError
-from titanlab.plan.explanation import MEMORY_ERROR, Estimate
-from titanlab.sweep import submit
-from titanlab.sweep.submit import fitting
+from titanlab.plan import MEMORY_ERROR
+from titanlab.plan.explanation import Estimate
+from titanlab.sweep import fitting, submit
 
 
 @pytest.fixture

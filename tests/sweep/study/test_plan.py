@@ -6,7 +6,7 @@ import pytest
 
 from tests.sweep.files import dropped, labels, plan, sweep_text, write_sweep
 from titanlab.data import source
-from titanlab.distributed.host import Host
+from titanlab.distributed import Host
 from titanlab.errors import ConfigError
 from titanlab.sweep import plan as studies
 from titanlab.sweep.space import SweepPoint

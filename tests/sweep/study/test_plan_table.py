@@ -10,8 +10,7 @@ import pytest
 
 from tests.sweep.studies import SLURM, seeds, study
 from titanlab.plan.explanation import Estimate
-from titanlab.sweep import submit
-from titanlab.sweep.submit import decide, plan_lines, plan_values
+from titanlab.sweep import decide, plan_lines, plan_values, submit
 from titanlab.techniques.tracker.trackers_schema import Wandb
 
 

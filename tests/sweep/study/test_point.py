@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titanlab.records.run_folder import check_name
+from titanlab.records import check_name
 from titanlab.sweep.space import LENGTH, SweepPoint
 
 values = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers() | st.text())

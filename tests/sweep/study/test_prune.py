@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.recipe.compose import Loader
-from titanlab.recipe.flags import read_flags
-from titanlab.sweep.composer import Composer
+from titanlab.recipe import Loader, read_flags
+from titanlab.sweep import Composer
 from titanlab.sweep.plan import Unfit, prune
 from titanlab.sweep.space import read_expression
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.sweep.files import sweep_text, write_sweep
 from titanlab.errors import ConfigError
-from titanlab.sweep.request import read_request
+from titanlab.sweep import read_request
 
 SPACE = "hydra/sweeper=space"
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.recipe.compose import Loader
-from titanlab.recipe.flags import read_flags
-from titanlab.sweep.composer import Composer
+from titanlab.recipe import Loader, read_flags
+from titanlab.sweep import Composer
 
 
 def composer(points: list[dict[str, Any]], *overrides: str) -> Composer:

@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from tests.sweep.files import dropped, plan
-from titanlab.distributed.host import Host
-from titanlab.recipe.compose import conf_folder
+from titanlab.distributed import Host
+from titanlab.recipe import conf_folder
+from titanlab.sweep import decide
 from titanlab.sweep import plan as studies
-from titanlab.sweep.submit import decide
 
 FILES = sorted((conf_folder() / "sweeps").glob("*.yaml"))
 # What is planned in `make test` too.

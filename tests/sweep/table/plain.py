@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from titanlab.sweep.columns import NAMES
+from titanlab.sweep import NAMES
 
 
 def row(recipe: str = "dp_s2", speed: float | None = 1000.0, **given: Any) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from pyarrow import parquet
 
 from tests.sweep.made import begin, end
 from titanlab.errors import ConfigError
-from titanlab.sweep.columns import COLUMNS, NAMES
-from titanlab.sweep.rows import SCHEMA_KEY, SWEEP_KEY, SweepTable, parquet_schema, write_table
+from titanlab.sweep import NAMES, SweepTable, write_table
+from titanlab.sweep.columns import COLUMNS
+from titanlab.sweep.rows import SCHEMA_KEY, SWEEP_KEY, parquet_schema
 
 
 def full(made):

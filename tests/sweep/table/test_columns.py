@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from titanlab.sweep.columns import COLUMNS, as_text, fitting_value, point_keys
+from titanlab.sweep import as_text, fitting_value, point_keys
+from titanlab.sweep.columns import COLUMNS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "comparing.md").read_text()
 

@@ -4,8 +4,8 @@ import pytest
 
 from tests.sweep.made import begin, end, train
 from tests.sweep.table.plain import row
-from titanlab.sweep.comparison import RecipeRuns, comparison, groups
-from titanlab.sweep.rows import SweepTable
+from titanlab.sweep import RecipeRuns, SweepTable, groups
+from titanlab.sweep.comparison import comparison
 
 
 def test_recipes_are_compared_by_layout_and_what_else_differs(made):

@@ -6,11 +6,11 @@ import pytest
 
 from tests import tiny
 from tests.sweep.made import begin, end
-from titanlab.plan.machine import machine_of
+from titanlab.plan import machine_of
 from titanlab.plan.step_time import step_time
-from titanlab.recipe.recipe import to_mapping
-from titanlab.recipe.schema import Cluster
-from titanlab.sweep.rows import LateEstimates, SweepTable, estimate_columns, estimate_values
+from titanlab.recipe import Cluster, to_mapping
+from titanlab.sweep import SweepTable
+from titanlab.sweep.rows import LateEstimates, estimate_columns, estimate_values
 
 H100 = Cluster(accelerator="cuda", device="NVIDIA H100 80GB HBM3")
 

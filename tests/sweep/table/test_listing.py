@@ -3,8 +3,8 @@
 import pytest
 
 from tests.sweep.made import begin, end, train, word
-from titanlab.sweep.listing import aligned, cells, counts, dropped, failures, text
-from titanlab.sweep.rows import SweepTable
+from titanlab.sweep import SweepTable, aligned, counts, dropped
+from titanlab.sweep.listing import cells, failures, text
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.sweep.made import begin, end, train, word
+from titanlab.sweep import look_at
 from titanlab.sweep import rows as look
-from titanlab.sweep.rows import look_at
 
 
 @pytest.fixture

@@ -6,9 +6,8 @@ import pytest
 
 from tests.sweep.made import begin, end
 from tests.sweep.table.plain import row
-from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.sweep.listing import details, failure_text
-from titanlab.sweep.rows import SweepTable
+from titanlab.records import Outcome, OutcomeKind
+from titanlab.sweep import SweepTable, details, failure_text
 
 
 def facts(**given):

@@ -5,7 +5,8 @@ import time
 import pytest
 
 from tests.sweep.made import Made, begin, end, train
-from titanlab.sweep.listing import Overview, overview
+from titanlab.sweep import overview
+from titanlab.sweep.listing import Overview
 
 
 def row_of(sweep, **given):

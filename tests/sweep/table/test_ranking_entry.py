@@ -6,7 +6,7 @@ import math
 import pytest
 
 from tests.sweep.table.plain import row
-from titanlab.sweep.comparison import RecipeRuns
+from titanlab.sweep import RecipeRuns
 from titanlab.sweep.ranking import counted_runs, entry_of
 
 

@@ -5,17 +5,8 @@ import math
 import pytest
 
 from tests.sweep.table.plain import row
-from titanlab.sweep.ranking import (
-    Drift,
-    amount,
-    drift_line,
-    figure,
-    notes_of,
-    percent,
-    rank,
-    ranking_lines,
-    sentence_of,
-)
+from titanlab.sweep import notes_of, rank, ranking_lines, sentence_of
+from titanlab.sweep.ranking import Drift, amount, drift_line, figure, percent
 
 
 def repeated(recipe, *speeds, **given):

@@ -6,11 +6,9 @@ import time
 import pytest
 
 from tests.sweep.made import SUMMARY, begin, end, train, word
-from titanlab.costs import meter
-from titanlab.costs.layout import AXES
-from titanlab.sweep.columns import NAMES, point_keys
+from titanlab.costs import AXES, meter
+from titanlab.sweep import NAMES, SweepTable, point_keys
 from titanlab.sweep.listing import cells
-from titanlab.sweep.rows import SweepTable
 from titanlab.sweep.watch import settled
 
 

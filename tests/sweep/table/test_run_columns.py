@@ -4,8 +4,9 @@ import pytest
 
 from tests import tiny
 from titanlab.costs import meter
-from titanlab.recipe.recipe import to_mapping
-from titanlab.sweep.columns import figure_columns, machine_columns, provenance_columns, recipe_columns
+from titanlab.recipe import to_mapping
+from titanlab.sweep import figure_columns, recipe_columns
+from titanlab.sweep.columns import machine_columns, provenance_columns
 
 
 @pytest.mark.parametrize(

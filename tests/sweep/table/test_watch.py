@@ -6,8 +6,8 @@ import re
 import pytest
 
 from tests.sweep.made import begin, end, train
-from titanlab.sweep.rows import SweepTable
-from titanlab.sweep.watch import Screen, settled
+from titanlab.sweep import Screen, SweepTable
+from titanlab.sweep.watch import settled
 
 SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

@@ -11,7 +11,7 @@ import torch
 
 from tests import tiny
 from titanlab.costs import meter
-from titanlab.distributed.world import World
+from titanlab.distributed import World
 from titanlab.techniques.model import llama
 from titanlab.train import totals
 from titanlab.train.totals import RankTimes, compared

@@ -13,7 +13,7 @@ from titanlab.dtensor import local_part
 from titanlab.errors import ConfigError
 from titanlab.prove import parity
 from titanlab.recipe import recipe_rules
-from titanlab.records.outcome import OutcomeKind, classify
+from titanlab.records import OutcomeKind, classify
 from titanlab.techniques.model import llama
 from titanlab.train import faults
 from titanlab.train.faults import RepeatedStep, SilentCorruption

@@ -6,8 +6,8 @@ import pytest
 
 from tests.checkpoint.one_process import ALONE
 from tests.weights.saved import run_of, save
-from titanlab.recipe.schema import Training
-from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.recipe import Training
+from titanlab.records import Outcome, OutcomeKind
 from titanlab.train.faults import Rollbacks
 
 BAD = Outcome(kind=OutcomeKind.NAN, step=7, steps=20, cause="the loss of step 7 is nan")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from tests import tiny
-from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records import Outcome, OutcomeKind
 from titanlab.train.recording import next_steps
 
 

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from tests import tiny
-from titanlab.checkpoint.position import Position
+from titanlab.checkpoint import Position
 from titanlab.costs import meter
-from titanlab.distributed.world import World
-from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.distributed import World
+from titanlab.records import Outcome, OutcomeKind
 from titanlab.system import terminal
 from titanlab.techniques.precision.cast import ScaledStep
 from titanlab.techniques.precision.cast_schema import Fp16
+from titanlab.train import Totals
 from titanlab.train.recording import LoggingRecorder, Recorder, StepEnd, open_recorder
-from titanlab.train.totals import Totals
 
 CPU = torch.device("cpu")
 ALONE = World(rank=0, world=1, local_rank=0, device=CPU)

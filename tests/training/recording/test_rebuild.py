@@ -13,9 +13,8 @@ from titanlab.techniques.tracker import wandb
 from titanlab.techniques.tracker.contract import FINISHED, OPEN, RECORD_FILE, Record, read_record, write_record
 from titanlab.techniques.tracker.trackers_schema import TensorBoard, Wandb
 from titanlab.techniques.tracker.wandb import offline_files
-from titanlab.train import rebuild
+from titanlab.train import rebuild, tracker_gap
 from titanlab.train.rebuild import RebuildError
-from titanlab.train.tracked_run import tracker_gap
 
 
 def tracked(made, config, name="fsdp", steps=6, **given):

@@ -8,9 +8,8 @@ import pytest
 
 from tests import tiny
 from tests.sweep.made import begin
-from titanlab.recipe.recipe import to_mapping
-from titanlab.records.identity import identify
-from titanlab.records.run_folder import RunFolder, create_run
+from titanlab.recipe import to_mapping
+from titanlab.records import RunFolder, create_run, identify
 from titanlab.techniques.tracker.contract import RECORD_FILE, Record, write_record
 from titanlab.train.tracked_run import tracked_run
 

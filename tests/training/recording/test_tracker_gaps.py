@@ -9,7 +9,7 @@ import pytest
 from tests.sweep.made import Made, begin
 from titanlab.costs import meter
 from titanlab.techniques.tracker.contract import FINISHED, OPEN, RECORD_FILE, Record, write_record
-from titanlab.train.tracked_run import has_repeated_steps, tracker_gap, waiting_files
+from titanlab.train import has_repeated_steps, tracker_gap, waiting_files
 
 
 @pytest.fixture

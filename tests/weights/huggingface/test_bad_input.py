@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 from tests import tiny
 from tests.weights.huggingface import made as folders
 from titanlab.cli import main
-from titanlab.recipe.recipe import to_mapping
-from titanlab.records.identity import identify
-from titanlab.records.run_folder import create_run
+from titanlab.recipe import to_mapping
+from titanlab.records import create_run, identify
 
 LINE = re.compile(r"error: (?P<what>[^=\s]+=.*?: .+?); (?P<cure>.+)\n")
 

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from tests.weights.huggingface import made
 from titanlab.cli import main
-from titanlab.train import weights_tensors
-from titanlab.train.weights_folder import in_halves, in_pairs, open_weights, whole_folder
+from titanlab.train import weights_tensors, whole_folder
+from titanlab.train.weights_folder import in_halves, in_pairs, open_weights
 
 
 def run(*arguments):

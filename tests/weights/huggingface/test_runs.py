@@ -11,19 +11,21 @@ import torch
 
 from tests import tiny
 from tests.weights.huggingface import made as folders
-from titanlab.checkpoint.folders import checkpoints, latest
+from titanlab.checkpoint import latest
+from titanlab.checkpoint.folders import checkpoints
 from titanlab.checkpoint.index import signed
 from titanlab.cli import main
 from titanlab.data import source
 from titanlab.data.schema import Files
-from titanlab.distributed.ranks import ALONE, joined
+from titanlab.distributed import ALONE, joined
 from titanlab.errors import ConfigError
-from titanlab.launch.execute import prepare
+from titanlab.launch import prepare
 from titanlab.options import schema_of
 from titanlab.prove import parity
 from titanlab.prove.parity import compare
 from titanlab.techniques.model.llama_schema import Llama
-from titanlab.train.starting_weights import check_start, open_folder, start_fingerprint
+from titanlab.train import start_fingerprint
+from titanlab.train.starting_weights import check_start, open_folder
 
 llama_hf = Llama.hugging_face()
 # In fp32, relative, as for every layout: docs/parity.md.

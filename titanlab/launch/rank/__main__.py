@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 
-from titanlab.system.imports import kept_imports
+from titanlab.system import kept_imports
 
 with kept_imports():
     from titanlab.launch.rank.rank import main, show_stacks

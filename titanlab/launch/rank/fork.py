@@ -20,8 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from titanlab.distributed.ranks import ALONE, Ranks, joined
-from titanlab.distributed.stop import STOP_SIGNALS
+from titanlab.distributed import ALONE, STOP_SIGNALS, Ranks, joined
 
 # The number of the open file to which the forking process writes the ranks' process numbers, as JSON.
 PIDS_FILE = "TITANLAB_PIDS_FILE"

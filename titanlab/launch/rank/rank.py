@@ -23,26 +23,39 @@ from typing import TYPE_CHECKING
 
 from titanlab.data import cache as data_cache
 from titanlab.data import source
-from titanlab.distributed.host import share_of_cores, thread_variables
-from titanlab.distributed.ranks import ALONE, Ranks, joined
-from titanlab.distributed.silence import hangs_of_others
-from titanlab.distributed.start_up import StartUp, start_of_worker
-from titanlab.distributed.stop import StoppedEarly, request_from_lines, stop_request, stopped_early
-from titanlab.distributed.watchdog import Watchdog
+from titanlab.distributed import (
+    ALONE,
+    Ranks,
+    StartUp,
+    StoppedEarly,
+    Watchdog,
+    hangs_of_others,
+    joined,
+    request_from_lines,
+    share_of_cores,
+    start_of_worker,
+    stop_request,
+    stopped_early,
+    thread_variables,
+)
 from titanlab.errors import TitanlabError
 from titanlab.launch.rank.fork import PIDS_FILE, end_with_parent, fork_ranks, hear_stop_signals
-from titanlab.recipe.recipe import Recipe, from_mapping
-from titanlab.records.hang_file import HangRecord, write_hang
-from titanlab.records.outcome import Outcome, exit_code, from_exception, is_secondary
-from titanlab.records.run_folder import RunFolder, open_run
-from titanlab.system.files import FolderGone, disk_fault, open_to_write
-from titanlab.system.imports import import_quietly, kept_imports
-from titanlab.system.terminal import Console
-from titanlab.system.text import counted
+from titanlab.recipe import Recipe, from_mapping
+from titanlab.records import (
+    HangRecord,
+    Outcome,
+    RunFolder,
+    exit_code,
+    from_exception,
+    is_secondary,
+    open_run,
+    write_hang,
+)
+from titanlab.system import Console, FolderGone, counted, disk_fault, import_quietly, kept_imports, open_to_write
 from titanlab.techniques.compile import cache as compiler_cache
 
 if TYPE_CHECKING:
-    from titanlab.train.train import Observer
+    from titanlab.train import Observer
 
 
 def import_trainer() -> None:

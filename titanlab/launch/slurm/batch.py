@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titanlab.distributed.ranks import MEETING
+from titanlab.distributed import MEETING
 from titanlab.errors import ConfigError
 from titanlab.launch.evidence import bad_hosts, host_names
 from titanlab.launch.slurm.command import QUESTIONS, answering_lines

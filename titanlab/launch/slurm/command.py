@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanlab.system.processes import CommandResult, ask
+from titanlab.system import CommandResult, ask
 
 # Slurm's commands give up after about 10 s (MessageTimeout) and say why; a command that does not is killed.
 ANSWER_SECONDS = 15.0

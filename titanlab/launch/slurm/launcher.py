@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from titanlab.distributed.host import gpus
-from titanlab.distributed.ranks import Ranks, check_ranks, number
+from titanlab.distributed import Ranks, check_ranks, gpus, number
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import (
     JobEnd,
@@ -39,8 +38,8 @@ from titanlab.launch.slurm.command import accounted_since, ask_slurm, expression
 from titanlab.launch.slurm.states import REFUSED, memory_word, slurm_states
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.launch.submission import JobShape, Submission, check_submitit, has_submitit, jobs_folder, token_of
-from titanlab.records.outcome import OutcomeKind
-from titanlab.system.text import Finding
+from titanlab.records import OutcomeKind
+from titanlab.system import Finding
 
 # Slurm sets them for --gpus-per-task and --gpu-bind.
 _GPUS_OF_A_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")

@@ -13,7 +13,7 @@ from titanlab.launch.contract import LaunchConfig
 from titanlab.launch.slurm.command import ask_slurm, seconds_of
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.launch.submission import JobShape
-from titanlab.system.text import Finding, counted, fail, ok, warn
+from titanlab.system import Finding, counted, fail, ok, warn
 
 COMMANDS = ("sbatch", "srun", "squeue", "sinfo")
 

@@ -23,9 +23,7 @@ from titanlab.launch.slurm.command import (
     seconds_of,
 )
 from titanlab.launch.submission import Submission, token_of
-from titanlab.records.logs import text_at_end
-from titanlab.records.outcome import OutcomeKind
-from titanlab.records.run_folder import RunFolder
+from titanlab.records import OutcomeKind, RunFolder, text_at_end
 
 # Slurm's sign that a node cannot open the files for a job's output; no process has got this signal.
 _NO_LOGS = 53

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from titanlab.records.outcome import OutcomeKind
+from titanlab.records import OutcomeKind
 from titanlab.report.figures import style
-from titanlab.sweep.comparison import RecipeRuns, groups
-from titanlab.sweep.listing import tone, word
-from titanlab.system.text import counted, grouped, short_span, significant
+from titanlab.sweep import RecipeRuns, groups, tone, word
+from titanlab.system import counted, grouped, short_span, significant
 
 if TYPE_CHECKING:
     from pandas import DataFrame

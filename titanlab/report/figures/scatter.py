@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from titanlab.report.figures import style
-from titanlab.sweep.comparison import RecipeRuns, groups
-from titanlab.sweep.listing import runs as without_dropped
-from titanlab.sweep.listing import tone, word
-from titanlab.system.text import counted, grouped, significant
+from titanlab.sweep import RecipeRuns, groups, tone, word
+from titanlab.sweep import runs as without_dropped
+from titanlab.system import counted, grouped, significant
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

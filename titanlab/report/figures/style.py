@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from titanlab.sweep.comparison import groups
+from titanlab.sweep import groups
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,8 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from titanlab.costs.account import Operation, Share, block_input, kept
-from titanlab.costs.setting import OptionConfig
+from titanlab.costs import Operation, OptionConfig, Share, block_input, kept
 
 if TYPE_CHECKING:
     from torch import nn

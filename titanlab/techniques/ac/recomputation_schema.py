@@ -8,18 +8,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from titanlab.costs.account import (
+from titanlab.costs import (
     CONTEXT_ATTENTION,
     EXCHANGE,
     GROUPED_PRODUCT,
     Activation,
     Operation,
     Operator,
+    Setting,
     Share,
     block_input,
     kept,
 )
-from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 from titanlab.options import option
 from titanlab.techniques.ac.contract import ACConfig, needed_again

@@ -7,7 +7,7 @@ import os
 import shutil
 from dataclasses import dataclass, field
 
-from titanlab.costs.setting import Setting
+from titanlab.costs import Setting
 from titanlab.errors import ConfigError
 from titanlab.options import option
 from titanlab.techniques.compile.contract import Compiler

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titanlab.costs.attention_order import FLASH3, Capability, prefers_flash3, rules, with_one_flash
+from titanlab.costs import FLASH3, Capability, prefers_flash3, rules, with_one_flash
 from titanlab.techniques.model.documents import (
     Documents,
     block_mask,

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
-from titanlab.costs.setting import OptionConfig
+from titanlab.costs import OptionConfig
 
 if TYPE_CHECKING:
-    from titanlab.costs.account import Init, ModelAccount, Operation
+    from titanlab.costs import Init, ModelAccount, Operation
     from titanlab.techniques.model.language_model import LanguageModel
 
 # The config of the models of one kind.

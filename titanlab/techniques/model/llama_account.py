@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from titanlab.costs.account import (
+from titanlab.costs import (
     CONTEXT_ATTENTION,
     EXCHANGE,
     GROUPED_PRODUCT,

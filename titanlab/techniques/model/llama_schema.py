@@ -6,9 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from titanlab.costs.account import Init, ModelAccount, Operation, RoutedExperts
-from titanlab.costs.layout import divisors
-from titanlab.costs.setting import Setting
+from titanlab.costs import Init, ModelAccount, Operation, RoutedExperts, Setting, divisors
 from titanlab.errors import ConfigError
 from titanlab.options import option
 from titanlab.techniques.model import llama_account

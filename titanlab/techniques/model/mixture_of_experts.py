@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from titanlab.costs.account import RoutedExperts
+from titanlab.costs import RoutedExperts
 
 # Rows of operands must begin at multiples of so many bytes.
 _ALIGNMENT = 16

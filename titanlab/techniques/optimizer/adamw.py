@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanlab.dtensor import local_part
-from titanlab.system.imports import import_quietly
+from titanlab.system import import_quietly
 from titanlab.techniques.optimizer.contract import groups_by_decay
 from titanlab.techniques.optimizer.optimizers_schema import CODES, SCALE, AdamW, LowBit, Rounded, packs
 

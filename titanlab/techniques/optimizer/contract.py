@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from titanlab.costs.setting import OptionConfig
+from titanlab.costs import OptionConfig
 from titanlab.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -8,9 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from titanlab.costs import hardware
-from titanlab.costs.account import is_in_block, tensor_part
-from titanlab.costs.setting import Setting
+from titanlab.costs import Setting, hardware, is_in_block, tensor_part
 from titanlab.errors import ConfigError
 from titanlab.options import option
 from titanlab.techniques.optimizer.contract import STEP_BYTES, OptimizerConfig, OptimizerFactory, Scheduled, Stored

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from titanlab.costs.account import ModelAccount, is_in_block
+from titanlab.costs import ModelAccount, is_in_block
 from titanlab.techniques.precision.cast_schema import Fp16
 from titanlab.techniques.precision.contract import Formats, matched
 

@@ -8,9 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from titanlab.costs.account import BLOCKS, is_in_block
-from titanlab.costs.hardware import compute_capability
-from titanlab.costs.setting import Setting
+from titanlab.costs import BLOCKS, Setting, compute_capability, is_in_block
 from titanlab.errors import ConfigError
 from titanlab.options import option
 from titanlab.techniques.precision.contract import DTYPES, EMBEDDING, HEAD, Formats, Precision, PrecisionConfig, matched

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from titanlab.costs.account import ModelAccount
-from titanlab.costs.setting import OptionConfig
+from titanlab.costs import ModelAccount, OptionConfig
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlab.dtensor import distributed_like, local_part
 from titanlab.errors import ConfigError
-from titanlab.system.imports import import_quietly
+from titanlab.system import import_quietly
 from titanlab.techniques.precision.cast import Cast
 from titanlab.techniques.precision.float8_schema import Float8, Mxfp8
 from titanlab.techniques.precision.product import ATTRIBUTE, JOINED, Product, rows

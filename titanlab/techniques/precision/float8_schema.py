@@ -8,9 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from titanlab.costs import hardware
-from titanlab.costs.account import ModelAccount, linear_layers, matches, part_shape
-from titanlab.costs.setting import Setting
+from titanlab.costs import ModelAccount, Setting, hardware, linear_layers, matches, part_shape
 from titanlab.errors import ConfigError
 from titanlab.options import option
 from titanlab.techniques.precision.cast_schema import KEY as PARTS

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from titanlab.costs.setting import OptionConfig
+from titanlab.costs import OptionConfig
 
 
 class ProfilerConfig(OptionConfig, Protocol):

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from titanlab.dtensor import local_part
-from titanlab.system.text import trimmed
+from titanlab.system import trimmed
 from titanlab.techniques.profiler.contract import Profiler
 from titanlab.techniques.profiler.profilers_schema import Memory
 from titanlab.techniques.profiler.step_parts import OTHER, PHASES

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from titanlab.system.files import refusal
+from titanlab.system import refusal
 from titanlab.techniques.profiler.contract import Profiler
 from titanlab.techniques.profiler.profilers_schema import Breakdown, Trace
 from titanlab.techniques.profiler.step_parts import PHASE, line, mean, metrics, step_parts

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
-from titanlab.costs.setting import OptionConfig
+from titanlab.costs import OptionConfig
 from titanlab.errors import ConfigError
 from titanlab.techniques.schedule.action import Action, Kind
 from titanlab.techniques.schedule.timeline import peak_in_flight

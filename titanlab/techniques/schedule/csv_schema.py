@@ -13,8 +13,7 @@ from pathlib import Path
 
 from titanlab.errors import ConfigError
 from titanlab.options import option
-from titanlab.system.files import read_text, user_path, write_text
-from titanlab.system.text import counted
+from titanlab.system import counted, read_text, user_path, write_text
 from titanlab.techniques.schedule.action import Action, Kind, OrderError, placement_of, validate
 from titanlab.techniques.schedule.contract import PipelineSchedule
 

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from titanlab.costs.setting import OptionConfig
-from titanlab.system.files import parse_json, read_text, write_json
+from titanlab.costs import OptionConfig
+from titanlab.system import parse_json, read_text, write_json
 
 RECORD_SCHEMA = 1
 RECORD_FILE = "tracker.json"

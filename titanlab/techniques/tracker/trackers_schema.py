@@ -15,7 +15,7 @@ from titanlab.options import combines, option
 from titanlab.techniques.tracker.contract import TrackedRun, Tracker, TrackerConfig, Warn, file_of
 
 if TYPE_CHECKING:
-    from titanlab.costs.setting import Setting
+    from titanlab.costs import Setting
 
 
 @option("tracker", "tensorboard")

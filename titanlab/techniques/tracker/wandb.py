@@ -21,7 +21,7 @@ from typing import IO, Any
 from urllib.parse import urlsplit
 
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.system.files import finite, home, open_to_write
+from titanlab.system import finite, home, open_to_write
 from titanlab.techniques.tracker.contract import REPLACED, Record, TrackedRun, Tracker, Warn, write_record
 from titanlab.techniques.tracker.trackers_schema import Wandb
 from titanlab.techniques.tracker.wandb_writer import IGNORED_SIGNALS

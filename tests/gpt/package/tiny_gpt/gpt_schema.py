@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from titanlab.costs.account import Init, ModelAccount, Operation
-from titanlab.costs.setting import Setting
+from titanlab.costs import Init, ModelAccount, Operation, Setting
 from titanlab.errors import ConfigError
 from titanlab.options import option
 from titanlab.techniques.model.contract import ModelBuilder, ModelConfig
