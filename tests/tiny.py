@@ -13,7 +13,7 @@ from titanlab.checkpoint.index import index_bytes
 from titanlab.checkpoint.schema import Async, Sync
 from titanlab.data import Synthetic
 from titanlab.distributed import ALONE, joined
-from titanlab.launch.local_schema import Local
+from titanlab.launch.launchers_schema import Local
 from titanlab.parallelism import Parallelism
 from titanlab.recipe import Cluster, Recipe, Training, check, resolve, to_mapping
 from titanlab.records import RunFolder, create_run, identify

@@ -18,7 +18,7 @@ from titanlab.cli.compose import compose
 from titanlab.cli.verbs import VERBS
 from titanlab.data.schema import Stdlib
 from titanlab.errors import ConfigError
-from titanlab.launch.local_schema import Local
+from titanlab.launch.launchers_schema import Local
 from titanlab.options import discover
 from titanlab.parallelism import Parallelism
 from titanlab.recipe import conf_folder, from_mapping, read_flags, to_mapping

@@ -9,7 +9,7 @@ import pytest
 from titanlab.cli import environment
 from titanlab.cli.verbs import main
 from titanlab.doctor.checkup import Check
-from titanlab.launch.slurm_schema import Slurm
+from titanlab.launch.launchers_schema import Slurm
 from titanlab.system import fail, ok, warn
 
 FOUND = [ok("torch", "2.13.0"), warn("NCCL", "slow \x1b[2J", "look at it"), fail("disk", "is full", "make room")]

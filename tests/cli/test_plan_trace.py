@@ -32,7 +32,7 @@ def call(tmp_path, monkeypatch, capsys):
             traced = dataclasses.replace(one, update_traffic=rows, **changed)
             return TraceComparison(recipe=made, notes=("a note",), pairs=((one, traced),))
 
-        monkeypatch.setattr("titanlab.prove.traced_step.trace", planted)
+        monkeypatch.setattr("titanlab.prove.trace", planted)
         code = main(["plan", "--trace", *RECIPE, *arguments])
         return (code, *capsys.readouterr(), asked)
 

@@ -17,8 +17,7 @@ from titanlab.data.new_tokenizer import train_sentencepiece
 from titanlab.data.schema import Files
 from titanlab.errors import ConfigError
 from titanlab.launch.job import Job
-from titanlab.launch.local_schema import Local
-from titanlab.launch.slurm_schema import Slurm
+from titanlab.launch.launchers_schema import Local, Slurm
 from titanlab.recipe import Cluster, to_mapping
 from titanlab.records import Outcome, OutcomeKind, RunFolder, create_run, identify
 from titanlab.sweep import SweepFolder

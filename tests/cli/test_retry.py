@@ -10,7 +10,7 @@ from tests.sweep.made import Made, begin, end
 from titanlab.cli import main
 from titanlab.cli.verbs import call
 from titanlab.errors import ConfigError
-from titanlab.launch.slurm_schema import Slurm
+from titanlab.launch.launchers_schema import Slurm
 from titanlab.sweep import SweepFolder
 
 

@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from tests.docs.pages import ROOT, blocks
 from tests.sweep.made import Made, begin, end, train
 from tests.weights.huggingface import made as hf
-from titanlab.launch.slurm_schema import Slurm
+from titanlab.launch.launchers_schema import Slurm
 from titanlab.ranges import plain
 from titanlab.records import OutcomeKind, RunFolder, config_text
 

@@ -7,8 +7,7 @@ import pytest
 from titanlab.doctor import checks, checkup, run_checks
 from titanlab.errors import ConfigError
 from titanlab.launch import LaunchConfig, Launcher
-from titanlab.launch.local_schema import Local
-from titanlab.launch.slurm_schema import Slurm
+from titanlab.launch.launchers_schema import Local, Slurm
 from titanlab.system import ok
 
 # Before those of the launchers.

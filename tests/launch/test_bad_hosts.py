@@ -8,8 +8,8 @@ from tests import tiny
 from titanlab.cli import main
 from titanlab.launch import bad_hosts, clear_bad_hosts, host_names
 from titanlab.launch.evidence import note_bad_host, suspect
+from titanlab.launch.launchers_schema import Slurm
 from titanlab.launch.slurm import batch
-from titanlab.launch.slurm_schema import Slurm
 from titanlab.records import Outcome, OutcomeKind
 
 NODES = ("n1", "n2", "n3")

@@ -13,7 +13,7 @@ from titanlab.errors import ConfigError
 from titanlab.launch import group as rendezvous
 from titanlab.launch import write_submission
 from titanlab.launch.group import RankGroup, Rendezvous, ranks_in
-from titanlab.launch.local_schema import Local
+from titanlab.launch.launchers_schema import Local
 from titanlab.records import Outcome, OutcomeKind
 
 

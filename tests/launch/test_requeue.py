@@ -10,7 +10,7 @@ from titanlab.distributed import ALONE
 from titanlab.launch import group as module
 from titanlab.launch.contract import ProcessPlace
 from titanlab.launch.group import fewest_nodes, requeue_after, requeue_without_rank_0
-from titanlab.launch.local_schema import Local
+from titanlab.launch.launchers_schema import Local
 from titanlab.recipe import to_mapping
 from titanlab.records import Outcome, OutcomeKind
 

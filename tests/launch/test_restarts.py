@@ -14,9 +14,8 @@ from titanlab.distributed import this_host
 from titanlab.errors import ConfigError
 from titanlab.launch import continue_run
 from titanlab.launch import restarts as module
-from titanlab.launch.local_schema import Local
+from titanlab.launch.launchers_schema import Local, Slurm
 from titanlab.launch.restarts import Restarts, hide_device, reduced
-from titanlab.launch.slurm_schema import Slurm
 from titanlab.recipe import Cluster
 from titanlab.records import RESTART, Outcome, OutcomeKind
 from titanlab.system import Console

@@ -12,7 +12,7 @@ from titanlab.distributed import ALONE
 from titanlab.launch import group as roll_call
 from titanlab.launch.contract import ProcessPlace
 from titanlab.launch.group import Loss, RankGroup, answer_call, lost_ranks, node_of
-from titanlab.launch.local_schema import Local
+from titanlab.launch.launchers_schema import Local
 from titanlab.records import Outcome, OutcomeKind
 
 

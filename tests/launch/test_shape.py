@@ -7,8 +7,7 @@ import pytest
 from tests import tiny
 from titanlab.errors import ConfigError
 from titanlab.launch import JobShape, shape_of
-from titanlab.launch.local_schema import Local
-from titanlab.launch.slurm_schema import Slurm
+from titanlab.launch.launchers_schema import Local, Slurm
 from titanlab.recipe import Cluster
 
 GPUS = {"accelerator": "cuda", "device": "NVIDIA H200"}

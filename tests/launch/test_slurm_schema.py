@@ -5,8 +5,8 @@ import math
 import pytest
 
 from titanlab.errors import ConfigError
+from titanlab.launch.launchers_schema import Slurm
 from titanlab.launch.slurm.launcher import SlurmLauncher
-from titanlab.launch.slurm_schema import Slurm
 
 
 @pytest.mark.parametrize(

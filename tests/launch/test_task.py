@@ -16,7 +16,7 @@ from titanlab.launch import LaunchConfig, Launcher, launcher_named, task, write_
 from titanlab.launch import group as rendezvous
 from titanlab.launch.contract import ProcessPlace
 from titanlab.launch.job import Job
-from titanlab.launch.local_schema import Local
+from titanlab.launch.launchers_schema import Local
 from titanlab.launch.slurm.launcher import SlurmLauncher
 from titanlab.records import Outcome, OutcomeKind
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from titanlab.checkpoint.schema import Sync
 from titanlab.data import Synthetic
-from titanlab.launch.local_schema import Local
+from titanlab.launch.launchers_schema import Local
 from titanlab.parallelism import Parallelism
 from titanlab.plan import machine_of
 from titanlab.plan.ranking import RecipeRanking

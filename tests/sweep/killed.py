@@ -20,7 +20,7 @@ from tests.launch.third import install_third
 from tests.sweep.fake_slurm.cluster import FakeSlurm
 from tests.sweep.stub_package import stub_package
 from tests.sweep.studies import SLURM, seeds, study
-from titanlab.launch.local_schema import Local
+from titanlab.launch.launchers_schema import Local
 from titanlab.records import Outcome, OutcomeKind
 from titanlab.sweep import folder_of, snapshot
 from titanlab.sweep.submit import submit

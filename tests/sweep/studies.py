@@ -3,8 +3,7 @@
 import dataclasses
 
 from tests import tiny
-from titanlab.launch.local_schema import Local
-from titanlab.launch.slurm_schema import Slurm
+from titanlab.launch.launchers_schema import Local, Slurm
 from titanlab.recipe import Cluster, Recipe
 from titanlab.records import identify
 from titanlab.sweep import Study

@@ -7,7 +7,7 @@ import pytest
 from tests.sweep.conftest import quiet
 from tests.sweep.studies import SLURM, seeds, study
 from titanlab.errors import ConfigError
-from titanlab.launch.slurm_schema import Slurm
+from titanlab.launch.launchers_schema import Slurm
 from titanlab.sweep import decide
 from titanlab.sweep.enqueue import settle
 from titanlab.sweep.submit import submit

@@ -12,7 +12,7 @@ from tests.sweep.studies import seeds, study
 from tests.until import until
 from titanlab import options
 from titanlab.launch import joined, launcher_named
-from titanlab.launch.local_schema import Local
+from titanlab.launch.launchers_schema import Local
 from titanlab.records import OutcomeKind
 from titanlab.sweep import cancel, decide, look_at, snapshot, write_table
 from titanlab.sweep.enqueue import settle

@@ -11,8 +11,7 @@ from tests.sweep.studies import SLURM
 from titanlab.checkpoint.folders import step_folder
 from titanlab.distributed import Host
 from titanlab.errors import ConfigError
-from titanlab.launch.local_schema import Local
-from titanlab.launch.slurm_schema import Slurm
+from titanlab.launch.launchers_schema import Local, Slurm
 from titanlab.recipe import from_mapping, to_mapping
 from titanlab.sweep import checked, resubmit, submitted_with
 from titanlab.sweep import enqueue as module

@@ -10,8 +10,7 @@ import pytest
 from tests.sweep.conftest import quiet
 from tests.sweep.studies import SLURM, seeds, study
 from titanlab.errors import ConfigError
-from titanlab.launch.local_schema import Local
-from titanlab.launch.slurm_schema import Slurm
+from titanlab.launch.launchers_schema import Local, Slurm
 from titanlab.records import Outcome, OutcomeKind
 from titanlab.sweep import SweepTable, check_study, decide, folder_of, silence_of
 from titanlab.sweep.enqueue import check_folder

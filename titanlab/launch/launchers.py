@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from titanlab.distributed import CORES, Ranks, ranks
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import LaunchConfig, Launcher
-from titanlab.launch.local_schema import Local
+from titanlab.launch.launchers_schema import Local
 from titanlab.options import discover, schema_of
 
 

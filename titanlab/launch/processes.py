@@ -41,7 +41,7 @@ from titanlab.distributed import (
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import Failure
 from titanlab.launch.launchers import given_cores
-from titanlab.launch.local_schema import Local
+from titanlab.launch.launchers_schema import Local
 from titanlab.launch.rank.fork import LOGS, PIDS_FILE, adopting
 from titanlab.records import Outcome, OutcomeKind, RunFolder
 from titanlab.system import STOPPED, Console, module_command, process_state

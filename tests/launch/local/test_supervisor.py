@@ -15,6 +15,7 @@ from tests.until import until
 from titanlab.distributed import Host, cores
 from titanlab.launch import JobShape, Submission, jobs_folder, write_submission
 from titanlab.launch import local as supervising
+from titanlab.launch.launchers_schema import Local
 from titanlab.launch.local import (
     LOCK,
     LOG,
@@ -24,7 +25,6 @@ from titanlab.launch.local import (
     jobs_in_order,
     visible_devices,
 )
-from titanlab.launch.local_schema import Local
 from titanlab.records import Outcome, OutcomeKind, holder_of, is_claimed
 from titanlab.sweep import SweepFolder, cancel, snapshot
 from titanlab.sweep.submit import submit

@@ -15,7 +15,7 @@ import pytest
 from tests import tiny
 from tests.planted_schema import Planted
 from titanlab.distributed import ALONE, Ranks, StartUp, cores
-from titanlab.launch.local_schema import Local
+from titanlab.launch.launchers_schema import Local
 from titanlab.launch.rank import rank as worker
 from titanlab.recipe import to_mapping
 from titanlab.records import Outcome, OutcomeKind

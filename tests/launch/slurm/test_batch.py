@@ -11,8 +11,8 @@ import pytest
 from tests.launch.slurm.printed import LONG_AGO
 from titanlab.errors import ConfigError
 from titanlab.launch import JobShape, Submission, write_submission
+from titanlab.launch.launchers_schema import Slurm
 from titanlab.launch.slurm import batch
-from titanlab.launch.slurm_schema import Slurm
 from titanlab.recipe import Loader, read_flags
 
 SLURM = Slurm()

@@ -6,9 +6,9 @@ import pytest
 
 from titanlab.distributed import ALONE
 from titanlab.launch.contract import ProcessPlace
+from titanlab.launch.launchers_schema import Slurm
 from titanlab.launch.slurm import launcher as module
 from titanlab.launch.slurm.launcher import SlurmLauncher
-from titanlab.launch.slurm_schema import Slurm
 
 PLACE = ProcessPlace(
     launcher="slurm", job_id="12_0", raw_job_id="12", ranks=replace(ALONE, world=8), nodes=("n1", "n2", "n3", "n4")

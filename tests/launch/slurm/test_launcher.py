@@ -7,8 +7,8 @@ import pytest
 
 from tests.launch.slurm.printed import submission
 from titanlab.launch import MemoryWord
+from titanlab.launch.launchers_schema import Slurm
 from titanlab.launch.slurm.launcher import MAX_ARRAY, SlurmLauncher
-from titanlab.launch.slurm_schema import Slurm
 
 LAUNCHER = SlurmLauncher(Slurm())
 SWEEP = Path("sweep")

@@ -9,10 +9,10 @@ import pytest
 from tests.launch.slurm.printed import submission
 from titanlab.errors import ConfigError
 from titanlab.launch import JobShape
+from titanlab.launch.launchers_schema import Slurm
 from titanlab.launch.slurm import site
 from titanlab.launch.slurm.command import Reply
 from titanlab.launch.slurm.launcher import SlurmLauncher
-from titanlab.launch.slurm_schema import Slurm
 
 COMMANDS = ("sbatch", "srun", "squeue", "sinfo")
 LAUNCHER, SWEEP = SlurmLauncher(Slurm()), Path("sweep")

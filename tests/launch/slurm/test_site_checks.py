@@ -3,9 +3,9 @@
 import pytest
 
 from tests.doctor.programs import program, states
+from titanlab.launch.launchers_schema import Slurm
 from titanlab.launch.slurm import site as site_checks
 from titanlab.launch.slurm.site import check_settings, check_slurm
-from titanlab.launch.slurm_schema import Slurm
 
 PARTITIONS = "gpu*|up|2-00:00:00|4|gpu:h100:8\ngpu*|up|2-00:00:00|1|gpu:h100:8\nlow|down|infinite|16|(null)\n"
 SETTINGS = """\

@@ -9,7 +9,7 @@ import pytest
 
 from tests.plan.layouts import planned
 from titanlab.errors import ConfigError
-from titanlab.launch.slurm_schema import Slurm
+from titanlab.launch.launchers_schema import Slurm
 from titanlab.parallelism import Parallelism
 from titanlab.plan import for_planning, no_collection, plan, space
 from titanlab.plan.search import MARGIN

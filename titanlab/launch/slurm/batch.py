@@ -18,8 +18,8 @@ from typing import Any
 from titanlab.distributed import MEETING
 from titanlab.errors import ConfigError
 from titanlab.launch.evidence import bad_hosts, host_names
+from titanlab.launch.launchers_schema import Slurm
 from titanlab.launch.slurm.command import QUESTIONS, answering_lines
-from titanlab.launch.slurm_schema import Slurm
 from titanlab.launch.submission import HANDING_OVER, JobShape, Submission, jobs_folder, submission_file
 
 # A longer call of sbatch is ended; then `find` looks whether its jobs are in the queue.

@@ -33,10 +33,10 @@ from titanlab.launch.contract import (
     StopReason,
 )
 from titanlab.launch.evidence import early_end
+from titanlab.launch.launchers_schema import Slurm
 from titanlab.launch.slurm import batch, site, states
 from titanlab.launch.slurm.command import accounted_since, ask_slurm, expression_of, hosts, node_address, scontrol
 from titanlab.launch.slurm.states import REFUSED, memory_word, slurm_states
-from titanlab.launch.slurm_schema import Slurm
 from titanlab.launch.submission import JobShape, Submission, check_submitit, has_submitit, jobs_folder, token_of
 from titanlab.records import OutcomeKind
 from titanlab.system import Finding

@@ -10,8 +10,8 @@ from math import inf
 
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import LaunchConfig
+from titanlab.launch.launchers_schema import Slurm
 from titanlab.launch.slurm.command import ask_slurm, seconds_of
-from titanlab.launch.slurm_schema import Slurm
 from titanlab.launch.submission import JobShape
 from titanlab.system import Finding, counted, fail, ok, warn
 
