@@ -1,6 +1,7 @@
 """Launchers are known by name in `titanlab/launch` only: everything else asks the contract."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +27,7 @@ ALLOWED = {
 
 def named(source: str) -> Iterator[tuple[int, str]]:
     """Lines that name a launcher: a constant text, or an import of its modules."""
-    if not any(text in source for text in (*KINDS, *VARIABLES)):
+    if not any(text in source for text in (*KINDS, *VARIABLES, "launchers_schema")):
         return
     tree = ast.parse(source)
     for node in ast.walk(tree):
@@ -42,7 +43,7 @@ def named(source: str) -> Iterator[tuple[int, str]]:
                     yield node.lineno, text
                 elif any(f" {variable}" in text for variable in VARIABLES):
                     yield node.lineno, next(variable for variable in VARIABLES if f" {variable}" in text)
-        starts = tuple(f"titanlab.launch.{kind}{end}" for kind in KINDS for end in (".", "_schema"))
+        starts = (*(f"titanlab.launch.{kind}." for kind in KINDS), "titanlab.launch.launchers_schema.")
         found = [module for module in modules if f"{module}.".startswith(starts)]
         yield from ((node.lineno, module) for module in found[:1])
 
@@ -60,6 +61,7 @@ def test_only_the_folder_of_launchers_names_one():
             else:
                 found.append(f"{name}:{line}: {text}")
     assert not found, "\n".join(found)
+    assert not re.findall(r"from \.(local|slurm|launchers_schema)\b", (PACKAGE / "launch/__init__.pyi").read_text())
     assert used == {(name, text) for name, texts in ALLOWED.items() for text in texts}
 
 
