@@ -11,6 +11,8 @@ NEEDED = {
     "hydra": "hydra-core",
     "omegaconf": "omegaconf",
     "antlr4": "antlr4-python3-runtime",
+    "lazy_loader": "lazy_loader",
+    "msgspec": "msgspec",
     "packaging": "packaging",
     "yaml": "pyyaml",
     "numpy": "numpy",

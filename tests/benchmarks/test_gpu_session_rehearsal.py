@@ -20,7 +20,7 @@ from tests.benchmarks.scripts import BENCHMARKS
 SCRIPT = BENCHMARKS / "gpu_session.sh"
 # What a GPU machine has had so far, of what the session imports; and what it had to carry.
 THERE = ("torch", "numpy", "safetensors", "xxhash", "pyyaml", "packaging", "pip")
-CARRIED = ("hydra-core", "omegaconf", "antlr4-python3-runtime", "torchao")
+CARRIED = ("hydra-core", "omegaconf", "antlr4-python3-runtime", "lazy_loader", "msgspec", "torchao")
 # Dependencies of the package that such a machine need not have.
 WITHOUT = (
     "wandb",
@@ -101,8 +101,8 @@ def test_a_machine_without_the_packages_is_told_which_to_carry(bare, tmp_path):
     done = session(bare, "--list", WHEELS=tmp_path)
     assert done.returncode == 2
     assert done.stdout == (
-        "gpu_session: not installed: hydra-core, omegaconf, antlr4-python3-runtime; carry their wheels and name the "
-        "folder as WHEELS\n"
+        "gpu_session: not installed: hydra-core, omegaconf, antlr4-python3-runtime, lazy_loader, msgspec; carry their "
+        "wheels and name the folder as WHEELS\n"
     )
     assert not done.stderr
 
