@@ -145,8 +145,9 @@ def _judged(
 
 
 _MOST_NAMED = 8
-# File and function in which a rank waits for keys and values of a ring.
-_RING = ("titanlab/parallelism/exchanges.py", "received")
+# File and functions in which a rank waits for keys and values of a ring, or posts them: with NCCL a group starts at its
+# first message, and that waits for the other ranks.
+_RING_FILE, _RING_FUNCTIONS = "titanlab/parallelism/exchanges.py", ("received", "__init__")
 # What a rank does that waits for no other rank, for one rank and for several.
 _VERBS = {
     "computes": ("computes", "compute"),
@@ -340,7 +341,7 @@ def _wait(records: Mapping[int, HangRecord], rank: int, late: _Late) -> Wait:
 
 
 def _is_in_ring(record: HangRecord) -> bool:
-    return any(place.file.endswith(_RING[0]) and place.function == _RING[1] for place in record.stack)
+    return any(place.file.endswith(_RING_FILE) and place.function in _RING_FUNCTIONS for place in record.stack)
 
 
 def described(record: HangRecord, call: Collective) -> str:
