@@ -37,6 +37,7 @@ _STACKS_SECONDS = 0.5
 # Between two checks for notes of other ranks.
 _LOOK_SECONDS = 1.0
 _END_SECONDS = 5.0
+_MOST_NAMED = 8
 STATES: Mapping[str, str] = {
     "T": "its process is stopped (SIGSTOP)",
     "t": "its process is stopped by a debugger",
@@ -182,6 +183,13 @@ def judged(notes: Collection[Outcome], world: int, records: Mapping[int, HangRec
         if diagnosis is not None:
             diagnosis = replace(diagnosis, verdict=f"{diagnosis.verdict}; rank {first.rank}: {first.cause}")
     if diagnosis is None or (has_to_name and not diagnosis.ranks):
+        if first.echo and 1 < len(hung) == world and len({note.step for note in hung}) == 1:
+            places = ", ".join(
+                f"rank {note.rank} {(note.cause or '').partition(f'rank {note.rank} waits ')[2].partition(';')[0]}"
+                for note in sorted(hung, key=lambda note: note.rank or 0)[:_MOST_NAMED]
+            )
+            cause = f"{_what_hangs(hung)}: all {world} ranks wait for each other: {places}{_advice(hung)}"
+            return replace(first, rank=None, cause=cause)
         return first
     cause = f"{_what_hangs(hung)}: {diagnosis.verdict}{_advice(hung)}" if hung else diagnosis.verdict
     if not diagnosis.ranks:
