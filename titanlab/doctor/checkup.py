@@ -67,10 +67,6 @@ def checks(runs: Path, launch: LaunchConfig | None) -> list[Check]:
     ]
 
 
-def _check_compile_cache() -> Iterator[Finding]:
-    return storage.check_cache("compile cache", compile_cache.own_folder(), is_executed=True)
-
-
 def _of_launcher(kind: str, launch: LaunchConfig | None) -> Check:
     is_chosen = launch is not None and launch.kind == kind
     try:
