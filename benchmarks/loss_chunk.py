@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from titanlab.costs import automatic, chunk_bytes
+from titanlab.costs import automatic_chunk, chunk_bytes
 from titanlab.parallelism import ChunkedLoss, loss_sum, of_logits
 
 HERE = Path(__file__).parent
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="keep the figures under benchmarks/results/")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    args.chunks = args.chunks or [automatic(tokens=args.tokens, columns=args.vocab) or args.tokens // 4]
+    args.chunks = args.chunks or [automatic_chunk(tokens=args.tokens, columns=args.vocab) or args.tokens // 4]
     figures: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "machine": f"1 of {os.cpu_count()} CPU cores, {platform.machine()}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import tiny
-from titanlab.costs import Share, block_input, kept
+from titanlab.costs import Share, block_input, kept_activations
 from titanlab.errors import ConfigError
 from titanlab.techniques.ac.recomputation_schema import MemoryBudget, SelectiveOp
 
@@ -47,7 +47,7 @@ def test_the_account_lies_between_a_blocks_input_and_all_that_autograd_keeps():
     def saved(budget):
         return MemoryBudget(budget=budget).saved_bytes(block, share, number=0)
 
-    least, most = share.bytes_of([block_input(block)]), share.bytes_of(kept(block))
+    least, most = share.bytes_of([block_input(block)]), share.bytes_of(kept_activations(block))
     assert (saved(0.0), saved(1.0)) == (least, most)
     assert least == 2 * 32 * 64 * 2
     assert saved(0.25) == pytest.approx(least + (most - least) / 4, abs=1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titanlab.checkpoint import together
+from titanlab.checkpoint import on_all_ranks
 from titanlab.checkpoint.store import attempted, raise_first
 from titanlab.distributed import World
 from titanlab.errors import ConfigError
@@ -33,14 +33,14 @@ def fails(error):
 @pytest.mark.parametrize("value", [None, 0, False, "text"])
 def test_a_value_comes_back_without_an_error(value):
     assert attempted(lambda: value) == (value, None)
-    assert together(ALONE, lambda: value) == value
+    assert on_all_ranks(ALONE, lambda: value) == value
 
 
 def test_an_error_that_can_travel_is_the_same_object():
     error = FileNotFoundError(2, "No such file", "x")
     assert attempted(fails(error)) == (None, error)
     with pytest.raises(FileNotFoundError) as caught:
-        together(ALONE, fails(error))
+        on_all_ranks(ALONE, fails(error))
     assert caught.value is error
 
 
@@ -91,7 +91,7 @@ def of_rank(failing):
         return rank
 
     try:
-        return together(world, action)
+        return on_all_ranks(world, action)
     except (OSError, ConfigError) as error:
         return str(error)
 

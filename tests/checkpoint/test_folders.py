@@ -5,8 +5,8 @@ import pytest
 from tests import tiny
 from titanlab.checkpoint import (
     DamagedCheckpoint,
-    another,
     check_checkpoint,
+    earlier_hint,
     fall_back,
     find,
     latest,
@@ -56,7 +56,7 @@ def test_one_that_has_lost_files_since_counts_and_is_found_damaged(tmp_path):
 
 def test_a_damaged_one_is_renamed_if_there_is_one_before_it(tmp_path):
     old, new = made(tmp_path, 1), made(tmp_path, 2)
-    damaged = DamagedCheckpoint("run", new, "is damaged: its file x is missing", another(new))
+    damaged = DamagedCheckpoint("run", new, "is damaged: its file x is missing", earlier_hint(new))
     line = "goes on from step 1: step-00000002 is damaged: its file x is missing; it is kept as step-00000002.damaged"
     assert fall_back(damaged) == line
     assert (checkpoints(tmp_path), (tmp_path / "step-00000002.damaged").is_dir()) == ([old], True)
@@ -65,7 +65,7 @@ def test_a_damaged_one_is_renamed_if_there_is_one_before_it(tmp_path):
     with pytest.raises(
         DamagedCheckpoint, match="step-00000001: is damaged; give another checkpoint, or a whole copy of this one$"
     ):
-        fall_back(DamagedCheckpoint("run", old, "is damaged", another(old)))
+        fall_back(DamagedCheckpoint("run", old, "is damaged", earlier_hint(old)))
     assert checkpoints(tmp_path) == [old]
 
 
@@ -177,8 +177,8 @@ def test_a_step_s_checkpoint(tmp_path):
 
 def test_the_advice_names_the_one_before(tmp_path):
     first, second = made(tmp_path, 2), made(tmp_path, 4)
-    assert another(first) == "give another checkpoint, or a whole copy of this one"
-    assert another(second) == f"give another checkpoint of the run: the one before it is {first}"
+    assert earlier_hint(first) == "give another checkpoint, or a whole copy of this one"
+    assert earlier_hint(second) == f"give another checkpoint of the run: the one before it is {first}"
 
 
 @pytest.mark.parametrize("form", ["{}/checkpoints/step-2", "{}/checkpoints/step-00000002/", "~/checkpoints/step-2"])

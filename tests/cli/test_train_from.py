@@ -8,7 +8,7 @@ from tests import tiny
 from titanlab.cli.verbs import call
 from titanlab.errors import ConfigError
 from titanlab.records import Outcome, OutcomeKind, list_runs
-from titanlab.sweep import SweepFolder, details, look_at
+from titanlab.sweep import SweepFolder, look_at, row_details
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_the_refusal_to_train_longer_names_the_command_that_does(parent, capsys)
     rows = {row["run"]: row for row in look_at(SweepFolder(parent.path.parent))()}
     assert (rows[child.path.name]["parent_run"], rows[child.path.name]["parent_step"]) == child.parent()
     assert rows[parent.path.name]["parent_run"] is None
-    assert ("began from", f"step 6 of single/{parent.path.name}") in details(rows[child.path.name])
+    assert ("began from", f"step 6 of single/{parent.path.name}") in row_details(rows[child.path.name])
 
 
 def test_another_precision_from_an_earlier_checkpoint_and_on_another_layout(command, parent, monkeypatch):

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from titanlab.costs import FLASH3, order, rules, with_one_flash
+from titanlab.costs import FLASH3, kernel_rules, order, with_one_flash
 from titanlab.costs.attention_order import FUSED, TABLE, rules_of
 
 HOPPER = (9, 0)
@@ -85,4 +85,4 @@ def test_the_table_of_the_package_has_a_source_for_every_row():
         assert order(
             "auto", tuple(each["capability"]), dtype=each["dtype"], head_dim=each["head_dim"], seq_len=each["seq_len"]
         )
-    assert rules(HOPPER)[-1].order[0] == "cudnn"
+    assert kernel_rules(HOPPER)[-1].order[0] == "cudnn"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanlab.costs import compute_capability, find
+from titanlab.costs import compute_capability, find_device
 from titanlab.costs.hardware import DEVICES, peak_flops
 
 
@@ -26,7 +26,7 @@ from titanlab.costs.hardware import DEVICES, peak_flops
     ],
 )
 def test_known_names(name, device, bf16_tflops):
-    found = find(name)
+    found = find_device(name)
     assert found is not None
     assert found.name == device
     assert peak_flops(name, "bfloat16") == bf16_tflops * 1e12
@@ -59,7 +59,7 @@ def test_known_names(name, device, bf16_tflops):
     ],
 )
 def test_unknown_names(name):
-    assert find(name) is None
+    assert find_device(name) is None
     assert peak_flops(name, "bfloat16") is None
 
 
@@ -88,7 +88,7 @@ def test_figures_are_plausible_and_sourced():
 
 def test_every_device_is_found_by_its_own_words_only():
     for device in DEVICES:
-        assert find(device.words) is device
+        assert find_device(device.words) is device
 
 
 @pytest.mark.parametrize(

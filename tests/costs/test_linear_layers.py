@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from titanlab.costs import linear_layers, matches, part_shape
+from titanlab.costs import linear_layers, part_shape, path_matches
 from titanlab.techniques.model.llama_schema import Llama
 
 MODEL = Llama(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=200, vocab_size=256).account()
@@ -31,7 +31,7 @@ def test_layers_that_multiply_are_found_with_and_without_a_tensor_plan():
     ],
 )
 def test_a_pattern_matches_steps_of_a_path(pattern, is_match):
-    assert matches("layers.0.attention.wk", pattern) is is_match
+    assert path_matches("layers.0.attention.wk", pattern) is is_match
 
 
 def test_a_part_has_its_share_of_the_dim_that_is_cut():

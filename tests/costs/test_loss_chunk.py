@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titanlab.costs import automatic, chunk_bytes, part_rows
+from titanlab.costs import automatic_chunk, chunk_bytes, part_rows
 from titanlab.costs.setting import CHUNK_BYTES, chunks_of
 
 
@@ -13,7 +13,7 @@ from titanlab.costs.setting import CHUNK_BYTES, chunks_of
     [(4096, 128_256, 1024), (2048, 128_256, 0), (4096, 65_536, 0), (4097, 65_536, 2048), (2, 2**29, 1), (9, 2**27, 1)],
 )
 def test_the_rule_of_the_default(tokens, columns, chunk):
-    assert automatic(tokens=tokens, columns=columns) == chunk
+    assert automatic_chunk(tokens=tokens, columns=columns) == chunk
 
 
 def test_bytes_of_chunks():
@@ -36,7 +36,7 @@ def test_sizes_of_chunks():
 
 @given(tokens=st.integers(1, 2**20), columns=st.integers(1, 2**30))
 def test_a_chunk_is_the_largest_power_of_two_within_its_bytes(tokens, columns):
-    chunk = automatic(tokens=tokens, columns=columns)
+    chunk = automatic_chunk(tokens=tokens, columns=columns)
     if chunk:
         assert chunk & (chunk - 1) == 0
         assert chunk == 1 or chunk * columns * 4 <= CHUNK_BYTES

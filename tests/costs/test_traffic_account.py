@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests import tiny
-from titanlab.costs import Coordinate, Layout, Step, flat, step_traffic
+from titanlab.costs import Coordinate, Layout, Step, step_traffic, traffic_metrics
 from titanlab.data import source
 from titanlab.distributed import axis_groups, build_mesh, joined, open_world, traced
 from titanlab.parallelism import Gradients
@@ -163,7 +163,7 @@ def test_what_is_sent_is_what_the_formulas_say(pool, tmp_path, layout):
     # The second step is as the first, but for DDP, which takes its buckets anew after the first.
     for place, tables in pool.run(made.world, traffic_of, made, 1 if step.replicas_by_ddp else 2):
         for rows in tables:
-            assert flat(rows) == flat(step_traffic(step, place)), place
+            assert traffic_metrics(rows) == traffic_metrics(step_traffic(step, place)), place
 
 
 def traffic_with_one_more(made):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanlab.costs import Traffic, flat, lines
+from titanlab.costs import Traffic, traffic_lines, traffic_metrics
 from titanlab.costs.traffic_account import wire_bytes
 
 
@@ -34,7 +34,7 @@ def test_nothing_is_sent_alone_or_never():
 
 
 def test_lines_are_one_an_axis():
-    assert lines(a_table().rows()) == [
+    assert traffic_lines(a_table().rows()) == [
         "pipeline: 2 send 2.0 kB",
         "shard·context: 12 all_gather 25.2 MB, 1 reduce_scatter 12.6 MB",
         "world: 1 all_reduce 40 B",
@@ -48,11 +48,11 @@ def test_lines_are_one_an_axis():
 def test_sizes_are_short(size, text):
     traffic = Traffic()
     traffic.add("tensor", "broadcast", size, ranks=2)
-    assert lines(traffic.rows()) == [f"tensor: 1 broadcast {text}"]
+    assert traffic_lines(traffic.rows()) == [f"tensor: 1 broadcast {text}"]
 
 
 def test_keys_are_plain_and_values_whole():
-    found = flat(a_table().rows())
+    found = traffic_metrics(a_table().rows())
     assert found["traffic/shard_context/all_gather_count"] == 12
     assert found["traffic/shard_context/all_gather_bytes"] == 25_200_000
     assert found["traffic/shard_context/all_gather_wire_bytes"] == 25_200_000 * 3 // 4

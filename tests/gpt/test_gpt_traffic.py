@@ -6,7 +6,7 @@ import pytest
 
 from tests.costs.test_traffic_account import traffic_of
 from tests.gpt.test_gpt_parity import label, recipe
-from titanlab.costs import flat, step_traffic
+from titanlab.costs import step_traffic, traffic_metrics
 from titanlab.recipe import step_of
 
 LAYOUTS = [
@@ -28,4 +28,4 @@ def test_what_is_sent_is_what_the_formulas_say(pool, tmp_path, kind, given):
     made = recipe(tmp_path, kind, **given)
     for place, tables in pool.run(made.world, traffic_of, made, 1):
         for rows in tables:
-            assert flat(rows) == flat(step_traffic(step_of(made), place)), place
+            assert traffic_metrics(rows) == traffic_metrics(step_traffic(step_of(made), place)), place

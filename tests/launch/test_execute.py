@@ -15,7 +15,7 @@ from tests.weights.huggingface import made
 from titanlab.checkpoint import DamagedCheckpoint, latest
 from titanlab.checkpoint.folders import step_folder
 from titanlab.data.schema import Files
-from titanlab.distributed import STOP_SIGNALS, Host, handled
+from titanlab.distributed import STOP_SIGNALS, Host, handled_signals
 from titanlab.errors import ConfigError
 from titanlab.launch import continue_run, prepare
 from titanlab.launch.contract import Failure
@@ -236,7 +236,7 @@ def test_ranks_that_left_no_result_have_one_all_the_same(tmp_path, starts, conso
 def heard():
     """What handlers of this process's stop signals are called with."""
     numbers = []
-    with handled(STOP_SIGNALS, lambda number, frame: numbers.append(number)):
+    with handled_signals(STOP_SIGNALS, lambda number, frame: numbers.append(number)):
         yield numbers
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.activation_memory import build, inputs
-from titanlab.costs import Share, forward_flops, kept
+from titanlab.costs import Share, forward_flops, kept_activations
 from titanlab.parallelism import join_products
 from titanlab.prove.rank_trace import SavedBytes
 from titanlab.techniques.ac.recomputation_schema import NoCheckpointing, SelectiveOp
@@ -66,7 +66,7 @@ def test_on_a_gpu_the_norms_of_heads_keep_the_whole_tensor_of_fused_projections(
     apart = dataclasses.replace(MODELS["wide heads"], kv_heads=2, attention=attention)
     bytes_of = {
         fused: Share(element_bytes=2).bytes_of(
-            kept(dataclasses.replace(apart, fused=fused).block_operations(batch=3, seq_len=7))
+            kept_activations(dataclasses.replace(apart, fused=fused).block_operations(batch=3, seq_len=7))
         )
         for fused in (False, True)
     }

@@ -6,7 +6,7 @@ import pytest
 
 from tests import tiny
 from tests.prove.test_rank_trace import accounts
-from titanlab.costs import flat
+from titanlab.costs import traffic_metrics
 from titanlab.prove import TraceComparison
 from titanlab.prove.declared import declared
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveOp
@@ -62,4 +62,4 @@ def test_what_is_traced_is_what_is_declared(pool, tmp_path, name):
     pairs = tuple((declared(made, rank), own) for rank, own in zip(ranks, traced, strict=True))
     assert TraceComparison(recipe=made, notes=(), pairs=pairs).differing == []
     for one, own in pairs:
-        assert flat(one.traffic) == flat(own.traffic)
+        assert traffic_metrics(one.traffic) == traffic_metrics(own.traffic)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import tiny
-from titanlab.costs import flat
+from titanlab.costs import traffic_metrics
 from titanlab.prove import TraceComparison
 from titanlab.prove.declared import declared
 from titanlab.prove.rank_trace import trace_rank
@@ -65,7 +65,7 @@ def test_what_is_traced_is_what_is_declared(pool, tmp_path, name):
     assert found.differing == []
     for one, own in pairs:
         # Rows that the comparison does not show: bytes on the wire.
-        assert flat(one.traffic) == flat(own.traffic)
+        assert traffic_metrics(one.traffic) == traffic_metrics(own.traffic)
     assert any(own.saved for _, own in pairs)
 
 

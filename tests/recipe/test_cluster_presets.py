@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from titanlab.costs import find
+from titanlab.costs import find_device
 from titanlab.recipe import Cluster
 
 FOLDER = Path(__file__).parents[2] / "conf" / "cluster"
@@ -21,7 +21,7 @@ def test_a_preset(name):
     if cluster.accelerator == "cpu":
         assert cluster.device == "cpu"
         return
-    device = find(str(cluster.device))
+    device = find_device(str(cluster.device))
     assert device is not None
     assert device.peak_tflops["bfloat16"] > 0
     assert (cluster.memory_gb, cluster.link_gb_per_second) == (device.memory_gb, device.link_gb_per_second)

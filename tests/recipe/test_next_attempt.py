@@ -7,7 +7,7 @@ import pytest
 from tests import tiny
 from titanlab.cli.resume import CHANGEABLE
 from titanlab.errors import ConfigError
-from titanlab.recipe import adapted, changes, from_mapping, next_recipe, resolve, to_mapping
+from titanlab.recipe import adapted, from_mapping, next_recipe, recipe_changes, resolve, to_mapping
 
 
 def config_of(tmp_path, **given):
@@ -49,14 +49,14 @@ def test_a_schedule_and_a_policy_are_presets_and_the_rest_of_the_recipe_stays(tm
     config = config_of(tmp_path, pipeline=2)
     recipe, _ = changed(config, "schedule=zbv", "ac=selective_layer", "ac.every=4")
     assert (recipe.schedule.kind, recipe.ac.kind, recipe.ac.every) == ("zbv", "selective_layer", 4)
-    assert set(changes(config, to_mapping(recipe))) == {"schedule", "ac"}
+    assert set(recipe_changes(config, to_mapping(recipe))) == {"schedule", "ac"}
 
 
 def test_projections_may_be_fused_from_now_on_and_no_other_field_of_a_model_changes(tmp_path):
     config = config_of(tmp_path)
     recipe, _ = changed(config, "model.fused=true")
     assert recipe.model.fused
-    assert set(changes(config, to_mapping(recipe))) == {"model"}
+    assert set(recipe_changes(config, to_mapping(recipe))) == {"model"}
     with pytest.raises(ConfigError, match="^model.layers=3: is not to be changed"):
         changed(config, "model.layers=3")
 

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.records import RunFolder, part_of, parts, rank_log, rank_logs
+from titanlab.records import RunFolder, log_parts, part_of, rank_log, rank_logs
 from titanlab.records.logs import write_marks
 
 
@@ -66,8 +66,8 @@ def test_a_log_is_divided_among_the_attempts(run):
     attempt(run, 1, time=10, marks={})
     attempt(run, 2, time=20, marks={"0": 12})
     attempt(run, 3, time=30, marks={"0": 12, "1": 99})
-    assert spans(parts(run, 0, path)) == [(0, 12, 10.0, 20.0), (12, 12, 20.0, 30.0), (12, 30, 30.0, 50.0)]
-    assert [part.rank for part in parts(run, 0, path)] == [0] * 3
+    assert spans(log_parts(run, 0, path)) == [(0, 12, 10.0, 20.0), (12, 12, 20.0, 30.0), (12, 30, 30.0, 50.0)]
+    assert [part.rank for part in log_parts(run, 0, path)] == [0] * 3
     for number, expected in ((1, (0, 12)), (2, (12, 12)), (3, (12, 30))):
         span = part_of(run, 0, path, number).span
         assert (span.start, span.end, span.path) == (*expected, path)
@@ -75,9 +75,9 @@ def test_a_log_is_divided_among_the_attempts(run):
 
 def test_a_log_of_an_earlier_version_is_one_part(run):
     path = log(run, 0, b"x" * 9)
-    assert spans(parts(run, 0, path)) == [(0, 9, 0.0, 50.0)]
+    assert spans(log_parts(run, 0, path)) == [(0, 9, 0.0, 50.0)]
     attempt(run, 1, time=10)
-    assert spans(parts(run, 0, path)) == [(0, 9, 10.0, 50.0)]
+    assert spans(log_parts(run, 0, path)) == [(0, 9, 10.0, 50.0)]
     assert part_of(run, 0, path, 1).span.end == 9
 
 
@@ -86,7 +86,7 @@ def test_an_attempt_without_marks_belongs_to_the_one_before(run):
     attempt(run, 1, time=10, marks={})
     attempt(run, 2, time=20)
     attempt(run, 3, time=30, marks={"0": 20})
-    assert spans(parts(run, 0, path)) == [(0, 20, 10.0, 30.0), (20, 30, 30.0, 50.0)]
+    assert spans(log_parts(run, 0, path)) == [(0, 20, 10.0, 30.0), (20, 30, 30.0, 50.0)]
     with pytest.raises(
         ConfigError, match=r"^--attempt=2: where it begins in the logs is not known; leave --attempt out$"
     ):
@@ -106,14 +106,14 @@ def test_a_log_that_was_cut_short_since_belongs_to_the_last(run):
     path = log(run, 0, b"x" * 5)
     attempt(run, 1, time=10, marks={})
     attempt(run, 2, time=20, marks={"0": 12})
-    assert spans(parts(run, 0, path)) == [(0, 5, 20.0, 50.0)]
+    assert spans(log_parts(run, 0, path)) == [(0, 5, 20.0, 50.0)]
     assert (part_of(run, 0, path, 2).span.start, part_of(run, 0, path, 2).span.end) == (0, 5)
 
 
 def test_a_missing_log_has_an_empty_part(run):
     path = rank_log(run, 0)
     attempt(run, 1, time=10, marks={})
-    assert spans(parts(run, 0, path)) == [(0, 0, 10.0, 0.0)]
+    assert spans(log_parts(run, 0, path)) == [(0, 0, 10.0, 0.0)]
 
 
 @pytest.mark.parametrize("marks", [[], "x", {"0": -1}, {"0": "5"}, {"0": None}])
@@ -121,7 +121,7 @@ def test_damaged_marks_are_none(run, marks):
     path = log(run, 0, b"x" * 9)
     attempt(run, 1, time=10, marks={})
     attempt(run, 2, time=20, marks=marks)
-    assert spans(parts(run, 0, path)) == [(0, 9, 10.0, 50.0)]
+    assert spans(log_parts(run, 0, path)) == [(0, 9, 10.0, 50.0)]
 
 
 @pytest.mark.parametrize(
@@ -133,4 +133,4 @@ def test_a_time_that_no_attempt_has_is_not_taken(run, time, expected):
     content = {"schema": 1, "sha256": "ab", "content": {}, "created": 7}
     (run.path / "identity.json").write_text(json.dumps(content))
     attempt(run, 1, time=time, marks={})
-    assert parts(run, 0, path)[0].begin == expected
+    assert log_parts(run, 0, path)[0].begin == expected

@@ -89,7 +89,7 @@ def test_the_log_of_another_rank_has_the_line(made, capsys):
 
 
 def test_one_process_has_no_collectives_to_mark(made, monkeypatch):
-    monkeypatch.setattr(train, "marked", None)
+    monkeypatch.setattr(train, "marked_collectives", None)
     profiler, _, context = made()
     with context, profiler.links.marks_collectives():
         pass

@@ -18,9 +18,9 @@ from .contract import OnlyModel as OnlyModel
 from .contract import Target as Target
 from .folders import METADATA as METADATA
 from .folders import PART as PART
-from .folders import another as another
 from .folders import checkpoints_of as checkpoints_of
 from .folders import claim_place as claim_place
+from .folders import earlier_hint as earlier_hint
 from .folders import fall_back as fall_back
 from .folders import find as find
 from .folders import find_run_or_checkpoint as find_run_or_checkpoint
@@ -48,5 +48,5 @@ from .reader import set_in as set_in
 from .schema import NoCheckpoints as NoCheckpoints
 from .store import generator_states as generator_states
 from .store import load_model as load_model
+from .store import on_all_ranks as on_all_ranks
 from .store import set_generators as set_generators
-from .store import together as together

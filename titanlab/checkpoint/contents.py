@@ -16,8 +16,8 @@ from titanlab.checkpoint.folders import (
     DAMAGED,
     INDEX,
     PART,
-    another,
     damaged,
+    earlier_hint,
     find,
     is_checkpoint,
     step_named,
@@ -82,7 +82,7 @@ def read_contents(checkpoint: Place, key: str) -> Contents:
         DamagedCheckpoint: it is damaged, or has a value that no run saves.
         ConfigError: it is of a later format.
     """
-    cure = another(checkpoint)
+    cure = earlier_hint(checkpoint)
     index = indexed(checkpoint, key)
     try:
         content = read_regular(checkpoint / POSITION, MOST_BYTES)
@@ -143,7 +143,7 @@ def check_checkpoint(
 def check_whole(checkpoint: Place, saved: SavedPosition, key: str) -> None:
     """Check that a run can resume from a checkpoint."""
     if saved.contents is not None:
-        cure = f"start a new run with init_from={checkpoint}, or {another(checkpoint)}"
+        cure = f"start a new run with init_from={checkpoint}, or {earlier_hint(checkpoint)}"
         raise ConfigError(
             key, checkpoint, "has the model only (checkpoint.last=model), so no run resumes from it", cure
         )
@@ -186,7 +186,7 @@ def check_step(checkpoint: Place, saved: SavedPosition, steps: int) -> None:
 def _unreadable(checkpoint: Place, key: str, name: str, error: OSError) -> ConfigError:
     # The file may be whole: the disk or its permissions are at fault.
     reason = f"its file {name} cannot be read ({error.strerror or type(error).__name__})"
-    return ConfigError(key, checkpoint, reason, another(checkpoint))
+    return ConfigError(key, checkpoint, reason, earlier_hint(checkpoint))
 
 
 def _shape(shape: list[int] | None) -> str:
@@ -205,7 +205,7 @@ def parent_of(load_from: str | None) -> dict[str, Any]:
         # The folder may have another name, if it was copied out of its run.
         step = step_named(checkpoint)
         if step is None:
-            step = read_position(checkpoint, KEY, cure=another(checkpoint)).position.step
+            step = read_position(checkpoint, KEY, cure=earlier_hint(checkpoint)).position.step
     except ConfigError:
         # The run may be made again when its checkpoint is gone; it has begun then, and has its record.
         return {}

@@ -304,7 +304,7 @@ def _is_taken(path: Place) -> bool:
     return is_checkpoint(path) if isinstance(path, StorePath) else os.path.lexists(path)
 
 
-def another(checkpoint: Place) -> str:
+def earlier_hint(checkpoint: Place) -> str:
     """The hint for a checkpoint that cannot be used: the checkpoint before it, if there is one."""
     try:
         older = before(checkpoint)
@@ -318,7 +318,7 @@ def damaged(checkpoint: Place, key: str, reason: object) -> DamagedCheckpoint:
     if not is_checkpoint(checkpoint):
         rule = "was removed while it was read"
         return DamagedCheckpoint(key, checkpoint, rule, "try again: its run keeps newer ones (checkpoint.keep)")
-    return DamagedCheckpoint(key, checkpoint, f"is damaged: {one_line(reason)}", another(checkpoint))
+    return DamagedCheckpoint(key, checkpoint, f"is damaged: {one_line(reason)}", earlier_hint(checkpoint))
 
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from torch.futures import Future
 
 from titanlab.checkpoint.address_schema import Place
 from titanlab.checkpoint.blocks import BLOCK, BlockReader, DamagedFile
-from titanlab.checkpoint.folders import another, damaged
+from titanlab.checkpoint.folders import damaged, earlier_hint
 from titanlab.checkpoint.index import BYTES, FILE, ITEM_BYTES, START, CheckpointIndex, IndexedTensor
 from titanlab.checkpoint.index_reader import needed_spans
 from titanlab.checkpoint.shards import bytes_of, dtype_named
@@ -269,7 +269,7 @@ def load_state(state: dict[str, Any], reader: Reader) -> None:
             raise
         # The planner's complaint: the checkpoint lacks an entry, or has it in another shape.
         rule = f"cannot be read ({first_line(failure)})"
-        raise ConfigError(reader.named_by, reader.checkpoint, rule, another(reader.checkpoint)) from error
+        raise ConfigError(reader.named_by, reader.checkpoint, rule, earlier_hint(reader.checkpoint)) from error
 
 
 _OF_THE_MACHINE = (OutcomeKind.OOM, OutcomeKind.NODE_FAIL, OutcomeKind.HANG)

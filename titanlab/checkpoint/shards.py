@@ -1,4 +1,4 @@
-"""Who writes what in a save: the global plan, and the layout of each rank's file.
+"""Plans what each rank writes in a save: the global plan, and the layout of each rank's file.
 
 DCP's own planner makes the metadata of its own format besides, which titanlab's storage does not use, and copies every
 entry twice. A layout of 405B parameters over 512 ranks without a pipeline has 1.4 million entries.

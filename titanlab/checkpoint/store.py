@@ -39,8 +39,8 @@ from titanlab.checkpoint.contents import Readable, check_optimizer, check_whole,
 from titanlab.checkpoint.contract import OnlyModel, Target
 from titanlab.checkpoint.folders import (
     PART,
-    another,
     checkpoints,
+    earlier_hint,
     is_checkpoint,
     remove,
     remove_unfinished,
@@ -58,7 +58,7 @@ from titanlab.records import first_line
 from titanlab.system import disk_fault
 
 T = TypeVar("T")
-# Of the state of numpy's generator.
+# The number of words in the state of numpy's generator.
 _WORDS = 624
 # Settings of the optimizer, such as the rate: the recipe decides them, so they are not saved.
 _SETTINGS = "param_groups."
@@ -89,7 +89,7 @@ def begin(
 ) -> PlannedSave:
     """Make the folder of a checkpoint, and agree with all ranks on what each of them writes."""
     world, final = target.world, step_folder(target.folder, position.step)
-    made = together(world, lambda: make_part(target.folder, final) if world.logs else None)
+    made = on_all_ranks(world, lambda: make_part(target.folder, final) if world.logs else None)
     # Only rank 0 asks the store which of the two it is.
     part = world.share(made) if isinstance(final, StorePath) else final.with_name(final.name + PART)
     assert part is not None
@@ -137,10 +137,10 @@ def complete(planned: PlannedSave, staged: Callable[[], Staged], target: Target)
 
     with removed_after_errors(planned.folder, target.world):
         write_and_publish(staged, planned, target.world)
-        together(target.world, lambda: finish() if target.world.logs else None)
+        on_all_ranks(target.world, lambda: finish() if target.world.logs else None)
 
 
-def together(world: World, action: Callable[[], T]) -> T:
+def on_all_ranks(world: World, action: Callable[[], T]) -> T:
     """Do an action on this rank, and wait for the others; all ranks call it.
 
     Raises:
@@ -353,7 +353,7 @@ def load(
         DamagedCheckpoint: the checkpoint is damaged.
         ConfigError: it belongs to another model.
     """
-    contents = together(world, lambda: read(folder, key))
+    contents = on_all_ranks(world, lambda: read(folder, key))
     check_whole(folder, contents.saved, key)
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     current = generator_states(world)
@@ -363,10 +363,10 @@ def load(
     states = {name: saved[name] for name in current if saved.get(name)}
     state = _saved_part(whole)
     names = [f"optimizer.{name}" for name in state["optimizer"]]
-    together(world, lambda: check_optimizer(folder, contents, names, key))
+    on_all_ranks(world, lambda: check_optimizer(folder, contents, names, key))
     load_state(state, contents.reader(folder, key))
     try:
-        together(world, lambda: restore_generators(states, world, folder, key))
+        on_all_ranks(world, lambda: restore_generators(states, world, folder, key))
     except DamagedCheckpoint:
         set_generators(current, world)
         raise
@@ -442,4 +442,4 @@ def restore_generators(states: Mapping[str, bytes], world: World, checkpoint: Pl
         set_generators(states, world)
     except (ValueError, TypeError, IndexError, KeyError, OverflowError, RuntimeError) as error:
         rule = f"holds no state of a generator ({type(error).__name__})"
-        raise DamagedCheckpoint(key, checkpoint, rule, another(checkpoint)) from error
+        raise DamagedCheckpoint(key, checkpoint, rule, earlier_hint(checkpoint)) from error

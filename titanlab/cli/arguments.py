@@ -19,7 +19,7 @@ _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}}
 _UNITS |= {f"{p}IB": 1024**n for n, p in enumerate("KMGT", 1)}
 _MOST_BYTES = 2.0**63  # file systems have signed 64-bit sizes
 FROM = "--from"
-# Of a proof's trainings.
+# Steps of a proof's trainings, and the most that a verb takes.
 PARITY_STEPS, MOST_STEPS = 3, 100
 RUN = "the run's folder, name, or the first digits of its hash"
 SWEEP = "the sweep's name, or its folder"

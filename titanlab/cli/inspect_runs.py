@@ -29,9 +29,9 @@ from titanlab.records import (
     complete_end,
     find_run,
     forward,
+    log_parts,
     merged,
     part_of,
-    parts,
     rank_log,
     rank_logs,
     rank_rows,
@@ -112,7 +112,7 @@ def _lines(
 ) -> Iterable[Line]:
     """The lines that are there now."""
     by_rank = {
-        rank: parts(run, rank, path) if attempt is None else [part_of(run, rank, path, attempt)]
+        rank: log_parts(run, rank, path) if attempt is None else [part_of(run, rank, path, attempt)]
         for rank, path in logs.items()
     }
     cut = {

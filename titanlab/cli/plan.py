@@ -216,7 +216,7 @@ def _ranks(text: str) -> list[int] | None:
 
 
 def _trace_lines(comparison: TraceComparison) -> Sequence[str]:
-    from titanlab.costs import lines
+    from titanlab.costs import traffic_lines
     from titanlab.prove import comparison_rows
 
     recipe, items, differing = comparison.recipe, comparison.items, comparison.differing
@@ -226,7 +226,7 @@ def _trace_lines(comparison: TraceComparison) -> Sequence[str]:
     for _, traced in comparison.pairs:
         text += [
             f"the optimizer of rank {traced.rank}, for which nothing is declared: {line}"
-            for line in lines(traced.update_traffic)
+            for line in traffic_lines(traced.update_traffic)
         ]
     if not differing:
         return [*text, f"all {len(items)} figures are equal"]

@@ -24,13 +24,13 @@ from titanlab.sweep import (
     aligned,
     cached,
     cancel,
-    details,
     failure_text,
     find_run_or_sweep,
     look_at,
     open_sweep,
     overview,
     remove_item,
+    row_details,
 )
 from titanlab.system import Console, counted, data_size, shown_path, user_path
 
@@ -74,7 +74,7 @@ def _show_runs(named: Sequence[RunFolder], rows: Sequence[dict[str, Any]], *, as
     with Console() as console:
         for run in named:
             row = by_folder[run.path.name]
-            console.start(run.path.name, details(row))
+            console.start(run.path.name, row_details(row))
             words = failure_text(run, row)
             if words is not None:
                 source, text = words

@@ -11,7 +11,7 @@ from titanlab.errors import ConfigError
 from titanlab.recipe import path_override
 from titanlab.system import Console
 
-# Of a tokenizer that is trained.
+# The size of a vocabulary that is trained.
 _PIECES = 32768
 
 

@@ -139,7 +139,7 @@ def _wandb_config(sweep: SweepFolder, console: Console) -> Mapping[str, Any]:
         except ConfigError as error:
             console.warn(f"{run.path.name} is left alone: {error}")
             continue
-        # Of several trackers, each has a key of its own.
+        # Where there are several trackers, each has a key of its own.
         for config in (tracker, *(value for value in tracker.values() if isinstance(value, Mapping))):
             if config.get("kind") == Wandb.kind:
                 return config

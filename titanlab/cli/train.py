@@ -16,7 +16,7 @@ def train_verb(args: Namespace) -> int:
 
         return train_from(args)
     with Console() as console:
-        # Of processes that torchrun has started, rank 0's worker alone has the terminal; launchers are asked below.
+        # Among processes that torchrun has started, only rank 0's worker has the terminal; launchers are asked below.
         shown = "RANK" not in os.environ
         # In a pipe, nothing is started before the recipe is known to be right, not even a thread.
         console.phase("composing the recipe" if shown and console.is_live else None)

@@ -133,7 +133,7 @@ def block_input(block: Sequence[Operation]) -> Activation:
     return Activation(name=HIDDEN, shape=block[-1].output)
 
 
-def kept(block: Iterable[Operation]) -> list[Activation]:
+def kept_activations(block: Iterable[Operation]) -> list[Activation]:
     """All activations that autograd keeps of a block; a tensor that several operations keep appears several times."""
     return [activation for operation in block for activation in operation.keeps]
 
@@ -332,7 +332,7 @@ def linear_layers(model: ModelAccount) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def matches(name: str, pattern: str) -> bool:
+def path_matches(name: str, pattern: str) -> bool:
     """Whether steps of a module's path match a pattern: `wk`, `feed_forward.w*`, `layers.0`, or a whole path."""
     return fnmatch.fnmatchcase(f".{name}.", f"*.{pattern}.*")
 
@@ -387,7 +387,7 @@ STYLES = {
     "router": TensorStyle(treats_part=True),
     "expert_colwise": TensorStyle(cut_dim=1, is_stack=True),
     "expert_rowwise": TensorStyle(cut_dim=2, is_stack=True),
-    # Of expert parallelism, which cuts the stack among ranks of its own; see `account_for`.
+    # Expert parallelism cuts the stack among ranks of its own; see `account_for`.
     "expert_stack": TensorStyle(cut_dim=0, is_stack=True),
     "embedding": TensorStyle(cut_dim=0, allows_uneven=True, sums=True),
     "head": TensorStyle(cut_dim=0, allows_uneven=True, gathers=True),

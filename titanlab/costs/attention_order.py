@@ -63,7 +63,7 @@ def order(
     if name != "auto":
         others = (other for other in FUSED if other != name and not (name == FLASH3 and other == "flash"))
         return (name, *others)
-    rule = next(rule for rule in rules(capability) if rule.fits(dtype, head_dim, seq_len))
+    rule = next(rule for rule in kernel_rules(capability) if rule.fits(dtype, head_dim, seq_len))
     return with_one_flash(rule.order, has_flash3=has_flash3)
 
 
@@ -76,11 +76,11 @@ def with_one_flash(names: Sequence[str], *, has_flash3: bool) -> tuple[str, ...]
 
 def prefers_flash3(capability: Capability | None) -> bool:
     """Whether FlashAttention 3 was measured as the fastest for some inputs."""
-    return any(rule.order[0] == FLASH3 for rule in rules(capability))
+    return any(rule.order[0] == FLASH3 for rule in kernel_rules(capability))
 
 
 @functools.cache
-def rules(capability: Capability | None) -> tuple[Rule, ...]:
+def kernel_rules(capability: Capability | None) -> tuple[Rule, ...]:
     """The rules of a device; the last one fits all inputs."""
     return rules_of(json.loads(TABLE.read_text()), capability)
 

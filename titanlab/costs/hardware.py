@@ -96,7 +96,7 @@ _CAPABILITIES: Mapping[tuple[int, int], str] = {
 }
 
 
-def find(name: str) -> Device | None:
+def find_device(name: str) -> Device | None:
     """The device with this name in torch, such as `NVIDIA H100 80GB HBM3`; None if it is not in the table.
 
     All words of a name must match: `NVIDIA H200 NVL` is not an H200 SXM, and a slice of a device (`… MIG 1g.10gb`) is
@@ -112,7 +112,7 @@ def find(name: str) -> Device | None:
 
 def peak_flops(name: str, dtype: str) -> float | None:
     """Dense peak in FLOP/s of the device with this name, for torch's name of a dtype; None if unknown."""
-    device = find(name)
+    device = find_device(name)
     if device is None or dtype not in device.peak_tflops:
         return None
     return device.peak_tflops[dtype] * 1e12

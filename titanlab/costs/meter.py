@@ -22,7 +22,7 @@ GRAD_NORM = "grad_norm"
 LEARNING_RATE = "lr"
 LOSS_SCALE = "loss_scale"
 SKIPPED_STEPS = "skipped_steps"
-# Of models with experts: the largest load of an expert relative to the mean of its block, the share of tokens that no
+# Models with experts have: the largest load of an expert relative to the mean of its block, the share of tokens that no
 # expert has computed, and the mean entropy of a token's probabilities in nats.
 EXPERT_LOAD = "expert_load"
 DROPPED_SHARE = "dropped_share"
@@ -32,7 +32,8 @@ TFLOPS = "tflops"
 MFU = "mfu(%)"
 STEP_SECONDS = "time_metrics/end_to_end(s)"
 STEP_SECONDS_MEDIAN = "time_metrics/end_to_end_median(s)"
-# Of a summary: a quarter of the steps after warm-up took less than the first, and a quarter more than the other.
+# Quartiles in a summary: a quarter of the steps after warm-up took less than the first, and a quarter more than the
+# other.
 STEP_SECONDS_LOW = "time_metrics/end_to_end_quartile_1(s)"
 STEP_SECONDS_HIGH = "time_metrics/end_to_end_quartile_3(s)"
 DATA_SECONDS = "time_metrics/data_loading(s)"
@@ -40,7 +41,7 @@ DATA_PERCENT = "time_metrics/data_loading(%)"
 TOKENS_SEEN = "n_tokens_seen"
 MEMORY_ACTIVE = "memory/max_active(GiB)"
 MEMORY_RESERVED = "memory/max_reserved(GiB)"
-# Of all ranks, and whose it is.
+# The largest of all ranks, and the rank that has it.
 MEMORY_MOST, MEMORY_MOST_RANK = "memory/max_over_ranks(GiB)", "memory/max_rank"
 VALIDATION_LOSS = "validation_metrics/loss"
 WARMING_UP = "warming_up"

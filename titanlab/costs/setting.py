@@ -67,7 +67,7 @@ class OptionConfig(Protocol):
         return  # the default; mypy takes an empty body for an abstract method
 
 
-# The value of training.loss_chunk that leaves the choice to `automatic`.
+# The value of training.loss_chunk that leaves the choice to `automatic_chunk`.
 AUTO = -1
 # Its rule, in bytes of logits in float32. A chunk of 512 MiB is 1,024 tokens of a vocabulary of 128,256:
 # enough for full matrix products, and few enough chunks that the weight's gradient is read and written seldom
@@ -80,7 +80,7 @@ _PART_BYTES = {"cpu": 2**23, "cuda": 2**26}
 _FLOAT = 4
 
 
-def automatic(*, tokens: int, columns: int) -> int:
+def automatic_chunk(*, tokens: int, columns: int) -> int:
     """Tokens of a chunk; 0: the logits are small enough to exist whole."""
     if tokens * columns * _FLOAT <= LARGE_BYTES:
         return 0

@@ -53,7 +53,7 @@ def step_traffic(step: Step, rank: Coordinate) -> list[TrafficRow]:
         _add_repeated(step, rank, pieces, traffic)
         _pipeline(step, number, traffic)
     experts = step.account.experts
-    # Of each block the count of each expert's tokens, and the sum of entropies, in float64.
+    # Each block has the count of each expert's tokens, and the sum of entropies, in float64.
     counts = 0 if experts is None else step.account.layers * (experts.count + 1) * 8
     traffic.add(step.axis("world"), "all_reduce", TOTALS_BYTES + counts, ranks=step.layout.world)
     return traffic.rows()
@@ -464,7 +464,7 @@ def wire_bytes(kind: str, size: int, *, ranks: int) -> int:
     return _RING[kind] * size * (ranks - 1) // ranks if kind in _RING else size
 
 
-def lines(rows: Iterable[TrafficRow]) -> list[str]:
+def traffic_lines(rows: Iterable[TrafficRow]) -> list[str]:
     """One line of text per axis: `shard: 12 all_gather 25.2 MB, 7 reduce_scatter 12.6 MB`."""
     by_axis: dict[str, list[str]] = {}
     for row in rows:
@@ -472,7 +472,7 @@ def lines(rows: Iterable[TrafficRow]) -> list[str]:
     return [f"{axis}: {', '.join(parts)}" for axis, parts in by_axis.items()]
 
 
-def flat(rows: Iterable[TrafficRow]) -> dict[str, int]:
+def traffic_metrics(rows: Iterable[TrafficRow]) -> dict[str, int]:
     """The table as one mapping for trackers: `traffic/shard/all_gather_bytes` → bytes, and so on."""
     table = {}
     for row in rows:

@@ -13,7 +13,7 @@ from typing import Any
 from titanlab.data import tokenizers
 from titanlab.data.schema import SMALLEST_VOCABULARY
 from titanlab.errors import ConfigError
-from titanlab.system import check_reachable, explained, is_absent, write_bytes
+from titanlab.system import check_reachable, hub_error, is_absent, write_bytes
 
 SAMPLE_CHARACTERS = 8_000_000
 """Characters of the text on which a tokenizer is trained; more text changes few merges and costs seconds."""
@@ -149,6 +149,6 @@ def _fetch(repo: str, name: str, folder: Path, token: str | None, report: Callab
     except Exception as error:
         if is_absent(error):
             return False
-        raise explained(error, repo) from error
+        raise hub_error(error, repo) from error
     report(f"fetched {name}")
     return True

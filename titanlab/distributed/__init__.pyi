@@ -41,7 +41,7 @@ from .stop import STOPS as STOPS
 from .stop import StoppedEarly as StoppedEarly
 from .stop import StopRequest as StopRequest
 from .stop import caught_signals as caught_signals
-from .stop import handled as handled
+from .stop import handled_signals as handled_signals
 from .stop import handlers_kept as handlers_kept
 from .stop import held_signals as held_signals
 from .stop import request_from_lines as request_from_lines
@@ -50,7 +50,7 @@ from .stop import stop_request as stop_request
 from .stop import stopped_before_start as stopped_before_start
 from .stop import stopped_early as stopped_early
 from .traffic import axis_groups as axis_groups
-from .traffic import marked as marked
+from .traffic import marked_collectives as marked_collectives
 from .traffic import traced as traced
 from .watchdog import NATIVE_SIGN as NATIVE_SIGN
 from .watchdog import Watchdog as Watchdog

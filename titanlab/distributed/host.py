@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from titanlab.costs import find
+from titanlab.costs import find_device
 from titanlab.errors import ConfigError
 from titanlab.system import output_of
 
@@ -64,7 +64,9 @@ def check_host(host: Host, *, accelerator: str, device: str | None, processes: i
         return
     if host.accelerator != "cuda":
         raise ConfigError("cluster.accelerator", "cuda", "this host shows no GPU", "try cluster.accelerator=cpu")
-    if device not in (None, host.device) and (find(host.device) is None or find(host.device) != find(str(device))):
+    if device not in (None, host.device) and (
+        find_device(host.device) is None or find_device(host.device) != find_device(str(device))
+    ):
         rule = f"this host has {host.device}"
         raise ConfigError("cluster.device", device, rule, f"try cluster.device='{host.device}', or null")
     if processes > host.count and not (host.count == 1 and has_own_gpu):
@@ -135,7 +137,7 @@ def _cgroup_limits() -> Iterator[int]:
         if number == "0":
             top, name = _CGROUPS, "memory.max"
         elif "memory" in controllers.split(","):
-            # Of version 1; without a limit the number is larger than any host's memory.
+            # cgroup version 1: without a limit the number is larger than any host's memory.
             top, name = _CGROUPS / "memory", "memory.limit_in_bytes"
         else:
             continue

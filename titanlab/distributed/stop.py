@@ -58,7 +58,7 @@ class StopRequest:
             if active and self.signal:
                 raise StoppedEarly
             # Only a signal that Python handles ends a system call.
-            with handled((signal.SIGCONT,) if active and _in_main_thread() else (), lambda number, frame: None):
+            with handled_signals((signal.SIGCONT,) if active and _in_main_thread() else (), lambda number, frame: None):
                 yield
         finally:
             self.ends_at_once = False
@@ -166,7 +166,7 @@ def handlers_kept(numbers: Iterable[int]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def handled(numbers: Sequence[int], handler: Handler) -> Iterator[None]:
+def handled_signals(numbers: Sequence[int], handler: Handler) -> Iterator[None]:
     """Handle these signals inside the block, also signals that were ignored. Main thread only."""
     with handlers_kept(numbers):
         for number in numbers:
@@ -192,7 +192,7 @@ def held_signals() -> Iterator[list[int]]:
         if number == signal.SIGINT and time.monotonic() - first > ONE_REQUEST_SECONDS:
             raise Impatient
 
-    with handled(caught_signals(), handler):
+    with handled_signals(caught_signals(), handler):
         yield held
 
 
@@ -221,7 +221,7 @@ def stop_request() -> Iterator[StopRequest]:
         elif time.monotonic() - first > ONE_REQUEST_SECONDS:
             raise KeyboardInterrupt
 
-    with handled(caught_signals(), handler), _launcher_watched(request):
+    with handled_signals(caught_signals(), handler), _launcher_watched(request):
         yield request
 
 

@@ -59,7 +59,7 @@ def traced(axes: Mapping[str, str]) -> Iterator[Traffic]:
 
 
 @contextlib.contextmanager
-def marked(axes: Mapping[str, str]) -> Iterator[None]:
+def marked_collectives(axes: Mapping[str, str]) -> Iterator[None]:
     """Annotate every collective and message inside the block for torch.profiler: `titanlab.issue:AXIS:KIND` before it.
 
     gloo's own events do not name their process group.

@@ -72,7 +72,7 @@ def _of_launcher(kind: str, launch: LaunchConfig | None) -> Check:
     try:
         config = launch if launch is not None and is_chosen else default_config(kind)
     except ConfigError as error:
-        # Of a launcher of another package, which nobody has chosen.
+        # Nobody has chosen this launcher, which is another package's.
         problem = [warn("config", str(error), "mend or remove its package")]
         return Check(kind, kind, lambda: problem, is_needed=False)
     # Made inside the check: a launcher of another package may raise anything.

@@ -21,7 +21,7 @@ from typing import Any
 import titanlab
 from titanlab.distributed import loopback_interface
 from titanlab.records import PACKAGES, git_state, versions
-from titanlab.system import Finding, ask, fail, ok, warn
+from titanlab.system import Finding, fail, ok, run_command, warn
 from titanlab.techniques.tracker.wandb import has_key
 
 _LEAST = (3, 11)
@@ -140,7 +140,7 @@ _KILL_SECONDS = 5.0
 
 def torch_facts(*, python: str = sys.executable, seconds: float = FACTS_SECONDS) -> tuple[dict[str, Any], str]:
     """What torch knows, from a process of its own; or nothing, and why."""
-    answer = ask(python, "-P", str(SCRIPT), "facts", seconds=seconds)
+    answer = run_command(python, "-P", str(SCRIPT), "facts", seconds=seconds)
     if answer is None:
         return {}, f"gave no answer within {seconds:g} s"
     with contextlib.suppress(ValueError, IndexError):
@@ -281,7 +281,9 @@ def check_gpus() -> Iterator[Finding]:
     if shutil.which("nvidia-smi") is None:
         yield ok("GPUs", "there is no nvidia-smi on PATH: processes compute on the CPU")
         return
-    answer = ask("nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits", seconds=_SECONDS)
+    answer = run_command(
+        "nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits", seconds=_SECONDS
+    )
     if answer is None:
         text = f"nvidia-smi gave no answer within {_SECONDS:g} s"
         yield fail("GPUs", text, "the driver hangs: see the kernel's log (dmesg) for Xid, and restart the node")
@@ -306,7 +308,7 @@ def check_gpus() -> Iterator[Finding]:
 
 
 def _links() -> Finding:
-    answer = ask("nvidia-smi", "topo", "-m", seconds=_SECONDS)
+    answer = run_command("nvidia-smi", "topo", "-m", seconds=_SECONDS)
     links = Counter(links_of(answer.output)) if answer is not None and answer.code == 0 else Counter[str]()
     if not links:
         return warn("links", "nvidia-smi topo -m says nothing", "the links between GPUs are not known")

@@ -15,12 +15,12 @@ from titanlab.checkpoint import (
     DamagedCheckpoint,
     Place,
     StorePath,
-    another,
     check_checkpoint,
     check_progress,
     check_whole,
     checkpoints_of,
     claim_place,
+    earlier_hint,
     fall_back,
     latest,
     put_aside,
@@ -190,7 +190,7 @@ def check_own_checkpoint(run: RunFolder, recipe: Recipe, checkpoint: Place | Non
     identity = run.identity()
     if identity is not None and saved_position.recipe not in (None, identity.sha256):
         rule = f"is of another run, whose identity begins with {str(saved_position.recipe)[:8]}"
-        raise DamagedCheckpoint("run", checkpoint, rule, another(checkpoint))
+        raise DamagedCheckpoint("run", checkpoint, rule, earlier_hint(checkpoint))
     # A run that starts from another run's checkpoint counts that run's steps, tokens and samples too.
     starts_from_scratch = recipe.checkpoint.load_from is None
     check_progress(
@@ -200,7 +200,7 @@ def check_own_checkpoint(run: RunFolder, recipe: Recipe, checkpoint: Place | Non
         global_batch=recipe.training.global_batch if starts_from_scratch else 0,
         checkpoint=checkpoint,
         key="run",
-        cure=another(checkpoint),
+        cure=earlier_hint(checkpoint),
     )
 
 

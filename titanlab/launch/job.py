@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 import titanlab
-from titanlab.distributed import ONE_REQUEST_SECONDS, STOP_SIGNALS, free_port, handled
+from titanlab.distributed import ONE_REQUEST_SECONDS, STOP_SIGNALS, free_port, handled_signals
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import Launcher, ProcessPlace
 from titanlab.launch.launchers import default_config, launcher_named
@@ -160,7 +160,7 @@ def received_signals() -> Iterator[list[tuple[int, float]]]:
     def handler(number: int, frame: FrameType | None) -> None:
         signals.append((number, time.monotonic()))
 
-    with handled(STOP_SIGNALS, handler):
+    with handled_signals(STOP_SIGNALS, handler):
         yield signals
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from titanlab.distributed import ALONE, CORES, MEETING, cores, handled, this_host
+from titanlab.distributed import ALONE, CORES, MEETING, cores, handled_signals, this_host
 from titanlab.errors import ConfigError
 from titanlab.launch import processes
 from titanlab.launch.contract import Failure, JobKey, JobState, Launcher, ProcessPlace
@@ -470,7 +470,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         _say(f"supervisor {os.getpid()} of {sweep.name}")
         # A shell starts background processes with SIGINT ignored. After this, children start with the default action.
-        with handled((signal.SIGTERM, signal.SIGINT), supervisor.end):
+        with handled_signals((signal.SIGTERM, signal.SIGINT), supervisor.end):
             supervisor.run(lock)
     return 0
 

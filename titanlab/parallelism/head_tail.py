@@ -196,7 +196,7 @@ class DocumentChunks:
         self.numbers = owned(rank, ranks)
         self._size = starts.shape[1] // 2
         self._starts: list[list[int]] = starts.tolist()
-        # Of each half by itself: what began in an earlier chunk begins with the chunk.
+        # The starts within each half: a document that began in an earlier chunk begins with this chunk.
         begins = torch.tensor(self.numbers * starts.shape[0]).unsqueeze(1) * self._size
         self.inner = (halves(starts) - begins).clamp(min=0)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
-from titanlab.costs import Activation, Operation, Share, chunk_bytes, kept
+from titanlab.costs import Activation, Operation, Share, chunk_bytes, kept_activations
 from titanlab.plan.pipeline_time import shorter
 from titanlab.plan.stages import actions_of, block_operations, edge_operations, model_facts, placement_of, treatments
 from titanlab.techniques.ac.contract import ACConfig
@@ -45,7 +45,7 @@ def block_bytes(
     for number in first:
         saved = ac.saved_bytes(block, share, number=number)
         # Without checkpointing autograd keeps all of these.
-        again = max(0, share.bytes_of(kept(block)) - saved) if ac.recomputed(block, number=number) else 0
+        again = max(0, share.bytes_of(kept_activations(block)) - saved) if ac.recomputed(block, number=number) else 0
         kinds.append(BlockBytes(saved, again))
     return tuple(kinds), kind_of
 
@@ -68,7 +68,7 @@ def gradients_together(model: ModelConfig, share: Share, microbatch: int, seq_le
 @functools.lru_cache(maxsize=4096)
 def edge_bytes(model: ModelConfig, share: Share, microbatch: int, seq_len: int) -> dict[str, int]:
     """Bytes that pieces before and after the blocks keep, by name."""
-    return {edge.name: share.bytes_of(kept([edge])) for edge in edge_operations(model, microbatch, seq_len)}
+    return {edge.name: share.bytes_of(kept_activations([edge])) for edge in edge_operations(model, microbatch, seq_len)}
 
 
 @functools.lru_cache(maxsize=4096)

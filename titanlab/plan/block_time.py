@@ -57,7 +57,7 @@ class KernelGroup(NamedTuple):
     fused: bool
 
 
-# Of the forward pass, of the gradients of inputs, and of the gradients of weights.
+# The kernels of the forward pass, of the gradients of inputs, and of the gradients of weights.
 _Passes = tuple[list[KernelGroup], list[KernelGroup], list[KernelGroup]]
 
 

@@ -251,7 +251,7 @@ def machine_of(recipe: Recipe) -> Machine:
         return _cpu(cluster)
     if cluster.device is None:
         raise ConfigError("cluster.device", None, "an estimate needs a device", "try cluster=h100, or cluster=cpu")
-    device = hardware.find(cluster.device)
+    device = hardware.find_device(cluster.device)
     if device is None and cluster.peak_tflops is not None and cluster.memory_gb_per_second is not None:
         device = _measured(cluster)
     if device is None:

@@ -18,7 +18,7 @@ from titanlab.costs import (
     block_input,
     cuts_of,
     is_in_block,
-    kept,
+    kept_activations,
     sharded_dim,
     step_traffic,
     stored_part,
@@ -95,7 +95,7 @@ def _stages(recipe: Recipe, pipeline: int) -> list[tuple[int, Sequence[str]]]:
 def _stored(recipe: Recipe, model: ModelAccount, name: str, place: Coordinate, *, padded: bool) -> Stored:
     layout, formats = recipe.layout, recipe.precision.formats()
     cuts = cuts_of(model, name, layout)
-    # Of experts all parts are equal.
+    # All parts of experts are equal.
     number, fsdp = (place.tensor, place.fsdp) if (cuts.tensor, cuts.fsdp) == (layout.tensor, layout.fsdp) else (0, 0)
     part = list(tensor_part(model, name, tensor=cuts.tensor, number=number))
     if layout.data_parallelism(mixed=formats.mixed) == "fsdp2":
@@ -124,8 +124,8 @@ def _saved(recipe: Recipe, stages: Sequence[tuple[int, Sequence[str]]]) -> dict[
                 expert=layout.expert,
             )
             saved = recipe.ac.saved_bytes(block, share, number=number)
-            if stage > 0 and place == 0 and saved == share.bytes_of(kept(block)):
+            if stage > 0 and place == 0 and saved == share.bytes_of(kept_activations(block)):
                 # A pipeline keeps the input of a stage, also where the block does not.
-                saved = share.bytes_of([*kept(block), block_input(block)])
+                saved = share.bytes_of([*kept_activations(block), block_input(block)])
             by_block[number] = saved
     return by_block

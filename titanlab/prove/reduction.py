@@ -197,7 +197,7 @@ def common_sizes(group: Sequence[Folded]) -> Sizes:
         *(case.layout.context * case.recipe.precision.multiple for case in group),
     )
     batch = math.lcm(*(case.layout.data * case.microbatches for case in group))
-    # Of four sequences in a row, each has another number of labels that count.
+    # Four sequences in a row have different numbers of labels that count.
     batch *= max(1, 4 // batch)
     return Sizes(model=sizes, seq_len=-(-_LEAST_SEQUENCE // chunk) * chunk, global_batch=batch)
 

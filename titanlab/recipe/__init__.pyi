@@ -25,12 +25,12 @@ from .keys import unknown_key as unknown_key
 from .keys import with_combinations as with_combinations
 from .next_attempt import LAYOUT as LAYOUT
 from .next_attempt import adapted as adapted
-from .next_attempt import changes as changes
 from .next_attempt import check_changeable as check_changeable
 from .next_attempt import check_unedited as check_unedited
 from .next_attempt import frozen_recipe as frozen_recipe
 from .next_attempt import new_recipe as new_recipe
 from .next_attempt import next_recipe as next_recipe
+from .next_attempt import recipe_changes as recipe_changes
 from .recipe import Recipe as Recipe
 from .recipe import from_mapping as from_mapping
 from .recipe import literal as literal

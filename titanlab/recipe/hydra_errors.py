@@ -134,7 +134,7 @@ def value_error(cause: OmegaConfBaseException, overrides: Sequence[str]) -> Conf
         while refusal is not None and not isinstance(refusal, ConfigError):
             refusal = refusal.__cause__ or refusal.__context__
         if refusal is not None:
-            # Of a resolver of titanlab's, which OmegaConf has wrapped.
+            # A resolver of titanlab has raised it, and OmegaConf has wrapped it.
             return ConfigError(key, f"${{{refusal.key}:{refusal.value}}}", refusal.rule, refusal.cure)
         rule, cure = first_line(cause), "name a key as in ${model.dim}, or a resolver"
         if rule.startswith("RecursionError"):

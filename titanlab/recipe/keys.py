@@ -146,7 +146,7 @@ def find_key(name: str, schema: type | None = None, *, kind: str | None = None) 
     """The key with this name, of options of this kind if it is given; preferably that of the given schema."""
     group, _, rest = name.partition(".")
     if kind is None and group in combining_groups() and rest.partition(".")[0] in discover().get(group, {}):
-        # Of several options, each has its keys under its name: `tracker.wandb.mode`.
+        # Where a group has several options, each has its keys under its name: `tracker.wandb.mode`.
         kind, _, rest = rest.partition(".")
         name = f"{group}.{rest}"
     keys = [key for key in known_keys() if key.name == name]

@@ -123,7 +123,7 @@ def adapted(recipe: Recipe, before: Recipe, overrides: Sequence[str] = ()) -> tu
     return replace(recipe, training=replace(recipe.training, microbatch=chosen)), line
 
 
-def changes(config: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+def recipe_changes(config: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
     """The groups and values of a recipe that differ from the run's; names and folders are left out."""
     same = ("runs", "sweep", "name", "launch")
     return {key: value for key, value in changed.items() if key not in same and config.get(key) != value}

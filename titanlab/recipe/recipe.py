@@ -16,7 +16,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from titanlab.checkpoint import check_address, is_address
-from titanlab.costs import AUTO, Layout, ModelAccount, Operation, automatic, is_in_block, resolve_layout
+from titanlab.costs import AUTO, Layout, ModelAccount, Operation, automatic_chunk, is_in_block, resolve_layout
 from titanlab.errors import ConfigError
 from titanlab.options import discover, schema_of
 from titanlab.parallelism import Parallelism
@@ -118,7 +118,7 @@ class Recipe:
         if self.training.loss_chunk != AUTO:
             return int(self.training.loss_chunk or 0)
         tokens = self.microbatch * self.training.seq_len // self.layout.context
-        chunk = automatic(tokens=tokens, columns=-(-self.model.vocab_size // self.layout.tensor))
+        chunk = automatic_chunk(tokens=tokens, columns=-(-self.model.vocab_size // self.layout.tensor))
         return 0 if chunk and needs_whole_logits(self) is not None else chunk
 
     @property

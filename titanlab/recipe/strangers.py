@@ -5,7 +5,7 @@ Hydra calls whatever `_target_` names (callbacks, launchers, sweepers), and its 
 and `oc.decode` make configs from text. A recipe needs none of this. Hydra has a list of blocked modules of its own,
 but the list is incomplete and its error names another key.
 
-Of Hydra's own settings, titanlab reads `hydra.searchpath`, `hydra.sweeper` of a sweep, `hydra.job.name` (as
+titanlab reads these settings of Hydra: `hydra.searchpath`, `hydra.sweeper` of a sweep, `hydra.job.name` (as
 `${hydra:job.name}`), `hydra.mode` of a file and the texts of the help pages. Others would have no effect.
 `titanlab.sweep.request` checks `hydra.launcher`, because it knows the points.
 """
@@ -28,7 +28,7 @@ from omegaconf import OmegaConf
 
 from titanlab.errors import ConfigError
 from titanlab.options import conf_packages, discover
-from titanlab.records import excess
+from titanlab.records import yaml_excess
 
 VARIABLES = (
     *("HOME", "USER", "LOGNAME", "HOSTNAME", "PWD", "TMPDIR", "SCRATCH", "WORK", "PROJECT", "XDG_CACHE_HOME"),
@@ -152,7 +152,7 @@ def check_size(text: str, file: object) -> None:
     """Check that a YAML neither overflows the stack nor stands for more values than memory has room for."""
     # What cannot be read is Hydra's to name.
     with contextlib.suppress(yaml.YAMLError):
-        if (reason := excess(text)) is not None:
+        if (reason := yaml_excess(text)) is not None:
             raise ConfigError("file", file, reason, "write the values themselves")
 
 

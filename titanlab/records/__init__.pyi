@@ -6,8 +6,8 @@ from .claim import is_claimed as is_claimed
 from .claim import is_locked as is_locked
 from .claim import name_holder as name_holder
 from .config_file import config_text as config_text
-from .config_file import excess as excess
 from .config_file import read_config as read_config
+from .config_file import yaml_excess as yaml_excess
 from .diagnosis import Diagnosis as Diagnosis
 from .diagnosis import diagnose as diagnose
 from .diagnosis import different_calls as different_calls
@@ -39,9 +39,9 @@ from .logs import LogPart as LogPart
 from .logs import backward as backward
 from .logs import complete_end as complete_end
 from .logs import forward as forward
+from .logs import log_parts as log_parts
 from .logs import merged as merged
 from .logs import part_of as part_of
-from .logs import parts as parts
 from .logs import rank_log as rank_log
 from .logs import rank_logs as rank_logs
 from .logs import size_of as size_of

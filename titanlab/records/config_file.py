@@ -134,17 +134,17 @@ def parse_yaml(text: str) -> Any:
     """The values of a YAML, which may come from a stranger.
 
     Raises:
-        ValueError: it is no YAML, or `excess` has a reason not to read it. The message is one line.
+        ValueError: it is no YAML, or `yaml_excess` has a reason not to read it. The message is one line.
     """
     try:
-        if (reason := excess(text)) is not None:
+        if (reason := yaml_excess(text)) is not None:
             raise ValueError(reason)
         return yaml.load(text, Loader=_LOADER)
     except (RecursionError, yaml.YAMLError) as error:
         raise ValueError(" ".join(str(error).split())) from error
 
 
-def excess(text: str) -> str | None:
+def yaml_excess(text: str) -> str | None:
     """What is too much in a YAML, in words; None if it can be read.
 
     libyaml's loader overflows the stack of the process on deep nesting (PyYAML 6), and nine lines with aliases (`&a`,

@@ -1,4 +1,4 @@
-"""Who made a run hang: pure functions over the records of its ranks.
+"""Finds the rank that made a run hang: pure functions over the records of its ranks.
 
 The evidence, strongest first: a rank that does not answer; a rank that ended early; ranks that call different
 collectives; a rank that is outside of every collective. Ranks that wait are compared with their own earlier steps; then

@@ -205,7 +205,7 @@ def write_marks(run: RunFolder, attempt: int) -> None:
     write_json(run.attempt_folder(attempt) / MARKS, {"schema": SCHEMA, "bytes": sizes})
 
 
-def parts(run: RunFolder, rank: int, path: Path) -> list[LogPart]:
+def log_parts(run: RunFolder, rank: int, path: Path) -> list[LogPart]:
     """The parts of a rank's log, one for each attempt that may have written to it, oldest first.
 
     What an attempt without marks wrote belongs to the attempt before. A log that was cut short since belongs to the
@@ -235,7 +235,7 @@ def part_of(run: RunFolder, rank: int, path: Path, attempt: int) -> LogPart:
     Raises:
         ConfigError: where the attempt begins is not known.
     """
-    for part in parts(run, rank, path):
+    for part in log_parts(run, rank, path):
         if part.attempt == attempt:
             return part
     raise ConfigError("--attempt", attempt, "where it begins in the logs is not known", "leave --attempt out")

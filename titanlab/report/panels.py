@@ -17,7 +17,7 @@ from titanlab.recipe import Recipe, from_mapping
 from titanlab.records import EXPERTS
 from titanlab.report.facts import Answer, Facts
 from titanlab.report.figures import bars, over_time, scatter, style
-from titanlab.sweep import RecipeRuns, tone
+from titanlab.sweep import RecipeRuns, state_tone
 from titanlab.system import counted, grouped, significant
 from titanlab.techniques.schedule.timeline import simulate
 
@@ -126,7 +126,7 @@ def pareto_panel(facts: Facts, *, speed: str) -> Panel:
     """Memory against speed."""
     points = scatter.points_of(facts.rows, speed)
     front = scatter.front_of(points)
-    failed = [row for row in facts.runs if row["state"] == "ended" and tone(row) in ("bad", "halted")]
+    failed = [row for row in facts.runs if row["state"] == "ended" and state_tone(row) in ("bad", "halted")]
     caption = (
         "Each point is a recipe: of its runs that are done, the geometric mean of the speed and the median of the "
         "memory. Less memory is left, more speed is up. "

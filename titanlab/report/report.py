@@ -17,7 +17,7 @@ from titanlab.report.figures.style import printable
 from titanlab.report.frames import folder_of
 from titanlab.report.panels import Panel
 from titanlab.report.sections import panels_of, sections_of
-from titanlab.sweep import SweepFolder, SweepTable, counts, notes_of
+from titanlab.sweep import SweepFolder, SweepTable, notes_of, state_counts
 from titanlab.system import counted, grouped, user_path, write_text
 
 _FOLDER = Path(__file__).parent
@@ -173,7 +173,7 @@ def _facts(facts: Facts) -> list[tuple[str, str]]:
     starts = [row["started"] for row in facts.runs if row["started"]]
     ends = [row["ended"] for row in facts.runs if row["ended"]]
     pairs = [
-        ("runs", counts(facts.rows).removeprefix(f"{counted(len(facts.runs), 'run')}: ")),
+        ("runs", state_counts(facts.rows).removeprefix(f"{counted(len(facts.runs), 'run')}: ")),
         ("recipes", grouped(len(facts.groups)) if facts.groups else ""),
         ("model", _few(sorted(models))),
         ("device", _few(devices)),

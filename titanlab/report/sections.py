@@ -14,7 +14,7 @@ from titanlab.records import OutcomeKind, redact
 from titanlab.report import panels
 from titanlab.report.facts import Answer, Facts, command_line, differences, representative, sources
 from titanlab.report.panels import Cell, PageTable, Panel, run_cell, speed_text, text
-from titanlab.sweep import failure_text, tone, word
+from titanlab.sweep import failure_text, state_tone, state_word
 from titanlab.system import counted
 
 _MOST_CAUSE = 300
@@ -162,10 +162,10 @@ def _dropped(facts: Facts) -> Section:
 
 
 def _failures(facts: Facts) -> Section:
-    bad = [row for row in facts.runs if tone(row) in ("bad", "halted")]
+    bad = [row for row in facts.runs if state_tone(row) in ("bad", "halted")]
     if not bad:
         return Section(id="failures", title="Failures", texts=["No run has failed."])
-    kinds = Counter(map(word, bad))
+    kinds = Counter(map(state_word, bad))
     meanings = [
         f"{count} {kind}" + (f" ({OutcomeKind(kind).meaning})" if kind in list(OutcomeKind) else "")
         for kind, count in kinds.most_common()
@@ -174,7 +174,7 @@ def _failures(facts: Facts) -> Section:
         [
             run_cell(row["run"]),
             text(row["layout.label"]),
-            text(word(row)),
+            text(state_word(row)),
             text(None if row["step"] is None else f"{row['step']} of {row['steps']}"),
             text(row["rank"]),
             _cut(redact(row["cause"] or "")),
@@ -199,7 +199,7 @@ def _tracebacks(facts: Facts, bad: Sequence[Mapping[str, Any]]) -> list[tuple[st
     """The traceback of one run of each cause."""
     tracebacks: dict[tuple[str, str], tuple[str, str]] = {}
     for row in bad:
-        key = (word(row), row["cause"] or "")
+        key = (state_word(row), row["cause"] or "")
         if key in tracebacks or len(tracebacks) == _MOST_TRACEBACKS:
             continue
         try:

@@ -168,7 +168,7 @@ def cached() -> Iterator[Removable]:
                 if path.name.endswith(".lock"):
                     continue
                 is_left = _MAKING in path.name
-                # Who makes `NAME` holds `.NAME.lock`, and fills `.NAME.making-…`.
+                # The process that makes `NAME` holds `.NAME.lock`, and fills `.NAME.making-…`.
                 name = path.name.partition(_MAKING)[0].removeprefix(".") if is_left else path.name
                 if (is_left and not is_old(path)) or is_locked(path.with_name(f".{name}.lock")):
                     continue

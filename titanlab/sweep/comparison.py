@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlab.sweep.columns import POINT, point_keys
-from titanlab.sweep.listing import OVERSUBSCRIBED, Row, aligned, runs, word
+from titanlab.sweep.listing import OVERSUBSCRIBED, Row, aligned, runs, state_word
 from titanlab.system import grouped
 
 # Together with the layout, these columns define a recipe; a column is shown if it differs within the sweep.
@@ -131,7 +131,7 @@ def _figures(group: RecipeRuns) -> list[str]:
     }
     figures = {name: group.typical(name) for name in forms}
     texts = ["" if (figure := figures[name]) is None else form(figure) for name, form in forms.items()]
-    ends = Counter(map(word, group.rows))
+    ends = Counter(map(state_word, group.rows))
     alone = len(group.rows) == 1
     return [*texts, ", ".join(name if alone else f"{count} {name}" for name, count in ends.items())]
 

@@ -56,7 +56,7 @@ def cells(row: Row, *, now: float) -> tuple[str, ...]:
     return (
         row["run"] or "",
         row["layout.label"] or "",
-        word(row),
+        state_word(row),
         f"{row['step']}/{row['steps']}" if row["steps"] and row["step"] is not None else "",
         "" if speed is None else grouped(speed) + ("*" if row["oversubscribed"] else ""),
         "" if mfu is None else f"{mfu:.1f}%",
@@ -66,12 +66,12 @@ def cells(row: Row, *, now: float) -> tuple[str, ...]:
     )
 
 
-def word(row: Row) -> str:
+def state_word(row: Row) -> str:
     """A run's state in one word; its outcome if it has ended."""
     return str(row["outcome"] or row["state"]) if row["state"] == "ended" else str(row["state"])
 
 
-def tone(row: Row) -> str:
+def state_tone(row: Row) -> str:
     """The kind of a state, for its colour: `good`, `busy`, `idle`, `halted` or `bad`."""
     state = row["state"]
     if state in ACTIVE:
@@ -91,10 +91,10 @@ def runs(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row["state"] != "dropped"]
 
 
-def counts(rows: Iterable[Row]) -> str:
+def state_counts(rows: Iterable[Row]) -> str:
     """The number of runs of each outcome and state: `12 runs: 8 done, 1 oom, 2 running, 1 queued`."""
     shown = runs(rows)
-    counter = Counter(word(row) for row in shown)
+    counter = Counter(state_word(row) for row in shown)
     order = [*(kind.value for kind in OutcomeKind), *_STATES]
     parts = [f"{counter[name]} {name}" for name in order if counter[name]]
     return counted(len(shown), "run") + (": " + ", ".join(parts) if parts else "")
@@ -130,7 +130,7 @@ def failures(rows: Iterable[Row]) -> list[str]:
             # Some causes begin with the step already.
             where += [f"step {row['step']}"] if row["step"] and not str(row["cause"]).startswith("step ") else []
             cause = f": {row['cause']}" if row["cause"] else ""
-            lines.append(f"{row['run']}: {', '.join([word(row), *where])}{cause}{contradiction}")
+            lines.append(f"{row['run']}: {', '.join([state_word(row), *where])}{cause}{contradiction}")
     return lines
 
 
@@ -181,7 +181,7 @@ def text(name: str, rows: Sequence[Row], *, now: float) -> str:
 def beneath(rows: Sequence[Row], *, most: int | None = None) -> list[str]:
     """The lines below the table: legend, counts, causes, dropped points."""
     lines = [OVERSUBSCRIBED] if any(row["oversubscribed"] for row in rows) else []
-    lines.append(counts(rows))
+    lines.append(state_counts(rows))
     # Once for all jobs: each has the same reason, and some of them may still run.
     lines += sorted(
         {row["queue_reason"] for row in rows if row["scheduler_state"] == UNANSWERED and row["queue_reason"]}
@@ -270,7 +270,7 @@ _LOG_LINES = 30
 _LOG_BYTES = 50_000
 
 
-def details(row: Row) -> list[tuple[str, object]]:
+def row_details(row: Row) -> list[tuple[str, object]]:
     """The row's known facts as (label, value)."""
     speed, mfu = row["tokens_per_second"], row["mfu_percent"]
     speed_text = "" if speed is None else f"{grouped(speed)} tokens/s per device"
@@ -287,7 +287,7 @@ def details(row: Row) -> list[tuple[str, object]]:
     }
     job = [str(row[name]) for name in ("launcher", "job_id", "scheduler_state") if row[name]]
     facts: list[tuple[str, object]] = [
-        ("state", word(row)),
+        ("state", state_word(row)),
         ("cause", row["cause"]),
         ("rank", row["rank"]),
         ("exit code", row["exit_code"]),

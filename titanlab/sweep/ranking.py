@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from titanlab.sweep.comparison import RecipeRuns, groups
-from titanlab.sweep.listing import ACTIVE, Row, aligned, runs, word
+from titanlab.sweep.listing import ACTIVE, Row, aligned, runs, state_word
 from titanlab.system import counted, duration, grouped
 
 # The probability of a wrong statement, for all statements about one sweep together. Of the 5 % that are promised,
@@ -75,7 +75,7 @@ class RankedRecipe:
     @property
     def ends(self) -> dict[str, int]:
         """The number of its runs by outcome; by state if they have not ended."""
-        return dict(Counter(map(word, self.group.rows)))
+        return dict(Counter(map(state_word, self.group.rows)))
 
     def to_mapping(self) -> dict[str, Any]:
         """The entry as plain values."""
@@ -101,7 +101,7 @@ def entry_of(group: RecipeRuns, by: str, max_memory_gib: float | None) -> Ranked
     figures = _positive(counting, COLUMN_OF[by])
     reason = None
     if not done:
-        reason = f"no run is done: {_counts(Counter(map(word, group.rows)))}"
+        reason = f"no run is done: {_counts(Counter(map(state_word, group.rows)))}"
     elif max_memory_gib is not None and memory is None:
         reason = "its memory is unknown, so that it cannot be held against the limit"
     elif max_memory_gib is not None and memory is not None and memory > max_memory_gib:
@@ -300,7 +300,7 @@ def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None =
     control = max((entry for entry in controls if entry.figures), key=lambda entry: entry.runs, default=None)
     drift = None
     if control is not None:
-        # Of the noise of all other recipes.
+        # The noise of all other recipes: its deviation and its degrees of freedom.
         others, free = _pooled(entries)
         squares = 0.0 if others is None else others**2 * free
         drift = drift_of(counted_runs(control.group, by), COLUMN_OF[by], squares=squares, degrees=free)

@@ -22,7 +22,7 @@ from titanlab.records import PATCH_LIMIT, RECORD, RunFolder, code_fingerprint, c
 from titanlab.sweep.composer import Composer
 from titanlab.sweep.space import differing
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.system import CommandResult, ask, read_bytes
+from titanlab.system import CommandResult, read_bytes, run_command
 
 _SHA = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
@@ -221,7 +221,7 @@ def _git(folder: Path, *arguments: str) -> CommandResult | None:
     # Git sets GIT_DIR and similar variables for hooks; they would select another repository.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environ |= {"LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0", "GIT_LFS_SKIP_SMUDGE": "1"}
-    return ask("git", "-C", str(folder), *_INERT, *arguments, seconds=_SECONDS, environ=environ)
+    return run_command("git", "-C", str(folder), *_INERT, *arguments, seconds=_SECONDS, environ=environ)
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

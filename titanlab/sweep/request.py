@@ -298,10 +298,10 @@ def _listed(values: Sequence[Any]) -> str:
 
 
 CONTROL = "control"
-# Of the control's runs, so that they are other runs than the repeats of a point with the same recipe: a sweep has at
-# most 1,000 repeats, numbered from 0.
+# The first repeat of the control: a sweep has at most 1,000 repeats, numbered from 0, and the control's runs must be
+# other runs than the repeats of a point with the same recipe.
 FIRST_REPEAT = 1000
-# Of its runs: one at the beginning, one in the middle, and one at the end.
+# The control has at least one run at the beginning, one in the middle, and one at the end.
 _FEWEST = 3
 _EXAMPLE = "try control: {}, the recipe without the sweep's changes, or control: {ac: none}"
 

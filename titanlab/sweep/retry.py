@@ -13,11 +13,11 @@ from titanlab.recipe import (
     LAYOUT,
     Recipe,
     adapted,
-    changes,
     check_changeable,
     check_unedited,
     from_mapping,
     next_recipe,
+    recipe_changes,
     to_mapping,
 )
 from titanlab.records import OutcomeKind, RunFolder, create_run
@@ -160,7 +160,7 @@ def _changes_layout(overrides: Sequence[str]) -> bool:
 
 def item_of(run: RunFolder, recipe: Recipe) -> QueuedRun:
     """The job of a run with a checked recipe."""
-    changed = changes(run.config(), to_mapping(recipe))
+    changed = recipe_changes(run.config(), to_mapping(recipe))
     return QueuedRun(run=run.path.name, shape=shape_of(recipe), launch=launch_of(recipe), changes=changed)
 
 

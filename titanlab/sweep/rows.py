@@ -128,7 +128,7 @@ class SweepTable:
         state = _state(status, outcome, job[0] if job else None, job_state)
         end = outcome if state == "ended" else None
         began = self._attempt(run, status.attempt, by_job=job is not None)
-        # Of the attempt before; of a run that waits to resume, the latest.
+        # The result of the attempt before; the latest result, if the run waits to resume.
         previous = run.result(status.attempt - 1) if status.attempt > 1 else None
         previous = previous if end is not None or outcome is None else outcome
         facts = {

@@ -98,13 +98,13 @@ class Screen:
 
     def _tell(self, rows: Sequence[Row], before: dict[str, str]) -> None:
         """Print a line for each run whose state differs from `before`, and update `before`."""
-        now = {row["run"]: listing.word(row) for row in listing.runs(rows)}
+        now = {row["run"]: listing.state_word(row) for row in listing.runs(rows)}
         changed = [run for run, word in now.items() if before.get(run) != word]
         before.update(now)
         for run in changed:
             self._say(f"{time.strftime('%H:%M:%S', time.localtime(self._clock()))}  {run}: {now[run]}")
         if changed:
-            self._say(f"          {listing.counts(rows)}")
+            self._say(f"          {listing.state_counts(rows)}")
 
     def _console(self) -> Any:
         # Imported here: `titanlab --help` does not need it.
@@ -136,7 +136,7 @@ class Screen:
             left_out = max(0, len(shown) - room)
             # In their order: active runs first, then failed, stopped, waiting and finished ones.
             urgency = {"busy": 0, "bad": 1, "halted": 2, "idle": 3, "good": 4}
-            places = sorted(range(len(shown)), key=lambda place: (urgency[listing.tone(shown[place])], place))
+            places = sorted(range(len(shown)), key=lambda place: (urgency[listing.state_tone(shown[place])], place))
             shown = [shown[place] for place in sorted(places[:room])]
         parts = [Text(name, style="bold")]
         if shown:
@@ -184,7 +184,7 @@ def _table(rows: Sequence[Row], columns: int, now: float) -> Any:
         if len(line[name]) > kept[name]:
             # Without its middle: the hash at its end distinguishes it.
             line[name] = f"{line[name][: kept[name] - _HASH - 1]}…{line[name][-_HASH:]}"
-        colour = _COLOURS[listing.tone(row)]
+        colour = _COLOURS[listing.state_tone(row)]
         table.add_row(*(Text(line[place], style=colour if place == state else "") for place in kept))
     return table
 

@@ -17,7 +17,7 @@ from .files import write_bytes as write_bytes
 from .files import write_json as write_json
 from .files import write_text as write_text
 from .hub import check_reachable as check_reachable
-from .hub import explained as explained
+from .hub import hub_error as hub_error
 from .hub import is_absent as is_absent
 from .hub import is_offline as is_offline
 from .hub import unreachable as unreachable
@@ -25,12 +25,12 @@ from .imports import import_quietly as import_quietly
 from .imports import kept_imports as kept_imports
 from .processes import STOPPED as STOPPED
 from .processes import CommandResult as CommandResult
-from .processes import ask as ask
 from .processes import born_at as born_at
 from .processes import module_command as module_command
 from .processes import output_of as output_of
 from .processes import process_start as process_start
 from .processes import process_state as process_state
+from .processes import run_command as run_command
 from .processes import stopped_note as stopped_note
 from .progress import Progress as Progress
 from .terminal import Console as Console

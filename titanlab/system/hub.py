@@ -30,7 +30,7 @@ def is_absent(error: Exception) -> bool:
     return "EntryNotFoundError" in kinds and "LocalEntryNotFoundError" not in kinds
 
 
-def explained(error: Exception, repo: str, key: str = "repo") -> ConfigError:
+def hub_error(error: Exception, repo: str, key: str = "repo") -> ConfigError:
     """The ConfigError for an error of huggingface_hub: a gated or missing model, or an unreachable hub."""
     kinds = kinds_of(error)
     status = getattr(getattr(error, "response", None), "status_code", None)

@@ -31,7 +31,7 @@ class CommandResult:
         return " ".join((self.errors or self.output).split())
 
 
-def ask(*words: str, seconds: float = 60.0, environ: Mapping[str, str] | None = None) -> CommandResult | None:
+def run_command(*words: str, seconds: float = 60.0, environ: Mapping[str, str] | None = None) -> CommandResult | None:
     """Run a program and wait for its end.
 
     Returns:
@@ -49,8 +49,8 @@ def ask(*words: str, seconds: float = 60.0, environ: Mapping[str, str] | None = 
 
 
 def output_of(*words: str, seconds: float = 60.0, environ: Mapping[str, str] | None = None) -> str | None:
-    """The standard output of a program, as for `ask`; None also if it fails."""
-    answer = ask(*words, seconds=seconds, environ=environ)
+    """The standard output of a program, as for `run_command`; None also if it fails."""
+    answer = run_command(*words, seconds=seconds, environ=environ)
     return answer.output if answer is not None and answer.code == 0 else None
 
 

@@ -410,7 +410,7 @@ class Console:
             color_system="standard" if coloured else None,
             width=columns_of(self._stream) - 1,
             legacy_windows=False,
-            # Of this console, which may know another TERM than the process: a dumb terminal has 80 columns for rich.
+            # This console may know another TERM than the process: a dumb terminal has 80 columns for rich.
             _environ=self._environ,
         )
         lines = box.ROUNDED if self._unicode else box.ASCII

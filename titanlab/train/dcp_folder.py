@@ -23,8 +23,8 @@ from titanlab.checkpoint import (
     Place,
     Readable,
     SavedPosition,
-    another,
     check_files,
+    earlier_hint,
     has_pickle,
     read_contents,
     read_position,
@@ -188,7 +188,7 @@ def contents_of(checkpoint: Place, key: str) -> Readable:
     """
     if not has_pickle(checkpoint):
         return read_contents(checkpoint, key)
-    cure = another(checkpoint)
+    cure = earlier_hint(checkpoint)
     saved = read_position(checkpoint, key, cure=cure)
     check_files(checkpoint, saved.files, key, cure=cure)
     return DcpContents(saved=saved, entries=read_saved(checkpoint, key))

@@ -27,7 +27,7 @@ from titanlab.checkpoint import (
     DamagedCheckpoint,
     Place,
     Reader,
-    another,
+    earlier_hint,
     metadata_of,
     position_bytes,
     read_contents,
@@ -106,7 +106,7 @@ def _damage_named(checkpoint: Path, key: str) -> Iterator[None]:
 
 
 def _unreadable(checkpoint: Path, key: str, reason: str) -> DamagedCheckpoint:
-    return DamagedCheckpoint(key, checkpoint, f"cannot be read ({reason})", another(checkpoint))
+    return DamagedCheckpoint(key, checkpoint, f"cannot be read ({reason})", earlier_hint(checkpoint))
 
 
 # Before the names of parameters in titanlab's checkpoints.
@@ -168,7 +168,7 @@ def write_dcp(checkpoint: Place, into: Path, key: str, *, prefix: str = _OWN_PRE
                 no_dist=True,
             )
         except dcp.CheckpointException as error:
-            # Of the one process that writes; native code raises a RuntimeError about a full disk.
+            # One process writes, so there is one failure; native code raises a RuntimeError about a full disk.
             failure: BaseException = next((failure for failure, _ in error.failures.values()), error)
             raise ((refusal(into) if isinstance(failure, RuntimeError) else None) or failure) from error
     if prefix != _OWN_PREFIX:

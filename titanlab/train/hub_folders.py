@@ -16,7 +16,7 @@ from typing import Any
 from titanlab.data import declared_in
 from titanlab.errors import ConfigError
 from titanlab.options import discover
-from titanlab.system import explained, is_absent, parse_json, unreachable, write_json
+from titanlab.system import hub_error, is_absent, parse_json, unreachable, write_json
 from titanlab.techniques.model.contract import HuggingFaceFamily, ModelConfig
 from titanlab.train.weights_folder import (
     CONTEXT,
@@ -236,7 +236,7 @@ def fetch_model(repo: str, *, revision: str | None, token: str | None, key: str,
         if is_absent(error):
             rule = f"has no {CONFIG}, so it holds no model of transformers"
             raise ConfigError(key, repo, rule, "name a model whose files include one") from error
-        raise explained(error, repo, key) from error
+        raise hub_error(error, repo, key) from error
     try:
         content = parse_json(config.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -249,4 +249,4 @@ def fetch_model(repo: str, *, revision: str | None, token: str | None, key: str,
         )
         return Path(folder)
     except Exception as error:
-        raise (problem or explained(error, repo, key)) from error
+        raise (problem or hub_error(error, repo, key)) from error

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from titanlab.checkpoint import Position, StorePath, checkpoints_of, latest
-from titanlab.costs import Meter, RunWork, flat, lines, meter, training_flops_per_token
+from titanlab.costs import Meter, RunWork, meter, traffic_lines, traffic_metrics, training_flops_per_token
 from titanlab.distributed import Mesh, World, axis_groups, traced, write_start_up
 from titanlab.recipe import Recipe
 from titanlab.records import EXPERTS, Outcome, OutcomeKind, RunFolder, Status, classify, exit_code, is_secondary
@@ -198,8 +198,8 @@ class LoggingRecorder(Recorder):
             yield
         rows = traffic.rows()
         heads = ["sent per step by rank 0  ", *[" " * 25] * len(rows)]
-        texts = [head + line for head, line in zip(heads, lines(rows), strict=False)]
-        self.measured("traffic", self._step + 1, flat(rows), texts)
+        texts = [head + line for head, line in zip(heads, traffic_lines(rows), strict=False)]
+        self.measured("traffic", self._step + 1, traffic_metrics(rows), texts)
 
     def measured(self, kind: str, step: int, metrics: Mapping[str, float], lines: Sequence[str]) -> None:
         self._write(kind, step, metrics)

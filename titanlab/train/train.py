@@ -26,14 +26,14 @@ from titanlab.checkpoint import (
     Place,
     Position,
     Target,
-    another,
     checkpoints_of,
+    earlier_hint,
     fall_back,
     find,
     latest,
+    on_all_ranks,
     one_line,
     store,
-    together,
 )
 from titanlab.data import Stream, source
 from titanlab.distributed import (
@@ -46,7 +46,7 @@ from titanlab.distributed import (
     World,
     axis_groups,
     build_mesh,
-    marked,
+    marked_collectives,
     open_world,
     stop_request,
     topology,
@@ -375,11 +375,11 @@ def load_start(
         if key != "run":
             # The checkpoint's tracker id belongs to the other run.
             position = replace(position, tracker=None)
-        return position, together(world, lambda: _restored(restore, position, folder, key))
+        return position, on_all_ranks(world, lambda: _restored(restore, position, folder, key))
 
     def chosen(choose: Callable[[], Place]) -> Place:
         # Rank 0 chooses here too: another run may save and remove checkpoints meanwhile.
-        place = world.share(together(world, lambda: choose() if world.logs else None))
+        place = world.share(on_all_ranks(world, lambda: choose() if world.logs else None))
         assert place is not None
         return place
 
@@ -393,7 +393,7 @@ def load_start(
                 raise
             # Loading the older one replaces every value that was read from this one.
             damage = error
-        warnings.append(together(world, lambda: fall_back(damage) if world.logs else ""))  # noqa: B023
+        warnings.append(on_all_ranks(world, lambda: fall_back(damage) if world.logs else ""))  # noqa: B023
     if recipe.checkpoint.load_from is not None:
         source, key = recipe.checkpoint.load_from, "checkpoint.load_from"
         return *loaded(chosen(lambda: find(source, key)), key), warnings
@@ -409,7 +409,7 @@ def _restored(restore: Callable[[Position], T], position: Position, checkpoint: 
         return restore(position)
     except DamagedPosition as error:
         rule = f"its {POSITION} has {one_line(error.problem)}"
-        raise DamagedCheckpoint(key, checkpoint, rule, another(checkpoint)) from error
+        raise DamagedCheckpoint(key, checkpoint, rule, earlier_hint(checkpoint)) from error
 
 
 @contextlib.contextmanager
@@ -431,7 +431,7 @@ def profiled(
     profiler.connect(
         Links(
             axes=axes,
-            marks_collectives=lambda: marked(axes) if world.world > 1 else contextlib.nullcontext(),
+            marks_collectives=lambda: marked_collectives(axes) if world.world > 1 else contextlib.nullcontext(),
             gather=world.gather,
             report=recorder.measured,
             failed=failed,

@@ -441,7 +441,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         yield part
         _put_in_place(part, folder)
     except StoreFault:
-        # Of the checkpoint that is read; the folder is not at fault.
+        # The store of the checkpoint that is read is at fault, and not the folder.
         raise
     except OSError as error:
         raise _unwritable(folder, error) from error

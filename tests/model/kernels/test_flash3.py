@@ -57,7 +57,7 @@ def test_auto_takes_it_where_it_was_measured_as_the_fastest(package, monkeypatch
     names = ("flash3", "cudnn", "flash") if fastest == "flash3" else ("cudnn", "flash3", "flash")
     found = (Rule(names, "bfloat16", 64, 4096), Rule(("cudnn", "flash", "efficient")))
     monkeypatch.setattr(flash3, "prefers_flash3", lambda capability: found[0].order[0] == "flash3")
-    monkeypatch.setattr("titanlab.techniques.model.attention.rules", lambda capability: found)
+    monkeypatch.setattr("titanlab.techniques.model.attention.kernel_rules", lambda capability: found)
     module = InnerAttention("auto")
     module.prepare(torch.device("cuda", 0))
     assert active() == expected
@@ -75,7 +75,7 @@ def test_auto_takes_it_where_it_was_measured_as_the_fastest(package, monkeypatch
 
 def test_a_measured_order_is_no_graph_break(package, monkeypatch):
     found = (Rule(("flash", "cudnn"), "float32", 16, None), Rule(("cudnn", "flash", "efficient")))
-    monkeypatch.setattr("titanlab.techniques.model.attention.rules", lambda capability: found)
+    monkeypatch.setattr("titanlab.techniques.model.attention.kernel_rules", lambda capability: found)
     module = InnerAttention("auto")
     module.prepare(torch.device("cuda", 0))
     q = torch.randn(1, 2, 8, 16)

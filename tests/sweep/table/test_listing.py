@@ -3,7 +3,7 @@
 import pytest
 
 from tests.sweep.made import begin, end, train, word
-from titanlab.sweep import SweepTable, aligned, counts, dropped
+from titanlab.sweep import SweepTable, aligned, dropped, state_counts
 from titanlab.sweep.listing import cells, failures, text
 
 
@@ -79,7 +79,7 @@ def test_every_failure_has_one_line(made):
         "nan, rank 0, step 4: nan",
         "missing: its folder is gone; submit the sweep again",
     ]
-    assert counts(rows) == "5 runs: 1 done, 1 nan, 1 crash, 1 cancelled, 1 missing"
+    assert state_counts(rows) == "5 runs: 1 done, 1 nan, 1 crash, 1 cancelled, 1 missing"
 
 
 @pytest.mark.parametrize(

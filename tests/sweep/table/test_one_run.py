@@ -7,12 +7,12 @@ import pytest
 from tests.sweep.made import begin, end
 from tests.sweep.table.plain import row
 from titanlab.records import Outcome, OutcomeKind
-from titanlab.sweep import SweepTable, details, failure_text
+from titanlab.sweep import SweepTable, failure_text, row_details
 
 
 def facts(**given):
     plain = {"speed": None, "memory_gib": None, "mfu_percent": None, "started": None, "world": None}
-    return dict(details(row(**{**plain, **given})))
+    return dict(row_details(row(**{**plain, **given})))
 
 
 def test_of_a_run_of_which_nothing_is_known_only_the_state_is_told():

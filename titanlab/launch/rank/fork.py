@@ -96,7 +96,7 @@ def fork_children(first: Ranks, logs: Path, act: Callable[[], int]) -> dict[int,
     for rank in range(first.world):
         pid = _fork()
         if pid == 0:
-            # Whatever happens, no rank may return into the code of its parent.
+            # No rank may return into the code of its parent, also after an error.
             code = 1
             try:
                 environment = replace(first, rank=rank, local_rank=rank).environment()

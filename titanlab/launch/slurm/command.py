@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanlab.system import CommandResult, ask
+from titanlab.system import CommandResult, run_command
 
 # Slurm's commands give up after about 10 s (MessageTimeout) and say why; a command that does not is killed.
 ANSWER_SECONDS = 15.0
@@ -59,7 +59,7 @@ def ask_slurm(*words: str, seconds: float = ANSWER_SECONDS, environ: Mapping[str
         return Reply(output=None, problem=f"SLURM_CONF={config} is no file that can be read")
     kept = {name: value for name, value in environ.items() if not name.startswith(_PERSONAL)}
     begin = time.monotonic()
-    answer = ask(*words, seconds=seconds, environ={**kept, **_OURS})
+    answer = run_command(*words, seconds=seconds, environ={**kept, **_OURS})
     if answer is None:
         return Reply(output=None, problem=f"{words[0]} gave no answer within {seconds:g} s")
     if answer.code:
@@ -133,7 +133,7 @@ def scontrol(*words: str, seconds: float, environ: Mapping[str, str] | None = No
     if folder is not None and (answer := _asked_outside(Path(folder), words, seconds)) is not None:
         return answer
     # Also where the batch file is gone, with its node: the image may contain scontrol.
-    return ask("scontrol", *words, seconds=seconds, environ={**environ, **_FORMAT})
+    return run_command("scontrol", *words, seconds=seconds, environ={**environ, **_FORMAT})
 
 
 def node_address(node: str) -> str | None:

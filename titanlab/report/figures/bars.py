@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlab.records import OutcomeKind
 from titanlab.report.figures import style
-from titanlab.sweep import RecipeRuns, groups, tone, word
+from titanlab.sweep import RecipeRuns, groups, state_tone, state_word
 from titanlab.system import counted, grouped, short_span, significant
 
 if TYPE_CHECKING:
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from titanlab.report.figures.traced import TracedFigure
 
 
-# Of the longest bar or interval: the axis, with room for the texts. Of the longest bar: where intervals are cut.
+# The axis is _ROOM times as long as the longest bar or interval, so that the texts fit; an interval is cut at
+# _MOST_BAND times the longest bar.
 _ROOM, _MOST_BAND = 1.5, 1.6
 
 
@@ -91,7 +92,7 @@ def _bars(
         value = group.typical(column)
         names = [row["run"] for row in group.rows]
         if value is None:
-            ends = ", ".join(sorted({word(row) for row in group.rows}))
+            ends = ", ".join(sorted({state_word(row) for row in group.rows}))
             note = axis.text(0.01 * longest, place, ends, va="center", fontsize=8.5, style="italic", color=style.MUTED)
             figure.trace(note, runs=names, columns=["outcome", "state"], text=f"{group.label}: {ends}")
             continue
@@ -150,12 +151,12 @@ def outcomes(runs: DataFrame | Sequence[Mapping[str, Any]]) -> TracedFigure:
     from matplotlib.ticker import MaxNLocator
 
     rows = style.records_of(runs)
-    counts = [(group.label, Counter(map(word, group.rows))) for group in groups(rows)]
+    counts = [(group.label, Counter(map(state_word, group.rows))) for group in groups(rows)]
     unknown = [row for row in rows if row["layout.label"] is None and row["state"] != "dropped"]
-    counts += [("(no folder)", Counter(map(word, unknown)))] if unknown else []
+    counts += [("(no folder)", Counter(map(state_word, unknown)))] if unknown else []
     stages = Counter(row["dropped_stage"] for row in rows if row["state"] == "dropped")
     counts += [(f"(dropped: {stage})", Counter({"dropped": count})) for stage, count in stages.items()]
-    colours = {word(row): _TONES[tone(row)] for row in rows}
+    colours = {state_word(row): _TONES[state_tone(row)] for row in rows}
     kinds = [kind.value for kind in OutcomeKind]
     order = [*kinds, *sorted({*colours} - {*kinds, "dropped"}), "dropped"]
     shown = counts[: style.MOST_BARS]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from titanlab.report.figures import style
-from titanlab.sweep import RecipeRuns, groups, tone, word
+from titanlab.sweep import RecipeRuns, groups, state_tone, state_word
 from titanlab.sweep import runs as without_dropped
 from titanlab.system import counted, grouped, significant
 
@@ -54,7 +54,7 @@ def pareto(runs: DataFrame | Sequence[Mapping[str, Any]], *, speed: str = "token
     """
     rows = style.records_of(runs)
     points = points_of(rows, speed)
-    failed = [row for row in without_dropped(rows) if row["state"] == "ended" and tone(row) in ("bad", "halted")]
+    failed = [row for row in without_dropped(rows) if row["state"] == "ended" and state_tone(row) in ("bad", "halted")]
     figure = style.empty_figure(style.WIDTH, 4.8 if failed else 4.4)
     figure.has_heading = True
     strip: Axes | None = None
@@ -142,7 +142,9 @@ def _draw_failures(
         (cross,) = place.plot(
             memory, 0 if rate is None else rate, "x", markersize=7, markeredgewidth=1.8, color=style.RED, clip_on=False
         )
-        description = f"{row['run']}: {word(row)}, {memory:.2f} GiB{'' if columns[0] == MEMORY else ' by the estimate'}"
+        description = (
+            f"{row['run']}: {state_word(row)}, {memory:.2f} GiB{'' if columns[0] == MEMORY else ' by the estimate'}"
+        )
         figure.trace(cross, runs=[row["run"]], columns=columns, text=description)
     if unknown and strip is not None:
         text = f"{counted(len(unknown), 'failed run')} of unknown memory"

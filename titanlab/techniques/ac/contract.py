@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from titanlab.costs import Operation, OptionConfig, Share, block_input, kept
+from titanlab.costs import Operation, OptionConfig, Share, block_input, kept_activations
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,7 +31,7 @@ class ACConfig(OptionConfig, Protocol):
 
     def saved_bytes(self, block: Sequence[Operation], share: Share, *, number: int) -> int:
         """Bytes of block `number` that one rank keeps between its forward and its backward."""
-        return share.bytes_of([block_input(block)] if self.recomputes(number) else kept(block))
+        return share.bytes_of([block_input(block)] if self.recomputes(number) else kept_activations(block))
 
     def recomputed(self, block: Sequence[Operation], *, number: int) -> tuple[str, ...]:
         """Names of the operations of block `number` that run again in the backward pass.

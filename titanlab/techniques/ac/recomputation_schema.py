@@ -18,7 +18,7 @@ from titanlab.costs import (
     Setting,
     Share,
     block_input,
-    kept,
+    kept_activations,
 )
 from titanlab.errors import ConfigError
 from titanlab.options import option
@@ -122,7 +122,7 @@ class MemoryBudget(ACConfig):
         The compiler applies the budget to the bytes between a block's input and the activations that make it fastest,
         which are fewer than autograd keeps without a compiler; the choice of tensors depends on its version.
         """
-        least, most = share.bytes_of([block_input(block)]), share.bytes_of(kept(block))
+        least, most = share.bytes_of([block_input(block)]), share.bytes_of(kept_activations(block))
         return round(least + self.budget * (most - least))
 
     def compiler_budget(self) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titanlab.costs import FLASH3, Capability, prefers_flash3, rules, with_one_flash
+from titanlab.costs import FLASH3, Capability, kernel_rules, prefers_flash3, with_one_flash
 from titanlab.techniques.model.documents import (
     Documents,
     block_mask,
@@ -213,7 +213,7 @@ class _Measured(NamedTuple):
 
 def _orders(capability: tuple[int, int], *, has_flash3: bool) -> Iterator[_Measured]:
     """The rules of a device; the last one is that of all other inputs."""
-    for rule in rules(capability):
+    for rule in kernel_rules(capability):
         names = (*with_one_flash(rule.order, has_flash3=has_flash3), "math")
         dtype = None if rule.dtype is None else getattr(torch, rule.dtype)
         yield _Measured(tuple(BACKENDS[name] for name in names), dtype, rule.head_dim, rule.longest)

@@ -494,7 +494,7 @@ def _plain_attention(
     results = {
         "aten.mul.Scalar": scaled[:2],
         "aten.bmm.default": (scores,),
-        # Of the scores and the causal mask.
+        # The sum of the scores and the causal mask.
         "aten.add.Tensor": (replace(weights, name=f"{weights.name}.masked"),),
         "aten._safe_softmax.default": (weights,),
     }

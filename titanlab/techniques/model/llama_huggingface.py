@@ -308,7 +308,7 @@ class Qwen3MoeFamily(Qwen3Family):
         routed = _routed(model)
         return {
             **super().to_hf(model, context=context),
-            # Of blocks without experts, of which there are none; the released files have this number.
+            # For blocks without experts. The model has none, and the released files have this number all the same.
             "intermediate_size": model.ffn_dim * routed.active,
             "moe_intermediate_size": model.ffn_dim,
             "num_experts": routed.count,

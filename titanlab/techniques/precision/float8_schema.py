@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from titanlab.costs import ModelAccount, Setting, hardware, linear_layers, matches, part_shape
+from titanlab.costs import ModelAccount, Setting, hardware, linear_layers, part_shape, path_matches
 from titanlab.errors import ConfigError
 from titanlab.options import option
 from titanlab.techniques.precision.cast_schema import KEY as PARTS
@@ -117,7 +117,7 @@ class Float8(Bf16):
         return Conversion(converted=converted, skipped=tuple(skipped), uneven=uneven)
 
     def skips(self, name: str) -> bool:
-        return any(matches(name, pattern) for pattern in self.skip)
+        return any(path_matches(name, pattern) for pattern in self.skip)
 
     def float8_gathered(self, model: ModelAccount) -> frozenset[str]:
         return frozenset(f"{name}.weight" for name in self.conversion(model).converted if self.gathers_float8)
@@ -197,7 +197,7 @@ class Float8(Bf16):
         layers = linear_layers(model)
         # A model with a tied head lacks `output`, the default of `skip`.
         for pattern in self.skip:
-            if pattern != HEAD and not any(matches(name, pattern) for name in layers):
+            if pattern != HEAD and not any(path_matches(name, pattern) for name in layers):
                 steps = dict.fromkeys(name.rpartition(".")[2] for name in layers)
                 rule = f"{pattern} fits no linear layer"
                 raise ConfigError("precision.skip", _typed(self.skip), rule, f"there are {', '.join(steps)}")
