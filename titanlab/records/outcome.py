@@ -63,6 +63,14 @@ class OutcomeKind(enum.StrEnum):
         return _TRAITS[self].automatic
 
 
+@dataclass(frozen=True, kw_only=True)
+class StopReason:
+    """Why a job must end, or has ended: the kind of its outcome, and one line for the user."""
+
+    kind: OutcomeKind
+    cause: str
+
+
 @dataclass(frozen=True)
 class _Traits:
     exit_code: int
