@@ -75,12 +75,7 @@ def prepare(
     """Resolve and check recipes, and prepare their data; no run folder is created and nothing starts.
 
     Args:
-        report: called with a line before each slow action.
         started: the runs resume from their own checkpoints; the weights from which they first started may be gone.
-        environ: says whether a scheduler has started this process as a rank.
-
-    Raises:
-        ConfigError: a rule is broken.
     """
     host = this_host()
     ranks = joined(environ)
@@ -149,7 +144,6 @@ class RanksHere:
 
     Args:
         recipe: prepared; None: the job's, which is prepared first.
-        started_by: who starts the ranks, as env.json has it.
         put_aside: the checkpoints after the chosen one, which were renamed.
         job: of this process, which runs all ranks: what prevents its attempt is a result too.
     """
@@ -306,7 +300,6 @@ def _recorded(
 
     Args:
         terminal: ranks whose output is on the terminal already.
-        memory: evidence about a SIGKILL.
     """
     recorded = run.result(attempt)
     if recorded is not None:

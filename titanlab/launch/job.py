@@ -27,13 +27,9 @@ class Job:
     """One process of one start of a job.
 
     Attributes:
-        run: the run that the job trains.
-        place: of the process.
-        token, index: of the submission, and of the run in it.
         launch: config of the launcher with which the job was submitted; the run may have been created with another one.
         changes: groups and values of the run's recipe that this job replaces: another layout.
         code: folder of the code that was submitted; None: no particular code is required.
-        signals: number and time of each signal received, oldest first.
     """
 
     run: RunFolder
