@@ -62,7 +62,13 @@ def life(command, tmp_path):
             def start():
                 return jobs.start(run, world)
         else:
-            how = [f"training.steps={STEPS}", f"data.seconds={SECONDS}", "checkpoint.every=2", "launch.restarts=1", *fault]
+            how = [
+                f"training.steps={STEPS}",
+                f"data.seconds={SECONDS}",
+                "checkpoint.every=2",
+                "launch.restarts=1",
+                *fault,
+            ]
             how += ["parallelism=ddp", "world=2"] if world == 2 and launcher == "local" else []
             folder = command.folder
 

@@ -170,7 +170,7 @@ class RanksHere:
         self.processes = ranks.local_world if ranks else None
         self._restarts: Restarts | None = None
         self._restart: Restart | None = None
-        self._held: list[int] = []
+        self._held: list[tuple[int, float]] = []
         self.report = console.warn
 
     def next_recipe(self) -> Recipe:
@@ -197,7 +197,7 @@ class RanksHere:
         with held_signals() as self._held:
             if self._job is not None:
                 self._job.note(attempt)
-                self._held += [number for number, _ in self._job.signals]
+                self._held += self._job.signals
             if self._restart is not None:
                 note(self._run, attempt, self._restart, attempt - 1)
             outcome = self._with_person(self._ended(attempt, recipe))
@@ -230,7 +230,7 @@ class RanksHere:
         # From here on, rank 0 has the terminal.
         console.phase(None)
         if self._held:
-            outcome = with_progress(run, stopped_before_start(self._held[0], attempt=attempt))
+            outcome = with_progress(run, stopped_before_start(self._held[0][0], attempt=attempt))
             run.write_result(outcome)
             console.note(f"{outcome.kind.value}: {outcome.cause}")
             return outcome
