@@ -14,7 +14,8 @@ from titanlab.data.random_tokens import rank_samples
 from titanlab.data.synthetic import SyntheticSource
 
 HOLD = os.environ.get("HOLD", "")
-holds.install(HOLD)
+if HOLD not in holds.EARLY:
+    holds.install(HOLD)
 
 
 class PlantedSource(DataSource):

@@ -1,9 +1,14 @@
 """Config of the tests' own data: synthetic tokens with gaps in the labels and faults at a step of a rank."""
 
+import os
 from dataclasses import dataclass, field
 
+from tests.launch import holds
 from titanlab.data import DataConfig
 from titanlab.options import option
+
+if os.environ.get("HOLD") in holds.EARLY:
+    holds.install(os.environ["HOLD"])
 
 
 @option("data", "planted")

@@ -1,7 +1,7 @@
 """Points of a run's life at which a process waits until a test lets it go on: `HOLD=POINT` in its environment.
 
-The tests' data install them (tests/planted.py), in the launcher and in each rank. A process that has come to its point
-writes a file `held-PID` into the current folder, and goes on when there is a file `go`.
+The tests' data install them, in the launcher and in each rank. A process that has come to its point
+writes a file `held-PID` into the current folder, or HOLD_FOLDER, and goes on when there is a file `go`.
 """
 
 import functools
@@ -9,10 +9,13 @@ import os
 import time
 from pathlib import Path
 
+# Points of a launcher, which may have composed a recipe and prepared no data.
+EARLY = ("claim", "begin")
+
 
 def install(point: str) -> None:
     """Let this process wait at a point, if it comes there."""
-    if point in ("claim", "begin"):
+    if point in EARLY:
         from titanlab.launch import attempt
 
         _around(attempt, "begin", before=point == "claim")
@@ -36,8 +39,9 @@ def install(point: str) -> None:
 
 def wait() -> None:
     """Come to the point."""
-    Path(f"held-{os.getpid()}").touch()
-    while not Path("go").exists():
+    folder = Path(os.environ.get("HOLD_FOLDER", "."))
+    (folder / f"held-{os.getpid()}").touch()
+    while not (folder / "go").exists():
         time.sleep(0.02)
 
 
