@@ -59,7 +59,7 @@ class PlantedStream:
             for labels, sample in zip(batch.labels, mine, strict=True):
                 labels[: len(labels) * (sample % 4) // 3] = IGNORE
         time.sleep(self._config.seconds)
-        if begin // self._global_batch + 1 == {"compile": 1, "step": 4}.get(HOLD):
+        if begin // self._global_batch + 1 == {"compile": 1, "step": 3}.get(HOLD):
             holds.wait()
         rank = int(os.environ["RANK"]) if self._config.where else self._rank
         if (begin // self._global_batch + 1, rank) == (self._config.step, self._config.rank):

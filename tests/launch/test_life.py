@@ -21,7 +21,7 @@ from titanlab.records import list_runs
 
 STEPS = 6
 # Of a step: ranks look every second whether their launcher lives.
-SECONDS = 0.5
+SECONDS = 0.8
 LEFT_SECONDS = 20.0
 TERM, KILL, STOP = signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP
 TWO_RANKS = ("rendezvous", "compile", "step", "save")
