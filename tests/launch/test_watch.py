@@ -59,12 +59,17 @@ def watched(run, monkeypatch, tmp_path):
     """`watched("exit 3")`: the note of a rank whose worker runs that script, or None."""
     monkeypatch.setenv("OUT", str(tmp_path))
 
-    def to_end(script, *, world=1, signals=()):
+    def to_end(script, *, world=1, signals=(), is_deaf=False):
+        def set_up():
+            ignore_stop_signals()
+            if is_deaf:
+                signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
         monkeypatch.setattr(processes, "worker_command", lambda folder: ["sh", "-c", script])
         ranks = replace(ALONE, world=world, started_by="slurm")
         job = SimpleNamespace(run=run, leads=False, signals=[], is_hurried=bool(signals))
         log = {LOG: str(run.logs / "rank-0.log")}
-        started = start_worker(run.path, ranks, 1, config={"a": [1]}, variables=log, set_up=ignore_stop_signals)
+        started = start_worker(run.path, ranks, 1, config={"a": [1]}, variables=log, set_up=set_up)
         RankWatch(run, 1, started, ranks, StopCheck(job, signal_seconds=30)).to_end()
         return next((note for note in run.failures(1) if note.rank == 0), None)
 
@@ -143,7 +148,7 @@ def test_when_another_rank_hangs_it_shows_where_it_stands_first(run, watched, mo
     assert "exit code 3" in note.cause or "SIGUSR1" in note.cause
     (run.attempt_folder(1) / "failures" / "rank-0.json").unlink()
     monkeypatch.setattr(watch, "HANG_GRACE_SECONDS", 0.2)
-    note = watched("trap '' USR1; while :; do sleep 0.02; done", world=2)
+    note = watched(FOREVER, world=2, is_deaf=True)
     # It has noted nothing itself: that it does not answer is what is known.
     assert (note.kind, note.rank, note.echo, note.traceback) == (OutcomeKind.HANG, 0, False, None)
     assert note.cause.startswith("a step did not end in time: rank 0 does not answer: its process ")
