@@ -11,7 +11,7 @@ import pytest
 
 from tests import tiny
 from tests.until import until
-from titanlab.distributed import await_answers, hangs_of_others, judged, note_silence, note_silent_ranks, silence
+from titanlab.distributed import await_notes, hangs_of_others, judged, note_silence, silence
 from titanlab.distributed.silence import process_state
 from titanlab.records import Outcome, OutcomeKind, first_cause, from_exception, is_silent
 
@@ -121,7 +121,7 @@ def test_a_collective_that_timed_out_waited_for_another_rank():
 
 def test_a_stopped_process_is_noted_by_whoever_stands_beside_it(run, stopped):
     run.write_failure(waits(0))
-    note_silent_ranks(run, {0: os.getpid(), 1: stopped.pid}, since=0.0, seconds=0.0)
+    await_notes(run, {0: os.getpid(), 1: stopped.pid}, since=0.0)
     (_, note) = run.failures(1)
     assert (note.rank, note.step, is_silent(note)) == (1, 3, True)
     assert (
@@ -149,7 +149,7 @@ def test_one_that_native_code_holds_is_asked_for_its_stacks(run):
 
 def test_nobody_is_accused_where_no_rank_hangs_or_who_has_spoken(run, stopped):
     def notes():
-        note_silent_ranks(run, {1: stopped.pid}, since=0.0, seconds=0.0)
+        await_notes(run, {1: stopped.pid}, since=0.0)
         return {note.rank: note for note in run.failures(1)}
 
     assert notes() == {}
@@ -172,12 +172,16 @@ def test_notes_of_an_earlier_attempt_accuse_nobody(run, stopped):
 
 def test_answers_are_awaited_only_where_ranks_hang(run, monkeypatch):
     monkeypatch.setattr(silence, "ANSWER_SECONDS", 300)
-    await_answers(run, 2, since=0.0)
+    await_notes(run, {}, since=0.0, world=3)
     for rank in range(2):
         run.write_failure(waits(rank))
     begin = time.monotonic()
-    await_answers(run, 2, since=0.0)
+    await_notes(run, {0: os.getpid()}, since=0.0, world=2)
     assert time.monotonic() - begin < 60
+    # Rank 2 is on another host, and writes none.
+    monkeypatch.setattr(silence, "ANSWER_SECONDS", 0.1)
+    await_notes(run, {0: os.getpid()}, since=0.0, world=3)
+    assert [note.rank for note in run.failures(1)] == [0, 1]
 
 
 def test_the_state_of_no_process():

@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from titanlab.records import (
@@ -34,9 +33,6 @@ ANSWER_SECONDS = 8.0
 _POLL_SECONDS = 0.2
 # Time for a process that is blocked in native code to write its stacks into its log.
 _STACKS_SECONDS = 0.5
-# Between two checks for notes of other ranks.
-_LOOK_SECONDS = 1.0
-_END_SECONDS = 5.0
 _MOST_NAMED = 8
 STATES: Mapping[str, str] = {
     "T": "its process is stopped (SIGSTOP)",
@@ -62,20 +58,24 @@ def hangs_of_others(run: RunFolder, rank: int | None, *, since: float) -> list[O
     return [note for note in notes if note.kind is OutcomeKind.HANG and note.rank != rank and note.ended >= since]
 
 
-def note_silent_ranks(run: RunFolder, pids: Mapping[int, int], *, since: float, seconds: float) -> None:
-    """If ranks hang, wait for the notes of this host's ranks, then write the missing notes for them."""
-    end = time.monotonic() + seconds
+def await_notes(run: RunFolder, pids: Mapping[int, int], *, since: float, world: int | None = None) -> None:
+    """If ranks hang, wait until every rank has a note; a rank of this host that writes none gets one from here.
+
+    Args:
+        pids: process by rank, for the ranks of this host that have not ended.
+        world: number of ranks of the run; None: the others are not waited for.
+    """
+    begin = time.monotonic()
     while hangs_of_others(run, None, since=since):
-        attempt = run.newest_attempt()
-        noted = {note.rank for note in run.failures(attempt)}
+        noted = {note.rank for note in run.failures(run.newest_attempt())}
         states = {rank: process_state(pid) for rank, pid in pids.items() if rank not in noted}
-        quiet = {rank: pids[rank] for rank, state in states.items() if state not in ("Z", None)}
-        if not quiet:
-            return
+        quiet = [rank for rank, state in states.items() if state not in ("Z", None)]
+        waited = time.monotonic() - begin
         # A stopped process will write nothing: nobody need wait for it.
-        if time.monotonic() >= end or all(states[rank] in STOPPED for rank in quiet):
-            for rank, pid in quiet.items():
-                note_silence(run, rank, pid, since=since)
+        if quiet and (waited >= ANSWER_SECONDS or all(states[rank] in STOPPED for rank in quiet)):
+            for rank in quiet:
+                note_silence(run, rank, pids[rank], since=since)
+        elif not quiet and (world is None or len(noted) >= world or waited >= 2 * ANSWER_SECONDS):
             return
         time.sleep(_POLL_SECONDS)
 
@@ -103,61 +103,6 @@ def note_silence(run: RunFolder, rank: int, pid: int, *, since: float) -> bool:
         )
     )
     return True
-
-
-def end_if_silent(
-    run: RunFolder,
-    rank: int,
-    child: subprocess.Popen[bytes],
-    *,
-    since: float,
-    must_end: Callable[[], bool] = lambda: False,
-    alone: bool = False,
-) -> None:
-    """Wait for a rank's process to end; if others hang and it writes no note, write one for it and kill it.
-
-    Args:
-        child: the leader of a process group.
-        since: when it was started, in seconds since the epoch.
-        must_end: asked often; whether the rank must be killed for another reason.
-        alone: whether there are no other ranks.
-    """
-    end: float | None = None
-    look = time.monotonic()
-    while child.poll() is None:
-        now = time.monotonic()
-        if end is None and now >= look and not alone:
-            look = now + _LOOK_SECONDS
-            if hangs_of_others(run, rank, since=since):
-                end = now + ANSWER_SECONDS
-        if must_end():
-            _kill(child)
-            return
-        if end is not None and (now > end or process_state(child.pid) in STOPPED):
-            if not note_silence(run, rank, child.pid, since=since):
-                # A rank that has written its note ends by itself a few seconds later.
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    child.wait(_END_SECONDS)
-            _kill(child)
-            return
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(_POLL_SECONDS)
-
-
-def _kill(child: subprocess.Popen[bytes]) -> None:
-    """Kill a process and those that it has started."""
-    if child.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-
-
-def await_answers(run: RunFolder, world: int, *, since: float) -> None:
-    """If ranks hang, wait until every rank has a note, its own or one written for it, or the time for that is over."""
-    end = time.monotonic() + 2 * ANSWER_SECONDS
-    while hangs_of_others(run, None, since=since) and time.monotonic() < end:
-        if len(run.failures(run.newest_attempt())) >= world:
-            return
-        time.sleep(_POLL_SECONDS)
 
 
 def judged(notes: Collection[Outcome], world: int, records: Mapping[int, HangRecord] | None = None) -> Outcome:

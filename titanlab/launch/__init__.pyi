@@ -41,4 +41,3 @@ from .submission import jobs_folder as jobs_folder
 from .submission import shape_of as shape_of
 from .submission import submissions as submissions
 from .submission import write_submission as write_submission
-from .watch import read_stop as read_stop

@@ -328,10 +328,7 @@ def conclude(run: RunFolder, attempt: int, exits: Mapping[int, int], *, memory: 
     notes = {note.rank or 0: note for note in run.failures(attempt)}
     for rank, code in exits.items():
         if rank not in notes:
-            note = from_exit(code, rank=rank, attempt=attempt, memory=memory)
-            path = rank_log(run, rank)
-            begin = part_of(run, rank, path, attempt).span.start
-            notes[rank] = by_log(note, code, text_at_end(path, begin=begin))
+            notes[rank] = note_of_exit(run, attempt, rank, code, memory)
     records, _ = read_hang(run, attempt)
     outcome = judged(list(notes.values()), world_of(run, attempt), records) if notes else from_exit(0, attempt=attempt)
     outcome = with_progress(run, outcome)
@@ -346,8 +343,13 @@ def conclude(run: RunFolder, attempt: int, exits: Mapping[int, int], *, memory: 
     return outcome
 
 
-def by_log(outcome: Outcome, code: int, output: str) -> Outcome:
+def note_of_exit(run: RunFolder, attempt: int, rank: int, code: int, memory: KillEvidence | None) -> Outcome:
     """The outcome of a rank that ended with a code and without a record, with what its log of this attempt says."""
+    outcome, path = from_exit(code, rank=rank, attempt=attempt, memory=memory), rank_log(run, rank)
+    begin = 0
+    with contextlib.suppress(ConfigError):
+        begin = part_of(run, rank, path, attempt).span.start
+    output = text_at_end(path, begin=begin)
     if NATIVE_SIGN in output and code == 1:
         cause = "a step did not end in time, in native code that lets no other thread run; its log has the stacks"
         stacks = output[output.rindex(NATIVE_SIGN) :]

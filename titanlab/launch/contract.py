@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
+from titanlab.distributed import StopReason as StopReason
 from titanlab.errors import ConfigError
 from titanlab.recipe import LaunchSettings
 from titanlab.records import OutcomeKind
@@ -78,14 +79,6 @@ class MemoryWord:
 
     said: str
     rank: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class StopReason:
-    """Why a job must end: `cancelled`, `preempted` or `walltime`, and one line for the user."""
-
-    kind: OutcomeKind
-    cause: str
 
 
 @dataclass(frozen=True, kw_only=True)
