@@ -12,8 +12,7 @@ from titanlab.checkpoint import DamagedCheckpoint, read_contents, read_into
 from titanlab.checkpoint import reader as shard_reader
 from titanlab.checkpoint.reader import JsonPlanner, ShardReader, load_state
 from titanlab.errors import ConfigError
-from titanlab.train.dcp_folder import read_saved
-from titanlab.train.dcp_tensors import DcpPlanner, DcpReader
+from titanlab.train.dcp import DcpPlanner, DcpReader, read_saved
 
 # A run has a process group, also of one process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
