@@ -6,12 +6,12 @@ import contextlib
 import io
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from msgspec import structs
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -174,7 +174,7 @@ def write_dcp(checkpoint: Place, into: Path, key: str, *, prefix: str = _OWN_PRE
     if prefix != _OWN_PREFIX:
         return
     files = {path.name: path.stat().st_size for path in sorted(into.iterdir())}
-    saved = replace(contents.saved, files=files, generators={})
+    saved = structs.replace(contents.saved, files=files, generators={})
     write_bytes(into / POSITION, position_bytes(saved), durable=True)
 
 
