@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.planted_schema import Planted
 from titanlab.data import Synthetic
 from titanlab.data.contract import IGNORE, DataSource
-from titanlab.data.random_tokens import rank_samples
+from titanlab.data.indexed import rank_samples
 from titanlab.data.synthetic import SyntheticSource
 
 

@@ -13,7 +13,7 @@ from tests.checkpoint.targets import Gate, saved_by, sums, trained
 from tests.pool import RankFailure
 from titanlab.checkpoint import Position, Target, store
 from titanlab.checkpoint.folders import checkpoints
-from titanlab.checkpoint.savers import AsyncSaver, SyncSaver
+from titanlab.checkpoint.store import AsyncSaver, SyncSaver
 from titanlab.distributed import World
 
 
@@ -80,7 +80,7 @@ def refused_on_one(folder, failing, stages):
         if rank == failing and stages:
             patch.setattr(saver._buffer, "reserve", not_there)
         elif rank == failing:
-            patch.setattr("titanlab.checkpoint.writer.os.fsync", not_there)
+            patch.setattr("os.fsync", not_there)
         saver.save(Position(step=1))
         try:
             saver.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.checkpoint.targets import saved_by
 from titanlab.checkpoint import OnlyModel, Position
 from titanlab.checkpoint.folders import checkpoints
-from titanlab.checkpoint.savers import NoSaver, SyncSaver
+from titanlab.checkpoint.store import NoSaver, SyncSaver
 
 
 def test_some_checkpoints_are_kept_for_good(tmp_path, target):

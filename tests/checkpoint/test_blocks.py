@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from titanlab.checkpoint.blocks import BLOCK, BlockReader, BlockWriter, DamagedFile, checksum, read_regular
+from titanlab.checkpoint.blocks import BLOCK, BlockReader, BlockWriter, checksum
+from titanlab.checkpoint.storage import DamagedFile, folder_at
 
 SIZE = 9 * BLOCK + 1234
 CONTENT = bytes(range(256)) * (SIZE // 256) + bytes(SIZE % 256)
@@ -17,10 +18,10 @@ def written(tmp_path):
             file.write(CONTENT[start : start + 700_001])
         file.finish()
     assert (tmp_path / "file").read_bytes() == CONTENT
-    assert (file.size, len(file.checksums)) == (SIZE, 10)
-    assert file.checksums[0] == checksum(CONTENT[:BLOCK])
-    assert file.checksums[-1] == checksum(CONTENT[9 * BLOCK :])
-    return tmp_path / "file", list(file.checksums)
+    assert (file.size, len(file.checksums)) == (SIZE, 80)
+    assert file.checksums[:8] == checksum(CONTENT[:BLOCK]).to_bytes(8, "little")
+    assert file.checksums[-8:] == checksum(CONTENT[9 * BLOCK :]).to_bytes(8, "little")
+    return tmp_path / "file", file.checksums
 
 
 def read(path, checksums, ranges):
@@ -88,4 +89,4 @@ def test_what_is_no_file_of_that_size_is_not_read(written, tmp_path):
     with pytest.raises(DamagedFile, match=f"has {SIZE} bytes, and had {SIZE + 1} when it was saved"):
         BlockReader(path, SIZE + 1, checksums)
     with pytest.raises(DamagedFile, match="has more than 100 bytes"):
-        read_regular(path, 100)
+        folder_at(tmp_path).read("file", 100)

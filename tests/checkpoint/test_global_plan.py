@@ -8,7 +8,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from titanlab.checkpoint.shards import check_coverage, covers, without_duplicates
+from titanlab.checkpoint.writer import check_coverage, covers, without_duplicates
 
 
 def item(name, shape, offsets, sizes):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.checkpoint.targets import saved_by, sums, trained
 from titanlab.checkpoint import Position, Target
-from titanlab.checkpoint.savers import AsyncSaver, SyncSaver
+from titanlab.checkpoint.store import AsyncSaver, SyncSaver
 from titanlab.distributed import World
 from titanlab.distributed.flight_recorder import last_collectives
 

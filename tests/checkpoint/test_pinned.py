@@ -8,7 +8,7 @@ import torch
 
 from tests.checkpoint.targets import saved_by, sums
 from titanlab.checkpoint import Position
-from titanlab.checkpoint.savers import PinnedSaver, SyncSaver
+from titanlab.checkpoint.store import PinnedSaver, SyncSaver
 
 
 class Device:

@@ -6,8 +6,8 @@ import pytest
 
 from tests import tiny
 from titanlab.checkpoint import NoCheckpoints
-from titanlab.checkpoint.savers import AsyncSaver, NoSaver, SyncSaver
 from titanlab.checkpoint.schema import Async, AsyncPinned, Sync
+from titanlab.checkpoint.store import AsyncSaver, NoSaver, SyncSaver
 from titanlab.errors import ConfigError
 from titanlab.recipe import to_mapping
 from titanlab.recipe.next_attempt import overridden

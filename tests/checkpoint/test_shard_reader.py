@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.checkpoint.storage import SHARDINGS, of_every_dtype, read, sharded_state, write
 from titanlab.checkpoint import DamagedCheckpoint, blocks
 from titanlab.checkpoint.blocks import BLOCK
-from titanlab.checkpoint.index_reader import read_index
+from titanlab.checkpoint.index import read_index
 from titanlab.checkpoint.reader import JsonPlanner, ShardReader
-from titanlab.checkpoint.shards import bytes_of
+from titanlab.checkpoint.writer import bytes_of
 from titanlab.distributed import World
 
 

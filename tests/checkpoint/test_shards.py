@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from titanlab.checkpoint import ITEM_BYTES
-from titanlab.checkpoint.shards import bytes_of, dtype_named, shard_of
+from titanlab.checkpoint.writer import bytes_of, dtype_named, shard_of
 
 
 def plan_of(state):

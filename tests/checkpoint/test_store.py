@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from msgspec import structs
 from torch import nn
 
 from tests.checkpoint.one_process import ALONE, saved, trained
@@ -21,8 +22,7 @@ from titanlab.checkpoint import (
     set_generators,
     store,
 )
-from titanlab.checkpoint.index_reader import read_index
-from titanlab.checkpoint.position import MODEL
+from titanlab.checkpoint.index import read_index
 from titanlab.errors import ConfigError
 
 # A run has a process group, also of one process.
@@ -135,7 +135,7 @@ def test_a_checkpoint_of_the_model_only_resumes_no_run(tmp_path, dtype, expected
     made = model, torch.optim.SGD(model.parameters(), lr=1.0)
     checkpoint = saved(tmp_path, made=made, only_model=OnlyModel(dtype=dtype))
     contents = read_contents(checkpoint, "run")
-    assert contents.saved.contents == MODEL
+    assert contents.saved.contents == "model"
     assert set(contents.entries.tensors) == {f"model.{name}" for name in model.state_dict()}
     index = contents.entries.tensors
     assert index["model.0.weight"].dtype == str(expected).removeprefix("torch.")
@@ -176,7 +176,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
     def full(*given):
         raise OSError(28, "No space left on device")
 
-    for place in ("titanlab.checkpoint.writer.os.fsync", "titanlab.checkpoint.store.stage"):
+    for place in ("os.fsync", "titanlab.checkpoint.store.stage"):
         with monkeypatch.context() as patch:
             patch.setattr(place, full)
             with pytest.raises(OSError, match="No space left") as caught:
@@ -232,7 +232,7 @@ def test_damage_leaves_the_generators_as_they_were(tmp_path):
     checkpoint = saved(tmp_path)
     contents = read_contents(checkpoint, "run")
     broken = {"cpu": contents.saved.generators[0]["cpu"], "python": b"[3, [], null]"}
-    planted = replace(contents, saved=replace(contents.saved, generators={0: broken}))
+    planted = replace(contents, saved=structs.replace(contents.saved, generators={0: broken}))
     before = generator_states(ALONE)
     with pytest.raises(DamagedCheckpoint, match="holds no state of a generator"):
         loaded(checkpoint, trained(), read=lambda *named: planted)
@@ -246,7 +246,7 @@ def test_generators_without_a_state_in_the_checkpoint_stay(tmp_path, rank):
     checkpoint = saved(tmp_path)
     contents = read_contents(checkpoint, "run")
     states = contents.saved.generators[0] if rank else {"cpu": b"", "cuda": b"12"}
-    planted = replace(contents, saved=replace(contents.saved, generators={rank: states}))
+    planted = replace(contents, saved=structs.replace(contents.saved, generators={rank: states}))
     made = trained()
     before = generator_states(ALONE)
     loaded(checkpoint, made, read=lambda *named: planted)

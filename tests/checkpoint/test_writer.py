@@ -111,7 +111,7 @@ def test_what_was_written_is_what_is_there(tmp_path):
     path = tmp_path / "new" / "c" / "rank-00000.safetensors"
     content = path.read_bytes()
     assert (written.file.name, written.file.size) == (path.name, len(content))
-    assert list(written.file.checksums) == [checksum(content)]
+    assert written.file.checksums == checksum(content).to_bytes(8, "little")
     assert written.objects == {"n": "4"}
     # A second rank of the same number would write over it.
     with pytest.raises(FileExistsError):
@@ -148,7 +148,7 @@ def test_the_index_is_written_last(tmp_path, monkeypatch):
         if len(names) == 2:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("titanlab.checkpoint.writer.write_bytes", fails_at_the_second)
+    monkeypatch.setattr("titanlab.checkpoint.storage.write_bytes", fails_at_the_second)
     with pytest.raises(OSError, match="No space left"):
         publish(tmp_path, planned.shards, [written], planned.position)
     assert names == [("position.json", {"durable": True}), ("index.json", {"durable": True})]

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from tests.weights import saved
 from tests.weights.huggingface import made as folders
-from titanlab.checkpoint import index_reader as reader
+from titanlab.checkpoint import index as reader
 from titanlab.checkpoint import remove
 from titanlab.checkpoint.folders import step_folder
 from titanlab.checkpoint.reader import ShardReader

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from titanlab.data import source
 from titanlab.data.schema import TokenFolder
-from titanlab.data.shard_index import ShardIndex, TokenShard, write_index
+from titanlab.data.shards import ShardIndex, TokenShard, write_index
 from titanlab.errors import ConfigError
 
 SEQ = 8

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanlab.data.contract import IGNORE
-from titanlab.data.random_tokens import RandomRows, RandomStream, random_sequences
+from titanlab.data.synthetic import RandomRows, RandomStream, random_sequences
 from titanlab.errors import ConfigError, DamagedPosition
 
 

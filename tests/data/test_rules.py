@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from titanlab.data.shard_index import ShardIndex, TokenShard
+from titanlab.data.shards import ShardIndex, TokenShard
 from titanlab.data.source import (
     check_multiple,
     check_sequences,

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from titanlab.data.shard_index import (
+from titanlab.data.shards import (
     ShardIndex,
     TokenShard,
-    dtype_for,
     fingerprint_of,
     is_whole,
     read_index,
@@ -63,13 +62,6 @@ def test_tokens_and_sequences_are_counted() -> None:
     assert index.sequences("train", 1) == 0 + 0 + 7 + 8 + 16
     empty = ShardIndex(dtype="uint16", vocab_size=9)
     assert (empty.tokens("train"), empty.sequences("train", 8)) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    ("size", "dtype"), [(1, "uint16"), (65535, "uint16"), (65536, "uint16"), (65537, "uint32"), (1 << 32, "uint32")]
-)
-def test_the_dtype_holds_every_token(size: int, dtype: str) -> None:
-    assert dtype_for(size) == dtype
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from titanlab.data import shard_writer
-from titanlab.data.shard_index import ShardIndex, read_index
-from titanlab.data.shard_writer import pieces_of, write_documents
+from titanlab.data import shards
+from titanlab.data.shards import ShardIndex, pieces_of, read_index, write_documents
 
 
 class Letters:
@@ -146,7 +145,7 @@ def test_at_least_two_tokens_and_at_most_half_of_the_last_file_are_held_out(
 
 
 def test_many_documents_are_encoded_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_writer, "_BATCH_CHARACTERS", 4)
+    monkeypatch.setattr(shards, "_BATCH_CHARACTERS", 4)
     tokenizer = Letters()
     index = written(tmp_path / "t", ["ab", "cd", "e", "fghij", "k"], tokenizer=tokenizer)
     assert tokenizer.calls == [["ab", "cd"], ["e", "fghij"], ["k"]]
@@ -189,7 +188,7 @@ def test_long_documents_are_encoded_in_pieces_and_stay_whole() -> None:
 
 
 def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_writer, "_REPORT_TOKENS", 2_000_000)
+    monkeypatch.setattr(shards, "_REPORT_TOKENS", 2_000_000)
     lines: list[str] = []
     folder = tmp_path / "t"
     folder.mkdir()

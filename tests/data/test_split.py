@@ -10,7 +10,7 @@ import pytest
 
 from titanlab.data.contract import IGNORE, Separators
 from titanlab.data.indexed import Split, check_documents, check_tokens
-from titanlab.data.shard_index import ShardIndex, TokenShard
+from titanlab.data.shards import ShardIndex, TokenShard
 from titanlab.errors import ConfigError
 
 

@@ -19,7 +19,7 @@ from titanlab.data import source
 from titanlab.data import text as text_kinds
 from titanlab.data.corpus import is_held_out
 from titanlab.data.schema import Files, Stdlib
-from titanlab.data.shard_index import read_index
+from titanlab.data.shards import read_index
 from titanlab.data.tokenizers import load
 from titanlab.errors import ConfigError
 
@@ -121,10 +121,10 @@ def test_a_single_document_is_cut_at_its_end(tmp_path: Path, cache: Path, model_
 
 
 def test_shards_are_cut_between_documents(corpus: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from titanlab.data import shard_writer
+    from titanlab.data import shards
 
-    monkeypatch.setattr(shard_writer.write_documents, "__kwdefaults__", {"tail_fraction": 0.0, "shard_tokens": 1000})
-    monkeypatch.setattr(shard_writer, "_BATCH_CHARACTERS", 500)
+    monkeypatch.setattr(shards.write_documents, "__kwdefaults__", {"tail_fraction": 0.0, "shard_tokens": 1000})
+    monkeypatch.setattr(shards, "_BATCH_CHARACTERS", 500)
     source.prepare(config(corpus), report=silent)
     index = read_index(folder_in(cache))
     assert len(index.train) > 3

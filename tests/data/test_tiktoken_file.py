@@ -11,8 +11,8 @@ import tiktoken
 import tokenizers
 
 from tests.data.conftest import text
-from titanlab.data.tiktoken_file import PATTERN, SPECIAL, _characters
-from titanlab.data.tokenizers import load
+from titanlab.data.tokenizer_rules import PATTERN
+from titanlab.data.tokenizers import SPECIAL, _characters, load
 from titanlab.errors import ConfigError
 
 

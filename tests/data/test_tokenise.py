@@ -114,7 +114,7 @@ def test_a_full_disk_leaves_nothing(
     def full(*given: object, **more: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("titanlab.data.shard_writer.write_index", full)
+    monkeypatch.setattr("titanlab.data.shards.write_index", full)
     with pytest.raises(ConfigError) as caught:
         write_token_shards(str(corpus), tmp_path / "made", tokenizer=str(model_file), report=silent)
     assert str(caught.value) == f"folder={tmp_path / 'made'}: cannot be written (No space left on device); make room"

@@ -11,9 +11,9 @@ import pytest
 import tokenizers
 
 from titanlab.cli import main
-from titanlab.data import tokenizer_rules, tokenizer_trial
-from titanlab.data.tiktoken_file import PATTERN
-from titanlab.data.tokenizer_rules import unknown_patterns
+from titanlab.data import tokenizer_rules
+from titanlab.data import tokenizers as reading
+from titanlab.data.tokenizer_rules import PATTERN, unknown_patterns
 from titanlab.data.tokenizers import load
 from titanlab.errors import ConfigError
 
@@ -82,12 +82,12 @@ def test_a_process_that_hangs_is_ended(made, monkeypatch):
 def test_a_trial_reads_long_runs_of_the_characters_of_the_expressions():
     texts = []
     tokenizer = SimpleNamespace(encode=lambda text: texts.append(text) or [], decode=lambda ids: "")
-    tokenizer_trial.probe(tokenizer, ["(ß|q)+$"])
+    reading.probe(tokenizer, ["(ß|q)+$"])
     for character in "ßq(a0 ":
-        assert character * tokenizer_trial._RUN in texts[0], character
+        assert character * reading._RUN in texts[0], character
     # A file with thousands of expressions makes no text without end.
-    tokenizer_trial.probe(tokenizer, ["".join(map(chr, range(0x4E00, 0x6000)))])
-    assert len(texts[1]) < 60 * tokenizer_trial._RUN
+    reading.probe(tokenizer, ["".join(map(chr, range(0x4E00, 0x6000)))])
+    assert len(texts[1]) < 60 * reading._RUN
 
 
 def test_every_place_of_a_pattern_is_looked_into():

@@ -60,6 +60,10 @@ class StorePath:
         """Another name in the same folder."""
         return self.parent / name
 
+    def resolve(self) -> StorePath:
+        """Itself: a store has no links."""
+        return self
+
     @property
     def protocol(self) -> str:
         """The part before `://`."""

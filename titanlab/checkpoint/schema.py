@@ -30,7 +30,7 @@ class NoCheckpoints(Intervals):
                 )
 
     def implementation(self, target: Target) -> Saver:
-        from titanlab.checkpoint.savers import NoSaver
+        from titanlab.checkpoint.store import NoSaver
 
         return NoSaver()
 
@@ -43,7 +43,7 @@ class Sync(Intervals):
     kind: str = field(default="sync", metadata=_NO_IDENTITY)
 
     def implementation(self, target: Target) -> Saver:
-        from titanlab.checkpoint.savers import SyncSaver
+        from titanlab.checkpoint.store import SyncSaver
 
         return SyncSaver(target)
 
@@ -59,7 +59,7 @@ class Async(Intervals):
     kind: str = field(default="async", metadata=_NO_IDENTITY)
 
     def implementation(self, target: Target) -> Saver:
-        from titanlab.checkpoint.savers import AsyncSaver
+        from titanlab.checkpoint.store import AsyncSaver
 
         return AsyncSaver(target)
 
@@ -80,6 +80,6 @@ class AsyncPinned(Intervals):
         return Async(**{interval.name: getattr(self, interval.name) for interval in fields(Intervals)})
 
     def implementation(self, target: Target) -> Saver:
-        from titanlab.checkpoint.savers import PinnedSaver
+        from titanlab.checkpoint.store import PinnedSaver
 
         return PinnedSaver(target)

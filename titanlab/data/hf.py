@@ -98,7 +98,7 @@ class HuggingFaceSource(CachedText[HuggingFace]):
     def make(self, folder: Path, report: Report) -> None:
         # Reads and keeps the held-out documents, and trains a tokenizer if the config names none: once, not on every
         # rank. A dataset that cannot be read fails here, before training starts.
-        from titanlab.data import shard_writer
+        from titanlab.data import shards
 
         config = self.config
         report(f"opening the dataset {config.path}")
@@ -117,7 +117,7 @@ class HuggingFaceSource(CachedText[HuggingFace]):
         else:
             reader = tokenizers.load(Path(config.tokenizer))
         texts.close()
-        index = shard_writer.write_documents(
+        index = shards.write_documents(
             folder,
             _validation_documents(config, dataset),
             tokenizer=reader,

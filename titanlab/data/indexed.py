@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titanlab.data.contract import IGNORE, Batch, SampleStream, Separators
-from titanlab.data.shard_index import INDEX, ShardIndex
+from titanlab.data.shards import INDEX, ShardIndex
 from titanlab.data.source import check_sequences, check_validation
 from titanlab.errors import ConfigError
 

@@ -17,7 +17,7 @@ from titanlab.data.contract import (
     Stream,
     merge_states,
 )
-from titanlab.data.shard_index import ShardIndex
+from titanlab.data.shards import ShardIndex
 from titanlab.data.tokenizers import Tokenizer
 from titanlab.errors import ConfigError
 

@@ -4,11 +4,13 @@ import pytest
 
 from tests.object_store.running import FOLDER
 from tests.object_store.server import Fault
-from titanlab.checkpoint import StorePath, objects
-from titanlab.checkpoint.blocks import BLOCK, BlockReader, BlockWriter, DamagedFile
+from titanlab.checkpoint import StorePath, blocks, storage
+from titanlab.checkpoint.blocks import BLOCK, BlockReader, BlockWriter
+from titanlab.checkpoint.storage import DamagedFile, folder_at
 from titanlab.system import StoreFault, disk_fault, tells_of_disk
 
 PLACE = StorePath(FOLDER)
+HERE = folder_at(PLACE)
 CONTENT = bytes(range(256)) * (3 * BLOCK // 256) + b"end"
 
 
@@ -64,21 +66,21 @@ def test_a_store_that_stays_down_is_one_line(server):
 def test_a_refusal_is_not_tried_again(server):
     server.store.faults = [Fault("PUT", "file", "403", -1)]
     with pytest.raises(StoreFault, match="PermissionError: access denied"):
-        objects.put(PLACE / "file", b"x")
+        HERE.put("file", b"x")
     assert server.store.faults[0].count == -2
 
 
 def test_a_store_that_keeps_other_bytes_is_noticed(server):
     server.store.faults = [Fault("PUT", "small", "short", -1)]
     with pytest.raises(StoreFault, match="it has kept other bytes than were written"):
-        objects.put(PLACE / "small", b"twelve bytes")
+        HERE.put("small", b"twelve bytes")
 
 
 def test_a_server_that_is_gone_is_one_line(server):
     server.shutdown()
     server.server_close()
     with pytest.raises(StoreFault, match="ConnectionRefusedError"):
-        objects.objects_below(PLACE)
+        HERE.steps()
 
 
 def test_other_bytes_and_missing_objects_are_damage(server):
@@ -98,18 +100,19 @@ def test_other_bytes_and_missing_objects_are_damage(server):
 
 def test_a_folder_is_listed_without_those_whose_names_only_begin_like_it(server):
     for name in ("a/x", "a/b/y", "ab/z"):
-        objects.put(PLACE / name, b"12")
-    assert {name: about.size for name, about in objects.objects_below(PLACE / "a").items()} == {"x": 2, "b/y": 2}
-    assert objects.objects_below(PLACE / "none") == {}
+        HERE.put(name, b"12")
+    assert set(folder_at(PLACE / "a").objects()) == {"x", "b/y"}
+    assert folder_at(PLACE / "a").sizes(["x", "z"]) == {"x": 2}
+    assert folder_at(PLACE / "none").objects() == {}
 
 
 @pytest.mark.parametrize("dies_at", range(1, 9))
 def test_one_of_two_folders_is_whole_whenever_a_move_ends(server, monkeypatch, dies_at):
-    whole = {"one": b"1", "index": b"i", "two": b"2"}
+    whole = {"one": b"1", "index.json": b"i", "two": b"2"}
     for name, content in whole.items():
-        objects.put(PLACE / "from" / name, content)
+        folder_at(PLACE / "from").put(name, content)
     count = 0
-    real = objects.tried
+    real = storage.tried
 
     def tried(path, action):
         nonlocal count
@@ -118,19 +121,46 @@ def test_one_of_two_folders_is_whole_whenever_a_move_ends(server, monkeypatch, d
             raise InterruptedError
         return real(path, action)
 
-    monkeypatch.setattr(objects, "tried", tried)
-    try:
-        objects.move_objects(PLACE / "from", PLACE / "to", last="index")
-    except InterruptedError:
-        pass
-    else:
-        pytest.fail("the move has fewer requests than this test assumes")
-    monkeypatch.setattr(objects, "tried", real)
-
-    def complete(name):
-        below = objects.objects_below(PLACE / name)
-        return "index" in below, set(below) == set(whole)
-
-    states = [complete("from"), complete("to")]
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "tried", tried)
+        with pytest.raises(InterruptedError):
+            folder_at(PLACE / "from").rename(PLACE / "to")
+    states = [
+        (folder.is_checkpoint(), set(folder.objects()) == set(whole))
+        for folder in map(folder_at, (PLACE / "from", PLACE / "to"))
+    ]
     assert (True, True) in states
     assert (True, False) not in states
+
+
+def test_any_range_is_read_in_pieces(server, monkeypatch):
+    file = written()
+    for piece in (BLOCK - 1, 1000):
+        monkeypatch.setattr(blocks, "_PIECE", piece)
+        target = bytearray(BLOCK + 9)
+        with BlockReader(PLACE / "file", file.size, file.checksums) as reader:
+            reader.read_into(2 * BLOCK - 6, memoryview(target))
+        assert target == CONTENT[2 * BLOCK - 6 :]
+
+
+def test_an_object_that_goes_while_it_is_read_is_damage(server):
+    file = written()
+    with BlockReader(PLACE / "file", file.size, file.checksums) as reader:
+        server.store.objects.clear()
+        with pytest.raises(DamagedFile, match="^its file file is missing$"):
+            reader.verify()
+
+
+@pytest.mark.parametrize(
+    ("size", "part"),
+    [(0, 64 << 20), (9_000 * (64 << 20), 64 << 20), (9_000 * (64 << 20) + 1, (64 << 20) + 1), (10**13, 1111111112)],
+)
+def test_a_large_object_has_larger_parts_for_a_store_takes_ten_thousand(monkeypatch, size, part):
+    class Noting:
+        def open(self, *given, **more):
+            raise RuntimeError(f"{given} {more}")
+
+    monkeypatch.setattr(blocks, "filesystem", lambda path: (Noting(), "x"))
+    with pytest.raises(StoreFault) as caught:
+        BlockWriter(PLACE / "a", size)
+    assert f"{PLACE}/a: RuntimeError: ('x', 'wb') {{'block_size': {part}}}" in str(caught.value)

@@ -1,24 +1,149 @@
-"""Writing of token shards: documents become a folder of files and their index."""
+"""Folders of token shards: how documents become one, its index, and the check that it is complete.
+
+index.json               format, version, dtype, vocab_size, special tokens, fingerprint, files
+train-00000.bin …        little-endian uint16 or uint32, document after document
+validation-00000.bin …   the same, of held-out documents
+tokenizer.model          or tokenizer.json; optional
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
+from titanlab.data import cache
 from titanlab.data.contract import Report
-from titanlab.data.shard_index import BYTES, ShardIndex, TokenShard, dtype_for, write_index
 from titanlab.data.tokenizers import Tokenizer, keep, separators_in_words, separators_of
+from titanlab.errors import ConfigError
+from titanlab.system import parse_json
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+INDEX = "index.json"
+FORMAT = "titanlab-tokens"
+VERSION = 1
+BYTES = {"uint16": 2, "uint32": 4}
+"""Bytes of one token, by the index's dtype."""
 
 SHARD_TOKENS = 1 << 30
 """A file ends after the document with which it reaches this many tokens."""
 _BATCH_CHARACTERS = 2_000_000
 _PIECE_CHARACTERS = 1 << 18
 _REPORT_TOKENS = 50_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenShard:
+    """One file of tokens; `documents` is the writer's count, 0 where it is not known."""
+
+    file: str
+    tokens: int
+    documents: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardIndex:
+    """The content of `index.json`.
+
+    Attributes:
+        dtype: `uint16` or `uint32`.
+        vocab_size: every token is below it.
+        bos_id, eos_id: tokens around each document; None where the tokenizer has no such token.
+        tokenizer: its file in the folder; None without a tokenizer.
+        fingerprint: hash of the tokens; None: computed from the files.
+    """
+
+    dtype: str
+    vocab_size: int
+    bos_id: int | None = None
+    eos_id: int | None = None
+    tokenizer: str | None = None
+    fingerprint: str | None = None
+    train: tuple[TokenShard, ...] = ()
+    validation: tuple[TokenShard, ...] = ()
+
+    @property
+    def files(self) -> list[str]:
+        """Names of all files, those of `train` first."""
+        return [shard.file for shard in (*self.train, *self.validation)]
+
+    def tokens(self, split: str) -> int:
+        """Tokens of `train` or `validation`."""
+        return sum(shard.tokens for shard in self.split(split))
+
+    def split(self, name: str) -> tuple[TokenShard, ...]:
+        """Files of `train` or `validation`."""
+        return self.train if name == "train" else self.validation
+
+    def sequences(self, split: str, seq_len: int) -> int:
+        """Number of complete sequences; each needs one token more, the label of its last token."""
+        return sum(max(0, shard.tokens - 1) // seq_len for shard in self.split(split))
+
+
+def read_index(folder: Path, key: str = "data.folder") -> ShardIndex:
+    """Read and check a folder's index, and check that its files have the lengths in it.
+
+    Raises:
+        ConfigError: the index is missing or not valid, or a file is missing or has another length.
+    """
+    path = folder / INDEX
+    cure = "make the folder with `titanlab tokenize`"
+    if not folder.is_dir():
+        raise ConfigError(key, folder, "is no folder", cure)
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(key, folder, f"has no {INDEX}", cure) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(key, path, f"cannot be read ({error})", cure) from error
+    # Imported here: only a folder of token shards needs it.
+    import msgspec
+
+    try:
+        found = msgspec.convert(content, dict[str, Any])
+        if found.get("format") != FORMAT or found.get("version") != VERSION:
+            is_other = f"format {found.get('format')!r} version {found.get('version')!r}"
+            raise ValueError(f"{is_other}, not {FORMAT!r} {VERSION}")
+        index = msgspec.convert(content, ShardIndex)
+        if index.dtype not in BYTES:
+            raise ValueError(f"dtype {index.dtype!r}, neither uint16 nor uint32")
+        if not 0 < index.vocab_size <= 1 << 8 * BYTES[index.dtype]:
+            raise ValueError(f"vocab_size {index.vocab_size} does not fit {index.dtype}")
+        if outside := [name for name in index.files if Path(name).name != name]:
+            raise ValueError(f"{outside[0]!r} is not in the folder")
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(key, path, f"is no index of token shards ({error})", cure) from error
+    for shard in (*index.train, *index.validation):
+        expected = shard.tokens * BYTES[index.dtype]
+        file = folder / shard.file
+        size = file.stat().st_size if file.is_file() else None
+        if size != expected:
+            fault = "is missing" if size is None else f"has {size} bytes, not {expected}"
+            raise ConfigError(key, file, f"{fault}, so it is not what {INDEX} describes", "make the folder again")
+    return index
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a folder of token shards is complete and not damaged."""
+    try:
+        read_index(folder)
+    except ConfigError:
+        return False
+    return True
+
+
+def fingerprint_of(folder: Path, index: ShardIndex) -> str:
+    """A hash of the tokens in a folder; 32 hexadecimal digits."""
+    if index.fingerprint:
+        return cache.hash_of_values(VERSION, index.fingerprint)
+    content = cache.hash_of_files([folder / name for name in index.files])
+    return cache.hash_of_values(VERSION, index.dtype, len(index.train), content)
 
 
 def write_documents(
@@ -42,7 +167,7 @@ def write_documents(
     """
     for line in separators_in_words(tokenizer):
         report(line)
-    dtype = dtype_for(tokenizer.vocab_size)
+    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
     splits = {name: _SplitWriter(folder, name, dtype, shard_tokens) for name in ("train", "validation")}
     with splits["train"], splits["validation"]:
         next_report = _REPORT_TOKENS
@@ -68,6 +193,11 @@ def write_documents(
     return index
 
 
+def write_index(folder: Path, index: ShardIndex) -> None:
+    content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(index)}
+    (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
 def pieces_of(text: str, size: int = _PIECE_CHARACTERS) -> Iterator[str]:
     """Cut a text into pieces of about `size` characters after line ends; the pieces joined are the text."""
     start = 0
@@ -82,7 +212,8 @@ def pieces_of(text: str, size: int = _PIECE_CHARACTERS) -> Iterator[str]:
 
 def _tokenised(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple[str, npt.NDArray[np.uint32]]]:
     """Each document with its tokens; encodes many documents at a time, and long documents in pieces."""
-    cuttable = _can_encode_pieces(tokenizer)
+    # A text that is encoded in two pieces may not decode to itself: some tokenizers add a space.
+    cuttable = tokenizer.decode(tokenizer.encode("a\n") + tokenizer.encode("b")) == "a\nb"
     batch: list[str] = []
     size = 0
     for text in documents:
@@ -96,6 +227,9 @@ def _tokenised(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple
 
 
 def _encoded(texts: list[str], tokenizer: Tokenizer, *, cuttable: bool) -> Iterator[npt.NDArray[np.uint32]]:
+    # Imported here: the checks of an index need no numpy.
+    import numpy as np
+
     cut = [list(pieces_of(text)) if cuttable else [text] for text in texts]
     encoded = iter(tokenizer.encode_many([piece for pieces in cut for piece in pieces]))
     around = separators_of(tokenizer)
@@ -103,11 +237,6 @@ def _encoded(texts: list[str], tokenizer: Tokenizer, *, cuttable: bool) -> Itera
     for pieces in cut:
         parts = [before, *(next(encoded) for _ in pieces), after]
         yield np.concatenate([np.asarray(part, dtype=np.uint32) for part in parts])
-
-
-def _can_encode_pieces(tokenizer: Tokenizer) -> bool:
-    """Whether a text that is encoded in two pieces still decodes to itself; some tokenizers add a space."""
-    return tokenizer.decode(tokenizer.encode("a\n") + tokenizer.encode("b")) == "a\nb"
 
 
 def _cut_tail(folder: Path, shards: list[TokenShard], fraction: float, token_bytes: int) -> dict[str, list[TokenShard]]:
@@ -131,6 +260,8 @@ class _SplitWriter:
     """Appends documents to `<name>-<number>.bin`, and begins a new file when the last one is long enough."""
 
     def __init__(self, folder: Path, name: str, dtype: str, shard_tokens: int) -> None:
+        import numpy as np
+
         self.shards: list[TokenShard] = []
         self.tokens = 0
         self._folder, self._name, self._shard_tokens = folder, name, shard_tokens
