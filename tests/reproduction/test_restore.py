@@ -69,43 +69,11 @@ def test_the_difference_is_applied(repository, recorded, tmp_path):
     assert restored.is_same is False
 
 
-def test_a_difference_that_does_not_fit_is_left_out_whole(repository, recorded, tmp_path):
-    patch = PATCH + PATCH.replace("code.py", "other.py")
-    restored = restore(replace(recorded, patch=patch), repository, tmp_path / "into", run="a-1")
-    assert code(tmp_path / "into") == "value = 1\n"
-    (note,) = restored.notes
-    assert note.startswith("code.patch does not fit the commit (")
-    assert restored.is_same is True
-
-
-def test_a_problem_of_the_difference_is_said_where_no_snapshot_is_kept(repository, recorded, tmp_path):
-    restored = restore(replace(recorded, problem="it was not kept"), repository, tmp_path / "into", run="a-1")
-    assert restored.notes == ("it was not kept",)
-
-
 def test_with_such_a_problem_a_snapshot_is_better_than_the_commit(repository, recorded, snapshot, tmp_path):
     given = replace(recorded, problem="it was not kept", snapshot=snapshot)
     restored = restore(given, repository, tmp_path / "into", run="a-1")
     assert (restored.source, restored.is_same) == (f"the snapshot {snapshot}", True)
     assert restored.notes == ("it was not kept",)
-
-
-def test_without_the_commit_the_snapshot_is_copied(repository, recorded, snapshot, tmp_path):
-    given = replace(recorded, sha="0" * 40, snapshot=snapshot)
-    restored = restore(given, repository, tmp_path / "into", run="a-1")
-    assert restored.notes == (f"commit 000000000000 is not in {repository}: fetch it, or give --repo FOLDER",)
-    assert code(tmp_path / "into") == "value = 1\n"
-
-
-@pytest.mark.parametrize("name", ["into", "deeper/still/into"])
-def test_the_folder_may_be_new_or_empty(snapshot, tmp_path, name):
-    given = replace(NONE, snapshot=snapshot)
-    into = tmp_path / name
-    restore(given, None, into, run="a-1")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    restore(given, None, empty, run="a-1")
-    assert code(into) == code(empty)
 
 
 def test_of_a_snapshot_only_plain_files_of_code_are_copied(snapshot, tmp_path):

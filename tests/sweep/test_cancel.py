@@ -44,8 +44,3 @@ def test_elements_that_somebody_took_out_of_the_queue_are_cancelled_and_can_be_d
     done = retry(sweep, quiet, outcomes=["cancelled"])
     assert [each.run.path.name for each in done] == [run.path.name]
     assert [len(job["states"]) for job in slurm.jobs().values()] == [5, 1]
-
-
-def test_cancel_of_one_run(slurm, sweep):
-    cancel(sweep, quiet, names=[sweep.run(names(sweep)[4]).hash8])
-    assert slurm.jobs()[101]["states"][3:] == ["RUNNING", "CANCELLED"]

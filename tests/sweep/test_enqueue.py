@@ -15,17 +15,6 @@ from titanlab.sweep.submit import submit
 MIXED = [*seeds(2), *seeds(2, shard=2), {"shard": 6}, {"shard": 12}]
 
 
-def test_variables_of_a_job_around_it_do_not_reach_the_new_job(slurm, tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURM_MEM_PER_CPU", "100")
-    config = tmp_path / "slurm.conf"
-    config.touch()
-    monkeypatch.setenv("SLURM_CONF", str(config))
-    submit(study(tmp_path / "runs", seeds(1), launch=SLURM), quiet)
-    environment = slurm.jobs()[101]["environment"]
-    assert "SLURM_MEM_PER_CPU" not in environment
-    assert environment["SLURM_CONF"] == str(config)
-
-
 def test_long_arrays_are_cut(slurm, tmp_path, monkeypatch):
     monkeypatch.setattr("titanlab.launch.slurm.launcher.MAX_ARRAY", 2)
     submit(study(tmp_path / "runs", seeds(5), launch=Slurm(array_parallelism=1)), quiet)

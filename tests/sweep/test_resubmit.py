@@ -51,14 +51,12 @@ def test_a_run_that_has_ended_waits_again_as_the_only_one_of_its_job(slurm, swee
     assert slurm.jobs()[102]["states"] == ["PENDING"]
     assert sweep.submissions()[-1] == submission
     assert (sweep.path / submission.code / "code.json").is_file()
-
-
-def test_a_run_that_is_done_is_not_submitted(slurm, sweep):
-    run = sweep.run(names(sweep)[0])
-    lines = []
-    assert resubmit(run, from_mapping(run.config()), lines.append) is None
-    assert lines == [f"{run.path} is done. For another like it: repeat=1"]
-    assert list(slurm.jobs()) == [101]
+    assert submitted_with(run)["minutes"] == SLURM.minutes
+    # One that is done is not submitted.
+    done = sweep.run(names(sweep)[0])
+    assert resubmit(done, from_mapping(done.config()), lines.append) is None
+    assert lines[1:] == [f"{done.path} is done. For another like it: repeat=1"]
+    assert list(slurm.jobs()) == [101, 102]
 
 
 @pytest.mark.parametrize(("place", "word"), [(3, "running"), (4, "queued")])
@@ -107,16 +105,6 @@ def test_without_an_answer_of_the_scheduler_nothing_changes(slurm, hung):
     assert saved(run) == ["step-00000002", "step-00000004"]
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_before_the_job_waits(slurm, hung):
-    run, recipe = hung
-    save(run, 2, 4)
-    tiny.write_checkpoint(step_folder(run.checkpoints, 4), "{")
-    lines = []
-    resubmit(run, recipe, lines.append)
-    assert saved(run) == ["step-00000002", "step-00000004.damaged"]
-    assert lines[0].startswith("goes on from step 2: step-00000004 is damaged: its file position.json is no JSON")
-
-
 def test_jobs_of_this_host_are_started(slurm, sweep, hung, monkeypatch):
     run, recipe = hung
     woken = []
@@ -124,15 +112,6 @@ def test_jobs_of_this_host_are_started(slurm, sweep, hung, monkeypatch):
     submission = resubmit(run, replace(recipe, launch=Local()), quiet)
     assert (submission.launcher, list(slurm.jobs())) == ("local", [101])
     assert woken == [sweep.path]
-
-
-def test_the_settings_of_the_latest_submission(slurm, sweep, hung):
-    run, recipe = hung
-    assert submitted_with(run)["minutes"] == SLURM.minutes
-    resubmit(run, replace(recipe, launch=Slurm(minutes=90)), quiet)
-    assert submitted_with(run)["minutes"] == 90
-    # Those of another run are its own.
-    assert submitted_with(sweep.run(names(sweep)[2]))["minutes"] == SLURM.minutes
 
 
 def test_a_run_that_was_never_submitted_has_no_settings(tmp_path):

@@ -9,7 +9,7 @@ from titanlab.errors import ConfigError
 from titanlab.launch.local import LocalLauncher
 from titanlab.launch.slurm.launcher import SlurmLauncher
 from titanlab.records import Outcome, OutcomeKind
-from titanlab.sweep import FAILED, cancel, decide
+from titanlab.sweep import FAILED, cancel
 from titanlab.sweep.retry import retry
 from titanlab.sweep.submit import submit
 
@@ -26,11 +26,6 @@ def test_ended_runs_of_an_outcome_are_submitted_again_and_keep_their_folders(slu
     # It waits now, and is not submitted a third time.
     assert retry(sweep, quiet, outcomes=["hang"]) == []
     assert submitted(slurm) == [5, 1]
-
-
-def test_all_that_failed(slurm, sweep):
-    done = retry(sweep, quiet, outcomes=FAILED)
-    assert {each.outcome for each in done} == {"hang", "oom"}
 
 
 def test_named_runs_whatever_their_outcome_but_none_that_is_done_waits_or_runs(slurm, sweep):
@@ -111,30 +106,21 @@ def test_a_run_whose_config_was_edited_is_not_submitted_again(slurm, sweep):
     assert submitted(slurm) == [5]
 
 
-def test_a_dry_run_submits_nothing(slurm, sweep):
-    assert len(retry(sweep, quiet, outcomes=["hang", "oom"], dry_run=True)) == 2
-    assert submitted(slurm) == [5]
-
-
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
         ({}, "arguments=: say nothing of which runs; try --outcome hang,node_fail, --all-failed or --stale, or name"),
-        ({"outcomes": ["hung"]}, "--outcome=hung: is no outcome; known: oom, hang"),
         ({"outcomes": ["done"]}, "--outcome=done: is done"),
         ({"names": ["nobody"]}, "run=nobody: fits no run of sweep layouts; try "),
-        ({"outcomes": ["oom"], "overrides": ["seed=2"]}, "seed=2: is not to be changed in a run that has begun"),
         (
             {"outcomes": ["oom"], "overrides": ["precision=bf16"]},
             "precision=bf16: is not to be changed in a run that has begun; changeable: launch, cluster.per_node",
         ),
-        ({"outcomes": ["oom"], "overrides": ["launch=local"]}, "launch=local: is another preset, and a run that has"),
         ({"outcomes": ["oom"], "overrides": ["launch.kind=local"]}, "launch.kind=local: would be another launcher"),
         (
             {"outcomes": ["oom"], "overrides": ["launch.partition=fast"]},
             "launch.partition=fast: Slurm knows no such part",
         ),
-        ({"outcomes": ["oom"], "overrides": ["launch.minute=9"]}, "launch.minute=9: "),
         ({"outcomes": ["oom"], "overrides": ["launch.minutes=soon"]}, "launch.minutes=soon: "),
     ],
 )
@@ -162,20 +148,3 @@ def test_a_scheduler_that_does_not_answer_is_told_by_every_verb(slurm, sweep, ca
     with pytest.raises(ConfigError, match="launch=slurm: Slurm does not answer, and the jobs may go on"):
         cancel(sweep, lines.append)
     assert "the scheduler does not answer" in lines[1]
-
-
-def test_cancelled_runs_are_not_submitted_again_by_the_sweep(slurm, sweep, tmp_path):
-    cancel(sweep, quiet, names=[names(sweep)[4]])
-    wanted = study(tmp_path / "runs", seeds(5), launch=SLURM)
-    assert [each.action for each in decide(wanted)] == ["done", "ended", "ended", "running", "ended"]
-    assert submit(wanted, quiet).submissions == ()
-
-
-def test_the_verb(slurm, sweep, capsys):
-    runs = ["--runs", str(sweep.path.parent)]
-    assert call(["retry", "layouts", "--outcome", "hang,oom", "--dry-run", *runs]) == 0
-    assert capsys.readouterr().out.endswith("2 runs would be submitted\n")
-    assert call(["retry", "layouts", "--all-failed", "launch.minutes=20", *runs]) == 0
-    assert f"2 runs submitted; titanlab status {sweep.path} --watch follows them" in capsys.readouterr().out
-    assert call(["retry", "layouts", "--outcome", "nan", *runs]) == 0
-    assert "nothing of layouts is to be done again" in capsys.readouterr().out

@@ -21,11 +21,6 @@ def stands(made, run, said=None):
     return standing(run, job, states)
 
 
-def test_a_run_that_never_had_a_job_is_to_be_submitted(made):
-    run = made.run("a")
-    assert stands(made, run) == ("submit", None)
-
-
 @pytest.mark.parametrize(
     ("kind", "expected"), [("done", ("done", "done")), ("oom", ("ended", "oom")), ("preempted", ("ended", "preempted"))]
 )
@@ -96,17 +91,6 @@ def test_a_result_counts_where_the_scheduler_knows_nothing(made, kind, ended, sa
     begin(run)
     end(run, kind, ended=ended)
     assert stands(made, run, said) == expected
-
-
-def test_the_latest_of_two_jobs_counts(made):
-    run = made.run("a")
-    first = made.submit(run, created=1500.0)
-    begin(run)
-    end(run, "oom", ended=1600.0)
-    second = made.submit(run, created=1700.0, job_id="13")
-    job = jobs_of(made.folder, made.folder.submissions())[run.path.name]
-    assert job[0].token == second.token != first.token
-    assert standing(run, job, {(first.token, 0): word("running")}) == ("queued", None)
 
 
 def test_a_run_is_put_aside_under_the_next_number(made):

@@ -20,7 +20,7 @@ def collect_verb(args: Namespace) -> int:
     sweep = open_sweep(args.sweep, args.runs)
     # Imported here, as below: the planner and the table take time to import, and `--help` needs neither.
     from titanlab.sweep import drift_lines, listing, look_at, write_table
-    from titanlab.sweep.comparison import comparison
+    from titanlab.sweep import comparison
 
     rows = look_at(sweep, Console().warn, estimates=True)()
     files = write_table(rows, sweep.name, user_path(args.into or sweep.path))

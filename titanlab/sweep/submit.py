@@ -15,7 +15,7 @@ from typing import Any
 
 from titanlab.checkpoint import parent_of
 from titanlab.errors import ConfigError
-from titanlab.launch import JobShape, States, Submission, launch_of, shape_of
+from titanlab.launch import JobShape, States, Submission, launch_of, launcher_named, shape_of
 from titanlab.plan import MEMORY_ERROR, estimate_of
 from titanlab.recipe import to_mapping
 from titanlab.records import check_runs, create_run
@@ -26,7 +26,6 @@ from titanlab.sweep.enqueue import (
     check_jobs,
     enqueue,
     settle,
-    silent_launcher,
     standing,
     supersede,
     wake,
@@ -35,6 +34,7 @@ from titanlab.sweep.listing import aligned, dropped
 from titanlab.sweep.plan import SINGLE, Dropped, PlannedRun, Study, starting_order
 from titanlab.sweep.reconcile import job_states, reconcile
 from titanlab.sweep.rows import estimate_values
+from titanlab.sweep.space import SweepPoint
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 from titanlab.system import counted, grouped, sweep_argument, trimmed, user_path
 from titanlab.train import has_tracker
@@ -81,7 +81,11 @@ def folder_of(study: Study) -> SweepFolder:
 
 def silence_of(study: Study) -> str | None:
     """Why a launcher of the study does not answer, in one line; None if all answer or are not installed."""
-    return silent_launcher(launch_of(planned.recipe) for planned in study.planned)
+    for kind in dict.fromkeys(launch_of(planned.recipe).kind for planned in study.planned):
+        launcher = launcher_named(kind)
+        if launcher.is_here() and (problem := launcher.silence()) is not None:
+            return f"the scheduler does not answer: {problem}"
+    return None
 
 
 def check_study(study: Study, *, submits: bool = True, answered: bool = True) -> list[JobShape]:
@@ -104,33 +108,24 @@ def check_study(study: Study, *, submits: bool = True, answered: bool = True) ->
 
 
 def decide(study: Study, *, force: bool = False, states: States | None = None, answered: bool = True) -> list[Decision]:
-    """The action of a submission for every run of a study; changes nothing. The launcher need not be installed.
+    """The action of a submission for every run of a study, after `check_study`; changes nothing.
 
     Args:
         force: submit ended runs again, from the beginning, whatever their outcome; waiting and running ones stay.
-        states: of jobs; None: ask their launchers.
+        states: of jobs; None: ask their launchers, which need not be installed.
         answered: whether the launchers can be asked; if not, jobs in their queues are unknown.
-
-    Raises:
-        ConfigError: as in `check_study`.
     """
     folder, shapes = folder_of(study), check_study(study, submits=False, answered=answered)
-    if not answered:
-        states = {}
     if states is None:
-        submitted = folder.submissions()
-        states = job_states(submitted, folder.path) if submitted else {}
+        states = job_states(folder.submissions(), folder.path) if answered else {}
     return _decided(study, folder, shapes, states, force=force)
 
 
 def submit(study: Study, report: Callable[[str], None], *, force: bool = False) -> Submitted:
-    """Submit the missing runs of a study, and return at once.
+    """Submit the missing runs of a study after `check_study`, and return at once.
 
     Args:
         force: submit ended runs again, from the beginning; their old folders go to `superseded/`.
-
-    Raises:
-        ConfigError: as in `check_study`; or the launcher refuses the jobs.
     """
     folder, shapes = folder_of(study), check_study(study)
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -199,11 +194,17 @@ def _check_name(folder: SweepFolder, study: Study) -> None:
 
 def _write(folder: SweepFolder, study: Study, decisions: Sequence[Decision]) -> None:
     """Write sweep.json and points.jsonl; points of an earlier plan stay if they have runs."""
+
+    def row_of(point: SweepPoint, run: str | None, dropped: Mapping[str, str] | None) -> dict[str, Any]:
+        control = {"control": True} if point.is_control else {}
+        return {"point": dict(point.values), "repeat": point.repeat, "run": run, "dropped": dropped, **control}
+
     points = [
-        {**_point(decision.planned, run=decision.run_name), "estimate": estimate_values(decision.planned.recipe)}
+        {**row_of(planned.point, decision.run_name, None), "estimate": estimate_values(planned.recipe)}
         for decision in decisions
+        for planned in [decision.planned]
     ]
-    points += [_point(drop, dropped={"stage": drop.stage, "reason": drop.reason}) for drop in study.dropped]
+    points += [row_of(drop.point, None, {"stage": drop.stage, "reason": drop.reason}) for drop in study.dropped]
     now = {point["run"] for point in points}
     earlier = [row for row in folder.points() if row.get("run") and row["run"] not in now]
     points += [row for row in earlier if folder.run(row["run"]).path.is_dir()]
@@ -217,14 +218,6 @@ def _write(folder: SweepFolder, study: Study, decisions: Sequence[Decision]) -> 
         "dropped": len(study.dropped),
     }
     folder.write_manifest(manifest, points)
-
-
-def _point(
-    planned: PlannedRun | Dropped, *, run: str | None = None, dropped: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    point = planned.point
-    control = {"control": True} if point.is_control else {}
-    return {"point": dict(point.values), "repeat": point.repeat, "run": run, "dropped": dropped, **control}
 
 
 HEADINGS = ("run", "layout", "processes", "nodes", "GPU-hours", "est. hours", "est. GB", "checkpoint GB", "action")

@@ -38,12 +38,6 @@ def found():
     return [(item.kind, item.path.name, item.bytes) for item in cached()]
 
 
-def test_without_caches_there_is_nothing(tmp_path, monkeypatch):
-    monkeypatch.setenv("TITANLAB_CACHE", str(tmp_path / "nowhere"))
-    monkeypatch.setattr(clean.compile_cache, "own_folder", lambda: tmp_path / "own")
-    assert found() == []
-
-
 def test_prepared_data_and_compiled_code_of_both_places(root, tmp_path):
     put(root / "fingerprints" / "f.json", 7)
     put(tmp_path / "own" / "inductor" / "aa" / "x.so", 5)
@@ -57,19 +51,6 @@ def test_prepared_data_and_compiled_code_of_both_places(root, tmp_path):
     ]
     # The parent, and nothing outside of it, is where the removal may take place.
     assert {item.root for item in cached()} == {root, tmp_path / "own"}
-
-
-def test_an_empty_compile_cache_is_nothing_to_remove(root, tmp_path):
-    (tmp_path / "own" / "inductor").mkdir(parents=True)
-    assert [kind for kind, _, _ in found()] == ["data-cache"]
-
-
-def test_data_that_a_process_makes_or_waits_for_is_in_use(root):
-    put(root / "tokens" / "files-def" / "0.bin", 5)
-    with open(root / "tokens" / ".files-abc.lock") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert found() == [("data-cache", "files-def", 5)]
-    assert [name for _, name, _ in found()] == ["files-abc", "files-def"]
 
 
 def test_what_a_killed_process_has_left_counts_after_an_hour(root):

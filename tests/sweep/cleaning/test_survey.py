@@ -55,12 +55,6 @@ def config(run, before, after):
     path.write_text(text.replace(before, after, 1))
 
 
-def test_a_sweep_without_runs_has_nothing(made):
-    made.write()
-    found = survey(made)
-    assert (removable(found), found.busy, found.notes) == ([], [], [])
-
-
 def test_what_a_run_has_left_is_found_by_kind(made):
     run = with_checkpoints(made)
     end(run)
@@ -90,13 +84,6 @@ def test_a_run_that_has_written_its_status_lately_may_work_on_another_host(made,
     assert (found.busy, len(found.items)) == (([f"layouts/{run.path.name}"], 0) if age < 900 else ([], 2))
 
 
-def test_a_run_that_is_locked_is_left_alone(made):
-    run = with_checkpoints(made)
-    with run.claim():
-        found = survey(made)
-    assert (removable(found), found.busy) == ([], [f"layouts/{run.path.name}"])
-
-
 def test_links_are_noted_and_not_followed(made, tmp_path):
     run = with_checkpoints(made)
     outside = tmp_path / "outside"
@@ -113,15 +100,6 @@ def test_links_are_noted_and_not_followed(made, tmp_path):
     assert (found.items, found.notes) == ([], ["linked is a link, and is left alone"])
 
 
-def test_checkpoints_that_are_a_link_are_noted(made, tmp_path):
-    run = with_checkpoints(made)
-    run.checkpoints.rename(tmp_path / "elsewhere")
-    run.checkpoints.symlink_to(tmp_path / "elsewhere")
-    found = survey(made)
-    assert removable(found) == []
-    assert found.notes == [f"layouts/{run.path.name}/checkpoints is a link, and is left alone"]
-
-
 @pytest.mark.parametrize("key", ["load_from", "init_from"])
 @pytest.mark.parametrize("which", ["checkpoints/step-00000002", "checkpoints", ""])
 def test_what_another_run_starts_from_stays(made, key, which):
@@ -132,16 +110,11 @@ def test_what_another_run_starts_from_stays(made, key, which):
     assert {item.path.name for item in survey(made).items} == left
 
 
-@pytest.mark.parametrize("text", ["null-hypothesis/a", "nullable"])
+@pytest.mark.parametrize("text", ["null-hypothesis/a", "~nobody99/x"])
 def test_a_start_whose_name_begins_with_null_is_one(made, text, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     config(made.run("a"), "load_from: null", f"load_from: {text}")
     assert starting_points(made.folder.path.parent) == {str(tmp_path / text)}
-
-
-def test_an_address_is_a_start_as_it_is(made):
-    config(made.run("a"), "load_from: null", "load_from: s3://bucket/run")
-    assert starting_points(made.folder.path.parent) == {"s3://bucket/run"}
 
 
 @pytest.mark.parametrize(
@@ -149,14 +122,12 @@ def test_an_address_is_a_start_as_it_is(made):
     [
         "checkpoint: [1]\nother:\n  load_from: /a\n",
         "init_from: [/a]\n",
-        'init_from: "a\\0b"\n',
-        "init_from: {",
         "init_from: /a/ring/x\n",
         b"init_from: \xff\n",
         "init_from: /a\n" + "# x\n" * 300_000,
         None,
     ],
-    ids=["list", "no text", "zero byte", "no YAML", "ring", "no UTF-8", "huge", "pipe"],
+    ids=["list", "no text", "ring", "no UTF-8", "huge", "pipe"],
 )
 def test_a_damaged_config_hides_no_start_of_others(made, text, tmp_path):
     config(made.run("good"), "load_from: null", "load_from: /good")
@@ -172,13 +143,7 @@ def test_a_damaged_config_hides_no_start_of_others(made, text, tmp_path):
     assert starting_points(made.folder.path.parent) == {"/good"}
 
 
-def test_a_home_of_nobody_is_no_traceback(made, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config(made.run("a"), "load_from: null", "load_from: ~nobody99/x")
-    assert starting_points(made.folder.path.parent) == {str(tmp_path / "~nobody99" / "x")}
-
-
-@pytest.mark.parametrize("section", ["checkpoint: [1]", "checkpoint: 3", "checkpoint: text"])
+@pytest.mark.parametrize("section", ["checkpoint: [1]", "checkpoint: text"])
 def test_a_run_whose_section_is_damaged_is_noted_and_hides_no_other(made, section):
     good, bad = with_checkpoints(made, "good"), with_checkpoints(made, "bad", seed=1)
     path = bad.path / "config.yaml"
@@ -227,10 +192,7 @@ def code_of(run, code):
         ({"fingerprint": "f1", "git": {"sha": "1", "patch_complete": True}}, True),
         ({"fingerprint": "f1", "git": {"sha": "1", "patch_complete": False}}, False),
         ({"fingerprint": "f1", "git": None}, False),
-        ({"fingerprint": "f2"}, True),
         ({"fingerprint": ["f1"]}, True),
-        ({}, True),
-        ("text", True),
     ],
 )
 def test_the_only_copy_of_a_runs_code_stays(made, code, goes):
@@ -240,16 +202,6 @@ def test_the_only_copy_of_a_runs_code_stays(made, code, goes):
     code_of(run, code)
     snapshot(made)
     assert [item.kind for item in survey(made).items] == ["code"] * goes
-
-
-@pytest.mark.parametrize("fingerprint", [["f1"], {"a": 1}, None])
-def test_a_damaged_record_of_code_is_no_traceback(made, fingerprint):
-    run = made.run("a")
-    begin(run)
-    end(run)
-    code_of(run, {"fingerprint": "f1"})
-    snapshot(made, fingerprint=fingerprint)
-    assert [item.kind for item in survey(made).items] == ["code"]
 
 
 @pytest.mark.parametrize("kind", ["preempted", None])

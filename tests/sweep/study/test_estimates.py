@@ -58,12 +58,6 @@ def test_strictly_all_that_exceed_memory_are_left_out(tmp_path, reserved):
     assert kept.notices == ()
 
 
-def test_a_study_whose_runs_all_fit_stays_as_it_is(tmp_path, reserved):
-    reserved.update({0: 1, 1: 2})
-    given = study(tmp_path, seeds(2))
-    assert fitting(given, strictly=False) == fitting(given, strictly=True) == given
-
-
 def test_a_study_of_which_nothing_fits_is_refused(tmp_path, reserved):
     reserved.update({0: 190e9, 1: 191e9})
     with pytest.raises(ConfigError) as raised:

@@ -49,6 +49,14 @@ def test_every_run_has_one_place():
     assert sorted(starting_order(planned)) == list(range(len(planned)))
 
 
+@pytest.mark.parametrize(("repeats", "count"), [(1, 3), (2, 3), (3, 4), (1000, 1001)])
+def test_the_control_runs_before_each_round_and_at_the_end_and_at_least_three_times(repeats, count):
+    planned = control_points({"ac": "none"}, repeats)
+    # No repeat of a point has a number of these: a sweep has at most 1,000.
+    assert [point.repeat for point in planned] == list(range(1000, 1000 + count))
+    assert len({point.label for point in planned}) == count
+
+
 @pytest.mark.parametrize(
     ("given", "expected"), [(None, None), (False, None), (True, {}), ({}, {}), ({"ac": "none"}, {"ac": "none"})]
 )

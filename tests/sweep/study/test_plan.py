@@ -8,8 +8,8 @@ from tests.sweep.files import dropped, labels, plan, sweep_text, write_sweep
 from titanlab.data import source
 from titanlab.distributed import Host
 from titanlab.errors import ConfigError
+from titanlab.sweep import Composer
 from titanlab.sweep import plan as studies
-from titanlab.sweep.space import SweepPoint
 
 SMALL = ("data=synthetic", "optimizer.schedule.warmup_steps=0")
 
@@ -51,18 +51,6 @@ def test_the_command_line_adds_to_a_files_space(tmp_path):
     assert found.definition["overrides"] == ["+sweeps=mine", "training.steps=5"]
 
 
-def test_a_mistake_that_all_points_share_is_told_after_a_few(monkeypatch):
-    asked = []
-    composed = studies._Checks.composed
-    monkeypatch.setattr(studies._Checks, "composed", lambda *given: asked.append(given[1]) or composed(*given))
-    with pytest.raises(ConfigError, match="training.global_batch=-1: must be at least 1"):
-        plan(*SMALL, "seed=range(0,500)", "training.global_batch=-1")
-    assert len(asked) < 15
-    # The last point and the recipe alone are among them.
-    assert {"seed": 499} in asked
-    assert {} in asked
-
-
 def test_hydras_own_sweeps_are_a_product():
     found = plan("-m", *SMALL, "model=debug,llama_5m", "precision=glob(b*)", "seed=range(0,4,2)", "repeat=choice(0,2)")
     assert len(found.planned) == 2 * 2 * 2 * 2
@@ -71,12 +59,6 @@ def test_hydras_own_sweeps_are_a_product():
     }  # fmt: skip
     assert [each.recipe.name for each in found.planned[:2]] == ["debug-bf16-seed0", "debug-bf16-seed0-r2"]
     assert found.origin == "command line"
-
-
-def test_hydras_own_sweeper_has_params(tmp_path):
-    text = "# @package _global_\nhydra:\n  mode: MULTIRUN\n  sweeper: {params: {seed: '3,4', model: 'choice(debug)'}}\n"
-    found = plan(*write_sweep(tmp_path, text), *SMALL, "precision=bf16,fp32")
-    assert labels(found) == ["seed3-debug-bf16", "seed3-debug-fp32", "seed4-debug-bf16", "seed4-debug-fp32"]
 
 
 def test_a_recipe_may_be_swept_and_may_sweep_all_else():
@@ -96,25 +78,6 @@ def test_the_folders_name_is_what_is_given_or_made_of_what_is_swept(tmp_path):
     assert plan(*write_sweep(tmp_path, sweep_text({"list": [{"seed": 1}, {}]}) + "sweep: another\n")).name == "another"
 
 
-def test_runs_are_named_by_their_values():
-    assert labels(plan(*SMALL)) == ["run"]
-    assert labels(plan(*SMALL, "name=mine", "seed=1,2")) == ["mine-seed1", "mine-seed2"]
-    values = {
-        "parallelism": "fsdp_tp",
-        "parallelism.tensor": 8,
-        "ac": "full",
-        "compile": "off",
-        "optimizer.lr": 3e-4,
-        "parallelism.async_tensor": False,
-    }
-    assert SweepPoint(values=values).label == "fsdp_tp-tp8-ac_full-compile_off-lr0.0003-no_async_tensor"
-    assert SweepPoint(values={"data.path": "/a b/c:d", "name": "no"}).label == "path_-a-b-c-d"
-    assert SweepPoint(values={}).label == "base"
-    long = SweepPoint(values={"training.seq_len": 10**80}, repeat=12).label
-    assert len(long) == 60
-    assert long.endswith("0-r12")
-
-
 def test_two_points_that_are_one_run_are_run_once():
     found = plan(*SMALL, "parallelism=single,fsdp,ddp", "world=1")
     assert labels(found) == ["single"]
@@ -132,12 +95,6 @@ def test_conditions_see_degrees_and_options_as_they_will_be(tmp_path):
         *(("fsdp_tp-world_none", "layout"), ("ddp-world_none", "layout")),
         *(("single-world2", "layout"), ("single-world4", "layout"), ("single-world_none", "where")),
     ]
-
-
-def test_a_number_that_is_text_is_a_number_in_conditions(tmp_path):
-    node = {"where": ["optimizer.lr < 1e-2", "parallelism.shard < 4", "name != 'x'"]}
-    space = {"product": {"optimizer.lr": ["1e-3", "0.1"], "parallelism.shard": ["1", "4"]}}
-    assert labels(plan(*write_sweep(tmp_path, sweep_text(space, node=node)))) == ["lr_1e-3-dp_s_1"]
 
 
 def test_a_value_of_some_options_only_drops_the_others(tmp_path):
@@ -217,11 +174,43 @@ def test_a_control_runs_beside_the_points_and_changes_no_other_run(tmp_path):
     assert len({each.identity.sha256 for each in found.planned}) == 7
 
 
-def test_one_value_for_all_runs_is_not_silently_anothers_of_the_control(tmp_path):
-    given = write_sweep(
-        tmp_path, sweep_text({"product": {"ac": ["none", "full"]}}, node={"control": {"training.steps": 9}})
-    )
-    with pytest.raises(
-        ConfigError, match=r"training.steps=5: is one value for all runs, and the sweep's control has another \(9\)"
-    ):
-        plan(*given, "training.steps=5")
+def test_a_mistake_that_all_points_share_is_composed_once(monkeypatch):
+    asked = []
+    whole = Composer._whole_recipe
+    monkeypatch.setattr(Composer, "_whole_recipe", lambda *given: asked.append(given[1]) or whole(*given))
+    with pytest.raises(ConfigError, match="training.global_batch=-1: must be at least 1"):
+        plan(*SMALL, "seed=range(0,500)", "training.global_batch=-1")
+    assert len(asked) < 15
+
+
+def test_names_that_the_user_gives_stay():
+    assert labels(plan(*SMALL, "name=mine", "seed=1,2")) == ["mine-seed1", "mine-seed2"]
+
+
+@pytest.mark.parametrize(
+    ("swept", "condition", "left"),
+    [
+        # A file may have numbers as texts, which the composition reads as numbers.
+        ({"seed": ["3", 4]}, "seed == 3", ["seed_3"]),
+        ({"optimizer.lr": ["1e-3", "0.1"]}, "optimizer.lr < 1e-2", ["lr_1e-3"]),
+        # What resolving the recipe would set.
+        ({"training.steps": [20, 1]}, "optimizer.schedule.warmup_steps <= training.steps", ["steps20"]),
+        # A group without an option is equal to no name.
+        ({"seed": [1]}, "recipe != 'x'", ["seed1"]),
+    ],
+)
+def test_conditions_see_values_as_they_will_be(tmp_path, swept, condition, left):
+    given = write_sweep(tmp_path, sweep_text({"product": swept}, node={"where": [condition]}))
+    assert labels(plan(*given)) == left
+
+
+def test_degrees_that_are_no_numbers_are_left_to_the_composition():
+    found = plan(*SMALL, "world=0,1")
+    assert [(label, stage) for label, stage, _ in dropped(found)] == [("world0", "composition")]
+
+
+def test_data_that_is_not_here_may_be_where_the_runs_are(tmp_path):
+    given = ["data=files", f"data.files={tmp_path}/none.txt", "seed=0,1"]
+    assert len(studies.plan_study(given, elsewhere=True).planned) == 2
+    with pytest.raises(ConfigError, match=r"^data\.files="):
+        plan(*given)

@@ -39,22 +39,9 @@ def test_what_is_submitted_is_summed(planned):
     assert lines[-1] == "3 jobs: 9 processes in all, 4 nodes, 3 arrays; the largest has 6"
 
 
-def test_one_of_everything_is_singular(planned):
-    lines = plan_lines(*planned([{"shard": 1}]), answered=False)
-    assert lines[0] == "layouts: 1 run (sweeps/layouts)"
-    assert lines[-1] == "1 job: 1 process in all, 1 node, 1 array; the largest has 1"
-
-
 def test_runs_of_this_host_have_no_nodes(planned):
     lines = plan_lines(*planned(seeds(2), launch=None))
     assert lines[-1] == "2 jobs: 2 processes in all; the largest has 1"
-
-
-def test_without_a_run_only_what_was_dropped_is_left(planned):
-    found, _ = planned(seeds(1), dropped=[{"shard": 5}])
-    lines = plan_lines(dataclasses.replace(found, planned=()), [])
-    assert lines[0] == "layouts: 0 runs (sweeps/layouts)"
-    assert any("is wrong" in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from pyarrow import parquet
 from tests.sweep.made import begin, end
 from titanlab.errors import ConfigError
 from titanlab.sweep import NAMES, SweepTable, write_table
-from titanlab.sweep.columns import COLUMNS
-from titanlab.sweep.rows import SCHEMA_KEY, SWEEP_KEY, parquet_schema
+from titanlab.sweep.rows import COLUMNS, SCHEMA_KEY, SWEEP_KEY
 
 
 def full(made):
@@ -50,36 +49,15 @@ def test_types_do_not_depend_on_values(made, tmp_path):
     write_table(full(made), "full", tmp_path)
     everything = parquet.read_table(tmp_path / "full.parquet").schema
     assert {field.name: field.type for field in only_dropped} == {field.name: field.type for field in everything}
-    assert pa.null() not in everything.types
-
-
-def test_the_schema_is_the_documented_one():
-    schema = parquet_schema(["point.a"], "s")
     words = {pa.string(): "text", pa.int64(): "whole", pa.float64(): "number", pa.bool_(): "yes/no"}
-    assert {field.name: words[field.type] for field in schema} == {
-        **COLUMNS,
-        "point.a": "text",
-    }
-
-
-def test_a_sweep_without_points_has_a_table_too(tmp_path):
-    files = write_table([], "nothing", tmp_path)
-    assert parquet.read_table(files[0]).num_rows == 0
-    assert files[1].read_text().startswith('"sweep","run"')
+    points = {"point.seed": "text", "point.parallelism": "text"}
+    assert {field.name: words[field.type] for field in everything} == {**COLUMNS, **points}
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--into=.*: cannot be written"):
         write_table([], "s", tmp_path / "file" / "deeper")
-
-
-def test_what_was_there_is_replaced_whole(made, tmp_path):
-    write_table(full(made), "layouts", tmp_path)
-    before = parquet.read_table(tmp_path / "layouts.parquet").num_rows
-    made.drop("rule", "another", seed=10)
-    write_table(SweepTable(made.folder).rows(), "layouts", tmp_path)
-    assert parquet.read_table(tmp_path / "layouts.parquet").num_rows == before + 1
 
 
 def test_a_value_of_another_kind_than_its_column_is_not_known(made, tmp_path):

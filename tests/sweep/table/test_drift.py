@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from titanlab.sweep.ranking import Drift, drift_of
+from titanlab.sweep.ranking import drift_of
 
 
 def rows(*pairs):
@@ -18,21 +18,12 @@ def rows(*pairs):
         [(0.0, 100.0)],
         [(5.0, 100.0), (5.0, 110.0)],
         [(None, 100.0), (5.0, 110.0)],
-        [(0.0, None), (5.0, 110.0)],
         [(0.0, 0.0), (5.0, 110.0)],
-        [(0.0, -3.0), (5.0, 110.0)],
         [(0.0, math.nan), (5.0, 110.0)],
-        [(0.0, math.inf), (5.0, 110.0)],
     ],
 )
 def test_without_two_figures_at_two_times_there_is_no_drift(pairs):
     assert drift_of(rows(*pairs), "speed") is None
-
-
-def test_two_controls_have_a_drift_but_no_measure_of_noise():
-    drift = drift_of(rows((10.0, 100.0), (40.0, 110.0)), "speed")
-    assert drift.percent == pytest.approx(10.0)
-    assert (drift.runs, drift.seconds, drift.interval_percent, drift.is_within_noise) == (2, 30.0, None, None)
 
 
 def test_repeats_of_the_recipes_tell_of_the_noise_of_two_controls():
@@ -59,22 +50,3 @@ def test_a_control_that_goes_up_and_down_has_no_drift():
     drift = drift_of(rows((0.0, 100.0), (10.0, 120.0), (20.0, 100.0)), "speed")
     assert drift.percent == pytest.approx(0.0, abs=1e-9)
     assert drift.is_within_noise is True
-
-
-def test_a_drift_of_wild_figures_is_noise():
-    drift = drift_of(rows((0.0, 1e-300), (1.0, 1e300), (2.0, 1e-300), (3.0, 1e300)), "speed")
-    assert drift.percent > 1000
-    assert drift.is_within_noise is True
-
-
-def test_a_drift_is_plain_values():
-    drift = Drift(percent=1.0, interval_percent=(-1.0, 3.0), runs=3, seconds=60.0)
-    assert drift.to_mapping() == {
-        "percent": 1.0,
-        "interval_percent": (-1.0, 3.0),
-        "runs": 3,
-        "seconds": 60.0,
-        "is_within_noise": True,
-    }
-    # An end at zero is within.
-    assert Drift(percent=1.0, interval_percent=(0.0, 3.0), runs=3, seconds=60.0).is_within_noise is True

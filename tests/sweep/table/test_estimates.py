@@ -8,9 +8,9 @@ from tests import tiny
 from tests.sweep.made import begin, end
 from titanlab.plan import machine_of
 from titanlab.plan.step_time import step_time
-from titanlab.recipe import Cluster, to_mapping
+from titanlab.recipe import Cluster
 from titanlab.sweep import SweepTable
-from titanlab.sweep.rows import LateEstimates, estimate_columns, estimate_values
+from titanlab.sweep.rows import estimate_columns, estimate_values
 
 H100 = Cluster(accelerator="cuda", device="NVIDIA H100 80GB HBM3")
 
@@ -44,14 +44,18 @@ def test_an_estimate_of_another_layout_is_not_shown():
     assert estimate_columns("damaged", "tp2") == {}
 
 
-def test_equal_recipes_are_estimated_once_and_a_damaged_one_says_so(tmp_path, monkeypatch):
+def test_equal_recipes_are_estimated_once_and_a_damaged_one_says_so(made, monkeypatch):
     asked = []
-    monkeypatch.setattr("titanlab.sweep.rows.estimate_values", lambda made: asked.append(made) or {"note": "made"})
-    late = LateEstimates()
+    monkeypatch.setattr("titanlab.sweep.rows.estimate_values", lambda recipe: asked.append(recipe) or {"note": "made"})
     for seed in range(3):
-        assert late.of(to_mapping(recipe(tmp_path, seed=seed))) == {"note": "made"}
+        begin(made.run(f"a{seed}", seed=seed))
+    begin(other := made.run("b", seed=9))
+    config = other.attempt_folder(1) / "config.yaml"
+    config.write_text(config.read_text().replace("max_grad_norm:", "most:"))
+    rows = SweepTable(made.folder, estimates=True).rows()
+    assert [row["estimate.note"] for row in rows[:3]] == ["made"] * 3
+    assert "cannot be read" in rows[3]["estimate.note"]
     assert len(asked) == 1
-    assert "cannot be read" in late.of({"name": "damaged"})["note"]
 
 
 def test_a_row_has_the_estimate_that_was_kept_or_a_late_one(made):
@@ -70,5 +74,5 @@ def test_a_row_has_the_estimate_that_was_kept_or_a_late_one(made):
     made.write()
     (row,) = SweepTable(made.folder).rows()
     assert row["estimate.note"] is None
-    (row,) = SweepTable(made.folder, late=LateEstimates()).rows()
+    (row,) = SweepTable(made.folder, estimates=True).rows()
     assert "CPUs were not measured" in row["estimate.note"]

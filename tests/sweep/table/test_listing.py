@@ -54,14 +54,6 @@ def test_a_run_that_was_heard_of_just_now_is_not_silent(mixed):
     assert cells(running, now=1301.0)[-1] == "silent for 5:01"
 
 
-def test_other_code_is_said(made):
-    run = made.run("a")
-    begin(run, code="old")
-    end(run)
-    (row,) = SweepTable(made.folder, code="new").rows()
-    assert cells(row, now=0.0)[-1] == "made by other code"
-
-
 def test_every_failure_has_one_line(made):
     for place, (kind, given) in enumerate(
         [("crash", {"cause": "boom"}), ("cancelled", {"step": 0}), ("done", {}), ("nan", {"rank": 0, "cause": "nan"})]
@@ -112,7 +104,3 @@ def test_many_reasons_are_cut(made):
 def test_columns_without_a_word_are_left_out():
     lines = aligned(("a", "figure", "b"), [("x", "1", ""), ("yy", "10", "")], right=("figure",))
     assert lines == ["a   figure", "x        1", "yy      10"]
-
-
-def test_nothing_is_said_of_nothing(made):
-    assert text("empty", [], now=0.0) == "empty\n0 runs"

@@ -49,12 +49,6 @@ def test_without_a_scheduler_every_call_asks(made, asked):
     assert times == [0.0, 0.1, 0.2]
 
 
-def test_without_a_job_nobody_is_asked(made, asked):
-    made.run("a")
-    assert look_at(made.folder)()[0]["state"] == "prepared"
-    assert asked[1] == []
-
-
 def test_a_job_that_is_submitted_later_is_asked_for(made, asked):
     now, times = asked
     run = made.run("a")
