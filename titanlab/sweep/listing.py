@@ -349,6 +349,14 @@ _LAYOUT = ("layout.label", "world")
 # Speeds are compared as ratios, also in a ranking.
 SPEEDS = ("tokens_per_second", "tokens_per_second_all", "mfu_percent")
 _FIGURES = ("processes", "tokens/s", "of all", "MFU", "GiB", "loss", "validation")
+_FORMS: Mapping[str, Callable[[float], str]] = {
+    "tokens_per_second": grouped,
+    "tokens_per_second_all": grouped,
+    "mfu_percent": "{:.1f}%".format,
+    "memory_gib": "{:.2f}".format,
+    "loss": "{:.4f}".format,
+    "validation_loss": "{:.4f}".format,
+}
 
 
 @dataclass(frozen=True)
@@ -428,23 +436,17 @@ def comparison(rows: Iterable[Row]) -> list[str]:
     headings = ["layout", "processes", *map(_short, compared[0].differing), *_FIGURES[1:], "outcome"]
     lines = []
     for group in compared:
-        mark = "*" if group.is_oversubscribed else ""
-        figures = {
-            "tokens_per_second": lambda value, mark=mark: grouped(value) + mark,
-            "tokens_per_second_all": lambda value, mark=mark: grouped(value) + mark,
-            "mfu_percent": "{:.1f}%".format,
-            "memory_gib": "{:.2f}".format,
-            "loss": "{:.4f}".format,
-            "validation_loss": "{:.4f}".format,
-        }
-        known = [(group.typical(column), form) for column, form in figures.items()]
+        figures = []
+        for column, form in _FORMS.items():
+            mark = "*" if group.is_oversubscribed and column.startswith("tokens") else ""
+            figures.append("" if (value := group.typical(column)) is None else form(value) + mark)
         ends = Counter(map(state_word, group.rows))
         lines.append(
             [
                 group.layout + (" (control)" if group.is_control else ""),
                 str(group.world),
                 *map(_shown, group.differing.values()),
-                *("" if value is None else form(value) for value, form in known),
+                *figures,
                 ", ".join(name if len(group.rows) == 1 else f"{count} {name}" for name, count in ends.items()),
             ]
         )
