@@ -162,7 +162,7 @@ class Drift:
 def drift_of(rows: Sequence[Row], column: str, *, squares: float = 0.0, degrees: int = 0) -> Drift | None:
     """The drift of the control's runs in a column; None unless two of them have a figure, at different times.
 
-    `squares`, of the residuals of the recipes' repeats (logarithms), and their `degrees` of freedom tell of the noise too.
+    The recipes' repeats tell of the noise too: the `squares` of their residuals (logarithms), and `degrees` of freedom.
     """
     known = [
         (row["started"], math.log(value))
