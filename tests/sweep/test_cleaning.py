@@ -374,7 +374,9 @@ def test_superseded_runs_lose_their_bulk_unless_a_run_starts_from_it(made):
     run = with_checkpoints(made)
     (run.path / "traces").mkdir(exist_ok=True)
     folder = superseded(made, run)
-    assert found_by_kind(survey(made)) == [("superseded", str(folder.relative_to(made.folder.path.parent) / "checkpoints"))]
+    assert found_by_kind(survey(made)) == [
+        ("superseded", str(folder.relative_to(made.folder.path.parent) / "checkpoints"))
+    ]
     config(made.run("child", seed=1), "init_from: null", f"init_from: {folder / 'checkpoints' / 'step-00000002'}")
     assert found_by_kind(survey(made)) == []
 

@@ -159,27 +159,27 @@ def test_a_run_whose_config_was_edited_is_not_submitted_again(slurm, sweep):
     assert submitted(slurm) == [5]
 
 
-@pytest.mark.parametrize(
-    ("asked", "told"),
-    [
-        ({}, "arguments=: say nothing of which runs; try --outcome hang,node_fail, --all-failed or --stale, or name"),
-        ({"outcomes": ["done"]}, "--outcome=done: is done"),
-        ({"names": ["nobody"]}, "run=nobody: fits no run of sweep layouts; try "),
-        (
-            {"outcomes": ["oom"], "overrides": ["precision=bf16"]},
-            "precision=bf16: is not to be changed in a run that has begun; changeable: launch, cluster.per_node",
-        ),
-        ({"outcomes": ["oom"], "overrides": ["launch.kind=local"]}, "launch.kind=local: would be another launcher"),
-        (
-            {"outcomes": ["oom"], "overrides": ["launch.partition=fast"]},
-            "launch.partition=fast: Slurm knows no such part",
-        ),
-        ({"outcomes": ["oom"], "overrides": ["launch.minutes=soon"]}, "launch.minutes=soon: "),
-    ],
-)
-def test_mistakes(slurm, sweep, asked, told):
-    with pytest.raises(ConfigError, match=re.escape(told)):
-        retry(sweep, quiet, **asked)
+MISTAKES = [
+    ({}, "arguments=: say nothing of which runs; try --outcome hang,node_fail, --all-failed or --stale, or name"),
+    ({"outcomes": ["done"]}, "--outcome=done: is done"),
+    ({"names": ["nobody"]}, "run=nobody: fits no run of sweep layouts; try "),
+    (
+        {"outcomes": ["oom"], "overrides": ["precision=bf16"]},
+        "precision=bf16: is not to be changed in a run that has begun; changeable: launch, cluster.per_node",
+    ),
+    ({"outcomes": ["oom"], "overrides": ["launch.kind=local"]}, "launch.kind=local: would be another launcher"),
+    (
+        {"outcomes": ["oom"], "overrides": ["launch.partition=fast"]},
+        "launch.partition=fast: Slurm knows no such part",
+    ),
+    ({"outcomes": ["oom"], "overrides": ["launch.minutes=soon"]}, "launch.minutes=soon: "),
+]
+
+
+def test_mistakes(slurm, sweep):
+    for asked, told in MISTAKES:
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            retry(sweep, quiet, **asked)
     assert submitted(slurm) == [5]
 
 

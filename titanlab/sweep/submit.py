@@ -54,6 +54,11 @@ class Decision:
     outcome: str | None
     shape: JobShape
 
+    @property
+    def job(self) -> QueuedRun:
+        """The job that a submission puts into the queue."""
+        return QueuedRun(run=self.run_name, shape=self.shape, launch=launch_of(self.planned.recipe))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Submitted:
@@ -65,11 +70,7 @@ class Submitted:
 
 
 def folder_of(study: Study) -> SweepFolder:
-    """The folder of a study's sweep, which need not exist.
-
-    Raises:
-        ConfigError: its runs would be in several folders, or the folder cannot be written.
-    """
+    """The folder of a study's sweep, which need not exist, but can be written."""
     roots = {planned.recipe.runs for planned in study.planned}
     if len(roots) > 1:
         raise ConfigError(
@@ -94,9 +95,6 @@ def check_study(study: Study, *, submits: bool = True, answered: bool = True) ->
     Args:
         submits: whether the jobs will be submitted from this host; if not, launchers need not be installed.
         answered: whether the launchers can be asked; if not, checks that need them are skipped.
-
-    Raises:
-        ConfigError: a job is larger than its cluster, the launcher cannot take it, or the folder is another sweep's.
     """
     shapes = [shape_of(planned.recipe) for planned in study.planned]
     _check_name(folder_of(study), study)
@@ -136,7 +134,6 @@ def submit(study: Study, report: Callable[[str], None], *, force: bool = False) 
         decisions = _decided(study, folder, shapes, reconcile(folder), force=force)
         order = starting_order([decision.planned.point for decision in decisions])
         missing = [decisions[number] for number in order if decisions[number].action == "submit"]
-        items = []
         for decision in missing:
             run, recipe = folder.run(decision.run_name), decision.planned.recipe
             if force and decision.outcome is not None and run.path.exists():
@@ -149,9 +146,8 @@ def submit(study: Study, report: Callable[[str], None], *, force: bool = False) 
                 config=to_mapping(recipe),
                 parent=parent_of(recipe.checkpoint.load_from),
             )
-            items.append(QueuedRun(run=decision.run_name, shape=decision.shape, launch=launch_of(recipe)))
         _write(folder, study, decisions)
-        submitted = enqueue(folder, items, report)
+        submitted = enqueue(folder, [decision.job for decision in missing], report)
     wake(folder)
     return Submitted(folder=folder, decisions=tuple(decisions), submissions=tuple(submitted))
 
@@ -338,12 +334,9 @@ def _resources(submitted: Sequence[Decision], *, answered: bool) -> str:
     shapes = [decision.shape for decision in submitted]
     parts = [f"{counted(sum(shape.processes for shape in shapes), 'process', 'processes')} in all"]
     if not all(decision.planned.recipe.launch.runs_here for decision in submitted):
-        items = [
-            QueuedRun(run=run.run_name, shape=run.shape, launch=launch_of(run.planned.recipe)) for run in submitted
-        ]
         parts += [
             counted(sum(shape.nodes for shape in shapes), "node"),
-            counted(len(list(arrays(items, answered=answered))), "array"),
+            counted(len(list(arrays([decision.job for decision in submitted], answered=answered))), "array"),
         ]
     gpus = sum(shape.gpus_per_node * shape.nodes for shape in shapes)
     if gpus:
@@ -354,18 +347,12 @@ def _resources(submitted: Sequence[Decision], *, answered: bool) -> str:
     return f"{counted(len(submitted), 'job')}: {', '.join(parts)}; the largest has {max(s.processes for s in shapes):,}"
 
 
-STAGE = "memory"
-
-
 def fitting(study: Study, *, strictly: bool) -> Study:
     """The study without the runs that do not fit into memory, with a notice on those that may not.
 
     Args:
         strictly: leave out all whose estimate exceeds a device's memory; else only those whose estimate exceeds it by
             more than the error of estimates.
-
-    Raises:
-        ConfigError: none is left.
     """
     kept: list[PlannedRun] = []
     dropped = list(study.dropped)
@@ -379,7 +366,7 @@ def fitting(study: Study, *, strictly: bool) -> Study:
             assert estimate.limit_bytes is not None
             needed, limit = estimate.reserved_bytes / 1e9, estimate.limit_bytes / 1e9
             reason = f"would reserve about {needed:.0f} GB of a device's {limit:.1f} GB"
-            dropped.append(Dropped(point=planned.point, stage=STAGE, reason=reason))
+            dropped.append(Dropped(point=planned.point, stage="memory", reason=reason))
     if not kept:
         rule = f"none of {len(study.planned)} runs fits into memory; {dropped[-1].reason}"
         cure = "see what fits: titanlab plan; or submit them all the same: --keep"

@@ -92,7 +92,6 @@ class SweepFolder:
 
         Raises:
             NoSuchRun: a text matches no run.
-            ConfigError: a text matches the hashes of several runs.
         """
         known = self.runs()
         chosen: dict[Path, RunFolder] = {} if texts else {run.path: run for run in known}

@@ -12,8 +12,6 @@ from titanlab.records import Outcome, OutcomeKind
 from titanlab.sweep import (
     RecipeRuns,
     SweepTable,
-    aligned,
-    comparison,
     dropped,
     failure_text,
     groups,
@@ -21,7 +19,7 @@ from titanlab.sweep import (
     row_details,
     state_counts,
 )
-from titanlab.sweep.listing import Overview, cells, failures, text
+from titanlab.sweep.listing import Overview, cells, comparison, failures, text
 
 
 @pytest.fixture
@@ -116,11 +114,6 @@ def test_many_reasons_are_cut(made):
     assert lines[0] == "8 points dropped: 8 by rule"
     assert len(lines) == 1 + 5 + 1
     assert lines[-1] == "  … and 3 more reasons, which `titanlab collect` lists"
-
-
-def test_columns_without_a_word_are_left_out():
-    lines = aligned(("a", "figure", "b"), [("x", "1", ""), ("yy", "10", "")], right=("figure",))
-    assert lines == ["a   figure", "x        1", "yy      10"]
 
 
 def test_recipes_are_compared_by_layout_and_what_else_differs(made):

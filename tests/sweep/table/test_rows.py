@@ -390,18 +390,6 @@ def test_a_table_sees_what_changes(made):
     assert table.rows()[0]["outcome"] == "done"
 
 
-def test_a_thousand_runs_take_a_second_or_two(made):
-    run = made.run("a")
-    begin(run)
-    end(run)
-    # CPU time: other work on the machine does not count.
-    start = time.thread_time()
-    for _ in range(50):
-        assert row_of(made, run)["outcome"] == "done"
-    # A whole table of one row each time: dearer than a thousand rows of one.
-    assert (time.thread_time() - start) / 50 < 10e-3
-
-
 @pytest.mark.parametrize(
     "damaged",
     [
@@ -533,26 +521,6 @@ def test_a_scheduler_is_asked_every_ten_seconds_and_files_are_read_always(made, 
     end(run)
     assert rows()[0]["outcome"] == "done"
     assert times == [0.0, 10.0]
-
-
-def test_without_a_scheduler_every_call_asks(made, asked):
-    now, times = asked
-    made.submit(made.run("a"), launcher="local")
-    rows = look_at(made.folder, clock=lambda: now[0])
-    for second in (0.0, 0.1, 0.2):
-        now[0] = second
-        assert rows()[0]["state"] == "starting"
-    assert times == [0.0, 0.1, 0.2]
-
-
-def test_a_job_that_is_submitted_later_is_asked_for(made, asked):
-    now, times = asked
-    run = made.run("a")
-    rows = look_at(made.folder, clock=lambda: now[0])
-    assert rows()[0]["state"] == "prepared"
-    made.submit(run)
-    assert rows()[0]["state"] == "starting"
-    assert times == [0.0]
 
 
 def test_a_message_is_told_once(made, asked):
