@@ -1,4 +1,4 @@
-"""`titanlab cancel`: what is said of the runs, and which are meant; tests/sweep/test_cancel.py ends their jobs."""
+"""`titanlab cancel`: what is said of the runs, and which are meant; tests/sweep/test_retry.py ends their jobs."""
 
 import pytest
 

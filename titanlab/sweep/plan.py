@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +96,6 @@ def plan_study(
     left = Sieve(request.points, whole=whole)
     left.keep(lambda point, _: prune(composer, point, request.where))
     check = _Checks(composer, elsewhere=elsewhere)
-    left.check_shared(check.composed)
     recipes = left.keep(lambda point, _: check.composed(point))
     for recipe in recipes.values():
         # Raises an error if the cluster is too small, before any data is prepared.
@@ -110,18 +109,11 @@ def plan_study(
 
 
 def with_data(study: Study, report: Callable[[str], None], *, whole: bool = False) -> Study:
-    """The study after its data is prepared, each data once; points that break a rule on the data are dropped.
-
-    Raises:
-        ConfigError: no point is left.
-    """
+    """The study after its data is prepared, each data once; points that break a rule on the data are dropped."""
     data = DataOnce()
     left = Sieve([planned.point.values for planned in study.planned], whole=whole)
     kept = left.keep(lambda _, number: data.prepare(study.planned[number].recipe, report))
-    dropped = [
-        Dropped(point=study.planned[number].point, stage=unfit.stage, reason=str(unfit.reason))
-        for number, unfit in left.dropped.items()
-    ]
+    dropped = [unfit.dropped(study.planned[number].point) for number, unfit in left.dropped.items()]
     planned = tuple(study.planned[number] for number in kept)
     return dataclasses.replace(study, planned=planned, dropped=(*study.dropped, *dropped))
 
@@ -176,7 +168,7 @@ def _named(request: Request, check: _Checks, left: Sieve, recipes: Mapping[int, 
         for repeat in range(request.repeats):
             point = SweepPoint(values=values, repeat=repeat if unfit else recipes[number].repeat + repeat)
             if unfit is not None:
-                dropped.append(Dropped(point=point, stage=unfit.stage, reason=str(unfit.reason)))
+                dropped.append(unfit.dropped(point))
                 continue
             recipe = recipes[number]
             label = point.label
@@ -241,11 +233,7 @@ class DataOnce:
         self._prepared: set[Any] = set()
 
     def check(self, recipe: Recipe) -> None:
-        """Check the rules on a recipe's data that can be checked at this time.
-
-        Raises:
-            ConfigError: it breaks a rule.
-        """
+        """Check the rules on a recipe's data that can be checked at this time."""
         training = recipe.training
         inputs = [training.seq_len, training.global_batch, recipe.layout.data, recipe.model.vocab_size]
         inputs += [training.validation_sequences, training.validate_every]
@@ -323,6 +311,9 @@ class Unfit(Exception):
         self.reason = reason
         super().__init__(stage, str(reason))
 
+    def dropped(self, point: SweepPoint) -> Dropped:
+        return Dropped(point=point, stage=self.stage, reason=str(self.reason))
+
 
 def prune(composer: Composer, point: Values, where: Sequence[Expression]) -> None:
     """Check a point against the conditions and the arithmetic of its degrees.
@@ -333,7 +324,7 @@ def prune(composer: Composer, point: Values, where: Sequence[Expression]) -> Non
     """
     values = _Values(composer, point)
     for expression in where:
-        if not expression.holds(lambda key, text=expression.text: values.value(key, text), values.label):  # type: ignore[misc]
+        if not expression.holds(functools.partial(values.value, expression.text), values.label):
             raise Unfit("where", expression.text)
     _ = values.layout
 
@@ -346,13 +337,8 @@ class _Values:
         self._point = point
         self.label = SweepPoint(values=point).label
 
-    def value(self, key: str, condition: str) -> Any:
-        """The value of a key in a condition.
-
-        Raises:
-            Unfit: the point has no layout, or cannot be composed.
-            ConfigError: the point has no such key.
-        """
+    def value(self, condition: str, key: str) -> Any:
+        """The value of a key in a condition; raises ConfigError if the point has no such key."""
         group, _, axis = key.rpartition(".")
         if key == "world" or (group == "parallelism" and axis in AXES):
             layout = self.layout
@@ -406,10 +392,6 @@ class _Values:
         return value
 
 
-# The number of points that `check_shared` checks before all others; that takes about a second.
-_PROBES = 8
-
-
 class Sieve:
     """Points from which successive stages drop some; with `whole`, a stage's error is raised instead."""
 
@@ -418,10 +400,6 @@ class Sieve:
         self._whole = whole
         self.dropped: dict[int, Unfit] = {}
 
-    def __iter__(self) -> Iterator[int]:
-        """The numbers of the points that are left."""
-        return (number for number in range(len(self.points)) if number not in self.dropped)
-
     def keep(self, stage: Callable[[Values, int], Any]) -> dict[int, Any]:
         """Apply a stage to every point that is left, and drop those that it finds unfit. Returns its results by number.
 
@@ -429,7 +407,9 @@ class Sieve:
             ConfigError: no point is left.
         """
         results: dict[int, Any] = {}
-        for number in list(self):
+        for number in range(len(self.points)):
+            if number in self.dropped:
+                continue
             try:
                 results[number] = stage(self.points[number], number)
             except Unfit as unfit:
@@ -450,31 +430,3 @@ class Sieve:
         rule = f"none of {len(dropped)} points can be run; {count} of them for one reason ({name}: {reason})"
         keys = ",".join(keys_of(self.points))
         raise ConfigError("space", keys, rule, "change that, or sweep other values")
-
-    def check_shared(self, stage: Callable[[Values], Any]) -> None:
-        """Check a few points before all others, to report an error of the shared recipe at once.
-
-        An error is shared if the stage raises it, with the same words, for the first point, for others up to the last,
-        and for the recipe without any point's values, and if its key is not swept.
-
-        Raises:
-            ConfigError: the shared error.
-        """
-        numbers = list(self)
-        if len(numbers) <= _PROBES:
-            return
-        error = _error(stage, self.points[numbers[0]])
-        if error is None or error.key in keys_of(self.points):
-            return
-        others = [self.points[numbers[place * (len(numbers) - 1) // _PROBES]] for place in range(1, _PROBES + 1)]
-        if all(str(_error(stage, point)) == str(error) for point in (*others, {})):
-            raise error
-
-
-def _error(stage: Callable[[Values], Any], point: Values) -> ConfigError | None:
-    """The ConfigError for which a stage drops a point; None if it keeps the point, or drops it for another reason."""
-    try:
-        stage(point)
-    except Unfit as unfit:
-        return unfit.reason if isinstance(unfit.reason, ConfigError) else None
-    return None
