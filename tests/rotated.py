@@ -18,9 +18,7 @@ FILES = (
     "tests/optimizer/test_muon.py",
     "tests/parallelism/test_deferred_taps.py",
     "tests/parallelism/test_pipeline.py",
-    "tests/prove/test_expert_parallelism.py",
     "tests/prove/test_expert_techniques.py",
-    "tests/prove/test_experts.py",
     "tests/plan/test_activations.py",
     "tests/precision/test_float8.py",
     "tests/precision/test_float8_layouts.py",
@@ -43,11 +41,11 @@ TESTS = (
     "tests/sweep/test_killed.py::test_what_is_done_anew_is_put_aside_and_has_a_new_job_or_stays_as_it_is",
     # The quickstart's training stays, and so does a whole session of a GPU in which nothing is run.
     "tests/test_quickstart.py::test_six_layouts_from_one_process_to_eight_train_alike_and_are_compared",
-    "tests/benchmarks/test_gpu_session.py::test_a_run_that_fails_or_is_late_keeps_what_it_has_measured",
     "tests/benchmarks/test_gpu_session_rehearsal.py::test_pieces_are_rehearsed_on_a_bare_machine",
     "tests/compile/test_cache.py::test_a_run_that_is_killed_while_it_compiles_does_not_keep_the_next_from_training",
-    # The same layouts in fp32 stay.
-    "tests/prove/test_expert_bf16.py::test_a_layout_trains_as_one_process",
+    # The rows of `make test` stay.
+    "tests/prove/test_experts.py::test_a_layout_trains_as_one_process",
+    "tests/prove/test_experts.py::test_a_layout_trains_in_bf16_as_one_process",
     "tests/weights/huggingface/test_round_trip.py::test_memory_does_not_grow_with_the_model",
 )
 PAGES = ("activation-checkpointing", "compile", "data", "elastic", "my-laptop", "precision", "profiling", "tracking")
