@@ -15,7 +15,7 @@ from titanlab.checkpoint.schema import AsyncPinned
 from titanlab.costs import AXES, Layout
 from titanlab.errors import ConfigError
 from titanlab.prove import Candidate, plan_proofs, reduce_all
-from titanlab.prove.reduction import Folded, common_sizes, fold_label, fold_recipe, folded, missing_axes
+from titanlab.prove.reduction import Folded, common_sizes, fold_recipe, folded
 from titanlab.techniques.ac.recomputation_schema import SelectiveLayer
 from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.model.llama_schema import Qwen3
@@ -310,15 +310,12 @@ def test_every_axis_of_a_large_layout_keeps_a_degree_of_two():
         assert folded(layout) == [layout]
     assert folded(Layout(shard=8, tensor=8, pipeline=8)) == [Layout(shard=2, tensor=2, pipeline=2)]
     assert folded(Layout(shard=512)) == [Layout(shard=2)]
-    assert fold_label(Layout(shard=2), Layout(shard=512)) == "dp_s2 of dp_s512"
-    assert fold_label(Layout(shard=2), Layout(shard=2)) == "dp_s2"
 
 
 def test_axes_that_do_not_fit_together_get_a_second_layout():
     real = Layout(replicate=2, shard=4, context=2, tensor=8, pipeline=4)
     first, second = folded(real)
     assert first == Layout(pipeline=2, tensor=2, context=2, shard=2)
-    assert missing_axes(first, real) == ["dp_r"]
     assert second == Layout(replicate=2, pipeline=2, tensor=2, context=2)
     assert [layout.world for layout in folded(real, most=4)] == [4, 4, 4]
 

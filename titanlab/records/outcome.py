@@ -42,7 +42,8 @@ class OutcomeKind(enum.StrEnum):
     may_continue: bool
     automatic: bool
 
-    def __new__(cls, word: str, exit_code: int, meaning: str, follows: str = "") -> OutcomeKind:
+    # With defaults, because type checkers take `OutcomeKind(word)` for a call of this.
+    def __new__(cls, word: str, exit_code: int = 1, meaning: str = "", follows: str = "") -> OutcomeKind:
         kind = str.__new__(cls, word)
         kind._value_, kind.exit_code, kind.meaning = word, exit_code, meaning
         kind.may_continue, kind.automatic = follows != "", follows == "automatic"
