@@ -235,8 +235,8 @@ def check_hidden(sources: Iterable[Any], used: Callable[[], Iterable[str]]) -> N
     first: dict[str, ConfigSource] = {}
     hidden: dict[str, ConfigSource] = {}
     for folder in folders if len(folders) > 1 else ():
-        root = Path(folder.path) if folder.scheme() == "file" else importlib.resources.files(folder.path)
-        for file in root.glob("*/**/*.yaml") if isinstance(root, Path) else ():
+        root = Path(folder.path if folder.scheme() == "file" else str(importlib.resources.files(folder.path)))
+        for file in root.glob("*/**/*.yaml"):
             path = file.relative_to(root).with_suffix("").as_posix()
             read = first.setdefault(path, folder)
             if read is not folder and not path.startswith("hydra/") and _content(folder, path) != _content(read, path):
