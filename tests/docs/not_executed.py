@@ -60,7 +60,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"titanlab export runs/single/small|titanlab import small-hf", "tests/weights/huggingface goes both ways"),
     (
         r"titanlab download-tokenizer",
-        "it needs a network and a token; tests/data/test_download.py has a hub of its own",
+        "it needs a network and a token; tests/data/test_new_tokenizer.py has a hub of its own",
     ),
     (r"titanlab sync", "it uploads; tests/cli/test_sync.py and tests/tracker/test_wandb.py have a server of their own"),
     (r"titanlab plan --(measure|calibrate)", "minutes; tests/cli/machines does it"),
