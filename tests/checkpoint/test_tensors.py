@@ -255,7 +255,7 @@ def test_it_finds_what_torchs_planner_finds():
     chosen = random.Random(0)
     for _ in range(50):
         ranks, cuts = chosen.randint(1, 6), (chosen.choice([1, 2, 4]), chosen.choice([1, 2]))
-        parts = [part(f"x{n}", torch.float32, (8, 4), *part) for n in range(3) for part in grid((8, 4), cuts)]
+        parts = [part(f"x{n}", torch.float32, (8, 4), *cut) for n in range(3) for cut in grid((8, 4), cuts)]
         homes = [chosen.sample(range(ranks), chosen.randint(1, ranks)) for _ in parts]
         plans = [
             SavePlan([part for part, home in zip(parts, homes, strict=True) if rank in home], planner_data={})
@@ -540,4 +540,4 @@ def test_what_is_no_file_of_that_size_is_not_read(block_file, tmp_path):
     with pytest.raises(DamagedFile, match=f"has {SIZE} bytes, and had {SIZE + 1} when it was saved"):
         BlockReader(path, SIZE + 1, checksums)
     with pytest.raises(DamagedFile, match="has more than 100 bytes"):
-        folder_at(tmp_path).read_ranges("file", 100)
+        folder_at(tmp_path).read("file", 100)
