@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
-from titanlab.checkpoint.contract import CheckpointConfig, Intervals, Saver, Target
+from titanlab.checkpoint.contract import CheckpointConfig, Saver, Target
 from titanlab.costs import Setting
 from titanlab.errors import ConfigError
 from titanlab.options import option
@@ -16,7 +16,7 @@ _NO_IDENTITY = {"identity": False}
 
 @option("checkpoint", "off")
 @dataclass(frozen=True, kw_only=True)
-class NoCheckpoints(Intervals):
+class NoCheckpoints(CheckpointConfig):
     """Nothing is saved. `load_from` still says what the run starts from."""
 
     kind: str = field(default="off", metadata=_NO_IDENTITY)
@@ -37,7 +37,7 @@ class NoCheckpoints(Intervals):
 
 @option("checkpoint", "sync")
 @dataclass(frozen=True, kw_only=True)
-class Sync(Intervals):
+class Sync(CheckpointConfig):
     """The training waits until a checkpoint is on the disk. It needs no memory beside the model's."""
 
     kind: str = field(default="sync", metadata=_NO_IDENTITY)
@@ -50,7 +50,7 @@ class Sync(Intervals):
 
 @option("checkpoint", "async")
 @dataclass(frozen=True, kw_only=True)
-class Async(Intervals):
+class Async(CheckpointConfig):
     """The training waits for a copy in host memory, and goes on while a thread writes it.
 
     The copy has the bytes of the rank's part of the checkpoint. Its memory is kept for the next one.
@@ -66,7 +66,7 @@ class Async(Intervals):
 
 @option("checkpoint", "async_pinned")
 @dataclass(frozen=True, kw_only=True)
-class AsyncPinned(Intervals):
+class AsyncPinned(CheckpointConfig):
     """As async on GPUs: the copy goes to pinned memory, on a stream of its own, while the next step computes."""
 
     kind: str = field(default="async_pinned", metadata=_NO_IDENTITY)
@@ -77,7 +77,7 @@ class AsyncPinned(Intervals):
 
     def reduced(self, *, note: Callable[[str], None]) -> CheckpointConfig:
         note("checkpoint=async_pinned copies from GPUs: async")
-        return Async(**{interval.name: getattr(self, interval.name) for interval in fields(Intervals)})
+        return Async(**{each.name: getattr(self, each.name) for each in fields(self) if each.name != "kind"})
 
     def implementation(self, target: Target) -> Saver:
         from titanlab.checkpoint.store import PinnedSaver

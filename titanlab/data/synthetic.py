@@ -110,7 +110,6 @@ class RandomStream(SampleStream):
         )
 
     def next_batch(self) -> Batch:
-        """This rank's sequences of the next step, int64 `[global_batch / ranks, seq]`."""
         import numpy as np
 
         from titanlab.data.indexed import rank_samples

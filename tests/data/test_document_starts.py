@@ -13,7 +13,7 @@ import pytest
 from tests.data.conftest import silent, text
 from tests.data.test_hf import made as hf_made
 from tests.data.test_hf import tokens_of_stream
-from tests.data.test_tokens import write_by_hand
+from tests.data.test_text_kinds import write_by_hand
 from tests.planted_schema import Planted
 from titanlab.data import Synthetic, source
 from titanlab.data.contract import Separators
@@ -113,7 +113,7 @@ def test_of_a_streamed_dataset(corpus: Path, cache: Path, model_file: Path) -> N
     source.check(config, seq_len=SEQ, global_batch=1, ranks=1, vocab_size=400)
     source.prepare(config, report=silent)
     count = 10
-    from tests.data.test_indexed import SEQ as STEP
+    from tests.data.test_streams import SEQ as STEP
 
     tokens = np.array(tokens_of_stream(config, count * SEQ // STEP)[0][: count * SEQ]).reshape(count, SEQ)
     kept = [each for each in texts_of(corpus) if not is_held_out(each, 0.1)]

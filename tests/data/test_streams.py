@@ -1,4 +1,4 @@
-"""The stream of token shards: one global order for every number of ranks and every resumption."""
+"""Streams: one global order for every number of ranks and every resumption, no token lost or given twice, and states that are checked."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanlab.data import source
+from titanlab.data.contract import check_state, is_count, merge_states
+from titanlab.data.indexed import keyed, mix, shuffled
 from titanlab.data.schema import TokenFolder
 from titanlab.data.shards import ShardIndex, TokenShard, write_index
-from titanlab.errors import ConfigError
+from titanlab.errors import ConfigError, DamagedPosition
 
 SEQ = 8
 
@@ -109,12 +112,6 @@ def test_epoch_has_every_sequence_once(tokens: TokenFolder) -> None:
     assert second != [int(batch[0, 0]) for batch in first]
 
 
-def test_label_is_the_next_token(tokens: TokenFolder) -> None:
-    stream = source.open_train(tokens, seed=0, seq_len=SEQ, global_batch=4, rank=0, ranks=1)
-    batch = stream.next_batch()
-    assert np.array_equal(batch.labels, batch.tokens + 1)
-
-
 @given(sequences=st.integers(1, 12), ranks=st.integers(1, 5))
 def test_held_out_rows(tokens: TokenFolder, sequences: int, ranks: int) -> None:
     rows = [
@@ -139,14 +136,6 @@ def test_few_held_out_rows_are_spread_over_all_of_them(tokens: TokenFolder) -> N
     assert [int(labels[0]) for _, labels in rows] == [319 + SEQ * row for row in (0, 2, 4)]
 
 
-def test_held_out_rows_are_the_same_in_every_pass(tokens: TokenFolder) -> None:
-    rows = source.open_validation(tokens, seq_len=SEQ, sequences=5, rank=0, ranks=2)
-    assert len(rows) == 3
-    for (tokens_1, labels_1), (tokens_2, labels_2) in zip(rows, rows, strict=True):
-        assert np.array_equal(tokens_1, tokens_2)
-        assert np.array_equal(labels_1, labels_2)
-
-
 def test_large_tokens_are_kept(tmp_path: Path) -> None:
     folder = tmp_path / "large"
     folder.mkdir()
@@ -154,29 +143,6 @@ def test_large_tokens_are_kept(tmp_path: Path) -> None:
     write_index(folder, ShardIndex(dtype="uint32", vocab_size=2**32 - 1, train=(TokenShard(file="a.bin", tokens=4),)))
     stream = source.open_train(TokenFolder(folder=str(folder)), seed=0, seq_len=3, global_batch=1, rank=0, ranks=1)
     assert stream.next_batch().tokens.tolist() == [[0, 2**32 - 2, 70000]]
-
-
-@pytest.mark.parametrize(
-    ("change", "value", "key"),
-    [("seed", 4, "seed"), ("seq_len", SEQ + 1, "training.seq_len"), ("fingerprint", None, "data")],
-)
-def test_state_of_another_stream_is_refused(
-    tokens: TokenFolder, tmp_path: Path, change: str, value: int | None, key: str
-) -> None:
-    _, state = global_steps(tokens, ranks=1, steps=1)
-    how = {"seed": 3, "seq_len": SEQ, change: value}
-    if change == "fingerprint":
-        del how[change]
-        tokens = folder_of(tmp_path / "other", [200])
-    with pytest.raises(ConfigError, match="the checkpoint stands in the data of") as caught:
-        source.open_train(tokens, global_batch=2, rank=0, ranks=1, state=state, **how)  # type: ignore[arg-type]
-    assert caught.value.key == key
-
-
-def test_states_of_different_steps_are_not_merged(tokens: TokenFolder) -> None:
-    states = [global_steps(tokens, ranks=1, steps=steps)[1] for steps in (1, 2)]
-    with pytest.raises(ValueError, match="different positions"):
-        source.merge_states(states)
 
 
 def test_next_batch_costs_microseconds(tmp_path: Path) -> None:
@@ -189,3 +155,110 @@ def test_next_batch_costs_microseconds(tmp_path: Path) -> None:
         times.append(time.perf_counter() - start)
     # Some 10 µs on an idle machine; the median, since others use the cores too.
     assert sorted(times)[150] < 100e-6
+
+
+ANY_SEED = st.integers(0, 2**64)
+
+
+@given(n=st.integers(1, 3000), seed=ANY_SEED, epoch=st.integers(0, 5))
+def test_every_epoch_has_each_thing_once(n: int, seed: int, epoch: int) -> None:
+    order = shuffled(np.arange(epoch * n, (epoch + 1) * n), seed=seed, n=n)
+    assert np.array_equal(np.sort(order), np.arange(n))
+
+
+@given(n=st.integers(1, 10**12), seed=ANY_SEED, samples=st.lists(st.integers(0, 10**15), min_size=1, max_size=20))
+def test_a_place_does_not_depend_on_its_company(n: int, seed: int, samples: list[int]) -> None:
+    together = shuffled(np.array(samples), seed=seed, n=n)
+    alone = [int(shuffled(np.array([sample]), seed=seed, n=n)[0]) for sample in samples]
+    assert together.tolist() == alone
+    assert all(0 <= found < n for found in alone)
+
+
+def test_seeds_and_epochs_have_orders_of_their_own() -> None:
+    n = 500
+    orders = {
+        tuple(shuffled(np.arange(epoch * n, (epoch + 1) * n), seed=seed, n=n).tolist())
+        for seed in range(8)
+        for epoch in range(8)
+    }
+    assert len(orders) == 64
+
+
+def test_order_looks_random() -> None:
+    n = 20_000
+    order = shuffled(np.arange(n), seed=1, n=n)
+    # A random order keeps one thing in place, and one pair of neighbours a side, on average.
+    assert (order == np.arange(n)).sum() <= 8
+    assert (np.abs(np.diff(order)) == 1).sum() <= 12
+    # Correlation of place and thing is 0 ± 1/sqrt(n).
+    assert abs(np.corrcoef(order, np.arange(n))[0, 1]) < 5 / np.sqrt(n)
+    # Where the first thousandth goes: even over ten bins, 2,000 ± 4.5 sigma in each.
+    counts = np.histogram(order[: n // 2], bins=10, range=(0, n))[0]
+    assert np.all(np.abs(counts - n // 20) < 4.5 * np.sqrt(n / 20))
+
+
+def test_order_is_fixed_for_all_time() -> None:
+    # A change would silently give resumed runs other data.
+    assert shuffled(np.arange(12), seed=7, n=12).tolist() == [5, 10, 4, 11, 1, 9, 8, 2, 6, 3, 7, 0]
+    assert shuffled(np.array([10**12 + 5]), seed=7, n=999_983).tolist() == [310170]
+    assert int(keyed(0, np.array([0]))[0]) == 0x48218226FF3CD4BF
+
+
+def test_mix_is_splitmix64() -> None:
+    # First outputs of splitmix64 seeded with 0, as the reference implementation prints them.
+    stride = 0x9E3779B97F4A7C15
+    states = np.array([stride * step % 2**64 for step in (1, 2, 3)], dtype=np.uint64)
+    assert mix(states).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
+def test_parts_of_all_ranks_are_put_together() -> None:
+    states = [{"samples": 4, "parts": {"2": "c", "0": "a"}}, {"parts": {"1": "b"}, "samples": 4}]
+    merged = merge_states(states)
+    assert merged == {"samples": 4, "parts": {"0": "a", "1": "b", "2": "c"}}
+    assert list(merged["parts"]) == ["0", "1", "2"]
+    # What was given stays as it is.
+    assert states[0] == {"samples": 4, "parts": {"2": "c", "0": "a"}}
+    assert merge_states([{"parts": {}}, {"parts": {}}]) == {"parts": {}}
+
+
+@pytest.mark.parametrize("other", [{"samples": 5}, {"samples": 4, "seed": 0}, {}])
+def test_states_of_different_places_are_not_merged(other: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="data states of different positions cannot be merged: "):
+        merge_states([{"samples": 4}, other])
+
+
+@pytest.mark.parametrize(
+    ("name", "now", "key"),
+    [
+        ("seq_len", 8, "training.seq_len"),
+        ("seed", 8, "seed"),
+        ("streams", 8, "data.streams"),
+        ("fingerprint", "g", "data"),
+    ],
+)
+def test_a_state_of_another_stream_is_refused(name: str, now: object, key: str) -> None:
+    saved = 4 if isinstance(now, int) else "f"
+    with pytest.raises(ConfigError) as caught:
+        check_state({"samples": 0, name: saved}, **{name: now})
+    assert not isinstance(caught.value, DamagedPosition)
+    assert str(caught.value).startswith(
+        f"{key}={now}: the checkpoint stands in the data of {name} {saved}; resume with"
+    )
+
+
+@pytest.mark.parametrize("value", [None, "3", 3.0, True, [3]])
+def test_a_value_of_another_type_is_damage(value: object) -> None:
+    with pytest.raises(DamagedPosition, match=r"^data\.seed=.*: must be of the type of 3; resume from another"):
+        check_state({"samples": 0, "seed": value}, seed=3)
+
+
+def test_damage_is_said_before_a_difference() -> None:
+    with pytest.raises(DamagedPosition, match=r"^data\.seed=null"):
+        check_state({"samples": 0, "fingerprint": "f"}, fingerprint="g", seed=3)
+
+
+@pytest.mark.parametrize("value", [None, "3", 3.0, True, -1, 2**62])
+def test_samples_are_a_count(value: object) -> None:
+    assert not is_count(value)
+    with pytest.raises(DamagedPosition, match=r"^data\.samples=.*: must be a whole number from 0"):
+        check_state({"samples": value})
