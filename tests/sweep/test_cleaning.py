@@ -36,6 +36,9 @@ def test_paths_outside_the_root_are_refused(tmp_path):
     assert not is_within(tmp_path / "b", root)
     assert not is_within(root / ".." / "b", root)
     assert not is_within(root / "link" / "b", root)
+    (root / "dangling").symlink_to("nowhere")
+    for path in (root / "link", root / "dangling", root / "gone", tmp_path / "b", root):
+        assert item("temporary", path, root) is None
     (tmp_path / "b").write_text("x")
     for path in (tmp_path / "b", root / "link" / "b"):
         with pytest.raises(Refused):
@@ -77,19 +80,6 @@ def test_a_run_that_begins_meanwhile_is_left_alone(tmp_path):
 )
 def test_names_of_temporary_files(name, matches):
     assert (TEMPORARY.fullmatch(name) is not None) is matches
-
-
-def test_an_item_is_a_file_or_a_folder_within_its_root(tmp_path):
-    (tmp_path / "root").mkdir()
-    (tmp_path / "root" / "a").write_text("12345")
-    (tmp_path / "root" / "link").symlink_to("a")
-    (tmp_path / "root" / "dangling").symlink_to("nowhere")
-    (tmp_path / "outside").write_text("1")
-    root = tmp_path / "root"
-    found = item("temporary", root / "a", root)
-    assert found == Removable(kind="temporary", path=root / "a", root=root, bytes=5)
-    for path in (root / "link", root / "dangling", root / "gone", tmp_path / "outside", root):
-        assert item("temporary", path, root) is None
 
 
 def test_the_size_is_that_of_files_and_links_count_nothing(tmp_path):
@@ -185,23 +175,6 @@ def goes(run, *, keep=None, named=()):
 )
 def test_rules_of_the_recipe(run, given, gone):
     rules(run, **given)
-    assert goes(run) == gone
-
-
-@pytest.mark.parametrize(("keep", "gone"), [(1, [2, 4, 6]), (3, [2]), (99, [])])
-def test_a_number_that_is_asked_for_goes_before_the_recipes(run, keep, gone):
-    assert goes(run, keep=keep) == gone
-    rules(run, keep=0)
-    assert goes(run, keep=keep) == gone
-
-
-@pytest.mark.parametrize(
-    ("kind", "keep", "gone"),
-    [("done", 2, [2, 4, 6]), ("done", 0, []), ("crash", 2, [2, 4]), ("preempted", 2, [2, 4])],
-)
-def test_of_a_run_that_is_done_one_stays(run, kind, keep, gone):
-    rules(run, keep=keep)
-    end(run, kind)
     assert goes(run) == gone
 
 

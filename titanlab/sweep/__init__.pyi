@@ -14,6 +14,7 @@ from .listing import dropped as dropped
 from .listing import failure_text as failure_text
 from .listing import groups as groups
 from .listing import overview as overview
+from .listing import overview_lines as overview_lines
 from .listing import row_details as row_details
 from .listing import runs as runs
 from .listing import state_counts as state_counts

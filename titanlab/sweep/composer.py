@@ -274,7 +274,6 @@ class SharedFields:
                 raise
             for other, other_key in keys.items():
                 self._made.setdefault(other_key, getattr(recipe, other))
-            return recipe
         return Recipe(**{name: self._made[key] for name, key in keys.items()})
 
     def _keys(

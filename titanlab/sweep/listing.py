@@ -195,45 +195,35 @@ def beneath(rows: Sequence[Row], *, most: int | None = None) -> list[str]:
     return lines + gaps(rows, most=_GAPS if most is None else min(most, _GAPS)) + dropped(rows)
 
 
-@dataclass(frozen=True)
-class Overview:
-    """The sweeps under `runs`, latest first.
+def overview(runs: Path | str) -> list[dict[str, Any]]:
+    """The sweeps under a folder, latest first; a run of which no process is left, and no job, gets its result.
 
-    Attributes:
-        rows: `sweep`, `runs`, `states` (counts by outcome or state), `dropped`, `updated`, `folder`.
+    Returns:
+        `sweep`, `runs`, `states` (counts by outcome or state), `dropped`, `updated` and `folder` of each sweep.
     """
-
-    runs: str
-    rows: list[dict[str, Any]]
-
-    def lines(self, *, now: float | None = None) -> list[str]:
-        """The overview as plain lines."""
-        if not self.rows:
-            return [
-                f"no runs under {self.runs}: submit a sweep (titanlab sweep), or say where runs are (--runs FOLDER)"
-            ]
-        now = time.time() if now is None else now
-        lines = [
-            [
-                row["sweep"],
-                str(row["runs"]),
-                ", ".join(f"{count} {word}" for word, count in row["states"].items()),
-                str(row["dropped"] or ""),
-                "" if row["updated"] is None else f"{duration(now - row['updated'])} ago",
-            ]
-            for row in self.rows
-        ]
-        headings = ("sweep", "runs", "of which", "dropped", "last heard of")
-        return aligned(headings, lines, right=("runs", "dropped", "last heard of"))
-
-
-def overview(runs: Path | str) -> Overview:
-    """Read the status of every run under a folder. A run of which no process is left, and no job, gets its result."""
     by_sweep: dict[Path, list[RunFolder]] = {}
     for run in list_runs(runs):
         by_sweep.setdefault(run.path.parent, []).append(run)
     rows = [_row(SweepFolder(path), members) for path, members in by_sweep.items()]
-    return Overview(str(runs), sorted(rows, key=lambda row: row["updated"] or 0.0, reverse=True))
+    return sorted(rows, key=lambda row: row["updated"] or 0.0, reverse=True)
+
+
+def overview_lines(rows: Sequence[Row], runs: Path | str, *, now: float) -> list[str]:
+    """The overview as plain lines."""
+    if not rows:
+        return [f"no runs under {runs}: submit a sweep (titanlab sweep), or say where runs are (--runs FOLDER)"]
+    lines = [
+        [
+            row["sweep"],
+            str(row["runs"]),
+            ", ".join(f"{count} {word}" for word, count in row["states"].items()),
+            str(row["dropped"] or ""),
+            "" if row["updated"] is None else f"{duration(now - row['updated'])} ago",
+        ]
+        for row in rows
+    ]
+    headings = ("sweep", "runs", "of which", "dropped", "last heard of")
+    return aligned(headings, lines, right=("runs", "dropped", "last heard of"))
 
 
 def _row(sweep: SweepFolder, members: list[RunFolder]) -> dict[str, Any]:

@@ -95,63 +95,40 @@ def plan_study(
     composer = Composer(request.loader, request.points)
     left = Sieve(request.points, whole=whole)
     left.keep(lambda point, _: prune(composer, point, request.where))
-    check = _Checks(composer, elsewhere=elsewhere)
-    recipes = left.keep(lambda point, _: check.composed(point))
+    checks = Checks(elsewhere=elsewhere)
+    recipes = left.keep(lambda point, _: checks.composed(composer, point))
     for recipe in recipes.values():
         # Raises an error if the cluster is too small, before any data is prepared.
         shape_of(recipe)
     check_runs(next(iter(recipes.values())).runs)
-    study = _named(request, check, left, recipes)
-    if request.control is not None:
-        control = _control(request.control, request.repeats, check, study.name)
-        study = dataclasses.replace(study, planned=(*study.planned, *control))
-    return dataclasses.replace(study, notices=tuple(check.notices))
+    study = _named(request, composer, checks, left, recipes)
+    if request.control is None:
+        return dataclasses.replace(study, notices=tuple(checks.notices))
+    try:
+        prune(composer, request.control, [])
+        recipe = checks.composed(composer, request.control)
+        shape_of(recipe)
+    except Unfit as unfit:
+        cure = "give it values that can run: control: {parallelism: single, world: 1}"
+        raise ConfigError(CONTROL, dict(request.control), f"cannot run: {unfit.reason}", cure) from unfit
+    planned = list(study.planned)
+    for number, point in enumerate(control_points(request.control, request.repeats), 1):
+        named = dataclasses.replace(recipe, sweep=study.name, name=f"{CONTROL}-{number}", repeat=point.repeat)
+        planned.append(PlannedRun(point=point, recipe=named, identity=checks.identify(named)))
+    return dataclasses.replace(study, planned=tuple(planned), notices=tuple(checks.notices))
 
 
 def with_data(study: Study, report: Callable[[str], None], *, whole: bool = False) -> Study:
     """The study after its data is prepared, each data once; points that break a rule on the data are dropped."""
-    data = DataOnce()
+    checks = Checks()
     left = Sieve([planned.point.values for planned in study.planned], whole=whole)
-    kept = left.keep(lambda _, number: data.prepare(study.planned[number].recipe, report))
+    kept = left.keep(lambda _, number: checks.prepare(study.planned[number].recipe, report))
     dropped = [unfit.dropped(study.planned[number].point) for number, unfit in left.dropped.items()]
     planned = tuple(study.planned[number] for number in kept)
     return dataclasses.replace(study, planned=planned, dropped=(*study.dropped, *dropped))
 
 
-class _Checks:
-    """Composes and checks points; what many points share is computed once."""
-
-    def __init__(self, composer: Composer, *, elsewhere: bool) -> None:
-        self.composer = composer
-        self.data = DataOnce(elsewhere=elsewhere)
-        self._elsewhere = elsewhere
-        # A dict as an ordered set.
-        self.notices: dict[str, None] = {}
-        self._here = functools.cache(this_host)
-
-    def composed(self, point: Values) -> Recipe:
-        """The resolved recipe of a point, after every check that needs no prepared data.
-
-        Raises:
-            Unfit: it cannot be composed, or breaks a rule.
-        """
-        try:
-            recipe = self.composer.recipe(point)
-        except ConfigError as error:
-            raise Unfit("composition", error) from error
-        try:
-            resolved = checked(recipe, self._here, elsewhere=self._elsewhere)
-            self.data.check(resolved)
-            if not self._elsewhere:
-                check_beginning(resolved)
-        except ConfigError as error:
-            raise Unfit("rule", error) from error
-        if notice := shortened_warmup(recipe):
-            self.notices[notice] = None
-        return resolved
-
-
-def _named(request: Request, check: _Checks, left: Sieve, recipes: Mapping[int, Recipe]) -> Study:
+def _named(request: Request, composer: Composer, checks: Checks, left: Sieve, recipes: Mapping[int, Recipe]) -> Study:
     """The study, with a name for every run; points that would be the same run are dropped."""
     # The key `sweep`, else the name of its file, else a name derived from its space.
     name = next(iter(recipes.values())).sweep
@@ -159,7 +136,7 @@ def _named(request: Request, check: _Checks, left: Sieve, recipes: Mapping[int, 
         name = request.option.rpartition("/")[2]
     elif name == SINGLE and request.space is not None:
         text = canonical_text([request.space, [expression.text for expression in request.where], request.repeats])
-        name = f"{check.composer.value({}, 'name')}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+        name = f"{composer.value({}, 'name')}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
     planned: list[PlannedRun] = []
     dropped: list[Dropped] = []
     known: dict[str, str] = {}
@@ -180,7 +157,7 @@ def _named(request: Request, check: _Checks, left: Sieve, recipes: Mapping[int, 
                 # The user has set `name`: keep it as a prefix.
                 label = f"{recipe.name[:35]}-{label}"
             recipe = dataclasses.replace(recipe, sweep=name, name=label, repeat=point.repeat)
-            identity = check.data.identify(recipe)
+            identity = checks.identify(recipe)
             if identity.sha256 in known:
                 reason = f"is the same run as {known[identity.sha256]}"
                 dropped.append(Dropped(point=point, stage="duplicate", reason=reason))
@@ -196,43 +173,47 @@ def _named(request: Request, check: _Checks, left: Sieve, recipes: Mapping[int, 
     )
 
 
-def _control(values: Values, repeats: int, check: _Checks, sweep: str) -> list[PlannedRun]:
-    """The runs of the control.
-
-    Raises:
-        ConfigError: it cannot run.
-    """
-    try:
-        prune(check.composer, values, [])
-        recipe = check.composed(values)
-        shape_of(recipe)
-    except Unfit as unfit:
-        cure = "give it values that can run: control: {parallelism: single, world: 1}"
-        raise ConfigError(CONTROL, dict(values), f"cannot run: {unfit.reason}", cure) from unfit
-    planned = []
-    for number, point in enumerate(control_points(values, repeats), 1):
-        named = dataclasses.replace(recipe, sweep=sweep, name=f"{CONTROL}-{number}", repeat=point.repeat)
-        planned.append(PlannedRun(point=point, recipe=named, identity=check.data.identify(named)))
-    return planned
-
-
 # Keys of files and folders: what is wrong with them here may be right where the runs are.
 _PLACES = ("data.files", "data.folder", "data.path", "data.tokenizer", "init_from", "checkpoint.load_from")
 
 
-class DataOnce:
-    """Remembers results for the data of a sweep's recipes.
+class Checks:
+    """Checks recipes; what many of them share, above all data, is checked once.
 
     Args:
-        elsewhere: data and starting weights need not be on this host.
+        elsewhere: the runs are not for this host: data and starting weights need not be here.
     """
 
     def __init__(self, *, elsewhere: bool = False) -> None:
         self._elsewhere = elsewhere
+        self._here = functools.cache(this_host)
         self._results: dict[tuple[Any, ...], Any] = {}
         self._prepared: set[Any] = set()
+        # A dict as an ordered set.
+        self.notices: dict[str, None] = {}
 
-    def check(self, recipe: Recipe) -> None:
+    def composed(self, composer: Composer, point: Values) -> Recipe:
+        """The resolved recipe of a point, after every check that needs no prepared data.
+
+        Raises:
+            Unfit: it cannot be composed, or breaks a rule.
+        """
+        try:
+            recipe = composer.recipe(point)
+        except ConfigError as error:
+            raise Unfit("composition", error) from error
+        try:
+            resolved = checked(recipe, self._here, elsewhere=self._elsewhere)
+            self._check_data(resolved)
+            if not self._elsewhere:
+                check_beginning(resolved)
+        except ConfigError as error:
+            raise Unfit("rule", error) from error
+        if notice := shortened_warmup(recipe):
+            self.notices[notice] = None
+        return resolved
+
+    def _check_data(self, recipe: Recipe) -> None:
         """Check the rules on a recipe's data that can be checked at this time."""
         training = recipe.training
         inputs = [training.seq_len, training.global_batch, recipe.layout.data, recipe.model.vocab_size]
@@ -249,7 +230,7 @@ class DataOnce:
         try:
             self._once(("prepare", recipe.data), lambda: source.prepare(recipe.data, report=report))
             self._prepared.add(recipe.data)
-            self.check(recipe)
+            self._check_data(recipe)
         except ConfigError as error:
             raise Unfit("rule", error) from error
 

@@ -79,8 +79,7 @@ def drawn(generator: random.Random, count: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("seed", "count", "overrides"),
     [
-        (1, 12, ()),
-        pytest.param(4, 24, (), marks=pytest.mark.full),
+        (1, 24, ()),
         pytest.param(
             *(2, 16, ("+recipe=llama3_1_8b_8gpus_cpu", "training.steps=77", "parallelism.shard=2")),
             marks=pytest.mark.full,

@@ -200,7 +200,7 @@ def test_names_that_the_user_gives_stay():
     ("swept", "condition", "left"),
     [
         # A file may have numbers as texts, which the composition reads as numbers.
-        ({"seed": ["3", 4]}, "seed == 3", ["seed_3"]),
+        ({"seed": ["3", 4]}, "seed == 3", ["3"]),
         ({"optimizer.lr": ["1e-3", "0.1"]}, "optimizer.lr < 1e-2", ["lr_1e-3"]),
         # What resolving the recipe would set.
         ({"training.steps": [20, 1]}, "optimizer.schedule.warmup_steps <= training.steps", ["steps20"]),
@@ -213,9 +213,9 @@ def test_conditions_see_values_as_they_will_be(tmp_path, swept, condition, left)
     assert labels(plan(*given)) == left
 
 
-def test_degrees_that_are_no_numbers_are_left_to_the_composition():
+def test_a_world_that_is_none_is_left_to_the_rules():
     found = plan(*SMALL, "world=0,1")
-    assert [(label, stage) for label, stage, _ in dropped(found)] == [("world0", "composition")]
+    assert [(label, stage) for label, stage, _ in dropped(found)] == [("world0", "rule")]
 
 
 def test_data_that_is_not_here_may_be_where_the_runs_are(tmp_path):

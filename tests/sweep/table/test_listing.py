@@ -19,7 +19,7 @@ from titanlab.sweep import (
     row_details,
     state_counts,
 )
-from titanlab.sweep.listing import Overview, cells, comparison, failures, text
+from titanlab.sweep.listing import cells, comparison, failures, overview_lines, text
 
 
 @pytest.fixture
@@ -323,8 +323,8 @@ def test_a_folder_without_runs_says_what_to_do(tmp_path, made_first):
     if made_first:
         (tmp_path / "runs" / "empty").mkdir(parents=True)
     found = overview(tmp_path / "runs")
-    assert found.rows == []
-    assert found.lines() == [
+    assert found == []
+    assert overview_lines(found, tmp_path / "runs", now=0.0) == [
         f"no runs under {tmp_path / 'runs'}: submit a sweep (titanlab sweep), or say where runs are (--runs FOLDER)"
     ]
 
@@ -342,7 +342,7 @@ def test_sweeps_are_counted_by_how_their_runs_ended(tmp_path):
     assert broken.path.is_dir()
     made.drop("rule", "no", parallelism="tp3")
     made.drop("where", "no", parallelism="tp5")
-    (found,) = overview(tmp_path / "runs").rows
+    (found,) = overview(tmp_path / "runs")
     assert {key: value for key, value in found.items() if key != "updated"} == {
         "sweep": "first",
         "runs": 6,
@@ -365,8 +365,8 @@ def test_the_sweep_that_was_heard_of_last_is_first(tmp_path):
     # Made just now.
     Made(tmp_path / "runs", "waits").run("a")
     found = overview(tmp_path / "runs")
-    assert [row["sweep"] for row in found.rows] == ["waits", "new", "middle", "old", "unread"]
-    assert [row["updated"] for row in found.rows[1:]] == [*times.values(), None]
+    assert [row["sweep"] for row in found] == ["waits", "new", "middle", "old", "unread"]
+    assert [row["updated"] for row in found[1:]] == [*times.values(), None]
 
 
 def test_a_run_whose_processes_were_all_killed_gets_its_result_from_whoever_looks(tmp_path):
@@ -378,7 +378,7 @@ def test_a_run_whose_processes_were_all_killed_gets_its_result_from_whoever_look
         train(run, updated=time.time() - 60, pid=2**22 + 1)
     # What becomes of it, its job's scheduler knows.
     made.submit(queued)
-    (found,) = overview(tmp_path / "runs").rows
+    (found,) = overview(tmp_path / "runs")
     assert found["states"] == {"crash": 1, "running": 1}
     assert direct.result().cause.startswith("its processes left no result: they were killed")
     assert queued.result() is None
@@ -386,12 +386,12 @@ def test_a_run_whose_processes_were_all_killed_gets_its_result_from_whoever_look
 
 def test_lines_leave_out_what_no_sweep_has():
     rows = [row_of("a", updated=1000.0), row_of("bcd", runs=12, states={"done": 10, "oom": 2})]
-    assert Overview("runs", rows).lines(now=1075.0) == [
+    assert overview_lines(rows, "runs", now=1075.0) == [
         "sweep  runs  of which        last heard of",
         "a         1  1 done               1:15 ago",
         "bcd      12  10 done, 2 oom",
     ]
-    assert Overview("runs", [row_of("a", dropped=3)]).lines(now=0.0) == [
+    assert overview_lines([row_of("a", dropped=3)], "runs", now=0.0) == [
         "sweep  runs  of which  dropped",
         "a         1  1 done          3",
     ]
@@ -403,5 +403,5 @@ def test_a_sweep_whose_plan_is_damaged_hides_no_other(tmp_path):
         train(run)
         end(run, "done")
     (tmp_path / "runs" / "first" / "points.jsonl").write_text('{"point": ')
-    rows = {row["sweep"]: row["states"] for row in overview(tmp_path / "runs").rows}
+    rows = {row["sweep"]: row["states"] for row in overview(tmp_path / "runs")}
     assert rows == {"first": {"done": 1, "unreadable": 1}, "second": {"done": 1}}
