@@ -34,13 +34,6 @@ def test_the_taxonomy_is_whole():
     assert all(kind.meaning for kind in OutcomeKind)
 
 
-def test_no_end_claims_a_scheduler_where_there_may_be_none():
-    """SIGTERM ends a run of a laptop in the same words as a preempted job of a cluster."""
-    assert OutcomeKind.PREEMPTED.meaning == "told to stop, by the scheduler or by SIGTERM"
-    said = [from_exit(-number).cause for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)]
-    assert not [cause for cause in said if "the scheduler" in cause]
-
-
 def test_what_may_follow():
     automatic = {kind for kind in OutcomeKind if kind.automatic}
     # A hang would hang again: somebody has to look at it.

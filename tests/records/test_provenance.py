@@ -4,9 +4,7 @@ import json
 import shutil
 import subprocess
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import given
 
 from titanlab.records import code_fingerprint, collect, git_state, provenance, redact, redacted_arguments, versions
 from titanlab.records.provenance import variables
@@ -56,12 +54,6 @@ def test_other_variables_never(name):
     assert variables({name: "value"}) == {}
 
 
-@given(st.dictionaries(st.from_regex(r"[A-Z_]{1,20}", fullmatch=True), st.text(max_size=5)))
-def test_no_variable_whose_name_speaks_of_a_secret(environ):
-    for name in variables({**environ, **{f"NCCL_{name}": "" for name in environ}}):
-        assert not any(word in name.split("_") for word in ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL"))
-
-
 @pytest.mark.parametrize("secret", [HF, AWS, GITHUB])
 @pytest.mark.parametrize("around", ["{}", "NCCL_X={}", "--x={}", "a {} b", "'{}'", "{{x: {}}}"])
 def test_secrets_that_show_themselves_are_taken_out_everywhere(secret, around):
@@ -108,15 +100,12 @@ def test_what_is_no_secret_stays(argument):
     assert redacted_arguments([argument, "100"]) == [argument, "100"]
 
 
-def test_a_patch_keeps_its_code_and_loses_its_secrets():
+def test_a_patch_keeps_its_code_and_loses_its_secrets(monkeypatch):
     code = "+    token = _next(model, tokens, key=api_key_of(user))\n+    tokens: int = 5\n+secret = decode(text)\n"
     assert redact(code) == code
     assert HF not in redact(f"+HF = '{HF}'\n")
     assert WANDB not in redact(f"+wandb.login(key='{WANDB}')\n")
     assert "s3cr3tvalue0123456789" not in redact("+  api_key: s3cr3tvalue0123456789\n")
-
-
-def test_the_patch_is_redacted(monkeypatch):
     state = provenance.GitState(
         sha="1" * 40, branch="main", dirty=True, untracked=(), patch=f"+x = '{HF}'\n", patch_complete=True
     )

@@ -4,8 +4,6 @@ import json
 import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -173,6 +171,9 @@ def test_a_wish_to_cancel_outlives_the_beginning_of_an_attempt(tmp_path):
     run.ask_to_cancel()
     run.begin_attempt(CONFIG, {})
     assert run.asked_to_cancel().startswith("titanlab cancel on ")
+    with run.claim():
+        assert run.is_claimed()
+        assert str(os.getpid()) in (run.path / ".claim").read_text()
     run.withdraw_cancel()
     assert run.asked_to_cancel() is None
 
@@ -210,32 +211,6 @@ def test_metrics_are_the_rows_that_count(tmp_path):
     with run.open_metrics(2, resumed_step=1) as writer:
         writer.write("train", 2, {"loss": 2.0})
     assert [(row["step"], row["attempt"]) for row in run.metrics("train")] == [(1, 1), (2, 2)]
-
-
-HOLD = """
-import sys
-from titanlab.records.run_folder import open_run
-with open_run(sys.argv[1]).claim():
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_a_run_is_in_one_hand_and_free_when_its_process_dies(tmp_path):
-    run = make(tmp_path)
-    with run.claim():
-        pass
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with holder:
-        assert holder.stdout.readline() == "held\n"
-        with pytest.raises(ConfigError, match=f"in the hands of process {holder.pid} on "):
-            with run.claim():
-                pytest.fail("the claim was given twice")
-        holder.kill()
-    with run.claim():
-        assert str(os.getpid()) in (run.path / ".claim").read_text()
 
 
 @pytest.fixture
