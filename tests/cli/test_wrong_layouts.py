@@ -88,7 +88,7 @@ CSV = [
     (f"{TWO}csv", "schedule.file=: names no file", "titanlab schedule 1f1b --csv my.csv", None),
     (f"{TWO}csv schedule.file=<nope.csv>", "schedule.file=<nope.csv>: cannot be read (No such file or directory)", "titanlab schedule 1f1b --csv my.csv", None),
     (f"{TWO}csv schedule.file=<empty.csv>", "schedule.file=<empty.csv>: has no action", "one line a rank", None),
-    (f"{TWO}csv schedule.file=<malformed.csv>", "schedule.file=<malformed.csv>: line 2, cell 2: '1X0' is no action", "as in 0F0", None),
+    (f"{TWO}csv schedule.file=<malformed.csv>", "schedule.file=<malformed.csv>: line 2, cell 2: '1X0' is not an action", "as in 0F0", None),
     (f"{TWO}csv schedule.file=<incomplete.csv>", "schedule.file=<incomplete.csv>: line 2: 1B0, or I and W instead, is missing", "F and B once", None),
     (f"{TWO}csv schedule.file=<deadlock.csv>", "schedule.file=<deadlock.csv>: line 1, cell 1: 0B0 on rank 0 waits for 0F0", "after what it needs", None),
     (f"{TWO}csv schedule.file=<torn.csv>", "schedule.file=<torn.csv>: line 2, cell 3: 0F1: stage 0 is on rank 0 already", "on one rank", None),
