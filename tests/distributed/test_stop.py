@@ -12,7 +12,6 @@ from tests.until import until
 from titanlab.distributed import (
     STOP_SIGNALS,
     STOPS,
-    StopReason,
     held_signals,
     read_stop,
     stop,
@@ -21,7 +20,7 @@ from titanlab.distributed import (
     write_stop,
 )
 from titanlab.distributed.stop import Impatient
-from titanlab.records import OutcomeKind
+from titanlab.records import OutcomeKind, StopReason
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)

@@ -17,7 +17,7 @@ import pytest
 from tests.launch.command import alive
 from tests.sweep.jobs import Jobs
 from tests.until import until
-from titanlab.distributed import ALONE, LOG, StopReason, read_stop, write_stop
+from titanlab.distributed import ALONE, LOG, read_stop, write_stop
 from titanlab.launch import evidence, launcher_named, processes, watch
 from titanlab.launch.contract import ProcessPlace
 from titanlab.launch.evidence import MemoryKills
@@ -25,7 +25,7 @@ from titanlab.launch.job import Job
 from titanlab.launch.processes import start_worker
 from titanlab.launch.slurm import launcher as slurm_launcher
 from titanlab.launch.watch import RankWatch, StopCheck, ignore_stop_signals, meaning, settle
-from titanlab.records import Outcome, OutcomeKind, RunFolder, Status, from_exception
+from titanlab.records import Outcome, OutcomeKind, RunFolder, Status, StopReason, from_exception
 
 FOREVER = "exec sleep 600"
 # Says what it has heard, and ends.

@@ -1,7 +1,13 @@
 from .flight_recorder import topology as topology
-from .hang import LEAST_LIMIT_SECONDS as LEAST_LIMIT_SECONDS
+from .hang import ANSWER_SECONDS as ANSWER_SECONDS
+from .hang import STATES as STATES
+from .hang import await_notes as await_notes
+from .hang import hangs_of_others as hangs_of_others
 from .hang import has_hung as has_hung
 from .hang import hung_attempt as hung_attempt
+from .hang import judged as judged
+from .hang import note_silence as note_silence
+from .hang import world_of as world_of
 from .host import Host as Host
 from .host import check_host as check_host
 from .host import cores as cores
@@ -29,12 +35,6 @@ from .ranks import joined as joined
 from .ranks import look_seconds as look_seconds
 from .ranks import loopback_interface as loopback_interface
 from .ranks import number as number
-from .silence import ANSWER_SECONDS as ANSWER_SECONDS
-from .silence import STATES as STATES
-from .silence import await_notes as await_notes
-from .silence import hangs_of_others as hangs_of_others
-from .silence import judged as judged
-from .silence import note_silence as note_silence
 from .start_up import StartUp as StartUp
 from .start_up import start_of_worker as start_of_worker
 from .start_up import write_start_up as write_start_up
@@ -43,7 +43,6 @@ from .stop import STOP_FILE as STOP_FILE
 from .stop import STOP_SIGNALS as STOP_SIGNALS
 from .stop import STOPS as STOPS
 from .stop import StoppedEarly as StoppedEarly
-from .stop import StopReason as StopReason
 from .stop import StopRequest as StopRequest
 from .stop import caught_signals as caught_signals
 from .stop import handled_signals as handled_signals
@@ -57,6 +56,7 @@ from .stop import write_stop as write_stop
 from .traffic import axis_groups as axis_groups
 from .traffic import marked_collectives as marked_collectives
 from .traffic import traced as traced
+from .watchdog import LEAST_LIMIT_SECONDS as LEAST_LIMIT_SECONDS
 from .watchdog import NATIVE_SIGN as NATIVE_SIGN
 from .watchdog import Watchdog as Watchdog
 from .world import World as World

@@ -16,13 +16,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 from titanlab.distributed.ranks import PARENT
 from titanlab.errors import TitanlabError
-from titanlab.records import Outcome, OutcomeKind
+from titanlab.records import Outcome, OutcomeKind, StopReason
 from titanlab.system import parse_json, read_text
 
 # Kind of end by signal. If the ranks have received several signals, the one with the largest number counts.
@@ -38,14 +38,6 @@ ONE_REQUEST_SECONDS = 1.0  # signals within this time are one request
 _LAUNCHER_LOOK_SECONDS = 1.0
 _LAUNCHER_GONE = "its launcher is gone; the run can be resumed"
 Handler = Callable[[int, FrameType | None], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StopReason:
-    """Why a job must end: `cancelled`, `preempted` or `walltime`, and one line for the user."""
-
-    kind: OutcomeKind
-    cause: str
 
 
 def write_stop(attempt: Path, reason: StopReason) -> StopReason:

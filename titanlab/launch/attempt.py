@@ -28,7 +28,16 @@ from titanlab.checkpoint import (
     step_of,
 )
 from titanlab.data import keep, source
-from titanlab.distributed import NATIVE_SIGN, Host, judged, share_of_cores, this_host, thread_count, thread_variables
+from titanlab.distributed import (
+    NATIVE_SIGN,
+    Host,
+    judged,
+    share_of_cores,
+    this_host,
+    thread_count,
+    thread_variables,
+    world_of,
+)
 from titanlab.errors import ConfigError
 from titanlab.launch.launchers import given_cores
 from titanlab.recipe import Recipe, to_mapping
@@ -366,15 +375,6 @@ def note_of_exit(run: RunFolder, attempt: int, rank: int, code: int, memory: Kil
     elif (line := next(filter(says_oom, reversed(lines)), None)) is not None:
         outcome = replace(outcome, kind=OutcomeKind.OOM, cause=f"{line[:300]} ({outcome.cause})")
     return replace(outcome, traceback="\n".join(output.rstrip().splitlines()[-40:]) or None)
-
-
-def world_of(run: RunFolder, attempt: int) -> int:
-    """How many ranks an attempt has; 0 where its config does not say."""
-    try:
-        world = run.config(attempt).get("world")
-    except ConfigError:
-        return 0
-    return world if isinstance(world, int) else 0
 
 
 def with_progress(run: RunFolder, outcome: Outcome) -> Outcome:

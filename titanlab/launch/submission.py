@@ -54,7 +54,6 @@ class JobShape:
         return None if self.minutes is None else self.gpus_per_node * self.nodes * self.minutes / 60
 
     def to_mapping(self) -> dict[str, Any]:
-        """Plain values."""
         return asdict(self)
 
 
@@ -229,11 +228,7 @@ def submission_file(sweep: Path, token: str) -> Path:
 
 
 def claim_sweep(sweep: Path, *, patience_seconds: float = _CLAIM_SECONDS) -> AbstractContextManager[None]:
-    """Claim a sweep's folder to submit, retry or cancel; waits while another process has the claim.
-
-    Raises:
-        ConfigError: the other process keeps the claim for longer than that.
-    """
+    """Claim a sweep's folder to submit, retry or cancel; a ConfigError if another process keeps it for longer."""
     return claimed(sweep, "sweep", patience_seconds=patience_seconds)
 
 

@@ -24,7 +24,6 @@ from titanlab.distributed import (
     STOP_FILE,
     STOP_SIGNALS,
     Ranks,
-    StopReason,
     look_seconds,
     note_silence,
     read_stop,
@@ -35,7 +34,7 @@ from titanlab.launch.contract import Launcher, ProcessPlace
 from titanlab.launch.evidence import memory_kills
 from titanlab.launch.job import Job, say
 from titanlab.launch.processes import Escalation, RankProcesses
-from titanlab.records import Outcome, OutcomeKind, RunFolder
+from titanlab.records import Outcome, OutcomeKind, RunFolder, StopReason
 from titanlab.system import STOPPED, process_state
 
 
