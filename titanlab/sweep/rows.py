@@ -244,57 +244,34 @@ class SweepTable:
         points = self.sweep.points()
         folders = {run.path.name: run for run in self.sweep.runs()}
         jobs, known = jobs_of(self.sweep, self.sweep.submissions()), states or {}
-
-        def row(run: RunFolder, point: Mapping[str, Any]) -> dict[str, Any]:
-            job = jobs.get(run.path.name)
-            state = known.get((job[0].token, job[1])) if job else None
-            return self._row(run, point, job, state)
-
         rows = []
         for point in points:
-            name = point.get("run")
-            if point.get("dropped"):
-                drop = point["dropped"]
-                rows.append(
-                    {
-                        "sweep": self.sweep.name,
-                        "repeat": point.get("repeat"),
-                        "state": "dropped",
-                        "outcome": None if drop["stage"] in _UNWANTED else OutcomeKind.INFEASIBLE.value,
-                        "dropped_stage": drop["stage"],
-                        "cause": drop["reason"],
-                        **_values(point),
-                    }
-                )
+            name, drop = point.get("run"), point.get("dropped")
+            facts = {"sweep": self.sweep.name, "repeat": point.get("repeat"), **_values(point)}
+            if drop:
+                outcome = None if drop["stage"] in _UNWANTED else OutcomeKind.INFEASIBLE.value
+                facts |= {"state": "dropped", "outcome": outcome}
+                rows.append({**facts, "dropped_stage": drop["stage"], "cause": drop["reason"]})
             elif name in folders:
-                rows.append(row(folders.pop(name), point))
+                rows.append(self._row(folders.pop(name), point, jobs.get(name), known))
             else:
-                rows.append(
-                    {
-                        **_names(self.sweep.name, self.sweep.run(str(name))),
-                        "repeat": point.get("repeat"),
-                        "state": "missing",
-                        "cause": "its folder is gone; submit the sweep again",
-                        **_values(point),
-                    }
-                )
+                gone = {"state": "missing", "cause": "its folder is gone; submit the sweep again"}
+                rows.append({**facts, **_names(self.sweep.run(str(name))), **gone})
         # Runs that the sweep's plan does not contain any more.
-        rows += [row(run, {}) for run in folders.values()]
+        rows += [self._row(run, {}, jobs.get(name), known) for name, run in folders.items()]
         keys = list(dict.fromkeys(key for point in points for key in point.get("point", {})))
         return [{name: row.get(name) for name in (*NAMES, *(POINT + key for key in keys))} for row in rows]
 
-    def _row(
-        self, run: RunFolder, point: Mapping[str, Any], job: Job | None, job_state: JobState | None
-    ) -> dict[str, Any]:
+    def _row(self, run: RunFolder, point: Mapping[str, Any], job: Job | None, known: States) -> dict[str, Any]:
         try:
-            facts = self._facts(run, point, job, job_state)
+            facts = self._facts(run, point, job, known.get((job[0].token, job[1])) if job else None)
         except Exception as error:
             # Catch everything: one damaged folder must not hide the others.
             cause = " ".join(str(error).split()) or type(error).__name__
             if not isinstance(error, TitanlabError):
                 cause = f"its files cannot be understood ({type(error).__name__}: {cause})"
             facts = {"state": "unreadable", "cause": cause}
-        return {**facts, **_names(self.sweep.name, run), **_values(point)}
+        return {**facts, "sweep": self.sweep.name, **_names(run), **_values(point)}
 
     def _facts(
         self, run: RunFolder, point: Mapping[str, Any], job: Job | None, job_state: JobState | None
@@ -397,8 +374,8 @@ def _job(job: Job | None, state: JobState | None, began: _Attempt) -> dict[str, 
     }
 
 
-def _names(sweep: str, run: RunFolder) -> dict[str, Any]:
-    return {"sweep": sweep, "run": run.path.name, "name": run.name, "hash8": run.hash8}
+def _names(run: RunFolder) -> dict[str, Any]:
+    return {"run": run.path.name, "name": run.name, "hash8": run.hash8}
 
 
 def _values(point: Mapping[str, Any]) -> dict[str, Any]:
