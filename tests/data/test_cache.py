@@ -241,13 +241,6 @@ def test_the_hash_is_kept_while_the_file_stays(
     assert hash_of_files([path]) == first
 
 
-def test_a_file_of_another_size_is_read_again(tmp_path: Path, cache: Path, settled: None) -> None:
-    path = old(tmp_path / "a.txt", b"one")
-    first = hash_of_files([path])
-    assert hash_of_files([old(path, b"three")]) != first
-    assert len(entries(cache)) == 2
-
-
 def test_a_file_that_was_just_changed_is_always_read(tmp_path: Path, cache: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"one")

@@ -136,12 +136,6 @@ BAD_VALUES = {
     "files blank": (Files, {"files": "  "}, r"^data\.files=.*: names no file"),
     "files field": (Files, {"files": "a", "text_field": ""}, r"^data\.text_field=: names no field"),
     "tokens none": (TokenFolder, {}, r"^data\.folder=: names no folder; make one with `titanlab tokenize`"),
-    "hf none": (HuggingFace, {}, r"^data\.path=: names no dataset; .*allenai/c4"),
-    "hf streams": (HuggingFace, {"path": "a/b", "streams": 0}, r"^data\.streams=0: must be at least 1; try 24"),
-    "hf prefetch": (HuggingFace, {"path": "a/b", "prefetch": -1}, r"^data\.prefetch=-1: must be at least 0; try 2"),
-    "hf held out": (HuggingFace, {"path": "a/b", "validation_documents": -1}, r"^data\.validation_documents=-1"),
-    "hf split": (HuggingFace, {"path": "a/b", "split": ""}, r"^data\.split=: must not be empty; try train"),
-    "hf format": (HuggingFace, {"path": "json"}, r"^data\.data_files=\[\]: path=json needs files"),
     "synthetic": (Synthetic, {"vocab_size": 1}, r"^data\.vocab_size=1: must be between 2 and"),
 }
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -86,33 +83,6 @@ def test_formats_give_the_same_tokens(tmp_path: Path, cache: Path, model_file: P
     assert np.array_equal(*orders)
 
 
-def test_order_for_ranks_and_resumption(corpus: Path, cache: Path) -> None:
-    how = config(corpus)
-    source.prepare(how, report=silent)
-    whole, _ = global_steps(how, ranks=1, steps=12)
-    first, state = global_steps(how, ranks=3, steps=5)
-    second, _ = global_steps(how, ranks=4, steps=7, state=state)
-    assert np.array_equal(whole, first + second)
-
-
-@pytest.mark.parametrize("content", ["one document only, " * 200, "x\n" * 400])
-def test_a_single_document_is_cut_at_its_end(tmp_path: Path, cache: Path, model_file: Path, content: str) -> None:
-    (tmp_path / "a.txt").write_text(content)
-    for fraction in (0.1, 0.5):
-        how = config(tmp_path / "a.txt", tokenizer=str(model_file), validation_fraction=fraction)
-        source.prepare(how, report=silent)
-        folder = cache / "tokens" / f"files-{source.fingerprint(how)}"
-        index = read_index(folder)
-        train, held_out = index.tokens("train"), index.tokens("validation")
-        assert held_out == pytest.approx(fraction * (train + held_out), abs=1)
-        tokens = np.concatenate(
-            [np.fromfile(folder / f"{split}-00000.bin", np.uint16) for split in ("train", "validation")]
-        )
-        tokenizer = source.tokenizer(how)
-        assert tokenizer is not None
-        assert tokenizer.decode(tokens.tolist()) == content
-
-
 @pytest.mark.parametrize("damage", ["train-00000.bin", "index.json"])
 def test_what_a_power_cut_left_is_made_again(corpus: Path, cache: Path, damage: str) -> None:
     how, lines = config(corpus), []
@@ -143,24 +113,6 @@ def test_fingerprint_follows_content_and_config_and_not_paths(
     assert len({first, *changed}) == 5
 
 
-def test_three_processes_prepare_once(corpus: Path, cache: Path) -> None:
-    program = """
-import sys
-from titanlab.data import source
-from titanlab.data.schema import Files
-config = Files(files=sys.argv[1], vocab_size=330, validation_fraction=0.1)
-source.prepare(config, report=print)
-stream = source.open_train(config, seed=0, seq_len=16, global_batch=4, rank=0, ranks=1)
-print("tokens", stream.next_batch().tokens.tolist())
-"""
-    command = [sys.executable, "-c", program, str(corpus)]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    said = [process.communicate(timeout=60)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0, 0]
-    assert sum("training a tokenizer" in each for each in said) == 1
-    assert len({each[each.index("tokens [") :] for each in said}) == 1
-
-
 def test_stdlib_from_nothing_to_batches() -> None:
     # In the tests' own cache, which later runs find filled.
     how, lines = Stdlib(), []
@@ -179,18 +131,6 @@ def test_stdlib_from_nothing_to_batches() -> None:
     assert "\n    " in shown
     rows = source.open_validation(how, seq_len=256, sequences=32, rank=0, ranks=2)
     assert len(rows) == 16
-
-
-def test_stdlib_comes_back_from_its_tokens() -> None:
-    how = Stdlib()
-    source.prepare(how, report=silent)
-    prepared = text_kinds.StdlibSource(how)
-    found = documents_in(prepared.folder, "train") + documents_in(prepared.folder, "validation")
-    written = list(prepared.corpus.documents())
-    assert len(found) == len(written)
-    assert {hashlib.sha256(each.encode()).digest() for each in found} == {
-        hashlib.sha256(each.encode()).digest() for each in written
-    }
 
 
 def test_stdlib_leaves_out_what_differs_between_machines(tmp_path: Path) -> None:
@@ -319,25 +259,6 @@ def test_a_trained_tokenizer_is_that_of_the_shards(reader_of: Any) -> None:
     assert reader.tokenizer().file == reader.folder / "tokenizer.model"
 
 
-def test_rules_that_need_no_tokens_are_checked_before(reader_of: Any) -> None:
-    reader_of().check(**FITS)
-    assert "model.vocab_size=399: is smaller than the 400 tokens" in refusal(
-        reader_of().check, **{**FITS, "vocab_size": 399}
-    )
-    untrained = reader_of(tokenizer=None, vocab_size=500)
-    assert "model.vocab_size=400: is smaller than the 500 tokens" in refusal(untrained.check, **FITS)
-    nothing = reader_of(validation_fraction=0.0)
-    nothing.check(**FITS)
-    said = refusal(nothing.check, **{**FITS, "validation_sequences": 1})
-    assert said.startswith("data.validation_fraction=0.0: holds nothing out to validate on")
-
-
-def test_a_corpus_without_text_is_said_before_the_vocabulary(reader_of: Any, tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").write_text("")
-    said = refusal(reader_of(files=str(tmp_path / "empty.txt")).check, **{**FITS, "vocab_size": 1})
-    assert said.startswith(f"data.files={tmp_path / 'empty.txt'}: ")
-
-
 def test_rules_that_need_the_tokens_are_checked_after(reader_of: Any) -> None:
     reader = reader_of()
     # Nothing is known of the length yet.
@@ -347,16 +268,6 @@ def test_rules_that_need_the_tokens_are_checked_after(reader_of: Any) -> None:
     assert refusal(reader.check, **{**FITS, "seq_len": 10**6}).startswith(
         "training.seq_len=1000000: the corpus is shorter"
     )
-
-
-def test_a_tokenizer_must_tell_documents_apart(reader_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = reader_of()
-    tokenizer = kept.tokenizer()
-    named = reader_of(tokenizer=str(tokenizer.file), document_mask=True)
-    monkeypatch.setattr(named, "tokenizer", lambda: tokenizer)
-    named.check_tokens(10**6)
-    tokenizer.bos_id = tokenizer.eos_id = None
-    assert "try false, or a tokenizer with such a token" in refusal(named.check_tokens, 10**6)
 
 
 def test_progress_is_reported(reader_of: Any, tmp_path: Path) -> None:
@@ -375,16 +286,6 @@ def test_progress_is_reported(reader_of: Any, tmp_path: Path) -> None:
     assert len(lines) == len(begins)
     assert all(line.startswith(begin) for line, begin in zip(lines, begins, strict=True))
     assert (index.vocab_size, index.fingerprint, index.tokenizer) == (330, "ab", "tokenizer.model")
-
-
-def test_a_corpus_of_empty_files_makes_no_shards(reader_of: Any, tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "shards").mkdir()
-    empty = reader_of(files=str(tmp_path / "empty.txt"), tokenizer=None, vocab_size=330)
-    how: dict[str, Any] = {"fingerprint": "", "report": pytest.fail}
-    said = refusal(make_shards, tmp_path / "shards", empty.corpus, empty.config, **how)
-    assert said == f"data.files={tmp_path / 'empty.txt'}: has no text in it; give files with text in them"
-    assert list((tmp_path / "shards").iterdir()) == []
 
 
 def test_tokenised_files_are_the_data_that_files_would_be(corpus: Path, cache: Path, tmp_path: Path) -> None:
@@ -524,17 +425,6 @@ def test_tokens_of_another_tool(tmp_path: Path, cache: Path) -> None:
     assert first == source.fingerprint(write_by_hand(tmp_path / "again"))
     np.arange(100, dtype="<u2")[::-1].tofile(tmp_path / "made" / "train.bin")
     assert source.fingerprint(config) != first
-
-
-def test_folders_that_are_none(tmp_path: Path) -> None:
-    for folder, message in (("none", "is no folder"), ("", "names no folder")):
-        with pytest.raises(ConfigError, match=message):
-            source.fingerprint(TokenFolder(folder=folder))
-    with pytest.raises(ConfigError, match=r"has no index\.json; make the folder with `titanlab tokenize`"):
-        source.fingerprint(TokenFolder(folder=str(tmp_path)))
-    (tmp_path / "index.json").write_text("{")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        source.fingerprint(TokenFolder(folder=str(tmp_path)))
 
 
 def test_rules(tmp_path: Path) -> None:

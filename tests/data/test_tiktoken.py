@@ -4,35 +4,14 @@ import base64
 import json
 import random
 import time
-from itertools import pairwise
 
 import pytest
 import tiktoken
 import tokenizers
 
 from tests.data.conftest import text
-from titanlab.data.tokenizer_rules import PATTERN
 from titanlab.data.tokenizers import SPECIAL, _characters, load
 from titanlab.errors import ConfigError
-
-
-def split(written):
-    """Where Llama 3's pattern splits a text."""
-    cut = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PATTERN), "isolated")
-    return [piece for piece, _ in cut.pre_tokenize_str(written)]
-
-
-def merged(ranks, piece):
-    """Ids of a piece, by tiktoken's rule: a piece that is a token is one; else the pair of lowest rank is merged."""
-    if piece in ranks:
-        return [ranks[piece]]
-    parts = [bytes([byte]) for byte in piece]
-    while len(parts) > 1:
-        rank, place = min((ranks.get(a + b, 1 << 40), place) for place, (a, b) in enumerate(pairwise(parts)))
-        if rank == 1 << 40:
-            break
-        parts[place : place + 2] = [parts[place] + parts[place + 1]]
-    return [ranks[part] for part in parts]
 
 
 @pytest.fixture(scope="module")
@@ -57,18 +36,6 @@ def tokens():
 def written(path, tokens):
     path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)))
     return path
-
-
-def test_ids_are_those_of_merging_by_rank(tokens, tmp_path):
-    tokenizer = load(written(tmp_path / "tokenizer.model", tokens))
-    ranks = {token: rank for rank, token in enumerate(tokens)}
-    draw = random.Random(0)
-    texts = [text(500), "", "a" * 50, " " * 40, "don't DON'T we'LL 12345\r\n\n x  ", "<|begin_of_text|>a<|eot_id|>"]
-    texts += ["".join(draw.choices("aaab \n\t'sdlvTLE019.,中é🎉\u00a0\u2028ſ", k=40)) for _ in range(500)]
-    for each in texts:
-        assert tokenizer.encode(each) == [rank for piece in split(each) for rank in merged(ranks, piece.encode())]
-        assert tokenizer.decode(tokenizer.encode(each)) == each
-    assert tokenizer.encode_many(texts[:3]) == [tokenizer.encode(each) for each in texts[:3]]
 
 
 def reference(tokens):
@@ -150,12 +117,6 @@ def test_special_tokens_are_left_out_of_text(tokens, tmp_path):
     tuned = load(tmp_path)
     assert (tuned.bos_id, tuned.eos_id) == (first, first + 9)
     assert tuned.fingerprint != tokenizer.fingerprint
-
-
-def test_text_is_split_as_llama_3_splits_it():
-    assert split("I'll pay 12345 €\n\n  in DON'T") == [
-        *("I", "'ll", " pay", " ", "123", "45", " €\n\n", " ", " in", " DON", "'T"),
-    ]
 
 
 def test_special_tokens_are_llama_3s(tokens, tmp_path):

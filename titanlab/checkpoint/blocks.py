@@ -153,7 +153,6 @@ def checksum(content: bytes | bytearray | memoryview) -> int:
 
 
 def blocks_of(size: int) -> int:
-    """The number of blocks of a file."""
     return -(-size // BLOCK)
 
 
@@ -173,7 +172,6 @@ class BlockWriter:
         self.checksums = bytearray()
 
     def write(self, content: bytes | memoryview) -> None:
-        """Append bytes."""
         rest = memoryview(content)
         while len(rest):
             if not self._filled and len(rest) >= _BUFFER:
@@ -273,7 +271,6 @@ class BlockReader:
             self._read(start // BLOCK, buffer[: min(most, self._size - start)])
 
     def _read(self, number: int, target: memoryview) -> None:
-        """Read blocks from the block `number` on, and verify them."""
         self._source.read(target, number * BLOCK)
         for start in range(0, len(target), BLOCK):
             block = number + start // BLOCK

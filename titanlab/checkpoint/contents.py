@@ -85,7 +85,6 @@ def read_contents(checkpoint: Place, key: str) -> Contents:
 
 
 def indexed(checkpoint: Place, key: str) -> CheckpointIndex:
-    """The index of a checkpoint."""
     from titanlab.checkpoint.index import OtherFormat, read_index
 
     try:

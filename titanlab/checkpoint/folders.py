@@ -92,7 +92,6 @@ _COPY = "give another checkpoint, or a whole copy of this one"
 
 
 def step_folder(folder: Place, step: int) -> Place:
-    """The folder of one step's checkpoint."""
     return folder / f"step-{step:08d}"
 
 
@@ -132,7 +131,6 @@ def has_pickle(checkpoint: Place) -> TypeGuard[Path]:
 
 
 def latest(folder: Place) -> Place | None:
-    """The newest complete checkpoint, or None."""
     known = checkpoints(folder)
     return known[-1] if known else None
 
@@ -232,7 +230,6 @@ def fall_back(error: DamagedCheckpoint) -> str:
 
 
 def before(checkpoint: Place) -> Place | None:
-    """The checkpoint before another one in its folder; None if there is none."""
     known = checkpoints(checkpoint.parent)
     older = known[: known.index(checkpoint)] if checkpoint in known else []
     return older[-1] if older else None

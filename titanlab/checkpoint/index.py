@@ -144,8 +144,6 @@ class IndexFile(Struct, forbid_unknown_fields=True):
 
 
 class _FormatOnly(Struct):
-    """The file of any version."""
-
     format: int
 
 

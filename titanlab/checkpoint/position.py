@@ -76,12 +76,10 @@ class SavedPosition(Position, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def position(self) -> Position:
-        """The run's progress."""
         return Position(**{name: getattr(self, name) for name in Position.__struct_fields__})
 
 
 def position_bytes(saved: SavedPosition) -> bytes:
-    """The content of position.json."""
     content = structs.asdict(saved)
     if not saved.routing:
         del content["routing"]

@@ -277,7 +277,6 @@ Folder = DiskFolder | StoreFolder
 
 
 def folder_at(place: Place) -> Folder:
-    """The folder at a place."""
     return StoreFolder(place) if isinstance(place, StorePath) else DiskFolder(place)
 
 

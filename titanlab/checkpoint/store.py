@@ -369,7 +369,6 @@ def load(
 def load_model(
     folder: Place, key: str, model: nn.Module, *, read: Callable[[Place, str], Readable] = read_contents
 ) -> None:
-    """Read only the model of a checkpoint."""
     state = {"model": model.state_dict()}
     load_state(state, read(folder, key).reader(folder, key))
     model.load_state_dict(state["model"])
@@ -383,7 +382,6 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 
 def _saved_part(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state without the settings of the optimizer."""
     kept = {name: value for name, value in state["optimizer"].items() if not name.startswith(_SETTINGS)}
     return {"model": state["model"], "optimizer": kept}
 
@@ -421,7 +419,6 @@ def set_generators(states: Mapping[str, bytes], world: World) -> None:
 
 
 def restore_generators(states: Mapping[str, bytes], world: World, checkpoint: Place, key: str) -> None:
-    """Set the generators to the states of a checkpoint."""
     try:
         set_generators(states, world)
     except (ValueError, TypeError, IndexError, KeyError, OverflowError, RuntimeError) as error:

@@ -210,7 +210,6 @@ class StreamDocuments:
                 return self._tokenised(text)
 
     def close(self) -> None:
-        """Close the files."""
         self._rows.close()
 
     def _open(self, state: dict[str, Any] | None) -> None:
@@ -353,7 +352,6 @@ def _explained(error: Exception, config: HuggingFace, split: str, key: str) -> C
 
 
 def _next(rows: Iterator[dict[str, Any]], config: HuggingFace) -> dict[str, Any] | None:
-    """The next row; None at the end."""
     try:
         return next(rows, None)
     except OSError:

@@ -74,11 +74,9 @@ class ShardIndex:
         return [shard.file for shard in (*self.train, *self.validation)]
 
     def tokens(self, split: str) -> int:
-        """Tokens of `train` or `validation`."""
         return sum(shard.tokens for shard in self.split(split))
 
     def split(self, name: str) -> tuple[TokenShard, ...]:
-        """Files of `train` or `validation`."""
         return self.train if name == "train" else self.validation
 
     def sequences(self, split: str, seq_len: int) -> int:
@@ -130,7 +128,6 @@ def read_index(folder: Path, key: str = "data.folder") -> ShardIndex:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a folder of token shards is complete and not damaged."""
     try:
         read_index(folder)
     except ConfigError:

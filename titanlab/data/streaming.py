@@ -30,9 +30,7 @@ class Documents(Protocol):
         """The next document, uint32 `[tokens]`, with its special tokens."""
         ...
 
-    def close(self) -> None:
-        """Close the files or connections from which the documents are read."""
-        ...
+    def close(self) -> None: ...
 
 
 class PackedStream:

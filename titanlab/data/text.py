@@ -136,7 +136,6 @@ class PreparedText(CachedText[TextConfig]):
 
     @cached_property
     def corpus(self) -> Corpus:
-        """The documents."""
         return self.find_corpus()
 
     @cached_property

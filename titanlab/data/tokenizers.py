@@ -398,7 +398,6 @@ def _characters() -> list[str]:
 
 @contextlib.contextmanager
 def _refusing(path: Path, key: str, rule: str, cure: str) -> Iterator[None]:
-    """Turn an error of the tokenizers library into `ConfigError`."""
     try:
         yield
     # The library raises plain Exception; a panic in its Rust code is a BaseException only.
