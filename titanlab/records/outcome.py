@@ -37,14 +37,6 @@ class OutcomeKind(enum.StrEnum):
         automatic: whether a scheduler should resume the run without asking a person: the run did not cause its end.
     """
 
-@dataclass(frozen=True, kw_only=True)
-class StopReason:
-    """Why a job must end, or has ended: the kind of its outcome, and one line for the user."""
-
-    kind: OutcomeKind
-    cause: str
-
-
     exit_code: int
     meaning: str
     may_continue: bool
@@ -73,6 +65,14 @@ class StopReason:
 
 
 _BY_EXIT_CODE = {kind.exit_code: kind for kind in OutcomeKind}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopReason:
+    """Why a job must end, or has ended: the kind of its outcome, and one line for the user."""
+
+    kind: OutcomeKind
+    cause: str
 
 
 @dataclass(frozen=True, kw_only=True)
