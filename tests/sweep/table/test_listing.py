@@ -16,10 +16,11 @@ from titanlab.sweep import (
     failure_text,
     groups,
     overview,
+    overview_lines,
     row_details,
     state_counts,
 )
-from titanlab.sweep.listing import cells, comparison, failures, overview_lines, text
+from titanlab.sweep.listing import cells, comparison, failures, text
 
 
 @pytest.fixture
