@@ -63,7 +63,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
         "it needs a network and a token; tests/data/test_download.py has a hub of its own",
     ),
     (r"titanlab sync", "it uploads; tests/cli/test_sync.py and tests/tracker/test_wandb.py have a server of their own"),
-    (r"titanlab plan --(measure|calibrate)", "minutes; tests/cli/machines does it"),
+    (r"titanlab plan --(measure|calibrate)", "minutes; tests/cli/test_calibrate.py does it"),
     (r"titanlab sweep \+sweeps=mine", "tests/cli/test_sweep.py writes the file and holds the output to the page"),
 )
 # Blocks of pages whose files and commands other tests take from the page and run.

@@ -41,12 +41,12 @@ READ_FIRST = ("README.md", "docs/tutorial.md", "docs/configuration.md")
 # What no reader in an empty folder can type, and why. The list is short, and a line that is on no page is an error.
 ELSEWHERE = {
     ("docs/sweeps.md", "titanlab sweep +sweeps=mine --dry-run"): "tests/cli/test_sweep.py holds it to what is shown",
-    ("docs/planner.md", "titanlab plan --calibrate cpu_calibration"): "tests/cli/machines/test_calibrate.py has runs",
+    ("docs/planner.md", "titanlab plan --calibrate cpu_calibration"): "tests/cli/test_calibrate.py has runs",
     (
         "docs/planner.md",
         "titanlab plan --measure launch=slurm cluster=h100 world=16 launch.minutes=10",
     ): "tests/slurm/test_measure.py does it",
-    ("docs/planner.md", "titanlab plan --measure"): "tests/cli/machines/test_measure.py does it",
+    ("docs/planner.md", "titanlab plan --measure"): "tests/cli/test_calibrate.py does it",
     ("docs/configuration.md", "titanlab train optimizer=cautious"): "of a package that is shown in outline only",
     (
         "docs/checkpoints.md",
