@@ -27,7 +27,7 @@ FILES = {
     "decoded text": ("name: '${oc.decode:\"{_target_: os.system, command: touch <ran>}\"}'", "name", "makes configs of text"),
     "a package": ("hydra: {searchpath: ['pkg://antigravity']}", "hydra.searchpath", "would import a module"),
     "a nest": ("name: " + "[" * 20_000, "file", "nested"),
-    "a bomb": (BOMB, "file", "values"),
+    "a bomb": (BOMB, "file", "aliases"),
     "a variable": ("name: ${oc.env:STRANGE}", "name", "may be a secret"),
     "a variable with a default": ("name: ${oc.env:STRANGE,x}", "name", "may be a secret"),
     "a variable inside of text": ("name: run-${oc.env:STRANGE}", "name", "may be a secret"),
