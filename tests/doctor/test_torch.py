@@ -1,12 +1,18 @@
 """What torch knows, and whether processes exchange tensors: with a torch that works, lacks, lies, or hangs."""
 
+import ast
+import json
+import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.doctor.programs import program, states
-from titanlab.doctor import software
+from titanlab.doctor import torch_script
 from titanlab.doctor.software import check_all_reduce, check_torch, torch_facts
 
 CPU = {"version": "2.13.0+cpu", "cuda": None, "hip": None, "cuda_available": False, "distributed": True, "gloo": True}
@@ -60,9 +66,9 @@ def test_a_torch_that_cannot_be_used_is_named(tmp_path, script, problem):
 @pytest.mark.parametrize(
     ("script", "state", "text"),
     [
-        ("""echo '{"total": 3.0, "expected": 3.0, "seconds": 0.5}'""", "ok", "2 processes in 0.50 s"),
-        ("""echo '{"total": 2.0, "expected": 3.0, "seconds": 0.5}'""", "fail", "the sum is wrong"),
-        ("echo garbage", "fail", "the sum is wrong"),
+        ("""echo '{"totals": [3.0, 3.0], "seconds": 0.5}'""", "ok", "2 processes in 0.50 s"),
+        ("""echo '{"totals": [3.0, 1.0], "seconds": 0.5}'""", "fail", "the sum is wrong"),
+        ("echo garbage", "fail", "exit code 0"),
         ("echo 'RuntimeError: no route to host' >&2; exit 1", "fail", "RuntimeError: no route to host"),
         ("exec sleep 30", "fail", "2 processes did not meet within 0.3 s"),
     ],
@@ -85,5 +91,54 @@ def test_real_processes_meet_and_torch_says_what_it_is():
     assert missing.state == "fail"
 
 
-def test_the_script_needs_nothing_of_titanlab():
-    assert "titanlab." not in software.SCRIPT.read_text().partition('"""\n\nfrom')[2]
+def test_it_needs_nothing_of_titanlab():
+    """It runs with a torch that titanlab cannot use."""
+    tree = ast.parse(Path(torch_script.__file__).read_text())
+    imports = [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
+    imports += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert not [name for name in imports if name.startswith("titanlab")]
+
+
+def test_facts_are_values_of_json():
+    facts = torch_script.facts()
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["version"] == str(torch.__version__)
+    assert facts["distributed"] is True
+
+
+def test_without_distributed_there_is_no_backend(monkeypatch):
+    """A torch that was built without it has none of its functions."""
+    monkeypatch.setattr(dist, "is_available", lambda: False)
+    for name in ("is_gloo_available", "is_nccl_available"):
+        monkeypatch.delattr(dist, name)
+    facts = torch_script.facts()
+    assert (facts["distributed"], facts["gloo"], facts["nccl"]) == (False, False, False)
+
+
+def test_devices_are_described(monkeypatch):
+    class Properties:
+        name, total_memory, major, minor = "H", 80 * 2**30, 9, 0
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: Properties)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: {one, other} == {0, 2})
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 1))
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: ones(*shape))
+    facts = torch_script.facts()
+    assert facts["devices"][0] == {"name": "H", "memory_gib": 80.0, "capability": [9, 0], "peers": [2]}
+    assert [device["peers"] for device in facts["devices"]] == [[2], [], [0]]
+    assert (facts["nccl_version"], facts["product"]) == ("2.30.1", 64.0**3)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_rank_adds_up_its_own_tensor(tmp_path):
+    totals = [0.0]
+    handler = signal.getsignal(signal.SIGINT)
+    torch_script.add_up(0, "gloo", 1, str(tmp_path / "store"), totals)
+    signal.signal(signal.SIGINT, handler)
+    assert totals == [1.0]
+    assert not dist.is_initialized()

@@ -1,14 +1,26 @@
-"""A pipeline's time: the shorter simulation agrees with the simulation of all actions."""
+"""A pipeline's time: the shorter simulation agrees with that of all actions, and no simulation is below the bound."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.plan.recipes import made
+from tests.schedule.conftest import KINDS, Schedule
 from titanlab.plan import machine_of
-from titanlab.plan.pipeline_time import StageTime, pipeline_time, shorter, simulated_time, timed_stages
+from titanlab.plan.pipeline_time import (
+    StageTime,
+    durations_of,
+    least_idle,
+    pipeline_time,
+    shorter,
+    simulated_time,
+    timed_stages,
+)
 from titanlab.plan.step_time import step_time
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing
 from titanlab.techniques.model.llama_schema import Llama
 from titanlab.techniques.schedule.published_schema import ZBV, GPipe, Interleaved1F1B, InterleavedZeroBubble, OneFOneB
+from titanlab.techniques.schedule.timeline import simulate
 
 # Fewer blocks than 405B has, because the search for a balanced split takes seconds; not divisible by the stages.
 BLOCKS_OF_405B = Llama(dim=16384, layers=31, heads=128, kv_heads=8, ffn_dim=53248, vocab_size=128256)
@@ -76,3 +88,30 @@ def test_a_shorter_simulation_has_the_same_rest():
         assert few <= microbatches
         assert few % 8 == microbatches % 8
         assert few < (24 if microbatches % 8 == 0 else 32)
+
+
+SECONDS = st.floats(0.1, 3.0)
+
+
+@given(st.data(), st.sampled_from(KINDS), st.integers(2, 5), st.integers(1, 3), st.integers(1, 16))
+def test_no_simulation_is_shorter(data, kind, ranks, stages_per_rank, microbatches):
+    schedule = Schedule(kind, stages_per_rank)
+    if kind == "dualpipe_v":
+        microbatches += 2 * ranks
+    placement = schedule.placement(ranks)
+    stages = tuple(StageTime(*data.draw(st.tuples(SECONDS, SECONDS, SECONDS))) for _ in placement)
+    whole = simulate(schedule.actions(ranks, microbatches), placement, durations_of(stages)).duration
+    busiest = max(
+        microbatches * sum(sum(stage) for stage, owner in zip(stages, placement, strict=True) if owner == rank)
+        for rank in range(ranks)
+    )
+    idle = least_idle(schedule.config, tuple(placement), stages, microbatches)
+    assert 0 <= idle <= (whole - busiest) * (1 + 1e-9) + 1e-9
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (4, 8), (8, 3)])
+def test_equal_stages_idle_as_the_formula_says(ranks, microbatches):
+    """(p − 1)·(F + B): arXiv 2104.04473, section 2.2. The bound is exact."""
+    stages = (StageTime(1.0, 1.0, 1.0),) * ranks
+    idle = least_idle(OneFOneB(), tuple(range(ranks)), stages, microbatches)
+    assert idle == pytest.approx((ranks - 1) * 3.0)

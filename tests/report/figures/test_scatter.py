@@ -1,20 +1,16 @@
-"""Memory against speed."""
+"""Memory against speed, and estimates against measurements."""
 
 import pytest
 
 from tests.report.sweeps import mixed, summary
 from tests.sweep.made import begin, end, train
-from titanlab.report.figures.scatter import front_of, pareto, points_of
+from titanlab.report.figures.scatter import compared, estimate_against_measurement, front_of, pareto, points_of
 from titanlab.report.frames import sweep_frame
 from titanlab.sweep import SweepTable
 
 
 def rows(made):
     return SweepTable(made.folder).rows()
-
-
-def marks_of(figure, colour):
-    return [mark for axis in figure.axes for mark in axis.lines if mark.get_color() == colour]
 
 
 def test_points_are_medians_and_failures_are_crosses(made):
@@ -87,3 +83,31 @@ def test_a_label_is_no_formula(made, tmp_path):
     figure = pareto(rows(made))
     figure.savefig(tmp_path / "a.png")
     assert any(r"$\frac{1}{2}$".replace("$", r"\$") in text.get_text() for text in figure.legends[0].get_texts())
+
+
+def test_a_point_for_each_run_that_has_both(made):
+    table = rows(mixed(made))
+    for row in table:
+        if row["outcome"] == "done":
+            row["estimate.step_seconds"] = row["step_seconds"] * 1.1
+    table[0]["estimate.memory_gib"] = 2 * table[0]["memory_gib"]
+    assert len(compared(table, "step_seconds", "estimate.step_seconds")) == 10
+    figure = estimate_against_measurement(table)
+    texts = [mark.text for mark in figure.marks.values()]
+    assert sum("(+10 %)" in text for text in texts) == 10
+    assert sum("(+100 %)" in text for text in texts) == 1
+    assert {axis.get_xlabel() for axis in figure.axes} == {"estimate (s)", "estimate (GiB)"}
+    # Hollow where more processes than cores took turns.
+    assert figure.legends
+
+
+def test_values_of_very_different_sizes_have_logarithmic_axes():
+    table = [
+        {"run": f"r{size}", "outcome": "done", "oversubscribed": False, "step_seconds": size, "memory_gib": 0.0}
+        for size in (0.01, 10.0)
+    ]
+    table = [{**row, "estimate.step_seconds": row["step_seconds"], "estimate.memory_gib": 1.0} for row in table]
+    figure = estimate_against_measurement(table)
+    assert [axis.get_xscale() for axis in figure.axes] == ["log", "linear"]
+    # No memory was measured.
+    assert [text.get_text() for text in figure.axes[1].texts] == ["no run has both"]
