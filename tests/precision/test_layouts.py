@@ -84,9 +84,9 @@ ROW, ROW_HP, MX = Float8Rowwise(), Float8RowwiseWithGwHp(), Mxfp8()
 COMPILED = {"blocks": True, "backend": "aot_eager"}
 
 
-def float8(precision, name="", *, always=False, matrix=False, **layout):
-    """`always`: also in `make test`; `matrix`: in `make test-matrix` only."""
-    marks = [] if always else [pytest.mark.matrix if matrix else pytest.mark.full]
+def float8(precision, name="", *, always=False, **layout):
+    """`always`: also in `make test`."""
+    marks = [] if always else [pytest.mark.full]
     label = ", ".join(filter(None, (precision.kind, name, *(f"{k}={v}" for k, v in layout.items() if type(v) is int))))
     return pytest.param(precision, layout, id=label, marks=marks)
 
@@ -97,15 +97,15 @@ EXACT = [
     float8(ROW, shard=2),
     float8(ROW_HP, shard=2),
     float8(MX, shard=2),
-    float8(TENSOR, shard=4, matrix=True),
-    float8(TENSOR, replicate=2, matrix=True),
+    float8(TENSOR, shard=4),
+    float8(TENSOR, replicate=2),
     float8(TENSOR, replicate=2, shard=2),
     float8(TENSOR, pipeline=2),
-    float8(TENSOR, "zbv", pipeline=2, pipeline_schedule=ZBV(), matrix=True),
+    float8(TENSOR, "zbv", pipeline=2, pipeline_schedule=ZBV()),
     float8(TENSOR, "zbv", pipeline=2, shard=2, pipeline_schedule=ZBV()),
     float8(ROW, "zbv", pipeline=2, pipeline_schedule=ZBV()),
-    float8(TENSOR, "compiled", matrix=True, **COMPILED),
-    float8(TENSOR, "compiled", shard=2, matrix=True, **COMPILED),
+    float8(TENSOR, "compiled", **COMPILED),
+    float8(TENSOR, "compiled", shard=2, **COMPILED),
     float8(ROW, "compiled", shard=2, **COMPILED),
     float8(TENSOR, "checkpointed", shard=2, ac=FullCheckpointing()),
     float8(TENSOR, "checkpointed and compiled", shard=2, ac=FullCheckpointing(), **COMPILED),
@@ -125,11 +125,11 @@ NOISY = [
     float8(ROW_HP, tensor=2),
     float8(MX, tensor=2),
     float8(TENSOR, context=2),
-    float8(ROW_HP, context=2, matrix=True),
+    float8(ROW_HP, context=2),
     float8(TENSOR, "compiled", tensor=2, **COMPILED),
-    float8(TENSOR, tensor=2, context=2, matrix=True),
+    float8(TENSOR, tensor=2, context=2),
     # What inductor fuses it rounds to bfloat16 once, at the end.
-    float8(TENSOR, "by inductor", matrix=True, shard=2, blocks=True, backend="inductor"),
+    float8(TENSOR, "by inductor", shard=2, blocks=True, backend="inductor"),
     float8(TENSOR, "zbv", pipeline=2, tensor=2, pipeline_schedule=ZBV()),
     float8(TENSOR, "fused", fused=True),
     float8(ROW, "fused", tensor=2, fused=True),

@@ -2,7 +2,7 @@
 
 The bars are the project's, in fp32: 1e-5, relative, for losses and gradient norms of five steps; ‖Δ‖/‖reference‖ ≤
 1e-5 for every tensor of the first step's gradients and of the final parameters. The remaining difference comes from
-the order in which sums are rounded. `make test-matrix` runs every row and writes docs/parity.md.
+the order in which sums are rounded. `make test-full` runs every row and writes docs/parity.md.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def page(rows: list[tuple[Row, TraceDifference]]) -> str:
         "gradient's own size (its eps is 1e-6 here, so that gradients that are nothing but rounding do not move parameters).",
         "",
         "Axes: dp_r replicate, dp_s shard, cp context, tp tensor, pp pipeline (1f1b where no schedule is named). Written by",
-        "`make test-matrix`.",
+        "`make test-full`.",
         "",
         "| case | layout | processes | loss | grad norm | gradient | parameter |",
         "|---|---|---|---|---|---|---|",
