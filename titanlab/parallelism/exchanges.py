@@ -146,7 +146,6 @@ def halves(x: Tensor) -> Tensor:
 
 
 def _joined_halves(x: Tensor, batch: int) -> Tensor:
-    """The inverse of `halves`, contiguous."""
     return x.reshape(batch, 2 * x.shape[1], *x.shape[2:]).contiguous()
 
 
@@ -209,7 +208,6 @@ class Rectangle(NamedTuple):
     keys: tuple[slice, ...]
 
     def rows_of(self, x: Tensor) -> Tensor:
-        """The rows' part of a tensor of all local rows, as a view."""
         return x[self.sequences, self.rows]
 
     def keys_of(self, x: Tensor) -> Tensor:

@@ -144,7 +144,6 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _own_randomness(self) -> Iterator[None]:
-        """Restore torch's random generators after a step."""
         if not self._stochastic:
             yield
             return

@@ -131,7 +131,6 @@ class VShaped(PipelineSchedule):
 
 
 def looped(*, ranks: int, stages_per_rank: int = 1) -> list[int]:
-    """Rank of each stage, round-robin: 0 1 2 0 1 2."""
     return [stage % ranks for stage in range(ranks * stages_per_rank)]
 
 
