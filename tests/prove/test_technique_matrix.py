@@ -15,47 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from tests import tiny
 from tests.cover import marks
 from tests.prove.technique_rows import ALWAYS, COVERING, ROWS, Row
-from titanlab.distributed import ALONE, joined
-from titanlab.prove import parity, tolerances
+from titanlab.prove import tolerances
 from titanlab.prove.parity import TraceDifference, compare
 
 pytestmark = pytest.mark.on_page
 BAR = tolerances.FP32
 ROUNDINGS = tolerances.ROUNDINGS
 PAGE = Path(__file__).parents[2] / "docs" / "techniques.md"
-
-
-def traced(made, run, cache):
-    # Rows that share a graph compile it once.
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-    return parity.trace(made, run, joined(os.environ) or ALONE)
-
-
-@pytest.fixture(scope="module")
-def train(pool, tmp_path_factory):
-    cache = str(tmp_path_factory.mktemp("compiled"))
-
-    def run(row):
-        made = tiny.recipe(tmp_path_factory.mktemp("run"), **row.recipe_keys())
-        return pool.run(made.world, traced, made, tiny.begin(made), cache, limit_seconds=300)
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def references(train):
-    """The trace of one process that uses nothing but a precision; each trained once."""
-    known = {}
-
-    def reference(precision):
-        if precision not in known:
-            known[precision] = train(Row({}, precision))[0]
-        return known[precision]
-
-    return reference
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +38,14 @@ def found():
 @pytest.mark.parametrize(
     "row", [pytest.param(row, id=row.name, marks=marks(row, always=ALWAYS, covering=COVERING)) for row in ROWS]
 )
-def test_a_combination_trains_as_one_plain_process(train, references, found, row):
-    every = train(row)
-    assert all(each.losses == every[0].losses and each.grad_norms == every[0].grad_norms for each in every)
-    assert len(every[0].losses) == 3
-    difference, rounding = compare(references(row.precision), every[0]), None
+def test_a_combination_trains_as_one_plain_process(traces, found, row):
+    trace, reference = (traces(**each.recipe_keys()) for each in (row, Row({}, row.precision)))
+    assert len(trace.losses) == 3
+    difference, rounding = compare(reference, trace), None
     if row.precision == "fp32":
         assert difference.largest <= BAR, difference
     else:
-        rounding = compare(references("fp32"), references(row.precision))
+        rounding = compare(traces(**Row({}, "fp32").recipe_keys()), reference)
         # The run uses the precision of its name: fp32 would not differ at all.
         assert rounding.gradient[0] > 1e-3, rounding
         # One of the two numbers may be small by chance; their maximum is not.

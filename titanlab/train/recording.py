@@ -21,7 +21,7 @@ import torch
 
 from titanlab.checkpoint import Position, StorePath, checkpoints_of, latest
 from titanlab.costs import Meter, RunWork, meter, traffic_lines, traffic_metrics, training_flops_per_token
-from titanlab.distributed import Mesh, World, axis_groups, traced, write_start_up
+from titanlab.distributed import LOG, Mesh, World, axis_groups, traced, write_start_up
 from titanlab.recipe import Recipe
 from titanlab.records import EXPERTS, Outcome, OutcomeKind, RunFolder, Status, classify, exit_code, is_secondary
 from titanlab.system import Console, Progress, counted, disk_fault, duration, grouped, short, shown_path, trimmed
@@ -390,7 +390,7 @@ def open_recorder(
         return
     with contextlib.ExitStack() as stack:
         log = run.logs / "rank-0.log"
-        if "TITANLAB_LOG" in os.environ:
+        if LOG in os.environ:
             # All output goes to the log anyway: the console writes to the log alone, with the time of day.
             null = stack.enter_context(Path(os.devnull).open("w"))
             console = stack.enter_context(Console(null, errors=null, log_file=log))
