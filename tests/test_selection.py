@@ -11,7 +11,6 @@ from unittest.mock import Mock
 import pytest
 
 from tests.conftest import select_part
-from tests.rotated import EXECUTED, FILES, PAGES, TESTS
 from tests.workers import RanksTogether, starts_ranks
 
 PLANTED = {
@@ -137,26 +136,25 @@ def test_a_worker_that_dies_fails_the_run(planted):
 
 
 class Item:
-    def __init__(self, marker: str) -> None:
-        self.marker = marker
+    def __init__(self, *markers: str) -> None:
+        self.markers = markers
 
     def get_closest_marker(self, name: str) -> bool:
-        return name == self.marker
+        return name in self.markers
 
 
-def test_eight_parts_are_the_matrix():
-    items = [Item("matrix" if number % 3 else "full") for number in range(40)]
-    rows = [item for item in items if item.marker == "matrix"]
+def test_eight_parts_are_the_slower_layer():
+    items = [Item(*("full", "covering")[: number % 3]) for number in range(60)]
+    rotating = [item for item in items if item.markers == ("full",)]
     config = Mock()
     parts = []
     for part in range(1, 9):
         config.option.part, left = f"{part}/8", list(items)
         select_part(config, left)
-        assert [item for item in left if item.marker == "full"] == [item for item in items if item not in rows]
-        parts.append([item for item in left if item in rows])
-    assert sorted(map(len, parts)) == [3] * 6 + [4] * 2
-    assert {item for part in parts for item in part} == set(rows)
-    assert sum(map(len, parts)) == len(rows)
+        assert [item for item in left if item not in rotating] == [item for item in items if item not in rotating]
+        parts.append([item for item in left if item in rotating])
+    assert sorted(map(len, parts)) == [2] * 4 + [3] * 4
+    assert {item for part in parts for item in part} == set(rotating)
     for wrong in ("0/8", "9/8"):
         config.option.part = wrong
         with pytest.raises(pytest.UsageError, match="between 1 and"):
@@ -166,24 +164,6 @@ def test_eight_parts_are_the_matrix():
 def test_the_makefile_starts_the_workers_so():
     makefile = (Path(__file__).parent.parent / "Makefile").read_text()
     assert f"TWO_WORKERS := {' '.join(TWO_WORKERS)}\n" in makefile
-
-
-def collected(marks, *tests):
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", marks, *tests]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False)
-    assert done.returncode in (0, 5), done.stdout
-    return [line for line in done.stdout.splitlines() if "::" in line]
-
-
-@pytest.mark.full
-def test_slower_rows_of_listed_files_tests_and_pages_are_rows_of_the_matrix():
-    """And each of these files keeps rows for `make test`."""
-    assert collected("full and not matrix", *FILES) == []
-    assert {test.partition("::")[0] for test in collected("not full", *FILES)} == set(FILES)
-    files = sorted({test.partition("::")[0] for test in TESTS})
-    rows = collected("matrix", *files, EXECUTED)
-    assert set(TESTS) <= {row.partition("[")[0] for row in rows}
-    assert {f"{EXECUTED}[docs/{page}.md]" for page in PAGES} <= set(rows)
 
 
 OF_RANKS = "def test_of_ranks(pool): pass\n"

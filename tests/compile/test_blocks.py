@@ -68,15 +68,10 @@ def cache(tmp_path_factory):
 
 # tests/prove/test_technique_matrix.py compiles on layouts.
 QUICK = ("alone",)
-# What runs in `make test-matrix`: other rows compile the same functions.
-OTHERS = (
-    *("fsdp, accumulated", "tp without sequence parallelism", "tp, whole logits", "fsdp, cp, tp", "cp, gathered"),
-    *("pp, tp, split backwards", "pp, fsdp", "ac: full, ddp"),
-)
 
 
 def row(name, functions, **given):
-    layer = [] if name in QUICK else [pytest.mark.matrix] if name in OTHERS else [pytest.mark.full]
+    layer = [] if name in QUICK else [pytest.mark.full]
     return pytest.param(given, functions, id=name, marks=layer)
 
 
@@ -133,11 +128,11 @@ def test_traced_blocks_train_as_eager_ones_and_are_compiled_once(pool, tmp_path,
     "given",
     [
         {},
-        pytest.param({"mode": "max-autotune-no-cudagraphs"}, marks=pytest.mark.matrix),
-        pytest.param({"tensor": 2}, marks=pytest.mark.matrix),
+        pytest.param({"mode": "max-autotune-no-cudagraphs"}, marks=pytest.mark.full),
+        pytest.param({"tensor": 2}, marks=pytest.mark.full),
         {"shard": 2, "tensor": 2},
-        pytest.param({"context": 2}, marks=pytest.mark.matrix),
-        pytest.param({"shard": 2, "ac": FullCheckpointing()}, marks=pytest.mark.matrix),
+        pytest.param({"context": 2}, marks=pytest.mark.full),
+        pytest.param({"shard": 2, "ac": FullCheckpointing()}, marks=pytest.mark.full),
         {"ac": SelectiveOp()},
         {"ac": MemoryBudget(budget=0.5)},
         {"validate_every": 2, "validation_sequences": 11},

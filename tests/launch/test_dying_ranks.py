@@ -62,8 +62,8 @@ def died(command, layout, fault, where, rank):
     [
         pytest.param(PIPELINE_TENSOR, "backward", 3, id="last stage"),
         pytest.param(PIPELINE_TENSOR, "forward", 1, id="first stage"),
-        pytest.param(SHARD_CONTEXT, "forward", 3, id="context", marks=pytest.mark.matrix),
-        pytest.param(V_SHAPED, "backward", 2, id="v", marks=pytest.mark.matrix),
+        pytest.param(SHARD_CONTEXT, "forward", 3, id="context", marks=pytest.mark.full),
+        pytest.param(V_SHAPED, "backward", 2, id="v", marks=pytest.mark.full),
         pytest.param(COPIES_TENSOR, "backward", 1, id="copies"),
     ],
 )
@@ -80,8 +80,8 @@ def test_it_raises(command, layout, where, rank):
 @pytest.mark.parametrize(
     ("layout", "where", "rank"),
     [
-        pytest.param(SHARD_CONTEXT, "forward", 1, id="context", marks=pytest.mark.matrix),
-        pytest.param(PIPELINE_TENSOR, "forward", 2, id="last stage", marks=pytest.mark.matrix),
+        pytest.param(SHARD_CONTEXT, "forward", 1, id="context", marks=pytest.mark.full),
+        pytest.param(PIPELINE_TENSOR, "forward", 2, id="last stage", marks=pytest.mark.full),
         pytest.param(PIPELINE_SHARD, "backward", 3, id="pipeline of shards"),
     ],
 )
@@ -95,7 +95,7 @@ def test_it_is_killed(command, layout, where, rank):
 @pytest.mark.parametrize(
     ("layout", "where", "rank"),
     [
-        pytest.param(PIPELINE_TENSOR, "backward", 1, id="first stage", marks=pytest.mark.matrix),
+        pytest.param(PIPELINE_TENSOR, "backward", 1, id="first stage", marks=pytest.mark.full),
         pytest.param(SHARD_CONTEXT, "backward", 2, id="context"),
         pytest.param(COPIES_TENSOR, "forward", 3, id="copies"),
     ],

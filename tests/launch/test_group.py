@@ -98,7 +98,7 @@ def test_a_rank_of_a_job_that_is_killed_comes_back(jobs):
     assert run.job(1)["token"] == run.job(2)["token"]
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_rank_of_a_job_that_fails_twice_is_left_out(jobs):
     launch = Local(restarts=4, min_world=1, threads=1)
     run, codes, said = started(jobs, 3, launch, fault="kill", step=4, rank=2)
@@ -109,7 +109,7 @@ def test_a_rank_of_a_job_that_fails_twice_is_left_out(jobs):
     assert run.config(3)["parallelism"]["replicate"] == 2
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_restarts_that_gain_nothing_end_the_job_with_its_cause(jobs):
     run, codes, said = started(jobs, 2, Local(restarts=9, threads=1), fault="raise", step=4, rank=1)
     assert codes == [1, 1], said

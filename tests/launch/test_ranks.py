@@ -372,10 +372,10 @@ def workers(parent):
     ("how", "rank"),
     [
         # tests/launch/test_hangs.py stops ranks of titanlab's own launcher too.
-        pytest.param("local", 0, marks=pytest.mark.matrix),
+        pytest.param("local", 0, marks=pytest.mark.full),
         ("local", 1),
         ("torchrun", 0),
-        pytest.param("torchrun", 1, marks=pytest.mark.matrix),
+        pytest.param("torchrun", 1, marks=pytest.mark.full),
     ],
 )
 def test_a_rank_that_is_stopped_is_the_one_that_is_named(command, rank, how):

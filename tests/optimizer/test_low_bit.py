@@ -134,8 +134,8 @@ def test_a_layout_trains_as_one_process(pool, tmp_path, schema):
         *((schema, {}) for schema in SCHEMAS),
         pytest.param(AdamW8bit, {"shard": 2}, marks=pytest.mark.full),
         *(pytest.param(s, {"shard": 2, "tensor": 2}, marks=pytest.mark.full) for s in SCHEMAS[:2]),
-        pytest.param(SCHEMAS[2], {"shard": 2, "tensor": 2}, marks=pytest.mark.matrix),
-        *(pytest.param(s, {"pipeline": 2, "microbatch": 2}, marks=pytest.mark.matrix) for s in SCHEMAS[:2]),
+        pytest.param(SCHEMAS[2], {"shard": 2, "tensor": 2}, marks=pytest.mark.full),
+        *(pytest.param(s, {"pipeline": 2, "microbatch": 2}, marks=pytest.mark.full) for s in SCHEMAS[:2]),
         pytest.param(SCHEMAS[2], {"pipeline": 2, "microbatch": 2}, marks=pytest.mark.full),
     ],
 )

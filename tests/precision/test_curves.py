@@ -25,7 +25,7 @@ def test_there_is_something_to_learn(curves):
         (Bf16(), 0.005, 0.001),
         (Bf16(reduce="bf16", fp32_parts=["embedding", "head"]), 0.005, 0.001),
         (Fp16(), 0.005, 0.001),
-        pytest.param(Fp16(growth_interval=25), 0.005, 0.001, marks=pytest.mark.matrix),
+        pytest.param(Fp16(growth_interval=25), 0.005, 0.001, marks=pytest.mark.full),
         (Bf16Full(), 0.01, 0.002),
         (Bf16Full(reduce="bf16"), 0.01, 0.002),
     ],

@@ -33,9 +33,9 @@ ROW, ROW_HP, MX = Float8Rowwise(), Float8RowwiseWithGwHp(), Mxfp8()
 COMPILED = {"blocks": True, "backend": "aot_eager"}
 
 
-def row(precision, name="", *, always=False, matrix=False, **layout):
-    """`always`: also in `make test`; `matrix`: in `make test-matrix` only."""
-    marks = [] if always else [pytest.mark.matrix if matrix else pytest.mark.full]
+def row(precision, name="", *, always=False, **layout):
+    """`always`: also in `make test`."""
+    marks = [] if always else [pytest.mark.full]
     label = ", ".join(filter(None, (precision.kind, name, *(f"{k}={v}" for k, v in layout.items() if type(v) is int))))
     return pytest.param(precision, layout, id=label, marks=marks)
 
@@ -46,15 +46,15 @@ EXACT = [
     row(ROW, shard=2),
     row(ROW_HP, shard=2),
     row(MX, shard=2),
-    row(TENSOR, shard=4, matrix=True),
-    row(TENSOR, replicate=2, matrix=True),
+    row(TENSOR, shard=4),
+    row(TENSOR, replicate=2),
     row(TENSOR, replicate=2, shard=2),
     row(TENSOR, pipeline=2),
-    row(TENSOR, "zbv", pipeline=2, pipeline_schedule=ZBV(), matrix=True),
+    row(TENSOR, "zbv", pipeline=2, pipeline_schedule=ZBV()),
     row(TENSOR, "zbv", pipeline=2, shard=2, pipeline_schedule=ZBV()),
     row(ROW, "zbv", pipeline=2, pipeline_schedule=ZBV()),
-    row(TENSOR, "compiled", matrix=True, **COMPILED),
-    row(TENSOR, "compiled", shard=2, matrix=True, **COMPILED),
+    row(TENSOR, "compiled", **COMPILED),
+    row(TENSOR, "compiled", shard=2, **COMPILED),
     row(ROW, "compiled", shard=2, **COMPILED),
     row(TENSOR, "checkpointed", shard=2, ac=FullCheckpointing()),
     row(TENSOR, "checkpointed and compiled", shard=2, ac=FullCheckpointing(), **COMPILED),
@@ -74,11 +74,11 @@ NOISY = [
     row(ROW_HP, tensor=2),
     row(MX, tensor=2),
     row(TENSOR, context=2),
-    row(ROW_HP, context=2, matrix=True),
+    row(ROW_HP, context=2),
     row(TENSOR, "compiled", tensor=2, **COMPILED),
-    row(TENSOR, tensor=2, context=2, matrix=True),
+    row(TENSOR, tensor=2, context=2),
     # What inductor fuses it rounds to bfloat16 once, at the end.
-    row(TENSOR, "by inductor", matrix=True, shard=2, blocks=True, backend="inductor"),
+    row(TENSOR, "by inductor", shard=2, blocks=True, backend="inductor"),
     row(TENSOR, "zbv", pipeline=2, tensor=2, pipeline_schedule=ZBV()),
     row(TENSOR, "fused", fused=True),
     row(ROW, "fused", tensor=2, fused=True),

@@ -1,4 +1,4 @@
-"""Tables of the documentation that `make test-matrix` writes: one line for each row of a matrix, with its differences."""
+"""Tables of the documentation that `make test-full` writes: one line for each row of a matrix, with its differences."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Documents in packed sequences are as if they were alone, on every layout.
 
 Logits of packed documents are those of each document alone, from one process and from transformers, within 1e-5 of the
-largest; and layouts train on them as one process does. docs/document-masks.md shows the rows; `make test-matrix`
+largest; and layouts train on them as one process does. docs/document-masks.md shows the rows; `make test-full`
 writes it.
 """
 
@@ -31,34 +31,34 @@ from titanlab.train.weights_tensors import fill
 
 pytestmark = pytest.mark.on_page
 BAR = tolerances.FP32
-MATRIX = [pytest.mark.matrix]
+FULL = [pytest.mark.full]
 ROWS = [
     ({}, []),
-    ({"replicate": 2}, MATRIX),
-    ({"shard": 2, "microbatch": 1}, MATRIX),
-    ({"tensor": 2}, MATRIX),
-    ({"tensor": 2, "sequence_parallel": False, "loss_parallel": False}, MATRIX),
+    ({"replicate": 2}, FULL),
+    ({"shard": 2, "microbatch": 1}, FULL),
+    ({"tensor": 2}, FULL),
+    ({"tensor": 2, "sequence_parallel": False, "loss_parallel": False}, FULL),
     ({"context": 2}, []),
-    ({"context": 2, "context_method": "all_gather"}, MATRIX),
-    ({"context": 4}, MATRIX),
-    ({"context": 4, "context_method": "all_gather"}, MATRIX),
+    ({"context": 2, "context_method": "all_gather"}, FULL),
+    ({"context": 4}, FULL),
+    ({"context": 4, "context_method": "all_gather"}, FULL),
     ({"pipeline": 2}, []),
-    ({"pipeline": 2, "schedule": "zbv"}, MATRIX),
-    ({"pipeline": 2, "context": 2, "tensor": 2}, MATRIX),
-    ({"shard": 2, "context": 4, "context_method": "all_gather"}, MATRIX),
-    ({"pipeline": 2, "shard": 2, "context": 2, "tensor": 2}, MATRIX),
+    ({"pipeline": 2, "schedule": "zbv"}, FULL),
+    ({"pipeline": 2, "context": 2, "tensor": 2}, FULL),
+    ({"shard": 2, "context": 4, "context_method": "all_gather"}, FULL),
+    ({"pipeline": 2, "shard": 2, "context": 2, "tensor": 2}, FULL),
 ]
 TRAINED = [
     ({"context": 2, "pipeline": 2, "schedule": "interleaved_1f1b"}, []),
-    *((given, MATRIX) for given, _ in ROWS if given),
-    ({"fused": True, "tensor": 2}, MATRIX),
-    ({"blocks": True, "backend": "aot_eager", "context": 2}, MATRIX),
-    ({"blocks": True, "backend": "inductor"}, MATRIX),
-    ({"pipeline": 2, "shard": 2, "schedule": "interleaved_zero_bubble"}, MATRIX),
-    ({"ac": "selective_op"}, MATRIX),
-    ({"ac": "selective_op", "context": 2, "blocks": True, "backend": "aot_eager"}, MATRIX),
-    ({"ac": "full", "pipeline": 2, "tensor": 2}, MATRIX),
-    ({"loss_chunk": 12, "tensor": 2}, MATRIX),
+    *((given, FULL) for given, _ in ROWS if given),
+    ({"fused": True, "tensor": 2}, FULL),
+    ({"blocks": True, "backend": "aot_eager", "context": 2}, FULL),
+    ({"blocks": True, "backend": "inductor"}, FULL),
+    ({"pipeline": 2, "shard": 2, "schedule": "interleaved_zero_bubble"}, FULL),
+    ({"ac": "selective_op"}, FULL),
+    ({"ac": "selective_op", "context": 2, "blocks": True, "backend": "aot_eager"}, FULL),
+    ({"ac": "full", "pipeline": 2, "tensor": 2}, FULL),
+    ({"loss_chunk": 12, "tensor": 2}, FULL),
 ]
 
 
@@ -120,7 +120,7 @@ def test_documents_alone_are_those_of_transformers(hub, alone):
     assert alone.std() > 0.5
 
 
-@pytest.mark.parametrize("family", [pytest.param(name, marks=MATRIX) for name in ("qwen 3", *folders.WITH_EXPERTS)])
+@pytest.mark.parametrize("family", [pytest.param(name, marks=FULL) for name in ("qwen 3", *folders.WITH_EXPERTS)])
 def test_packed_documents_of_every_family_are_those_of_transformers(tmp_path, family):
     path = folders.folder(tmp_path / "hub", folders.FAMILIES[family])
     tokens = torch.from_numpy(documents.packed().tokens)
@@ -191,9 +191,9 @@ def test_the_page_shows_these_rows():
 
 
 EXPERTS = [
-    ({"tensor": 2, "expert": 2}, MATRIX),
-    ({"shard": 2, "context": 2, "expert": 2}, MATRIX),
-    ({"pipeline": 2, "context": 2, "expert": 2}, MATRIX),
+    ({"tensor": 2, "expert": 2}, FULL),
+    ({"shard": 2, "context": 2, "expert": 2}, FULL),
+    ({"pipeline": 2, "context": 2, "expert": 2}, FULL),
 ]
 
 
@@ -204,7 +204,7 @@ def test_models_with_experts_train_as_one_process(traces, given):
     assert difference.largest <= BAR, difference
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_documents_of_another_microbatch_are_found(pool, traces, tmp_path):
     made = tiny.recipe(tmp_path, **keys_of({"microbatch": 1}))
     [found] = pool.run(1, traced_with, made, tiny.begin(made), of_the_first_microbatch)

@@ -20,7 +20,7 @@ PP = {"pipeline": 2, "shard": 2}
 EP = {"shard": 2, "expert": 2}
 EP_TP = {"shard": 2, "tensor": 2, "expert": 4}
 EP_PP = {"pipeline": 2, "shard": 2, "expert": 2, "schedule": "zbv"}
-ALWAYS, FULL, MATRIX = [], [pytest.mark.full], [pytest.mark.matrix]
+ALWAYS, FULL = [], [pytest.mark.full]
 # In fp32 against one process in eager mode without checkpointing.
 EXACT = [
     (FSDP_TP, "full", "", FULL),
@@ -35,19 +35,19 @@ EXACT = [
     (EP, "selective_op", "", FULL),
     (EP, "exchange kept", "", ALWAYS),
     (EP, "none", "aot_eager", FULL),
-    (EP, "full", "aot_eager", MATRIX),
-    (EP, "selective_op", "aot_eager", MATRIX),
+    (EP, "full", "aot_eager", FULL),
+    (EP, "selective_op", "aot_eager", FULL),
     (EP, "exchange kept", "aot_eager", FULL),
-    (EP, "memory_budget", "aot_eager", MATRIX),
-    (EP, "none", "inductor", MATRIX),
-    (EP, "exchange kept", "inductor", MATRIX),
-    (EP_TP, "selective_op", "", MATRIX),
+    (EP, "memory_budget", "aot_eager", FULL),
+    (EP, "none", "inductor", FULL),
+    (EP, "exchange kept", "inductor", FULL),
+    (EP_TP, "selective_op", "", FULL),
     (EP_TP, "none", "aot_eager", FULL),
-    (EP_TP, "full", "inductor", MATRIX),
-    ({"context": 2, "tensor": 2, "expert": 4}, "selective_op", "aot_eager", MATRIX),
-    (EP_PP, "none", "aot_eager", MATRIX),
-    (EP_PP, "selective_op", "", MATRIX),
-    ({"shard": 4, "expert": 2, "microbatch": 1}, "selective_layer", "aot_eager", MATRIX),
+    (EP_TP, "full", "inductor", FULL),
+    ({"context": 2, "tensor": 2, "expert": 4}, "selective_op", "aot_eager", FULL),
+    (EP_PP, "none", "aot_eager", FULL),
+    (EP_PP, "selective_op", "", FULL),
+    ({"shard": 4, "expert": 2, "microbatch": 1}, "selective_layer", "aot_eager", FULL),
 ]
 
 
@@ -91,8 +91,8 @@ PRECISIONS = [
     ("bf16_full", FSDP_TP, "", FULL),
     ("float8_rowwise", FSDP_TP, "", FULL),
     ("float8_tensorwise", FSDP_TP, "", FULL),
-    ("bf16", EP_TP, "aot_eager", MATRIX),
-    ("float8_rowwise", EP, "aot_eager", MATRIX),
+    ("bf16", EP_TP, "aot_eager", FULL),
+    ("float8_rowwise", EP, "aot_eager", FULL),
 ]
 
 

@@ -2,7 +2,7 @@
 
 Every row is held to one process with whole logits: losses, gradient norms, the first step's gradients and the final
 parameters, within 1e-5 in fp32. A process has at least two chunks of a microbatch, the last one mostly smaller.
-docs/loss-in-chunks.md shows the rows that CI does not always run too; `make test-matrix` writes it.
+docs/loss-in-chunks.md shows the rows that CI does not always run too; `make test-full` writes it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from titanlab.prove.parity import compare
 
 pytestmark = pytest.mark.on_page
 BAR = tolerances.FP32
-MATRIX = [pytest.mark.matrix]
+FULL = [pytest.mark.full]
 # What a row and its reference have in common.
 KINDS = {
     "plain": {},
@@ -28,28 +28,28 @@ KINDS = {
 }
 ROWS = [
     ("plain", {}, []),
-    ("tied", {"shard": 2}, MATRIX),
-    ("gaps", {"replicate": 2, "microbatch": 2}, MATRIX),
+    ("tied", {"shard": 2}, FULL),
+    ("gaps", {"replicate": 2, "microbatch": 2}, FULL),
     ("uneven", {"tensor": 2}, []),
-    ("plain", {"pipeline": 2, "schedule": "zbv"}, MATRIX),
-    ("plain", {"context": 2}, MATRIX),
-    ("plain", {"tensor": 2, "sequence_parallel": False}, MATRIX),
-    ("plain", {"pipeline": 2}, MATRIX),
-    ("gaps", {"pipeline": 2, "shard": 2, "schedule": "gpipe"}, MATRIX),
-    ("plain", {"pipeline": 2, "schedule": "interleaved_1f1b"}, MATRIX),
-    ("plain", {"pipeline": 2, "schedule": "looped_bfs"}, MATRIX),
-    ("plain", {"pipeline": 2, "shard": 2, "schedule": "interleaved_zero_bubble"}, MATRIX),
-    ("plain", {"pipeline": 2, "schedule": "dualpipe_v"}, MATRIX),
-    ("plain", {"pipeline": 2, "tensor": 2, "schedule": "zbv"}, MATRIX),
-    ("plain", {"replicate": 2, "shard": 2}, MATRIX),
-    ("tied", {"shard": 2, "tensor": 2}, MATRIX),
-    ("plain", {"shard": 2, "microbatch": 1, "reshard_after_forward": "never"}, MATRIX),
-    ("plain", {"shard": 2, "cpu_offload": True}, MATRIX),
-    ("gaps", {"context": 2, "tensor": 2}, MATRIX),
-    ("plain", {"pipeline": 2, "shard": 2, "context": 2, "tensor": 2}, MATRIX),
-    ("plain", {"blocks": True, "loss": True, "backend": "aot_eager"}, MATRIX),
-    ("uneven", {"shard": 2, "tensor": 2, "loss": True, "backend": "aot_eager"}, MATRIX),
-    ("plain", {"pipeline": 2, "loss": True, "backend": "inductor"}, MATRIX),
+    ("plain", {"pipeline": 2, "schedule": "zbv"}, FULL),
+    ("plain", {"context": 2}, FULL),
+    ("plain", {"tensor": 2, "sequence_parallel": False}, FULL),
+    ("plain", {"pipeline": 2}, FULL),
+    ("gaps", {"pipeline": 2, "shard": 2, "schedule": "gpipe"}, FULL),
+    ("plain", {"pipeline": 2, "schedule": "interleaved_1f1b"}, FULL),
+    ("plain", {"pipeline": 2, "schedule": "looped_bfs"}, FULL),
+    ("plain", {"pipeline": 2, "shard": 2, "schedule": "interleaved_zero_bubble"}, FULL),
+    ("plain", {"pipeline": 2, "schedule": "dualpipe_v"}, FULL),
+    ("plain", {"pipeline": 2, "tensor": 2, "schedule": "zbv"}, FULL),
+    ("plain", {"replicate": 2, "shard": 2}, FULL),
+    ("tied", {"shard": 2, "tensor": 2}, FULL),
+    ("plain", {"shard": 2, "microbatch": 1, "reshard_after_forward": "never"}, FULL),
+    ("plain", {"shard": 2, "cpu_offload": True}, FULL),
+    ("gaps", {"context": 2, "tensor": 2}, FULL),
+    ("plain", {"pipeline": 2, "shard": 2, "context": 2, "tensor": 2}, FULL),
+    ("plain", {"blocks": True, "loss": True, "backend": "aot_eager"}, FULL),
+    ("uneven", {"shard": 2, "tensor": 2, "loss": True, "backend": "aot_eager"}, FULL),
+    ("plain", {"pipeline": 2, "loss": True, "backend": "inductor"}, FULL),
 ]
 """Rows: what they have in common with the reference, the layout, marks."""
 

@@ -2,7 +2,7 @@
 
 The bars are the project's, in fp32: 1e-5, relative, for losses and gradient norms of five steps; ‖Δ‖/‖reference‖ ≤
 1e-5 for every tensor of the first step's gradients and of the final parameters. The remaining difference comes from
-the order in which sums are rounded. `make test-matrix` runs every row and writes docs/parity.md.
+the order in which sums are rounded. `make test-full` runs every row and writes docs/parity.md.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Every row trains three steps and is held to one process with the same precision 
 nothing: losses, gradient norms, the first step's gradients and the final parameters. In fp32 the bar is the layouts'
 own, 1e-5. In fewer bits another layout rounds other sums: two runs that round independently are √2 times as far from
 each other as one of them is from exact. So the bar is twice the distance of the one-process run from fp32, which the
-test measures; a gradient that is summed over the wrong ranks is a hundred times as far. `make test-matrix` runs every
+test measures; a gradient that is summed over the wrong ranks is a hundred times as far. `make test-full` runs every
 row and writes docs/techniques.md.
 """
 
