@@ -87,6 +87,15 @@ def test_a_yaml_that_names_code_or_a_secret_is_refused(command, folder, text, ke
     assert not (folder.parent / "ran").exists()
 
 
+def test_errors_that_are_linked_in_a_circle_are_read_once(command, folder, monkeypatch):
+    # OmegaConf links them so under a debugger too.
+    monkeypatch.setenv("OC_CAUSE", "1")
+    text, key, rule = FILES["a variable of Hydra's"]
+    said = command(["train", *written(folder, HEAD + text)]).refusal
+    assert said["key"] == key
+    assert rule in said["rule"]
+
+
 @pytest.mark.parametrize("verb", ["train", "train -m", "train --cfg all", "train --info", "sweep --dry-run"])
 def test_no_way_of_composing_runs_code(command, folder, verb):
     flags = written(folder, HEAD + FILES["a callback"][0])
