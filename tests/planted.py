@@ -10,7 +10,7 @@ from tests.launch import holds
 from tests.planted_schema import Planted
 from titanlab.data import Synthetic
 from titanlab.data.contract import IGNORE, DataSource
-from titanlab.data.random_tokens import rank_samples
+from titanlab.data.indexed import rank_samples
 from titanlab.data.synthetic import SyntheticSource
 
 HOLD = os.environ.get("HOLD", "")

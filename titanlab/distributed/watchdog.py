@@ -46,7 +46,7 @@ _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _OWN_FILE_MODULES = (
     *("data/", "techniques/tracker/", "checkpoint/", "system/terminal.py", "system/files.py"),
     *("train/weights_", "train/hub_folders.py", "train/interchange.py", "train/starting_weights.py"),
-    *("train/dcp_", "train/initialise.py"),
+    *("train/dcp.py", "train/initialise.py"),
     *("records/metrics_file.py", "records/run_folder.py", "records/claim.py", "records/outcome.py"),
     *("records/json_file.py",),
 )

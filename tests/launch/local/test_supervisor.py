@@ -24,18 +24,18 @@ from titanlab.launch.local import (
     visible_devices,
 )
 from titanlab.records import Outcome, OutcomeKind, holder_of, is_claimed
-from titanlab.sweep import SweepFolder, cancel, snapshot
+from titanlab.sweep import SweepFolder, cancel, sweep_folder
 from titanlab.sweep.submit import submit
 
 
 @pytest.fixture
 def stub(tmp_path, monkeypatch):
     """Jobs of the code that is submitted train nothing; `stub(seconds)`: how long they take, unless a test ends them."""
-    taken = snapshot.take
+    taken = sweep_folder.take_snapshot
 
     def of(seconds=180.0):
         package = stub_package(tmp_path / "stub", seconds=seconds)
-        monkeypatch.setattr(snapshot, "take", lambda code: taken(code, package=package))
+        monkeypatch.setattr(sweep_folder, "take_snapshot", lambda code: taken(code, package=package))
 
     return of
 
