@@ -86,6 +86,8 @@ def stopped(pool, folder, **given):
     told = pool.run(made.world, attempt, made, run)
     assert [(each.kind, each.step) for each in told] == [(OutcomeKind.CANCELLED, STOP)] * made.world
     assert latest(run.checkpoints).name == f"step-{STOP:08d}"
+    assert run.result(1).kind is OutcomeKind.CANCELLED
+    assert (run.status().state, run.status().step) == ("ended", STOP)
     return tiny.changed(made, data=Planted()), run, told
 
 
@@ -136,6 +138,10 @@ def test_a_run_that_died_goes_on_from_its_last_checkpoint(pool, straight, tmp_pa
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-00000006", "step-00000008"]
     assert checkpoints(run.checkpoints)[-1].name == "step-00000008"
     _each_step_once(run, resumed=[0, 4])
+    # An attempt ends after its last row, which is rounded to milliseconds.
+    last = max(row["time"] for row in run.metrics("train") if row["attempt"] == 2)
+    assert run.result(2).ended > last - 0.001
+    assert (run.result().kind, run.result().step, run.result().attempt) == (OutcomeKind.DONE, STEPS, 2)
 
 
 def _each_step_once(run, *, resumed):
@@ -147,22 +153,6 @@ def _each_step_once(run, *, resumed):
     assert run.attempts() == [1, 2]
 
 
-def test_metrics_and_results_of_a_stopped_run(pool, tmp_path):
-    made, run, _ = stopped(pool, tmp_path)
-    assert run.result().kind is OutcomeKind.CANCELLED
-    assert (run.status().state, run.status().step) == ("ended", STOP)
-    pool.run(1, attempt, made, tiny.begin(made, run))
-    _each_step_once(run, resumed=[0, STOP])
-    assert run.result(1).kind is OutcomeKind.CANCELLED
-    assert (run.result(2).kind, run.result(2).step) == (OutcomeKind.DONE, STEPS)
-    assert run.result().attempt == 2
-    # An attempt ends after its last row, which is rounded to milliseconds.
-    for number in (1, 2):
-        last = max(row["time"] for row in run.metrics("train") if row["attempt"] == number)
-        assert run.result(number).ended > last - 0.001
-
-
-# Of the rows of training and validation; others tell how long something took.
 RESULTS = (meter.LOSS, meter.VALIDATION_LOSS, meter.GRAD_NORM, meter.LEARNING_RATE, meter.TOKENS_SEEN)
 
 
@@ -252,14 +242,6 @@ def test_another_layout_goes_on_within_rounding(pool, straight, tmp_path, first,
     assert after[0].drawn[STOP + 1] == straight(**first)[0].drawn[STOP + 1]
 
 
-@pytest.mark.parametrize(("keep", "kept"), [(1, [8]), (0, [2, 4, 6, 8])])
-def test_the_newest_are_kept(pool, tmp_path, keep, kept):
-    made = tiny.recipe(tmp_path, steps=STEPS, every=2, keep=keep)
-    run = tiny.begin(made)
-    pool.run(1, attempt, made, run)
-    assert [path.name for path in checkpoints(run.checkpoints)] == [f"step-{step:08d}" for step in kept]
-
-
 def test_of_an_old_checkpoint_that_was_moved_only_the_link_is_removed(pool, tmp_path):
     made = tiny.recipe(tmp_path, steps=2, keep=1)
     run = tiny.begin(made)
@@ -314,13 +296,6 @@ def test_content_that_cannot_be_read_is_told_in_a_line(pool, tmp_path):
     other = tiny.recipe(tmp_path, name="other", steps=STEPS, load_from=str(run.path))
     with pytest.raises(RankFailure, match="DamagedCheckpoint: checkpoint.load_from=.*is damaged"):
         pool.run(1, attempt, other, tiny.begin(other))
-
-
-def test_nothing_is_saved_that_is_not_wanted(pool, tmp_path):
-    made = tiny.recipe(tmp_path, steps=2, at_end=False)
-    run = tiny.begin(made)
-    pool.run(1, attempt, made, run)
-    assert list(run.checkpoints.iterdir()) == []
 
 
 def test_an_attempt_with_nothing_left_to_do_ends_well(pool, tmp_path):

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,6 +23,7 @@ from titanlab.distributed import STOP_SIGNALS, World
 from titanlab.recipe import Cluster
 from titanlab.system import trimmed
 from titanlab.techniques.precision.cast import LossScale, ScaledStep
+from titanlab.techniques.profiler.memory import peak_resident_bytes
 from titanlab.train.balance import Load, NoBalance
 
 STOPS = tuple(map(int, STOP_SIGNALS))
@@ -310,9 +309,7 @@ def peak_memory_gib(device: torch.device) -> float:
     """Peak memory of this rank: reserved by the allocator on a GPU, resident on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / 2**30
-    # Linux counts kibibytes, macOS bytes.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    return peak_resident_bytes() / 2**30
 
 
 _MATMUL_SIZE = 512

@@ -58,7 +58,7 @@ from titanlab.records import Outcome, OutcomeKind, RunFolder, first_line
 from titanlab.system import disk_fault
 from titanlab.techniques.optimizer.contract import rate_factor
 from titanlab.techniques.profiler.contract import Links, Profiler
-from titanlab.techniques.profiler.memory import named_before_steps, named_consumers
+from titanlab.techniques.profiler.memory import named_consumers
 from titanlab.train.assemble import Assembled, assemble
 from titanlab.train.faults import RepeatedStep, Rollbacks
 from titanlab.train.recording import Recorder, StepEnd, StepEnds, open_recorder
@@ -128,7 +128,7 @@ def train(
                 waits=lambda text: start_up.begin("rendezvous", text),
             )
         )
-        stack.enter_context(named_before_steps())
+        stack.enter_context(named_consumers())
         attempt = world.share(run.newest_attempt() or 1) if attempt is None else attempt
         mesh = build_mesh(recipe.layout, world.device.type)
         watchdog.learn(topology(mesh))
@@ -213,7 +213,6 @@ def train(
 
         repeated = RepeatedStep(recipe.training.check_every, assembled, optimizer, world)
         stack.enter_context(profiled(profiler, run, world, mesh, recorder, attempt=attempt))
-        stack.enter_context(named_consumers(model, optimizer))
         rank_times = RankTimes(
             recipe.training.compare_ranks_every,
             world,

@@ -122,22 +122,6 @@ def test_counts_of_experts_are_no_metrics(made):
     assert run.metrics("experts")
 
 
-@pytest.mark.parametrize(
-    ("record", "gap"),
-    [
-        ({"state": FINISHED, "rows": 7}, None),
-        ({"state": FINISHED, "rows": 3, "left_out": 4}, "wandb: lacks 4 rows, for it could not keep up; "),
-        ({"step": 6}, "wandb: was not closed, and may lack the last rows; "),
-        ({"step": None}, "wandb: has perhaps none of 6 steps; "),
-        ({"state": FINISHED, "wanted": "online", "mode": "online"}, None),
-    ],
-)
-def test_what_is_missing(made, record, gap):
-    run = tracked(made, Wandb(), **record)
-    found = tracker_gap(run)
-    assert found is None if gap is None else found.startswith(gap)
-
-
 def test_a_tracker_that_cannot_be_written_leaves_what_there_was(made, monkeypatch):
     run = tracked(made, Wandb())
     cut = run.path / "wandb" / "offline-run-20260101_000000-x"
