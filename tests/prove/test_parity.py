@@ -24,7 +24,7 @@ from titanlab.prove.parity import TraceDifference, compare
 from titanlab.recipe import Recipe
 from titanlab.techniques.model import llama, llama_account
 from titanlab.techniques.optimizer.contract import rate_factor
-from titanlab.train import assemble, stage
+from titanlab.train import assemble
 from titanlab.train.initialise import initialise
 
 BAR = tolerances.FP32
@@ -215,12 +215,12 @@ def traced_with_half_a_gradient(made, run):
 
 
 def traced_with_a_wrong_scale(made, run):
-    right = stage.fully_shard_model
+    right = assemble.fully_shard_model
 
     def wrong(*arguments, **named):
         return replace(right(*arguments, **named), divides_by=1)
 
-    with patch.object(stage, "fully_shard_model", wrong):
+    with patch.object(assemble, "fully_shard_model", wrong):
         return traced(made, run)
 
 

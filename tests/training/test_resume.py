@@ -19,7 +19,6 @@ from titanlab.costs import meter
 from titanlab.data import source
 from titanlab.data.schema import Files, HuggingFace
 from titanlab.prove import TrainingTrace, parity
-from titanlab.prove.parity import compare
 from titanlab.records import OutcomeKind, RunFolder
 from titanlab.techniques.compile.watch import RECOMPILATIONS
 
@@ -203,45 +202,6 @@ def test_no_validation_is_repeated(pool, tmp_path):
     assert (first.name, rows) == ("step-00000003", [(1, 3), (2, 6), (2, 8)])
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ({"shard": 2}, {"shard": 1}),
-        ({}, {"replicate": 2}),
-        pytest.param(
-            {"shard": 2, "tensor": 2},
-            {"shard": 1, "tensor": 1, "pipeline": 2, "microbatch": 3},
-            marks=pytest.mark.full,
-        ),
-        pytest.param({"pipeline": 2, "microbatch": 3}, {"pipeline": 1, "context": 2}, marks=pytest.mark.full),
-        pytest.param(
-            {"pipeline": 2, "shard": 2, "microbatch": 1},
-            {"pipeline": 1, "shard": 2, "tensor": 2},
-            marks=pytest.mark.full,
-        ),
-        pytest.param({"tensor": 2, "context": 2}, {"tensor": 1, "context": 1, "shard": 4}, marks=pytest.mark.full),
-        pytest.param({}, {"pipeline": 2, "tensor": 2, "microbatch": 3}, marks=pytest.mark.full),
-        pytest.param({}, {"shard": 3}, marks=pytest.mark.full),
-        pytest.param({"shard": 2}, {"replicate": 2, "shard": 2}, marks=pytest.mark.full),
-        pytest.param({"replicate": 2}, {"replicate": 1, "shard": 2, "cpu_offload": True}, marks=pytest.mark.full),
-    ],
-)
-def test_another_layout_goes_on_within_rounding(pool, straight, tmp_path, first, second):
-    made, run, before = stopped(pool, tmp_path, **first)
-    changed = tiny.changed(made, **{"replicate": 1, **second})
-    after = pool.run(changed.world, attempt, changed, tiny.begin(changed, run))
-    whole = replace(
-        after[0].trace,
-        losses=before[0].trace.losses + after[0].trace.losses,
-        grad_norms=before[0].trace.grad_norms + after[0].trace.grad_norms,
-        gradients=before[0].trace.gradients,
-    )
-    difference = compare(straight(**first)[0].trace, whole)
-    assert difference.largest <= BAR, difference
-    # A rank that the first layout did not have starts from its seed; the others go on.
-    assert after[0].drawn[STOP + 1] == straight(**first)[0].drawn[STOP + 1]
-
-
 def test_of_an_old_checkpoint_that_was_moved_only_the_link_is_removed(pool, tmp_path):
     made = tiny.recipe(tmp_path, steps=2, keep=1)
     run = tiny.begin(made)
@@ -280,22 +240,6 @@ def test_a_disk_that_fills_while_a_checkpoint_is_saved_costs_no_earlier_one(pool
     after = pool.run(made.world, attempt, made, tiny.begin(made, run))
     assert after[0].kind is OutcomeKind.DONE
     assert after[0].trace.losses == straight(**layout)[0].trace.losses[2:]
-
-
-def test_content_that_cannot_be_read_is_told_in_a_line(pool, tmp_path):
-    made, run, _ = stopped(pool, tmp_path)
-    (shard,) = latest(run.checkpoints).glob("*.safetensors")
-    content = bytearray(shard.read_bytes())
-    # The file keeps the size that it was saved with.
-    content[:64] = bytes(64)
-    shard.write_bytes(content)
-    with pytest.raises(
-        RankFailure, match=r"DamagedCheckpoint: run=.*step-00000003: is damaged: its file rank-00000.*; give another"
-    ):
-        pool.run(1, attempt, made, tiny.begin(made, run))
-    other = tiny.recipe(tmp_path, name="other", steps=STEPS, load_from=str(run.path))
-    with pytest.raises(RankFailure, match="DamagedCheckpoint: checkpoint.load_from=.*is damaged"):
-        pool.run(1, attempt, other, tiny.begin(other))
 
 
 def test_an_attempt_with_nothing_left_to_do_ends_well(pool, tmp_path):

@@ -78,7 +78,7 @@ def _merge(run: RunFolder, console: Console) -> bool:
 
 def _rebuild(run: RunFolder, console: Console) -> None:
     # Imported here, as below: it needs Hydra, and `titanlab workspace` does not.
-    from titanlab.train.rebuild import rebuild
+    from titanlab.train import rebuild
 
     for made in rebuild(run):
         console.note(f"{run.path.name}: {made.kind} has all {counted(made.rows, 'row')}: {made.folder}")
@@ -87,7 +87,7 @@ def _rebuild(run: RunFolder, console: Console) -> None:
 def _write(kind: str, runs: Sequence[RunFolder], console: Console) -> None:
     """Write a tracker's files for the runs that have ended and have none of it."""
     config = Wandb() if kind == Wandb.kind else TensorBoard()
-    from titanlab.train.rebuild import rebuild
+    from titanlab.train import rebuild
 
     config.check_installed()
     for run in dict.fromkeys(runs):

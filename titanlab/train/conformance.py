@@ -29,8 +29,8 @@ from titanlab.costs import (
 from titanlab.parallelism import STYLES
 from titanlab.techniques.model.contract import ModelConfig
 from titanlab.techniques.model.language_model import LanguageModel, shapes_only
+from titanlab.train.assemble import thin
 from titanlab.train.initialise import initialise
-from titanlab.train.stage import thin
 
 # Relative difference of logits between two ways to call one model: they compute the same sums in the same order.
 _ROUNDING = 1e-6

@@ -30,7 +30,7 @@ from titanlab.techniques.precision.cast import Dtypes
 from titanlab.techniques.tracker.contract import Tracker, open_tracker
 from titanlab.train.balance import ExpertRows
 from titanlab.train.totals import Totals, memory, peak_flops, peak_memory_gib
-from titanlab.train.tracked_run import HeldRows, tracked_run
+from titanlab.train.tracking import HeldRows, tracked_run
 
 
 class StepEnd(NamedTuple):

@@ -10,7 +10,7 @@ from tests.training.test_bad_steps import BAD, STEPS, attempt
 from titanlab.costs import meter
 from titanlab.techniques.tracker.contract import Tracker
 from titanlab.techniques.tracker.trackers_schema import Wandb
-from titanlab.train.tracked_run import HeldRows
+from titanlab.train.tracking import HeldRows
 
 
 class Taken(Tracker):

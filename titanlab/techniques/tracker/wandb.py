@@ -26,7 +26,6 @@ from titanlab.errors import ConfigError, TitanlabError
 from titanlab.system import finite, home, open_to_write
 from titanlab.techniques.tracker.contract import REPLACED, Record, TrackedRun, Tracker, Warn, write_record
 from titanlab.techniques.tracker.trackers_schema import Wandb
-from titanlab.techniques.tracker.wandb_writer import IGNORED_SIGNALS
 
 _ENV_MODES = {"online": "online", "offline": "offline", "dryrun": "offline", "disabled": "off"}
 
@@ -75,6 +74,16 @@ def is_uploaded(file: Path) -> bool:
 
 
 _WRITER = "titanlab.techniques.tracker.wandb_writer"
+# Signals with which Slurm, torchrun and terminals ask a job to end or to save. SIGKILL cannot be ignored.
+IGNORED_SIGNALS = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGTERM,
+    signal.SIGXCPU,
+)
 
 
 class WandbTracker(Tracker):

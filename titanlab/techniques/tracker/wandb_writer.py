@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.techniques.tracker.contract import FINISHED, OPEN, Record, write_record
+from titanlab.techniques.tracker.wandb import IGNORED_SIGNALS, lack, online_folders
 
 # On Linux, by `uname -m`: AUDIT_ARCH_* from linux/audit.h, and the number of the system call rt_sigaction.
 _MACHINES = {"x86_64": (0xC000003E, 13), "aarch64": (0xC00000B7, 134)}
@@ -89,16 +90,6 @@ def _filter(machine: int, call: int, numbers: Sequence[int]) -> bytes:
     return b"".join(struct.pack("=HBBI", *step) for step in steps)
 
 
-# Signals with which Slurm, torchrun and terminals ask a job to end or to save. SIGKILL cannot be ignored.
-IGNORED_SIGNALS = (
-    signal.SIGHUP,
-    signal.SIGINT,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGTERM,
-    signal.SIGXCPU,
-)
 # Time for uploads after the training process has died.
 _ORPHAN_SECONDS = 60.0
 _INIT_SECONDS = 60.0
@@ -178,8 +169,6 @@ def _open(start: dict[str, Any], send: Send) -> Any:
         # wandb refuses to start with an empty one.
         os.environ.pop("WANDB_MODE", None)
     import wandb
-
-    from titanlab.techniques.tracker.wandb import lack, online_folders
 
     if start["mode"] == "online":
         before = online_folders(Path(start["dir"]), start["id"])
