@@ -198,8 +198,8 @@ def _cut(config, policy, layout):
     ("precision", "budgets"),
     [
         ("fp32", (0.0, 0.5, 1.0)),
-        pytest.param("fp32", (0.0, 0.25, 0.5, 0.75, 1.0), marks=pytest.mark.matrix),
-        pytest.param("bf16", (0.0, 0.25, 0.5, 0.75, 1.0), marks=pytest.mark.matrix),
+        pytest.param("fp32", (0.0, 0.25, 0.5, 0.75, 1.0), marks=pytest.mark.full),
+        pytest.param("bf16", (0.0, 0.25, 0.5, 0.75, 1.0), marks=pytest.mark.full),
     ],
 )
 def test_a_memory_budget_holds(precision, budgets):

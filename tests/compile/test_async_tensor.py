@@ -108,7 +108,7 @@ FUSED = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("precision", [*list(FUSED)[:2], pytest.param("float8_rowwise", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("precision", [*list(FUSED)[:2], pytest.param("float8_rowwise", marks=pytest.mark.full)])
 def test_products_are_fused_on_a_group_that_the_package_has_registered(in_new_processes, precision):
     assert in_new_processes(1, fused_operators, precision) == [FUSED[precision]]
 

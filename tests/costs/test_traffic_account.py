@@ -151,7 +151,7 @@ def label(layout):
     [
         *LAYOUTS,
         *(pytest.param(layout, marks=pytest.mark.full) for layout in FULL),
-        pytest.param(MATRIX, marks=pytest.mark.matrix),
+        pytest.param(MATRIX, marks=pytest.mark.full),
     ],
     ids=label,
 )

@@ -2,7 +2,7 @@
 
 The bars are the project's, in fp32: 1e-5, relative, for losses and gradient norms of five steps; ‖Δ‖/‖reference‖ ≤
 1e-5 for every tensor of the first step's gradients and of the final parameters. The remaining difference comes from
-the order in which sums are rounded. `make test-matrix` runs every row and writes docs/parity.md.
+the order in which sums are rounded. `make test-full` runs every row and writes docs/parity.md.
 """
 
 from __future__ import annotations
@@ -13,34 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from tests import tiny
 from tests.cover import marks
 from tests.prove.parity_rows import ALWAYS, COVERING, KINDS, ROWS, Row
-from titanlab.distributed import ALONE, joined
-from titanlab.prove import parity, tolerances
+from titanlab.prove import tolerances
 from titanlab.prove.parity import TraceDifference, compare
 
 pytestmark = pytest.mark.on_page
 BAR = tolerances.FP32
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
-
-
-def traced(made, run):
-    return parity.trace(made, run, joined(os.environ) or ALONE)
-
-
-@pytest.fixture(scope="module")
-def references(pool, tmp_path_factory):
-    """The trace of one process, by kind; each trained once."""
-    known = {}
-
-    def reference(kind):
-        if kind not in known:
-            made = tiny.recipe(tmp_path_factory.mktemp("reference"), **Row({}, kind).reference_keys())
-            known[kind] = pool.run(1, traced, made, tiny.begin(made))[0]
-        return known[kind]
-
-    return reference
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +39,10 @@ def found():
         for row in ROWS
     ],
 )
-def test_a_layout_trains_as_one_process(pool, references, found, tmp_path, row):
-    made = tiny.recipe(tmp_path, **row.recipe_keys())
-    every = pool.run(made.world, traced, made, tiny.begin(made))
-    # All ranks report the same losses and norms, to the last bit.
-    assert all(each.losses == every[0].losses and each.grad_norms == every[0].grad_norms for each in every)
-    difference = compare(references(row.kind), every[0])
-    assert len(every[0].losses) == 5
+def test_a_layout_trains_as_one_process(traces, found, row):
+    trace = traces(**row.recipe_keys())
+    difference = compare(traces(**row.reference_keys()), trace)
+    assert len(trace.losses) == 5
     assert difference.largest <= BAR, difference
     found[row] = difference
 
@@ -102,7 +79,7 @@ def page(rows: list[tuple[Row, TraceDifference]]) -> str:
         "gradient's own size (its eps is 1e-6 here, so that gradients that are nothing but rounding do not move parameters).",
         "",
         "Axes: dp_r replicate, dp_s shard, cp context, tp tensor, pp pipeline (1f1b where no schedule is named). Written by",
-        "`make test-matrix`.",
+        "`make test-full`.",
         "",
         "| case | layout | processes | loss | grad norm | gradient | parameter |",
         "|---|---|---|---|---|---|---|",

@@ -4,7 +4,7 @@ Every row trains three steps and is held to one process with the same precision 
 nothing: losses, gradient norms, the first step's gradients and the final parameters. In fp32 the bar is the layouts'
 own, 1e-5. In fewer bits another layout rounds other sums: two runs that round independently are √2 times as far from
 each other as one of them is from exact. So the bar is twice the distance of the one-process run from fp32, which the
-test measures; a gradient that is summed over the wrong ranks is a hundred times as far. `make test-matrix` runs every
+test measures; a gradient that is summed over the wrong ranks is a hundred times as far. `make test-full` runs every
 row and writes docs/techniques.md.
 """
 
@@ -15,47 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from tests import tiny
 from tests.cover import marks
 from tests.prove.technique_rows import ALWAYS, COVERING, ROWS, Row
-from titanlab.distributed import ALONE, joined
-from titanlab.prove import parity, tolerances
+from titanlab.prove import tolerances
 from titanlab.prove.parity import TraceDifference, compare
 
 pytestmark = pytest.mark.on_page
 BAR = tolerances.FP32
 ROUNDINGS = tolerances.ROUNDINGS
 PAGE = Path(__file__).parents[2] / "docs" / "techniques.md"
-
-
-def traced(made, run, cache):
-    # Rows that share a graph compile it once.
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-    return parity.trace(made, run, joined(os.environ) or ALONE)
-
-
-@pytest.fixture(scope="module")
-def train(pool, tmp_path_factory):
-    cache = str(tmp_path_factory.mktemp("compiled"))
-
-    def run(row):
-        made = tiny.recipe(tmp_path_factory.mktemp("run"), **row.recipe_keys())
-        return pool.run(made.world, traced, made, tiny.begin(made), cache, limit_seconds=300)
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def references(train):
-    """The trace of one process that uses nothing but a precision; each trained once."""
-    known = {}
-
-    def reference(precision):
-        if precision not in known:
-            known[precision] = train(Row({}, precision))[0]
-        return known[precision]
-
-    return reference
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +38,14 @@ def found():
 @pytest.mark.parametrize(
     "row", [pytest.param(row, id=row.name, marks=marks(row, always=ALWAYS, covering=COVERING)) for row in ROWS]
 )
-def test_a_combination_trains_as_one_plain_process(train, references, found, row):
-    every = train(row)
-    assert all(each.losses == every[0].losses and each.grad_norms == every[0].grad_norms for each in every)
-    assert len(every[0].losses) == 3
-    difference, rounding = compare(references(row.precision), every[0]), None
+def test_a_combination_trains_as_one_plain_process(traces, found, row):
+    trace, reference = (traces(**each.recipe_keys()) for each in (row, Row({}, row.precision)))
+    assert len(trace.losses) == 3
+    difference, rounding = compare(reference, trace), None
     if row.precision == "fp32":
         assert difference.largest <= BAR, difference
     else:
-        rounding = compare(references("fp32"), references(row.precision))
+        rounding = compare(traces(**Row({}, "fp32").recipe_keys()), reference)
         # The run uses the precision of its name: fp32 would not differ at all.
         assert rounding.gradient[0] > 1e-3, rounding
         # One of the two numbers may be small by chance; their maximum is not.
@@ -121,7 +88,7 @@ def page(rows: list[tuple[Row, TraceDifference, TraceDifference | None]]) -> str
         "from fp32 (two runs that round other sums are √2 of that apart). Float8 is emulated on the CPU.",
         "",
         "Axes: dp_r replicate, dp_s shard, cp context, tp tensor, pp pipeline (1f1b where no schedule is named). Written by",
-        "`make test-matrix`.",
+        "`make test-full`.",
         "",
         "| layout | precision | ac | compile | processes | loss | grad norm | gradient (rounding) | parameter (rounding) |",
         "|---|---|---|---|---|---|---|---|---|",

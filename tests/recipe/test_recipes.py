@@ -41,7 +41,7 @@ TWINS = [name for name in NAMES if name.endswith(CPU)]
 LARGE = [name.removesuffix(CPU) for name in TWINS]
 # What runs in `make test` too.
 QUICK = "llama3_2_1b_8gpus_cpu"
-# What runs in `make test-matrix`: the slowest, whose axes and techniques other twins have too.
+# What runs in `make test-full`: the slowest, whose axes and techniques other twins have too.
 SLOWEST = (
     "llama2_13b_64gpus_32k_cpu",
     "llama2_70b_128gpus_16k_cpu",

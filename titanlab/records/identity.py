@@ -23,7 +23,7 @@ import math
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
@@ -38,10 +38,17 @@ class Identity:
     Attributes:
         sha256: 64 hexadecimal digits.
         content: the hashed plain values; the run's folder keeps them for comparison.
+        created: when the run's folder was made, in seconds since the epoch; None: it was not recorded.
+        tracker_id: the run's id in trackers; None for runs of earlier versions, whose id is in their checkpoints.
+        parent_run, parent_step: the run, as `sweep/folder`, and the step of the checkpoint from which it started.
     """
 
     sha256: str
     content: Mapping[str, Any]
+    created: float | None = field(default=None, compare=False)
+    tracker_id: str | None = field(default=None, compare=False)
+    parent_run: str | None = field(default=None, compare=False)
+    parent_step: int | None = field(default=None, compare=False)
 
     @property
     def hash8(self) -> str:

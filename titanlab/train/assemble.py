@@ -53,7 +53,7 @@ from titanlab.records import Messages
 from titanlab.techniques.compile.compiler import GraphMemory
 from titanlab.techniques.model.documents import HostStarts, Packed
 from titanlab.techniques.model.language_model import LanguageModel, shapes_only
-from titanlab.techniques.precision.cast import Dtypes, LossScale, keep_in_fp32, step_if
+from titanlab.techniques.precision.cast import LossScale, dtype_named, keep_in_fp32, step_if
 from titanlab.techniques.precision.product import take_over
 from titanlab.techniques.profiler.contract import Phase, nothing
 from titanlab.train.balance import Balance, NoBalance
@@ -241,7 +241,7 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, 
             dim=recipe.model.account().dim,
             sequence_parallel=recipe.parallelism.sequence_parallel,
         ),
-        hidden_dtype=dtypes_of(recipe).compute,
+        hidden_dtype=dtype_named(recipe.precision.formats().compute),
         microbatch=recipe.microbatch,
         phase=phase,
     )
@@ -306,8 +306,8 @@ def _loss(recipe: Recipe, mesh: Mesh, model: nn.Module | None, scale: float | to
             writes_gradient=recipe.layout.pipeline > 1,
         )
     if recipe.layout.tensor > 1 and recipe.parallelism.loss_parallel:
-        group = mesh.axis("tensor").get_group()
-        return of_logits(SplitLoss(group, vocab_size=recipe.model.vocab_size, compiled=compiled))
+        columns = Columns.of(mesh.axis("tensor").get_group(), recipe.model.vocab_size)
+        return of_logits(SplitLoss(columns, compiled=compiled))
     return of_logits(compiled(loss_sum))
 
 
@@ -465,8 +465,8 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
     """Build, cut, shard, materialise and initialise the recipe's model, or some pieces of it."""
     layout, config = recipe.layout, recipe.parallelism
     account = recipe.model.account()
-    precision, dtypes = recipe.precision.implementation(), dtypes_of(recipe)
-    with shapes_only(), default_dtype(dtypes.master):
+    precision, formats = recipe.precision.implementation(), recipe.precision.formats()
+    with shapes_only(), default_dtype(dtype_named(formats.master)):
         model = recipe.model.implementation().build(seq_len=recipe.training.seq_len)
     if pieces is not None:
         thin(model, account.pieces, pieces)
@@ -494,7 +494,7 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
     scaled = [parameter for module in experts for parameter in module.parameters()]
     summed = [parameter for name, parameter in model.named_parameters() if name in summands]
     # They are few numbers, so a wide dtype costs little and avoids another rounding.
-    summed_in = torch.promote_types(dtypes.master, dtypes.reduce)
+    summed_in = torch.promote_types(dtype_named(formats.master), dtype_named(formats.reduce))
     return Stage(model=model, sharded=sharded, summands=summed, summed_in=summed_in, mesh=mesh, experts=scaled)
 
 
@@ -512,16 +512,16 @@ def _apply_data_parallelism(
     model: LanguageModel, recipe: Recipe, world: World, mesh: Mesh, experts: Sequence[nn.Module]
 ) -> Sharded:
     """Apply DDP or FSDP2, allocate storage and compute initial values."""
-    layout, dtypes = recipe.layout, dtypes_of(recipe)
-    method = layout.data_parallelism(mixed=dtypes.mixed)
+    layout, formats = recipe.layout, recipe.precision.formats()
+    method = layout.data_parallelism(mixed=formats.mixed)
     sharded = keep_whole(model)
     if method == "fsdp2":
-        units = keep_in_fp32(model, recipe.model.account(), dtypes)
+        units = keep_in_fp32(model, recipe.model.account(), formats)
         sharded = fully_shard_model(
             model,
             list(model.layers.values()),
             mesh.data_parallel,
-            dtypes,
+            formats,
             reshard_after_forward=recipe.parallelism.frees_after_forward,
             cpu_offload=recipe.parallelism.cpu_offload,
             whole=units.whole,
@@ -576,8 +576,3 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def dtypes_of(recipe: Recipe) -> Dtypes:
-    """The dtypes of the recipe's precision."""
-    return Dtypes.of(recipe.precision.formats())

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import msgspec
 import torch
 import torch.distributed.checkpoint as dcp
+from msgspec import structs
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -347,5 +348,5 @@ def write_dcp(checkpoint: Place, into: Path, key: str, *, prefix: str = _OWN_PRE
     if prefix != _OWN_PREFIX:
         return
     files = {path.name: path.stat().st_size for path in sorted(into.iterdir())}
-    saved = replace(contents.saved, files=files, generators={})
+    saved = structs.replace(contents.saved, files=files, generators={})
     write_bytes(into / POSITION, position_bytes(saved), durable=True)

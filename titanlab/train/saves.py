@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from msgspec import structs
 
 from titanlab.checkpoint import OnlyModel, Position, Target, checkpoints_of, generator_states, latest, set_generators
 from titanlab.data import Stream, source
@@ -112,7 +113,7 @@ class Saves:
     def _whole(self, position: Position) -> Position:
         # Ranks with the same sequences have the same state of the data stream.
         states = dict(self._world.gather((self._mesh.data_rank, self._stream.state())))
-        return replace(
+        return structs.replace(
             position,
             data=source.merge_states([states[rank] for rank in sorted(states)]),
             loss_scale=self._assembled.loss_scale.state(),
