@@ -61,7 +61,7 @@ from titanlab.techniques.optimizer.contract import rate_factor
 from titanlab.techniques.profiler.contract import Links, Profiler
 from titanlab.techniques.profiler.memory import named_consumers
 from titanlab.train.assemble import Assembled, assemble
-from titanlab.train.recording import Recorder, StepEnd, StepEnds, open_recorder
+from titanlab.train.recording import Recorder, StepEnds, open_recorder
 from titanlab.train.saves import RepeatedStep, Rollbacks, Saves
 from titanlab.train.starting_weights import contents_of, fill_start
 from titanlab.train.totals import RankTimes, Reduction, Totals
@@ -194,10 +194,16 @@ def train(
             while len(waiting) > lag:
                 known_step, known_rate, reduction = waiting.pop(0)
                 totals = reduction.read()
-                end = StepEnd(step_ends.after(reduction.arrived), next_runs=len(waiting) > 0)
                 position = structs.replace(position, step=known_step, tokens=position.tokens + totals.tokens)
                 observer.after_step(known_step, totals)
-                recorder.record(known_step, totals, rate=known_rate, tokens_seen=position.tokens, end=end)
+                recorder.record(
+                    known_step,
+                    totals,
+                    rate=known_rate,
+                    tokens_seen=position.tokens,
+                    ended=step_ends.after(reduction.arrived),
+                    next_runs=len(waiting) > 0,
+                )
                 if (started := start_up.end()) is not None:
                     recorder.started(started)
                 saves.learn(totals)

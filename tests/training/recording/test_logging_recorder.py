@@ -17,7 +17,7 @@ from titanlab.system import terminal
 from titanlab.techniques.precision.cast import ScaledStep
 from titanlab.techniques.precision.cast_schema import Fp16
 from titanlab.train import Totals
-from titanlab.train.recording import LoggingRecorder, Recorder, StepEnd, StepEnds, next_steps, open_recorder
+from titanlab.train.recording import LoggingRecorder, Recorder, StepEnds, next_steps, open_recorder
 
 CPU = torch.device("cpu")
 ALONE = World(rank=0, world=1, local_rank=0, device=CPU)
@@ -106,8 +106,8 @@ def test_logging_beside_the_next_step_takes_nothing_from_it(tmp_path, capsys):
         recorder.start()
         begun = time.perf_counter()
         for step, at, next_runs in ((1, 1.0, True), (2, 3.0, False)):
-            end = StepEnd(begun + at, next_runs=next_runs)
-            recorder.record(step, Totals(4.0, 1.0, 100, 0), rate=1e-3, tokens_seen=100 * step, end=end)
+            end = {"ended": begun + at, "next_runs": next_runs}
+            recorder.record(step, Totals(4.0, 1.0, 100, 0), rate=1e-3, tokens_seen=100 * step, **end)
     _, second = run.metrics("train")
     assert second[meter.STEP_SECONDS] == pytest.approx(2.0, abs=1e-9)
     capsys.readouterr()
