@@ -225,15 +225,16 @@ class RankTimes:
             is_new = slow is not None and slow not in self._warned
             if slow is not None:
                 self._warned.add(slow)
-            self._report(metrics, self._warning(step, metrics, slow[1]) if slow is not None and is_new else "")
-
-    def _warning(self, step: int, metrics: Mapping[str, float], phase: int) -> str:
-        text = (
-            f"step {step}: rank {int(metrics[SLOWEST])} is slow in {_PHASES[phase]}: a step takes it "
-            f"{trimmed(metrics[DATA])} s for data and {trimmed(metrics[COMPUTE])} s of computing, "
-            f"{metrics[SLOWER]:.0f}% more than the others"
-        )
-        return f"{text}, which have other layers (parallelism.split)" if self._alone and phase == _COMPUTE else text
+            text = ""
+            if slow is not None and is_new:
+                text = (
+                    f"step {step}: rank {int(metrics[SLOWEST])} is slow in {_PHASES[slow[1]]}: a step takes it "
+                    f"{trimmed(metrics[DATA])} s for data and {trimmed(metrics[COMPUTE])} s of computing, "
+                    f"{metrics[SLOWER]:.0f}% more than the others"
+                )
+                if self._alone and slow[1] == _COMPUTE:
+                    text += ", which have other layers (parallelism.split)"
+            self._report(metrics, text)
 
     def _restart(self) -> None:
         self._steps, self._begin, self._data, self._compute = 1, time.monotonic(), 0.0, 0.0

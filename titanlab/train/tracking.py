@@ -10,13 +10,13 @@ from __future__ import annotations
 import time as clock
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.recipe import Recipe, to_mapping
-from titanlab.records import EXPERTS, Outcome, RunFolder, metrics_of, point_of
+from titanlab.records import EXPERTS, RunFolder, metrics_of, point_of
 from titanlab.system import shown_path
 from titanlab.techniques.tracker.contract import (
     FINISHED,
@@ -131,7 +131,12 @@ def waiting_files(run: RunFolder) -> list[Path]:
     unfinished = [
         file
         for record in attempts.values()
-        if record.mode == "online" and record.state != FINISHED and _is_inside(record.folder)
+        # A recorded folder must be one of the run: the record may be a stranger's, and its files are uploaded.
+        if record.mode == "online"
+        and record.state != FINISHED
+        and record.folder is not None
+        and not Path(record.folder).is_absolute()
+        and ".." not in Path(record.folder).parts
         for file in (run.path / record.folder).glob("run-*.wandb")
     ]
     files = {*offline_files(run.path), *unfinished}
@@ -141,11 +146,6 @@ def waiting_files(run: RunFolder) -> list[Path]:
         (file for file in files if not is_uploaded(file)),
         key=lambda file: (places.get(str(file.parent.relative_to(run.path)), 0), file.parent.name.partition("run-")[2]),
     )
-
-
-def _is_inside(folder: str | None) -> TypeGuard[str]:
-    """Whether a recorded folder is one of the run: the record may be a stranger's, and its files are uploaded."""
-    return folder is not None and not Path(folder).is_absolute() and ".." not in Path(folder).parts
 
 
 def has_repeated_steps(run: RunFolder) -> bool:
@@ -286,7 +286,9 @@ def _rewritten(
     for row in rows:
         tracker.log(row["step"], metrics_of(row), time=row.get("time"))
     outcome = run.result()
-    tracker.finish(_summary(outcome, rows), exit_code=outcome.kind.exit_code if outcome else 1)
+    # Medians and totals of the result; of a run without one, its latest row.
+    summary = metrics_of(rows[-1]) if outcome is None else {**outcome.metrics, "outcome": outcome.kind.value}
+    tracker.finish(summary, exit_code=outcome.kind.exit_code if outcome else 1)
     made, new = read_record(described.record), files.kept_files(run.path) - before
     if warnings or made is None or made.state != FINISHED or made.left_out or len(new) != 1:
         files.put_aside(run.path, new, keep=False)
@@ -304,10 +306,3 @@ def _rewritten(
     made = replace(made, rebuilt=True, wanted=modes[-1], folder=place)
     write_record(described.record, made)
     return made
-
-
-def _summary(outcome: Outcome | None, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians and totals of the run's result; its latest row if no result was written."""
-    if outcome is not None:
-        return {**asdict(outcome)["metrics"], "outcome": outcome.kind.value}
-    return metrics_of(rows[-1])

@@ -379,7 +379,15 @@ def load_start(
         if key != "run":
             # The checkpoint's tracker id belongs to the other run.
             position = structs.replace(position, tracker=None)
-        return position, on_all_ranks(world, lambda: _restored(restore, position, folder, key))
+
+        def restored() -> T:
+            try:
+                return restore(position)
+            except DamagedPosition as error:
+                rule = f"its {POSITION} has {one_line(error.problem)}"
+                raise DamagedCheckpoint(key, folder, rule, earlier_hint(folder)) from error
+
+        return position, on_all_ranks(world, restored)
 
     def chosen(choose: Callable[[], Place]) -> Place:
         # Rank 0 chooses here too: another run may save and remove checkpoints meanwhile.
@@ -406,14 +414,6 @@ def load_start(
         biases = fill_start(recipe, model, chosen)
         position = Position(routing={name: list(block) for name, block in biases.items()})
     return position, restore(position), warnings
-
-
-def _restored(restore: Callable[[Position], T], position: Position, checkpoint: Place, key: str) -> T:
-    try:
-        return restore(position)
-    except DamagedPosition as error:
-        rule = f"its {POSITION} has {one_line(error.problem)}"
-        raise DamagedCheckpoint(key, checkpoint, rule, earlier_hint(checkpoint)) from error
 
 
 @contextlib.contextmanager
