@@ -15,7 +15,7 @@ from titanlab.distributed import host, watchdog
 from titanlab.launch.rank import fork
 from titanlab.records import provenance
 from titanlab.system import born_at, process_state
-from titanlab.techniques.profiler.memory import resident_bytes
+from titanlab.techniques.profiler import memory
 from titanlab.techniques.tracker import wandb_writer as signal_filter
 from titanlab.train import totals
 
@@ -41,7 +41,7 @@ def no_proc(monkeypatch):
 def darwin(monkeypatch):
     """What the modules see of `sys` and `platform` on a Mac."""
     seen = SimpleNamespace(platform="darwin", byteorder="little")
-    for module in (fork, signal_filter, totals):
+    for module in (fork, signal_filter, memory):
         monkeypatch.setattr(module, "sys", seen)
 
 
@@ -51,7 +51,7 @@ def test_what_linux_alone_tells_is_not_known(no_proc):
     assert watchdog._main_thread_seconds() is None
     assert totals._queued_seconds() == 0.0
     assert provenance._cpu_model() in (platform.processor(), platform.machine())
-    assert resident_bytes() == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert memory.resident_bytes() == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def test_processes_are_told_by_their_number(no_proc):
@@ -75,7 +75,7 @@ def test_nobody_adopts_and_no_filter_is_set(darwin):
 
 
 def test_memory_is_counted_in_bytes(darwin, monkeypatch):
-    monkeypatch.setattr(totals, "resource", SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda who: PEAK))
+    monkeypatch.setattr(memory, "resource", SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda who: PEAK))
     assert totals.peak_memory_gib(SimpleNamespace(type="cpu")) == 1.5
 
 

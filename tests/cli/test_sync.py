@@ -96,9 +96,7 @@ def test_one_that_went_online_and_was_cut_short_is_uploaded_too(made, say, uploa
 
 def test_no_key_and_no_network_are_a_line_each(made, say, monkeypatch):
     run, _ = offline(made, "a")
-    monkeypatch.setattr(
-        "titanlab.train.rebuild.rebuild", lambda run: [read_record(run.attempt_folder(1) / RECORD_FILE)]
-    )
+    monkeypatch.setattr("titanlab.train.rebuild", lambda run: [read_record(run.attempt_folder(1) / RECORD_FILE)])
     code, _, err = say("sync", run.path.name)
     assert (code, err.count("\n")) == (2, 1)
     assert err.startswith("error: WANDB_API_KEY=null: no API key of wandb was found; make one known")
@@ -121,9 +119,7 @@ def test_what_is_named_must_be_there(made, say):
 
 def test_of_a_sweep_only_what_lacks_something_is_rebuilt(made, say, monkeypatch):
     offline(made, "a")
-    monkeypatch.setattr(
-        "titanlab.train.rebuild.rebuild", lambda run: [read_record(run.attempt_folder(1) / RECORD_FILE)]
-    )
+    monkeypatch.setattr("titanlab.train.rebuild", lambda run: [read_record(run.attempt_folder(1) / RECORD_FILE)])
     lacking = tracked(made, Wandb(), name="b")
     end(lacking)
     _, out, _ = say("sync", "--rebuild", "layouts")

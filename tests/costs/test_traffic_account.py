@@ -19,7 +19,7 @@ from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, Selec
 from titanlab.techniques.precision.cast_schema import Bf16, Bf16Full, Fp16
 from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8Tensorwise
 from titanlab.techniques.schedule.published_schema import ZBV, GPipe, Interleaved1F1B, LoopedBFS
-from titanlab.train import Reduction, StepBatch, assemble, stage
+from titanlab.train import Reduction, StepBatch, assemble
 
 
 def traffic_of(made: Recipe, steps: int):
@@ -167,13 +167,13 @@ def test_what_is_sent_is_what_the_formulas_say(pool, tmp_path, layout):
 
 def traffic_with_one_more(made):
     """A reduction that is not needed, as small as can be."""
-    right = stage.Stage.finish_gradients
+    right = assemble.Stage.finish_gradients
 
     def wrong(self):
         dist.all_reduce(torch.zeros(1))
         right(self)
 
-    with patch.object(stage.Stage, "finish_gradients", wrong):
+    with patch.object(assemble.Stage, "finish_gradients", wrong):
         return traffic_of(made, 1)
 
 

@@ -139,7 +139,7 @@ class Reader:
         said = SimpleNamespace(generate=lambda *given, **more: iter(["…"]))
         self._patch.setitem(sys.modules, "titanlab.train.generate", said)
         made = SimpleNamespace(kind="wandb", rows=3, folder=self._folder / "wandb")
-        patch("titanlab.train.rebuild.rebuild", lambda run, *given: [made])
+        patch("titanlab.train.rebuild", lambda run, *given: [made])
         patch("titanlab.cli.weights.checkpoint_of", lambda text, runs, *, step: find_run(text, runs))
         patch("titanlab.cli.weights.from_run", lambda text, runs, **given: find_run(text, runs))
         patch("titanlab.cli.weights.write_hf", lambda origin, into, **given: self._exported(into))

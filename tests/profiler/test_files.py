@@ -3,16 +3,20 @@
 import contextlib
 import resource
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests import tiny
+from titanlab.distributed import World
 from titanlab.records import OutcomeKind
-from titanlab.techniques.profiler.contract import Links
+from titanlab.techniques.profiler.contract import Links, NoProfiler
 from titanlab.techniques.profiler.memory import MemoryProfiler
 from titanlab.techniques.profiler.profilers_schema import Breakdown, Memory, Trace
 from titanlab.techniques.profiler.trace import write_whole
+from titanlab.train import train
+from titanlab.train.recording import Recorder
 
 
 @contextlib.contextmanager
@@ -77,6 +81,16 @@ def test_no_room_for_temporary_files(made, tmp_path, monkeypatch):
     (line,) = warnings(run)
     assert "No such file" in line
     assert "nothing" in line
+
+
+def test_a_rank_that_does_not_log_writes_the_line_into_its_own_log(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train, "axis_groups", lambda mesh: {})
+    world = World(rank=1, world=2, local_rank=1, device=torch.device("cpu"))
+    profiler = NoProfiler()
+    with train.profiled(profiler, SimpleNamespace(traces=tmp_path), world, None, Recorder(), attempt=1):
+        profiler.links.failed("the trace", ValueError("first\nsecond"))
+    line = "warning: the trace is not written: ValueError: first; training goes on\n"
+    assert capsys.readouterr().err == line
 
 
 def one_rank_fails(made, run):

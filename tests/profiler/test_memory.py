@@ -5,9 +5,8 @@ import torch
 
 from tests import tiny
 from titanlab.costs import meter
-from titanlab.errors import ConfigError
 from titanlab.techniques.profiler.contract import Links
-from titanlab.techniques.profiler.memory import RANK, MemoryProfiler, largest, metric, resident_bytes
+from titanlab.techniques.profiler.memory import RANK, MemoryProfiler, largest, metric
 from titanlab.techniques.profiler.profilers_schema import Memory
 from titanlab.techniques.profiler.step_parts import PHASES
 from titanlab.train import Observer
@@ -44,12 +43,6 @@ def test_the_peak_of_a_phase_is_counted_for_it(pool, tmp_path):
     assert "memory up to step 3, largest of the ranks: data" in (run.logs / "rank-0.log").read_text()
 
 
-def test_the_largest_of_the_ranks_is_named():
-    rows = [dict.fromkeys(PHASES, 1.0), {**dict.fromkeys(PHASES, 0.5), "backward": 3.0}]
-    assert largest(rows) == {**{metric(name): 1.0 for name in PHASES}, metric("backward"): 3.0, RANK: 1}
-    assert 2**20 < resident_bytes() < 2**40
-
-
 def test_on_a_gpu_snapshots_are_written_on_a_schedule_and_at_out_of_memory(tmp_path, monkeypatch):
     recorded, observers, reported = [], [], []
     memory = torch.cuda.memory
@@ -83,15 +76,6 @@ def test_on_a_gpu_snapshots_are_written_on_a_schedule_and_at_out_of_memory(tmp_p
     ]
 
 
-@pytest.mark.parametrize(
-    ("given", "line"),
-    [
-        ({"skip": 0}, r"profiler\.skip=0: must be at least 1; try 5"),
-        ({"steps": 0}, r"profiler\.steps=0: must be at least 1; try 3"),
-        ({"entries": 0}, r"profiler\.entries=0: must be at least 1; try 100000"),
-        ({"every": 3}, r"profiler\.every=3: must be 0, or larger than the 3 steps of a window; try 300"),
-    ],
-)
-def test_rules(given, line):
-    with pytest.raises(ConfigError, match=line):
-        Memory(**given)
+def test_the_largest_of_the_ranks_is_named():
+    rows = [dict.fromkeys(PHASES, 1.0), {**dict.fromkeys(PHASES, 0.5), "backward": 3.0}]
+    assert largest(rows) == {**{metric(name): 1.0 for name in PHASES}, metric("backward"): 3.0, RANK: 1}

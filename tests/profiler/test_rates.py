@@ -5,7 +5,6 @@ import torch
 from torch.nn import functional as F
 
 from tests import tiny
-from titanlab.errors import ConfigError
 from titanlab.plan import measured_cluster
 from titanlab.techniques.profiler import profilers_schema as rates_schema
 from titanlab.techniques.profiler import rates
@@ -105,9 +104,3 @@ def test_attention_counts_half_of_the_square(monkeypatch):
     batch, heads, seq, width = shapes[0]
     assert found[rates_schema.ATTENTION] == 2 * batch * heads * seq**2 * width
     assert found["rates/product 64x64x64"] == 2 * 64**3
-
-
-@pytest.mark.parametrize(("field", "value"), [("seconds", 0.0), ("largest", 63), ("megabytes", 0)])
-def test_wrong_fields(field, value):
-    with pytest.raises(ConfigError, match=f"profiler.{field}"):
-        Rates(**{field: value})

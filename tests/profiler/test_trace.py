@@ -5,7 +5,6 @@ import json
 
 from tests import tiny
 from titanlab.costs import meter
-from titanlab.recipe import from_mapping, to_mapping
 from titanlab.techniques.profiler.profilers_schema import Trace
 
 
@@ -35,8 +34,3 @@ def test_a_window_that_the_run_does_not_reach_leaves_no_file(pool, tmp_path):
     run = tiny.begin(made)
     pool.run(1, trained, made, run)
     assert list(run.traces.iterdir()) == []
-
-
-def test_the_config_is_read_as_it_was_written(tmp_path):
-    made = tiny.recipe(tmp_path, profiler=Trace(every=50))
-    assert from_mapping(to_mapping(made)).profiler == Trace(every=50)

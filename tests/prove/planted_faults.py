@@ -20,7 +20,7 @@ from titanlab.techniques.precision.cast import LossScale
 from titanlab.techniques.precision.cast_schema import Bf16
 from titanlab.techniques.precision.float8 import Float8Layers
 from titanlab.techniques.precision.float8_schema import Float8Tensorwise
-from titanlab.train import Reduction, assemble, stage
+from titanlab.train import Reduction, assemble
 
 
 def traced(made, run, fault: str):
@@ -40,7 +40,7 @@ def not_divided(made):
 
 def norms_not_summed(made):
     """Tensor-parallel ranks keep the gradients of norm weights of their own tokens."""
-    return patch.object(stage.Stage, "finish_gradients", lambda self: None)
+    return patch.object(assemble.Stage, "finish_gradients", lambda self: None)
 
 
 def values_permuted(made):
@@ -89,7 +89,7 @@ def pipeline_not_normalised(made):
 
 def embedding_loses_gradient(made):
     """What a compiled block gives back to the embedding is lost; no loss of the first step shows it."""
-    right = stage.build_stage
+    right = assemble.build_stage
 
     def build(recipe, *arguments, **named):
         built = right(recipe, *arguments, **named)
@@ -119,14 +119,14 @@ def bf16_labelled_float8(made):
 
 def one_rank_alone(made):
     """The last rank's copy of a replicated gradient differs; rank 0 has the right one."""
-    right = stage.Stage.finish_gradients
+    right = assemble.Stage.finish_gradients
 
     def finish(self):
         right(self)
         if os.environ["RANK"] == str(made.world - 1) and self.model.norm is not None:
             self.model.norm.weight.grad.mul_(1.01)
 
-    return patch.object(stage.Stage, "finish_gradients", finish)
+    return patch.object(assemble.Stage, "finish_gradients", finish)
 
 
 FAULTS: dict[str, Callable] = {

@@ -121,7 +121,7 @@ def test_what_each_lacks_is_said_and_written_anew(tmp_path, monkeypatch):
         f"tensorboard: has at least the steps up to 2 of 3; {place} · "
         f"wandb: has at least the steps up to 2 of 3; {place}"
     )
-    assert {record.kind: record.state for record in rebuild.rebuild(run)} == {
+    assert {record.kind: record.state for record in rebuild(run)} == {
         "wandb": FINISHED,
         "tensorboard": FINISHED,
     }

@@ -1,22 +1,26 @@
 """tracker=wandb: the real one offline, and one that hangs, raises, dies, or is not there."""
 
-import importlib.util
+from __future__ import annotations
+
+import io
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.until import until
-from titanlab.errors import ConfigError
-from titanlab.techniques.tracker.contract import FINISHED, TrackedRun, open_tracker, read_record
+from titanlab.techniques.tracker import wandb_writer
+from titanlab.techniques.tracker.contract import FINISHED, OPEN, TrackedRun, open_tracker, read_record
 from titanlab.techniques.tracker.trackers_schema import Jsonl, Wandb
 
 
@@ -41,14 +45,20 @@ def told():
     return []
 
 
-def open_fake(monkeypatch, tmp_path, source, run, told, **given):
-    """A tracker whose writer finds our own `wandb`."""
-    package = tmp_path / "fake"
-    package.mkdir(exist_ok=True)
-    (package / "wandb.py").write_text(source)
-    monkeypatch.setenv("PYTHONPATH", str(package))
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    return open_tracker(Wandb(**{"mode": "online", **given}), run, warn=told.append)
+@pytest.fixture
+def open_fake(monkeypatch, tmp_path, run, told):
+    """`open_fake(source)`: a tracker whose writer finds our own `wandb`, and a server that answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
+        (tmp_path / "fake").mkdir()
+
+        def opened(source=FAKE, **given):
+            (tmp_path / "fake" / "wandb.py").write_text(source)
+            return open_tracker(Wandb(**{"mode": "online", "finish_seconds": 30, **given}), run, warn=told.append)
+
+        yield opened
 
 
 FAKE = """
@@ -64,6 +74,7 @@ class Run:
     def log(self, metrics, step, commit=None):
         if metrics: tell("log", step, metrics)
     def finish(self, exit_code=0): tell("finish", exit_code, self.summary)
+def teardown(): pass
 def init(**given):
     settings = given.pop("settings")
     tell("init", given, settings.given)
@@ -128,46 +139,40 @@ def test_the_real_wandb_offline(run, told):
     assert [record["exit"].get("exit_code", 0) for record in records if record["type"] == "exit"] == [0]
 
 
-def test_what_wandb_is_told(run, told, monkeypatch, tmp_path, fake_out):
-    tracker = open_fake(monkeypatch, tmp_path, FAKE, run, told, group="mine", project="p", entity="e")
-    tracker.log(3, {"loss": 1.5, "mfu(%)": None})
-    tracker.finish({"loss": 1.0, "peak": None}, exit_code=72)
-    (_, given, settings), *rest = fake_out()
-    assert rest == [["log", 3, {"loss": 1.5}], ["finish", 72, {"loss": 1.0}]]
-    assert (given["id"], given["resume"], given["mode"]) == (run.id, None, "online")
-    assert (given["group"], given["project"], given["entity"]) == ("mine", "p", "e")
-    assert given["dir"] == str(run.folder)
-    assert (settings["console"], settings["silent"], settings["x_stats_pid"]) == ("off", True, os.getpid())
-    assert told == []
-
-
-def test_a_row_costs_little_and_wandb_is_never_imported_here(run, told, monkeypatch, tmp_path, fake_out):
+def test_what_wandb_is_told_costs_little_and_it_is_never_imported_here(run, told, open_fake, monkeypatch, fake_out):
     # Tests of other modules may have imported it.
     for name in [name for name in sys.modules if name.partition(".")[0] == "wandb"]:
         monkeypatch.delitem(sys.modules, name)
-    tracker = open_fake(monkeypatch, tmp_path, FAKE, run, told)
-    row = {f"metric/{number}": float(number) for number in range(20)}
+    tracker = open_fake(group="mine", project="p", entity="e")
+    row = {"loss": 1.5, "mfu(%)": None, **{f"metric/{number}": float(number) for number in range(20)}}
     # CPU time: other work on the machine does not count.
     start = time.thread_time()
     for step in range(1000):
         tracker.log(step, row)
     assert (time.thread_time() - start) / 1000 < 1e-3
-    tracker.finish({})
-    assert len(fake_out()) == 1002
+    tracker.finish({"loss": 1.0, "peak": None}, exit_code=72)
+    (_, given, settings), *rest = fake_out()
+    del row["mfu(%)"]
+    assert rest == [*(["log", step, row] for step in range(1000)), ["finish", 72, {"loss": 1.0}]]
+    assert (given["id"], given["resume"], given["mode"]) == (run.id, None, "online")
+    assert (given["group"], given["project"], given["entity"]) == ("mine", "p", "e")
+    assert given["dir"] == str(run.folder)
+    assert (settings["console"], settings["silent"], settings["x_stats_pid"]) == ("off", True, os.getpid())
+    assert told == []
     assert "wandb" not in sys.modules
 
 
 HANGS = "import time\nSettings = dict\ndef init(**given): time.sleep(1000)\n"
 
 
-def test_one_that_hangs_costs_a_warning_and_the_finish_seconds(run, told, monkeypatch, tmp_path):
-    tracker = open_fake(monkeypatch, tmp_path, HANGS, run, told, finish_seconds=0.5)
+def test_one_that_hangs_costs_a_warning_and_the_finish_seconds(told, open_fake):
+    tracker = open_fake(HANGS, finish_seconds=0.5)
     process = tracker._process
     for step in range(100):
         tracker.log(step, {"loss": 1.0})
     start = time.monotonic()
     tracker.finish({})
-    assert 0.4 < time.monotonic() - start < 3
+    assert 0.4 < time.monotonic() - start < 10
     assert len(told) == 1
     assert told[0].startswith("wandb: took longer than 0.5 s to finish; metrics.jsonl has everything")
     assert process.returncode == -signal.SIGKILL
@@ -176,41 +181,43 @@ def test_one_that_hangs_costs_a_warning_and_the_finish_seconds(run, told, monkey
     assert len(told) == 1
 
 
-def test_one_that_takes_no_rows_fills_a_bounded_queue(run, told, monkeypatch, tmp_path, fake_out):
-    tracker = open_fake(monkeypatch, tmp_path, FAKE, run, told, queue_rows=50, finish_seconds=30)
-    os.kill(tracker._process.pid, signal.SIGSTOP)
+def test_one_that_takes_no_rows_fills_a_bounded_queue_and_counts_what_is_left_out(run, told, open_fake, fake_out):
+    tracker = open_fake(queue_rows=50)
+    pid = tracker._process.pid
+    os.kill(pid, signal.SIGSTOP)
     start = time.monotonic()
     for step in range(1000):
         tracker.log(step, {"text": "x" * 1000})
     assert time.monotonic() - start < 5
-    assert len(tracker._queue) == 50
     assert told == ["wandb: cannot keep up, so rows are left out of it; metrics.jsonl has them all"]
-    os.kill(tracker._process.pid, signal.SIGCONT)
+    os.kill(pid, signal.SIGCONT)
     tracker.finish({"loss": 1.0})
     # What was taken came whole and in order, the summary with it.
     steps = [step for what, step, _ in fake_out() if what == "log"]
-    assert steps == list(range(len(steps)))
+    assert steps == sorted(set(steps))
     assert 50 < len(steps) < 1000
     assert fake_out()[-1] == ["finish", 0, {"loss": 1.0}]
     assert len(told) == 1
+    record = read_record(run.record)
+    assert (record.state, record.rows, record.left_out) == (FINISHED, len(steps), 1000 - len(steps))
 
 
 @pytest.mark.parametrize(
     ("source", "words"),
     [
         ("raise ImportError('no wheel for this machine')", "stopped (ImportError: no wheel for this machine)"),
-        ("Settings = dict\ndef init(**given): raise RuntimeError('no login\\nsecond line')", "could not go online"),
-        (FAKE.replace('tell("log", step, metrics)', "raise ValueError('bad row')"), "stopped (ValueError: bad row)"),
         (
-            FAKE.replace("def finish(self, exit_code=0):", "def finish(self, exit_code=0): 1 / 0\n    def x(self):"),
-            "ZeroDiv",
+            "Settings = dict\ndef teardown(): pass\ndef init(**given): raise RuntimeError('no login\\nsecond line')",
+            "could not go online",
         ),
+        (FAKE.replace('tell("log", step, metrics)', "raise ValueError('bad row')"), "stopped (ValueError: bad row)"),
+        (FAKE.replace("def finish(self, exit_code=0):", "def finish(self, exit_code=0): 1 / 0; "), "ZeroDiv"),
         ("import os\nos._exit(3)", "has ended by itself"),
         ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "has ended by itself"),
     ],
 )
-def test_one_that_fails_costs_one_warning(source, words, run, told, monkeypatch, tmp_path, fake_out):
-    tracker = open_fake(monkeypatch, tmp_path, source, run, told, finish_seconds=30)
+def test_one_that_fails_costs_one_warning(source, words, told, open_fake, fake_out):
+    tracker = open_fake(source)
     for step in range(10):
         tracker.log(step, {"loss": 1.0})
     tracker.finish({"loss": 1.0})
@@ -220,8 +227,8 @@ def test_one_that_fails_costs_one_warning(source, words, run, told, monkeypatch,
     assert "\n" not in told[0]
 
 
-def test_a_failure_is_told_while_the_run_goes_on(run, told, monkeypatch, tmp_path):
-    tracker = open_fake(monkeypatch, tmp_path, "raise ImportError('broken')", run, told)
+def test_a_failure_is_told_while_the_run_goes_on(run, told, open_fake):
+    tracker = open_fake("raise ImportError('broken')")
 
     def failed():
         tracker.log(1, {"loss": 1.0})
@@ -234,15 +241,19 @@ def test_a_failure_is_told_while_the_run_goes_on(run, told, monkeypatch, tmp_pat
     assert "ImportError: broken" in (run.folder / "logs" / "wandb.log").read_text()
 
 
-def test_online_that_cannot_be_reached_goes_offline(run, told, monkeypatch, tmp_path, fake_out):
-    source = FAKE.replace(
-        "    settings = given.pop",
-        "    if given['mode'] == 'online': raise OSError('no route')\n    settings = given.pop",
-    )
-    tracker = open_fake(monkeypatch, tmp_path, source, run, told, finish_seconds=30)
+@pytest.mark.parametrize("fault", ["wandb raises", "nobody answers"])
+def test_online_that_cannot_be_reached_goes_offline_with_all_rows(told, open_fake, monkeypatch, fake_out, fault):
+    source, reason = FAKE, r"cannot be reached \(.*\)"
+    if fault == "wandb raises":
+        raises = "    if given['mode'] == 'online': raise OSError('no route')\n    settings = given.pop"
+        source, reason = FAKE.replace("    settings = given.pop", raises), "OSError: no route"
+    else:
+        monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    tracker = open_fake(source)
     tracker.log(1, {"loss": 1.0})
     tracker.finish({})
-    assert told == ["wandb: could not go online (OSError: no route), so it writes offline"]
+    assert len(told) == 1
+    assert re.fullmatch(rf"wandb: could not go online \({reason}\), so it writes offline", told[0])
     assert [what for what, *_ in fake_out()] == ["init", "log", "finish"]
     assert fake_out()[0][1]["mode"] == "offline"
 
@@ -283,7 +294,7 @@ def test_the_real_wandb_that_is_refused_online_writes_everything_offline(run, to
     tracker = open_tracker(Wandb(mode="online", finish_seconds=120), run, warn=told.append)
     for step in range(1, 21):
         tracker.log(step, {"loss": 1.0 / step})
-    until(lambda: tracker._pump() or told)
+    until(lambda: tracker._troubles)
     tracker.log(21, {"loss": 0.0})
     tracker.finish({"loss": 0.0})
     assert len(told) == 1
@@ -296,30 +307,6 @@ def test_the_real_wandb_that_is_refused_online_writes_everything_offline(run, to
     assert (record.state, record.wanted, record.mode) == (FINISHED, "online", "offline")
     assert (record.id, record.step, record.rows, record.left_out) == (run.id, 21, 21, 0)
     assert len(list(run.folder.glob(f"{record.folder}/*.wandb"))) == 1
-
-
-def test_one_that_is_not_online_by_the_end_writes_offline(run, told, monkeypatch, tmp_path, fake_out):
-    source = FAKE.replace(
-        "    settings = given.pop",
-        "    if given['mode'] == 'online': time.sleep(1000)\n    settings = given.pop",
-    )
-    tracker = open_fake(monkeypatch, tmp_path, source, run, told, finish_seconds=40)
-    monkeypatch.setattr(tracker, "_config", replace(tracker._config, finish_seconds=1.0))
-    for step in range(1, 8):
-        tracker.log(step, {"loss": 1.0})
-    go_offline = tracker._go_offline
-
-    def patiently():
-        go_offline()
-        # The first half of the time is over; the machine may be busy in the second.
-        monkeypatch.setattr(time, "monotonic", lambda: 0.0)
-
-    monkeypatch.setattr(tracker, "_go_offline", patiently)
-    tracker.finish({"loss": 1.0})
-    assert [what for what, *_ in fake_out()] == ["init", *["log"] * 7, "finish"]
-    assert told == [
-        f"wandb: was not online before the end, so it has written offline; next: titanlab sync {run.folder}"
-    ]
 
 
 ALL = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGXCPU)
@@ -335,7 +322,7 @@ def descendants(pid):
 def test_signals_to_every_process_of_a_job_cost_no_row(run, told):
     tracker = open_tracker(Wandb(mode="offline", finish_seconds=120), run, warn=told.append)
     tracker.log(1, {"loss": 1.0})
-    until(lambda: tracker._pump() or "started" in tracker._events)
+    until(lambda: (record := read_record(run.record)) is not None and record.state == OPEN)
     everybody = descendants(tracker._process.pid)
     assert any("wandb-core" in Path(f"/proc/{pid}/cmdline").read_text() for pid in everybody)
     for number in ALL:
@@ -348,8 +335,8 @@ def test_signals_to_every_process_of_a_job_cost_no_row(run, told):
     assert rows_of(run.folder) == [1, 2, 3]
 
 
-def test_a_signal_that_comes_with_the_writers_birth_is_not_heard_either(run, told, monkeypatch, tmp_path, fake_out):
-    tracker = open_fake(monkeypatch, tmp_path, FAKE, run, told, finish_seconds=30)
+def test_a_signal_that_comes_with_the_writers_birth_is_not_heard_either(told, open_fake, fake_out):
+    tracker = open_fake()
     for number in ALL:
         os.kill(tracker._process.pid, number)
     tracker.log(1, {"loss": 1.0})
@@ -358,30 +345,20 @@ def test_a_signal_that_comes_with_the_writers_birth_is_not_heard_either(run, tol
     assert told == []
 
 
-def test_rows_that_are_left_out_are_counted(run, told, monkeypatch, tmp_path, fake_out):
-    tracker = open_fake(monkeypatch, tmp_path, FAKE, run, told, queue_rows=5, finish_seconds=30)
-    os.kill(tracker._process.pid, signal.SIGSTOP)
-    for step in range(20):
-        tracker.log(step, {"loss": 1.0})
-    os.kill(tracker._process.pid, signal.SIGCONT)
-    tracker.finish({"loss": 1.0})
-    taken = sum(what == "log" for what, *_ in fake_out())
-    record = read_record(run.record)
-    assert (record.state, record.rows, record.left_out) == (FINISHED, taken, 20 - taken)
-    assert record.left_out > 0
-
-
 DIES = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from titanlab.techniques.tracker.contract import TrackedRun, open_tracker
 from titanlab.techniques.tracker.trackers_schema import Wandb
 folder = Path(sys.argv[1])
 run = TrackedRun(id="x", name="x", sweep="s", folder=folder, config={}, layout={})
 tracker = open_tracker(Wandb(mode="offline"), run, warn=print)
 tracker.log(1, {"loss": 1.0})
-print(tracker._process.pid, flush=True)
-import os; os.kill(os.getpid(), 9)
+import os, time
+while '"log"' not in (Path(os.environ["FAKE_OUT"]).read_text() if Path(os.environ["FAKE_OUT"]).exists() else ""):
+    time.sleep(0.05)
+os.kill(os.getpid(), 9)
 """
 
 
@@ -396,10 +373,10 @@ def test_a_writer_whose_run_was_killed_closes_the_run_as_failed(run, tmp_path, m
     assert fake_out()[-1][1] == 1
 
 
-def test_what_wandb_prints_goes_to_its_log_and_not_among_the_events(run, told, monkeypatch, tmp_path, fake_out):
+def test_what_wandb_prints_goes_to_its_log_and_not_among_the_events(run, told, monkeypatch, open_fake, fake_out):
     # Where Python does not buffer, nothing could be left in a buffer.
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
-    tracker = open_fake(monkeypatch, tmp_path, FAKE + "\nprint('hello from wandb')\n", run, told, finish_seconds=30)
+    tracker = open_fake(FAKE + "\nprint('hello from wandb')\n")
     tracker.finish({})
     assert told == []
     assert "hello from wandb" in (run.folder / "logs" / "wandb.log").read_text()
@@ -422,22 +399,14 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(told, tmp_path):
     assert len(told) == 1
 
 
-def test_online_without_a_key_goes_offline_with_a_warning(run, told, monkeypatch, tmp_path, fake_out):
+def test_online_without_a_key_goes_offline_with_a_warning(run, told, monkeypatch, tmp_path, open_fake, fake_out):
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "fake").mkdir()
     (tmp_path / "fake" / "wandb.py").write_text(FAKE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
+    monkeypatch.delenv("WANDB_API_KEY")
     tracker = open_tracker(Wandb(mode="online", finish_seconds=30), run, warn=told.append)
     tracker.finish({})
     assert told == ["wandb: no API key was found, so it writes offline; `wandb login` makes one known"]
     assert fake_out()[0][1]["mode"] == "offline"
-
-
-def test_a_missing_package_is_an_error_with_a_cure(monkeypatch, run):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="not installed; pip install wandb"):
-        open_tracker(Wandb(), run, warn=pytest.fail)
-    assert open_tracker(Wandb(mode="off"), run, warn=pytest.fail) is not None
 
 
 def test_jsonl_does_nothing_more(run, told):
@@ -446,3 +415,37 @@ def test_jsonl_does_nothing_more(run, told):
     tracker.finish({"loss": 1.0})
     assert sorted(path.name for path in run.folder.iterdir()) == ["attempts", "logs"]
     assert told == []
+
+
+@pytest.fixture
+def pipe(monkeypatch):
+    """`pipe(bytes)`: all messages that the writer reads to the end of the pipe, and its timers."""
+    timers = []
+    made = SimpleNamespace(start=lambda: None)
+    monkeypatch.setattr(wandb_writer.threading, "Timer", lambda seconds, action: timers.append(seconds) or made)
+
+    def messages(content):
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(content)))
+        waiting, found = wandb_writer._messages(), []
+        while (message := waiting.get(timeout=10)) is not None:
+            found.append(message)
+        # A timer that is made after the test would end this process.
+        until(lambda: timers)
+        return found, timers
+
+    return messages
+
+
+@pytest.mark.parametrize("torn", [b'{"log": {"st', b"\xff\n", b"\0"])
+def test_a_training_that_dies_while_it_writes_a_line_has_ended_the_pipe(pipe, torn):
+    """The process would wait for ever for a message."""
+    found, timers = pipe(b'{"log": {"step": 1}}\n' + torn)
+    assert found == [{"log": {"step": 1}}]
+    # A wandb that hangs after this is ended too.
+    assert timers == [wandb_writer._ORPHAN_SECONDS]
+
+
+def test_rows_are_dropped_while_wandb_hangs_and_the_end_is_not(pipe, monkeypatch):
+    monkeypatch.setattr(wandb_writer, "_MOST_ROWS", 0)
+    found, _ = pipe(b'{"start": {}}\n{"log": {}}\n{"log": {}}\n{"finish": {}}\n')
+    assert found == [{"start": {}}, {"finish": {}}]

@@ -151,7 +151,7 @@ def test_a_run_that_has_gone_back_is_resumed_where_it_stood(pool, tmp_path):
 
 
 def test_a_rollback_that_does_not_help_is_the_end(pool, tmp_path):
-    made = tiny.recipe(tmp_path, steps=STEPS, on_nan="rollback", nan_limit=2, every=1)
+    made = tiny.recipe(tmp_path, steps=STEPS, on_nan="rollback", nan_limit=2, every=1, saves="async")
     run = tiny.begin(made)
     outcome, *_ = pool.run(1, attempt, made, run, range(3, 100))[0]
     assert (outcome.kind, outcome.step, outcome.cause) == (OutcomeKind.NAN, 3, run.result().cause)

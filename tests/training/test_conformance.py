@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from titanlab.costs import Init
+from titanlab.parallelism import STYLES
 from titanlab.techniques.model.llama_schema import Llama
 from titanlab.train.conformance import faults
 
@@ -68,21 +69,6 @@ def test_a_parameter_of_another_shape_or_name_is_found():
     assert "parameters: extra is None in the module, (1,) in the account" in lines
 
 
-def test_another_order_of_parameters_is_found():
-    lines = account(parameters=lambda right: dict(reversed(right.items())))
-    assert lines == ["parameters: the account has them in another order than the module"]
-
-
-def test_names_that_are_no_parameters_are_found():
-    assert account(embedding="table.weight", lookups=("positions.weight",)) == [
-        *["account: table.weight is named, and no parameter", "account: positions.weight is named, and no parameter"]
-    ]
-
-
-def test_a_parameter_that_is_tied_and_has_its_own_storage_is_found():
-    assert account(tied={"output.weight": "tok_embeddings.weight"}) == ["tied: output.weight has storage of its own"]
-
-
 def test_initial_values_of_more_or_fewer_parameters_are_found():
     assert found(initial_values=without(NORM)) == [
         f"initial_values: {NORM} is in only one of initial_values and module"
@@ -109,14 +95,21 @@ def test_another_order_of_pieces_computes_something_else_or_fails():
     assert all(line.startswith(("pieces: cut before", "pieces: before")) for line in lines)
 
 
-def test_a_number_of_blocks_that_the_module_lacks_is_found():
-    lines = account(layers=3)
-    assert "layers: the module has ['0', '1'], the account 3" in lines
-
-
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
+        (
+            {"parameters": lambda right: dict(reversed(right.items()))},
+            "parameters: the account has them in another order than the module",
+        ),
+        ({"embedding": "table.weight"}, "account: table.weight is named, and no parameter"),
+        ({"lookups": ("positions.weight",)}, "account: positions.weight is named, and no parameter"),
+        ({"tied": {"output.weight": "tok_embeddings.weight"}}, "tied: output.weight has storage of its own"),
+        ({"layers": 3}, "layers: the module has ['0', '1'], the account 3"),
+        (
+            {"tensor_plan": lambda right: {**right, "norm": "whole"}},
+            f"tensor_plan: norm is to be whole, and there is {', '.join(STYLES)}",
+        ),
         ({"attention": "attention.core"}, "attention: there is no module layers.0.attention.core"),
         ({"tensor_plan": without("norm")}, f"tensor_plan: nothing is said about {NORM}"),
         ({"tensor_plan": lambda right: {**right, "nowhere": "norm"}}, "tensor_plan: there is no module nowhere"),
@@ -128,13 +121,8 @@ def test_a_number_of_blocks_that_the_module_lacks_is_found():
         ),
     ],
 )
-def test_paths_that_are_no_modules_are_found(changes, line):
+def test_names_and_paths_that_are_not_there_are_found(changes, line):
     assert line in account(**changes)
-
-
-def test_an_unknown_style_is_found():
-    (line,) = account(tensor_plan=lambda right: {**right, "norm": "whole"})
-    assert line.startswith("tensor_plan: norm is to be whole, and there is colwise, rowwise, ")
 
 
 def test_a_model_without_a_plan_or_pieces_is_accepted():

@@ -120,6 +120,7 @@ PAIRS = [
     _pair("ac", {"shard": 2, "ac": FullCheckpointing()}, {"tensor": 2, "ac": SelectiveOp()}),
     _pair("fsdp_cp_tp-ddp4", {"shard": 2, "context": 2, "tensor": 2}, {"replicate": 4}),
     _pair("pp_fsdp_tp-cp4", {"pipeline": 2, "shard": 2, "tensor": 2}, {"context": 4}),
+    _pair("ddp-offload", {"replicate": 2}, {"shard": 2, "cpu_offload": True}, layer="full"),
     _pair("accumulation", {"shard": 4}, {"microbatch": 2}),
 ]
 

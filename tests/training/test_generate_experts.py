@@ -17,7 +17,6 @@ from titanlab.cli import main
 from titanlab.costs import meter
 from titanlab.data import source
 from titanlab.distributed import ALONE, open_world
-from titanlab.errors import ConfigError
 from titanlab.train import generate as sampling
 from titanlab.train.balance import set_biases
 from titanlab.train.starting_weights import open_folder
@@ -102,15 +101,3 @@ def test_a_run_that_begins_with_the_weights_has_their_biases(trained, tmp_path):
     third = tiny.begin(other)
     tiny.as_rank(other, third)
     assert "routing" not in json.loads((latest(third.checkpoints) / "position.json").read_text())
-
-
-@pytest.mark.parametrize(
-    "biases", [{"layers.0": [0.0] * 8}, {"layers.0": [0.0] * 8, "layers.1": [0.0] * 7}, {"layers.0": 1}, [3]]
-)
-def test_damaged_biases_of_a_folder_are_one_line(trained, tmp_path, biases):
-    _, run = trained
-    assert main(["export", str(run.path), "--into", str(tmp_path / "ours"), "--format", "titanlab"]) == 0
-    manifest = json.loads((tmp_path / "ours" / "weights.json").read_text())
-    (tmp_path / "ours" / "weights.json").write_text(json.dumps({**manifest, "biases": biases}))
-    with pytest.raises(ConfigError, match="its biases are not those of 2 blocks of 8 experts|cannot be used"):
-        open_folder(tmp_path / "ours", "run")

@@ -19,7 +19,6 @@ from titanlab.costs import meter
 from titanlab.data import source
 from titanlab.data.schema import Files, HuggingFace
 from titanlab.prove import TrainingTrace, parity
-from titanlab.prove.parity import compare
 from titanlab.records import OutcomeKind, RunFolder
 from titanlab.techniques.compile.watch import RECOMPILATIONS
 
@@ -86,6 +85,8 @@ def stopped(pool, folder, **given):
     told = pool.run(made.world, attempt, made, run)
     assert [(each.kind, each.step) for each in told] == [(OutcomeKind.CANCELLED, STOP)] * made.world
     assert latest(run.checkpoints).name == f"step-{STOP:08d}"
+    assert run.result(1).kind is OutcomeKind.CANCELLED
+    assert (run.status().state, run.status().step) == ("ended", STOP)
     return tiny.changed(made, data=Planted()), run, told
 
 
@@ -136,6 +137,10 @@ def test_a_run_that_died_goes_on_from_its_last_checkpoint(pool, straight, tmp_pa
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-00000006", "step-00000008"]
     assert checkpoints(run.checkpoints)[-1].name == "step-00000008"
     _each_step_once(run, resumed=[0, 4])
+    # An attempt ends after its last row, which is rounded to milliseconds.
+    last = max(row["time"] for row in run.metrics("train") if row["attempt"] == 2)
+    assert run.result(2).ended > last - 0.001
+    assert (run.result().kind, run.result().step, run.result().attempt) == (OutcomeKind.DONE, STEPS, 2)
 
 
 def _each_step_once(run, *, resumed):
@@ -147,22 +152,6 @@ def _each_step_once(run, *, resumed):
     assert run.attempts() == [1, 2]
 
 
-def test_metrics_and_results_of_a_stopped_run(pool, tmp_path):
-    made, run, _ = stopped(pool, tmp_path)
-    assert run.result().kind is OutcomeKind.CANCELLED
-    assert (run.status().state, run.status().step) == ("ended", STOP)
-    pool.run(1, attempt, made, tiny.begin(made, run))
-    _each_step_once(run, resumed=[0, STOP])
-    assert run.result(1).kind is OutcomeKind.CANCELLED
-    assert (run.result(2).kind, run.result(2).step) == (OutcomeKind.DONE, STEPS)
-    assert run.result().attempt == 2
-    # An attempt ends after its last row, which is rounded to milliseconds.
-    for number in (1, 2):
-        last = max(row["time"] for row in run.metrics("train") if row["attempt"] == number)
-        assert run.result(number).ended > last - 0.001
-
-
-# Of the rows of training and validation; others tell how long something took.
 RESULTS = (meter.LOSS, meter.VALIDATION_LOSS, meter.GRAD_NORM, meter.LEARNING_RATE, meter.TOKENS_SEEN)
 
 
@@ -213,53 +202,6 @@ def test_no_validation_is_repeated(pool, tmp_path):
     assert (first.name, rows) == ("step-00000003", [(1, 3), (2, 6), (2, 8)])
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ({"shard": 2}, {"shard": 1}),
-        ({}, {"replicate": 2}),
-        pytest.param(
-            {"shard": 2, "tensor": 2},
-            {"shard": 1, "tensor": 1, "pipeline": 2, "microbatch": 3},
-            marks=pytest.mark.full,
-        ),
-        pytest.param({"pipeline": 2, "microbatch": 3}, {"pipeline": 1, "context": 2}, marks=pytest.mark.full),
-        pytest.param(
-            {"pipeline": 2, "shard": 2, "microbatch": 1},
-            {"pipeline": 1, "shard": 2, "tensor": 2},
-            marks=pytest.mark.full,
-        ),
-        pytest.param({"tensor": 2, "context": 2}, {"tensor": 1, "context": 1, "shard": 4}, marks=pytest.mark.full),
-        pytest.param({}, {"pipeline": 2, "tensor": 2, "microbatch": 3}, marks=pytest.mark.full),
-        pytest.param({}, {"shard": 3}, marks=pytest.mark.full),
-        pytest.param({"shard": 2}, {"replicate": 2, "shard": 2}, marks=pytest.mark.full),
-        pytest.param({"replicate": 2}, {"replicate": 1, "shard": 2, "cpu_offload": True}, marks=pytest.mark.full),
-    ],
-)
-def test_another_layout_goes_on_within_rounding(pool, straight, tmp_path, first, second):
-    made, run, before = stopped(pool, tmp_path, **first)
-    changed = tiny.changed(made, **{"replicate": 1, **second})
-    after = pool.run(changed.world, attempt, changed, tiny.begin(changed, run))
-    whole = replace(
-        after[0].trace,
-        losses=before[0].trace.losses + after[0].trace.losses,
-        grad_norms=before[0].trace.grad_norms + after[0].trace.grad_norms,
-        gradients=before[0].trace.gradients,
-    )
-    difference = compare(straight(**first)[0].trace, whole)
-    assert difference.largest <= BAR, difference
-    # A rank that the first layout did not have starts from its seed; the others go on.
-    assert after[0].drawn[STOP + 1] == straight(**first)[0].drawn[STOP + 1]
-
-
-@pytest.mark.parametrize(("keep", "kept"), [(1, [8]), (0, [2, 4, 6, 8])])
-def test_the_newest_are_kept(pool, tmp_path, keep, kept):
-    made = tiny.recipe(tmp_path, steps=STEPS, every=2, keep=keep)
-    run = tiny.begin(made)
-    pool.run(1, attempt, made, run)
-    assert [path.name for path in checkpoints(run.checkpoints)] == [f"step-{step:08d}" for step in kept]
-
-
 def test_of_an_old_checkpoint_that_was_moved_only_the_link_is_removed(pool, tmp_path):
     made = tiny.recipe(tmp_path, steps=2, keep=1)
     run = tiny.begin(made)
@@ -298,29 +240,6 @@ def test_a_disk_that_fills_while_a_checkpoint_is_saved_costs_no_earlier_one(pool
     after = pool.run(made.world, attempt, made, tiny.begin(made, run))
     assert after[0].kind is OutcomeKind.DONE
     assert after[0].trace.losses == straight(**layout)[0].trace.losses[2:]
-
-
-def test_content_that_cannot_be_read_is_told_in_a_line(pool, tmp_path):
-    made, run, _ = stopped(pool, tmp_path)
-    (shard,) = latest(run.checkpoints).glob("*.safetensors")
-    content = bytearray(shard.read_bytes())
-    # The file keeps the size that it was saved with.
-    content[:64] = bytes(64)
-    shard.write_bytes(content)
-    with pytest.raises(
-        RankFailure, match=r"DamagedCheckpoint: run=.*step-00000003: is damaged: its file rank-00000.*; give another"
-    ):
-        pool.run(1, attempt, made, tiny.begin(made, run))
-    other = tiny.recipe(tmp_path, name="other", steps=STEPS, load_from=str(run.path))
-    with pytest.raises(RankFailure, match="DamagedCheckpoint: checkpoint.load_from=.*is damaged"):
-        pool.run(1, attempt, other, tiny.begin(other))
-
-
-def test_nothing_is_saved_that_is_not_wanted(pool, tmp_path):
-    made = tiny.recipe(tmp_path, steps=2, at_end=False)
-    run = tiny.begin(made)
-    pool.run(1, attempt, made, run)
-    assert list(run.checkpoints.iterdir()) == []
 
 
 def test_an_attempt_with_nothing_left_to_do_ends_well(pool, tmp_path):

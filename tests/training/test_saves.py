@@ -65,14 +65,6 @@ def test_modes_save_the_same_bytes_at_the_same_steps(pool, tmp_path, layout):
         assert content(folders[0]) == content(folders[1])
 
 
-def test_nothing_is_saved_where_saves_are_off(tmp_path):
-    made = tiny.recipe(tmp_path, steps=2, saves="off")
-    run = tiny.begin(made)
-    tiny.as_rank(made, run)
-    assert run.result().kind is OutcomeKind.DONE
-    assert steps(run) == []
-
-
 class Mover(Observer):
     """Renames the run's folder after a step."""
 
@@ -201,15 +193,6 @@ def test_the_last_save_must_succeed(pool, tmp_path, mode):
     with pytest.raises(RankFailure, match="No space left"):
         pool.run(2, full_disk, made, run, {6})
     assert (steps(run), len(list(run.checkpoints.iterdir()))) == ([4], 1)
-
-
-def test_a_save_at_an_interval_that_failed_at_the_last_step_is_tried_again(tmp_path):
-    """The interval ends with the run: its save is reported, and the last one takes its place."""
-    made = tiny.recipe(tmp_path, steps=4, saves="async", every=2)
-    run = tiny.begin(made)
-    with pytest.raises(OSError, match="No space left"):
-        full_disk(made, run, {4})
-    assert steps(run) == [2]
 
 
 def at_each_minute(made, run):

@@ -1,14 +1,18 @@
-"""A step's one reduction: loss, norm, flags, and what gradients are multiplied by."""
+"""A step's one reduction: loss, norm, flags, and what gradients are multiplied by; memory and the peak of a rank."""
 
 import math
 import signal
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from titanlab.costs import meter
 from titanlab.distributed import World
+from titanlab.recipe import Cluster
 from titanlab.train import Reduction, Totals
-from titanlab.train.totals import STOPS
+from titanlab.train.totals import STOPS, memory, peak_flops, peak_memory_gib
 
 CPU = torch.device("cpu")
 # The flags of a rank that nobody has asked to stop.
@@ -96,3 +100,38 @@ def test_one_rank_that_is_not_finite_is_enough(bad):
 
 def test_a_step_without_labels_is_not_finite():
     assert not reduction(tokens=0, loss_sum=0.0).read().finite
+
+
+def test_memory_is_of_the_process_or_of_a_gpu_s_allocator(monkeypatch):
+    ((name, gib),) = memory(CPU).items()
+    assert name == "memory/max_resident(GiB)"
+    assert 0.01 < gib < 100
+    peaks = {"active_bytes.all.peak": 20 * 2**30, "reserved_bytes.all.peak": 40 * 2**30}
+    stats = {**peaks, "active_bytes.all.current": 1, "num_alloc_retries": 3, "num_ooms": 1}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: stats["reserved_bytes.all.peak"])
+    properties = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties, raising=False)
+    assert memory(torch.device("cuda")) == {
+        meter.MEMORY_ACTIVE: 20.0,
+        "memory/max_active(%)": 25.0,
+        meter.MEMORY_RESERVED: 40.0,
+        "memory/max_reserved(%)": 50.0,
+        "memory/num_alloc_retries": 3,
+        "memory/num_ooms": 1,
+    }
+    assert peak_memory_gib(torch.device("cuda")) == 40.0
+
+
+def test_waiting_for_a_core_does_not_lower_the_peak_of_a_cpu(monkeypatch):
+    """A run's own ranks are on the cores while it is measured; each sweep's row had a peak of its own."""
+    multiply, waited = torch.mm, 0.02
+
+    def delayed(a, b):
+        time.sleep(waited)
+        return multiply(a, b)
+
+    monkeypatch.setattr(torch, "mm", delayed)
+    peak, source = peak_flops(Cluster(accelerator="cpu"), CPU, torch.float32)
+    assert peak > 1.5 * 2 * 512**3 / waited
+    assert source == "512³ matmul measured on this CPU"

@@ -82,13 +82,8 @@ def test_what_is_no_number_counts_also_after_a_wish_to_stop():
     assert judged(running, bad, stop) is OutcomeKind.NAN
     assert judged(running, good, good._replace(stop=signal.SIGTERM)) is OutcomeKind.PREEMPTED
     assert judged(running, stop, good._replace(stop=signal.SIGTERM)) is OutcomeKind.CANCELLED
-
-
-def test_a_wish_to_stop_after_the_last_step_changes_nothing():
-    running = Outcome(kind=OutcomeKind.DONE, steps=2)
-    good, stop = Totals(1.0, 1.0, 5, 0), Totals(1.0, 1.0, 5, signal.SIGINT)
-    assert judged(running, good, stop) is OutcomeKind.DONE
-    assert judged(running, stop, good) is OutcomeKind.CANCELLED
+    # After the last step there is nothing left to stop.
+    assert judged(replace(running, steps=2), good, stop) is OutcomeKind.DONE
 
 
 def ended(made, run):

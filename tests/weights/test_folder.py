@@ -1,39 +1,44 @@
-"""A weights folder: what is read of it, and each damage in one line."""
+"""Weights in files: any box of a tensor, and each damage of a weights folder in one line."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from titanlab.errors import ConfigError
-from titanlab.techniques.model.llama_schema import Llama
-from titanlab.train.weights_folder import indexed_files, is_weights_folder, model_of, open_weights, read_object
+from titanlab.techniques.model.contract import Foreign
+from titanlab.techniques.model.llama_schema import Llama, Mixtral
+from titanlab.train import left_out
+from titanlab.train import weights_folder as module
+from titanlab.train.weights_folder import (
+    CHUNK_BYTES,
+    SafetensorsSource,
+    TensorEntry,
+    biases_of,
+    check_entries,
+    chunks,
+    in_halves,
+    in_pairs,
+    indexed_files,
+    is_weights_folder,
+    model_of,
+    open_weights,
+    read_entries,
+    read_object,
+    usual_dtype,
+)
 
-MODEL = Llama(dim=16, layers=1, heads=2, kv_heads=1, ffn_dim=24, vocab_size=32)
-
-
-def made(folder, **changed):
-    """A folder of weights with a manifest that is changed; a value of ... is left out."""
-    folder.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(0)
-    shapes = MODEL.account().parameters
-    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    save_file(tensors, folder / "weights.safetensors")
-    manifest = {
-        "schema": 1,
-        "model": dataclasses.asdict(MODEL),
-        "about": {"bos_token_id": 1},
-        "digest": "ab",
-        **changed,
-    }
-    content = {key: value for key, value in manifest.items() if value is not ...}
-    (folder / "weights.json").write_text(json.dumps(content))
-    return tensors
+SIZES = {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 24, "vocab_size": 32}
+MODEL = Llama(**SIZES)
+PLAIN = dataclasses.asdict(MODEL)
 
 
 def refusal(action, *given):
@@ -43,45 +48,184 @@ def refusal(action, *given):
     return str(caught.value)
 
 
-def test_a_folder_with_a_manifest_is_one(tmp_path):
-    assert not is_weights_folder(tmp_path)
+def source_of(folder, tensors, foreign):
+    """A source of tensors that are written to one file."""
+    path = folder / "model.safetensors"
+    save_file(tensors, path)
+    places = {name: (path, name) for name in tensors}
+    return SafetensorsSource(model=None, entries={}, places=places, foreign=foreign)
+
+
+@given(
+    first=st.integers(0, 11),
+    size=st.integers(0, 12),
+    column=st.integers(0, 2),
+    width=st.integers(0, 3),
+    head=st.sampled_from([0, 4]),
+)
+def test_any_box_of_a_tensor_is_read_in_our_order_of_rows(tmp_path_factory, first, size, column, width, head):
+    size, width = min(size, 12 - first), min(width, 3 - column)
+    tensor = torch.arange(36.0).view(12, 3)
+    source = source_of(tmp_path_factory.mktemp("box"), {"q": tensor}, {"wq": Foreign(name="q", head=head)})
+    expected = in_pairs(tensor, head) if head else tensor
+    box = source.read("wq", [first, column], [size, width])
+    assert torch.equal(box, expected[first : first + size, column : column + width])
+
+
+def test_a_stack_of_tensors_is_one(tmp_path):
+    experts = {f"expert.{number}": torch.full((2, 3), float(number)) for number in range(4)}
+    source = source_of(tmp_path, experts, {"w": Foreign(name="experts", stack=tuple(experts))})
+    whole = torch.stack(list(experts.values()))
+    assert torch.equal(source.read("w", [0, 0, 0], [4, 2, 3]), whole)
+    assert torch.equal(source.read("w", [1, 1, 0], [2, 1, 2]), whole[1:3, 1:, :2])
+    assert source.read("w", [4, 0, 0], [0, 2, 3]).shape == (0, 2, 3)
+
+
+def test_rows_are_put_in_pairs_and_back():
+    rows = torch.arange(8.0).view(8, 1)
+    assert in_pairs(rows, 4).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert in_pairs(rows, 8).flatten().tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert torch.equal(in_halves(in_pairs(rows, 8), 8), rows)
+
+
+def test_the_format_of_most_tensors_is_the_usual_one():
+    def of(*dtypes):
+        entries = {str(number): TensorEntry(dtype=dtype, shape=()) for number, dtype in enumerate(dtypes)}
+        return usual_dtype(SafetensorsSource(model=None, entries=entries, places={}, foreign={}))
+
+    assert of("F32", "BF16", "BF16") == "bfloat16"
+    # Of as many tensors in both, always the same.
+    assert of("F16", "BF16") == of("BF16", "F16") == "bfloat16"
+
+
+@given(
+    shape=st.lists(st.integers(0, 9), min_size=1, max_size=3), rows=st.sampled_from([1, 2, 4]), most=st.integers(1, 99)
+)
+def test_a_tensor_is_cut_into_bounded_boxes_of_whole_heads(shape, rows, most):
+    shape = (shape[0] * rows, *shape[1:])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "CHUNK_BYTES", most)
+        found = list(chunks(TensorEntry(dtype="F32", shape=shape), rows=rows))
+    width = 4 * torch.Size(shape[1:]).numel()
+    at = 0
+    for offsets, sizes in found:
+        assert (offsets, sizes[1:]) == ([at, *[0] * (len(shape) - 1)], list(shape[1:]))
+        # The rows of one head are never cut, even if they are more than the most.
+        assert sizes[0] % rows == 0
+        assert sizes[0] == rows or sizes[0] * width <= most
+        at += sizes[0]
+    assert at == shape[0]
+
+
+def test_pieces_of_a_large_table_are_as_large_as_they_may_be():
+    entry = TensorEntry(dtype="BF16", shape=(128256, 16384))
+    assert entry.nbytes == 2 * 128256 * 16384
+    assert {sizes[0] * 16384 * 2 for _, sizes in list(chunks(entry, rows=128))[:-1]} == {CHUNK_BYTES}
+
+
+def test_a_tensor_is_read_from_the_file_that_the_index_names(tmp_path):
+    first, second = tmp_path / "1.safetensors", tmp_path / "2.safetensors"
+    save_file({"a": torch.zeros(2), "b": torch.zeros(3)}, first)
+    save_file({"a": torch.zeros(4), "c": torch.zeros((), dtype=torch.int8)}, second)
+    entries, places = read_entries({first: ["a"], second: ["c"]}, "x")
+    assert entries == {"a": TensorEntry(dtype="F32", shape=(2,)), "c": TensorEntry(dtype="I8", shape=())}
+    assert places == {"a": first, "c": second}
+    assert read_entries({first: None}, "x")[0].keys() == {"a", "b"}
+    said = f"x={second}: lacks b, which the index places in it; fetch the folder again, whole"
+    assert refusal(read_entries, {second: ["c", "b"]}, "x") == said
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        (None, "is missing; fetch the file again"),
+        (b"", "cannot be read ("),
+        (b"\xff" * 100, "cannot be read ("),
+        (b"\x02\0\0\0\0\0\0\0[]", "cannot be read ("),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", "is a pointer of Git LFS, and not the file;"),
+        ("a pipe", "is no regular file; fetch the file again"),
+    ],
+)
+def test_a_damaged_file_is_one_line(tmp_path, content, rule):
+    path = tmp_path / "model.safetensors"
+    if content == "a pipe":
+        # To open it for reading would wait for a writer.
+        os.mkfifo(path)
+    elif content is not None:
+        path.write_bytes(content)
+    assert refusal(read_entries, {path: None}, "init_from").startswith(f"init_from={path}: {rule}")
+
+
+@pytest.mark.parametrize(
+    ("expected", "said"),
+    [
+        ({"a": (2, 3), "b": ()}, None),
+        ({"a": (2, 3)}, "b is a single number, not absent"),
+        ({"a": (2, 3), "b": (), "c": (4,)}, "c is absent, not 4"),
+        ({"a": (3, 2), "b": ()}, "a is 2×3, not 3×2"),
+        ({"a": (2, 3, 1), "b": ()}, "a is 2×3, not 2×3×1"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_its_config_is_named(expected, said):
+    given = (
+        Path("here"),
+        "x",
+        expected,
+        {"a": TensorEntry(dtype="F32", shape=(2, 3)), "b": TensorEntry(dtype="BF16", shape=())},
+    )
+    if said is None:
+        check_entries(*given)
+        return
+    rule = f"its config and its tensors disagree: {said}; fetch the folder again, whole"
+    assert refusal(check_entries, *given) == f"x=here: {rule}"
+
+
+def made(folder, **changed):
+    """A folder of weights with a manifest that is changed; a value of ... is left out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(0)
+    shapes = MODEL.account().parameters
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    save_file(tensors, folder / "weights.safetensors")
+    manifest = {"schema": 1, "model": PLAIN, "about": {"bos_token_id": 1}, "digest": "ab", **changed}
+    content = {key: value for key, value in manifest.items() if value is not ...}
+    (folder / "weights.json").write_text(json.dumps(content))
+    return tensors
+
+
+def test_a_folder_with_a_manifest_is_opened(tmp_path):
     (tmp_path / "weights.json").mkdir()
     assert not is_weights_folder(tmp_path)
-    made(tmp_path / "w")
+    tensors = made(tmp_path / "w")
     assert is_weights_folder(tmp_path / "w")
-
-
-def test_its_weights_are_opened(tmp_path):
-    tensors = made(tmp_path)
-    source = open_weights(tmp_path, "x")
+    source = open_weights(tmp_path / "w", "x")
     assert (source.model, source.about, source.digest) == (MODEL, {"bos_token_id": 1}, "ab")
     assert (source.biases, source.copies) == ({}, {})
     assert list(source.entries) == list(MODEL.account().parameters)
     for name, tensor in tensors.items():
         assert torch.equal(source.read(name, [0] * tensor.ndim, tensor.shape), tensor)
+    made(tmp_path / "less", about=...)
+    assert open_weights(tmp_path / "less", "x").about == {}
 
 
-def test_a_manifest_may_say_nothing_more_of_the_model(tmp_path):
-    made(tmp_path, about=...)
-    assert open_weights(tmp_path, "x").about == {}
-
-
+UNUSABLE = "its weights.json cannot be used ("
 DAMAGED = {
-    "no model": ({"model": ...}, "KeyError: 'model'"),
-    "no digest": ({"digest": ...}, "KeyError: 'digest'"),
-    "no schema": ({"schema": ...}, "KeyError: 'schema'"),
-    "another schema": ({"schema": 2}, "ValueError: another version of titanlab's"),
-    "a model of text": ({"model": "llama"}, "TypeError: "),
-    "a model without a kind": ({"model": {"dim": 4}}, "KeyError: 'kind'"),
-    "half a layer": ({"model": {**dataclasses.asdict(MODEL), "layers": 1.5}}, "TypeError: layers is no whole number: 1.5"),
-    "a layer of true": ({"model": {**dataclasses.asdict(MODEL), "layers": True}}, "TypeError: layers is no whole number"),
-    "a size without end": ({"model": {**dataclasses.asdict(MODEL), "dim": 1e400}}, "TypeError: dim is no whole number"),
-    "a context of text": ({"about": {"max_position_embeddings": "x"}}, "ValueError: max_position_embeddings is no "),
-    "an unknown size": ({"model": {**dataclasses.asdict(MODEL), "size": 4}}, "TypeError: "),
-    "an about of text": ({"about": "x"}, "ValueError: "),
-    "biases of a number": ({"biases": 5}, "TypeError: "),
-    "a bias of text": ({"biases": {"layers.0": ["x"]}}, "ValueError: "),
-    "a bias that is no number": ({"biases": {"layers.0": [float("nan")]}}, "ValueError: a bias is not finite"),
+    "no model": ({"model": ...}, f"{UNUSABLE}KeyError: 'model'"),
+    "no digest": ({"digest": ...}, f"{UNUSABLE}KeyError: 'digest'"),
+    "another schema": ({"schema": 2}, f"{UNUSABLE}ValueError: another version of titanlab's"),
+    "a model of text": ({"model": "llama"}, f"{UNUSABLE}TypeError: "),
+    "a model without a kind": ({"model": {"dim": 4}}, f"{UNUSABLE}KeyError: 'kind'"),
+    "half a layer": ({"model": {**PLAIN, "layers": 1.5}}, f"{UNUSABLE}TypeError: layers is no whole number: 1.5"),
+    "a layer of true": ({"model": {**PLAIN, "layers": True}}, f"{UNUSABLE}TypeError: layers is no whole number"),
+    "an unknown size": ({"model": {**PLAIN, "size": 4}}, f"{UNUSABLE}TypeError: "),
+    "a context of text": ({"about": {"max_position_embeddings": "x"}}, f"{UNUSABLE}ValueError: max_position_embeddings"),
+    "an about of text": ({"about": "x"}, f"{UNUSABLE}ValueError: "),
+    "biases of a number": ({"biases": 5}, f"{UNUSABLE}TypeError: "),
+    "a bias of text": ({"biases": {"layers.0": ["x"]}}, f"{UNUSABLE}ValueError: "),
+    "a bias that is NaN": ({"biases": {"layers.0": [float("nan")]}}, f"{UNUSABLE}ValueError: a bias is not finite"),
+    "a number that no float holds": ({"biases": {"layers.0": [10**400]}}, "cannot be read (a number in it is larger than"),
+    "another model": ({"model": {**PLAIN, "vocab_size": 33}}, "its config and its tensors disagree: "),
+    "a model that is not installed": ({"model": {"kind": "no_such"}}, "no_such"),
 }  # fmt: skip
 
 
@@ -89,132 +233,82 @@ DAMAGED = {
 def test_a_damaged_manifest_is_one_line(tmp_path, name):
     changed, reason = DAMAGED[name]
     made(tmp_path, **changed)
-    said = refusal(open_weights, tmp_path, "x")
-    assert said.startswith(f"x={tmp_path}: its weights.json cannot be used ({reason}")
-    assert said.endswith("; import the weights again")
-
-
-def test_a_number_that_no_float_holds_is_one_line(tmp_path):
-    made(tmp_path, biases={"layers.0": [10**400]})
-    said = refusal(open_weights, tmp_path, "x")
-    assert said == (
-        f"x={tmp_path}/weights.json: cannot be read (a number in it is larger than any float); fetch the file again"
-    )
-
-
-def test_a_kind_of_model_that_is_not_installed_is_one_line(tmp_path):
-    made(tmp_path, model={"kind": "no_such"})
-    assert "no_such" in refusal(open_weights, tmp_path, "x")
-
-
-def test_tensors_of_another_model_are_refused(tmp_path):
-    made(tmp_path, model=dataclasses.asdict(dataclasses.replace(MODEL, vocab_size=33)))
-    assert "its config and its tensors disagree: " in refusal(open_weights, tmp_path, "x")
-
-
-def test_a_folder_without_its_tensors_is_refused(tmp_path):
-    made(tmp_path)
-    (tmp_path / "weights.safetensors").unlink()
-    assert refusal(open_weights, tmp_path, "x") == f"x={tmp_path}/weights.safetensors: is missing; fetch the file again"
-
-
-def test_a_pipe_in_place_of_the_tensors_is_refused(tmp_path):
-    """To open it for reading would wait for a writer."""
-    made(tmp_path)
-    (tmp_path / "weights.safetensors").unlink()
-    os.mkfifo(tmp_path / "weights.safetensors")
-    said = f"x={tmp_path}/weights.safetensors: is no regular file; fetch the file again"
-    assert refusal(open_weights, tmp_path, "x") == said
+    assert reason in refusal(open_weights, tmp_path, "x")
 
 
 def test_a_model_is_made_of_plain_values():
-    assert model_of(dataclasses.asdict(MODEL)) == MODEL
-    with pytest.raises(KeyError):
-        model_of({})
-    with pytest.raises(TypeError):
-        model_of({"kind": "llama", "no_such": 1})
-    with pytest.raises(ConfigError):
-        model_of({"kind": "no_such"})
-
-
-def test_without_an_index_there_is_one_file(tmp_path):
-    assert indexed_files(tmp_path, "index.json", "one.safetensors", "x") == {tmp_path / "one.safetensors": None}
-
-
-def test_the_single_file_counts_beside_an_index(tmp_path):
-    """Whoever saves a model again into one file leaves the index and the files of an earlier save."""
-    for name in ("a", "one"):
-        (tmp_path / name).write_text("")
-    (tmp_path / "index.json").write_text(json.dumps({"weight_map": {"x": "a"}}))
-    assert indexed_files(tmp_path, "index.json", "one", "k") == {tmp_path / "one": None}
-    (tmp_path / "a").unlink()
-    assert indexed_files(tmp_path, "index.json", "one", "k") == {tmp_path / "one": None}
+    assert model_of(PLAIN) == MODEL
+    for error, values in ((KeyError, {}), (TypeError, {"kind": "llama", "no_such": 1}), (ConfigError, {"kind": "x"})):
+        with pytest.raises(error):
+            model_of(values)
 
 
 def test_the_files_of_an_index_are_each_named_once(tmp_path):
+    def index(**places):
+        (tmp_path / "index.json").write_text(json.dumps({"weight_map": places}))
+
+    assert indexed_files(tmp_path, "index.json", "one", "x") == {tmp_path / "one": None}
+    index(x="b", y="a", z="b")
     for name in ("a", "b"):
         (tmp_path / name).write_text("")
-    (tmp_path / "index.json").write_text(json.dumps({"weight_map": {"x": "b", "y": "a", "z": "b"}}))
     assert indexed_files(tmp_path, "index.json", "one", "k") == {tmp_path / "a": ["y"], tmp_path / "b": ["x", "z"]}
     (tmp_path / "a").unlink()
     said = "names 2 files, and 1 are missing: a; fetch the folder again, whole"
     assert refusal(indexed_files, tmp_path, "index.json", "one", "k") == f"k={tmp_path}/index.json: {said}"
+    # Whoever saves a model again into one file leaves the index and the files of an earlier save.
+    (tmp_path / "one").write_text("")
+    assert indexed_files(tmp_path, "index.json", "one", "k") == {tmp_path / "one": None}
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        {},
-        {"weight_map": {}},
-        {"weight_map": ["a"]},
-        {"weight_map": {"x": 5}},
-        {"weight_map": {"x": ["a"]}},
-        {"weight_map": {"x": "a", "y": 5}},
-        {"weight_map": {"x": "../a"}},
-        {"weight_map": {"x": "/a"}},
-        {"weight_map": {"x": "b/a"}},
-        {"weight_map": {"x": None}},
-    ],
+    "places", [{}, ["a"], {"x": 5}, {"x": "a", "y": ["a"]}, {"x": "../a"}, {"x": "/a"}, {"x": None}]
 )
-def test_an_index_of_other_files_is_refused(tmp_path, content):
+def test_an_index_of_other_files_is_refused(tmp_path, places):
     (tmp_path / "a").write_text("")
-    (tmp_path / "index.json").write_text(json.dumps(content))
+    (tmp_path / "index.json").write_text(json.dumps({"weight_map": places}))
     said = refusal(indexed_files, tmp_path, "index.json", "one", "k")
     assert said == f"k={tmp_path}/index.json: names no files of this folder; fetch the file again"
 
 
-@pytest.mark.parametrize("name", ["..", ".", "", "a\0"])
-def test_a_name_of_no_file_is_missing_or_none(tmp_path, name):
-    (tmp_path / "index.json").write_text(json.dumps({"weight_map": {"x": name}}))
-    said = refusal(indexed_files, tmp_path, "index.json", "one", "k")
-    assert "names no files of this folder" in said or "and 1 are missing" in said
-
-
-def test_an_object_is_read(tmp_path):
-    (tmp_path / "a.json").write_text('{"é": [1]}', encoding="utf-8")
-    assert read_object(tmp_path / "a.json", "x") == {"é": [1]}
-
-
-@pytest.mark.parametrize(
-    ("content", "rule"),
-    [
-        (b"", "cannot be read ("),
-        (b"{", "cannot be read ("),
-        (b"\xff", "cannot be read ("),
-        (b"[" * 100_000, "cannot be read ("),
-        (b"1" * 5000, "cannot be read ("),
-        (b"[]", "holds no JSON object;"),
-        (b"null", "holds no JSON object;"),
-    ],
-)
-def test_what_is_no_object_is_one_line(tmp_path, content, rule):
+@pytest.mark.parametrize("content", [b"", b"\xff", b"[" * 100_000, b"1" * 5000, b"[]", b"null", None, ...])
+def test_what_is_not_an_object_is_one_line(tmp_path, content):
     path = tmp_path / "a.json"
-    path.write_bytes(content)
+    if content is None:
+        assert refusal(read_object, path, "x") == f"x={tmp_path}: has no a.json; name a folder that has one"
+        return
+    if content is ...:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+    rule = "holds no JSON object;" if content in (b"[]", b"null") else "cannot be read ("
     assert refusal(read_object, path, "x").startswith(f"x={path}: {rule}")
 
 
-def test_a_file_that_is_missing_or_a_folder_is_one_line(tmp_path):
-    said = refusal(read_object, tmp_path / "a.json", "x")
-    assert said == f"x={tmp_path}: has no a.json; name a folder that has one"
-    (tmp_path / "a.json").mkdir()
-    assert "cannot be read (" in refusal(read_object, tmp_path / "a.json", "x")
+BIASED = Mixtral(**{**SIZES, "layers": 2}, experts=4, active_experts=2, balance="bias")
+GIVEN = {"layers.0": [0.0, 0.1, -0.2, 0.0], "layers.1": [0.0] * 4}
+
+
+def test_the_biases_of_the_model_s_blocks_are_taken():
+    assert biases_of(BIASED, GIVEN, "k", "v") == GIVEN
+    assert biases_of(BIASED, {}, "k", "v") == {}
+    # The state of another balance has other numbers under the same names.
+    for model in (MODEL, dataclasses.replace(BIASED, balance="auxiliary_batch")):
+        assert biases_of(model, {"layers.0": [1.0]}, "k", "v") == {}
+
+
+@pytest.mark.parametrize(
+    "routing", [{"layers.0": [0.0] * 4}, {**GIVEN, "layers.2": [0.0] * 4}, {**GIVEN, "layers.1": [0.0] * 3}]
+)
+def test_biases_of_another_model_are_one_line(routing):
+    rule = "its biases are not those of 2 blocks of 4 experts"
+    said = f"k=folder: {rule}; choose the model that it was trained as"
+    assert refusal(biases_of, BIASED, routing, "k", "folder") == said
+
+
+def test_an_export_says_which_biases_it_leaves_out():
+    line = left_out(GIVEN)
+    assert line.startswith("left out: the biases of 2 routers")
+    # Biases of two blocks are never compared.
+    assert "less than 0.3 (" in line
+    for biases in ({}, {"layers.0": [0.0, 0.0]}, {"layers.0": [2.0, 2.0]}):
+        assert left_out(biases) == ""

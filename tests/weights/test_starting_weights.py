@@ -47,19 +47,9 @@ def run(tmp_path):
     return recipe, run
 
 
-def test_a_recipe_without_starting_weights_reads_nothing(tmp_path):
-    recipe = tiny.recipe(tmp_path)
-    check_beginning(recipe)
-    assert start_fingerprint(recipe) is None
-
-
-def test_a_folder_of_the_model_is_taken(tmp_path):
-    recipe, _ = theirs(tmp_path)
-    check_beginning(recipe)
-
-
 def test_weights_and_a_position_cannot_both_be_the_start(tmp_path):
     recipe, path = theirs(tmp_path)
+    check_beginning(recipe)
     recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, load_from="x"))
     rule = "checkpoint.load_from says already what the run starts with"
     assert refusal(check_beginning, recipe) == f"init_from={path}: {rule}; give one of the two"
@@ -90,9 +80,7 @@ def test_a_model_of_another_kind_is_refused(tmp_path):
         ("meta-llama/Llama-3.1-8B", "for a model of the hub: `titanlab import meta-llama/Llama-3.1-8B`"),
         ("./weights/x", "give an imported folder, a folder of Hugging Face's, or a run"),
         ("../x", "give an imported folder, a folder of Hugging Face's, or a run"),
-        ("~no-such-user/x", "give an imported folder, a folder of Hugging Face's, or a run"),
         ("a/b/c", "give an imported folder, a folder of Hugging Face's, or a run"),
-        ("/x", "give an imported folder, a folder of Hugging Face's, or a run"),
         ("nope", "give an imported folder, a folder of Hugging Face's, or a run"),
     ],
 )
@@ -100,17 +88,6 @@ def test_a_missing_folder_may_be_a_model_of_the_hub(tmp_path, monkeypatch, text,
     monkeypatch.chdir(tmp_path)
     recipe = replace(tiny.recipe(tmp_path), init_from=text)
     assert refusal(check_start, recipe) == f"init_from={text}: there is no such folder; {cure}"
-
-
-def test_a_folder_that_is_neither_kind_is_none(tmp_path):
-    assert open_folder(tmp_path, "k") is None
-    assert open_folder(tmp_path / "nope", "k") is None
-
-
-def test_a_checkpoint_of_another_model_is_refused_by_its_run_s_config(run):
-    recipe, begun = run
-    other = replace(recipe, init_from=str(begun.path), model=replace(recipe.model, norm_eps=1e-6))
-    assert "is of another model: norm_eps is 1e-05 there and 1e-06 here" in refusal(check_start, other)
 
 
 def test_the_run_is_found_from_within_its_folder_and_by_a_link(run, tmp_path, monkeypatch):
@@ -133,22 +110,11 @@ def test_a_checkpoint_outside_of_a_run_is_judged_by_its_shapes(run, tmp_path):
     assert "is 192×64 there and 100×64 here" in refusal(check_start, other)
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        ("seed: 1\n", "'model'"),
-        ("model: text\n", "string indices"),
-        ("model: {kind: llama}\n", "missing"),
-        ("model: {kind: llama, dim: .nan, layers: 1, heads: 1, kv_heads: 1, ffn_dim: 1, vocab_size: 2}\n", "dim is no"),
-    ],
-)
-def test_a_run_with_a_damaged_model_is_one_line(run, config, reason):
+def test_a_run_with_a_damaged_model_is_one_line(run):
     recipe, begun = run
-    (begun.path / "config.yaml").write_text(config)
+    (begun.path / "config.yaml").write_text("model: {kind: llama}\n")
     said = refusal(check_start, replace(recipe, init_from=str(begun.path)))
     assert said.startswith(f"init_from={begun.path}: its config.yaml has no model (")
-    assert reason in said
-    assert said.endswith("; restore that file")
 
 
 def test_the_fingerprint_of_their_folder_is_of_its_content_and_not_of_its_place(tmp_path):
@@ -181,15 +147,6 @@ def test_a_large_file_is_sampled_from_its_first_byte_to_its_last(tmp_path, monke
     assert module._sampled([path]) == first
     path.write_bytes(content + b"\0")
     assert module._sampled([path]) != first
-
-
-def test_files_that_exchange_their_names_are_another_content(tmp_path):
-    (tmp_path / "a").write_bytes(b"1")
-    (tmp_path / "b").write_bytes(b"2")
-    first = module._sampled([tmp_path / "a", tmp_path / "b"])
-    (tmp_path / "a").write_bytes(b"2")
-    (tmp_path / "b").write_bytes(b"1")
-    assert module._sampled([tmp_path / "a", tmp_path / "b"]) != first
 
 
 def test_a_pipe_among_the_files_of_a_dcp_folder_does_not_stop_the_fingerprint(run, monkeypatch):

@@ -78,7 +78,7 @@ def _merge(run: RunFolder, console: Console) -> bool:
 
 def _rebuild(run: RunFolder, console: Console) -> None:
     # Imported here, as below: it needs Hydra, and `titanlab workspace` does not.
-    from titanlab.train.rebuild import rebuild
+    from titanlab.train import rebuild
 
     for made in rebuild(run):
         console.note(f"{run.path.name}: {made.kind} has all {counted(made.rows, 'row')}: {made.folder}")
@@ -86,7 +86,7 @@ def _rebuild(run: RunFolder, console: Console) -> None:
 
 def _write(kind: str, runs: Sequence[RunFolder], console: Console) -> None:
     config = Wandb() if kind == Wandb.kind else TensorBoard()
-    from titanlab.train.rebuild import rebuild
+    from titanlab.train import rebuild
 
     config.check_installed()
     for run in dict.fromkeys(runs):

@@ -15,10 +15,11 @@ from .starting_weights import not_read as not_read
 from .starting_weights import start_fingerprint as start_fingerprint
 from .totals import Reduction as Reduction
 from .totals import Totals as Totals
-from .tracked_run import has_repeated_steps as has_repeated_steps
-from .tracked_run import has_tracker as has_tracker
-from .tracked_run import tracker_gap as tracker_gap
-from .tracked_run import waiting_files as waiting_files
+from .tracking import has_repeated_steps as has_repeated_steps
+from .tracking import has_tracker as has_tracker
+from .tracking import rebuild as rebuild
+from .tracking import tracker_gap as tracker_gap
+from .tracking import waiting_files as waiting_files
 from .train import Observer as Observer
 from .weights_folder import DTYPES as DTYPES
 from .weights_folder import check_apart as check_apart

@@ -29,8 +29,8 @@ from titanlab.costs import (
 from titanlab.parallelism import STYLES
 from titanlab.techniques.model.contract import ModelConfig
 from titanlab.techniques.model.language_model import LanguageModel, shapes_only
+from titanlab.train.assemble import thin
 from titanlab.train.initialise import initialise
-from titanlab.train.stage import thin
 
 # Relative difference of logits between two ways to call one model: they compute the same sums in the same order.
 _ROUNDING = 1e-6
@@ -131,7 +131,11 @@ def _operations(
     """Compare FLOPs and output shapes of every operation with a module's name, and the total FLOPs."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, module in model.named_modules():
-        module.register_forward_hook(lambda _, __, output, name=name: shapes.update(_shape_by(name, output)))
+        module.register_forward_hook(
+            lambda _, __, output, name=name: (
+                shapes.update({name: tuple(output.shape)}) if isinstance(output, Tensor) else None
+            )
+        )
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(batch, seq_len, dtype=torch.int64, device="meta"))
     root = type(model).__name__
@@ -158,11 +162,6 @@ def _operations(
     total, expected = counter.get_total_flops(), account.layers * forward_flops(block) + forward_flops(edges)
     if total != expected:
         yield f"operations: a forward pass takes {total} FLOPs, not {expected}"
-
-
-def _shape_by(name: str, output: object) -> dict[str, tuple[int, ...]]:
-    """The shape of a module's output by the module's name; nothing of several tensors."""
-    return {name: tuple(output.shape)} if isinstance(output, Tensor) else {}
 
 
 def _per_token(

@@ -9,9 +9,10 @@ for one reading. Then the type and range of each value are checked. This can go 
 from __future__ import annotations
 
 import io
+import operator
 import pickle
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Annotated, Any
@@ -151,7 +152,7 @@ def read_saved(checkpoint: Path, key: str) -> Metadata:
     path = checkpoint / METADATA
     try:
         if not path.is_file():
-            raise _Unreadable("is missing" if not path.exists() else "is not a file")
+            raise _Unreadable("is missing" if not path.exists() else "is no file")
         if path.stat().st_size > MOST_BYTES:
             raise _Unreadable(f"has {path.stat().st_size} bytes, and {MOST_BYTES} are the most")
         content = path.read_bytes()
@@ -178,8 +179,11 @@ def _metadata(root: object, *, most_chunks: int) -> Metadata:
         if most_chunks < 0:
             # In a pickle many entries can share one list, so a small file could take hours to read.
             raise _Unreadable("is damaged (it has more chunks than bytes)")
-        if not all(_is_inside(chunk, tensor.size) for chunk in tensor.chunks):
-            raise _Unreadable(f"is damaged (a chunk lies outside of {name!r})")
+        for chunk in tensor.chunks:
+            ends = map(operator.add, chunk.offsets, chunk.sizes)
+            is_alike = len(chunk.offsets) == len(chunk.sizes) == len(tensor.size)
+            if not is_alike or any(end > whole for end, whole in zip(ends, tensor.size, strict=True)):
+                raise _Unreadable(f"is damaged (a chunk lies outside of {name!r})")
         # Of the properties the dtype comes first; the others are the same for all tensors.
         dtype = tensor.properties.state[0].name
         if dtype not in ITEM_BYTES:
@@ -188,23 +192,13 @@ def _metadata(root: object, *, most_chunks: int) -> Metadata:
     places = {}
     for index, place in whole.storage_data.items():
         at = msgspec.convert(index, _Index, from_attributes=True)
-        places[MetadataIndex(at.fqn, at.offset, at.index)] = _stored_at(place)
+        stored = msgspec.convert(place, _StoredAt, from_attributes=True)
+        file = stored.relative_path
+        # The file is opened later: it must be inside the checkpoint's folder. PurePath takes ".." for a name too.
+        if file in ("", "..") or PurePath(file).name != file or "\0" in file:
+            raise _Unreadable("is damaged (it lacks the name of a file beside it)")
+        places[MetadataIndex(at.fqn, at.offset, at.index)] = stored
     return Metadata(state_dict_metadata=entries, storage_data=places, version=whole.version)
-
-
-def _is_inside(chunk: _Chunk, size: Sequence[int]) -> bool:
-    if not len(chunk.offsets) == len(chunk.sizes) == len(size):
-        return False
-    return all(at + part <= whole for at, part, whole in zip(chunk.offsets, chunk.sizes, size, strict=True))
-
-
-def _stored_at(node: object) -> _StoredAt:
-    place = msgspec.convert(node, _StoredAt, from_attributes=True)
-    file = place.relative_path
-    # The file is opened later: it must be inside the checkpoint's folder. PurePath takes ".." for a name too.
-    if file in ("", "..") or PurePath(file).name != file or "\0" in file:
-        raise _Unreadable("is damaged (it lacks the name of a file beside it)")
-    return place
 
 
 @dataclass(frozen=True, kw_only=True)

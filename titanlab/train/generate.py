@@ -18,9 +18,9 @@ from titanlab.records import RunFolder
 from titanlab.techniques.model.contract import ModelConfig
 from titanlab.techniques.model.language_model import LanguageModel, shapes_only
 from titanlab.techniques.precision.cast import dtype_named
+from titanlab.train.assemble import default_dtype
 from titanlab.train.balance import set_biases
 from titanlab.train.hub_folders import is_hf_folder
-from titanlab.train.stage import default_dtype
 from titanlab.train.starting_weights import open_folder
 from titanlab.train.weights_folder import CONTEXT, biases_of, is_weights_folder, usual_dtype
 from titanlab.train.weights_tensors import fill

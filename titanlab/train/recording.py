@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -30,32 +29,14 @@ from titanlab.techniques.precision.cast import dtype_named
 from titanlab.techniques.tracker.contract import Tracker, open_tracker
 from titanlab.train.balance import ExpertRows
 from titanlab.train.totals import Totals, memory, peak_flops, peak_memory_gib
-from titanlab.train.tracked_run import HeldRows, tracked_run
-
-
-class StepEnd(NamedTuple):
-    """The end of a step.
-
-    at: by `time.perf_counter`; None: now
-    next_runs: whether the device already computes the next step
-    """
-
-    at: float | None = None
-    next_runs: bool = False
-
-
-NOW = StepEnd()
+from titanlab.train.tracking import HeldRows, tracked_run
 
 
 class StepEnds:
     """Tells when each step has ended on its device.
 
-    A GPU computes a step while the host sends the next one, and its totals are read after that. The times of reading
-    differ from those of computing wherever the host is slower than the GPU: before a validation or a checkpoint the
-    last two steps are read at once, so that one of them would take no time. So a GPU's steps are timed by its events.
-
-    Args:
-        clock: as of the meter.
+    A GPU's steps are timed by its events: before a validation or a checkpoint the host reads the totals of the last two
+    steps at once, so that by the host's clock one of them would take no time.
     """
 
     def __init__(self, device: torch.device, *, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -67,11 +48,7 @@ class StepEnds:
         self._at = clock()
 
     def after(self, event: torch.cuda.Event | None) -> float | None:
-        """When the device reached the event at the end of a step; None: now.
-
-        Args:
-            event: it has been reached, and later than those of earlier calls; None: of a CPU.
-        """
+        """When the device reached the event at the end of a step; None: now, because a CPU has no events."""
         if event is None or self._last is None:
             return None
         # From event to event: milliseconds in 32 bits are exact enough for a step, not for a day.
@@ -121,8 +98,22 @@ class Recorder:
         """Inside the block, held-out sequences are evaluated; yields a function that takes their loss."""
         return contextlib.nullcontext(lambda loss: None)
 
-    def record(self, step: int, totals: Totals, *, rate: float, tokens_seen: int, end: StepEnd = NOW) -> None:
-        """Record a step's totals; `end`: when it has ended."""
+    def record(
+        self,
+        step: int,
+        totals: Totals,
+        *,
+        rate: float,
+        tokens_seen: int,
+        ended: float | None = None,
+        next_runs: bool = False,
+    ) -> None:
+        """Record a step's totals.
+
+        Args:
+            ended: when the step has ended, by `time.perf_counter`; None: now.
+            next_runs: whether the device already computes the next step.
+        """
 
     def finish(self, outcome: Outcome) -> Outcome:
         """Record the end of the run; return the outcome with its metrics."""
@@ -242,9 +233,18 @@ class LoggingRecorder(Recorder):
             yield report
             self._watch.after_validation(step)
 
-    def record(self, step: int, totals: Totals, *, rate: float, tokens_seen: int, end: StepEnd = NOW) -> None:
+    def record(
+        self,
+        step: int,
+        totals: Totals,
+        *,
+        rate: float,
+        tokens_seen: int,
+        ended: float | None = None,
+        next_runs: bool = False,
+    ) -> None:
         self._meter.leave_out(self._watch.after_step(step, first=self._meter.steps == 0))
-        seconds = self._meter.end_step(totals.tokens, at=end.at)
+        seconds = self._meter.end_step(totals.tokens, at=ended)
         self._step = step
         if totals.load is not None:
             self._experts.after_step(step, totals.load)
@@ -267,7 +267,7 @@ class LoggingRecorder(Recorder):
                     self._write_status("running")
             return
         # While the device computes the next step, logging does not stop it.
-        with contextlib.nullcontext() if end.next_runs else self._meter.paused():
+        with contextlib.nullcontext() if next_runs else self._meter.paused():
             self._log(step, totals, rate=rate, tokens_seen=tokens_seen)
 
     def _log(self, step: int, totals: Totals, *, rate: float, tokens_seen: int) -> None:

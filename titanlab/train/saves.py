@@ -1,21 +1,30 @@
-"""When a run saves, and what becomes of a save that fails."""
+"""What keeps a run's work: its checkpoints, steps that are computed twice, and the way back from a bad step.
+
+`RepeatedStep` runs forward and backward of a step twice, which must give the same bits. `Rollbacks` takes the run back
+to its newest checkpoint, and leaves the bad data out.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
+import torch
 from msgspec import structs
 
-from titanlab.checkpoint import OnlyModel, Position, Target
+from titanlab.checkpoint import OnlyModel, Position, Target, checkpoints_of, generator_states, latest, set_generators
 from titanlab.data import Stream, source
-from titanlab.distributed import Mesh, Watchdog
-from titanlab.recipe import Recipe
-from titanlab.records import OutcomeKind, first_line
+from titanlab.distributed import Mesh, Watchdog, World
+from titanlab.dtensor import local_part
+from titanlab.errors import TitanlabError
+from titanlab.recipe import Recipe, Training
+from titanlab.records import Outcome, OutcomeKind, RunFolder, first_line
 from titanlab.system import disk_fault
 from titanlab.techniques.profiler.contract import Phase, nothing
-from titanlab.train.assemble import Assembled
+from titanlab.train.assemble import Assembled, StepBatch, Sums
 from titanlab.train.recording import Recorder
 from titanlab.train.totals import Totals
 
@@ -137,3 +146,137 @@ class Saves:
         except OSError as error:
             reason = disk_fault(error, ends_run=False) or first_line(error)
             self._recorder.warn(f"the checkpoint of step {self._tried_step} is not saved: {reason}; training goes on")
+
+
+class SilentCorruption(TitanlabError):
+    """The same computation gave two results: a device or its memory is at fault, or a kernel is not deterministic."""
+
+
+class _Finding(NamedTuple):
+    """What differs on one rank.
+
+    Attributes:
+        loss: whether the rank's own loss differs.
+        name: the first parameter whose gradient differs; empty: none.
+    """
+
+    loss: bool
+    name: str
+    parameters: int
+    values: int
+
+
+class RepeatedStep:
+    """Runs some steps twice and compares.
+
+    The first run changes nothing: gradients are dropped, buffers and random generators restored. So training goes on
+    with the bits that it would have without the check.
+    """
+
+    def __init__(self, every: int, assembled: Assembled, optimizer: torch.optim.Optimizer, world: World) -> None:
+        self._every, self._assembled, self._optimizer, self._world = every, assembled, optimizer, world
+        self._parameters = dict(assembled.model.named_parameters())
+        self._first: tuple[torch.Tensor, dict[str, torch.Tensor]] | None = None
+        self._calls = 0
+
+    def before(self, step: int, batch: StepBatch) -> None:
+        """Run the step for the first time, if it is checked; all ranks call it before they run the step."""
+        self._calls += 1
+        # The first step of an attempt compiles, and its traffic is measured.
+        if not self._every or step % self._every or self._calls == 1:
+            return
+        generators = generator_states(self._world)
+        buffers = [buffer.clone() for buffer in self._assembled.model.buffers()]
+        sums = self._assembled.forward_backward(batch)
+        self._first = (sums.loss_sum.clone(), {name: grad.clone() for name, grad in self._gradients()})
+        self._optimizer.zero_grad()
+        for buffer, kept in zip(self._assembled.model.buffers(), buffers, strict=True):
+            buffer.copy_(kept)
+        set_generators(generators, self._world)
+
+    def after(self, step: int, sums: Sums) -> None:
+        """Compare with the first run; all ranks call it when they have run the step.
+
+        Raises:
+            SilentCorruption: the results of a rank differ; on every rank.
+        """
+        if self._first is None:
+            return
+        (loss, gradients), self._first = self._first, None
+        different = {
+            name: count
+            for name, gradient in self._gradients()
+            if (count := _different(gradients[name], gradient) if name in gradients else gradient.numel())
+        }
+        finding = _Finding(
+            bool(_different(loss, sums.loss_sum)), next(iter(different), ""), len(different), sum(different.values())
+        )
+        findings = {
+            rank: of_rank for rank, of_rank in enumerate(self._world.gather(finding)) if of_rank.loss or of_rank.name
+        }
+        if findings:
+            raise SilentCorruption(_sentence(step, findings))
+
+    def _gradients(self) -> list[tuple[str, torch.Tensor]]:
+        return [
+            (name, local_part(parameter.grad))
+            for name, parameter in self._parameters.items()
+            if parameter.grad is not None
+        ]
+
+
+def _different(first: torch.Tensor, second: torch.Tensor) -> int:
+    """How many bytes differ; NaN equals NaN of the same bits."""
+    views = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (first, second)]
+    return int((views[0] != views[1]).sum())
+
+
+def _sentence(step: int, findings: dict[int, _Finding]) -> str:
+    # A wrong gradient spreads to other ranks when gradients are reduced; the loss is each rank's own.
+    own = [rank for rank, finding in findings.items() if finding.loss]
+    ranks = own or list(findings)
+    named = f"rank {ranks[0]}" if len(ranks) == 1 else f"one of ranks {', '.join(map(str, ranks))}"
+    finding = findings[ranks[0]]
+    count = f"{finding.values} byte{'s'[: finding.values > 1]}"
+    what = "the loss" if finding.loss else ""
+    if finding.name:
+        rest = f" and {finding.parameters - 1} more parameters" if finding.parameters > 1 else ""
+        what += f"{' and ' if what else ''}the gradient of {finding.name}{rest} ({count})"
+    return f"silent data corruption at step {step}: {named} computed {what} twice with different results"
+
+
+class Rollbacks:
+    """Decides whether a run goes back, and counts.
+
+    The stream of data is not rewound: the sequences between the checkpoint and the bad step are left out, because the
+    same sequences would lead to the same step.
+    """
+
+    def __init__(self, training: Training, run: RunFolder, world: World, *, warn: Callable[[str], None]) -> None:
+        self._left = training.nan_limit if training.on_nan == "rollback" else 0
+        self._limit = training.nan_limit
+        self._run, self._world, self._warn = run, world, warn
+
+    def may_follow(self, outcome: Outcome, *, after: Callable[[], None]) -> bool:
+        """Whether the run goes back after this outcome; the same on every rank.
+
+        Args:
+            after: waits for a save under way, whose checkpoint counts.
+        """
+        if not self._left:
+            return False
+        after()
+        if self._world.share(latest(checkpoints_of(self._run)) if self._world.logs else None) is None:
+            self._warn(f"{outcome.cause}; there is no checkpoint to go back to")
+            return False
+        return True
+
+    def note(self, outcome: Outcome, warnings: Sequence[str], *, to: int) -> Outcome:
+        """Count and report a rollback to a step. Returns the outcome of a run that goes on."""
+        self._left -= 1
+        for warning in warnings:
+            self._warn(warning)
+        count = f"rollback {self._limit - self._left} of at most {self._limit}"
+        between = f"step {to + 1}" if outcome.step == to + 1 else f"steps {to + 1} to {outcome.step}"
+        self._warn(f"{outcome.cause}; back to the checkpoint of step {to}, without the data of {between} ({count})")
+        return replace(outcome, kind=OutcomeKind.DONE, step=to, cause=None)

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,6 +23,7 @@ from titanlab.distributed import STOP_SIGNALS, World
 from titanlab.recipe import Cluster
 from titanlab.system import trimmed
 from titanlab.techniques.precision.cast import LossScale, ScaledStep
+from titanlab.techniques.profiler.memory import peak_resident_bytes
 from titanlab.train.balance import Load, NoBalance
 
 STOPS = tuple(map(int, STOP_SIGNALS))
@@ -226,15 +225,16 @@ class RankTimes:
             is_new = slow is not None and slow not in self._warned
             if slow is not None:
                 self._warned.add(slow)
-            self._report(metrics, self._warning(step, metrics, slow[1]) if slow is not None and is_new else "")
-
-    def _warning(self, step: int, metrics: Mapping[str, float], phase: int) -> str:
-        text = (
-            f"step {step}: rank {int(metrics[SLOWEST])} is slow in {_PHASES[phase]}: a step takes it "
-            f"{trimmed(metrics[DATA])} s for data and {trimmed(metrics[COMPUTE])} s of computing, "
-            f"{metrics[SLOWER]:.0f}% more than the others"
-        )
-        return f"{text}, which have other layers (parallelism.split)" if self._alone and phase == _COMPUTE else text
+            text = ""
+            if slow is not None and is_new:
+                text = (
+                    f"step {step}: rank {int(metrics[SLOWEST])} is slow in {_PHASES[slow[1]]}: a step takes it "
+                    f"{trimmed(metrics[DATA])} s for data and {trimmed(metrics[COMPUTE])} s of computing, "
+                    f"{metrics[SLOWER]:.0f}% more than the others"
+                )
+                if self._alone and slow[1] == _COMPUTE:
+                    text += ", which have other layers (parallelism.split)"
+            self._report(metrics, text)
 
     def _restart(self) -> None:
         self._steps, self._begin, self._data, self._compute = 1, time.monotonic(), 0.0, 0.0
@@ -310,9 +310,7 @@ def peak_memory_gib(device: torch.device) -> float:
     """Peak memory of this rank: reserved by the allocator on a GPU, resident on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / 2**30
-    # Linux counts kibibytes, macOS bytes.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    return peak_resident_bytes() / 2**30
 
 
 _MATMUL_SIZE = 512

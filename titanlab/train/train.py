@@ -59,11 +59,10 @@ from titanlab.records import Outcome, OutcomeKind, RunFolder, first_line
 from titanlab.system import disk_fault
 from titanlab.techniques.optimizer.contract import rate_factor
 from titanlab.techniques.profiler.contract import Links, Profiler
-from titanlab.techniques.profiler.memory import named_before_steps, named_consumers
+from titanlab.techniques.profiler.memory import named_consumers
 from titanlab.train.assemble import Assembled, assemble
-from titanlab.train.faults import RepeatedStep, Rollbacks
-from titanlab.train.recording import Recorder, StepEnd, StepEnds, open_recorder
-from titanlab.train.saves import Saves
+from titanlab.train.recording import Recorder, StepEnds, open_recorder
+from titanlab.train.saves import RepeatedStep, Rollbacks, Saves
 from titanlab.train.starting_weights import contents_of, fill_start
 from titanlab.train.totals import RankTimes, Reduction, Totals
 
@@ -129,7 +128,7 @@ def train(
                 waits=lambda text: start_up.begin("rendezvous", text),
             )
         )
-        stack.enter_context(named_before_steps())
+        stack.enter_context(named_consumers())
         attempt = world.share(run.newest_attempt() or 1) if attempt is None else attempt
         mesh = build_mesh(recipe.layout, world.device.type)
         watchdog.learn(topology(mesh))
@@ -195,10 +194,16 @@ def train(
             while len(waiting) > lag:
                 known_step, known_rate, reduction = waiting.pop(0)
                 totals = reduction.read()
-                end = StepEnd(step_ends.after(reduction.arrived), next_runs=len(waiting) > 0)
                 position = structs.replace(position, step=known_step, tokens=position.tokens + totals.tokens)
                 observer.after_step(known_step, totals)
-                recorder.record(known_step, totals, rate=known_rate, tokens_seen=position.tokens, end=end)
+                recorder.record(
+                    known_step,
+                    totals,
+                    rate=known_rate,
+                    tokens_seen=position.tokens,
+                    ended=step_ends.after(reduction.arrived),
+                    next_runs=len(waiting) > 0,
+                )
                 if (started := start_up.end()) is not None:
                     recorder.started(started)
                 saves.learn(totals)
@@ -214,7 +219,6 @@ def train(
 
         repeated = RepeatedStep(recipe.training.check_every, assembled, optimizer, world)
         stack.enter_context(profiled(profiler, run, world, mesh, recorder, attempt=attempt))
-        stack.enter_context(named_consumers(model, optimizer))
         rank_times = RankTimes(
             recipe.training.compare_ranks_every,
             world,
@@ -375,7 +379,15 @@ def load_start(
         if key != "run":
             # The checkpoint's tracker id belongs to the other run.
             position = structs.replace(position, tracker=None)
-        return position, on_all_ranks(world, lambda: _restored(restore, position, folder, key))
+
+        def restored() -> T:
+            try:
+                return restore(position)
+            except DamagedPosition as error:
+                rule = f"its {POSITION} has {one_line(error.problem)}"
+                raise DamagedCheckpoint(key, folder, rule, earlier_hint(folder)) from error
+
+        return position, on_all_ranks(world, restored)
 
     def chosen(choose: Callable[[], Place]) -> Place:
         # Rank 0 chooses here too: another run may save and remove checkpoints meanwhile.
@@ -402,14 +414,6 @@ def load_start(
         biases = fill_start(recipe, model, chosen)
         position = Position(routing={name: list(block) for name, block in biases.items()})
     return position, restore(position), warnings
-
-
-def _restored(restore: Callable[[Position], T], position: Position, checkpoint: Place, key: str) -> T:
-    try:
-        return restore(position)
-    except DamagedPosition as error:
-        rule = f"its {POSITION} has {one_line(error.problem)}"
-        raise DamagedCheckpoint(key, checkpoint, rule, earlier_hint(checkpoint)) from error
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from tests.training.test_bad_steps import BAD, STEPS, attempt
 from titanlab.costs import meter
 from titanlab.techniques.tracker.contract import Tracker
 from titanlab.techniques.tracker.trackers_schema import Wandb
-from titanlab.train.tracked_run import HeldRows
+from titanlab.train.tracking import HeldRows
 
 
 class Taken(Tracker):
@@ -30,54 +30,28 @@ class Taken(Tracker):
         self.summary = summary
 
 
-@pytest.fixture
-def saved():
-    return [0]
-
-
-@pytest.fixture
-def taken():
-    return Taken()
-
-
-@pytest.fixture
-def held(taken, saved):
-    return HeldRows(taken, lambda: saved[0])
-
-
-def test_rows_wait_for_their_checkpoint(held, taken, saved):
+@pytest.mark.parametrize(
+    ("newest", "taken"),
+    [
+        (2, [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0), (5, 50.0)]),
+        # The checkpoint of step 4 is damaged, and that of step 2 is used: no step decreases.
+        (4, [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (4, 40.0), (5, 50.0)]),
+    ],
+)
+def test_rows_wait_for_their_checkpoint_and_repeated_steps_have_their_last(newest, taken):
+    tracker, saved = Taken(), [0]
+    held = HeldRows(tracker, lambda: saved[0])
     for step in (1, 2, 3):
         held.log(step, {"loss": step * 1.0})
-    assert taken.rows == []
-    saved[0] = 2
+    assert tracker.rows == []
+    saved[0] = newest
     held.log(4, {"loss": 4.0}, time=7.0)
-    assert taken.rows == [(1, 1.0), (2, 2.0)]
+    assert tracker.rows == [(step, step * 1.0) for step in range(1, newest + 1)]
+    held.go_back(2)
+    for step in (3, 4, 5):
+        held.log(step, {"loss": step * 10.0})
     held.finish({"outcome": "done"})
-    assert taken.rows == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
-    assert taken.summary == {"outcome": "done"}
-
-
-def test_repeated_steps_have_their_last_rows(held, taken, saved):
-    saved[0] = 2
-    for step in (1, 2, 3, 4):
-        held.log(step, {"loss": step * 1.0})
-    held.go_back(2)
-    for step in (3, 4, 5):
-        held.log(step, {"loss": step * 10.0})
-    held.finish({})
-    assert taken.rows == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0), (5, 50.0)]
-
-
-def test_a_damaged_checkpoint_makes_no_step_decrease(held, taken, saved):
-    saved[0] = 4
-    for step in (1, 2, 3, 4):
-        held.log(step, {"loss": step * 1.0})
-    # The checkpoint of step 4 is damaged, and that of step 2 is used.
-    held.go_back(2)
-    for step in (3, 4, 5):
-        held.log(step, {"loss": step * 10.0})
-    held.finish({})
-    assert [row[0] for row in taken.rows] == [1, 2, 3, 4, 4, 5]
+    assert (tracker.rows, tracker.summary) == (taken, {"outcome": "done"})
 
 
 @pytest.mark.full

@@ -1,7 +1,9 @@
-"""What a run leaves behind while it happens: rows of metrics, its status and its result."""
+"""What a run leaves behind while it happens: rows of metrics, its status, its result, and what its panel suggests."""
 
 import re
+import shlex
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from titanlab.system import terminal
 from titanlab.techniques.precision.cast import ScaledStep
 from titanlab.techniques.precision.cast_schema import Fp16
 from titanlab.train import Totals
-from titanlab.train.recording import LoggingRecorder, Recorder, StepEnd, open_recorder
+from titanlab.train.recording import LoggingRecorder, Recorder, StepEnds, next_steps, open_recorder
 
 CPU = torch.device("cpu")
 ALONE = World(rank=0, world=1, local_rank=0, device=CPU)
@@ -104,8 +106,8 @@ def test_logging_beside_the_next_step_takes_nothing_from_it(tmp_path, capsys):
         recorder.start()
         begun = time.perf_counter()
         for step, at, next_runs in ((1, 1.0, True), (2, 3.0, False)):
-            end = StepEnd(begun + at, next_runs=next_runs)
-            recorder.record(step, Totals(4.0, 1.0, 100, 0), rate=1e-3, tokens_seen=100 * step, end=end)
+            end = {"ended": begun + at, "next_runs": next_runs}
+            recorder.record(step, Totals(4.0, 1.0, 100, 0), rate=1e-3, tokens_seen=100 * step, **end)
     _, second = run.metrics("train")
     assert second[meter.STEP_SECONDS] == pytest.approx(2.0, abs=1e-9)
     capsys.readouterr()
@@ -139,3 +141,39 @@ def test_other_ranks_write_nothing(tmp_path):
         assert recorder.finish(outcome) is outcome
     assert run.metrics() == []
     assert run.status().state != "running"
+
+
+def test_the_panel_suggests_what_can_be_done(tmp_path):
+    run = tiny.begin(tiny.recipe(tmp_path / "two words"))
+    run.tokenizer.mkdir(exist_ok=True)
+    done = Outcome(kind=OutcomeKind.DONE, cause="", step=2, steps=2, metrics={})
+    assert [line.split()[0] for line in next_steps(done, run)] == ["less"]
+    step = run.checkpoints / "step-00000002"
+    step.mkdir(parents=True)
+    (step / "index.json").write_text("{}")
+    assert next_steps(done, run)[0].startswith("titanlab generate ")
+    for kind in (OutcomeKind.DONE, OutcomeKind.CANCELLED, OutcomeKind.OOM):
+        for line in next_steps(replace(done, kind=kind), run):
+            (folder,) = (word for word in shlex.split(line) if "two words" in word)
+            assert folder.startswith(str(run.path))
+
+
+class Event:
+    """Of a GPU: reached at a time of the device, in milliseconds."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def record(self):
+        pass
+
+    def elapsed_time(self, later):
+        return later.at - self.at
+
+
+def test_steps_of_a_gpu_end_when_it_has_computed_them_whenever_the_host_reads_them(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(5000.0))
+    ends = StepEnds(torch.device("cuda", 0), clock=iter([100.0]).__next__)
+    assert [ends.after(Event(at)) for at in (5250.0, 5500.0, 6500.0)] == [100.25, 100.5, 101.5]
+    assert StepEnds(CPU).after(None) is None

@@ -11,7 +11,7 @@ from tests.sweep.made import begin
 from titanlab.recipe import to_mapping
 from titanlab.records import RunFolder, create_run, identify
 from titanlab.techniques.tracker.contract import RECORD_FILE, Record, write_record
-from titanlab.train.tracked_run import tracked_run
+from titanlab.train.tracking import tracked_run
 
 
 def made(runs, sweep="layouts", name="toy", repeat=0):

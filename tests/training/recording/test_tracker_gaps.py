@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -80,30 +81,16 @@ def test_a_tracker_that_was_cut_off_is_one_line(run, record, line):
     assert gap(run) == line
 
 
-def test_an_attempt_without_steps_may_lack_its_last_rows(run):
-    attempt(run, [], state=OPEN)
-    assert gap(run) == "wandb: was not closed, and may lack the last rows"
-
-
-def test_rows_that_were_left_out_are_summed_over_attempts(run):
-    attempt(run, [1], state=FINISHED, left_out=2)
-    attempt(run, [2], resumed_step=1, state=FINISHED, left_out=5)
-    assert gap(run) == "wandb: lacks 7 rows, for it could not keep up"
-
-
 def test_a_rebuild_makes_up_for_the_attempts_before_it(run):
     attempt(run, [1, 2], state=OPEN, step=1)
-    rebuilt = Record(kind="wandb", state=FINISHED, attempt=1, rebuilt=True)
+    rebuilt = Record(kind="wandb", state=OPEN, attempt=1, rebuilt=True)
     write_record(run.path / RECORD_FILE, rebuilt)
+    # It was cut off itself.
+    assert gap(run) == "wandb: has at least the steps up to 1 of 2"
+    write_record(run.path / RECORD_FILE, replace(rebuilt, state=FINISHED))
     assert tracker_gap(run) is None
     attempt(run, [3], resumed_step=2, state=OPEN)
     assert gap(run) == "wandb: has perhaps none of 3 steps"
-
-
-def test_a_rebuild_that_was_cut_off_makes_up_for_nothing(run):
-    attempt(run, [1, 2], state=OPEN, step=1)
-    write_record(run.path / RECORD_FILE, Record(kind="wandb", state=OPEN, attempt=1, rebuilt=True))
-    assert gap(run) == "wandb: has at least the steps up to 1 of 2"
 
 
 def test_an_upload_that_was_asked_for_waits(run):

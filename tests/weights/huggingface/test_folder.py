@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 import torch
@@ -30,22 +29,6 @@ def test_a_folder_with_a_config_is_one(tmp_path):
     (tmp_path / "config.json").mkdir()
     assert not is_hf_folder(tmp_path)
     assert is_hf_folder(made.folder(tmp_path / "a"))
-
-
-@pytest.mark.parametrize("files", [1, 3])
-def test_every_parameter_is_found_in_its_file(tmp_path, files):
-    path = made.folder(tmp_path / "a", files=files)
-    source = open_hf(path, "k")
-    assert list(source.entries) == list(source.model.account().parameters)
-    assert {file.name for file in source.files.values()} == {file.name for file in path.glob("*.safetensors")}
-    norm = made.read(path)["model.norm.weight"]
-    assert torch.equal(source.read("norm.weight", [0], [64]), norm)
-
-
-def test_values_beside_the_model_are_kept_as_they_are(tmp_path):
-    path = made.folder(tmp_path / "a", {**made.SMALL, "pad_token_id": None, "torch_dtype": "float32"})
-    about = {"max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": None}
-    assert open_hf(path, "k").about == about
 
 
 @pytest.mark.parametrize("shards", ["kept", "removed"])
@@ -169,37 +152,28 @@ def test_a_copy_that_cannot_be_compared_is_one_line(tmp_path, tensor, rule):
     assert rule in said
 
 
-def test_a_folder_without_weights_is_one_line(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        (None, "has neither model.safetensors nor model.safetensors.index.json; fetch the folder again, whole"),
+        ("pytorch_model.bin", "keeps its weights in pytorch_model.bin, which runs code when it is read; "),
+        *(
+            (name, f"has neither model.safetensors nor model.safetensors.index.json, but {name}; give the model in the")
+            for name in ("consolidated.safetensors", "model.fp16.safetensors", "model.gguf")
+        ),
+    ],
+)
+def test_weights_that_are_missing_or_in_another_form_are_named(tmp_path, name, rule):
     path = made.folder(tmp_path / "a")
-    (path / "model.safetensors").rename(path / "pytorch_model.bin")
-    assert refusal(path).startswith(
-        f"k={path}: keeps its weights in pytorch_model.bin, which runs code when it is read"
-    )
-    (path / "pytorch_model.bin").unlink()
-    rule = "has neither model.safetensors nor model.safetensors.index.json"
-    assert refusal(path) == f"k={path}: {rule}; fetch the folder again, whole"
-
-
-@pytest.mark.parametrize("name", ["consolidated.safetensors", "model.fp16.safetensors", "model.gguf"])
-def test_weights_in_another_form_are_named(tmp_path, name):
-    path = made.folder(tmp_path / "a")
-    (path / "model.safetensors").rename(path / name)
-    rule = f"has neither model.safetensors nor model.safetensors.index.json, but {name}"
-    assert refusal(path) == f"k={path}: {rule}; give the model in the form of transformers"
-
-
-def test_a_pickle_beside_safetensors_is_not_read(tmp_path):
-    path = made.folder(tmp_path / "a")
+    # Beside safetensors a pickle is not read.
     (path / "pytorch_model.bin").write_bytes(b"\x80")
     assert open_hf(path, "k").entries
-
-
-def test_a_pipe_in_place_of_the_weights_is_no_file(tmp_path):
-    """To open it for reading would wait for a writer."""
-    path = made.folder(tmp_path / "a")
-    (path / "model.safetensors").unlink()
-    os.mkfifo(path / "model.safetensors")
-    assert "has neither model.safetensors nor " in refusal(path)
+    (path / "pytorch_model.bin").unlink()
+    if name is None:
+        (path / "model.safetensors").unlink()
+    else:
+        (path / "model.safetensors").rename(path / name)
+    assert refusal(path).startswith(f"k={path}: {rule}")
 
 
 @pytest.mark.parametrize(
@@ -217,11 +191,3 @@ def test_a_value_that_no_model_has_is_one_line(tmp_path, name, value, said):
     path = made.folder(tmp_path / "a")
     (path / "config.json").write_text(json.dumps({**made.SMALL, name: value}))
     assert said in refusal(path)
-
-
-def test_another_number_of_layers_is_a_disagreement(tmp_path):
-    path = made.folder(tmp_path / "a")
-    (path / "config.json").write_text(json.dumps({**made.SMALL, "num_hidden_layers": 2}))
-    assert "its config and its tensors disagree: model.layers.2." in refusal(path)
-    (path / "config.json").write_text(json.dumps({**made.SMALL, "num_hidden_layers": 4}))
-    assert "its config and its tensors disagree: model.layers.3." in refusal(path)

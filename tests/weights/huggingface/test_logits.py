@@ -9,6 +9,7 @@ import torch
 
 from tests.weights.huggingface import made
 from titanlab.cli import main
+from titanlab.techniques.model.mixture_of_experts import Router
 from titanlab.train import generate as sampling
 from titanlab.train.starting_weights import open_folder
 from titanlab.train.weights_tensors import fill
@@ -112,15 +113,37 @@ def test_greedy_tokens_are_equal(tmp_path, family):
     assert len(set(ids[8:])) > 5
 
 
-@pytest.mark.full
-def test_a_transformers_of_the_4_series_reads_what_is_written(tmp_path):
-    """The fields are where it reads them; 4.48.3 itself opened such folders on 2026-11-21 (docs/hugging-face.md)."""
-    import json
+SHAPES = {
+    "qwen 3 moe": ("qwen 3 moe", {}),
+    "mixtral": ("mixtral", {}),
+    "many experts": ("qwen 3 moe", {"num_experts": 48, "num_experts_per_tok": 6, "moe_intermediate_size": 24}),
+    "all experts": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3, "hidden_size": 48}),
+}
+FULL = ("many experts", "all experts")
 
-    there = made.folder(tmp_path / "hub", made.LLAMA_3_2)
-    config = json.loads((exported(tmp_path, there) / "config.json").read_text())
-    assert config["rope_theta"] == 500000.0
-    assert config["rope_scaling"]["rope_type"] == "llama3"
-    assert config["torch_dtype"] == "float32"
-    assert config["architectures"] == ["LlamaForCausalLM"]
-    assert config["tie_word_embeddings"] is True
+
+def choices(model, routers, chosen):
+    """The experts of each token, [tokens, active], by block."""
+    found = []
+    hooks = [router.register_forward_hook(lambda _, __, output: found.append(chosen(output))) for router in routers]
+    logits = model(tokens())
+    for hook in hooks:
+        hook.remove()
+    return getattr(logits, "logits", logits), found
+
+
+@pytest.mark.parametrize(
+    "shape", [pytest.param(name, marks=[pytest.mark.full] if name in FULL else []) for name in SHAPES]
+)
+@torch.no_grad()
+def test_the_same_experts_are_chosen(tmp_path, shape):
+    family, change = SHAPES[shape]
+    there = made.folder(tmp_path / "hub", {**made.WITH_EXPERTS[family], **change})
+    reference, model = theirs(there), ours(there)
+    gates = [module for name, module in reference.named_modules() if name.endswith(".gate")]
+    wanted, theirs_chosen = choices(reference, gates, lambda output: output[-1])
+    found, chosen = choices(model, [m for m in model.modules() if isinstance(m, Router)], lambda output: output.experts)
+    assert len(chosen) == len(theirs_chosen) == 3
+    for one, other in zip(chosen, theirs_chosen, strict=True):
+        assert torch.equal(one.sort(-1)[0], other.sort(-1)[0])
+    assert (found - wanted).abs().max() / wanted.abs().max() < BAR

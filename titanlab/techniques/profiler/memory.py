@@ -34,16 +34,24 @@ class MemoryProfiler(Profiler):
         self._config = config
         self._steps = self._last = 0
         self._sampler: _Sampler | None = None
-        self._snapshots: _Snapshots | None = None
+        self._records = False
 
     def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
+        self._records = on_gpu
         self._used = resident_bytes
+        # Files of the allocator's history; titanlab writes them and reads none, because they are pickles.
+        self._snapshot: Callable[[str], Path] = lambda moment: (
+            traces / f"attempt-{attempt}-{moment}-rank-{rank}.snapshot.pickle"
+        )
         if on_gpu:
             device = torch.cuda.current_device()
             self._used = lambda: torch.cuda.memory_allocated(device)
-            self._snapshots = _Snapshots(
-                traces, f"attempt-{attempt}", f"rank-{rank}", entries=self._config.entries, failed=self.links.failed
-            )
+            # Private, but torch's documented way to record the allocator's history.
+            torch.cuda.memory._record_memory_history(max_entries=self._config.entries, stacks="python")
+            # Private: calls back before the exception frees what the frames hold. Only builds for GPUs have it.
+            attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+            if attach is not None:
+                attach(self._at_out_of_memory)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         if self._sampler is None or name not in PHASES:
@@ -64,8 +72,8 @@ class MemoryProfiler(Profiler):
         """Stop sampling and recording; a window that is open is not reported."""
         if self._sampler is not None:
             self._sampler.close()
-        if self._snapshots is not None:
-            self._snapshots.close()
+        if self._records:
+            torch.cuda.memory._record_memory_history(enabled=None)
 
     def _report(self, step: int, sampler: _Sampler) -> None:
         self._sampler = None
@@ -73,8 +81,17 @@ class MemoryProfiler(Profiler):
         peaks = ", ".join(f"{name} {row[metric(name)]:.3g} GiB" for name in PHASES if row[metric(name)])
         text = f"memory up to step {step}, largest of the ranks: {peaks}; most on rank {int(row[RANK])}"
         self.links.report("memory", step, row, [text])
-        if self._snapshots is not None:
-            self._snapshots.write(f"step-{step}")
+        if self._records:
+            self._write_snapshot(f"step-{step}")
+
+    def _write_snapshot(self, moment: str) -> None:
+        path = self._snapshot(moment)
+        write_whole(path, lambda aside: torch.cuda.memory._dump_snapshot(str(aside)), self.links.failed)
+
+    def _at_out_of_memory(self, *_: int) -> None:
+        # The run's own error is to be reported, not a full disk.
+        with contextlib.suppress(OSError, RuntimeError):
+            self._write_snapshot("out-of-memory")
 
 
 class _Sampler:
@@ -115,34 +132,6 @@ class _Sampler:
         self._peaks[phase] = max(self._peaks[phase], self._used() / 2**30)
 
 
-class _Snapshots:
-    """Files of the allocator's history; titanlab writes them and reads none, because they are pickles."""
-
-    def __init__(
-        self, folder: Path, begin: str, end: str, *, entries: int, failed: Callable[[str, Exception], None]
-    ) -> None:
-        self._folder, self._begin, self._end, self._failed = folder, begin, end, failed
-        # Private, but torch's documented way to record the allocator's history.
-        torch.cuda.memory._record_memory_history(max_entries=entries, stacks="python")
-        # Private: calls back before the exception frees what the frames hold. Only builds for GPUs have it.
-        attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
-        if attach is not None:
-            attach(self._at_out_of_memory)
-
-    def write(self, moment: str) -> None:
-        path = self._folder / f"{self._begin}-{moment}-{self._end}.snapshot.pickle"
-        write_whole(path, lambda aside: torch.cuda.memory._dump_snapshot(str(aside)), self._failed)
-
-    def close(self) -> None:
-        """Stop recording."""
-        torch.cuda.memory._record_memory_history(enabled=None)
-
-    def _at_out_of_memory(self, *_: int) -> None:
-        # The run's own error is to be reported, not a full disk.
-        with contextlib.suppress(OSError, RuntimeError):
-            self.write("out-of-memory")
-
-
 def metric(phase: str) -> str:
     """The name of a phase's peak in rows of metrics."""
     return f"memory_by_phase/{phase}(GiB)"
@@ -157,20 +146,24 @@ def largest(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 def resident_bytes() -> int:
     """Resident memory of this process; where the system does not tell, its peak so far."""
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return pages * os.sysconf("SC_PAGE_SIZE")
+        return peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """Largest resident memory of this process so far. Linux counts kibibytes, macOS bytes."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 _CUDA_ALLOCATED = re.compile(r"([\d.]+) ([KMG])iB is allocated by PyTorch")
-_HOLDS = "this rank holds: "
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 @contextlib.contextmanager
-def named_consumers(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def named_consumers() -> Iterator[None]:
     """Add to an out-of-memory error of the block what the memory holds, the largest first.
 
     torch's message stays below that line.
@@ -178,70 +171,45 @@ def named_consumers(model: nn.Module, optimizer: torch.optim.Optimizer) -> Itera
     try:
         yield
     except Exception as error:
-        if _is_out_of_memory(error):
-            error.args = (described(error, model, optimizer),)
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
+            map(str(error).__contains__, _OUT_OF_MEMORY)
+        ):
+            error.args = (_described(error),)
         raise
 
 
-@contextlib.contextmanager
-def named_before_steps() -> Iterator[None]:
-    """As `named_consumers` before there is a model: what the memory holds is found among the living objects."""
-    try:
-        yield
-    except Exception as error:
-        if _is_out_of_memory(error) and _HOLDS not in str(error):
-            error.args = (_described(error, living(), rest="the rest", when="before its first step "),)
-        raise
-
-
-def described(error: BaseException, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """The error's message, with this rank's consumers, and the module whose forward raised, in its first line."""
-    names = {id(module): name for name, module in model.named_modules()}
+def _described(error: BaseException) -> str:
+    """The error's message; its first line names this rank's consumers, and the module whose forward raised."""
+    names: dict[int, str] = {}
     module, trace = "", error.__traceback__
     while trace is not None:
-        module = names.get(id(trace.tb_frame.f_locals.get("self")), module)
+        caller = trace.tb_frame.f_locals.get("self")
+        if isinstance(caller, nn.Module):
+            # The first one is the model.
+            names = names or {id(each): name for name, each in caller.named_modules()}
+            module = names.get(id(caller), module)
         trace = trace.tb_next
-    where = f"; in the forward of {module}" if module else ""
-    return _described(error, consumers(model, optimizer), rest="activations and the rest", where=where)
-
-
-def _described(error: BaseException, sizes: dict[str, int], *, rest: str, when: str = "", where: str = "") -> str:
     message = str(error)
     line = message.splitlines()[0] if message else "out of memory"
     # CUDA's message goes on with a paragraph of advice.
     head = re.split(r"\.? GPU \d|\. Error code", line)[0].rstrip(". ")
     match = _CUDA_ALLOCATED.search(message)
     whole = float(match[1]) * _UNITS[match[2]] if match else resident_bytes()
-    sizes[rest] = max(0, int(whole) - sum(sizes.values()))
+    sizes = consumers()
+    sizes["activations and the rest"] = max(0, int(whole) - sum(sizes.values()))
     parts = sorted(((size, name) for name, size in sizes.items() if size), reverse=True)
     held = ", ".join(f"{name} {_size(size)}" for size, name in parts)
-    return f"{head}; {when}{_HOLDS}{held}{where}\n{message}"
+    return f"{head}; this rank holds: {held}{f'; in the forward of {module}' if module else ''}\n{message}"
 
 
-def consumers(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    parameters = list(model.parameters())
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    return {
-        "parameters": _bytes(parameters),
-        "gradients": _bytes([parameter.grad for parameter in parameters]),
-        "optimizer state": _bytes(states),
-    }
-
-
-def living() -> dict[str, int]:
-    """Bytes of this process's parameters, gradients, optimizer state and other tensors; shared bytes count once."""
+def consumers() -> dict[str, int]:
+    """Bytes of the parameters, gradients and optimizer state of this process; shared bytes count once."""
     # Not isinstance: that asks proxies of libraries for their class, and may import what they stand for.
-    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+    parameters = [value for value in gc.get_objects() if issubclass(type(value), nn.Parameter)]
     optimizers = [value for value in gc.get_objects() if issubclass(type(value), torch.optim.Optimizer)]
-    parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
-    kinds: dict[str, Iterable[object]] = {
-        "parameters": parameters,
-        "gradients": [parameter.grad for parameter in parameters],
-        "optimizer state": [
-            value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()
-        ],
-        "other tensors": tensors,
-    }
+    states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
+    gradients = [parameter.grad for parameter in parameters]
+    kinds = {"parameters": parameters, "gradients": gradients, "optimizer state": states}
     seen = set[int]()
     return {name: _bytes_of_new(values, seen) for name, values in kinds.items()}
 
@@ -264,13 +232,3 @@ def _bytes_of_new(values: Iterable[object], seen: set[int]) -> int:
 
 def _size(count: int) -> str:
     return f"{trimmed(count / 2**30)} GiB" if count >= 2**30 else f"{trimmed(count / 2**20)} MiB"
-
-
-def _bytes(values: Iterable[object]) -> int:
-    tensors = map(local_part, values)
-    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    words = ("out of memory", "can't allocate memory", "not enough memory")
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in str(error) for word in words)

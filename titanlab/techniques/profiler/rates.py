@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ from torch.nn import functional as F
 
 from titanlab.techniques.profiler import profilers_schema as names
 from titanlab.techniques.profiler.contract import Profiler
+from titanlab.techniques.profiler.memory import peak_resident_bytes
 from titanlab.techniques.profiler.profilers_schema import Rates
 
 # Times of which the median counts.
@@ -39,7 +38,7 @@ class RatesProfiler(Profiler):
 
     def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        own = {} if on_gpu else {names.PROCESS: float(_peak_bytes())}
+        own = {} if on_gpu else {names.PROCESS: float(peak_resident_bytes())}
         with torch.no_grad():
             own.update(_Local(self._config, device).figures())
             own.update(_collectives(self._config, device))
@@ -159,9 +158,3 @@ def _slowest(name: str, values: list[float]) -> float:
     """The figure of the slowest rank: the least rate, the longest time, the most memory."""
     longest = name.startswith((names.COLLECTIVE, names.LAUNCH, names.PROCESS))
     return max(values) if longest else min(values)
-
-
-def _peak_bytes() -> int:
-    """Largest resident memory of this process so far. Linux counts kibibytes, macOS bytes."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -65,18 +65,9 @@ def step_parts(events: Iterable[Event], axes: Mapping[str, str]) -> dict[str, fl
     return {name: seconds / len(steps) for name, seconds in {STEP: whole, **parts}.items()}
 
 
-class _Layers(NamedTuple):
-    """What happens at a time: `computes` goes before `sends`, which goes before `host`.
-
-    Attributes:
-        computes: spans in which something computes, by the phase that they belong to; an empty name: the host's.
-        sends: spans of collectives, by axis.
-        host: the host's phases that count while nothing computes or communicates.
-    """
-
-    computes: Sequence[TimeSpan]
-    sends: Sequence[TimeSpan]
-    host: Sequence[TimeSpan]
+# What happens at a time, the first goes before the others: spans in which something computes, by the phase that they
+# belong to (an empty name: the host's); spans of collectives, by axis; the host's phases.
+_Layers = tuple[Sequence[TimeSpan], Sequence[TimeSpan], Sequence[TimeSpan]]
 
 
 def _of_cpu(events: Sequence[Event], phases: Sequence[TimeSpan], main: object) -> _Layers:
@@ -102,7 +93,7 @@ def _of_cpu(events: Sequence[Event], phases: Sequence[TimeSpan], main: object) -
         and not event["name"].startswith(_NO_COMPUTE)
     ]
     own = [span for span in phases if not span.name.startswith(EXPOSED)]
-    return _Layers(computes, sends, own)
+    return computes, sends, own
 
 
 def _issuer(time: float, kind: str, issues: list[tuple[Any, ...]]) -> str:
@@ -138,13 +129,13 @@ def _of_gpu(events: Sequence[Event], phases: Sequence[TimeSpan], axes: Mapping[s
         inside = index >= 0 and at < own[index].end
         computes.append(_span(event, own[index].name if inside else OTHER))
     host = [span for span in own if span.name in (DATA, CHECKPOINT)]
-    return _Layers(computes, sends, host)
+    return computes, sends, host
 
 
 def _swept(step: TimeSpan, layers: _Layers) -> dict[str, float]:
     """Seconds of each part inside a step."""
     changes: list[tuple[float, int, int, str]] = []
-    for level, spans in enumerate((layers.computes, layers.sends, layers.host)):
+    for level, spans in enumerate(layers):
         for span in spans:
             begin, end = max(span.begin, step.begin), min(span.end, step.end)
             if begin < end:

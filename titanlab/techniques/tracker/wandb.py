@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import io
 import json
 import netrc
 import os
-import select
+import queue
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -24,7 +26,6 @@ from titanlab.errors import ConfigError, TitanlabError
 from titanlab.system import finite, home, open_to_write
 from titanlab.techniques.tracker.contract import REPLACED, Record, TrackedRun, Tracker, Warn, write_record
 from titanlab.techniques.tracker.trackers_schema import Wandb
-from titanlab.techniques.tracker.wandb_writer import IGNORED_SIGNALS
 
 _ENV_MODES = {"online": "online", "offline": "offline", "dryrun": "offline", "disabled": "off"}
 
@@ -72,22 +73,26 @@ def is_uploaded(file: Path) -> bool:
     return file.with_name(f"{file.name}.synced").exists()
 
 
-def discard(folders: Iterable[Path]) -> None:
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 _WRITER = "titanlab.techniques.tracker.wandb_writer"
+# Signals with which Slurm, torchrun and terminals ask a job to end or to save. SIGKILL cannot be ignored.
+IGNORED_SIGNALS = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGTERM,
+    signal.SIGXCPU,
+)
 
 
 class WandbTracker(Tracker):
     """The training process's side of the pipe to the writer, which runs `wandb_writer.py`.
 
     The training process never imports wandb: the import takes a second and holds the GIL, and wandb starts threads and
-    waits for its service when the interpreter ends. The training process never waits either: rows that do not fit into
-    the pipe wait in a bounded queue. If the writer dies, hangs or cannot log in, the user gets one warning, and
-    attempts/N/tracker.json shows the missing rows. A writer that cannot get online is replaced by one that writes
-    offline and gets all rows again.
+    waits for its service when the interpreter ends. The training process never waits either: rows wait in a bounded
+    queue, and a thread writes them into the pipe. If the writer dies or hangs, the user gets one warning, and
+    attempts/N/tracker.json shows the missing rows.
 
     Each start has a folder in the run's folder, `wandb/[offline-]run-DATE-ID/` with the file `run-ID.wandb`.
     """
@@ -97,18 +102,15 @@ class WandbTracker(Tracker):
     def __init__(self, config: Wandb) -> None:
         self._config = config
         self._process: subprocess.Popen[bytes] | None = None
-        self._queue: collections.deque[bytes] = collections.deque()
-        # Bytes of the queue's first line that are already in the pipe.
-        self._written = 0
-        # Lines sent to this writer; an offline writer that replaces it needs them again.
-        self._sent: list[bytes] = []
+        # Lines for the writer; None: the end.
+        self._lines: queue.Queue[bytes | None] = queue.Queue(config.queue_rows)
         self._rows = 0
-        self._received = b""
-        self._events: set[str] = set()
+        # Of the thread that reads the writer's events: warnings, and whether the writer has closed its run and ended.
+        self._troubles: collections.deque[str] = collections.deque()
+        self._has_finished = False
+        self._ended = threading.Event()
         self._warned = False
         self._folder = Path()
-        self._start: dict[str, Any] = {}
-        self._others: frozenset[Path] = frozenset()
 
     def start(self, run: TrackedRun, *, warn: Warn) -> None:
         self._warn = warn
@@ -118,115 +120,70 @@ class WandbTracker(Tracker):
         if self._config.mode == "online" and mode == "offline":
             self._warn_once("no API key was found, so it writes offline; `wandb login` makes one known")
         self._folder = run.folder
-        self._start = self._settings(run, mode)
-        self._others = online_folders(run.folder, run.id)
-        self._launch()
-
-    def log(self, step: int, metrics: Mapping[str, Any], *, time: float | None = None) -> None:
-        if self._process is None:
-            return
-        self._rows += 1
-        if len(self._queue) >= self._config.queue_rows:
-            self._warn_once("cannot keep up, so rows are left out of it; metrics.jsonl has them all")
-        else:
-            # wandb's name for the time at which a row was measured.
-            timestamp = {} if time is None else {"_timestamp": time}
-            self._queue.append(_line({"log": {"step": step, "metrics": {**metrics, **timestamp}}}))
-        self._pump()
-
-    def finish(self, summary: Mapping[str, Any], *, exit_code: int = 0) -> None:
-        """Send the summary, wait for the writer up to `finish_seconds`, and end it.
-
-        If the writer is not online after half of that time, the run is written offline in the other half.
-        """
-        begin = time.monotonic()
-        deadline = begin + self._config.finish_seconds
-        self._pump()
-        if self._process is None:
-            return
-        self._queue.append(_line({"finish": {"summary": dict(summary), "exit_code": exit_code, "rows": self._rows}}))
-        self._pump()
-        late = False
-        while self._process is not None and "finished" not in self._events:
-            now = time.monotonic()
-            if now >= deadline:
-                self._give_up(f"took longer than {self._config.finish_seconds:g} s to finish")
-                return
-            half = begin + self._config.finish_seconds / 2
-            if self._is_going_online and now >= half:
-                late = True
-                self._go_offline()
-                continue
-            until = min(deadline, half) if self._is_going_online else deadline
-            writable = [_file(self._process.stdin)] if self._may_send else []
-            select.select([_file(self._process.stdout)], writable, [], min(max(0.0, until - now), 0.5))
-            self._pump()
-        if self._process is not None:
-            self._end(max(0.1, deadline - time.monotonic()))
-            if late:
-                self._warn_once(f"was not online before the end, so it has written offline; {self._cure('sync')}")
-
-    def kept_files(self, run: Path) -> frozenset[Path]:
-        return frozenset(path for path in (run / FOLDER).glob("*run-*-*") if path.is_dir() and not path.is_symlink())
-
-    def put_aside(self, run: Path, paths: Iterable[Path], *, keep: bool) -> None:
-        if not keep:
-            discard(paths)
-            return
-        for folder in paths:
-            aside = run / REPLACED / FOLDER
-            aside.mkdir(parents=True, exist_ok=True)
-            folder.rename(aside / folder.name)
-
-    @property
-    def _may_send(self) -> bool:
-        return bool(self._queue) and ("started" in self._events or len(self._sent) < self._config.queue_rows)
-
-    @property
-    def _is_going_online(self) -> bool:
-        return self._start["mode"] == "online" and "started" not in self._events
-
-    def _launch(self) -> None:
-        """Start a writer with the settings and the mode in `_start`."""
-        record = Record(**self._start["record"]["values"])
-        write_record(Path(self._start["record"]["path"]), record)
-        self._received, self._events = b"", set()
+        record = Record(kind="wandb", id=run.id, wanted=mode, attempt=run.attempt)
+        write_record(run.record, record)
         try:
-            log_file = open_to_write(self._folder / "logs" / "wandb.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            log_file = open_to_write(run.folder / "logs" / "wandb.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             with os.fdopen(log_file, "ab") as log, _blocked():
-                self._process = subprocess.Popen(
+                process = self._process = subprocess.Popen(
                     # -P: nothing is imported from the working directory.
                     [sys.executable, "-P", "-m", _WRITER],
+                    bufsize=0,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
                     # A separate process group, so that all processes of the writer can be killed together.
                     start_new_session=True,
                 )
-            os.set_blocking(_file(self._process.stdin).fileno(), False)
-            os.set_blocking(_file(self._process.stdout).fileno(), False)
         except OSError as error:
             self._give_up(f"could not start ({error})")
             return
-        self._queue.appendleft(_line({"start": self._start}))
-        self._pump()
+        self._lines.put(_line({"start": self._settings(run, mode, record)}))
+        for target, pipe in ((self._send, process.stdin), (self._listen, process.stdout)):
+            threading.Thread(target=target, args=[pipe], name="wandb", daemon=True).start()
 
-    def _go_offline(self) -> None:
-        """Replace a writer that cannot get online by an offline one, and send it all rows again."""
-        # The first line is the start message of the old writer.
-        rows = [*self._sent, *self._queue][1:]
-        self._end(0.0)
-        # The folder that wandb made for the online mode has only wandb's logs.
-        discard(online_folders(self._folder, self._start["id"]) - self._others)
-        self._queue.extend(rows)
-        self._start["mode"] = "offline"
-        self._launch()
+    def log(self, step: int, metrics: Mapping[str, Any], *, time: float | None = None) -> None:
+        self._report()
+        if self._process is None:
+            return
+        self._rows += 1
+        # wandb's name for the time at which a row was measured.
+        timestamp = {} if time is None else {"_timestamp": time}
+        try:
+            self._lines.put_nowait(_line({"log": {"step": step, "metrics": {**metrics, **timestamp}}}))
+        except queue.Full:
+            self._warn_once("cannot keep up, so rows are left out of it; metrics.jsonl has them all")
 
-    def _settings(self, run: TrackedRun, mode: str) -> dict[str, Any]:
+    def finish(self, summary: Mapping[str, Any], *, exit_code: int = 0) -> None:
+        """Send the summary, wait for the writer up to `finish_seconds`, and end it."""
+        self._report()
+        if self._process is None:
+            return
+        deadline = time.monotonic() + self._config.finish_seconds
+        message = {"summary": dict(summary), "exit_code": exit_code, "rows": self._rows}
+        with contextlib.suppress(queue.Full):
+            self._lines.put(_line({"finish": message}), timeout=self._config.finish_seconds)
+            self._lines.put(None, timeout=max(0.0, deadline - time.monotonic()))
+        if not self._ended.wait(max(0.0, deadline - time.monotonic())):
+            self._give_up(f"took longer than {self._config.finish_seconds:g} s to finish")
+        self._report()
+
+    def kept_files(self, run: Path) -> frozenset[Path]:
+        return frozenset(path for path in (run / FOLDER).glob("*run-*-*") if path.is_dir() and not path.is_symlink())
+
+    def put_aside(self, run: Path, paths: Iterable[Path], *, keep: bool) -> None:
+        for folder in paths:
+            if not keep:
+                shutil.rmtree(folder, ignore_errors=True)
+                continue
+            aside = run / REPLACED / FOLDER
+            aside.mkdir(parents=True, exist_ok=True)
+            folder.rename(aside / folder.name)
+
+    def _settings(self, run: TrackedRun, mode: str, record: Record) -> dict[str, Any]:
         config = self._config
         # wandb accepts tags of 1 to 64 characters, without duplicates.
         tags = list(dict.fromkeys(tag[:64] for tag in [*run.tags, *config.tags] if tag))
-        record = Record(kind="wandb", id=run.id, wanted=mode, attempt=run.attempt)
         return {
             "id": run.id,
             "name": run.name,
@@ -245,88 +202,58 @@ class WandbTracker(Tracker):
             "record": {"path": str(run.record), "values": asdict(record)},
         }
 
-    def _pump(self) -> None:
-        """Write lines until the pipe is full and read the writer's events, without waiting."""
-        process = self._process
-        if process is None:
-            return
-        try:
-            pipe = _file(process.stdin).fileno()
-            while self._may_send:
-                self._written += os.write(pipe, memoryview(self._queue[0])[self._written :])
-                if self._written == len(self._queue[0]):
-                    line, self._written = self._queue.popleft(), 0
-                    if self._is_going_online:
-                        self._sent.append(line)
-        except BlockingIOError:
-            pass
-        except OSError:
-            # The writer has closed the pipe. Its last event, if there is one, has the reason.
-            self._read_events()
-            if self._process is process:
-                self._give_up("has ended by itself")
-            return
-        self._read_events()
+    def _send(self, pipe: IO[bytes]) -> None:
+        """Write the lines into the pipe, and close it; a writer that has ended takes no more."""
+        with contextlib.suppress(OSError), pipe:
+            for line in iter(self._lines.get, None):
+                rest = memoryview(line)
+                while rest:
+                    rest = rest[os.write(pipe.fileno(), rest) :]
 
-    def _read_events(self) -> None:
-        assert self._process is not None
-        try:
-            content = os.read(_file(self._process.stdout).fileno(), 65536)
-        except BlockingIOError:
-            return
-        if not content:
-            if "finished" not in self._events:
+    def _listen(self, pipe: IO[bytes]) -> None:
+        """Read the writer's events to their end."""
+        with io.BufferedReader(pipe) as lines:  # type: ignore[type-var]
+            for line in lines:
+                with contextlib.suppress(ValueError):
+                    event = json.loads(line)
+                    self._has_finished |= event["event"] == "finished"
+                    if event["event"] == "trouble":
+                        self._troubles.append(event["text"])
+        self._ended.set()
+
+    def _report(self) -> None:
+        """Warn of what the writer has told, and end with it."""
+        while self._troubles:
+            self._warn_once(self._troubles.popleft())
+        if self._process is not None and self._ended.is_set():
+            if self._has_finished:
+                self._process.wait()
+                self._process = None
+            else:
                 self._give_up("has ended by itself")
-            return
-        *lines, self._received = (self._received + content).split(b"\n")
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                event = json.loads(line)
-                self._events.add(event["event"])
-                if event["event"] == "started":
-                    self._sent.clear()
-                if event["event"] == "trouble":
-                    self._warn_once(event["text"])
-                if event["event"] == "refused":
-                    self._warn_once(f"could not go online ({event['text']}), so it writes offline")
-                    self._go_offline()
-                    return
 
     def _give_up(self, reason: str) -> None:
         self._warn_once(
             f"{reason}; metrics.jsonl has everything, {self._folder / 'logs' / 'wandb.log'} what happened; "
-            f"{self._cure('sync --rebuild')}"
+            f"next: titanlab sync --rebuild {self._folder}"
         )
-        self._end(0.0)
-
-    def _cure(self, verb: str) -> str:
-        return f"next: titanlab {verb} {self._folder}"
-
-    def _warn_once(self, text: str) -> None:
-        if not self._warned:
-            self._warned = True
-            self._warn(f"wandb: {text}")
-
-    def _end(self, seconds: float) -> None:
-        """Close the pipe, give the writer some time to exit, then kill its process group."""
         process, self._process = self._process, None
-        self._queue.clear()
-        self._sent.clear()
-        self._written = 0
-        if process is None:
-            return
-        for pipe in (process.stdin, process.stdout):
-            # Closing flushes, but os.write leaves nothing in the buffer.
-            with contextlib.suppress(OSError):
-                _file(pipe).close()
-        try:
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
+        if process is not None:
             # The writer leads its own session, so its process group has no other processes. wandb's service is in
             # another group, and ends when the writer is gone.
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        # The thread that sends ends too.
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._lines.get_nowait()
+        self._lines.put(None)
+
+    def _warn_once(self, text: str) -> None:
+        if not self._warned:
+            self._warned = True
+            self._warn(f"wandb: {text}")
 
 
 @contextlib.contextmanager
@@ -341,11 +268,6 @@ def _blocked() -> Iterator[None]:
 
 def _line(message: Mapping[str, Any]) -> bytes:
     return json.dumps(finite(message), default=str).encode() + b"\n"
-
-
-def _file(pipe: IO[bytes] | None) -> IO[bytes]:
-    assert pipe is not None
-    return pipe
 
 
 _CONNECT_SECONDS = 2.0

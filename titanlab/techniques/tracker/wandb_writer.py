@@ -2,8 +2,8 @@
 
     {"start": {...}}  {"log": {"step": 5, "metrics": {...}}}  …  {"finish": {"summary": {...}, "exit_code": 0}}
 
-Events: `started`, `refused` (wandb cannot get online; the process ends), `trouble` (with a text for the user),
-`finished`. All other output of this process and of wandb goes to logs/wandb.log.
+Events: `trouble` (with a text for the user), `finished`. All other output of this process and of wandb goes to
+logs/wandb.log.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import queue
+import shutil
 import signal
 import struct
 import sys
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.techniques.tracker.contract import FINISHED, OPEN, Record, write_record
+from titanlab.techniques.tracker.wandb import IGNORED_SIGNALS, lack, online_folders
 
 # On Linux, by `uname -m`: AUDIT_ARCH_* from linux/audit.h, and the number of the system call rt_sigaction.
 _MACHINES = {"x86_64": (0xC000003E, 13), "aarch64": (0xC00000B7, 134)}
@@ -88,16 +90,6 @@ def _filter(machine: int, call: int, numbers: Sequence[int]) -> bytes:
     return b"".join(struct.pack("=HBBI", *step) for step in steps)
 
 
-# Signals with which Slurm, torchrun and terminals ask a job to end or to save. SIGKILL cannot be ignored.
-IGNORED_SIGNALS = (
-    signal.SIGHUP,
-    signal.SIGINT,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGTERM,
-    signal.SIGXCPU,
-)
 # Time for uploads after the training process has died.
 _ORPHAN_SECONDS = 60.0
 _INIT_SECONDS = 60.0
@@ -140,98 +132,79 @@ def _serve(messages: queue.SimpleQueue[dict[str, Any] | None], send: Send) -> No
         return
     start = first["start"]
     run = _open(start, send)
-    record = _RecordWriter(start, run)
-    send("started")
-    step: int | None = None
+    path = Path(start["record"]["path"])
+    # `run.dir` is the `files/` folder inside wandb's folder of the run.
+    folder = os.path.relpath(Path(run.dir).parent, start["dir"])
+    record = Record(**{**start["record"]["values"], "state": OPEN, "mode": start["mode"], "folder": folder})
+    write_record(path, record)
+    written = time.monotonic()
     timestamp: dict[str, Any] = {}
-    while True:
-        message = messages.get()
-        if message is None:
-            run.finish(exit_code=1)  # The training process has died.
-            record.write()
-            return
+    while (message := messages.get()) is not None:
         if "log" in message:
             known = {name: value for name, value in message["log"]["metrics"].items() if value is not None}
             step = message["log"]["step"]
             timestamp = {name: known[name] for name in (_TIMESTAMP,) if name in known}
             run.log(known, step=step)
-            record.count(step)
+            record = replace(record, step=step, rows=record.rows + 1)
+            if time.monotonic() - written >= _RECORD_SECONDS:
+                write_record(path, record)
+                written = time.monotonic()
         if "finish" in message:
             # wandb uses the last row as the summary. It delays that row until a later step or the end, and would then
             # overwrite the summary that is set here; so the row is committed first.
-            if step is not None:
-                run.log(timestamp, step=step, commit=True)
+            if record.step is not None:
+                run.log(timestamp, step=record.step, commit=True)
             known = {name: value for name, value in message["finish"]["summary"].items() if value is not None}
             run.summary.update(known)
             run.finish(exit_code=message["finish"]["exit_code"])
-            record.close(message["finish"]["rows"])
+            write_record(path, replace(record, state=FINISHED, left_out=message["finish"]["rows"] - record.rows))
             return
+    run.finish(exit_code=1)  # The training process has died.
+    write_record(path, record)
 
 
-class _RecordWriter:
-    """Writes tracker.json with the rows that wandb has taken."""
-
-    def __init__(self, start: Mapping[str, Any], run: Any) -> None:
-        self._path = Path(start["record"]["path"])
-        self._record = Record(**start["record"]["values"])
-        self._write_time = 0.0
-        # `run.dir` is the `files/` folder inside wandb's folder of the run.
-        folder = os.path.relpath(Path(run.dir).parent, start["dir"])
-        self.write(state=OPEN, mode=start["mode"], folder=folder)
-
-    def count(self, step: int) -> None:
-        self._record = replace(self._record, step=step, rows=self._record.rows + 1)
-        if time.monotonic() - self._write_time >= _RECORD_SECONDS:
-            self.write()
-
-    def close(self, rows: int) -> None:
-        """Record that wandb has taken all rows that were sent, of `rows` rows in the attempt."""
-        self.write(state=FINISHED, left_out=rows - self._record.rows)
-
-    def write(self, **changes: Any) -> None:
-        self._record = replace(self._record, **changes)
-        self._write_time = time.monotonic()
-        write_record(self._path, self._record)
-
-
-def _open(start: Mapping[str, Any], send: Send) -> Any:
+def _open(start: dict[str, Any], send: Send) -> Any:
+    """Start a run of wandb; if it cannot get online, the run is written offline."""
     if not os.environ.get("WANDB_MODE"):
         # wandb refuses to start with an empty one.
         os.environ.pop("WANDB_MODE", None)
     import wandb
 
-    try:
-        return wandb.init(
-            id=start["id"],
-            name=start["name"],
-            mode=start["mode"],
-            project=start["project"],
-            entity=start["entity"],
-            group=start["group"],
-            job_type=start["job_type"],
-            tags=start["tags"],
-            dir=start["dir"],
-            config=start["config"],
-            resume=start["resume"],
-            settings=wandb.Settings(
-                console="off",
-                silent=True,
-                init_timeout=_INIT_SECONDS,
-                # env.json has the code and the versions of the training process; wandb would record this process.
-                disable_git=True,
-                save_code=False,
-                x_save_requirements=False,
-                **({"x_disable_stats": True} if start["pid"] is None else {"x_stats_pid": start["pid"]}),
-            ),
-        )
-    except Exception as error:
-        if start["mode"] == "offline":
-            raise
-        # wandb's service keeps the run's id reserved until it stops trying to connect, which takes minutes. Writing
-        # offline under this id needs another service, and so another process.
-        traceback.print_exc()
-        send("refused", _first_line(error))
-        _leave(1)
+    if start["mode"] == "online":
+        before = online_folders(Path(start["dir"]), start["id"])
+        # Asked here, because wandb itself tries for a minute and more.
+        refusal = None if (known := lack()) is None else known.rule
+        if refusal is None:
+            try:
+                return _init(wandb, start)
+            except Exception as error:
+                traceback.print_exc()
+                refusal = _first_line(error)
+                # wandb's service keeps the run's id reserved while it tries to connect.
+                wandb.teardown()
+        # The folder that wandb made for the online mode has only wandb's logs.
+        for folder in online_folders(Path(start["dir"]), start["id"]) - before:
+            shutil.rmtree(folder, ignore_errors=True)
+        send("trouble", f"could not go online ({refusal}), so it writes offline")
+        start["mode"] = "offline"
+    return _init(wandb, start)
+
+
+def _init(wandb: Any, start: Mapping[str, Any]) -> Any:
+    names = ("id", "name", "mode", "project", "entity", "group", "job_type", "tags", "dir", "config", "resume")
+    return wandb.init(
+        **{name: start[name] for name in names},
+        settings=wandb.Settings(
+            console="off",
+            silent=True,
+            init_timeout=_INIT_SECONDS,
+            # env.json has the code and the versions of the training process; wandb would record this process.
+            disable_git=True,
+            save_code=False,
+            x_save_requirements=False,
+            **({"x_disable_stats": True} if start["pid"] is None else {"x_stats_pid": start["pid"]}),
+        ),
+    )
 
 
 def _messages() -> queue.SimpleQueue[dict[str, Any] | None]:

@@ -1,7 +1,8 @@
-"""The description of a run for its tracker, the rows that wait for a checkpoint, and what a tracker lacks; torch-free.
+"""The description of a run for its trackers, the rows that wait for a checkpoint, and what a tracker lacks; torch-free.
 
 `HeldRows` keeps rows until a checkpoint has their step, so that a rollback takes none back: wandb takes the steps of a
-run in ascending order and drops a second row of a step; TensorBoard shows both.
+run in ascending order and drops a second row of a step; TensorBoard shows both. `rebuild` writes a tracker's files anew
+from metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -9,13 +10,28 @@ from __future__ import annotations
 import time as clock
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
+from titanlab.errors import ConfigError, TitanlabError
 from titanlab.recipe import Recipe, to_mapping
-from titanlab.records import RunFolder, point_of
+from titanlab.records import EXPERTS, RunFolder, metrics_of, point_of
 from titanlab.system import shown_path
-from titanlab.techniques.tracker.contract import FINISHED, RECORD_FILE, Record, TrackedRun, Tracker, Warn, records_in
+from titanlab.techniques.tracker.contract import (
+    FINISHED,
+    RECORD_FILE,
+    Record,
+    TrackedRun,
+    Tracker,
+    TrackerConfig,
+    Warn,
+    file_of,
+    open_tracker,
+    read_record,
+    records_in,
+    write_record,
+)
 from titanlab.techniques.tracker.wandb import is_uploaded, offline_files
 
 
@@ -115,7 +131,12 @@ def waiting_files(run: RunFolder) -> list[Path]:
     unfinished = [
         file
         for record in attempts.values()
-        if record.mode == "online" and record.state != FINISHED and _is_inside(record.folder)
+        # A recorded folder must be one of the run: the record may be a stranger's, and its files are uploaded.
+        if record.mode == "online"
+        and record.state != FINISHED
+        and record.folder is not None
+        and not Path(record.folder).is_absolute()
+        and ".." not in Path(record.folder).parts
         for file in (run.path / record.folder).glob("run-*.wandb")
     ]
     files = {*offline_files(run.path), *unfinished}
@@ -125,11 +146,6 @@ def waiting_files(run: RunFolder) -> list[Path]:
         (file for file in files if not is_uploaded(file)),
         key=lambda file: (places.get(str(file.parent.relative_to(run.path)), 0), file.parent.name.partition("run-")[2]),
     )
-
-
-def _is_inside(folder: str | None) -> TypeGuard[str]:
-    """Whether a recorded folder is one of the run: the record may be a stranger's, and its files are uploaded."""
-    return folder is not None and not Path(folder).is_absolute() and ".." not in Path(folder).parts
 
 
 def has_repeated_steps(run: RunFolder) -> bool:
@@ -204,3 +220,89 @@ class HeldRows(Tracker):
             if step >= self._logged:
                 self._tracker.log(step, metrics, time=time)
                 self._logged = step
+
+
+class RebuildError(TitanlabError):
+    """The tracker could not write the rows."""
+
+
+def rebuild(run: RunFolder, tracker: TrackerConfig | None = None) -> list[Record]:
+    """Rewrite the files of a run's trackers with all valid rows and the summary, under the same id.
+
+    The run's own files are moved to `replaced/`; files of an earlier call are deleted, so that only one copy remains.
+
+    Args:
+        tracker: another tracker than those of the run, whose files are written too; None: those of the run.
+
+    Returns:
+        a record for each tracker.
+
+    Raises:
+        ConfigError: the run is in progress, has no rows, or has no tracker with files.
+        RebuildError: a tracker could not write them; its earlier files are unchanged.
+    """
+    # Imported here: it needs Hydra.
+    from titanlab.recipe import frozen_recipe
+
+    with run.claim():
+        attempt = run.newest_attempt() or 1
+        has_own = (run.attempt_folder(attempt) / "config.yaml").is_file()
+        recipe = frozen_recipe(run, attempt=attempt if has_own else None)
+        rows = [row for row in run.metrics() if row["kind"] != EXPERTS]
+        parts = recipe.tracker.parts()
+        own = next((config for config in parts.values() if tracker is not None and config.kind == tracker.kind), None)
+        if own is not None:
+            # With the project, the group and the tags that the run asked for.
+            parts = {own.kind: own}
+        elif tracker is not None:
+            parts = {tracker.kind: tracker}
+        configs = [made for config in parts.values() if (made := config.for_rebuild(len(rows))) is not None]
+        if not configs:
+            rule = "keeps nothing beside metrics.jsonl, which is whole"
+            raise ConfigError("tracker", recipe.tracker.kind, rule, "nothing is to be done")
+        if not rows:
+            raise ConfigError("run", run.path, "has no rows in metrics.jsonl", "there is nothing to write")
+        several = len(recipe.tracker.parts()) > 1 or (tracker is not None and own is None)
+        return [_rewritten(run, recipe, config, rows, attempt, several=several) for config in configs]
+
+
+def _rewritten(
+    run: RunFolder,
+    recipe: Recipe,
+    config: TrackerConfig,
+    rows: list[dict[str, Any]],
+    attempt: int,
+    *,
+    several: bool,
+) -> Record:
+    """Rewrite the files of one tracker."""
+    file = file_of(config.kind) if several else RECORD_FILE
+    described = tracked_run(recipe, run, attempt=attempt, is_live=False, record_file=file)
+    files = config.implementation()
+    before = files.kept_files(run.path)
+    earlier = read_record(described.record)
+    warnings: list[str] = []
+    tracker = open_tracker(config, described, warn=warnings.append)
+    for row in rows:
+        tracker.log(row["step"], metrics_of(row), time=row.get("time"))
+    outcome = run.result()
+    # Medians and totals of the result; of a run without one, its latest row.
+    summary = metrics_of(rows[-1]) if outcome is None else {**outcome.metrics, "outcome": outcome.kind.value}
+    tracker.finish(summary, exit_code=outcome.kind.exit_code if outcome else 1)
+    made, new = read_record(described.record), files.kept_files(run.path) - before
+    if warnings or made is None or made.state != FINISHED or made.left_out or len(new) != 1:
+        files.put_aside(run.path, new, keep=False)
+        if earlier is not None:
+            write_record(described.record, earlier)
+        else:
+            described.record.unlink(missing_ok=True)
+        raise RebuildError(f"{run.path}: {'; '.join(warnings) or 'the tracker has not taken all rows'}")
+    old = {path for path in before if earlier is not None and str(path.relative_to(run.path)) == earlier.folder}
+    files.put_aside(run.path, old, keep=False)
+    files.put_aside(run.path, before - old, keep=True)
+    (place,) = (str(path.relative_to(run.path)) for path in new)
+    # The mode that the run's attempts asked for, not that of the rebuild.
+    modes = [record.wanted for record in records(run).get(config.kind, {}).values()] or [made.wanted]
+    made = replace(made, rebuilt=True, wanted=modes[-1], folder=place)
+    write_record(described.record, made)
+    return made
