@@ -22,6 +22,7 @@ SLOW = r"\w*\w*[^\w\s]{40}"
 TEXT = "a" * 60 + "!"
 TEXT = "a" * 60 + "!"
 
+
 @pytest.fixture
 def made(tmp_path):
     """`made(pattern)`: a byte-level tokenizer that splits so; its file."""

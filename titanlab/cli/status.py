@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from titanlab.sweep import (
     look_at,
     open_sweep,
     overview,
+    overview_lines,
     remove_item,
     row_details,
 )
@@ -36,16 +38,15 @@ from titanlab.system import Console, counted, data_size, shown_path, user_path
 
 
 def status_verb(args: Namespace) -> int:
-    """Show all sweeps, one sweep, or one run of a sweep."""
     if args.watch and (args.json or args.sweep is None or args.run is not None):
         raise ConfigError("--watch", True, "is for the table of one sweep", "give a sweep, and nothing else")
     if args.sweep is None:
         sweeps = overview(args.runs)
         if args.json:
-            _print_json(sweeps.rows)
+            _print_json(sweeps)
         else:
             with Console() as console:
-                console.note("\n".join(sweeps.lines()))
+                console.note("\n".join(overview_lines(sweeps, args.runs, now=time.time())))
         return 0
     sweep = open_sweep(args.sweep, args.runs)
     look = look_at(sweep, Console().warn)
@@ -146,7 +147,6 @@ def _kinds(text: str) -> list[str]:
 
 
 def _chosen(name: str | None, root: Path) -> tuple[list[SweepFolder], RunFolder | None, Path]:
-    """The sweeps, the only run that is wanted, and the folder of runs that they are in."""
     if name is None:
         if os.path.lexists(root) and not root.is_dir():
             raise ConfigError("--runs", root, "is no folder", "name the folder of runs")

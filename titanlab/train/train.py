@@ -61,11 +61,10 @@ from titanlab.techniques.optimizer.contract import rate_factor
 from titanlab.techniques.profiler.contract import Links, Profiler
 from titanlab.techniques.profiler.memory import named_before_steps, named_consumers
 from titanlab.train.assemble import Assembled, assemble
-from titanlab.train.dcp_folder import contents_of
 from titanlab.train.faults import RepeatedStep, Rollbacks
 from titanlab.train.recording import Recorder, StepEnd, StepEnds, open_recorder
 from titanlab.train.saves import Saves
-from titanlab.train.starting_weights import fill_start
+from titanlab.train.starting_weights import contents_of, fill_start
 from titanlab.train.totals import RankTimes, Reduction, Totals
 
 _STOPPED = {
