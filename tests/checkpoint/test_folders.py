@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from tests import tiny
@@ -117,6 +119,8 @@ def test_whatever_stands_in_the_place_of_a_checkpoint_is_removed(tmp_path):
     folder, file, broken = made(tmp_path, 1), tmp_path / "step-00000002", tmp_path / "step-00000003"
     file.write_text("")
     broken.symlink_to(tmp_path / "nowhere")
+    # A process has died while it removed this checkpoint before.
+    (tmp_path / "step-00000001.gone.part").mkdir()
     for path in (folder, file, broken, tmp_path / "not there"):
         assert remove(path) is None
     assert list(tmp_path.iterdir()) == []
@@ -192,6 +196,21 @@ def test_a_position_that_cannot_be_read_is_said(tmp_path, text):
         ConfigError, match=r"^run=.*position.json (is missing|is no JSON \(.+\)|does not fit \(.+\)); give another"
     ):
         check_checkpoint(path, {"a.weight": (2, 3)}, "run")
+
+
+@pytest.mark.parametrize("name", ["index.json", "position.json"])
+def test_a_file_that_the_disk_does_not_give_is_no_damage(tmp_path, monkeypatch, name):
+    path, real = made(tmp_path, 1), os.open
+
+    def refuse(file, *given):
+        if os.path.basename(file) == name:
+            raise PermissionError(13, "Permission denied")
+        return real(file, *given)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(ConfigError, match=f"its file {name} cannot be read \\(Permission denied\\); give") as caught:
+        check_checkpoint(path, {"a.weight": (2, 3)}, "run")
+    assert not isinstance(caught.value, DamagedCheckpoint)
 
 
 def test_a_run_must_be_longer_than_what_it_starts_from(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -13,8 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from titanlab.train.dcp_folder import read_saved
-from titanlab.train.dcp_tensors import DcpReader
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
@@ -33,6 +32,7 @@ from titanlab.checkpoint.writer import HostBuffer, bytes_of, check_coverage, pub
 from titanlab.checkpoint.writer import write as write_file
 from titanlab.distributed import World
 from titanlab.errors import ConfigError
+from titanlab.train.dcp import DcpReader, read_saved
 
 # A run has a process group, also of one process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
@@ -451,8 +451,9 @@ CONTENT = bytes(range(256)) * (SIZE // 256) + bytes(SIZE % 256)
 @pytest.fixture
 def block_file(tmp_path):
     with BlockWriter(tmp_path / "file") as file:
-        for start in range(0, SIZE, 700_001):
-            file.write(CONTENT[start : start + 700_001])
+        # More than the writer's buffer, which then needs no copy, and less.
+        for start, end in itertools.pairwise([0, 5 * BLOCK, *range(6 * BLOCK, SIZE, 700_001), SIZE]):
+            file.write(CONTENT[start:end])
         file.finish()
     assert (tmp_path / "file").read_bytes() == CONTENT
     assert (file.size, len(file.checksums)) == (SIZE, 80)
@@ -518,5 +519,9 @@ def test_what_is_no_file_of_that_size_is_not_read(block_file, tmp_path):
             BlockReader(tmp_path / name, SIZE, checksums)
     with pytest.raises(DamagedFile, match=f"has {SIZE} bytes, and had {SIZE + 1} when it was saved"):
         BlockReader(path, SIZE + 1, checksums)
+    with BlockReader(path, SIZE, checksums) as file:
+        os.truncate(path, SIZE - 1)
+        with pytest.raises(DamagedFile, match="^its file file is shorter than it was when it was saved$"):
+            file.verify()
     with pytest.raises(DamagedFile, match="has more than 100 bytes"):
         folder_at(tmp_path).read("file", 100)
