@@ -166,7 +166,7 @@ def test_rules_on_prepared_data_are_checked_once_it_is_there(monkeypatch, tmp_pa
 
     monkeypatch.setattr(source, "prepare", lambda config, *, report: prepared.append(config))
     monkeypatch.setattr(studies, "check_data", too_small)
-    found = plan("data=files", f"data.files={text}", "training.seq_len=32,64", prepare_data=True)
+    found = plan("data=files", f"data.files={text}", "data.vocab_size=320", "training.seq_len=32,64", prepare_data=True)
     assert (labels(found), len(prepared)) == (["seq_len32"], 1)
     assert dropped(found) == [("seq_len64", "rule", "data.files=text.txt: is too small; give more")]
 
