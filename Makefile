@@ -5,7 +5,7 @@ PYTHON ?= python3
 TORCH_INSTALL_ARGS ?=
 # More arguments for pytest: make test ARGS="-k stream -x"
 ARGS ?=
-# For make test-matrix: K/N, one part of it
+# For make test-full: K/N, the covering rows and one part of the others
 PART ?=
 
 # Two pytest processes, which start with the tests of ranks (tests/workers.py); on two cores a third one gains nothing. A
@@ -24,7 +24,7 @@ UNFINISHED := $(VENV)/.unfinished
 LOG := $(VENV)/install.log
 
 .DEFAULT_GOAL := help
-.PHONY: help environment quickstart test test-full test-matrix test-slurm test-browser oracle lint docs format benchmark constraints clean clean-environment faults
+.PHONY: help environment quickstart test test-full test-slurm test-browser test-everything oracle lint docs format benchmark constraints clean clean-environment faults
 
 help: ## list these targets
 	@echo "usage: make TARGET [PYTHON=python3.12] [TORCH_INSTALL_ARGS='…'] [ARGS='…']"
@@ -48,13 +48,11 @@ quickstart: $(READY) ## train a small Llama, let it write code, then compare it 
 	@echo; $(BIN)/titanlab report quickstart_layouts
 
 test: $(READY) ## run the tests that take minutes together (ARGS='-k word' selects)
-	@$(BIN)/python -m pytest -m "not full and not matrix and not slurm and not browser" $(TWO_WORKERS) $(ARGS)
+	@$(BIN)/python -m pytest -m "not full and not slurm and not browser" $(TWO_WORKERS) $(ARGS)
 
-test-full: $(READY) ## run the slower layer of tests
-	@$(BIN)/python -m pytest -m "full and not matrix and not slurm and not browser" $(TWO_WORKERS) $(ARGS)
-
-test-matrix: $(READY) ## run whole products of layouts and techniques, and write their pages (PART=3/8: the third eighth)
-	@TITANLAB_WRITE_PARITY=1 $(BIN)/python -m pytest $(if $(PART),-m matrix --part $(PART),-m "matrix or on_page") $(TWO_WORKERS) $(ARGS)
+test-full: $(READY) ## run the slower layer of tests, and write the pages that show its rows (PART=3/8: the third eighth of it)
+	@TITANLAB_WRITE_PARITY=$(if $(PART),0,1) $(BIN)/python -m pytest -m "(full$(if $(PART),, or on_page)) and not slurm and not browser" \
+	  $(if $(PART),--part $(PART)) $(TWO_WORKERS) $(ARGS)
 
 test-slurm: $(READY) ## run sweeps on a real Slurm, started on this host; installs it if it is missing (Debian, as root)
 	@launch/dev-slurm/install
@@ -64,6 +62,8 @@ test-browser: $(READY) ## open a report and the site in Chromium, with an access
 	@tests/report/browser/install
 	@$(BIN)/python -m pytest -m browser tests/report tests/docs/test_site_in_browser.py $(ARGS)
 	@echo "screenshots: .cache/screenshots"
+
+test-everything: test test-full test-slurm test-browser ## run all tests: about two hours on two cores
 
 oracle: $(READY) ## compare what titanlab answers with the golden files of tests/oracle (ARGS=--write writes them)
 	@$(BIN)/python -m tests.oracle $(ARGS)

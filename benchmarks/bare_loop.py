@@ -5,7 +5,7 @@ one JSON line. With --fsdp it is run under torchrun and shards each block with `
 
 This file is frozen: it is the yardstick of every figure that compares titanlab with a bare loop. It imports nothing of
 titanlab, so that what titanlab fuses, cuts or tiles does not make the yardstick faster. Change it only where a new
-torch no longer runs it. tests/benchmarks/test_bare_loop.py holds it to titanlab's own training.
+torch no longer runs it. tests/benchmarks/test_scripts.py holds it to titanlab's own training.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests import rotated, workers
+from tests import workers
 from tests.pool import Pool
 from titanlab.distributed import this_host
 from titanlab.techniques.compile import cache as compiler_cache
@@ -77,13 +77,14 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", metavar="K/N", default="", help="of the tests marked matrix, run part K of N only")
+    parser.addoption(
+        "--part", metavar="K/N", default="", help="of the slower layer, run the covering rows and part K of N"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out tests whose GPU, Slurm or browser this machine lacks, and say at the end how many they are."""
-    rotated.mark(items)
     lacking = {}
     if this_host().accelerator != "cuda":
         lacking["gpu"] = "a GPU were not selected: this machine has none"
@@ -107,11 +108,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def select_part(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests marked matrix that are not in the part that `--part` names; every N-th is in it."""
+    """Deselect the tests of the slower layer that are neither covering nor in the part that `--part` names: every N-th."""
     part, parts = map(int, config.option.part.split("/"))
     if not 1 <= part <= parts:
         raise pytest.UsageError(f"--part {config.option.part}: the first number must be between 1 and the second")
-    rows = [item for item in items if item.get_closest_marker("matrix")]
+    rows = [item for item in items if item.get_closest_marker("full") and not item.get_closest_marker("covering")]
     others = set(rows) - set(rows[part - 1 :: parts])
     config.hook.pytest_deselected(items=list(others))
     items[:] = [item for item in items if item not in others]

@@ -38,7 +38,7 @@ def cover(
 
 
 def marks(row: Row, *, always: Collection[Row], covering: Collection[Row]) -> list[pytest.MarkDecorator]:
-    """The layer of tests that runs a row: `make test`, `make test-full` or `make test-matrix`."""
+    """The layer of tests that runs a row: `make test`, or `make test-full`, of which CI always runs the covering rows."""
     if row in always:
         return []
-    return [pytest.mark.full] if row in covering else [pytest.mark.matrix]
+    return [pytest.mark.full, pytest.mark.covering] if row in covering else [pytest.mark.full]

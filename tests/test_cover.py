@@ -18,7 +18,7 @@ def test_a_cover_holds_every_pair_and_takes_what_is_cheap():
 
 def test_a_row_is_in_one_layer():
     layers = [[mark.name for mark in marks(row, always="a", covering="b")] for row in "abc"]
-    assert layers == [[], ["full"], ["matrix"]]
+    assert layers == [[], ["full", "covering"], ["full"]]
 
 
 def shown(rows):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from types import ModuleType
 
@@ -81,20 +80,8 @@ def test_every_alternative_has_its_code_and_its_kind():
             assert kinds["kind"] == kind
             # A schedule's config is the implementation: it needs no torch.
             assert callable(found.schema.actions if group == "schedule" else found.schema.implementation)
-
-
-def test_a_config_names_its_implementation():
     assert type(Bf16().implementation()).__module__ == "titanlab.techniques.precision.cast"
     assert schema_of("model", "llama") is Llama
-
-
-def test_a_schema_must_name_its_kind():
-    @dataclass(frozen=True, kw_only=True)
-    class Other:
-        kind: str = "another"
-
-    with pytest.raises(TypeError, match="needs the field `kind: str = 'mine'`"):
-        option("model", "mine")(Other)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +121,15 @@ def test_a_package_that_cannot_be_imported_is_named(installed):
         discover()
 
 
-def test_a_config_that_is_not_frozen_is_refused():
-    schema = dataclasses.make_dataclass("Loose", [("kind", str, dataclasses.field(default="loose"))], kw_only=True)
-    with pytest.raises(TypeError, match=r"^Loose: a config is a @dataclass\(frozen=True, kw_only=True\)$"):
-        option("optimizer", "loose")(schema)
+@pytest.mark.parametrize(
+    ("kind", "frozen", "said"),
+    [
+        ("another", True, "needs the field `kind: str = 'mine'`"),
+        ("mine", False, r"^Loose: a config is a @dataclass\(frozen=True, kw_only=True\)$"),
+    ],
+)
+def test_a_schema_names_its_kind_and_is_frozen(kind, frozen, said):
+    field = ("kind", str, dataclasses.field(default=kind))
+    schema = dataclasses.make_dataclass("Loose", [field], kw_only=True, frozen=frozen)
+    with pytest.raises(TypeError, match=said):
+        option("optimizer", "mine")(schema)

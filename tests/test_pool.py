@@ -51,31 +51,16 @@ def rank_one_dies():
     dist.all_reduce(torch.ones(1))
 
 
-def leave_traces():
-    os.environ["A_TRACE"] = "1"
-    torch.set_default_dtype(torch.float64)
-    os.chdir("/")
-
-
-def traces():
-    return os.environ.get("A_TRACE"), os.environ.get("RANK"), str(torch.get_default_dtype()), Path.cwd() == Path("/")
-
-
 def warn():
     warnings.warn("a deprecated thing", DeprecationWarning, stacklevel=1)
 
 
-def leave_with_status():
-    raise SystemExit(3)
-
-
-def test_results_come_by_rank(pool):
+def test_results_come_by_rank_and_what_cannot_be_called_is_refused(pool):
     assert pool.run(3, named_rank, "rank ") == ["rank 0/3", "rank 1/3", "rank 2/3"]
-
-
-def test_groups_of_different_sizes_follow_each_other(pool):
-    assert pool.run(2, sum_of_ranks) == [1.0] * 2
-    assert pool.run(4, sum_of_ranks) == [6.0] * 4
+    with pytest.raises(ValueError, match="workers cannot import"):
+        pool.run(1, lambda: 1)
+    with pytest.raises(ValueError, match=f"the pool has {pool.size} workers, not {pool.size + 1}"):
+        pool.run(pool.size + 1, sum_of_ranks)
 
 
 def test_meshes_of_calls_do_not_know_each_other(pool):
@@ -104,6 +89,25 @@ def test_a_death_is_noticed(pool):
     assert pool.run(2, sum_of_ranks) == [1.0] * 2
 
 
+def leave_traces():
+    os.environ["A_TRACE"] = "1"
+    torch.set_default_dtype(torch.float64)
+    os.chdir("/")
+    raise SystemExit(3)
+
+
+def traces():
+    return os.environ.get("A_TRACE"), os.environ.get("RANK"), str(torch.get_default_dtype()), Path.cwd() == Path("/")
+
+
+def test_a_call_leaves_no_traces_and_an_exit_or_a_warning_is_a_failure(pool):
+    with pytest.raises(RankFailure, match="SystemExit: 3"):
+        pool.run(1, leave_traces)
+    with pytest.raises(RankFailure, match="DeprecationWarning: a deprecated thing"):
+        pool.run(1, warn)
+    assert pool.run(1, traces) == [(None, "0", "torch.float32", False)]
+
+
 def variable(name):
     return os.environ.get(name)
 
@@ -112,29 +116,3 @@ def test_a_worker_that_starts_during_a_test_does_not_get_the_variables_of_the_te
     monkeypatch.setenv("TITANLAB_OF_A_TEST", "1")
     pool._drop(0)
     assert pool.run(1, variable, "TITANLAB_OF_A_TEST") == [None]
-
-
-def test_a_call_leaves_no_traces(pool):
-    pool.run(1, leave_traces)
-    assert pool.run(1, traces) == [(None, "0", "torch.float32", False)]
-
-
-def test_warnings_are_errors_in_workers_too(pool):
-    with pytest.raises(RankFailure, match="DeprecationWarning: a deprecated thing"):
-        pool.run(1, warn)
-
-
-def test_an_exit_does_not_end_the_worker(pool):
-    with pytest.raises(RankFailure, match="SystemExit: 3"):
-        pool.run(1, leave_with_status)
-    assert pool.run(1, named_rank, "") == ["0/1"]
-
-
-def test_what_workers_cannot_import_is_refused(pool):
-    with pytest.raises(ValueError, match="workers cannot import"):
-        pool.run(1, lambda: 1)
-
-
-def test_more_ranks_than_workers_are_refused(pool):
-    with pytest.raises(ValueError, match=f"the pool has {pool.size} workers, not {pool.size + 1}"):
-        pool.run(pool.size + 1, sum_of_ranks)

@@ -21,6 +21,7 @@ def newcomer(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.covering
 def test_the_quickstart_learns_python_and_writes_some(newcomer, tmp_path):
     newcomer("train", "+recipe=quickstart", f"runs={tmp_path}/runs", seconds=900)
     (run,) = (tmp_path / "runs" / "single").iterdir()

@@ -1,16 +1,17 @@
-"""conftest's handling of skipped tests and of tests that need a GPU or Slurm, in one process and in two."""
+"""Which tests run, on which worker: skipped tests, tests that need a GPU or Slurm, rows of the matrix, ranks."""
 
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 
 from tests.conftest import select_part
-from tests.rotated import EXECUTED, FILES, PAGES, TESTS
+from tests.workers import RanksTogether, starts_ranks
 
 PLANTED = {
     "test_planted.py": """
@@ -70,9 +71,23 @@ def test_skips_are_skips_on_a_persons_machine(planted):
     assert "1 tests that need a browser were not selected: none is installed here" in output
 
 
-def test_skips_are_failures_where_they_are_forbidden(planted):
-    code, output = planted("1")
+# Ranks of a fixture that the scheduler does not know.
+HIDDEN_RANKS = """
+import pytest
+
+@pytest.fixture
+def pool(): pass
+
+ranks = pytest.fixture(lambda pool: pool, name="ranks")
+
+def test_ranks(ranks): pass
+"""
+
+
+def test_skips_and_hidden_ranks_are_failures_where_they_are_forbidden(planted):
+    code, output = planted("1", files={**PLANTED, "test_ranks.py": HIDDEN_RANKS})
     assert code != 0
+    assert "this test starts ranks: add its fixture to RANK_FIXTURES" in output
     assert "skipped, which TITANLAB_FORBID_SKIPS=1 forbids: Skipped: a reason to skip" in output
     assert "skipped, which TITANLAB_FORBID_SKIPS=1 forbids: Skipped: a file to skip" in output
     assert "skipped" not in output.splitlines()[-1]
@@ -90,16 +105,6 @@ def test_no_ranks(worker_id): print("ranks on", worker_id)
 NO_RANKS = """
 def test_one(worker_id): print("others on", worker_id)
 def test_two(worker_id): print("others on", worker_id)
-"""
-HIDDEN_RANKS = """
-import pytest
-
-@pytest.fixture
-def pool(): pass
-
-ranks = pytest.fixture(lambda pool: pool, name="ranks")
-
-def test_ranks(ranks): pass
 """
 
 
@@ -130,39 +135,30 @@ def test_a_worker_that_dies_fails_the_run(planted):
     assert re.search(r"^worker '\w+' crashed while running 'test_dying.py::test_dies'$", output, re.MULTILINE)
 
 
-def test_ranks_that_the_scheduler_would_not_see_are_refused(planted):
-    code, output = planted("0", files={"test_ranks.py": HIDDEN_RANKS})
-    assert code != 0
-    assert "this test starts ranks: add its fixture to RANK_FIXTURES" in output
-
-
 class Item:
-    def __init__(self, marker: str) -> None:
-        self.marker = marker
+    def __init__(self, *markers: str) -> None:
+        self.markers = markers
 
     def get_closest_marker(self, name: str) -> bool:
-        return name == self.marker
+        return name in self.markers
 
 
-def test_eight_parts_are_the_matrix():
-    items = [Item("matrix" if number % 3 else "full") for number in range(40)]
-    rows = [item for item in items if item.marker == "matrix"]
+def test_eight_parts_are_the_slower_layer():
+    items = [Item(*("full", "covering")[: number % 3]) for number in range(60)]
+    rotating = [item for item in items if item.markers == ("full",)]
     config = Mock()
     parts = []
     for part in range(1, 9):
         config.option.part, left = f"{part}/8", list(items)
         select_part(config, left)
-        assert [item for item in left if item.marker == "full"] == [item for item in items if item not in rows]
-        parts.append([item for item in left if item in rows])
-    assert sorted(map(len, parts)) == [3] * 6 + [4] * 2
-    assert {item for part in parts for item in part} == set(rows)
-    assert sum(map(len, parts)) == len(rows)
-
-
-@pytest.mark.parametrize("part", ["0/8", "9/8"])
-def test_a_part_that_is_none_is_refused(part):
-    with pytest.raises(pytest.UsageError, match="between 1 and"):
-        select_part(Mock(option=Mock(part=part)), [])
+        assert [item for item in left if item not in rotating] == [item for item in items if item not in rotating]
+        parts.append([item for item in left if item in rotating])
+    assert sorted(map(len, parts)) == [2] * 4 + [3] * 4
+    assert {item for part in parts for item in part} == set(rotating)
+    for wrong in ("0/8", "9/8"):
+        config.option.part = wrong
+        with pytest.raises(pytest.UsageError, match="between 1 and"):
+            select_part(config, [])
 
 
 def test_the_makefile_starts_the_workers_so():
@@ -170,23 +166,34 @@ def test_the_makefile_starts_the_workers_so():
     assert f"TWO_WORKERS := {' '.join(TWO_WORKERS)}\n" in makefile
 
 
-def collected(marks, *tests):
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", marks, *tests]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False)
-    assert done.returncode in (0, 5), done.stdout
-    return [line for line in done.stdout.splitlines() if "::" in line]
+OF_RANKS = "def test_of_ranks(pool): pass\n"
+OF_OTHERS = "def test_of_none(tmp_path): pass\n"
 
 
-@pytest.mark.full
-def test_slower_rows_of_listed_files_are_rows_of_the_matrix():
-    """And each of these files keeps rows for `make test`."""
-    assert collected("full and not matrix", *FILES) == []
-    assert {test.partition("::")[0] for test in collected("not full", *FILES)} == set(FILES)
+@pytest.fixture
+def scheduler(tmp_path):
+    for number in range(5):
+        (tmp_path / f"test_ranks_{number}.py").write_text(OF_RANKS)
+        (tmp_path / f"test_others_{number}.py").write_text(OF_OTHERS)
+    made = RanksTogether.__new__(RanksTogether)
+    made.config, made._units = SimpleNamespace(rootpath=tmp_path), {}
+    return made
 
 
-@pytest.mark.full
-def test_listed_tests_and_pages_are_rows_of_the_matrix():
-    files = sorted({test.partition("::")[0] for test in TESTS})
-    rows = collected("matrix", *files, EXECUTED)
-    assert set(TESTS) <= {row.partition("[")[0] for row in rows}
-    assert {f"{EXECUTED}[docs/{page}.md]" for page in PAGES} <= set(rows)
+def test_files_with_tests_of_ranks_are_two_units(scheduler):
+    units = [scheduler._split_scope(f"test_ranks_{number}.py::test_of_ranks") for number in range(5)]
+    assert units == ["ranks 0", "ranks 1", "ranks 0", "ranks 1", "ranks 0"]
+    # xdist asks again when a test has ended.
+    assert scheduler._split_scope("test_ranks_1.py::test_of_ranks") == "ranks 1"
+
+
+def test_every_other_file_is_a_unit(scheduler):
+    units = [scheduler._split_scope(f"test_others_{number}.py::test_of_none[a::b]") for number in range(5)]
+    assert units == [f"test_others_{number}.py" for number in range(5)]
+
+
+def test_a_fixture_that_starts_ranks_is_seen(tmp_path):
+    (tmp_path / "fixture.py").write_text("import pytest\n@pytest.fixture\ndef trained(curves): return 1\n")
+    (tmp_path / "named.py").write_text("pool = 1\ndef test(whirlpool): pass\n")
+    assert starts_ranks(tmp_path / "fixture.py")
+    assert not starts_ranks(tmp_path / "named.py")

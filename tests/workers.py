@@ -11,7 +11,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 # Fixtures by which a test starts ranks. A test that starts ranks by another fixture fails.
-RANK_FIXTURES = {"pool", "curves"}
+RANK_FIXTURES = {"pool", "curves", "traces"}
 RANK_UNITS = 2
 
 

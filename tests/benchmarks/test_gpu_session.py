@@ -7,8 +7,8 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +16,6 @@ from tests.benchmarks.scripts import BENCHMARKS, part
 from tests.launch.command import alive
 from tests.torch_names import lacking, read, reviewed, stale, unknown
 from tests.until import until
-from titanlab.costs import training_flops_per_token
 
 SESSION = BENCHMARKS / "gpu_session"
 NAMES = "bound children facts held measure prediction products rates record rows sizes table watch __main__".split()
@@ -54,19 +53,6 @@ def composed(row, where=H200):
     return prediction.composed(row.keys, where)
 
 
-def test_the_memory_decides_the_layers():
-    assert sizes.GPU.fitted(H100).layers == 6
-    assert sizes.GPU.fitted(H200).layers == sizes.MOST_LAYERS == 8
-    # A rehearsal's sizes stay, and where nothing is known of the device there are few layers.
-    assert sizes.REHEARSAL.fitted(CPU) == sizes.REHEARSAL
-    small = dataclasses.replace(H200, memory_bytes=24_000_000_000)
-    assert sizes.GPU.fitted(small).layers == sizes.LEAST_LAYERS
-    nothing = prediction.predicted(
-        composed(row_of("ladder/eager", sizes.GPU), dataclasses.replace(H200, device="GPU 1"))
-    )
-    assert nothing["reason"].startswith("cluster.device=GPU 1: nothing is known of its speed")
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("where", [H100, H200], ids=["H100", "H200"])
 def test_every_recipe_is_one_that_the_gpu_can_run(where):
@@ -85,36 +71,6 @@ def test_every_recipe_is_one_that_the_gpu_can_run(where):
             sequences = 16 if row.piece == "sixteen" else 4
             assert (recipe.microbatch, recipe.microbatches) == (1, sequences), row.name
             assert ("output" in recipe.precision.products(recipe.model.account())) == row.name.endswith("_head")
-
-
-def test_what_a_session_has_and_how_long_it_takes():
-    all_rows = rows.rows(sizes.GPU)
-    names = [row.name for row in all_rows]
-    assert len(set(names)) == len(names)
-    assert sum(row.expected for row in all_rows) <= 1500
-    # Every row fits into one call, also at its limit.
-    assert max(row.limit for row in all_rows) < 500
-    assert all(row.expected < row.limit for row in all_rows)
-    # What says most comes first.
-    pieces = list(dict.fromkeys(row.piece for row in all_rows))
-    assert pieces[:3] == ["products", "ladder", "float8"]
-    # A rehearsal has the same rows, and says of those that no CPU can have why.
-    assert [row.name for row in rows.rows(sizes.REHEARSAL)] == names
-    absent = {row.name: row.lacking(CPU) for row in rows.rows(sizes.REHEARSAL) if row.lacking(CPU)}
-    never = ("ladder/flash", "ladder/flash_attn", "ladder/flash3", "ladder/cuda_graphs", "saves/async_pinned")
-    assert absent == dict.fromkeys(never, "not on a CPU")
-    assert row_of("ladder/flash_attn").lacking(H100) == "flash_attn is not installed"
-    assert row_of("tests/gpu").lacking(H100) == "pytest is not installed"
-
-
-def test_rows_are_chosen_by_piece_and_pattern():
-    all_rows = rows.rows(sizes.GPU)
-    chosen = rows.chosen(all_rows, ["saves", "float8/*_head"])
-    assert {row.piece for row in chosen} == {"saves", "float8"}
-    assert len(chosen) == 4 + 3
-    assert rows.chosen(all_rows, []) == all_rows
-    with pytest.raises(ValueError, match="--only sves: fits no row; pieces are products, ladder"):
-        rows.chosen(all_rows, ["sves"])
 
 
 @pytest.mark.parametrize("name", ["ladder/eager", "ladder/fused", "float8/rowwise_with_gw_hp_head", "sixteen/bf16"])
@@ -139,45 +95,6 @@ def test_products_are_all_the_flops_of_a_step(name, of):
     if float8:
         # The gradients of weights are those that stay in bf16.
         assert {product.kind for product in found if product.format == "bfloat16"} == {"weights"}
-
-
-def test_a_bound_is_the_time_of_the_products_and_of_attention():
-    recipe = composed(row_of("ladder/chunked", sizes.GPU))
-    found = products.products_of(recipe)
-    told = {str(product): {"seconds": product.flops / 500e12} for product in found}
-    kernel = {"forward": {"seconds": 1e-3}, "backward": {"seconds": 3e-3}}
-    measured = {"rates": told, "attention": {"auto": kernel}}
-    peak = prediction.peak_of(recipe, H200)
-    assert peak == 989e12
-    bounded = bound.bound_of(recipe, measured, peak=peak)
-    total = sum(product.flops * count for product, count in found.items())
-    assert bounded.products == pytest.approx(total / 500e12)
-    assert bounded.attention == pytest.approx(4e-3 * 4 * recipe.model.layers)
-    per_token = training_flops_per_token(recipe.model.account(), seq_len=8192)
-    assert bounded.mfu_percent == pytest.approx(100 * per_token * 4 * 8192 / bounded.seconds / 989e12)
-    whole = bound.bound_of(recipe, measured, peak=peak, layers=32)
-    assert whole.attention == pytest.approx(4 * bounded.attention)
-    # A product that gave an error leaves no bound, and neither does a kernel.
-    missing = dict(list(told.items())[1:])
-    assert bound.bound_of(recipe, {**measured, "rates": missing}, peak=peak) is None
-    assert bound.bound_of(recipe, {**measured, "attention": {}}, peak=peak) is None
-    assert bound.bound_of(recipe, {}, peak=peak) is None
-
-
-def test_what_a_save_costs_is_what_its_interval_takes_longer():
-    def step(number, at, seconds=1.0):
-        return {"step": number, "time": at, "time_metrics/end_to_end(s)": seconds}
-
-    # Steps of a second, the first of ten; a save of two seconds after 4, in a step that takes half a second more, and
-    # one of three seconds after 8.
-    times = [10.0, 11.0, 12.0, 13.0, 16.5, 17.5, 18.5, 19.5, 23.5, 24.5, 25.5]
-    steps = [step(number, at, 10.0 if number == 1 else 1.0) for number, at in enumerate(times, 1)]
-    steps[4]["time_metrics/end_to_end(s)"] = 1.5
-    assert measure.stalls(steps, 4, 1) == {"quiet_step_seconds": 1.0, "extra_seconds": [2.5, 3.0]}
-    # Ended before the second save; before the first; with no step but warm-up.
-    assert measure.stalls(steps[:6], 4, 1)["extra_seconds"] == [2.5]
-    assert measure.stalls(steps[:4], 4, 1) == {}
-    assert measure.stalls(steps, 4, 4) == {}
 
 
 def test_rows_go_on_where_they_stopped(tmp_path):
@@ -211,18 +128,6 @@ def test_rows_go_on_where_they_stopped(tmp_path):
         assert elsewhere.take(source).startswith(f"--from {source}: 3 of ")
     assert opened("b").done(first)
     assert all(json.loads(line) for line in (tmp_path / "b" / record.FILE).read_text().splitlines())
-
-
-def test_the_code_is_known_without_git(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "ROOT", tmp_path)
-    (tmp_path / "titanlab").mkdir()
-    (tmp_path / "titanlab" / "a.py").write_text("1")
-    before = record.code()
-    (tmp_path / "README.md").write_text("of no account")
-    assert record.code() == before
-    assert record.commit() is None
-    (tmp_path / "titanlab" / "a.py").write_text("2")
-    assert record.code() != before
 
 
 # Starts another process as titanlab starts ranks, in a session of its own, and waits.
@@ -281,139 +186,6 @@ def test_a_failure_is_data(tmp_path):
 
 
 @pytest.mark.full
-def test_a_run_that_fails_or_is_late_keeps_what_it_has_measured(tmp_path):
-    row = row_of("ladder/eager")
-
-    def found(name, *keys, limit=60):
-        (tmp_path / name).mkdir()
-        given = dataclasses.replace(row, keys=(*row.keys, *keys))
-        return measure.measured(given, sizes.REHEARSAL, CPU, limit=limit, folder=tmp_path / name)
-
-    diverged = found("diverged", "optimizer.lr=1e30")
-    assert diverged["status"] == "failed"
-    assert diverged["reason"].startswith("nan: step ")
-    assert diverged["log"]
-    late = found("late", "training.steps=1000000", limit=30)
-    assert (late["status"], late["reason"]) == ("late", "ended after its 30 s")
-    assert late["figures"]["steps"] > 3
-    assert late["figures"]["tokens_per_second"] > 0
-
-
-NVIDIA_SMI = """#!/bin/sh
-echo "$@" > "$(dirname "$0")/asked"
-while :; do
-  echo "345, 80.5, 40, 0"
-  echo "1755, 690.25, 60, 100"
-  echo "1755, [N/A], 62, 100"
-  sleep 0.05
-done
-"""
-
-
-def test_clocks_and_watts_are_those_of_a_busy_gpu(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    program = tmp_path / "nvidia-smi"
-    program.write_text(NVIDIA_SMI)
-    program.chmod(0o755)
-    begin = time.time()
-    with watch.Watch() as watching:
-        while not watching.between(begin, time.time()) and time.time() < begin + 20:
-            time.sleep(0.02)
-        told = watching.between(begin, time.time())
-    assert (told["mhz"], told["watts"]) == (1755, 690.25)
-    assert told["celsius"] in (60, 61, 62)
-    assert watching.between(begin - 20, begin - 10) == {}
-    # It asks, and sets nothing.
-    assert (tmp_path / "asked").read_text().startswith("--query-gpu=clocks.sm,power.draw,")
-    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    with watch.Watch() as blind:
-        assert blind.between(begin, time.time()) == {}
-
-
-def measured_rows(of, where):
-    """Made-up figures of a whole session."""
-    order, found = rows.rows(of), []
-    for row in order:
-        said = {"row": row.name, "kind": row.kind, "keys": list(row.keys), "what": row.what, "status": "measured"}
-        said.update(wall_seconds=60.0, watched={"mhz": 1700.0, "watts": 650.0}, code="abc", commit="def")
-        if row.lacking(where):
-            said.update(status="absent", reason=row.lacking(where))
-        elif row.kind == "run":
-            said["predicted"] = {"tokens_per_second": 30_000.0, "mfu_percent": 55.0, "reserved_bytes": 60e9}
-            speed = {"sixteen/bf16": 31_000.0, "sixteen/rowwise_head": 43_000.0}.get(row.name, 20_000.0)
-            said["figures"] = {"tokens_per_second": speed, "tflops": 500.0, "mfu_percent": speed / 500}
-            said["figures"].update(step_seconds=1.0, step_seconds_all=[1.0, 1.0, 1.1], reserved_bytes=66e9)
-        elif row.kind == "products":
-            recipe = composed(row_of("ladder/chunked", of), where)
-            told = {
-                str(each): {"seconds": 1e-3, "tflops": 700.0, "mhz": 1710.0} for each in products.products_of(recipe)
-            }
-            part_of = {"seconds": 1e-3, "tflops": 400.0}
-            said["figures"] = {
-                "rates": told,
-                "attention": {"auto": {"forward": part_of, "backward": part_of}},
-                "memory": {"copy": {"seconds": 1e-3, "bytes_per_second": 4e12}},
-                "failed": {"forward 1x2x3 float8_rowwise": "RuntimeError: a | b"},
-            }
-        elif row.piece == "memory":
-            said["figures"] = {"held_bytes": 3e9, "allocated_bytes": 40e9, "step_seconds": 1.0}
-            said["predicted"] = {"activation_bytes": 4e9, "allocated_bytes": 50e9}
-        elif row.piece == "kernels":
-            said["figures"] = {"kernels": {"seconds": 2.0, "most": {"gemm|x": {"seconds": 1.5, "calls": 12}}}}
-        elif row.kind == "saves":
-            said["figures"] = {"extra_seconds": [2.0, 0.5], "checkpoint_bytes": 3e9, "quiet_step_seconds": 0.1}
-            said["predicted"] = {"checkpoint_bytes": 3e9}
-        else:
-            said["figures"] = {"tests": 9, "passed": 8, "skipped": 0, "failed": {"t::a": "assert 1\n== 2"}}
-            said.update(status="failed", reason="1 of 9 tests failed")
-        found.append(said)
-    return order, found
-
-
-def test_the_page_has_a_line_for_every_row():
-    where = dataclasses.replace(H200, packages={"torchao": "0.18", "pytest": "9", "hypothesis": "6", "xdist": "3"})
-    order, found = measured_rows(sizes.GPU, where)
-    text = table.page(order, found, where, sizes.GPU)
-    assert all(row.name in text for row in order)
-    assert "8 layers of `model=llama3_8b`" in text
-    # 43,000 over 31,000; 62 % of 68.
-    assert "- 68 % MFU in bf16: best is 62.0 %, `sixteen/bf16`: 6.0 points missing." in text
-    assert "- 1.35 × in float8: best is 1.39 ×, `sixteen/rowwise_head` over `sixteen/bf16`: reached." in text
-    assert "Its products and attention alone would be " in text
-    line = next(
-        line
-        for line in text.splitlines()
-        if line.startswith("| ladder/chunked | chunked") or "ladder/chunked | head" in line
-    )
-    cells = [cell.strip() for cell in line.split("|")]
-    assert cells[3:] == [
-        "20,000", "500.0", "40.0 %", "1 (1 to 1.05)", "66.00", "30,000", "55.0 %", "60.00", "0.67", "1.10", "1700",
-        "650", "",
-    ]  # fmt: skip
-    assert "| memory/full | 3 | 4 | 0.75 | 40 | 50 | 0.80 | 1 |" in text
-    assert "| saves/async_pinned | 3 | 3 | 0.1 | 2.000 | 0.500 | 1.00 |" in text
-    assert "| copy | 4 TB/s |" in text
-    assert "| forward 1x2x3 float8_rowwise | RuntimeError: a / b |" in text
-    assert "| `gemm/x` | 1500.000 | 75.0 % | 12 |" in text
-    assert "`tests/gpu`: 8 of 9 passed" in text
-    assert "- `t::a`: assert 1 == 2" in text
-    missing = text[text.index("## Rows that were not measured whole") :]
-    assert "| ladder/flash_attn | absent | flash_attn is not installed |" in missing
-    assert "| tests/gpu | failed | 1 of 9 tests failed |" in missing
-    assert missing.count("\n|") == 5
-    # All tables are whole: each line has as many cells as its heading.
-    width = 0
-    for line in text.splitlines():
-        cells = line.count("|")
-        assert cells in (0, width or cells), line
-        width = cells
-    # Before anything is measured each row is there too.
-    empty = table.page(order, [], where, sizes.GPU)
-    assert all(f"| {row.name} | not run |" in empty for row in order)
-    assert "no row in bf16 was measured" in empty
-
-
-@pytest.mark.full
 def test_names_of_torch_are_those_of_the_oldest_torch():
     """The floor of the package, for code that only runs on GPUs."""
     own = reviewed(TORCH_NAMES)
@@ -431,7 +203,95 @@ def test_names_of_torch_are_those_of_the_oldest_torch():
     assert not list(filter(None, (lacking(name, entry) for name, entry in own.items())))
 
 
-def test_mistakes_are_one_line(capsys):
+FIRST, SECOND, THIRD = (row_of(f"ladder/{name}") for name in ("eager", "fused", "chunked"))
+
+
+def opened(folder, code="c1", where=CPU):
+    return record.Record(folder, where, code=code, commit=None)
+
+
+def said(row, status="measured", **more):
+    return {"row": row.name, "kind": row.kind, "keys": list(row.keys), "status": status, "figures": {}, **more}
+
+
+@pytest.fixture
+def called(monkeypatch, tmp_path, capsys):
+    """A call of a rehearsal whose rows end as told, by a clock that each of them sets on."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(main.signal, "signal", lambda *_: None)
+    clock = [0.0]
+    monkeypatch.setattr(main, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def call(*arguments, ends=None, seconds=10.0, import_seconds=0.0, where=CPU):
+        ran = []
+
+        def found():
+            clock[0] += import_seconds
+            return where
+
+        def measured(row, sizes, facts, *, limit, folder):
+            ran.append(row.name)
+            clock[0] += seconds
+            status = (ends or {}).get(row.name, "measured")
+            more = {} if status == "measured" else {"reason": "planned"}
+            return said(row, status, **more)
+
+        monkeypatch.setattr(measure, "facts_of_this_machine", found)
+        monkeypatch.setattr(measure, "measured", measured)
+        code = main.main(["--rehearse", "--out", str(tmp_path / "out"), *arguments])
+        return code, ran, capsys.readouterr().out
+
+    return call
+
+
+def test_the_end_of_a_call_counts_from_its_first_line(called):
+    """The import of torch is a part of it."""
+    code, ran, out = called("--only", "ladder/eager", "--seconds", "520", import_seconds=495.0)
+    assert (code, ran) == (1, [])
+    assert "left for the next call: 1 rows, 22 s expected: ladder/eager" in out
+    assert called("--only", "ladder/eager", "--seconds", "520", import_seconds=400.0)[:2] == (0, ["ladder/eager"])
+
+
+def test_again_runs_the_rows_that_failed_or_were_late(called):
+    names = ["ladder/eager", "ladder/compiled", "ladder/fused", "ladder/chunked"]
+    ends = {"ladder/compiled": "failed", "ladder/fused": "late"}
+    only = ("--only", ",".join(names), "--seconds")
+    assert called(*only, "900", ends=ends)[:2] == (0, names)
+    assert called(*only, "900", ends=ends)[:2] == (0, [])
+    # One fits into a call. Each call goes on with the one that has waited longest.
+    calls = [called(*only, "460", "--again", ends=ends, seconds=430.0)[:2] for _ in range(3)]
+    assert calls == [(1, [names[1]]), (1, [names[2]]), (1, [names[1]])]
+    assert called(*only, "900", "--again")[:2] == (0, [names[2], names[1]])
+    assert called(*only, "900", "--again")[:2] == (0, [])
+
+
+def test_the_page_has_a_line_for_every_row():
+    order = rows.rows(sizes.GPU)
+    fast = {"tokens_per_second": 31_000.0, "tflops": 500.0, "mfu_percent": 62.0, "step_seconds": 1.0}
+    fast |= {"step_seconds_all": [1.0, 1.0, 1.1], "reserved_bytes": 66e9}
+    more = {"figures": fast, "predicted": {"tokens_per_second": 30_000.0, "mfu_percent": 55.0, "reserved_bytes": 60e9}}
+    run = next(row for row in order if row.name == "sixteen/bf16")
+    absent = next(row for row in order if row.name == "ladder/flash_attn")
+    found = [said(run, what=run.what, **more), said(absent, "absent", reason="flash_attn is not installed")]
+    text = table.page(order, found, H200, sizes.GPU)
+    assert all(row.name in text for row in order)
+    # 62 % of 68.
+    assert "- 68 % MFU in bf16: best is 62.0 %, `sixteen/bf16`: 6.0 points missing." in text
+    assert "| ladder/flash_attn | absent | flash_attn is not installed |" in text
+    # All tables are whole: each line has as many cells as its heading.
+    width = 0
+    for line in text.splitlines():
+        cells = line.count("|")
+        assert cells in (0, width or cells), line
+        width = cells
+    # Before anything is measured each row is there too.
+    empty = table.page(order, [], H200, sizes.GPU)
+    assert all(f"| {row.name} | not run |" in empty for row in order)
+    assert "no row in bf16 was measured" in empty
+
+
+def test_mistakes_are_one_line(called, tmp_path, capsys):
     for given, said in (
         (["--only", "nothing"], "--only nothing: fits no row"),
         (["--list", "--only", "sixteen"], "3 rows, 180 s expected: 3.0 minutes"),
@@ -444,3 +304,7 @@ def test_mistakes_are_one_line(capsys):
             main.main(given)
         assert ended.value.code == 2
         assert given[0] in capsys.readouterr().err
+    (tmp_path / "out").write_text("a file in the place of the folder")
+    code, ran, out = called("--only", "ladder/eager")
+    assert (code, ran, out.count("\n")) == (2, [], 1)
+    assert out.startswith("gpu_session: [Errno 17] File exists: ")

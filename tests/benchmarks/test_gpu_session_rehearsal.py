@@ -245,15 +245,3 @@ def test_ending_a_session_ends_its_rows(tmp_path):
     assert process.wait(60) == 143
     assert not rows_under_way()
     assert not list(tmp_path.glob("gpu-session-*"))
-
-
-@pytest.mark.full
-def test_a_call_stops_before_a_row_that_does_not_fit(tmp_path):
-    begin = time.monotonic()
-    given = ("--rehearse", "--only", "ladder/eager,ladder/cuda_graphs", "--seconds", "20")
-    done = session(sys.executable, *given, WHEELS=tmp_path, OUT=tmp_path / "results")
-    # An absent row costs nothing, so it is told at once.
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "left for the next call: 1 rows, 22 s expected: ladder/eager" in done.stdout
-    assert rows_of(tmp_path / "results").keys() == {"ladder/cuda_graphs"}
-    assert time.monotonic() - begin < 60

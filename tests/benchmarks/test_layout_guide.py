@@ -7,7 +7,6 @@ import json
 import pytest
 
 from tests.benchmarks.scripts import script
-from titanlab.costs import Layout
 
 # Study, index of the row: their searches are the shortest.
 CHEAP = [("8b", 0), ("8b", 8)]
@@ -43,67 +42,9 @@ def test_rows_are_the_planners(guide, kept, name, number):
     )
 
 
-def test_all_rows_are_kept(guide, tables, kept):
-    for name, study in guide.STUDIES.items():
-        places = [(seq_len, gpus) for seq_len in study.lengths for gpus in study.gpus]
-        assert [(row["seq_len"], row["gpus"]) for row in kept["studies"][name]] == places
-        assert all(row["sequences"] * row["seq_len"] == study.tokens for row in kept["studies"][name])
-        assert all(tuple(row["best"]) == tables.KINDS for row in kept["studies"][name])
-
-
 def test_estimates_of_measured_runs_are_the_planners(guide, kept):
     for run, row in zip(guide.MEASURED[1::2], kept["measured"][1::2], strict=True):
         assert guide.estimated(*run) == row
-
-
-def test_layouts_fit_and_are_of_their_kind(guide, tables, kept):
-    for rows in kept["studies"].values():
-        for row in rows:
-            for kind, values in row["best"].items():
-                if "none" not in values:
-                    assert values["reserved_gb"] <= 80 * guide.USABLE
-                    assert ("pp" in values["layout"]) is (kind in tables.WITH_PIPELINE)
-                    assert sum(values["parts"].values()) == pytest.approx(1.0, abs=0.01)
-
-
-@pytest.mark.parametrize(
-    ("degrees", "kind"),
-    [
-        ({"shard": 8}, "1D"),
-        ({"replicate": 2, "shard": 4}, "1D"),
-        ({"context": 8}, "2D"),
-        ({"shard": 2, "tensor": 4}, "2D"),
-        ({"shard": 2, "context": 2, "tensor": 2}, "3D"),
-        ({"tensor": 2, "pipeline": 4}, "2D with PP"),
-        ({"context": 4, "pipeline": 2}, "3D with PP"),
-        ({"context": 2, "tensor": 2, "pipeline": 2}, "4D"),
-        # One axis alone that no sequence is split over.
-        ({"tensor": 8}, ""),
-        ({"pipeline": 8}, ""),
-    ],
-)
-def test_kinds_of_layouts(guide, degrees, kind):
-    assert guide.kind_of(Layout(**degrees)) == kind
-
-
-def best(tables, **speeds):
-    """Speeds by kind with its spaces left out."""
-    return {
-        kind: {"tokens_per_second": speeds[kind.replace(" ", "_")]}
-        if kind.replace(" ", "_") in speeds
-        else {"none": ""}
-        for kind in tables.KINDS
-    }
-
-
-def test_what_is_taken(tables):
-    taken = tables.taken
-    assert taken(best(tables)) == ""
-    assert taken({kind: {"tokens_per_second": 100.0} for kind in tables.KINDS}) == "1D"
-    assert taken(best(tables, **{"1D": 94.0, "2D": 100.0})) == "2D"
-    assert taken(best(tables, **{"1D": 96.0, "2D": 100.0, "4D": 114.0})) == "1D"
-    assert taken(best(tables, **{"1D": 96.0, "2D": 100.0, "4D": 116.0})) == "4D"
-    assert taken(best(tables, **{"2D_with_PP": 96.0, "4D": 100.0})) == "2D with PP"
 
 
 def test_what_the_page_says_in_words_is_so(tables, kept):
@@ -131,20 +72,3 @@ def test_what_the_page_says_in_words_is_so(tables, kept):
     assert round(sum(errors) / len(errors), 2) == 0.1
     assert round(max(errors), 2) == 0.17 < tables.WORTH_OF_PIPELINE
     assert all(row["tokens_per_second"] < row["measured"] for row in kept["measured"] if not row["schedule"])
-
-
-def test_a_page_without_a_part_is_refused(tables, kept):
-    with pytest.raises(ValueError, match="has no part"):
-        tables.page("# Choosing a layout\n", kept)
-
-
-def test_differences_are_named(guide):
-    kept = {"studies": {"8b": [{"gpus": 8}]}}
-    assert list(guide.differences(kept, kept)) == []
-    assert list(guide.differences(kept, {"studies": {"8b": [{"gpus": 9}]}})) == [
-        "/studies/8b/0/gpus: kept 8, estimated 9"
-    ]
-
-
-def test_arguments_are_replaced(guide):
-    assert guide.changed(["a=1", "b=2"], ["a=3"]) == ["b=2", "a=3"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import dataclasses
 import json
 import math
 
@@ -63,21 +61,6 @@ def test_throughput_is_within_the_bar(fit):
     assert sum(row["fitted"] for row in fit["rows"]) == fit["runs"] == 49
 
 
-def test_every_row_has_a_recipe_or_a_reason(runs):
-    with (runs.DATA / "runs.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    with (runs.DATA / "exclusions.csv").open(newline="") as file:
-        assert all(row["rule"] in ("fit", "map") and len(row["reason"]) > 20 for row in csv.DictReader(file))
-    excluded = runs.exclusions()
-    mapped = {run.number: run for run in runs.published_runs()}
-    for row in rows:
-        number = int(row["id"])
-        assert (number in mapped) is (excluded.get(number) != "map" and row["tps_per_gpu"] != "")
-    fsdp = [run for run in mapped.values() if run.fsdp]
-    assert len(fsdp) == 59
-    assert {run.number for run in fsdp if not run.fitted} <= set(excluded)
-
-
 def test_recipes_have_the_layouts_and_sizes_of_the_rows(runs):
     for run in runs.published_runs():
         row, recipe = run.row, run.recipe
@@ -88,33 +71,3 @@ def test_recipes_have_the_layouts_and_sizes_of_the_rows(runs):
         # GPT shares one table between embedding and head, which no pipeline of titanlab can.
         if row["params_b"] and run.fsdp:
             assert parameters == pytest.approx(float(row["params_b"]), rel=0.03), row["id"]
-
-
-def test_no_cluster_of_a_run_changes_efficiencies(runs):
-    """No source has parameters of its own."""
-    for run in runs.published_runs():
-        assert run.recipe.cluster.efficiencies == {}
-        assert machine_of(run.recipe).efficiencies == fitted()
-
-
-def test_the_share_of_recomputed_blocks_comes_from_the_row(runs):
-    kinds = {run.number: run.recipe.ac for run in runs.published_runs() if run.recipe.ac.kind == "selective_layer"}
-    shares = {
-        number: sum(ac.recomputes(block) for block in range(60)) / 60 for number, ac in kinds.items() if number > 60
-    }
-    # 3·(HFU / MFU − 1), in percent of the rows: 59 and 51, 40 and 35, 69 and 61, 46 and 43, 49 and 38, 47 and 38.
-    expected = {73: 0.471, 74: 0.429, 81: 0.393, 82: 0.209, 84: 0.868, 86: 0.711}
-    assert set(shares) == set(expected)
-    for number, share in expected.items():
-        assert shares[number] == pytest.approx(share, abs=0.08), number
-
-
-def test_order_of_variants(runs):
-    study = script("planner_fit")
-    # Rows 1 to 3: eager, compiled, float8; they differ by 16 % and more.
-    chosen = [run for run in runs.published_runs() if run.number in (1, 2, 3)]
-    right = study.ordered_pairs(chosen, dict.fromkeys((1, 2, 3), 0.0))
-    assert [pair[2] for pair in right] == [True, True, True]
-    wrong = study.ordered_pairs(chosen, {1: 0.5, 2: 0.0, 3: 0.0})
-    assert wrong == [(1, 2, False), (1, 3, False), (2, 3, True)]
-    assert dataclasses.is_dataclass(chosen[0])

@@ -40,30 +40,24 @@ ALIKE = re.compile(r"titanlab (train|sweep) (?!.*(--config-dir|--dry-run|data|fi
 READ_FIRST = ("README.md", "docs/tutorial.md", "docs/configuration.md")
 # What no reader in an empty folder can type, and why. The list is short, and a line that is on no page is an error.
 ELSEWHERE = {
-    ("docs/sweeps.md", "titanlab sweep +sweeps=mine --dry-run"): "tests/cli/test_sweep.py holds it to what is shown",
-    ("docs/planner.md", "titanlab plan --calibrate cpu_calibration"): "tests/cli/machines/test_calibrate.py has runs",
-    (
-        "docs/planner.md",
-        "titanlab plan --measure launch=slurm cluster=h100 world=16 launch.minutes=10",
-    ): "tests/slurm/test_measure.py does it",
-    ("docs/planner.md", "titanlab plan --measure"): "tests/cli/machines/test_measure.py does it",
-    ("docs/configuration.md", "titanlab train optimizer=cautious"): "of a package that is shown in outline only",
-    (
-        "docs/checkpoints.md",
-        "titanlab resume RUN --step 8",
-    ): "tests/checkpoint/test_listing.py has a run with checkpoints",
-    (
-        "docs/checkpoints.md",
-        "titanlab export RUN --into FOLDER --format dcp",
-    ): "tests/weights/test_dcp_checkpoint.py does it",
-    ("docs/checkpoints.md", "titanlab import FOLDER --model llama3_1_8b"): "tests/cli/test_import_weights.py",
-    ("docs/proofs.md", "titanlab parity alone two-ranks"): "tests/prove/test_finished_runs.py compares runs",
-    ("docs/housekeeping.md", "titanlab repro RUN --into FOLDER"): "tests/cli/test_repro.py",
-    ("docs/models-of-your-own.md", "titanlab train model=gpt_tiny"): "tests/gpt/test_gpt_package.py installs the model",
+    # tests/cli, with the files and runs that they need.
+    ("docs/sweeps.md", "titanlab sweep +sweeps=mine --dry-run"),
+    ("docs/planner.md", "titanlab plan --calibrate cpu_calibration"),
+    ("docs/planner.md", "titanlab plan --measure"),
+    ("docs/planner.md", "titanlab plan --measure launch=slurm cluster=h100 world=16 launch.minutes=10"),
+    ("docs/checkpoints.md", "titanlab import FOLDER --model llama3_1_8b"),
+    ("docs/housekeeping.md", "titanlab repro RUN --into FOLDER"),
+    # tests/checkpoint, tests/weights and tests/prove have such runs.
+    ("docs/checkpoints.md", "titanlab resume RUN --step 8"),
+    ("docs/checkpoints.md", "titanlab export RUN --into FOLDER --format dcp"),
+    ("docs/proofs.md", "titanlab parity alone two-ranks"),
+    # Options of packages that the pages show.
+    ("docs/configuration.md", "titanlab train optimizer=cautious"),
+    ("docs/models-of-your-own.md", "titanlab train model=gpt_tiny"),
     (
         "docs/models-of-your-own.md",
         "titanlab train model=gpt_tiny data=synthetic training.steps=3 training.seq_len=64",
-    ): "likewise",
+    ),
 }
 
 
@@ -88,7 +82,7 @@ def test_commands_of_a_page_run(reader, page):
 
 def test_what_is_left_out_is_on_the_pages():
     shown = {(page, command.text) for page in PAGES for command in commands(page)}
-    assert set(ELSEWHERE) <= shown
+    assert shown >= ELSEWHERE
 
 
 @pytest.mark.full

@@ -1,7 +1,6 @@
-"""Every block of every page is executed at reduced size, or has a stated reason why not (tests/docs/not_executed.py).
+"""The commands of the pages that train run as a reader types them, with few and small steps.
 
-Here the commands that train run as a reader types them, with few and small steps. What needs no torch is executed by
-test_commands.py, examples in Python by test_examples.py.
+What needs no torch is executed by test_commands.py, examples in Python by test_examples.py.
 """
 
 from __future__ import annotations
@@ -10,16 +9,35 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.docs.not_executed import COMMANDS, OTHERS, PYTHON, reason_for_block, reason_for_command
-from tests.docs.not_executed import PAGES as OF_OTHER_TESTS
 from tests.docs.pages import DECISIONS, PAGES, Command, blocks
 
-ALL = [*PAGES, *DECISIONS]
+# tests/extending and tests/gpt take the files and commands of these pages and run them.
+OF_OTHER_TESTS = ("docs/extending.md", "docs/models-of-your-own.md")
+# Commands that train and are not run here, by the begin of their text: what they need, or which tests run such ones.
+ELSEWHERE = (
+    # Many processes, or a GPU.
+    r"(titanlab|torchrun) .*\+recipe=\w+gpus\b",
+    r"torchrun --nproc-per-node 8",
+    r"titanlab train .*\+recipe=\w+_cpu",
+    r"titanlab train .*world=(4|8|16)",
+    r"titanlab train .*world=2 .*compile=block",
+    r"titanlab train model=llama3_2_1b ",
+    # A scheduler, or weights that have to be imported first.
+    r"titanlab (train|resume) .*(launch=|--config-dir ~)",
+    r"titanlab train .*init_from=",
+    r"titanlab export runs/single/small",
+    # Trackers with keys of their own, and what was trained before.
+    r"titanlab train .*tracker=\S+ tracker\.",
+    r"titanlab train --from RUN",
+    r"titanlab resume (RUN|SWEEP|quickstart_layouts) ?",
+    # Programs of the repository: other tests run them.
+    r"python benchmarks/",
+    r"python -m (venv|pip)",
+)
 # What makes a run short; it comes last, and the last value of a key counts.
 SHORT = (
     "training.steps=2 training.seq_len=64 training.global_batch=8 training.log_every=1 training.validate_every=0 "
@@ -27,10 +45,6 @@ SHORT = (
 )
 # Commands that train, or go on with what was trained; test_commands.py puts something in the place of these.
 TRAINS = re.compile(r"titanlab (train|resume|generate|export)\b(?!.*(--cfg|--help))")
-
-
-def commands_of_blocks(page: str) -> list[Command]:
-    return [command for block in blocks(page) for command in block.commands()]
 
 
 def plain(command: Command) -> str:
@@ -42,7 +56,12 @@ def to_execute(page: str) -> list[str]:
     """Commands that train, in the order of the page, and those of other programs that come before them."""
     if page in OF_OTHER_TESTS:
         return []
-    found = [command for command in commands_of_blocks(page) if reason_for_command(plain(command)) is None]
+    found = [
+        command
+        for block in blocks(page)
+        for command in block.commands()
+        if not any(re.match(pattern, plain(command)) for pattern in ELSEWHERE)
+    ]
     wrong = [command for command in found if (command.shown or "").startswith("error: ")]
     own = [plain(command) for command in found if command not in wrong]
     last = max((place for place, text in enumerate(own) if TRAINS.match(text)), default=-1)
@@ -68,7 +87,7 @@ executed_before: set[str] = set()
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("page", [page for page in ALL if to_execute(page)])
+@pytest.mark.parametrize("page", [page for page in [*PAGES, *DECISIONS] if to_execute(page)])
 def test_commands_of_a_page_train_at_reduced_size(page, tmp_path):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environ = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
@@ -87,34 +106,3 @@ def test_commands_of_a_page_train_at_reduced_size(page, tmp_path):
         assert done.returncode == 0, f"{page}: {text}\n{done.stdout}{done.stderr}"
         if text.startswith("titanlab train"):
             assert re.search(r"^done: all steps are done$", done.stdout, re.MULTILINE), f"{page}: {text}\n{done.stdout}"
-
-
-def test_every_block_is_executed_or_has_a_reason():
-    missing = []
-    python = Counter()
-    for page in ALL:
-        for block in blocks(page):
-            if block.commands():
-                continue
-            if block.language == "python" and page not in OF_OTHER_TESTS:
-                python[page] += 1
-            elif reason_for_block(page, block) is None:
-                missing.append(f"{page}:{block.line}: {block.text.splitlines()[0]}")
-    assert not missing, "\n".join(["neither executed nor in tests/docs/not_executed.py:", *missing])
-    assert python == PYTHON, "tests/docs/test_examples.py runs the examples, and PYTHON counts them"
-
-
-def test_every_reason_is_needed():
-    texts = [plain(command) for page in ALL for command in commands_of_blocks(page)]
-    first = Counter(next((pattern for pattern, _ in COMMANDS if re.match(pattern, text)), None) for text in texts)
-    assert [pattern for pattern, _ in COMMANDS if not first[pattern]] == []
-    for page, begin, _ in OTHERS:
-        assert any(block.text.startswith(begin) for block in blocks(page)), (page, begin)
-
-
-def test_reasons_name_tests_that_exist():
-    reasons = [reason for _, reason in COMMANDS] + [what for *_, what in OTHERS] + [*OF_OTHER_TESTS.values()]
-    root = Path(__file__).parents[2]
-    for reason in reasons:
-        for name in re.findall(r"tests/[\w/]+(?:\.py)?\b", reason):
-            assert (root / name).exists(), name

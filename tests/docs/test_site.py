@@ -73,13 +73,7 @@ def test_files_of_the_repository_that_pages_link_to_are_pages(site):
     source = (site / "source" / "titanlab" / "techniques" / "model" / "llama.py.html").read_text()
     assert "class Llama" in re.sub(r"<[^>]+>", "", source)
     assert 'href="extending.html"' in (site / "contributing.html").read_text()
-
-
-@pytest.mark.full
-def test_the_api_is_made_of_docstrings(site):
-    text = (site / "api" / "report.html").read_text()
-    assert 'id="titanlab.report.frames.sweep_frame"' in text
-    assert "a sweep&#39;s folder, or a parquet file that" in text or "a sweep's folder, or a parquet file that" in text
+    assert 'id="titanlab.report.frames.sweep_frame"' in (site / "api" / "report.html").read_text()
 
 
 def test_links_that_lead_nowhere_and_pages_without_a_place_are_errors(tmp_path):

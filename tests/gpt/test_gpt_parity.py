@@ -132,7 +132,7 @@ def test_techniques_change_nothing_but_cost(pool, references, tmp_path, layout, 
 BAND = 1.5
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_four_dimensions_with_everything_on(pool, references, tmp_path):
     layout = {"pipeline": 2, "shard": 2, "context": 2, "tensor": 2}
     made = recipe(tmp_path / "4d", **layout, ac=SelectiveOp(), precision=Bf16(), **COMPILED)

@@ -156,5 +156,5 @@ _NAMES = {row.name for row in ROWS}
 ROWS += [row for row in _with_every_schedule() if row.name not in _NAMES]
 ALWAYS = [row for row in ROWS if row.always]
 COVERING = cover(ROWS, Row.options, always=ALWAYS, cost=lambda row: row.layout.world)
-# Only in `make test-matrix`: each takes longer than ten others.
+# Only in `make test-full`: each takes longer than ten others.
 ROWS += [Row({"pipeline": 2, "schedule": schedule}, "fp32", "none", "inductor") for schedule in SCHEDULES]

@@ -1,13 +1,11 @@
 """Documents in packed sequences are as if they were alone, on every layout.
 
 Logits of packed documents are those of each document alone, from one process and from transformers, within 1e-5 of the
-largest; and layouts train on them as one process does. docs/document-masks.md shows the rows; `make test-matrix`
+largest; and layouts train on them as one process does. docs/document-masks.md shows the rows; `make test-full`
 writes it.
 """
 
-import os
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -16,16 +14,16 @@ import torch
 
 from tests import tiny
 from tests.prove import documents
-from tests.prove.parity_rows import COMMON, OnLayout
+from tests.prove import test_experts as experts
+from tests.prove.pages import Table, columns
+from tests.prove.parity_rows import COMMON, OnLayout, traced
 from tests.weights.huggingface import made as folders
 from titanlab.data import Synthetic
 from titanlab.data.contract import Separators
-from titanlab.distributed import ALONE, joined
 from titanlab.options import schema_of
-from titanlab.prove import parity, tolerances
+from titanlab.prove import tolerances
 from titanlab.prove.parity import compare
 from titanlab.techniques.model.documents import Packed
-from titanlab.techniques.model.llama_schema import Qwen3Moe
 from titanlab.train import assemble
 from titanlab.train import generate as sampling
 from titanlab.train.starting_weights import open_folder
@@ -33,36 +31,38 @@ from titanlab.train.weights_tensors import fill
 
 pytestmark = pytest.mark.on_page
 BAR = tolerances.FP32
-PAGE = Path(__file__).parents[2] / "docs" / "document-masks.md"
-MATRIX = [pytest.mark.matrix]
+FULL = [pytest.mark.full]
 ROWS = [
     ({}, []),
-    ({"replicate": 2}, MATRIX),
-    ({"shard": 2, "microbatch": 1}, MATRIX),
-    ({"tensor": 2}, MATRIX),
-    ({"tensor": 2, "sequence_parallel": False, "loss_parallel": False}, MATRIX),
+    ({"replicate": 2}, FULL),
+    ({"shard": 2, "microbatch": 1}, FULL),
+    ({"tensor": 2}, FULL),
+    ({"tensor": 2, "sequence_parallel": False, "loss_parallel": False}, FULL),
     ({"context": 2}, []),
-    ({"context": 2, "context_method": "all_gather"}, MATRIX),
-    ({"context": 4}, MATRIX),
-    ({"context": 4, "context_method": "all_gather"}, MATRIX),
+    ({"context": 2, "context_method": "all_gather"}, FULL),
+    ({"context": 4}, FULL),
+    ({"context": 4, "context_method": "all_gather"}, FULL),
     ({"pipeline": 2}, []),
-    ({"pipeline": 2, "schedule": "zbv"}, MATRIX),
-    ({"pipeline": 2, "context": 2, "tensor": 2}, MATRIX),
-    ({"shard": 2, "context": 4, "context_method": "all_gather"}, MATRIX),
-    ({"pipeline": 2, "shard": 2, "context": 2, "tensor": 2}, MATRIX),
+    ({"pipeline": 2, "schedule": "zbv"}, FULL),
+    ({"pipeline": 2, "context": 2, "tensor": 2}, FULL),
+    ({"shard": 2, "context": 4, "context_method": "all_gather"}, FULL),
+    ({"pipeline": 2, "shard": 2, "context": 2, "tensor": 2}, FULL),
 ]
 TRAINED = [
     ({"context": 2, "pipeline": 2, "schedule": "interleaved_1f1b"}, []),
-    *((given, MATRIX) for given, _ in ROWS if given),
-    ({"fused": True, "tensor": 2}, MATRIX),
-    ({"blocks": True, "backend": "aot_eager", "context": 2}, MATRIX),
-    ({"blocks": True, "backend": "inductor"}, MATRIX),
-    ({"pipeline": 2, "shard": 2, "schedule": "interleaved_zero_bubble"}, MATRIX),
-    ({"ac": "selective_op"}, MATRIX),
-    ({"ac": "selective_op", "context": 2, "blocks": True, "backend": "aot_eager"}, MATRIX),
-    ({"ac": "full", "pipeline": 2, "tensor": 2}, MATRIX),
-    ({"loss_chunk": 12, "tensor": 2}, MATRIX),
+    *((given, FULL) for given, _ in ROWS if given),
+    ({"fused": True, "tensor": 2}, FULL),
+    ({"blocks": True, "backend": "aot_eager", "context": 2}, FULL),
+    ({"blocks": True, "backend": "inductor"}, FULL),
+    ({"pipeline": 2, "shard": 2, "schedule": "interleaved_zero_bubble"}, FULL),
+    ({"ac": "selective_op"}, FULL),
+    ({"ac": "selective_op", "context": 2, "blocks": True, "backend": "aot_eager"}, FULL),
+    ({"ac": "full", "pipeline": 2, "tensor": 2}, FULL),
+    ({"loss_chunk": 12, "tensor": 2}, FULL),
 ]
+
+
+TABLE = Table("document-masks.md", [[OnLayout(given).label, str(OnLayout(given).layout.world)] for given, _ in TRAINED])
 
 
 def params(rows):
@@ -95,17 +95,6 @@ def recipe(folder, hub, given):
     return tiny.recipe(folder, model=open_folder(hub, "x").model, data=data, init_from=str(hub), **keys)
 
 
-@pytest.fixture(scope="module")
-def measured():
-    """Differences by the row's label; written to the page where all have been measured."""
-    found = {}
-    yield found
-    if os.environ.get("TITANLAB_WRITE_PARITY") == "1" and len(found) == len(TRAINED):
-        head, rule, _ = PAGE.read_text().rpartition("|---|---|---|---|---|---|\n")
-        lines = [line_of(given, found[OnLayout(given).label]) for given, _ in TRAINED]
-        PAGE.write_text(head + rule + "".join(lines))
-
-
 def distance(found, wanted):
     return ((found - wanted).abs().max() / wanted.abs().max()).item()
 
@@ -131,7 +120,7 @@ def test_documents_alone_are_those_of_transformers(hub, alone):
     assert alone.std() > 0.5
 
 
-@pytest.mark.parametrize("family", [pytest.param(name, marks=MATRIX) for name in ("qwen 3", *folders.WITH_EXPERTS)])
+@pytest.mark.parametrize("family", [pytest.param(name, marks=FULL) for name in ("qwen 3", *folders.WITH_EXPERTS)])
 def test_packed_documents_of_every_family_are_those_of_transformers(tmp_path, family):
     path = folders.folder(tmp_path / "hub", folders.FAMILIES[family])
     tokens = torch.from_numpy(documents.packed().tokens)
@@ -170,81 +159,53 @@ def test_a_planted_fault_is_found(pool, hub, alone, tmp_path, fault):
     assert distance(found, alone) > 1000 * BAR
 
 
-def trained(folder, given):
-    data = Synthetic(vocab_size=256, document_mask=True, document_tokens=6, gaps=True)
-    keys = OnLayout(given).keys(COMMON)
+DOCUMENTS = Synthetic(vocab_size=256, document_mask=True, document_tokens=6, gaps=True)
+# The whole square is computed with a mask.
+REFERENCE = {"attention": "math"}
+
+
+def keys_of(given):
+    keys = OnLayout(given).keys({**COMMON, "data": DOCUMENTS})
     if "ac" in keys:
         keys["ac"] = schema_of("ac", keys["ac"])()
-    return tiny.recipe(folder, data=data, **keys)
+    return keys
 
 
-def traced(made, run, fault=None):
-    with fault(made) if fault else patch.dict({}):
-        return parity.trace(made, run, joined(os.environ) or ALONE)
+def traced_with(made, run, fault):
+    with fault(made):
+        return traced(made, run)
 
 
-@pytest.fixture(scope="module")
-def reference(pool, tmp_path_factory):
-    """One process that computes the whole square with a mask."""
-    made = trained(tmp_path_factory.mktemp("reference"), {})
-    made = replace(made, model=replace(made.model, attention="math"))
-    return pool.run(1, traced, made, tiny.begin(made))[0]
-
-
-@pytest.mark.parametrize("given", params(TRAINED))
-def test_layouts_train_as_one_process(pool, reference, measured, tmp_path, given):
-    made = trained(tmp_path, given)
-    every = pool.run(made.world, traced, made, tiny.begin(made), limit_seconds=300)
-    assert all(each.losses == every[0].losses and each.grad_norms == every[0].grad_norms for each in every)
-    difference = compare(reference, every[0])
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=each.id, marks=each.marks) for row, each in enumerate(params(TRAINED))]
+)
+def test_layouts_train_as_one_process(traces, row):
+    given, _ = TRAINED[row]
+    difference = compare(traces(**keys_of(REFERENCE)), traces(**keys_of(given)))
     assert difference.largest <= BAR, difference
-    measured[OnLayout(given).label] = difference
+    TABLE.add(row, columns(difference))
 
 
 def test_the_page_shows_these_rows():
-    shown = [line.split(" | ")[:2] for line in PAGE.read_text().splitlines() if line.startswith("| ") and "e-" in line]
-    assert shown == [cells_of(given) for given, _ in TRAINED]
-
-
-def cells_of(given):
-    return [f"| {OnLayout(given).label}", str(OnLayout(given).layout.world)]
-
-
-def line_of(given, difference):
-    numbers = (difference.loss, difference.grad_norm, difference.gradient[0], difference.parameter[0])
-    return " | ".join([*cells_of(given), *(f"{number:.1e}" for number in numbers)]) + " |\n"
+    TABLE.check()
 
 
 EXPERTS = [
-    ({"tensor": 2, "expert": 2}, MATRIX),
-    ({"shard": 2, "context": 2, "expert": 2}, MATRIX),
-    ({"pipeline": 2, "context": 2, "expert": 2}, MATRIX),
+    ({"tensor": 2, "expert": 2}, FULL),
+    ({"shard": 2, "context": 2, "expert": 2}, FULL),
+    ({"pipeline": 2, "context": 2, "expert": 2}, FULL),
 ]
 
 
-@pytest.fixture(scope="module")
-def reference_with_experts(pool, tmp_path_factory):
-    made = trained_with_experts(tmp_path_factory.mktemp("reference"), {})
-    return pool.run(1, traced, made, tiny.begin(made))[0]
-
-
 @pytest.mark.parametrize("given", params(EXPERTS))
-def test_models_with_experts_train_as_one_process(pool, reference_with_experts, tmp_path, given):
-    made = trained_with_experts(tmp_path, given)
-    found = pool.run(made.world, traced, made, tiny.begin(made), limit_seconds=300)[0]
-    difference = compare(reference_with_experts, found)
+def test_models_with_experts_train_as_one_process(traces, given):
+    one, every = (traces(**experts.keys_of("qwen3", each), data=DOCUMENTS) for each in ({}, given))
+    difference = compare(one, every)
     assert difference.largest <= BAR, difference
 
 
-def trained_with_experts(folder, given):
-    sizes = {"dim": 64, "layers": 4, "heads": 4, "kv_heads": 2, "vocab_size": 256, "head_dim": 32, "ffn_dim": 32}
-    keys = OnLayout(given).keys({key: value for key, value in COMMON.items() if key != "layers"})
-    data = Synthetic(vocab_size=256, document_mask=True, document_tokens=6, gaps=True)
-    return tiny.recipe(folder, data=data, model=Qwen3Moe(**sizes, experts=8, active_experts=2), **keys)
-
-
-@pytest.mark.matrix
-def test_documents_of_another_microbatch_are_found(pool, reference, tmp_path):
-    made = trained(tmp_path, {"microbatch": 1})
-    [found] = pool.run(1, traced, made, tiny.begin(made), of_the_first_microbatch)
-    assert compare(reference, found).largest > 1000 * BAR
+@pytest.mark.full
+def test_documents_of_another_microbatch_are_found(pool, traces, tmp_path):
+    made = tiny.recipe(tmp_path, **keys_of({"microbatch": 1}))
+    [found] = pool.run(1, traced_with, made, tiny.begin(made), of_the_first_microbatch)
+    assert compare(traces(**keys_of(REFERENCE)), found).largest > 1000 * BAR

@@ -9,7 +9,7 @@ import pytest
 from tests import tiny
 from tests.compile import test_blocks
 from tests.prove.technique_rows import AC
-from tests.prove.test_experts import BAR, MODELS, OnLayout, traced
+from tests.prove.test_experts import BAR, MODELS, OnLayout
 from titanlab.options import schema_of
 from titanlab.prove.parity import compare
 from titanlab.techniques.ac.recomputation_schema import SelectiveOp
@@ -20,7 +20,7 @@ PP = {"pipeline": 2, "shard": 2}
 EP = {"shard": 2, "expert": 2}
 EP_TP = {"shard": 2, "tensor": 2, "expert": 4}
 EP_PP = {"pipeline": 2, "shard": 2, "expert": 2, "schedule": "zbv"}
-ALWAYS, FULL, MATRIX = [], [pytest.mark.full], [pytest.mark.matrix]
+ALWAYS, FULL = [], [pytest.mark.full]
 # In fp32 against one process in eager mode without checkpointing.
 EXACT = [
     (FSDP_TP, "full", "", FULL),
@@ -35,46 +35,30 @@ EXACT = [
     (EP, "selective_op", "", FULL),
     (EP, "exchange kept", "", ALWAYS),
     (EP, "none", "aot_eager", FULL),
-    (EP, "full", "aot_eager", MATRIX),
-    (EP, "selective_op", "aot_eager", MATRIX),
+    (EP, "full", "aot_eager", FULL),
+    (EP, "selective_op", "aot_eager", FULL),
     (EP, "exchange kept", "aot_eager", FULL),
-    (EP, "memory_budget", "aot_eager", MATRIX),
-    (EP, "none", "inductor", MATRIX),
-    (EP, "exchange kept", "inductor", MATRIX),
-    (EP_TP, "selective_op", "", MATRIX),
+    (EP, "memory_budget", "aot_eager", FULL),
+    (EP, "none", "inductor", FULL),
+    (EP, "exchange kept", "inductor", FULL),
+    (EP_TP, "selective_op", "", FULL),
     (EP_TP, "none", "aot_eager", FULL),
-    (EP_TP, "full", "inductor", MATRIX),
-    ({"context": 2, "tensor": 2, "expert": 4}, "selective_op", "aot_eager", MATRIX),
-    (EP_PP, "none", "aot_eager", MATRIX),
-    (EP_PP, "selective_op", "", MATRIX),
-    ({"shard": 4, "expert": 2, "microbatch": 1}, "selective_layer", "aot_eager", MATRIX),
+    (EP_TP, "full", "inductor", FULL),
+    ({"context": 2, "tensor": 2, "expert": 4}, "selective_op", "aot_eager", FULL),
+    (EP_PP, "none", "aot_eager", FULL),
+    (EP_PP, "selective_op", "", FULL),
+    ({"shard": 4, "expert": 2, "microbatch": 1}, "selective_layer", "aot_eager", FULL),
 ]
 
 
-def recipe(folder, given, **more):
-    return tiny.recipe(folder, **{**OnLayout(given).keys(COMMON), "model": MODELS["qwen3"], **more})
+def keys_of(given, **more):
+    return {**OnLayout(given).keys(COMMON), "model": MODELS["qwen3"], **more}
 
 
 def policy(name):
     if name == "exchange kept":
         return SelectiveOp(saved=["titanlab.exchange.default", "titanlab.grouped_product.default", "aten.mm.default"])
     return schema_of("ac", name)(**AC.get(name, {}))
-
-
-def traces(pool, folder, given, **more):
-    made = recipe(folder, given, **more)
-    return pool.run(made.world, traced, made, tiny.begin(made), limit_seconds=300.0)[0]
-
-
-def counted(pool, folder, given, **more):
-    """Of each rank, the trace and how often each function was compiled."""
-    made = recipe(folder, given, **more)
-    return pool.run(made.world, test_blocks.traced, made, tiny.begin(made), limit_seconds=300.0)
-
-
-@pytest.fixture(scope="module")
-def reference(pool, tmp_path_factory):
-    return traces(pool, tmp_path_factory.mktemp("reference"), {})
 
 
 @pytest.mark.parametrize(
@@ -87,10 +71,12 @@ def reference(pool, tmp_path_factory):
         for given, ac, backend, layer in EXACT
     ],
 )  # fmt: skip
-def test_a_technique_changes_nothing(pool, reference, tmp_path, given, ac, backend):
+def test_a_technique_changes_nothing(pool, traces, tmp_path, given, ac, backend):
     compiled = {"blocks": True, "loss": True, "backend": backend} if backend else {}
-    every = counted(pool, tmp_path, given, ac=policy(ac), **compiled)
-    found = every[0][0]
+    made = tiny.recipe(tmp_path, **keys_of(given, ac=policy(ac), **compiled))
+    # Of each rank, the trace and how often each function was compiled.
+    every = pool.run(made.world, test_blocks.traced, made, tiny.begin(made), limit_seconds=300.0)
+    found, reference = every[0][0], traces(**keys_of({}))
     difference = compare(reference, found)
     assert difference.largest <= BAR, difference
     assert found.loads == reference.loads
@@ -105,8 +91,8 @@ PRECISIONS = [
     ("bf16_full", FSDP_TP, "", FULL),
     ("float8_rowwise", FSDP_TP, "", FULL),
     ("float8_tensorwise", FSDP_TP, "", FULL),
-    ("bf16", EP_TP, "aot_eager", MATRIX),
-    ("float8_rowwise", EP, "aot_eager", MATRIX),
+    ("bf16", EP_TP, "aot_eager", FULL),
+    ("float8_rowwise", EP, "aot_eager", FULL),
 ]
 
 
@@ -117,16 +103,17 @@ PRECISIONS = [
         for precision, given, backend, layer in PRECISIONS
     ],
 )
-def test_a_precision_trains(pool, reference, tmp_path, precision, given, backend):
+def test_a_precision_trains(traces, precision, given, backend):
     """Losses within 2 % of float32: rounded scores choose other experts for some tokens."""
     compiled = {"blocks": True, "backend": backend} if backend else {}
-    found = traces(pool, tmp_path, given, precision=schema_of("precision", precision)(), **compiled)
-    assert found.losses == pytest.approx(reference.losses, rel=0.02)
+    found = traces(**keys_of(given, precision=schema_of("precision", precision)(), **compiled))
+    assert found.losses == pytest.approx(traces(**keys_of({})).losses, rel=0.02)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["adamw_8bit", "adamw_4bit", "adamw_fp8"])
-def test_an_optimizer_trains(pool, reference, tmp_path, optimizer):
-    found = traces(pool, tmp_path, {"shard": 2}, optimizer=schema_of("optimizer", optimizer)(lr=1e-3))
+def test_an_optimizer_trains(traces, optimizer):
+    reference = traces(**keys_of({}))
+    found = traces(**keys_of({"shard": 2}, optimizer=schema_of("optimizer", optimizer)(lr=1e-3)))
     assert found.losses[0] == pytest.approx(reference.losses[0], rel=1e-5)
     assert found.losses[-1] < reference.losses[0]

@@ -6,7 +6,6 @@ import math
 
 import pytest
 
-from tests import tiny
 from tests.sweep.made import Made
 from titanlab.costs import meter
 from titanlab.errors import ConfigError
@@ -107,10 +106,6 @@ def test_what_cannot_be_compared_is_refused(made, keys, complaint):
     one = made("one")
     with pytest.raises(ConfigError, match=complaint):
         compare_runs(one, made("two", **keys))
-
-
-def test_a_run_is_not_compared_with_itself(made):
-    one = made("one")
     with pytest.raises(ConfigError, match="is both runs"):
         compare_runs(one, one)
 
@@ -124,7 +119,3 @@ def test_logs_of_other_steps_have_nothing_in_common(made):
     file.write_text(file.read_text().replace('"another": ', f'"{meter.TOKENS_SEEN}": 1'))
     with pytest.raises(ConfigError, match="has no logged step at a number of tokens at which one-"):
         compare_runs(one, two)
-
-
-def test_the_tiny_recipe_has_these_tokens(tmp_path):
-    assert tiny.recipe(tmp_path).tokens_per_step == TOKENS

@@ -8,29 +8,25 @@ import pytest
 
 from tests import tiny
 from titanlab.errors import TitanlabError
-from titanlab.prove import RunFailed, forked, log_of, prepare
+from titanlab.prove import RunFailed, forked, prepare
 from titanlab.prove.forked import Ended
 from titanlab.records import Outcome, OutcomeKind, RunFolder
 
 
-def ended(folder, **outcome):
-    return Ended(run=RunFolder(folder), attempt=1, outcome=Outcome(**outcome), seconds=1.0)
-
-
-def test_a_failure_is_one_line_with_its_cause_and_its_log(tmp_path):
-    error = RunFailed(ended(tmp_path, kind=OutcomeKind.CRASH, cause="ValueError: x", rank=3))
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
+        (
+            {"kind": OutcomeKind.CRASH, "cause": "ValueError: x", "rank": 11},
+            "crash: ValueError: x; log: {}/rank-11.log",
+        ),
+        ({"kind": OutcomeKind.OOM}, f"oom: {OutcomeKind.OOM.meaning}; log: {{}}/rank-0.log"),
+    ],
+)
+def test_a_failure_is_one_line_with_its_cause_and_the_log_of_its_rank(tmp_path, outcome, said):
+    error = RunFailed(Ended(run=RunFolder(tmp_path), attempt=1, outcome=Outcome(**outcome), seconds=1.0))
     assert isinstance(error, TitanlabError)
-    assert str(error) == f"crash: ValueError: x; log: {tmp_path}/logs/rank-3.log"
-
-
-def test_a_failure_without_a_cause_says_what_its_kind_means(tmp_path):
-    error = RunFailed(ended(tmp_path, kind=OutcomeKind.OOM))
-    assert str(error) == f"oom: {OutcomeKind.OOM.meaning}; log: {tmp_path}/logs/rank-0.log"
-
-
-@pytest.mark.parametrize(("rank", "name"), [(None, "rank-0.log"), (0, "rank-0.log"), (11, "rank-11.log")])
-def test_the_log_is_that_of_the_rank_that_failed(tmp_path, rank, name):
-    assert log_of(ended(tmp_path, kind=OutcomeKind.CRASH, rank=rank)) == tmp_path / "logs" / name
+    assert str(error) == said.format(tmp_path / "logs")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, SystemExit])

@@ -2,27 +2,23 @@
 
 Every row is held to one process with whole logits: losses, gradient norms, the first step's gradients and the final
 parameters, within 1e-5 in fp32. A process has at least two chunks of a microbatch, the last one mostly smaller.
-docs/loss-in-chunks.md shows the rows that CI does not always run too; `make test-matrix` writes it.
+docs/loss-in-chunks.md shows the rows that CI does not always run too; `make test-full` writes it.
 """
 
 from __future__ import annotations
-
-import os
-from pathlib import Path
 
 import pytest
 
 from tests import tiny
 from tests.planted_schema import Planted
+from tests.prove.pages import Table, columns
 from tests.prove.parity_rows import COMMON, OnLayout
-from titanlab.distributed import ALONE, joined
-from titanlab.prove import parity, tolerances
-from titanlab.prove.parity import TraceDifference, compare
+from titanlab.prove import tolerances
+from titanlab.prove.parity import compare
 
 pytestmark = pytest.mark.on_page
 BAR = tolerances.FP32
-PAGE = Path(__file__).parents[2] / "docs" / "loss-in-chunks.md"
-MATRIX = [pytest.mark.matrix]
+FULL = [pytest.mark.full]
 # What a row and its reference have in common.
 KINDS = {
     "plain": {},
@@ -32,103 +28,57 @@ KINDS = {
 }
 ROWS = [
     ("plain", {}, []),
-    ("tied", {"shard": 2}, MATRIX),
-    ("gaps", {"replicate": 2, "microbatch": 2}, MATRIX),
+    ("tied", {"shard": 2}, FULL),
+    ("gaps", {"replicate": 2, "microbatch": 2}, FULL),
     ("uneven", {"tensor": 2}, []),
-    ("plain", {"pipeline": 2, "schedule": "zbv"}, MATRIX),
-    ("plain", {"context": 2}, MATRIX),
-    ("plain", {"tensor": 2, "sequence_parallel": False}, MATRIX),
-    ("plain", {"pipeline": 2}, MATRIX),
-    ("gaps", {"pipeline": 2, "shard": 2, "schedule": "gpipe"}, MATRIX),
-    ("plain", {"pipeline": 2, "schedule": "interleaved_1f1b"}, MATRIX),
-    ("plain", {"pipeline": 2, "schedule": "looped_bfs"}, MATRIX),
-    ("plain", {"pipeline": 2, "shard": 2, "schedule": "interleaved_zero_bubble"}, MATRIX),
-    ("plain", {"pipeline": 2, "schedule": "dualpipe_v"}, MATRIX),
-    ("plain", {"pipeline": 2, "tensor": 2, "schedule": "zbv"}, MATRIX),
-    ("plain", {"replicate": 2, "shard": 2}, MATRIX),
-    ("tied", {"shard": 2, "tensor": 2}, MATRIX),
-    ("plain", {"shard": 2, "microbatch": 1, "reshard_after_forward": "never"}, MATRIX),
-    ("plain", {"shard": 2, "cpu_offload": True}, MATRIX),
-    ("gaps", {"context": 2, "tensor": 2}, MATRIX),
-    ("plain", {"pipeline": 2, "shard": 2, "context": 2, "tensor": 2}, MATRIX),
-    ("plain", {"blocks": True, "loss": True, "backend": "aot_eager"}, MATRIX),
-    ("uneven", {"shard": 2, "tensor": 2, "loss": True, "backend": "aot_eager"}, MATRIX),
-    ("plain", {"pipeline": 2, "loss": True, "backend": "inductor"}, MATRIX),
+    ("plain", {"pipeline": 2, "schedule": "zbv"}, FULL),
+    ("plain", {"context": 2}, FULL),
+    ("plain", {"tensor": 2, "sequence_parallel": False}, FULL),
+    ("plain", {"pipeline": 2}, FULL),
+    ("gaps", {"pipeline": 2, "shard": 2, "schedule": "gpipe"}, FULL),
+    ("plain", {"pipeline": 2, "schedule": "interleaved_1f1b"}, FULL),
+    ("plain", {"pipeline": 2, "schedule": "looped_bfs"}, FULL),
+    ("plain", {"pipeline": 2, "shard": 2, "schedule": "interleaved_zero_bubble"}, FULL),
+    ("plain", {"pipeline": 2, "schedule": "dualpipe_v"}, FULL),
+    ("plain", {"pipeline": 2, "tensor": 2, "schedule": "zbv"}, FULL),
+    ("plain", {"replicate": 2, "shard": 2}, FULL),
+    ("tied", {"shard": 2, "tensor": 2}, FULL),
+    ("plain", {"shard": 2, "microbatch": 1, "reshard_after_forward": "never"}, FULL),
+    ("plain", {"shard": 2, "cpu_offload": True}, FULL),
+    ("gaps", {"context": 2, "tensor": 2}, FULL),
+    ("plain", {"pipeline": 2, "shard": 2, "context": 2, "tensor": 2}, FULL),
+    ("plain", {"blocks": True, "loss": True, "backend": "aot_eager"}, FULL),
+    ("uneven", {"shard": 2, "tensor": 2, "loss": True, "backend": "aot_eager"}, FULL),
+    ("plain", {"pipeline": 2, "loss": True, "backend": "inductor"}, FULL),
 ]
 """Rows: what they have in common with the reference, the layout, marks."""
 
 
-def label(kind, given):
-    return f"{kind}, {OnLayout(given).label}"
+TABLE = Table(
+    "loss-in-chunks.md",
+    [[kind, OnLayout(given).label, str(OnLayout(given).layout.world)] for kind, given, _ in ROWS],
+)
 
 
 def keys(kind, given):
     return {**OnLayout(given).keys(COMMON), **KINDS[kind]}
 
 
-def traced(made, run):
-    return parity.trace(made, run, joined(os.environ) or ALONE)
-
-
-@pytest.fixture(scope="module")
-def references(pool, tmp_path_factory):
-    known = {}
-
-    def reference(kind):
-        if kind not in known:
-            made = tiny.recipe(tmp_path_factory.mktemp("reference"), **keys(kind, {}))
-            assert made.loss_chunk == 0
-            known[kind] = pool.run(1, traced, made, tiny.begin(made))[0]
-        return known[kind]
-
-    return reference
-
-
-@pytest.fixture(scope="module")
-def found():
-    """Differences by number of the row; written to the page where all have been measured."""
-    measured: dict[int, TraceDifference] = {}
-    yield measured
-    if os.environ.get("TITANLAB_WRITE_PARITY") == "1" and len(measured) == len(ROWS):
-        text = PAGE.read_text()
-        head = text[: text.index("|---|---|---|---|---|---|---|\n")]
-        PAGE.write_text(
-            head + "|---|---|---|---|---|---|---|\n" + "".join(line(row, measured[row]) for row in sorted(measured))
-        )
-
-
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, id=label(*given[:2]), marks=given[2]) for row, given in enumerate(ROWS)]
+    "row",
+    [pytest.param(row, id=f"{given[0]}, {OnLayout(given[1]).label}", marks=given[2]) for row, given in enumerate(ROWS)],
 )
-def test_chunks_train_as_whole_logits(pool, references, found, tmp_path, row):
+def test_chunks_train_as_whole_logits(traces, tmp_path, row):
     kind, given, _ = ROWS[row]
-    made = made_of(tmp_path, kind, given)
-    tokens = made.microbatch * made.training.seq_len // made.layout.context
-    assert made.loss_chunk * 2 <= tokens
-    every = pool.run(made.world, traced, made, tiny.begin(made), limit_seconds=300)
-    assert all(each.losses == every[0].losses and each.grad_norms == every[0].grad_norms for each in every)
-    difference = compare(references(kind), every[0])
+    # Where a process has 16 tokens of a microbatch, chunks are smaller.
+    chunk = 6 if given.get("pipeline", 1) * given.get("context", 1) > 2 else 12
+    made = tiny.recipe(tmp_path, **keys(kind, given), loss_chunk=chunk)
+    assert made.loss_chunk * 2 <= made.microbatch * made.training.seq_len // made.layout.context
+    assert tiny.recipe(tmp_path, **keys(kind, {})).loss_chunk == 0
+    difference = compare(traces(**keys(kind, {})), traces(**keys(kind, given), loss_chunk=chunk))
     assert difference.largest <= BAR, difference
-    found[row] = difference
+    TABLE.add(row, columns(difference))
 
 
 def test_the_page_shows_these_rows():
-    shown = [line.split(" | ")[:3] for line in PAGE.read_text().splitlines() if line.startswith("| ") and "e-" in line]
-    assert shown == [cells(row) for row in range(len(ROWS))]
-
-
-def made_of(folder, kind, given):
-    """The recipe of a row; where a process has 16 tokens of a microbatch, chunks are smaller."""
-    chunk = 6 if given.get("pipeline", 1) * given.get("context", 1) > 2 else 12
-    return tiny.recipe(folder, **keys(kind, given), loss_chunk=chunk)
-
-
-def cells(row):
-    kind, given, _ = ROWS[row]
-    layout = OnLayout(given)
-    return [f"| {kind}", layout.label, str(layout.layout.world)]
-
-
-def line(row, difference):
-    numbers = (difference.loss, difference.grad_norm, difference.gradient[0], difference.parameter[0])
-    return " | ".join([*cells(row), *(f"{number:.1e}" for number in numbers)]) + " |\n"
+    TABLE.check()

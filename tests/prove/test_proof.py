@@ -4,16 +4,40 @@ The faults are those that were published, or that happened here: each leaves a r
 right for a while. A recipe is reduced by the verb's own rules; only its ranks are those of the pool.
 """
 
-from __future__ import annotations
+import json
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
+import torch
 
 from tests import tiny
 from tests.prove.planted_faults import traced
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.prove import Candidate, ProofRow, Prover, TrainingTrace, plan_proofs, tolerances
+from titanlab.options import discover
+from titanlab.prove import (
+    FAILED,
+    Candidate,
+    ProofRow,
+    Prover,
+    Result,
+    TrainingTrace,
+    plan_proofs,
+    proof,
+    read_parity,
+    reduce_all,
+    rehearse,
+    tolerances,
+    write_parity,
+)
 from titanlab.prove.parity import TraceDifference
-from titanlab.prove.proof import exceeded, too_exact
+from titanlab.prove.proof import OK, exceeded, too_exact
+from titanlab.prove.tolerances import FP32, RUNS
+from titanlab.records import Outcome, OutcomeKind
 from titanlab.techniques.model.llama_schema import Llama
 from titanlab.techniques.precision.cast_schema import Bf16
 from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8Tensorwise
@@ -146,8 +170,6 @@ def test_a_difference_that_is_not_a_number_exceeds_every_tolerance():
 
 def untrained(failing=()):
     """Trains nothing: every trace is the same; recipes with such a world fail."""
-    import torch
-
     calls = []
 
     def train(recipe):
@@ -192,3 +214,181 @@ def test_what_cannot_be_reduced_is_a_row_beside_others_and_an_error_alone(tmp_pa
     assert proofs[1].notes == ("model=llama is taken as it is: 131,392 parameters",)
     (row,) = Prover(untrained()[0]).rows(proofs[0])
     assert row == ProofRow(run="dp_s2", layout="dp_s2", precision="", passed=False, reason=str(proofs[0].error))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Narrow(Bf16):
+    """A precision of another package whose name says nothing about its bits."""
+
+    kind: str = "narrow"
+
+    def product_bits(self) -> int:
+        return 6
+
+
+@pytest.mark.parametrize("kind", discover()["precision"])
+def test_runs_have_the_tolerance_of_the_bits_that_are_multiplied(kind):
+    bits = {"fp32": "fp32", "bf16": "16 bits", "bf16_full": "16 bits", "fp16": "16 bits"}
+    assert tolerances.of_runs(discover()["precision"][kind].schema()) == RUNS[bits.get(kind, "float8")]
+
+
+def test_another_packages_precision_has_the_tolerance_of_its_bits():
+    assert tolerances.of_runs(Narrow()) == RUNS["float8"]
+
+
+def test_an_optimizer_that_rounds_more_says_so():
+    class Rounding(discover()["optimizer"]["adamw"].schema):
+        tolerances: ClassVar[Mapping[str, float]] = {"parameter": 0.5}
+
+    assert tolerances.in_fp32(Rounding()) == {"loss": FP32, "grad_norm": FP32, "gradient": FP32, "parameter": 0.5}
+    assert tolerances.in_fp32(discover()["optimizer"]["muon"].schema())["parameter"] == 3e-3
+
+
+PROVED = ProofRow(
+    run="a-12345678", layout="dp_s2", precision="fp32", passed=True, loss=1e-7, gradient=(2e-7, "w"), tolerance=1e-5
+)
+
+
+def mapping(run, **changes):
+    return {**PROVED.to_mapping(), "run": run, **changes}
+
+
+def test_rows_are_written_and_read(tmp_path):
+    sweep = tmp_path / "runs" / "layouts"
+    assert read_parity(tmp_path) is None
+    assert write_parity(sweep, [mapping("a")], reference="one process") == sweep / "parity.json"
+    content = json.loads((sweep / "parity.json").read_text())
+    assert content.keys() == {"schema", "time", "reference", "rows"}
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4}", content["time"])
+    (row,) = content["rows"]
+    assert row == {
+        "run": "a",
+        "layout": "dp_s2",
+        "precision": "fp32",
+        "passed": True,
+        "reason": "",
+        "loss": 1e-7,
+        "grad_norm": None,
+        "gradient": [2e-7, "w"],
+        "parameter": None,
+        "tolerance": 1e-5,
+    }
+    assert read_parity(sweep) == content
+    write_parity(sweep, [mapping("a", loss=float("inf"), gradient=(float("nan"), "w"))], reference="one process")
+    (row,) = read_parity(sweep)["rows"]
+    assert (row["loss"], row["gradient"]) == (None, [None, "w"])
+
+
+def test_rows_of_runs_that_were_proved_again_replace_the_earlier_ones(tmp_path):
+    write_parity(tmp_path, [mapping("a"), mapping("a", precision="bf16"), mapping("b")], reference="x")
+    write_parity(tmp_path, [mapping("a", passed=False), mapping("c")], reference="x")
+    rows = read_parity(tmp_path)["rows"]
+    assert [(row["run"], row["precision"], row["passed"]) for row in rows] == [
+        ("b", "fp32", True),
+        ("a", "fp32", False),
+        ("c", "fp32", True),
+    ]
+
+
+def test_two_commands_that_write_at_once_lose_no_rows(tmp_path, monkeypatch):
+    write_parity(tmp_path, [], reference="x")
+    threads = []
+    write = proof.write_json
+
+    def slowly(path, value):
+        if not threads:
+            threads.append(
+                threading.Thread(target=write_parity, args=(tmp_path, [mapping("b")]), kwargs={"reference": "x"})
+            )
+            threads[0].start()
+            threads[0].join(0.1)
+        write(path, value)
+
+    monkeypatch.setattr(proof, "write_json", slowly)
+    write_parity(tmp_path, [mapping("a")], reference="x")
+    threads[0].join()
+    assert [row["run"] for row in read_parity(tmp_path)["rows"]] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [("{", "is no JSON"), ('{"schema": 2, "rows": []}', "reads schema 1"), ('{"rows": [1]}', "must be a list of rows")],
+)
+def test_a_damaged_file_is_left_as_it_is(tmp_path, text, complaint):
+    (tmp_path / "parity.json").write_text(text)
+    with pytest.raises(ConfigError, match=complaint):
+        write_parity(tmp_path, [mapping("a")], reference="x")
+    assert (tmp_path / "parity.json").read_text() == text
+
+
+def rehearsals_of(*candidates, most=16):
+    return reduce_all(candidates, steps=3, runs="runs", most=most, saves=True)
+
+
+def results_of(rehearsals, kind=OutcomeKind.DONE, cause=None):
+    """The results, and the recipes that were trained."""
+    recipes = []
+
+    def train(recipe):
+        recipes.append(recipe)
+        return SimpleNamespace(outcome=Outcome(kind=kind, cause=cause), seconds=1.5)
+
+    return list(rehearse(rehearsals, train, lambda ended: "rank-0.log")), recipes
+
+
+def test_axes_that_do_not_fit_get_a_rehearsal_of_their_own(tmp_path):
+    both = rehearsals_of(large(tmp_path, shard=4, tensor=4, pipeline=2, microbatch=1), most=4)
+    assert [each.layout for each in both] == ["tp2·pp2 of dp_s4·tp4·pp2", "dp_s2·pp2 of dp_s4·tp4·pp2"]
+    assert [each.missing for each in both] == [("dp_s",), ("tp",)]
+
+
+def test_a_recipe_that_cannot_be_folded_is_a_result(tmp_path):
+    (one,) = rehearsals_of(large(tmp_path, shard=8), most=1)
+    assert (one.recipe, one.layout) == (None, "dp_s8")
+    (result, after), recipes = results_of([one, *rehearsals_of(large(tmp_path, shard=2))])
+    assert len(recipes) == 1
+    assert after.state == OK
+    assert (result.state, result.outcome, result.processes, result.seconds) == (FAILED, "infeasible", 0, 0.0)
+    assert result.cause.startswith("parallelism.shard=2: cannot be folded to 1 processes")
+
+
+def test_a_rehearsal_that_is_done_is_ok(tmp_path):
+    (result,), (recipe,) = results_of(rehearsals_of(large(tmp_path, shard=8)))
+    assert result == Result(
+        run="dp_s8", layout="dp_s8", state=OK, outcome="done", processes=recipe.layout.world, seconds=1.5
+    )
+    assert result.to_mapping() == {
+        "run": "dp_s8",
+        "layout": "dp_s8",
+        "state": "ok",
+        "outcome": "done",
+        "cause": "",
+        "processes": 8,
+        "seconds": 1.5,
+        "log": None,
+        "same_as": None,
+        "missing": (),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause", "told"),
+    [(OutcomeKind.CRASH, "it broke", "it broke"), (OutcomeKind.OOM, None, OutcomeKind.OOM.meaning)],
+)
+def test_a_failure_has_its_cause_and_its_log(tmp_path, kind, cause, told):
+    (result,), _ = results_of(rehearsals_of(large(tmp_path, shard=8)), kind, cause)
+    assert (result.state, result.outcome, result.cause, result.log) == (FAILED, kind.value, told, "rank-0.log")
+
+
+def test_recipes_that_train_alike_are_trained_once(tmp_path):
+    first, second = large(tmp_path, shard=64, global_batch=64), large(tmp_path, shard=128, global_batch=128)
+    results, recipes = results_of(
+        rehearsals_of(first, second, Candidate(run="third", recipe=first.recipe)), OutcomeKind.CRASH, "why"
+    )
+    assert len(recipes) == 1
+    assert [(each.run, each.layout, each.same_as, each.seconds) for each in results] == [
+        ("dp_s64", "dp_s2 of dp_s64", None, 1.5),
+        ("dp_s128", "dp_s2 of dp_s128", "dp_s64", 0.0),
+        ("third", "dp_s2 of dp_s64", "dp_s64", 0.0),
+    ]
+    assert {each.cause for each in results} == {"why"}

@@ -1,20 +1,30 @@
 """What a rank of the real assembly does on tensors without data is what its recipe declares, to the byte."""
 
-from __future__ import annotations
-
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests import tiny
 from titanlab.costs import traffic_metrics
+from titanlab.distributed import traced
+from titanlab.parallelism.collectives import reduce_scatter
 from titanlab.prove import TraceComparison
 from titanlab.prove.declared import declared
-from titanlab.prove.rank_trace import trace_rank
+from titanlab.prove.rank_trace import SavedBytes, fake_world, trace_rank
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveLayer, SelectiveOp
+from titanlab.techniques.model.llama_schema import Mixtral, Qwen3Moe
 from titanlab.techniques.optimizer.optimizers_schema import Muon
 from titanlab.techniques.precision.cast_schema import Fp16
 from titanlab.techniques.precision.float8_schema import Float8Tensorwise
 from titanlab.techniques.schedule.published_schema import ZBV, DualPipeV, Interleaved1F1B, InterleavedZeroBubble
 
+EXPERTS = {"global_batch": 16}
+SIZES = {"dim": 64, "layers": 4, "heads": 4, "kv_heads": 2, "vocab_size": 256}
+QWEN = Qwen3Moe(**SIZES, head_dim=32, ffn_dim=32, experts=8, active_experts=2)
+MIXTRAL = Mixtral(**SIZES, ffn_dim=48, experts=6, active_experts=3)
+SAVED = ["titanlab.grouped_product.default", "aten.mm.default"]
 WIDE = {"dim": 128, "heads": 16, "kv_heads": 8, "ffn_dim": 256}
 # From one axis to four, and worlds of up to 512 ranks. Every policy of checkpointing, and uneven shards.
 LAYOUTS = {
@@ -37,9 +47,32 @@ LAYOUTS = {
                            "schedule": DualPipeV()},
     "5 axes": {"replicate": 2, "pipeline": 2, "shard": 2, "context": 2, "tensor": 2, "layers": 4, "bf16": True,
                "global_batch": 32, "schedule": InterleavedZeroBubble()},
+    "experts": {**EXPERTS, "model": QWEN},
+    "experts divided among shards": {**EXPERTS, "model": QWEN, "shard": 4, "bf16": True, "ac": FullCheckpointing()},
+    # Then FSDP2 shards another dim of the stacked matrices.
+    "experts that cannot be divided": {**EXPERTS, "model": MIXTRAL, "shard": 4, "tensor": 2, "ac": SelectiveOp(saved=SAVED)},
+    "no sequence parallelism": {**EXPERTS, "model": QWEN, "tensor": 2, "sequence_parallel": False, "ac": FullCheckpointing()},
+    "expert 2": {**EXPERTS, "model": QWEN, "shard": 2, "expert": 2},
+    "expert 2 of shard 4": {**EXPERTS, "model": QWEN, "shard": 4, "expert": 2, "bf16": True, "ac": FullCheckpointing()},
+    "expert 4 of shard 2, tensor 2": {**EXPERTS, "model": QWEN, "shard": 2, "tensor": 2, "expert": 4, "ac": FullCheckpointing()},
+    "expert 2 of tensor 2": {**EXPERTS, "model": QWEN, "tensor": 2, "expert": 2},
+    "expert 2, few results kept": {**EXPERTS, "model": QWEN, "shard": 2, "tensor": 2, "expert": 2, "bf16": True,
+                                   "ac": SelectiveOp()},
+    "expert 2, the exchange kept": {**EXPERTS, "model": QWEN, "shard": 2, "expert": 2, "microbatch": 2,
+                                    "ac": SelectiveOp(saved=[*SAVED, "titanlab.exchange.default"])},
+    "expert 2, sorted rows kept": {**EXPERTS, "model": QWEN, "tensor": 2, "expert": 2,
+                                   "ac": SelectiveOp(saved=["aten.index_select.default"])},
+    "expert 2 of context 2, HSDP": {**EXPERTS, "model": QWEN, "replicate": 2, "context": 2, "expert": 2, "bf16": True},
+    "expert 2 of 8 shards": {**EXPERTS, "model": MIXTRAL, "shard": 8, "expert": 2, "microbatch": 1},
+    "expert 8 of 64": {**EXPERTS, "model": QWEN, "shard": 64, "expert": 8, "global_batch": 64, "bf16": True},
+    "expert 4 in a pipeline": {**EXPERTS, "model": QWEN, "pipeline": 2, "shard": 2, "context": 2, "tensor": 2, "expert": 4,
+                               "global_batch": 4, "schedule": ZBV()},
+    "5 axes, experts": {**EXPERTS, "model": QWEN, "replicate": 2, "pipeline": 2, "shard": 2, "context": 2, "tensor": 2, "bf16": True,
+               "schedule": ZBV()},
 }  # fmt: skip
-# Their axes, schedules and policies are in the other rows too, or in a row of test_expert_trace.py: all axes at once.
-SLOWER = ("4D", "4D, split backward", "5 axes", "3D", "3D, no sequence parallelism", "2D, fused, split backward")
+# The axes, schedules and policies of the slower ones are in these rows too.
+ALWAYS = ("one process", "1D", "1D, uneven", "HSDP", "2D, float8", "2D, fused", "2D, context", "2D, pipeline", "experts",
+          "experts that cannot be divided", "expert 4 in a pipeline")  # fmt: skip
 
 
 def recipe(folder, layout):
@@ -53,7 +86,7 @@ def accounts(made, ranks):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] if name in SLOWER else []) for name in LAYOUTS]
+    "name", [pytest.param(name, marks=[] if name in ALWAYS else [pytest.mark.full]) for name in LAYOUTS]
 )
 def test_what_is_traced_is_what_is_declared(pool, tmp_path, name):
     made = recipe(tmp_path, LAYOUTS[name])
@@ -81,3 +114,73 @@ def test_the_optimizers_communication_is_traced_too(pool, tmp_path):
     ((own,),) = pool.run(1, accounts, made, [0])
     assert {row.kind for row in own.update_traffic} == {"all_to_all"}
     assert own.optimizer_bytes == declared(made, 0).optimizer_bytes
+
+
+def rows_of(nccl):
+    with fake_world(3, 64, nccl=nccl) as (world, mode), mode, traced({}) as traffic:
+        summand = torch.empty(64 << 20)
+        reduce_scatter(summand.new_empty(1 << 20), summand, dist.group.WORLD)
+        assert (world.rank, world.world, dist.get_rank()) == (3, 64, 3)
+        assert summand.untyped_storage().device.type == "meta"
+    assert not dist.is_initialized()
+    return [(row.kind, row.bytes) for row in traffic.rows()]
+
+
+@pytest.mark.parametrize(("nccl", "kind"), [(True, "reduce_scatter"), (False, "all_to_all")])
+def test_a_scatter_is_that_of_the_backend_for_which_it_stands(pool, nccl, kind):
+    assert pool.run(1, rows_of, nccl) == [[(kind, 4 * (64 << 20))]]
+
+
+ROWS, WIDTH = 8, 16
+STREAM = 4 * ROWS * WIDTH
+
+
+class Block(nn.Module):
+    """Keeps its input for the product, and the result of `sin` for nothing, of `exp` for itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, hidden):
+        return self.linear(hidden).exp() + 1
+
+
+class Checkpointed(Block):
+    def forward(self, hidden):
+        return checkpoint(super().forward, hidden, use_reentrant=False, preserve_rng_state=False)
+
+
+class Twice(nn.Module):
+    """Two blocks, called as models call them."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.layers = nn.ModuleDict({"0": block(), "1": block()})
+
+    def forward(self, hidden):
+        for block in self.layers.values():
+            hidden = block(hidden)
+        return hidden
+
+
+@pytest.mark.parametrize(("block", "bytes_"), [(Block, 2 * STREAM), (Checkpointed, STREAM)])
+def test_a_block_keeps_its_input_and_what_it_needs(block, bytes_):
+    model = Twice(block)
+    saved = SavedBytes({int(name): each for name, each in model.layers.items()})
+    for _ in range(2):
+        model(torch.ones(ROWS, WIDTH, requires_grad=True) * 1).sum().backward()
+    assert saved.by_block == {0: bytes_, 1: bytes_}
+    # The hooks are gone after the first microbatch.
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.layers.values())
+
+
+def test_an_input_that_nothing_needs_is_not_counted():
+    class Doubled(nn.Module):
+        def forward(self, hidden):
+            return hidden * 2
+
+    model = Twice(Doubled)
+    saved = SavedBytes({int(name): each for name, each in model.layers.items()})
+    model(torch.ones(ROWS, WIDTH, requires_grad=True) * 1).sum().backward()
+    assert saved.by_block == {0: 0, 1: 0}

@@ -1,25 +1,28 @@
-"""Reduced recipes keep their structure, share sizes where they train the same, and pass every rule."""
-
-from __future__ import annotations
+"""Reduced recipes keep their structure in small layouts and sizes, share them where they train the same, and pass every rule."""
 
 import dataclasses
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests import tiny
+from tests.prove.parity_rows import SCHEDULES
 from tests.prove.test_proof import large
 from titanlab.checkpoint.schema import AsyncPinned
+from titanlab.costs import AXES, Layout
 from titanlab.errors import ConfigError
 from titanlab.prove import Candidate, plan_proofs, reduce_all
+from titanlab.prove.reduction import Folded, fold_recipe, folded
 from titanlab.techniques.ac.recomputation_schema import SelectiveLayer
 from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.model.llama_schema import Qwen3
 from titanlab.techniques.optimizer.contract import Schedule
 from titanlab.techniques.optimizer.optimizers_schema import AdamW8bit
 from titanlab.techniques.precision.contract import Formats, PrecisionConfig
-from titanlab.techniques.precision.float8_schema import Float8Tensorwise
+from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8Tensorwise
 from titanlab.techniques.schedule.csv_schema import CsvSchedule
-from titanlab.techniques.schedule.published_schema import DualPipeV, Interleaved1F1B
+from titanlab.techniques.schedule.published_schema import DualPipeV, GPipe, Interleaved1F1B
 
 
 def reduced(*candidates, most=16, inductor=False):
@@ -46,6 +49,10 @@ def test_structure_stays_and_sizes_shrink(tmp_path):
     assert recipe.data.gaps
     assert recipe.training.max_grad_norm == 0.1
     assert not notes
+    for tensor, kv_heads in ((4, 8), (8, 8)):
+        (made,) = reduced(large(tmp_path, tensor=tensor))
+        # A process keeps two key/value heads where it has two or more.
+        assert (made.recipe.model.kv_heads, made.recipe.layout.tensor) == (kv_heads, tensor)
 
 
 def test_document_masks_stay_with_a_few_documents_in_a_sequence(tmp_path):
@@ -58,23 +65,10 @@ def test_document_masks_stay_with_a_few_documents_in_a_sequence(tmp_path):
     assert masked.recipe.data.gaps
 
 
-def test_a_process_keeps_two_key_value_heads_where_it_has_two_or_more(tmp_path):
-    for tensor, kv_heads in ((2, 4), (4, 8), (8, 8)):
-        (made,) = reduced(large(tmp_path, tensor=tensor))
-        assert made.recipe.model.kv_heads == kv_heads
-        assert made.recipe.layout.tensor == tensor
-
-
-def test_accumulation_stays_accumulation(tmp_path):
-    (accumulated,) = reduced(large(tmp_path, shard=2, global_batch=64, microbatch=1))
-    assert accumulated.recipe.microbatches == 2
-    (at_once,) = reduced(large(tmp_path, shard=2))
-    assert at_once.recipe.microbatches == 1
-
-
 def test_an_uneven_vocabulary_stays_uneven(tmp_path):
     (made,) = reduced(large(tmp_path, tensor=4, vocab_size=128254))
-    assert made.recipe.model.vocab_size % 2 == 1
+    (even,) = reduced(large(tmp_path, tensor=4))
+    assert (made.recipe.model.vocab_size % 2, even.recipe.model.vocab_size % 4) == (1, 0)
 
 
 def test_recipes_of_one_model_and_data_get_the_same_sizes(tmp_path):
@@ -85,14 +79,6 @@ def test_recipes_of_one_model_and_data_get_the_same_sizes(tmp_path):
     # Another batch is another training, with sizes of its own.
     other = large(tmp_path, shard=2, global_batch=32)
     assert reduced(large(tmp_path, pipeline=4, microbatch=1), other)[1].recipe.model.layers == 2
-
-
-def test_the_number_of_microbatches_is_one_that_the_schedule_runs(tmp_path):
-    (made,) = reduced(
-        large(tmp_path, pipeline=8, shard=4, global_batch=64, microbatch=1, pipeline_schedule=DualPipeV())
-    )
-    assert made.recipe.layout.label == "dp_s2·pp2"
-    assert made.recipe.microbatches >= 4
 
 
 def test_what_a_cpu_lacks_is_replaced_and_said(tmp_path):
@@ -163,8 +149,6 @@ def test_heads_of_their_own_width_stay_so(tmp_path):
 
 
 def test_a_schedule_of_a_file_keeps_its_ranks_and_microbatches(tmp_path):
-    from tests.prove.parity_rows import SCHEDULES
-
     given = {"pipeline": 2, "microbatch": 1, "pipeline_schedule": SCHEDULES["csv"]}
     (made,) = reduced(large(tmp_path, shard=4, **given))
     assert made.recipe.layout.label == "dp_s4·pp2"
@@ -203,3 +187,91 @@ def test_a_small_model_of_another_package_is_taken_as_it_is(tmp_path, monkeypatc
     (made,) = reduced(Candidate(run="small", recipe=recipe))
     assert made.recipe.model == recipe.model
     assert made.recipe.data.vocab_size == recipe.model.vocab_size
+
+
+def test_inductor_is_kept_if_it_is_wanted(tmp_path):
+    recipe = large(tmp_path).recipe
+    assert fold_recipe("run", recipe, most=4) == [Folded(run="run", recipe=recipe, layout=recipe.layout)]
+    assert fold_recipe("run", recipe, most=4, inductor=True)[0].inductor
+
+
+@pytest.mark.parametrize(
+    ("given", "layers", "microbatches"),
+    [
+        ({}, 2, 1),
+        ({"shard": 8}, 2, 1),
+        ({"shard": 2, "tensor": 4}, 2, 1),
+        ({"context": 4, "tensor": 2}, 2, 1),
+        ({"shard": 3, "global_batch": 12}, 2, 1),
+        ({"shard": 8, "tensor": 2, "precision": Float8Rowwise()}, 2, 1),
+        ({"shard": 4, "tensor": 2, "precision": Float8Tensorwise()}, 2, 1),
+        # Accumulation stays accumulation, of two.
+        ({"microbatch": 1}, 2, 2),
+        ({"microbatch": 8}, 2, 2),
+        # Each stage has a block, and few stages have two; two microbatches for each rank, if there are so many.
+        ({"pipeline": 2, "microbatch": 1}, 4, 4),
+        ({"pipeline": 4, "microbatch": 1}, 4, 8),
+        ({"pipeline": 4, "microbatch": 4}, 4, 4),
+        ({"pipeline": 4, "microbatch": 8, "pipeline_schedule": GPipe()}, 4, 2),
+        ({"pipeline": 4, "microbatch": 1, "global_batch": 64, "pipeline_schedule": DualPipeV()}, 8, 8),
+        ({"pipeline": 2, "microbatch": 1, "pipeline_schedule": Interleaved1F1B(stages_per_rank=4)}, 8, 4),
+    ],
+)
+def test_sizes_are_the_least_that_the_layout_can_cut(tmp_path, given, layers, microbatches):
+    (made,) = reduced(large(tmp_path, **given))
+    recipe = made.recipe
+    model, layout, multiple = recipe.model, recipe.layout, recipe.precision.multiple
+    assert (model.layers, recipe.microbatches, model.vocab_size % (layout.tensor * layout.fsdp)) == (
+        layers,
+        microbatches,
+        0,
+    )
+    assert (model.kv_heads % layout.tensor, model.heads % model.kv_heads, model.dim // model.heads % 2) == (0, 0, 0)
+    assert model.dim >= 64
+    assert layout.tensor == 1 or model.dim % (layout.fsdp * multiple) == 0
+    # Every process's part of a matrix has a multiple of so many rows.
+    assert model.dim // model.heads * model.kv_heads // layout.tensor % multiple == 0
+    assert model.ffn_dim % (layout.tensor * layout.fsdp * multiple) == 0
+    seq_len = recipe.training.seq_len
+    assert seq_len % (2 * layout.context) == seq_len % (layout.context * layout.tensor) == 0
+    assert recipe.training.global_batch % layout.data == 0
+    if given == {}:
+        assert (model.kv_heads, model.vocab_size, model.ffn_dim, seq_len) == (2, 256, 2 * model.dim, 32)
+        assert recipe.training.global_batch == 4
+
+
+def test_every_axis_of_a_large_layout_keeps_a_degree_of_two():
+    for layout in (Layout(), Layout(shard=3, tensor=4), Layout(pipeline=16)):
+        assert folded(layout) == [layout]
+    assert folded(Layout(shard=8, tensor=8, pipeline=8)) == [Layout(shard=2, tensor=2, pipeline=2)]
+    assert folded(Layout(shard=512)) == [Layout(shard=2)]
+
+
+def test_axes_that_do_not_fit_together_get_a_second_layout():
+    real = Layout(replicate=2, shard=4, context=2, tensor=8, pipeline=4)
+    first, second = folded(real)
+    assert first == Layout(pipeline=2, tensor=2, context=2, shard=2)
+    assert second == Layout(replicate=2, pipeline=2, tensor=2, context=2)
+    assert [layout.world for layout in folded(real, most=4)] == [4, 4, 4]
+
+
+def test_a_degree_that_cannot_be_changed_stays():
+    fixed = {"pipeline": "schedule=csv is a file for so many ranks"}
+    assert folded(Layout(pipeline=8, shard=4, tensor=4), fixed=fixed) == [
+        Layout(pipeline=8, tensor=2),
+        Layout(pipeline=8, shard=2),
+    ]
+    with pytest.raises(ConfigError, match="pipeline=32: cannot be folded to 16 processes: schedule=csv is a file"):
+        folded(Layout(pipeline=32), fixed=fixed)
+    with pytest.raises(ConfigError, match="pipeline=2: cannot be folded to 1 processes"):
+        folded(Layout(pipeline=2), most=1)
+
+
+@given(st.fixed_dictionaries({axis: st.integers(1, 9) for axis in AXES}), st.integers(2, 40))
+def test_folded_layouts_cover_all_axes_within_the_limit(degrees, most):
+    real = Layout(**degrees)
+    layouts = folded(real, most=most)
+    assert all(layout.world <= most for layout in layouts)
+    assert all(getattr(layout, axis) <= degrees[axis] for layout in layouts for axis in AXES)
+    for axis, degree in degrees.items():
+        assert (degree > 1) == any(getattr(layout, axis) > 1 for layout in layouts)

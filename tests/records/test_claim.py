@@ -35,18 +35,10 @@ def test_one_at_a_time(tmp_path):
     assert not is_claimed(tmp_path)
 
 
-def test_a_claim_ends_with_its_process_however_it_dies(tmp_path):
+def test_a_claim_ends_with_its_process_and_one_that_is_stopped_is_named(tmp_path):
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "held\n"
     assert is_claimed(tmp_path)
-    holder.kill()
-    holder.communicate()
-    assert not is_claimed(tmp_path)
-
-
-def test_a_process_that_is_stopped_is_named(tmp_path):
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout.readline() == "held\n"
     holder.send_signal(signal.SIGSTOP)
     until(lambda: process_state(holder.pid) == "T")
     with pytest.raises(ConfigError) as refused, claimed(tmp_path, "run", patience_seconds=0):
@@ -57,6 +49,7 @@ def test_a_process_that_is_stopped_is_named(tmp_path):
         f"is in the hands of process {holder.pid} on {socket.gethostname()}, "
         f"which is stopped: `kill -CONT {holder.pid}` lets it go on"
     )
+    assert not is_claimed(tmp_path)
 
 
 def test_whoever_only_asks_is_in_nobodys_way(tmp_path):
@@ -97,10 +90,8 @@ def test_a_stranger_s_folder_cannot_lead_the_claim_to_another_file(tmp_path):
     with pytest.raises(CannotWriteError, match="cannot be written \\(is a symbolic link"), claimed(tmp_path, "run"):
         pass
     assert (tmp_path / "precious").read_text() == "precious"
-
-
-def test_a_pipe_in_place_of_the_file_is_no_claim(tmp_path):
-    """To open it for reading would wait for a writer."""
+    # To open a pipe for reading would wait for a writer.
+    (tmp_path / ".claim").unlink()
     os.mkfifo(tmp_path / ".claim")
     assert not is_claimed(tmp_path)
     with pytest.raises(CannotWriteError, match="is no regular file"), claimed(tmp_path, "run"):

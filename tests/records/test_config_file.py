@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 
 from titanlab.errors import ConfigError
 from titanlab.records import config_text, read_config, yaml_excess
-from titanlab.records.config_file import parse_yaml
 
 SCALARS = (
     st.none()
@@ -53,29 +52,6 @@ def test_a_section_that_was_written_before_is_not_taken_for_one_that_only_equals
     assert config_text({"a": changing}) == "a:\n  b:\n  - 1\n  - 2\n"
 
 
-def test_a_value_that_is_no_plain_one_is_refused():
-    with pytest.raises(yaml.representer.RepresenterError):
-        config_text({"a": 1, "b": {"c": object()}})
-
-
-@pytest.mark.parametrize(
-    ("content", "rule"),
-    [
-        (None, "has no config.yaml"),
-        (b"a: [", "cannot be read"),
-        (b"\xff\xfe\xff", "cannot be read"),
-        (b"- 1", "no mapping"),
-    ],
-)
-def test_a_file_that_holds_no_config_is_an_error_of_one_line(tmp_path, content, rule):
-    path = tmp_path / "config.yaml"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ConfigError, match=rule) as caught:
-        read_config(path)
-    assert "\n" not in str(caught.value)
-
-
 def laughs(levels):
     lines = ["x0: &x0 [1, 1, 1, 1, 1, 1, 1, 1, 1]"]
     lines += [f"x{level}: &x{level} [{', '.join([f'*x{level - 1}'] * 9)}]" for level in range(1, levels)]
@@ -109,33 +85,6 @@ def test_aliases_are_counted_and_not_expanded(text, much):
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("a: [1\nb: 2", "expected ',' or ']'"),
-        ("a: *b", "found undefined alias"),
-        ("[" * 20_000, "it is nested too deeply"),
-        (laughs(9), "it has more than 30 aliases"),
-        ("a: &a [*a]", "an alias in it stands for itself"),
-        ("a: 2026-13-45", "month must be in 1..12"),
-        ("a: 1" + "0" * 10_000, "Exceeds the limit"),
-    ],
-    ids=["broken", "undefined", "deep", "aliases", "ring", "date", "digits"],
-)
-def test_a_yaml_that_cannot_be_read_is_one_line(text, reason):
-    with pytest.raises(ValueError, match=re.escape(reason)) as refused:
-        parse_yaml(text)
-    assert len(str(refused.value).splitlines()) == 1
-
-
-def test_a_config_of_a_run_that_expands_is_one_line(tmp_path):
-    (tmp_path / "config.yaml").write_text(laughs(9))
-    with pytest.raises(
-        ConfigError, match=r"its config\.yaml cannot be read \(it has more than 30 aliases inside of anchors\)"
-    ):
-        read_config(tmp_path / "config.yaml")
-
-
-@pytest.mark.parametrize(
     "text",
     [
         "a: 1\nb:\n  c: 2\n  d: [3, x]\n",
@@ -163,3 +112,28 @@ def test_a_file_that_is_read_by_sections_has_the_values_of_the_whole(tmp_path, t
         if isinstance(value, dict | list):
             value.clear()
     assert read_config(path) == yaml.safe_load(text)
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        (None, "has no config.yaml"),
+        (b"\xff\xfe\xff", "its config.yaml cannot be read ('utf-8' codec"),
+        (b"- 1", "its config.yaml holds no mapping"),
+        ("a: [1\nb: 2", "its config.yaml cannot be read (while parsing a flow sequence"),
+        ("a: *b", "its config.yaml cannot be read (found undefined alias"),
+        ("[" * 20_000, "its config.yaml cannot be read (it is nested too deeply)"),
+        (laughs(9), "its config.yaml cannot be read (it has more than 30 aliases inside of anchors)"),
+        ("a: &a [*a]", "its config.yaml cannot be read (an alias in it stands for itself)"),
+        ("a: 2026-13-45", "its config.yaml cannot be read (month must be in 1..12"),
+        ("a: 1" + "0" * 10_000, "its config.yaml cannot be read (Exceeds the limit"),
+    ],
+    ids=["none", "bytes", "list", "broken", "undefined", "deep", "aliases", "ring", "date", "digits"],
+)
+def test_a_file_that_holds_no_config_is_an_error_of_one_line(tmp_path, content, rule):
+    path = tmp_path / "config.yaml"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError, match=re.escape(rule)) as caught:
+        read_config(path)
+    assert "\n" not in str(caught.value)

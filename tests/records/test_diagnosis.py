@@ -1,12 +1,23 @@
-"""The verdict over records of a hang that are written by hand."""
+"""The verdict over records of a hang that are written by hand, and the table of its ranks."""
 
 from dataclasses import replace
 
 import pytest
 
-from titanlab.records import diagnose, named, odd_calls
-from titanlab.records.diagnosis import deviation
-from titanlab.records.hang_file import parse_hang
+from titanlab.records import (
+    CodeLine,
+    Collective,
+    GroupRecord,
+    HangRecord,
+    Messages,
+    Waiting,
+    diagnose,
+    different_calls,
+    named,
+    odd_calls,
+    rank_rows,
+    table_lines,
+)
 
 STEP = (
     ("shard", "all_gather", 40),
@@ -14,8 +25,8 @@ STEP = (
     ("shard", "reduce_scatter", 88),
     ("world", "all_reduce", 7),
 )
-FORWARD = {"file": "titanlab/train/assemble.py", "line": 228, "function": "forward_backward"}
-MINE = {"file": "/home/me/project/mine.py", "line": 7, "function": "loop"}
+FORWARD = CodeLine("titanlab/train/assemble.py", 228, "forward_backward")
+MINE = CodeLine("/home/me/project/mine.py", 7, "loop")
 
 
 def record(
@@ -23,42 +34,28 @@ def record(
 ):
     """A record of a rank that has called `calls`: (axis, operation, size); the last is pending if the rank waits."""
     groups = groups or {"shard": (0, 1, 2), "world": (0, 1, 2)}
-    numbers = dict.fromkeys(groups, 0)
+    numbers = dict.fromkeys([*groups, "unknown"], 0)
     collectives = []
     for axis, operation, size in calls:
         numbers[axis] += 1
-        collectives.append(
-            {
-                "group": axis,
-                "sequence": numbers[axis],
-                "operation": operation,
-                "sizes": [[size]],
-                "dtypes": ["Float"],
-                "is_message": False,
-                "is_done": True,
-                "created": float(len(collectives)),
-            }
-        )
+        is_message = operation in ("send", "recv")
+        call = Collective(axis, numbers[axis], operation, ((size,),), ("Float",), is_message, is_done=True)
+        collectives.append(call)
     if collectives and state == "waits" and not is_done:
-        collectives[-1]["is_done"] = False
-    return parse_hang(
-        {
-            "schema": 1,
-            "rank": rank,
-            "time": 1.0,
-            "state": state,
-            "phase": f"step {step + 1}",
-            "step": step,
-            "seconds": 9.0,
-            "limit": 9.0,
-            "activity": activity,
-            "source": source,
-            "stack": [source],
-            "coordinates": {},
-            "messages": messages,
-            "collectives": collectives,
-            "groups": {name: {"axis": name, "ranks": list(ranks)} for name, ranks in groups.items()},
-        }
+        collectives[-1] = replace(collectives[-1], is_done=False)
+    return HangRecord(
+        rank=rank,
+        state=state,
+        phase=f"step {step + 1}",
+        step=step,
+        seconds=9.0,
+        limit=9.0,
+        activity=activity,
+        source=source,
+        stack=(source,),
+        groups={name: GroupRecord(name, tuple(ranks)) for name, ranks in groups.items()},
+        messages=messages,
+        collectives=tuple(collectives),
     )
 
 
@@ -66,77 +63,68 @@ def calls(steps, *more):
     return [*(STEP * steps), *more]
 
 
+def by_rank(*records):
+    return {each.rank: each for each in records}
+
+
 def verdict(*records, world=3, **known):
-    return diagnose({each.rank: each for each in records}, world=world, **known)
+    return diagnose(by_rank(*records), world=world, **known)
 
 
 WAITING = calls(3, *STEP[:2])
 """In the fourth step, in the second all_gather."""
+PENDING = "all_gather (shard, sequence number 11)"
+AT_FORWARD = "at forward_backward (titanlab/train/assemble.py:228)"
+WAITERS = (record(0, WAITING), record(2, WAITING))
 
 
-def test_a_rank_that_does_not_answer():
-    found = verdict(record(0, WAITING), record(2, WAITING), silent={1: "its process is stopped (SIGSTOP)"})
-    assert found.verdict == (
-        "rank 1 does not answer: its process is stopped (SIGSTOP); ranks 0, 2 wait in "
-        "all_gather (shard, sequence number 11) at forward_backward (titanlab/train/assemble.py:228)"
-    )
-    assert (found.ranks, found.pending) == ((1,), "all_gather (shard, sequence number 11)")
-    assert {rank: sorted(wait.on) for rank, wait in found.waits.items()} == {0: [1], 2: [1]}
-
-
-def test_a_rank_that_left_nothing_is_silent():
-    found = verdict(record(0, WAITING), record(2, WAITING))
-    assert found.verdict.startswith("rank 1 does not answer: it has left no record; ranks 0, 2 wait in all_gather")
-    many = verdict(record(0, WAITING), world=64)
-    assert many.verdict.startswith("ranks 1, 2, 3, 4, 5, 6, 7, 8 and 55 more do not answer (rank 1: it has left no ")
-    assert len(many.verdict) < 1000
-
-
-def test_one_whose_record_cannot_be_read_is_not_accused_of_silence():
-    found = verdict(record(0, WAITING), record(2, WAITING), unread=[1])
-    assert (found.ranks, found.verdict) == (
-        (),
-        (
-            "ranks wait: ranks 0, 2 wait in all_gather (shard, sequence number 11) at forward_backward "
-            "(titanlab/train/assemble.py:228); the records do not show for whom"
-        ),
-    )
-
-
-def test_what_every_other_rank_does_is_said():
-    busy = record(2, calls(3), state="stands", activity="data", source=MINE)
-    found = verdict(record(0, WAITING), busy, silent={1: "its process is stopped (SIGSTOP)"})
-    assert found.verdict.endswith(
-        "; rank 0 waits in all_gather (shard, sequence number 11) at forward_backward "
-        "(titanlab/train/assemble.py:228), rank 2 waits for data in loop (project/mine.py:7)"
-    )
-    assert (found.ranks, found.pending) == ((1,), "all_gather (shard, sequence number 11)")
-
-
-def test_a_rank_that_ended_early_comes_first():
-    found = verdict(record(0, WAITING), ended={1: "ended with exit code 0"}, silent={2: "its process is gone"})
-    assert found.verdict.startswith("rank 1 ended early: ended with exit code 0; rank 0 waits in all_gather (shard, ")
+def outside(state, activity=""):
+    return (*WAITERS, record(1, calls(3, STEP[0]), state=state, activity=activity, source=MINE))
 
 
 @pytest.mark.parametrize(
-    ("state", "activity", "begins"),
+    ("records", "known", "begins", "ranks"),
     [
-        ("stands", "", "rank 1 stands in loop (project/mine.py:7); ranks 0, 2 wait in all_gather (shard, sequence"),
-        ("stands", "data", "rank 1 waits for data in loop (project/mine.py:7); ranks 0, 2 wait in all_gather"),
-        ("stands", "checkpoint", "rank 1 is in a checkpoint in loop (project/mine.py:7); ranks 0, 2 wait"),
-        ("computes", "", "rank 1 computes in loop (project/mine.py:7); ranks 0, 2 wait in all_gather"),
+        (WAITERS, {"silent": {1: "its process is stopped (SIGSTOP)"}},
+         f"rank 1 does not answer: its process is stopped (SIGSTOP); ranks 0, 2 wait in {PENDING} {AT_FORWARD}", (1,)),
+        (WAITERS, {}, f"rank 1 does not answer: it has left no record; ranks 0, 2 wait in {PENDING}", (1,)),
+        (WAITERS, {"unread": [1]},
+         f"ranks wait: ranks 0, 2 wait in {PENDING} {AT_FORWARD}; the records do not show for whom", ()),
+        (WAITERS[:1], {"ended": {1: "ended with exit code 0"}, "silent": {2: "its process is gone"}},
+         f"rank 1 ended early: ended with exit code 0; rank 0 waits in {PENDING}", (1,)),
+        ((WAITERS[0], record(2, calls(3), state="stands", activity="data", source=MINE)), {"silent": {1: "it is stopped"}},
+         (f"rank 1 does not answer: it is stopped; rank 0 waits in {PENDING} {AT_FORWARD}, "
+         "rank 2 waits for data in loop (project/mine.py:7)"), (1,)),
+        (outside("stands"), {}, f"rank 1 stands in loop (project/mine.py:7); ranks 0, 2 wait in {PENDING}", (1,)),
+        (outside("stands", "data"), {}, "rank 1 waits for data in loop (project/mine.py:7); ranks 0, 2 wait in", (1,)),
+        (outside("stands", "checkpoint"), {}, "rank 1 is in a checkpoint in loop (project/mine.py:7); ranks 0, 2", (1,)),
+        (outside("computes"), {}, "rank 1 computes in loop (project/mine.py:7); ranks 0, 2 wait in all_gather", (1,)),
+        ([record(rank, calls(3), state="stands", activity="data", source=MINE) for rank in range(3)], {},
+         "ranks 0, 1, 2 wait for data in loop (project/mine.py:7)", (0, 1, 2)),
+        ([record(rank, WAITING) for rank in range(3)], {},
+         (f"all 3 ranks wait, and no rank is behind: ranks 0, 1, 2 wait in {PENDING} {AT_FORWARD}; "
+         "the records do not show for whom"), ()),
+        ([record(rank, []) for rank in range(3)], {},
+         "all 3 ranks wait, and no rank is behind: ranks 0, 1, 2 wait at forward_backward", ()),
+        ((*WAITERS, record(1, calls(3, STEP[0]), is_done=True)), {},
+         "rank 1 is in forward_backward (titanlab/train/assemble.py:228) and in no collective; ranks 0, 2 wait", (1,)),
     ],
-)
-def test_a_rank_outside_of_collectives(state, activity, begins):
-    late = record(1, calls(3, STEP[0]), state=state, activity=activity, source=MINE)
-    found = verdict(record(0, WAITING), late, record(2, WAITING))
+    ids=["silent", "no record", "unread", "ended", "others", "stands", "data", "checkpoint", "computes", "all for data",
+         "same collective", "no collective", "behind"],
+)  # fmt: skip
+def test_who_is_named(records, known, begins, ranks):
+    found = verdict(*records, **known)
     assert found.verdict.startswith(begins)
-    assert found.ranks == (1,)
+    assert found.ranks == ranks
 
 
-def test_where_all_wait_for_data_all_are_named():
-    ranks = [record(rank, calls(3), state="stands", activity="data", source=MINE) for rank in range(3)]
-    assert verdict(*ranks).verdict == "ranks 0, 1, 2 wait for data in loop (project/mine.py:7)"
+def test_a_verdict_has_the_collective_and_for_whom_each_rank_waits():
+    found = verdict(*WAITERS)
+    assert found.pending == PENDING
+    assert {rank: sorted(wait.on) for rank, wait in found.waits.items()} == {0: [1], 2: [1]}
+    many = verdict(WAITERS[0], world=64)
+    assert many.verdict.startswith("ranks 1, 2, 3, 4, 5, 6, 7, 8 and 55 more do not answer (rank 1: it has left no ")
+    assert len(many.verdict) < 1000
 
 
 def test_of_two_that_stand_the_one_is_named_for_whom_others_wait():
@@ -149,53 +137,80 @@ def test_of_two_that_stand_the_one_is_named_for_whom_others_wait():
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_collective_that_was_skipped_shows_in_the_ranks_own_steps(rank):
     usual = [record(other, calls(3, *STEP)) for other in range(3) if other != rank]
-    skipping = record(rank, calls(3, STEP[0], STEP[2]))
-    found = verdict(*usual, skipping)
-    others = " and ".join(str(each.rank) for each in usual).replace(" and ", ", ")
+    found = verdict(*usual, record(rank, calls(3, STEP[0], STEP[2])))
     assert found.verdict.startswith(
-        f"rank {rank} skipped all_gather of [48] and called reduce_scatter of [88], where ranks {others} wait in "
-        "all_gather of [48] (shard, sequence number 11); rank "
+        f"rank {rank} skipped all_gather of [48] and called reduce_scatter of [88], where "
+        f"{named(each.rank for each in usual)} wait in all_gather of [48] (shard, sequence number 11); rank "
     )
-    assert (found.ranks, found.pending) == ((rank,), "all_gather (shard, sequence number 11)")
+    assert (found.ranks, found.pending) == ((rank,), PENDING)
 
 
-def test_of_two_ranks_it_shows_too():
-    groups = {"shard": (0, 1), "world": (0, 1)}
-    found = verdict(
-        record(0, calls(3, *STEP), groups=groups), record(1, calls(3, STEP[0], STEP[2]), groups=groups), world=2
-    )
-    assert found.ranks == (1,)
+TWO = {"shard": (0, 1), "world": (0, 1)}
 
 
-def test_another_shape():
-    wrong = record(2, calls(3, STEP[0], ("shard", "all_gather", 49)))
-    found = verdict(record(0, WAITING), record(1, WAITING), wrong)
+@pytest.mark.parametrize(
+    ("usual", "other", "said"),
+    [
+        (calls(3, *STEP), calls(3, STEP[0], STEP[2]), "rank 1 skipped all_gather of [48] and called reduce_scatter of"),
+        (calls(3, *STEP), calls(3, STEP[0], ("shard", "all_to_all", 3)), "rank 1 calls all_to_all of [3] where rank 0"),
+        (
+            [STEP[0]],
+            [("shard", "all_gather", 41)],
+            ("ranks call different collectives (shard, sequence number 1): rank 0 all_gather of [40], rank 1 all_gather "
+            "of [41]; the records do not show which of them is wrong"),
+        ),
+        # Both deviate from their earlier steps.
+        (calls(3, ("shard", "a", 1)), calls(3, ("shard", "b", 1)), "ranks call different collectives (shard, sequence"),
+        # Without three equal collectives before it, a place is not compared with an earlier one.
+        ([("shard", "a", 1), ("shard", "b", 1), ("shard", "a", 1), ("shard", "b", 1)],
+         [("shard", "a", 1), ("shard", "b", 1), ("shard", "a", 1), ("shard", "c", 1)], "ranks call different"),
+    ],
+    ids=["skip", "addition", "no past", "both deviate", "short past"],
+)  # fmt: skip
+def test_of_two_ranks_only_their_own_steps_decide(usual, other, said):
+    found = different_calls(by_rank(record(0, usual, groups=TWO), record(1, other, groups=TWO)))
+    assert found.verdict.startswith(said)
+    assert found.ranks == ((1,) if said.startswith("rank 1") else ())
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_of_three_ranks_the_one_with_another_shape_is_wrong(steps):
+    wrong = record(2, calls(steps, STEP[0], ("shard", "all_gather", 49)))
+    found = verdict(*(record(rank, calls(steps, *STEP[:2])) for rank in range(2)), wrong)
+    place = f"shard, sequence number {3 * steps + 2}"
     assert found.verdict.startswith(
-        "rank 2 calls all_gather of [49] where ranks 0, 1 call all_gather of [48] (shard, sequence number 11)"
+        f"rank 2 calls all_gather of [49] where ranks 0, 1 call all_gather of [48] ({place})"
     )
     assert found.ranks == (2,)
 
 
-def test_in_the_first_step_most_ranks_decide_and_two_do_not():
-    wrong = record(2, [("shard", "all_gather", 41)])
-    assert verdict(record(0, [STEP[0]]), record(1, [STEP[0]]), wrong).ranks == (2,)
-    groups = {"shard": (0, 2), "world": (0, 2)}
-    found = verdict(
-        record(0, [STEP[0]], groups=groups), record(2, [("shard", "all_gather", 41)], groups=groups), world=0
-    )
-    assert (found.ranks, found.verdict) == (
-        (),
-        (
-            "ranks call different collectives (shard, sequence number 1): rank 0 all_gather of [40], "
-            "rank 2 all_gather of [41]; the records do not show which of them is wrong"
-        ),
-    )
+def test_a_difference_that_shows_who_is_wrong_comes_first():
+    groups = {"shard": (0, 1), "world": (0, 1, 2)}
+    usual, other = ("world", "all_reduce", 4), ("world", "broadcast", 4)
+    ranks = [
+        record(0, [("shard", "all_reduce", 4), usual], groups=groups),
+        record(1, [("shard", "broadcast", 4), usual], groups=groups),
+        record(2, [other], groups=groups),
+    ]
+    assert different_calls(by_rank(*ranks)).ranks == (2,)
 
 
-@pytest.mark.parametrize("operation", ["all_to_all", "scatter", "gather"])
-def test_sizes_that_may_differ_are_no_difference(operation):
-    found = verdict(*[record(rank, [*STEP, ("shard", operation, rank)]) for rank in range(3)])
-    assert found.verdict.startswith("all 3 ranks wait, and no rank is behind: ")
+@pytest.mark.parametrize(
+    "records",
+    [
+        [],
+        [record(0, calls(3)), record(1, calls(2)), record(2, [])],
+        # Sizes that may differ.
+        *([record(rank, [*STEP, ("shard", name, rank)]) for rank in range(3)] for name in ("all_to_all", "gather")),
+        # Messages, a group that no record describes, and two groups of one name.
+        [record(0, [("shard", "send", 4)]), record(1, [("shard", "recv", 4)])],
+        [record(rank, [("unknown", "all_reduce", rank)]) for rank in range(2)],
+        [record(rank, [("shard", "all_reduce", rank)], groups={"shard": (rank, rank + 2)}) for rank in range(2)],
+    ],
+    ids=["none", "behind", "all_to_all", "gather", "messages", "unknown", "two groups"],
+)
+def test_what_is_no_difference(records):
+    assert different_calls(by_rank(*records)) is None
 
 
 GROUPS = {"shard": (0, 1), "tensor": (0, 1)}
@@ -203,65 +218,38 @@ PAIR = (("shard", "all_gather", 1), ("tensor", "all_reduce", 2), ("shard", "all_
 
 
 def test_two_groups_in_another_order():
-    usual = record(0, [*PAIR * 3, *PAIR[:1], *PAIR[1:2]], groups=GROUPS)
-    other = record(1, [*PAIR * 3, *PAIR[:1], PAIR[2]], groups=GROUPS)
-    found = verdict(usual, other, world=2)
+    usual = record(0, [*PAIR * 3, *PAIR[:2]], groups=GROUPS)
+    found = verdict(usual, record(1, [*PAIR * 3, PAIR[0], PAIR[2]], groups=GROUPS), world=2)
     assert found.verdict.startswith(
-        "rank 1 skipped all_reduce of [2] and waits in all_gather (shard, sequence number 8) at forward_backward"
-    ) or found.verdict.startswith("rank 1 has not called all_reduce of [2] and waits in all_gather (shard,")
+        f"rank 1 skipped all_reduce of [2] and waits in all_gather (shard, sequence number 8) {AT_FORWARD}"
+    )
     assert (found.ranks, found.pending) == ((1,), "all_reduce (tensor, sequence number 4)")
 
 
 def test_without_earlier_steps_a_deadlock_accuses_nobody():
-    found = verdict(
-        record(0, [("tensor", "all_reduce", 2)], groups=GROUPS),
-        record(1, [("shard", "all_gather", 3)], groups=GROUPS),
-        world=2,
-    )
-    place = "at forward_backward (titanlab/train/assemble.py:228)"
+    ranks = record(0, [PAIR[1]], groups=GROUPS), record(1, [PAIR[2]], groups=GROUPS)
+    found = verdict(*ranks, world=2)
     assert found.verdict == (
-        f"ranks wait for each other: rank 0 waits in all_reduce (tensor, sequence number 1) {place} for rank 1, "
-        f"rank 1 waits in all_gather (shard, sequence number 1) {place} for rank 0; "
+        f"ranks wait for each other: rank 0 waits in all_reduce (tensor, sequence number 1) {AT_FORWARD} for rank 1, "
+        f"rank 1 waits in all_gather (shard, sequence number 1) {AT_FORWARD} for rank 0; "
         "the records do not show which of them is wrong"
     )
     assert found.ranks == ()
-
-
-def test_where_all_are_in_the_same_collective_nobody_is_accused():
-    found = verdict(*[record(rank, WAITING) for rank in range(3)])
-    assert found.verdict == (
-        "all 3 ranks wait, and no rank is behind: ranks 0, 1, 2 wait in all_gather (shard, sequence number 11) "
-        "at forward_backward (titanlab/train/assemble.py:228); the records do not show for whom"
-    )
-    assert (found.ranks, found.pending) == ((), "all_gather (shard, sequence number 11)")
-
-
-def test_a_rank_without_a_pending_collective_is_behind():
-    found = verdict(record(0, WAITING), record(1, calls(3, STEP[0]), is_done=True), record(2, WAITING))
-    assert found.verdict.startswith(
-        "rank 1 is in forward_backward (titanlab/train/assemble.py:228) and in no collective; ranks 0, 2 wait"
-    )
-    assert found.ranks == (1,)
-
-
-def ring(function):
-    return {"file": "titanlab/parallelism/exchanges.py", "line": 94, "function": function}
-
-
-def in_ring(rank, given, **how):
-    """A record of one of four ranks, in two rings."""
-    context = (0, 1) if rank < 2 else (2, 3)
-    return record(rank, given, groups={"shard": (0, 1, 2, 3), "world": (0, 1, 2, 3), "context": context}, **how)
 
 
 # NCCL starts a group at its first message: a rank may wait where it posts one.
 @pytest.mark.parametrize("function", ["received", "__init__"])
 def test_a_rank_in_a_rings_receive_waits_and_is_not_outside_of_collectives(function):
     """The messages of a ring are in no record. Rank 0 was named, which waits for rank 1."""
-    others = [in_ring(rank, calls(3, STEP[0]), is_done=True, source=ring(function)) for rank in (0, 2, 3)]
+
+    def in_ring(rank, given, **how):
+        context = (0, 1) if rank < 2 else (2, 3)
+        return record(rank, given, groups={"shard": (0, 1, 2, 3), "world": (0, 1, 2, 3), "context": context}, **how)
+
+    ring = CodeLine("titanlab/parallelism/exchanges.py", 94, function)
+    others = [in_ring(rank, calls(3, STEP[0]), is_done=True, source=ring) for rank in (0, 2, 3)]
     # Rank 1 is at a collective that its earlier steps did not have here.
-    odd = in_ring(1, calls(3, STEP[0], STEP[2]))
-    found = verdict(odd, *others, world=4)
+    found = verdict(in_ring(1, calls(3, STEP[0], STEP[2])), *others, world=4)
     assert found.verdict.startswith(
         "rank 1 skipped all_gather of [48] and waits in reduce_scatter (shard, sequence number 11) at forward_backward"
     )
@@ -271,25 +259,8 @@ def test_a_rank_in_a_rings_receive_waits_and_is_not_outside_of_collectives(funct
 
 
 def test_what_a_rank_never_did_says_more_than_that_another_is_in_no_collective():
-    odd = record(0, calls(3, STEP[0], STEP[2]))
-    idle = record(1, calls(3, STEP[0]), is_done=True)
-    found = verdict(odd, idle, record(2, calls(3, STEP[0], STEP[1])), world=3)
-    assert found.ranks == (0,)
-
-
-def test_a_call_that_aborted_another_rank_is_named_from_the_ranks_own_steps():
-    """gloo aborts the rank that receives a message of another size, which leaves no record."""
-    usual = record(0, calls(3, *STEP[:2]), state="raised")
-    odd = record(1, calls(3, STEP[0], ("shard", "all_gather", 96)), state="raised", source=MINE)
-    found = odd_calls({0: usual, 1: odd}, 2)
-    assert found.verdict == (
-        "rank 1 calls all_gather of [96] where earlier steps called all_gather of [48] (shard, sequence number 11); "
-        "rank 1 is at loop (project/mine.py:7)"
-    )
-    assert found.ranks == (1,)
-    # Of another group, and of no earlier step.
-    assert odd_calls({0: usual, 1: odd}, 7) is None
-    assert odd_calls({0: usual}, 2) is None
+    odd, idle = record(0, calls(3, STEP[0], STEP[2])), record(1, calls(3, STEP[0]), is_done=True)
+    assert verdict(odd, idle, record(2, WAITING)).ranks == (0,)
 
 
 def test_a_collective_that_all_have_called_and_that_does_not_end_accuses_nobody():
@@ -305,82 +276,98 @@ def test_a_collective_that_all_have_called_and_that_does_not_end_accuses_nobody(
     assert (found.ranks, found.pending) == ((), "all_reduce (tensor, sequence number 1)")
 
 
-def test_without_collectives_nobody_is_accused():
-    found = verdict(*[record(rank, []) for rank in range(2)], world=2)
-    assert (found.ranks, found.pending) == ((), None)
-    assert found.verdict.startswith("all 2 ranks wait, and no rank is behind: ranks 0, 1 wait at forward_backward")
+def test_a_call_that_aborted_another_rank_is_named_from_the_ranks_own_steps():
+    """gloo aborts the rank that receives a message of another size, which leaves no record."""
+    usual = record(0, WAITING, state="raised")
+    odd = record(1, calls(3, STEP[0], ("shard", "all_gather", 96)), state="raised", source=MINE)
+    found = odd_calls({0: usual, 1: odd}, 2)
+    assert found.verdict == (
+        "rank 1 calls all_gather of [96] where earlier steps called all_gather of [48] (shard, sequence number 11); "
+        "rank 1 is at loop (project/mine.py:7)"
+    )
+    assert found.ranks == (1,)
+    # Of another group, and of no earlier step.
+    assert odd_calls({0: usual, 1: odd}, 7) is None
+    assert odd_calls({0: usual}, 2) is None
+
+
+LAYERS = [("shard", "all_gather", 5)] * 6
+WHOLE = [*LAYERS, ("world", "all_reduce", 7)]
+
+
+@pytest.mark.parametrize(
+    ("given", "is_odd"),
+    [
+        (STEP[:1], False),
+        ([STEP[0], STEP[1], STEP[0], STEP[2]], False),
+        (calls(3), False),
+        # Repeated layers are told apart by the whole step.
+        ([*WHOLE * 3, *LAYERS], False),
+        ([*WHOLE * 3, *LAYERS[:4], ("world", "all_reduce", 7)], True),
+    ],
+    ids=["first", "short past", "as before", "layers", "a layer too few"],
+)
+def test_the_last_call_is_compared_with_the_same_place_of_earlier_steps(given, is_odd):
+    found = odd_calls({0: record(0, given)}, 1)
+    assert (found is not None) is is_odd
+    assert found is None or "calls all_reduce of [7] where earlier steps called all_gather of [5]" in found.verdict
 
 
 def stage(rank, *, sent, received, waiting=None, runs=True, calls=(), **how):
+    """A stage of a pipeline of two: how many messages it has started, and the operation and tensor that it waits for."""
     other = 1 - rank
-    message = waiting and {
-        "operation": waiting[0],
-        "what": waiting[1],
-        "microbatch": 2,
-        "stage": rank,
-        "peer_stage": other,
-        "peer": other,
-    }
-    messages = {"runs": runs, "stages": [rank], "sent": {str(other): sent}, "received": {str(other): received}}
-    groups = {"pipeline": (0, 1)}
-    return record(rank, calls, groups=groups, messages={**messages, "waiting": message}, **how)
+    message = waiting and Waiting(*waiting, microbatch=2, stage=rank, peer_stage=other, peer=other)
+    messages = Messages(runs=runs, stages=(rank,), sent={other: sent}, received={other: received}, waiting=message)
+    return record(rank, calls, groups={"pipeline": (0, 1)}, messages=messages, **how)
 
 
 REDUCE = [("pipeline", "all_reduce", 7)]
+RECV, SEND = ("recv", "gradient"), ("send", "hidden state")
+SENDS = "rank 0 waits in send of the hidden state of microbatch 2 to stage 1 (pipeline, stage 0)"
+RECEIVES = "rank 0 waits in recv of the gradient of microbatch 2 from stage 1 (pipeline, stage 0)"
 
 
-def test_a_stage_that_skipped_a_recv():
-    first = stage(0, sent=8, received=8, waiting=("send", "hidden state"))
-    found = verdict(first, stage(1, sent=8, received=7, runs=False, calls=REDUCE), world=2)
-    assert found.verdict.startswith(
-        "rank 1 (stage 1) skipped a recv (hidden state) and waits in all_reduce (pipeline, sequence number 1) at "
-    )
-    assert found.verdict.endswith(
-        "; rank 0 waits in send of the hidden state of microbatch 2 to stage 1 (pipeline, stage 0) at "
-        "forward_backward (titanlab/train/assemble.py:228)"
-    )
-    assert found.ranks == (1,)
-
-
-def test_a_stage_that_skipped_sends():
-    last = stage(1, sent=6, received=8, waiting=("recv", "hidden state"))
-    found = verdict(stage(0, sent=6, received=8, runs=False, calls=REDUCE), last, world=2)
-    assert found.verdict.startswith("rank 0 (stage 0) skipped 2 sends (hidden state) and waits in all_reduce")
-
-
-def test_stages_that_wait_for_each_other():
-    ranks = [stage(rank, sent=5, received=6, waiting=("recv", "gradient")) for rank in range(2)]
+@pytest.mark.parametrize(
+    ("ranks", "begins", "named_ranks"),
+    [
+        (
+            [stage(0, sent=8, received=8, waiting=SEND), stage(1, sent=8, received=7, runs=False, calls=REDUCE)],
+            (
+                "rank 1 (stage 1) skipped a recv (hidden state) and waits in all_reduce (pipeline, sequence number 1) "
+                f"{AT_FORWARD}; {SENDS} {AT_FORWARD}"
+            ),
+            (1,),
+        ),
+        (
+            [
+                stage(0, sent=6, received=8, runs=False, calls=REDUCE),
+                stage(1, sent=6, received=8, waiting=("recv", "hidden state")),
+            ],
+            "rank 0 (stage 0) skipped 2 sends (hidden state) and waits in all_reduce",
+            (0,),
+        ),
+        (
+            [stage(rank, sent=5, received=6, waiting=RECV) for rank in range(2)],
+            f"ranks wait for each other: {RECEIVES}",
+            (),
+        ),
+        (
+            [
+                stage(0, sent=8, received=8, waiting=RECV),
+                stage(1, sent=7, received=8, state="stands", source=MINE),
+            ],
+            f"rank 1 stands in loop (project/mine.py:7); {RECEIVES}",
+            (1,),
+        ),
+    ],
+    ids=["skipped recv", "skipped sends", "each other", "sleeps"],
+)
+def test_stages_of_a_pipeline(ranks, begins, named_ranks):
     found = verdict(*ranks, world=2)
-    assert found.verdict.startswith(
-        "ranks wait for each other: rank 0 waits in recv of the gradient of microbatch 2 from stage 1 (pipeline, stage 0)"
-    )
-    assert found.ranks == ()
-
-
-def test_a_stage_that_has_sent_and_one_that_sleeps():
-    found = verdict(
-        stage(0, sent=8, received=8, waiting=("recv", "gradient")),
-        stage(1, sent=7, received=8, state="stands", source=MINE),
-        world=2,
-    )
-    assert found.verdict.startswith("rank 1 stands in loop (project/mine.py:7); rank 0 waits in recv of the gradient")
-
-
-def test_a_step_that_begins_another_way_is_no_deviation():
-    """The first collective, and one after too little that is the same."""
-    short = record(0, [STEP[0], STEP[1], STEP[0], STEP[2]])
-    assert deviation(short, short.collectives[0]) is None
-    assert deviation(short, short.collectives[3]) is None
-
-
-def test_repeated_layers_are_told_apart_by_the_whole_step():
-    layers = [("shard", "all_gather", 5)] * 6
-    whole = [*layers, ("world", "all_reduce", 7)]
-    right = record(0, [*whole * 3, *layers])
-    assert deviation(right, right.collectives[-1]) is None
-    early = record(0, [*whole * 3, *layers[:4], ("world", "all_reduce", 7)])
-    found = deviation(early, early.collectives[-1])
-    assert (found.expected.operation, found.called.operation) == ("all_gather", "all_reduce")
+    assert found.verdict.startswith(begins)
+    assert found.ranks == named_ranks
+    (row, *_) = [row for row in rows_of(*ranks, world=2) if row["last"] and "microbatch 2" in row["last"]]
+    assert (row["is_done"], row["waits_for"]) == (False, [1 - row["rank"]])
 
 
 def test_many_ranks_take_a_second_and_not_an_hour():
@@ -394,6 +381,39 @@ def test_many_ranks_take_a_second_and_not_an_hour():
 
 
 def test_ranks_are_named():
-    assert named([3]) == "rank 3"
-    assert named([2, 0]) == "ranks 0, 2"
+    assert [named(ranks) for ranks in ([3], [2, 0])] == ["rank 3", "ranks 0, 2"]
     assert named(range(64)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 56 more"
+
+
+def rows_of(*records, others=None, world=3):
+    return rank_rows(verdict(*records, world=world), by_rank(*records), others or {}, world=world)
+
+
+def test_each_rank_has_a_row_also_beyond_the_world():
+    assert table_lines(rows_of(world=0)) == ["rank  state  phase  last collective  waits for"]
+    rows = rows_of(record(1, STEP), record(3, [], state="computes"), others={5: "ended"}, world=2)
+    states = [(0, "no record"), (1, "waits"), (3, "computes"), (5, "ended")]
+    assert [(row["rank"], row["state"]) for row in rows] == states
+    # All rows have the same keys: they are one table, and one JSON list.
+    assert len({frozenset(row) for row in rows}) == 1
+    assert (rows[0]["waits_for"], rows[0]["stack"], rows[0]["last"]) == ([], [], None)
+    assert (rows[2]["last"], rows[2]["is_done"], rows[2]["sequence"]) == (None, None, None)
+
+
+def test_the_table_says_who_waits_for_whom_and_where():
+    late = record(2, STEP[:2], state="computes", activity="data")
+    rows = rows_of(record(0, STEP[:3]), record(1, STEP[:3]), late)
+    assert [(row["waits_for"], row["is_named"], row["is_done"]) for row in rows] == [
+        ([2], False, False),
+        ([2], False, False),
+        ([], True, True),
+    ]
+    assert table_lines(rows) == [
+        "rank  state            phase   last collective                                     waits for",
+        "0     waits            step 4  reduce_scatter (shard, sequence number 3): pending  2",
+        "1     waits            step 4  reduce_scatter (shard, sequence number 3): pending  2",
+        "2     computes (data)  step 4  all_gather (shard, sequence number 2): done",
+        "",
+        "ranks 0, 1, 2, innermost call first:",
+        "  forward_backward (titanlab/train/assemble.py:228)",
+    ]

@@ -5,9 +5,10 @@ import json
 import pytest
 
 from tests import tiny
-from tests.records.test_diagnosis import FORWARD, REDUCE, stage
 from titanlab.records import read_hang, write_hang
-from titanlab.records.hang_file import DamagedRecordError, hang_folder, parse_hang
+from titanlab.records.hang_file import hang_folder, parse_hang
+
+FORWARD = {"file": "titanlab/train/assemble.py", "line": 228, "function": "forward_backward"}
 
 
 def values(**changes):
@@ -47,17 +48,13 @@ def run(tmp_path):
 
 
 def test_what_is_written_is_read(run):
+    assert read_hang(run, 1) == read_hang(run, 7) == ({}, {})
     write_hang(run, 1, parse_hang(values()))
     records, damaged = read_hang(run, 1)
     assert (records, damaged) == ({0: parse_hang(values())}, {})
     assert records[0].groups["0"].ranks == (0, 1)
     assert records[0].collectives[0].sizes == ((7,), (2, 3))
     assert str(records[0].source) == "forward_backward (titanlab/train/assemble.py:228)"
-
-
-def test_without_records_there_are_none(run):
-    assert read_hang(run, 1) == ({}, {})
-    assert read_hang(run, 7) == ({}, {})
 
 
 DAMAGE = {
@@ -82,6 +79,10 @@ DAMAGE = {
         values(collectives=[{**values()["collectives"][0], "sizes": [["x"]]}]),
         "Expected `int`, got `str` - at `$.collectives[0].sizes[0][0]`",
     ),
+    "a message to wait for": (
+        values(messages={"runs": True, "stages": [], "sent": {}, "received": {}, "waiting": 3}),
+        "got `int` - at `$.messages.waiting`",
+    ),
     "messages to no rank": (
         values(messages={"runs": True, "stages": [0], "sent": {"x": 1}, "received": {}, "waiting": None}),
         "Expected `int`, got `str` - at `key` in `$.messages.sent`",
@@ -104,17 +105,14 @@ def test_a_damaged_record_is_named_in_one_line_and_hides_no_other(run, name):
     assert "\n" not in damaged[0]
 
 
-def test_a_record_that_is_too_long_is_not_read(run, monkeypatch):
-    monkeypatch.setattr("titanlab.records.hang_file._BYTES", 100)
-    write_hang(run, 1, parse_hang(values()))
-    assert "more than 100 bytes" in read_hang(run, 1)[1][0]
-
-
-def test_other_files_are_passed_over(run):
+def test_other_files_are_passed_over_and_one_that_is_too_long_is_not_read(run):
     write_hang(run, 1, parse_hang(values()))
     for name in ("rank-x.json", f"rank-{'9' * 30}.json", ".rank-1.json.tmp"):
         (hang_folder(run, 1) / name).write_text("{}")
     assert list(read_hang(run, 1)[0]) == [0]
+    with (hang_folder(run, 1) / "rank-0.json").open("ab") as file:
+        file.truncate((1 << 24) + 1)
+    assert "more than 16777216 bytes" in read_hang(run, 1)[1][0]
 
 
 def test_texts_that_would_steer_a_terminal_are_cleaned():
@@ -122,10 +120,3 @@ def test_texts_that_would_steer_a_terminal_are_cleaned():
     assert found.phase == "step?[2J 4"
     assert found.source.function.startswith("a?bccc")
     assert len(found.source.function) == 500
-
-
-def test_messages_of_a_pipeline():
-    found = stage(0, sent=8, received=7, waiting=("send", "gradient"), calls=REDUCE)
-    assert (found.messages.sent, found.messages.waiting.operation) == ({1: 8}, "send")
-    with pytest.raises(DamagedRecordError, match=r"got `int` - at `\$\.messages\.waiting`"):
-        parse_hang(values(messages={"runs": True, "stages": [], "sent": {}, "received": {}, "waiting": 3}))

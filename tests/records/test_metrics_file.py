@@ -37,31 +37,22 @@ def test_rows_round_trip_exactly(tmp_path):
     assert [row["kind"] for row in read_metrics(path, "attempt")] == ["attempt"]
 
 
-def test_a_missing_file_has_no_rows(tmp_path):
-    assert read_metrics(tmp_path / "none.jsonl") == []
-
-
 def test_the_rows_of_an_attempt_that_was_rolled_back_do_not_count(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, 1, 0, [10, 20, 30, 40, 50])
     # Resumed at 20, and ended before it came to where the first attempt had been.
     write(path, 2, 20, [30])
     assert [(row["step"], row["attempt"]) for row in read_metrics(path)] == [(10, 1), (20, 1), (30, 2)]
-    write(path, 3, 0, [])
-    assert read_metrics(path) == []
-
-
-def test_the_kinds_are_superseded_alike_and_counted_apart(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    write(path, 1, 0, [1, 2, 3])
-    write(path, 1, 0, [2, 3], kind="validation")
-    write(path, 2, 2, [3])
+    # Kinds are superseded alike, and counted apart.
+    write(path, 3, 20, [], kind="validation")
+    write(path, 3, 20, [21], kind="validation")
     assert [(row["step"], row["attempt"], row["kind"]) for row in read_metrics(path)] == [
-        (1, 1, "train"),
-        (2, 1, "train"),
-        (2, 1, "validation"),
-        (3, 2, "train"),
+        (10, 1, "train"),
+        (20, 1, "train"),
+        (21, 3, "validation"),
     ]
+    write(path, 4, 0, [])
+    assert read_metrics(path) == read_metrics(tmp_path / "none.jsonl") == []
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=5))

@@ -5,10 +5,20 @@ import pickle
 import signal
 
 import pytest
+import torch
 
-from tests.records.test_failure_signs import from_data
 from titanlab.errors import ConfigError
-from titanlab.records import KillEvidence, Outcome, OutcomeKind, first_cause, from_exception, from_exit, outcome
+from titanlab.records import (
+    KillEvidence,
+    Outcome,
+    OutcomeKind,
+    classify,
+    first_cause,
+    from_exception,
+    from_exit,
+    outcome,
+    says_oom,
+)
 
 KINDS = "done oom hang nan crash preempted walltime node_fail cancelled infeasible data".split()
 
@@ -24,24 +34,12 @@ def test_the_taxonomy_is_whole():
     assert all(kind.meaning for kind in OutcomeKind)
 
 
-def test_no_end_claims_a_scheduler_where_there_may_be_none():
-    """SIGTERM ends a run of a laptop in the same words as a preempted job of a cluster."""
-    assert OutcomeKind.PREEMPTED.meaning == "told to stop, by the scheduler or by SIGTERM"
-    said = [from_exit(-number).cause for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)]
-    assert not [cause for cause in said if "the scheduler" in cause]
-
-
 def test_what_may_follow():
     automatic = {kind for kind in OutcomeKind if kind.automatic}
     # A hang would hang again: somebody has to look at it.
     assert automatic == {"node_fail", "preempted", "walltime"}
     assert automatic < {kind for kind in OutcomeKind if kind.may_continue}
     assert {kind for kind in OutcomeKind if not kind.may_continue} == {"done", "infeasible", "nan", "oom"}
-
-
-def test_metrics_that_are_not_finite_are_null():
-    mapping = Outcome(kind=OutcomeKind.NAN, metrics={"loss": float("nan")}).to_mapping()
-    assert mapping["metrics"] == {"loss": None}
 
 
 def test_the_exception_is_kept():
@@ -55,6 +53,7 @@ def test_the_exception_is_kept():
     assert found.cause == "RuntimeError: first line"
     assert "in fail" in found.traceback
     assert "second line" in found.traceback
+    assert len(from_exception(RuntimeError("x" * 10_000)).cause) == 500
 
 
 def test_a_persons_mistake_is_told_in_one_line_and_exits_with_2():
@@ -66,12 +65,6 @@ def test_a_persons_mistake_is_told_in_one_line_and_exits_with_2():
     assert found.exit_code == 2
     assert outcome.exit_code(pickle.loads(pickle.dumps(error))) == 2
     assert outcome.exit_code(from_data(OSError("torn shard"))) == OutcomeKind.DATA.exit_code
-
-
-def test_a_long_cause_is_cut():
-    found = from_exception(RuntimeError("x" * 10_000))
-    assert len(found.cause) == 500
-    assert found.cause.endswith("...")
 
 
 def test_a_message_that_utf_8_has_no_bytes_for_is_recorded(tmp_path):
@@ -114,25 +107,19 @@ def test_a_kill_is_want_of_memory_where_something_shows_it():
     memory = KillEvidence(by_kernel=True, words="the kernel has killed a process of this machine for want of memory")
     found = from_exit(-signal.SIGKILL, rank=1, memory=memory)
     assert (found.kind, found.cause, found.exit_code) == (OutcomeKind.OOM, f"killed by SIGKILL: {memory.words}", -9)
+    unseen = KillEvidence(by_kernel=False, words="the kernel has killed nothing")
+    found = from_exit(-signal.SIGKILL, rank=1, memory=unseen)
+    assert (found.kind, found.cause) == (OutcomeKind.CRASH, "killed by SIGKILL: the kernel has killed nothing")
+    assert from_exit(137).exit_code == -9
     # A process that left by itself, or of another signal, is not the one that was killed.
     assert from_exit(1, memory=memory).kind is OutcomeKind.CRASH
     assert from_exit(-signal.SIGTERM, memory=memory).kind is OutcomeKind.CANCELLED
-
-
-def test_a_kill_by_hand_is_told_where_the_kernel_shows_that_it_was_not_the_sender():
-    memory = KillEvidence(by_kernel=False, words="the kernel has killed nothing")
-    found = from_exit(-signal.SIGKILL, rank=1, memory=memory)
-    assert (found.kind, found.cause) == (OutcomeKind.CRASH, "killed by SIGKILL: the kernel has killed nothing")
 
 
 def test_every_kinds_own_exit_code_leads_back_to_it():
     for kind in OutcomeKind:
         expected = OutcomeKind.CRASH if kind is OutcomeKind.DONE else kind
         assert from_exit(kind.exit_code).kind is expected
-
-
-def test_a_signal_is_recorded_one_way():
-    assert from_exit(137).exit_code == from_exit(-9).exit_code == -9
 
 
 def test_the_first_cause_is_a_failure_of_its_own_then_a_told_one_then_the_earliest():
@@ -155,3 +142,112 @@ def test_of_ranks_that_hang_the_one_that_did_the_fewest_steps_is_the_cause():
     assert first_cause([first, behind]) is behind
     silent = Outcome(kind=OutcomeKind.HANG, rank=2, step=5, ended=3.0)
     assert first_cause([first, behind, silent]) is silent
+
+
+def from_data(error):
+    """The exception as code in titanlab.data would raise it."""
+    scope = {"__name__": "titanlab.data.text", "error": error}
+    exec("def read():\n    raise error", scope)
+    try:
+        scope["read"]()
+    except Exception as raised:
+        return raised
+
+
+def _named(module, name, base=Exception, message=""):
+    return type(name, (base,), {"__module__": module})(message)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "oom"),
+        (MemoryError(), "oom"),
+        (OSError(12, "Cannot allocate memory"), "oom"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried"), "oom"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "oom"),
+        (_named("torch.distributed", "DistBackendError", RuntimeError, "NCCL error: Cuda failure 'out of memory'"), "oom"),
+        (_named("numpy._core._exceptions", "_ArrayMemoryError", MemoryError, "Unable to allocate 9 GiB"), "oom"),
+        (FloatingPointError("loss is nan"), "nan"),
+        (RuntimeError("Function 'MulBackward0' returned nan values in its 0th output."), "nan"),
+        (KeyboardInterrupt(), "cancelled"),
+        (_named("torch.distributed.elastic.multiprocessing.api", "SignalException"), "cancelled"),
+        (ConfigError("parallelism.tensor", 3, "rule", "cure"), "infeasible"),
+        (ConfigError("data.path", "x", "matches nothing", "cure"), "data"),
+        (ConfigError("dataset", "x", "rule", "cure"), "infeasible"),
+        (TimeoutError("step 5 took longer than 600 s"), "hang"),
+        (RuntimeError("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4)"), "hang"),
+        (RuntimeError("[gloo] Timed out waiting 1800000ms for recv operation to complete"), "hang"),
+        (_named("torch.distributed", "DistStoreError", RuntimeError, "wait timeout after 300000ms, keys: /x"), "hang"),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), "node_fail"),
+        (OSError(116, "Stale file handle"), "node_fail"),
+        (_named("datasets.exceptions", "DatasetNotFoundError", FileNotFoundError, "no such dataset"), "data"),
+        (_named("pyarrow.lib", "ArrowInvalid", ValueError, "Parquet magic bytes not found"), "data"),
+        (from_data(FileNotFoundError(2, "No such file", "shard-3.bin")), "data"),
+        (from_data(ConnectionError("Couldn't reach the Hub")), "data"),
+        (from_data(ValueError("token 9 is beyond the vocabulary")), "data"),
+        # A mistake in our own code is a crash wherever it stands.
+        (from_data(AttributeError("no attribute")), "crash"),
+        (FileNotFoundError(2, "No such file"), "crash"),
+        (ValueError("shapes"), "crash"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "crash"),
+        (SystemExit(0), "crash"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else value,
+)  # fmt: skip
+def test_exceptions_are_named(error, kind):
+    assert classify(error) == kind
+
+
+@pytest.mark.parametrize(
+    ("error", "echo"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:525] Connection closed by peer [127.0.0.1]:30211"), True),
+        (RuntimeError("NCCL error: remote process exited or there was a network error"), True),
+        (ConnectionResetError(104, "Connection reset by peer"), True),
+        (KeyboardInterrupt(), True),
+        (from_data(ConnectionError("Couldn't reach the Hub")), False),
+        (ConfigError("a", "connection reset", "b", "c"), False),
+        (RuntimeError("mat1 and mat2"), False),
+        (MemoryError(), False),
+    ],
+)
+def test_an_echo_of_another_ranks_failure_is_known(error, echo):
+    assert from_exception(error).echo is echo
+
+
+def test_a_thread_that_cannot_start_is_want_of_memory_under_a_limit_of_addresses_only(monkeypatch):
+    error = RuntimeError("can't start new thread")
+    assert classify(error) is OutcomeKind.CRASH
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (2**31, 2**31))
+    assert classify(error) is OutcomeKind.OOM
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ("libtorch_cpu.so: failed to map segment from shared object", "oom"),
+        ("x.so: failed to map segment from shared object: Operation not permitted", "crash"),
+        ("No module named 'x'", "crash"),
+    ],
+)
+def test_a_library_for_which_there_is_no_room(message, kind):
+    assert classify(ImportError(message)) == kind
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", False),
+        ("all is well", False),
+        ("lines before\nRuntimeError: CUDA out of memory. Tried\nlines after", True),
+        ("terminate called after throwing an instance of 'std::bad_alloc'", True),
+        ("x.so: failed to map segment from shared object", True),
+        ("x.so: failed to map segment from shared object: Operation not permitted", False),
+        ("Unable to allocate 9.0 GiB for an array with shape (3,)", True),
+        # Without a limit of addresses, the limit is one of processes.
+        ("can't start new thread", False),
+    ],
+)
+def test_a_log_says_that_memory_ran_out(text, expected):
+    assert says_oom(text) is expected

@@ -1,9 +1,9 @@
 """Run folders: made once however many race, readable at any time, never in two hands."""
 
+import json
 import multiprocessing
 import os
-import subprocess
-import sys
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +11,18 @@ from pathlib import Path
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.records import Identity, Outcome, OutcomeKind, RunFolder, Status, create_run, identify, open_run
+from titanlab.records import (
+    Identity,
+    Outcome,
+    OutcomeKind,
+    RunFolder,
+    Status,
+    check_name,
+    create_run,
+    identify,
+    open_run,
+)
+from titanlab.system import FolderGone
 
 CONFIG = {"name": "toy", "steps": 3, "optimizer": {"lr": 1e-5}}
 
@@ -82,12 +93,27 @@ def test_a_folder_of_another_run_is_not_taken(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["name", "sweep"])
-@pytest.mark.parametrize("label", ["", "a/b", "..", ".hidden", "a b", "a\n", "-x", "é", "x" * 101])
-def test_a_label_that_is_no_folders_name_is_refused(tmp_path, key, label):
-    with pytest.raises(ConfigError, match=f"^{key}=") as caught:
+@pytest.mark.parametrize(
+    ("label", "cure"),
+    [
+        ("", "run"),
+        ("a/b", "a-b"),
+        ("..", "run"),
+        (".hidden", "hidden"),
+        ("a b\n", "a-b"),
+        ("-x", "x"),
+        ("é", "run"),
+        ("x" * 101, "x" * 100),
+    ],
+)
+def test_a_label_that_no_folder_may_have_is_refused_with_one_that_it_may(tmp_path, key, label, cure):
+    with pytest.raises(ConfigError) as caught:
         make(tmp_path, **{key: label})
+    assert (caught.value.key, caught.value.cure) == (key, f"try {cure}")
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+    for name in (cure, "1f1b", "tp8.2"):
+        check_name(key, name)
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path):
@@ -114,6 +140,9 @@ def test_only_a_runs_folder_opens(tmp_path):
             open_run(path)
     run = make(tmp_path)
     assert open_run(str(run.path)) == run
+    moved = RunFolder(run.path.rename(tmp_path / "kept"))
+    assert (moved.name, moved.hash8) == ("kept", "")
+    assert open_run(moved.path).config() == CONFIG
 
 
 def test_an_attempt_has_its_own_config_environment_and_result(tmp_path):
@@ -142,6 +171,9 @@ def test_a_wish_to_cancel_outlives_the_beginning_of_an_attempt(tmp_path):
     run.ask_to_cancel()
     run.begin_attempt(CONFIG, {})
     assert run.asked_to_cancel().startswith("titanlab cancel on ")
+    with run.claim():
+        assert run.is_claimed()
+        assert str(os.getpid()) in (run.path / ".claim").read_text()
     run.withdraw_cancel()
     assert run.asked_to_cancel() is None
 
@@ -154,16 +186,6 @@ def test_the_result_ends_the_status_and_keeps_what_else_it_said(tmp_path):
     status = run.status()
     assert (status.state, status.step, status.steps, status.outcome) == ("ended", 2, 3, "oom")
     assert (status.seconds_left, status.metrics) == (None, {"loss": 2.5})
-
-
-def test_ranks_note_their_failures(tmp_path):
-    run = make(tmp_path)
-    run.begin_attempt(CONFIG, {})
-    assert run.failures(1) == []
-    for rank in (10, 2):
-        run.write_failure(Outcome(kind=OutcomeKind.CRASH, rank=rank, cause=f"rank {rank}"))
-    assert [failure.rank for failure in run.failures(1)] == [2, 10]
-    assert run.result() is None
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]"])
@@ -191,49 +213,190 @@ def test_metrics_are_the_rows_that_count(tmp_path):
     assert [(row["step"], row["attempt"]) for row in run.metrics("train")] == [(1, 1), (2, 2)]
 
 
-HOLD = """
-import sys
-from titanlab.records.run_folder import open_run
-with open_run(sys.argv[1]).claim():
-    print("held", flush=True)
-    sys.stdin.read()
-"""
+@pytest.fixture
+def run(tmp_path):
+    """A folder without files."""
+    path = tmp_path / "sweep" / "small-model-0123abcd"
+    path.mkdir(parents=True)
+    return RunFolder(path)
 
 
-def test_a_run_is_in_one_hand_and_free_when_its_process_dies(tmp_path):
-    run = make(tmp_path)
-    with run.claim():
-        pass
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with holder:
-        assert holder.stdout.readline() == "held\n"
-        with pytest.raises(ConfigError, match=f"in the hands of process {holder.pid} on "):
-            with run.claim():
-                pytest.fail("the claim was given twice")
-        holder.kill()
-    with run.claim():
-        assert str(os.getpid()) in (run.path / ".claim").read_text()
+def put(path, value):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(value if isinstance(value, str) else json.dumps(value))
 
 
-def test_a_renamed_folder_still_reads(tmp_path):
-    run = make(tmp_path)
-    moved = RunFolder(run.path.rename(tmp_path / "kept"))
-    assert (moved.name, moved.hash8) == ("kept", "")
-    assert open_run(moved.path).config() == CONFIG
+def attempt(run, number, **files):
+    run.attempt_folder(number).mkdir(parents=True)
+    for name, value in files.items():
+        put(run.attempt_folder(number) / f"{name}.json", value)
 
 
-def test_the_newest_attempt_is_chosen_unless_another_is_given(tmp_path):
-    run = make(tmp_path)
-    assert (run.newest_attempt(), run.chosen_attempt(None)) == (0, 0)
-    with pytest.raises(ConfigError, match=r"^--attempt=1: the run has no such attempt; known: none; leave it out"):
+@pytest.mark.parametrize(
+    ("folder", "name", "hash8"),
+    [
+        ("a-b-0123abcd", "a-b", "0123abcd"),
+        ("0123abcd-89abcdef", "0123abcd", "89abcdef"),
+        ("mine", "mine", ""),
+        ("a-0123ABCD", "a-0123ABCD", ""),
+        ("a-0123abc", "a-0123abc", ""),
+        ("-0123abcd", "-0123abcd", ""),
+    ],
+)
+def test_the_name_of_a_folder_has_a_label_and_a_hash(folder, name, hash8):
+    run = RunFolder(Path("runs") / "sweep" / folder)
+    assert (run.name, run.hash8, run.sweep) == (name, hash8, "sweep")
+
+
+def test_a_folder_without_files_has_no_records(run):
+    assert (run.identity(), run.created(), run.tracker_id(), run.parent()) == (None, None, None, None)
+    assert (run.env(), run.env(1), run.status(), run.known_status()) == (None, None, None, None)
+    assert (run.result(), run.result(1), run.job(), run.asked_to_cancel()) == (None, None, None, None)
+    assert (run.attempts(), run.newest_attempt(), run.restarts(), run.saved_step()) == ([], 0, 0, 0)
+    assert (run.failures(1), run.metrics(), run.is_claimed(), run.has_chosen(1)) == ([], [], False, False)
+    with pytest.raises(ConfigError):
+        run.config()
+    (run.path / "attempts").write_text("")
+    assert run.attempts() == []
+
+
+def test_a_folder_that_is_gone_is_not_made_again(tmp_path):
+    with pytest.raises(FolderGone):
+        RunFolder(tmp_path / "gone").write_result(Outcome(kind=OutcomeKind.OOM))
+    assert list(tmp_path.iterdir()) == []
+
+
+IDENTITY = {"schema": 1, "sha256": "ab" * 32, "content": {"a": 1}, "created": 5.5}
+STATUS = {"schema": 1, "state": "running", "pid": 7, "host": "n1", "updated": 3.5}
+END = Outcome(
+    kind=OutcomeKind.OOM, step=3, steps=9, attempt=2, rank=1, cause="é", exit_code=70, ended=5.0, metrics={"loss": 1.5}
+)
+
+
+def test_records_come_back_without_the_keys_of_a_later_version(run):
+    run.write_result(END)
+    status = Status(state="running", step=2, steps=3, attempt=1, seconds_left=1.5, metrics={"loss": 2.5})
+    run.write_status(status)
+    assert (run.result(), run.result(2), run.status()) == (END, END, status)
+    assert (status.pid, status.host, status.outcome) == (os.getpid(), socket.gethostname(), None)
+    assert status.updated == pytest.approx(time.time(), abs=60)
+    put(run.path / "result.json", END.to_mapping() | {"mood": "good"})
+    put(run.path / "status.json", STATUS | {"mood": "good"})
+    put(run.path / "identity.json", IDENTITY | {"tracker_id": "t", "parent_run": "s/r", "parent_step": 7, "mood": 1})
+    assert (run.result(), run.status()) == (END, Status(state="running", pid=7, host="n1", updated=3.5))
+    assert run.identity() == Identity(sha256="ab" * 32, content={"a": 1})
+    assert (run.created(), run.tracker_id(), run.parent()) == (5.5, "t", ("s/r", 7))
+    for half in ({}, {"parent_run": "s/r"}, {"parent_step": 7}):
+        put(run.path / "identity.json", IDENTITY | half)
+        assert (run.parent(), run.tracker_id()) == (None, None)
+
+
+def test_numbers_that_are_not_finite_are_null(run):
+    run.write_result(Outcome(kind=OutcomeKind.NAN, metrics={"loss": float("nan")}))
+    run.write_status(Status(state="running", metrics={"loss": float("nan")}))
+    assert run.result().metrics == run.status().metrics == {"loss": None}
+    with pytest.raises(ValueError, match="'sleeping' is none of"):
+        run.write_status(Status(state="sleeping"))
+    assert run.status().state == "running"
+
+
+@pytest.mark.parametrize(
+    ("file", "changed", "said"),
+    [
+        ("result", {"kind": "tired"}, "kind=tired: invalid enum value 'tired' in "),
+        ("result", {"kind": ...}, "kind=null: is missing in "),
+        ("result", {"schema": 2}, "schema=2: "),
+        ("result", {"metrics": None}, "metrics=null: expected `object`, got `null` in "),
+        ("result", {"rank": 0.5}, "rank=0.5: expected `int | null`, got `float` in "),
+        ("identity", {"sha256": 5}, "sha256=5: expected `str`, got `int` in "),
+        ("identity", {"sha256": ...}, "sha256=null: is missing in "),
+        ("identity", {"content": []}, "content=[]: expected `object`, got `array` in "),
+        ("identity", {"created": "now"}, "created=now: expected `float | null`, got `str` in "),
+        ("identity", {"schema": 9}, "schema=9: "),
+        ("status", {"state": ...}, "state=null: is missing in "),
+        ("status", {"step": True}, "step=true: expected `int`, got `bool` in "),
+        ("status", {"outcome": 3}, "outcome=3: expected `str | null`, got `int` in "),
+        # What looks for that process read a path with it.
+        ("status", {"pid": "a\0"}, "pid="),
+        ("status", {"host": ["a"]}, "host="),
+    ],
+)
+def test_a_damaged_record_is_one_line(run, file, changed, said):
+    content = {"result": END.to_mapping(), "identity": IDENTITY, "status": STATUS}[file] | changed
+    put(run.path / f"{file}.json", {key: value for key, value in content.items() if value is not ...})
+    with pytest.raises(ConfigError) as caught:
+        getattr(run, file)()
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+    if file == "status" and "schema" not in changed:
+        cure = "remove that file: it is written anew when the run goes on"
+        assert str(caught.value).endswith(f"{run.path / 'status.json'}; {cure}")
+
+
+def test_attempts_are_numbers_and_one_is_chosen_or_the_newest(run):
+    assert run.chosen_attempt(None) == 0
+    with pytest.raises(ConfigError) as caught:
         run.chosen_attempt(1)
-    # Names of folders are numbers: 10 is after 9.
-    for _ in range(10):
-        run.begin_attempt(CONFIG, {})
-    assert (run.newest_attempt(), run.chosen_attempt(None), run.chosen_attempt(2)) == (10, 10, 2)
-    with pytest.raises(
-        ConfigError, match=r"^--attempt=11: the run has no such attempt; known: 1, 2, .*try --attempt 10"
-    ):
-        run.chosen_attempt(11)
+    assert str(caught.value) == "--attempt=1: the run has no such attempt; known: none; leave it out"
+    for name in ("10", "2", "1", "x", "-3", "1.5", "", "9" * 20, "٣"):
+        (run.path / "attempts" / name).mkdir(parents=True, exist_ok=True)
+    assert run.attempts() == [1, 2, 10]
+    assert (run.newest_attempt(), run.chosen_attempt(None), run.chosen_attempt(1)) == (10, 10, 1)
+    with pytest.raises(ConfigError) as caught:
+        run.chosen_attempt(3)
+    assert str(caught.value) == "--attempt=3: the run has no such attempt; known: 1, 2, 10; try --attempt 10"
+
+
+def test_records_of_an_attempt_are_its_own(run):
+    put(run.path / "env.json", {"time": 2})
+    attempt(run, 1, env={"time": 1}, job={"id": "a"}, saved={"step": 9})
+    attempt(run, 2, env={"time": 2}, job={"id": "b"}, restart={}, saved={"step": 8})
+    assert (run.env(), run.env(1), run.env(3)) == ({"time": 2}, {"time": 1}, None)
+    assert (run.job(), run.job(1), run.job(3)) == ({"id": "b"}, {"id": "a"}, None)
+    assert (run.restarts(), run.saved_step()) == (1, 8)
+    attempt(run, 3, saved="{", chosen={})
+    attempt(run, 4, saved={"step": "11"})
+    assert run.saved_step() == 8
+    assert (run.has_chosen(2), run.has_chosen(3)) == (False, True)
+    put(run.attempt_folder(1) / "config.yaml", "a: 1\n")
+    assert run.config(1) == {"a": 1}
+
+
+@pytest.mark.parametrize("damaged", ["text", 7, ["a"], True, None])
+def test_a_section_of_the_environment_that_is_no_mapping_is_missing(run, damaged):
+    """Tables and reports read names below it."""
+    for name in ("code", "packages", "host", "environment"):
+        put(run.path / "env.json", {name: damaged, "time": 1})
+        assert run.env() == {"time": 1}
+    put(run.path / "env.json", {"code": {"version": "1", "git": damaged}})
+    assert run.env() == {"code": {"version": "1"}}
+    whole = {"code": {"version": "1", "git": {"sha": "a"}}, "host": {"name": "b"}, "argv": ["c"]}
+    put(run.path / "env.json", whole)
+    assert run.env() == whole
+
+
+def test_failures_of_ranks_are_sorted_and_damaged_ones_left_out(run):
+    for rank in (10, 2):
+        run.write_failure(Outcome(kind=OutcomeKind.OOM, rank=rank, ended=1.0))
+    put(run.attempt_folder(1) / "failures" / "rank-3.json", "{")
+    put(run.attempt_folder(1) / "failures" / "other.json", "{}")
+    assert [failure.rank for failure in run.failures(1)] == [2, 10]
+    assert (run.failures(2), run.result()) == ([], None)
+
+
+def test_all_files_that_a_run_needs_are_checked(run):
+    put(run.path / "config.yaml", "training:\n  steps: 5\n")
+    run.check_files()
+    for name in ("identity.json", "status.json", "result.json"):
+        put(run.path / name, "[]")
+        with pytest.raises(ConfigError):
+            run.check_files()
+        (run.path / name).unlink()
+
+
+def test_a_section_of_the_recipe_is_a_mapping(run):
+    put(run.path / "config.yaml", "name: a\nempty: null\ncheckpoint:\n  keep: 2\ndata: [1]\n")
+    assert run.section("checkpoint") == {"keep": 2}
+    assert run.section("empty") == run.section("gone") == {}
+    with pytest.raises(ConfigError, match=r"^data=\[1\]: is no mapping in .*config.yaml; restore that file"):
+        run.section("data")

@@ -7,10 +7,9 @@ import pytest
 
 from tests import tiny
 from tests.sweep.jobs import Jobs
+from titanlab.distributed import write_stop
 from titanlab.launch import JobState
-from titanlab.launch.contract import StopReason
-from titanlab.launch.watch import write_stop
-from titanlab.records import Outcome, OutcomeKind, Status, from_exception, from_exit
+from titanlab.records import Outcome, OutcomeKind, Status, StopReason, from_exception, from_exit
 from titanlab.sweep import SweepFolder
 from titanlab.sweep import reconcile as reconciling
 from titanlab.sweep.reconcile import reconcile

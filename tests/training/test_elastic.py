@@ -11,7 +11,7 @@ import pytest
 from tests import tiny
 from tests.planted_schema import Planted
 from titanlab.data import source
-from titanlab.data.random_tokens import rank_samples
+from titanlab.data.indexed import rank_samples
 from titanlab.records import OutcomeKind
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveOp
 from titanlab.techniques.schedule.published_schema import ZBV, DualPipeV, Interleaved1F1B
@@ -97,27 +97,27 @@ def undisturbed(pool, tmp_path_factory):
     return told[0].losses, whole_batches(told)
 
 
-def _pair(name: str, first: dict[str, Any], second: dict[str, Any], *, layer: str = "matrix") -> Any:
-    """A row: in which of the layers of tests it is, `quick`, `full` or `matrix`."""
+def _pair(name: str, first: dict[str, Any], second: dict[str, Any], *, layer: str = "full") -> Any:
+    """A row: in which of the layers of tests it is, `quick` or `full`."""
     return pytest.param(first, second, id=name, marks=() if layer == "quick" else getattr(pytest.mark, layer))
 
 
 PAIRS = [
     _pair("one-ddp2", {}, {"replicate": 2}, layer="quick"),
     _pair("fsdp_tp-pp", {"shard": 2, "tensor": 2}, {"pipeline": 2}, layer="quick"),
-    _pair("cp-tp", {"context": 2}, {"tensor": 2}, layer="full"),
+    _pair("cp-tp", {"context": 2}, {"tensor": 2}),
     _pair("one-fsdp8", {}, {"shard": 8}),
-    _pair("one-4d16", {}, {"pipeline": 2, "shard": 2, "context": 2, "tensor": 2}, layer="full"),
+    _pair("one-4d16", {}, {"pipeline": 2, "shard": 2, "context": 2, "tensor": 2}),
     _pair("fsdp8-4d16", {"shard": 8}, {"pipeline": 2, "replicate": 2, "context": 2, "tensor": 2}),
     _pair("hsdp-fsdp", {"replicate": 2, "shard": 2}, {"shard": 4}),
-    _pair("fsdp8-hsdp16", {"shard": 8}, {"replicate": 2, "shard": 8}, layer="full"),
-    _pair("1f1b-zbv", {"pipeline": 2}, {"pipeline": 2, "pipeline_schedule": ZBV()}, layer="full"),
+    _pair("fsdp8-hsdp16", {"shard": 8}, {"replicate": 2, "shard": 8}),
+    _pair("1f1b-zbv", {"pipeline": 2}, {"pipeline": 2, "pipeline_schedule": ZBV()}),
     _pair(
         "interleaved-dualpipe_tp",
         {"pipeline": 2, "pipeline_schedule": Interleaved1F1B()},
         {"pipeline": 2, "tensor": 2, "pipeline_schedule": DualPipeV()},
     ),
-    _pair("ac", {"shard": 2, "ac": FullCheckpointing()}, {"tensor": 2, "ac": SelectiveOp()}, layer="full"),
+    _pair("ac", {"shard": 2, "ac": FullCheckpointing()}, {"tensor": 2, "ac": SelectiveOp()}),
     _pair("fsdp_cp_tp-ddp4", {"shard": 2, "context": 2, "tensor": 2}, {"replicate": 4}),
     _pair("pp_fsdp_tp-cp4", {"pipeline": 2, "shard": 2, "tensor": 2}, {"context": 4}),
     _pair("accumulation", {"shard": 4}, {"microbatch": 2}),

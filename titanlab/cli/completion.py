@@ -71,7 +71,7 @@ def _words(line: str) -> Sequence[str]:
     takes_recipe = parser.takes_recipe or is_new_run
     if verb == "sweep" or is_new_run:
         # Hydra's own flags, which it parses itself.
-        flags = sorted({*_HYDRA_FLAGS, *(flags if verb == "sweep" else [FROM])})
+        flags = sorted({*_HYDRA_FLAGS, *(flags if verb == "sweep" else [FROM, "--dry-run"])})
     if takes_recipe:
         options = {name: action for action in flag_parser()._actions for name in action.option_strings} | options
     # The complete words before the cursor: values of options, by name of their variable, and the others.
@@ -137,7 +137,6 @@ def _expanded(text: str) -> str:
 
 
 def _run_names(runs: str) -> list[str]:
-    """Folder names of all runs, in the form `sweep/folder` if several sweeps have a run of that name."""
     known = list_runs(runs)
     counts = Counter(run.path.name for run in known)
     return [run.path.name if counts[run.path.name] == 1 else f"{run.sweep}/{run.path.name}" for run in known]
@@ -155,5 +154,4 @@ def _hydra(config_flags: Sequence[str], overrides: Sequence[str], current: str) 
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         answer(read_flags([*config_flags, "-sc", "query=bash"]))
-    # Schemas are no options: YAML files name them in their defaults.
-    return [word for word in output.getvalue().split() if not word.endswith("schema")]
+    return output.getvalue().split()

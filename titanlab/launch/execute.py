@@ -6,14 +6,13 @@ This module does not import torch: an error in a recipe is reported within a sec
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from titanlab.checkpoint import Place, parent_of, put_back
 from titanlab.data import source
-from titanlab.distributed import Host, Ranks, await_answers, check_host, held_signals, stopped_before_start, this_host
+from titanlab.distributed import Host, Ranks, check_host, held_signals, stopped_before_start, this_host
 from titanlab.launch import processes
 from titanlab.launch.attempt import (
     close_earlier,
@@ -76,12 +75,7 @@ def prepare(
     """Resolve and check recipes, and prepare their data; no run folder is created and nothing starts.
 
     Args:
-        report: called with a line before each slow action.
         started: the runs resume from their own checkpoints; the weights from which they first started may be gone.
-        environ: says whether a scheduler has started this process as a rank.
-
-    Raises:
-        ConfigError: a rule is broken.
     """
     host = this_host()
     ranks = joined(environ)
@@ -150,7 +144,6 @@ class RanksHere:
 
     Args:
         recipe: prepared; None: the job's, which is prepared first.
-        started_by: who starts the ranks, as env.json has it.
         put_aside: the checkpoints after the chosen one, which were renamed.
         job: of this process, which runs all ranks: what prevents its attempt is a result too.
     """
@@ -177,7 +170,7 @@ class RanksHere:
         self.processes = ranks.local_world if ranks else None
         self._restarts: Restarts | None = None
         self._restart: Restart | None = None
-        self._held: list[int] = []
+        self._held: list[tuple[int, float]] = []
         self.report = console.warn
 
     def next_recipe(self) -> Recipe:
@@ -204,7 +197,7 @@ class RanksHere:
         with held_signals() as self._held:
             if self._job is not None:
                 self._job.note(attempt)
-                self._held += [number for number, _ in self._job.signals]
+                self._held += self._job.signals
             if self._restart is not None:
                 note(self._run, attempt, self._restart, attempt - 1)
             outcome = self._with_person(self._ended(attempt, recipe))
@@ -237,7 +230,7 @@ class RanksHere:
         # From here on, rank 0 has the terminal.
         console.phase(None)
         if self._held:
-            outcome = with_progress(run, stopped_before_start(self._held[0], attempt=attempt))
+            outcome = with_progress(run, stopped_before_start(self._held[0][0], attempt=attempt))
             run.write_result(outcome)
             console.note(f"{outcome.kind.value}: {outcome.cause}")
             return outcome
@@ -245,9 +238,7 @@ class RanksHere:
             failures = start(run.path, attempt=attempt, world=recipe.layout.world, logs=run.logs)
         else:
             assert ranks is not None
-            begun = time.time()
             failures = processes.start_one(run.path, ranks)
-            await_answers(run, ranks.world, since=begun)
         shown = set(range(ranks.world)) if ranks is not None else {0} if self._job is None else set()
         return _recorded(run, attempt, failures, console, terminal=shown, memory=kills.evidence())
 
@@ -309,7 +300,6 @@ def _recorded(
 
     Args:
         terminal: ranks whose output is on the terminal already.
-        memory: evidence about a SIGKILL.
     """
     recorded = run.result(attempt)
     if recorded is not None:

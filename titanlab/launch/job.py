@@ -6,14 +6,13 @@ import contextlib
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import titanlab
-from titanlab.distributed import ONE_REQUEST_SECONDS, STOP_SIGNALS, free_port, handled_signals
+from titanlab.distributed import ONE_REQUEST_SECONDS, free_port
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import Launcher, ProcessPlace
 from titanlab.launch.launchers import default_config, launcher_named
@@ -27,13 +26,9 @@ class Job:
     """One process of one start of a job.
 
     Attributes:
-        run: the run that the job trains.
-        place: of the process.
-        token, index: of the submission, and of the run in it.
         launch: config of the launcher with which the job was submitted; the run may have been created with another one.
         changes: groups and values of the run's recipe that this job replaces: another layout.
         code: folder of the code that was submitted; None: no particular code is required.
-        signals: number and time of each signal received, oldest first.
     """
 
     run: RunFolder
@@ -73,7 +68,6 @@ class Job:
 
     @property
     def launcher(self) -> Launcher:
-        """The launcher that has started this process."""
         return launcher_named(self.place.launcher)
 
     @property
@@ -112,11 +106,7 @@ class Job:
         write_json(self.run.attempt_folder(attempt) / "job.json", facts)
 
     def check_code(self) -> None:
-        """Check that this process runs the code that was submitted, and not sources that were edited later.
-
-        Raises:
-            ConfigError: it runs other code.
-        """
+        """Check that this process runs the code that was submitted, and not sources that were edited later."""
         if self.code is None:
             return
         here = Path(titanlab.__file__).parent
@@ -140,28 +130,12 @@ class Job:
 
 
 def submitted(sweep: Path, token: str) -> Submission:
-    """The submission of a job.
-
-    Raises:
-        ConfigError: it does not exist any more.
-    """
+    """The submission of a job; a ConfigError if it does not exist any more."""
     for submission in submissions(sweep):
         if submission.token == token:
             return submission
     # The file of the submission was removed: another job has its runs.
     raise ConfigError("submission", token, f"is not in {sweep}", "submit the sweep again")
-
-
-@contextlib.contextmanager
-def received_signals() -> Iterator[list[tuple[int, float]]]:
-    """Collect stop signals in a list instead of dying of them."""
-    signals: list[tuple[int, float]] = []
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        signals.append((number, time.monotonic()))
-
-    with handled_signals(STOP_SIGNALS, handler):
-        yield signals
 
 
 def say(text: str) -> None:
@@ -175,11 +149,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 def address_of(launcher: Launcher, place: ProcessPlace, environ: Mapping[str, str]) -> str:
-    """The address under which all ranks reach rank 0, which is this process: MASTER_ADDR, or the launcher's.
-
-    Raises:
-        ConfigError: no address can be resolved.
-    """
+    """The address under which all ranks reach rank 0, which is this process: MASTER_ADDR, or the launcher's."""
     address = environ.get("MASTER_ADDR")
     if address:
         return address
@@ -196,11 +166,7 @@ def address_of(launcher: Launcher, place: ProcessPlace, environ: Mapping[str, st
 
 
 def port_of(environ: Mapping[str, str]) -> int:
-    """The port of rank 0: MASTER_PORT, or one that is free.
-
-    Raises:
-        ConfigError: MASTER_PORT is not a port number.
-    """
+    """The port of rank 0: MASTER_PORT, or one that is free."""
     port = environ.get("MASTER_PORT")
     if port:
         if not port.isdecimal() or not 0 < int(port) < 65_536:

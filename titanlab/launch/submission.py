@@ -7,7 +7,6 @@ that reads one without a job number asks the queue for the token: no job is subm
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
 import os
 import re
@@ -33,11 +32,8 @@ class JobShape:
     """The resources of a job; jobs of one shape are submitted together.
 
     Attributes:
-        processes: of the run, its world size.
         nodes, tasks_per_node: their product is `processes`.
-        cpus_per_task: cores of one process; None: the site's default.
         gpus_per_node: devices of one node; 0 on CPU.
-        memory_gib: host memory of one node; None: the site's default.
         minutes: time limit of the job; None: the site's default, or no limit.
     """
 
@@ -55,7 +51,6 @@ class JobShape:
         return None if self.minutes is None else self.gpus_per_node * self.nodes * self.minutes / 60
 
     def to_mapping(self) -> dict[str, Any]:
-        """Plain values."""
         return asdict(self)
 
 
@@ -145,15 +140,10 @@ class Submission:
 
     Attributes:
         token: unique; the name of the jobs ends with it.
-        launcher: kind of the launcher.
-        created: seconds since the epoch.
         state: `intent` before the jobs are in the queue, `submitted` afterwards.
         job_id: the scheduler's number of the jobs; None in an intent.
         code: folder of the code that the jobs run, relative to the sweep's folder.
         folder: the folder from which it was submitted; relative paths in recipes are relative to it.
-        shape: the resources of each job.
-        launch: the launcher's config, as plain values.
-        runs: folders of the runs, by index.
         changes: by run, the groups and values of its recipe that its next attempts replace: another layout.
         batch: the same for all arrays that were submitted together; empty: it was submitted alone.
         places: by index, the run's place among the runs of the batch, in the order in which they should start. A
@@ -194,22 +184,6 @@ class Submission:
         return {"PYTHONPATH": str(sweep / self.code), "PYTHONSAFEPATH": "1"}
 
 
-def check_submitit(launcher: str) -> None:
-    """Check that submitit is installed, which a kind of launcher needs, without importing it.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if not has_submitit():
-        rule = "needs submitit to start jobs, which is not installed"
-        raise ConfigError("launch", launcher, rule, "pip install submitit")
-
-
-def has_submitit() -> bool:
-    """Whether submitit is installed."""
-    return importlib.util.find_spec("submitit") is not None
-
-
 def submissions(sweep: Path) -> list[Submission]:
     """All submissions of a sweep, oldest first; other and damaged files are skipped."""
     import msgspec
@@ -246,11 +220,7 @@ def submission_file(sweep: Path, token: str) -> Path:
 
 
 def claim_sweep(sweep: Path, *, patience_seconds: float = _CLAIM_SECONDS) -> AbstractContextManager[None]:
-    """Claim a sweep's folder to submit, retry or cancel; waits while another process has the claim.
-
-    Raises:
-        ConfigError: the other process keeps the claim for longer than that.
-    """
+    """Claim a sweep's folder to submit, retry or cancel; a ConfigError if another process keeps it for longer."""
     return claimed(sweep, "sweep", patience_seconds=patience_seconds)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from titanlab.costs import (
     AXES,
@@ -47,7 +47,7 @@ class RankAccount:
     optimizer_bytes: int
     saved: Mapping[int, int]
     traffic: Sequence[TrafficRow]
-    update_traffic: Sequence[TrafficRow] = field(default=())
+    update_traffic: Sequence[TrafficRow] = ()
 
 
 def place_of(layout: Layout, rank: int) -> Coordinate:
@@ -66,7 +66,11 @@ def declared(recipe: Recipe, rank: int) -> RankAccount:
     layout = recipe.layout
     model = account_for(recipe.model.account(), layout)
     place = place_of(layout, rank)
-    stages = _stages(recipe, place.pipeline)
+    if layout.pipeline == 1:
+        stages: list[tuple[int, Sequence[str]]] = [(0, recipe.model.account().pieces)]
+    else:
+        placed = zip(pieces_by_stage(recipe), recipe.schedule.placement(ranks=layout.pipeline), strict=True)
+        stages = [(number, pieces) for number, (pieces, owner) in enumerate(placed) if owner == place.pipeline]
     pieces = [piece for _, stage in stages for piece in stage]
     names = [name for name in model.parameters if any(name.startswith(f"{piece}.") for piece in pieces)]
     names = names or list(model.parameters)
@@ -78,18 +82,9 @@ def declared(recipe: Recipe, rank: int) -> RankAccount:
         parameters=sum(math.prod(parameter.shape) for parameter in stored),
         parameter_bytes=sum(parameter.part_bytes for parameter in stored),
         optimizer_bytes=sum(recipe.optimizer.state_bytes(parameter) for parameter in updated),
-        saved=_saved(recipe, stages),
+        saved=_saved_by_block(recipe, stages),
         traffic=tuple(step_traffic(step_of(recipe), place)),
     )
-
-
-def _stages(recipe: Recipe, pipeline: int) -> list[tuple[int, Sequence[str]]]:
-    """The stages of a rank of the pipeline by number, with their pieces of the model."""
-    if recipe.layout.pipeline == 1:
-        return [(0, recipe.model.account().pieces)]
-    placement = recipe.schedule.placement(ranks=recipe.layout.pipeline)
-    stages = zip(pieces_by_stage(recipe), placement, strict=True)
-    return [(number, pieces) for number, (pieces, rank) in enumerate(stages) if rank == pipeline]
 
 
 def _stored(recipe: Recipe, model: ModelAccount, name: str, place: Coordinate, *, padded: bool) -> Stored:
@@ -105,7 +100,7 @@ def _stored(recipe: Recipe, model: ModelAccount, name: str, place: Coordinate, *
     return Stored(name=name, shape=model.parameters[name], part=tuple(part), element_bytes=formats.master_bytes)
 
 
-def _saved(recipe: Recipe, stages: Sequence[tuple[int, Sequence[str]]]) -> dict[int, int]:
+def _saved_by_block(recipe: Recipe, stages: Sequence[tuple[int, Sequence[str]]]) -> dict[int, int]:
     layout, step = recipe.layout, step_of(recipe)
     block = recipe.model.block_operations(batch=recipe.microbatch, seq_len=recipe.training.seq_len)
     by_block = {}

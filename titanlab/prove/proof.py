@@ -120,7 +120,11 @@ class Prover:
         # ValueError: the traces have other tensors, such as no gradient of one.
         except (TitanlabError, ValueError) as error:
             return replace(named, reason=str(error))
-        limits = limits_of(recipe, rounding)
+        if recipe.precision == Fp32():
+            limits = tolerances.in_fp32(recipe.optimizer)
+        else:
+            distances = {name: number for name, (number, _) in named_numbers(rounding)}
+            limits = tolerances.in_fewer_bits(recipe.optimizer, distances)
         same = set(limits.values())
         reason = (
             wrong_layers(recipe, one, every) or exceeded(difference, limits) or too_exact(recipe, from_fp32, rounding)
@@ -134,25 +138,16 @@ class Prover:
         )
 
 
-def limits_of(recipe: Recipe, rounding: TraceDifference) -> dict[str, float]:
-    """The tolerances of a run by the name of the number, from the distance of its reference from fp32."""
-    in_fp32 = tolerances.in_fp32(recipe.optimizer)
-    if recipe.precision == Fp32():
-        return in_fp32
-    fewer = tolerances.in_fewer_bits(
-        loss=rounding.loss,
-        grad_norm=rounding.grad_norm,
-        gradient=rounding.gradient[0],
-        parameter=rounding.parameter[0],
-    )
-    return {name: max(in_fp32[name], fewer[name]) for name in fewer}
+def named_numbers(difference: TraceDifference) -> Iterator[tuple[str, tuple[float, str]]]:
+    """Each number of a difference by its name, with the tensor that it is of; empty for a number of the whole step."""
+    for name, value in vars(difference).items():
+        yield name, value if isinstance(value, tuple) else (value, "")
 
 
 def exceeded(difference: TraceDifference, limits: Mapping[str, float]) -> str:
     """The differences that exceed their tolerances, in one line; empty: none does."""
     parts = []
-    for name, value in vars(difference).items():
-        number, tensor = value if isinstance(value, tuple) else (value, "")
+    for name, (number, tensor) in named_numbers(difference):
         if not number <= limits[name]:
             of = f" ({tensor})" if tensor else ""
             parts.append(f"{name.replace('_', ' ')} differs by {number:.1e}{of}, more than {limits[name]:.1e}")
@@ -172,9 +167,8 @@ def wrong_layers(recipe: Recipe, one: TrainingTrace, every: Sequence[TrainingTra
     wrong = [name for name in expected if found.get(name) != expected[name]]
     if not wrong:
         return ""
-    own_class, layer_class = (
-        full.rpartition(".")[2] for full in (found.get(wrong[0], "no linear layer"), expected[wrong[0]])
-    )
+    own_class = found.get(wrong[0], "no linear layer").rpartition(".")[2]
+    layer_class = expected[wrong[0]].rpartition(".")[2]
     more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     return f"{wrong[0]} is {own_class}, and precision={recipe.precision.kind} makes it {layer_class}{more}"
 
@@ -236,29 +230,19 @@ def rehearse(
     """Train each reduced recipe once, and say how each rehearsal ended, in their order."""
     known: dict[str, Result] = {}
     for case in cases:
-        named = Result(
-            run=case.run,
-            layout=case.layout,
-            state=FAILED,
-            outcome=OutcomeKind.INFEASIBLE.value,
-            cause="" if case.error is None else str(case.error),
-            missing=case.missing,
-        )
+        named: dict[str, Any] = {"run": case.run, "layout": case.layout, "missing": case.missing}
         if case.recipe is None:
-            yield named
+            yield Result(**named, state=FAILED, outcome=OutcomeKind.INFEASIBLE.value, cause=str(case.error))
             continue
         key = content_key(case.recipe)
         if key in known:
-            first = known[key]
-            yield replace(
-                first, run=named.run, layout=named.layout, missing=named.missing, same_as=first.run, seconds=0.0
-            )
+            yield replace(known[key], **named, same_as=known[key].run, seconds=0.0)
             continue
         ended = train(case.recipe)
         kind = ended.outcome.kind
         done = kind is OutcomeKind.DONE
-        known[key] = replace(
-            named,
+        known[key] = Result(
+            **named,
             processes=case.recipe.layout.world,
             state=OK if done else FAILED,
             outcome=kind.value,

@@ -138,7 +138,8 @@ def trace_rank(recipe: Recipe, rank: int) -> RankAccount:
         mesh = build_mesh(layout, "cpu")
         assembled = assemble(recipe, world, mesh)
         parameters = {plain_name(name): parameter for name, parameter in assembled.model.named_parameters()}
-        saved = SavedBytes(_blocks(assembled.model))
+        blocks = dict(assembled.model.named_children()).get(BLOCKS, nn.Module())
+        saved = SavedBytes({int(name): block for name, block in blocks.named_children()})
         axes = axis_groups(mesh)
         with mode:
             optimizer = recipe.optimizer.implementation().build(parameters)
@@ -171,23 +172,17 @@ def trace_rank(recipe: Recipe, rank: int) -> RankAccount:
         )
 
 
-def _blocks(model: nn.Module) -> dict[int, nn.Module]:
-    """Blocks of this rank by their number in the model."""
-    blocks = dict(model.named_children()).get(BLOCKS, nn.Module())
-    return {int(name): block for name, block in blocks.named_children()}
-
-
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages of this rank's parts: with FSDP2's padding."""
     storages = {}
     for tensor in tensors:
-        for part in _plain(local_part(tensor)):
+        own: Any = local_part(tensor)
+        # A subclass consists of plain tensors.
+        parts = (
+            [getattr(own, name) for name in own.__tensor_flatten__()[0]]
+            if hasattr(own, "__tensor_flatten__")
+            else [own]
+        )
+        for part in parts:
             storages[part.untyped_storage()._cdata] = part.untyped_storage().nbytes()
     return sum(storages.values())
-
-
-def _plain(tensor: Any) -> list[Tensor]:
-    """A tensor, or the plain tensors of which a subclass consists."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return [tensor]
-    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]

@@ -8,14 +8,14 @@ CPU lacks is replaced by what comes nearest; `Reduced.notes` says what.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titanlab.checkpoint import CheckpointConfig
-from titanlab.checkpoint import NoCheckpoints as NoCheckpoints
+from titanlab.checkpoint import CheckpointConfig, NoCheckpoints
 from titanlab.costs import AXES, SHORT, Layout
 from titanlab.data import Synthetic
 from titanlab.errors import ConfigError
@@ -29,8 +29,7 @@ from titanlab.techniques.ac.recomputation_schema import NoCheckpointing
 from titanlab.techniques.compile.schema import RECORDING, Compile
 from titanlab.techniques.model.contract import ModelConfig, ReducedSizes
 from titanlab.techniques.precision.cast_schema import Fp32
-from titanlab.techniques.profiler.profilers_schema import NoProfiling as NoProfiler
-from titanlab.techniques.schedule.contract import PipelineSchedule
+from titanlab.techniques.profiler.profilers_schema import NoProfiling
 from titanlab.techniques.schedule.published_schema import OneFOneB
 from titanlab.techniques.tracker.trackers_schema import Jsonl
 
@@ -78,16 +77,6 @@ def folded(layout: Layout, *, most: int = MOST_PROCESSES, fixed: Mapping[str, st
     return layouts
 
 
-def fold_label(layout: Layout, real: Layout) -> str:
-    """Both layouts as text: `dp_s2·tp2 of dp_s64·tp8`; one if they are the same."""
-    return layout.label if layout == real else f"{layout.label} of {real.label}"
-
-
-def missing_axes(layout: Layout, real: Layout) -> list[str]:
-    """Short names of the axes that a layout lacks."""
-    return [SHORT[axis] for axis, degree in real.degrees().items() if degree > 1 and getattr(layout, axis) == 1]
-
-
 _VOCABULARY = 256
 _LEAST_WIDTH = 64
 _LEAST_SEQUENCE = 32
@@ -119,6 +108,18 @@ class Folded:
     inductor: bool = False
 
     @property
+    def label(self) -> str:
+        """Both layouts as text: `dp_s2·tp2 of dp_s64·tp8`; one if they are the same."""
+        real = self.recipe.layout
+        return self.layout.label if self.layout == real else f"{self.layout.label} of {real.label}"
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Short names of the axes that this layout lacks."""
+        degrees = self.recipe.layout.degrees().items()
+        return tuple(SHORT[axis] for axis, degree in degrees if degree > 1 and getattr(self.layout, axis) == 1)
+
+    @property
     def microbatches(self) -> int:
         """Microbatches of a step: as many as the schedule needs, at most as many as in the real size."""
         real: int = self.recipe.microbatches
@@ -129,9 +130,11 @@ class Folded:
             return real
         most = min(real, 2 * ranks)
         for count in (*range(most, 4 * ranks + 1), *range(most, 0, -1)):
-            if _runs(self.recipe.schedule, ranks, count):
+            with contextlib.suppress(ConfigError):
+                self.recipe.schedule.check_pipeline(ranks=ranks, microbatches=count)
+                self.recipe.schedule.actions(ranks=ranks, microbatches=count)
                 return int(count)
-        return int(most)
+        return most
 
 
 def fold_recipe(run: str, recipe: Recipe, *, most: int, inductor: bool = False) -> list[Folded]:
@@ -152,8 +155,7 @@ def common_sizes(group: Sequence[Folded]) -> Sizes:
     Raises:
         ConfigError: there are none.
     """
-    model = group[0].recipe.model
-    account = model.account()
+    account = group[0].recipe.model.account()
     tensor = math.lcm(*(case.layout.tensor for case in group))
     # Key/value heads of a process in the real size.
     own_heads = [case.recipe.model.account().kv_heads // case.recipe.layout.tensor for case in group]
@@ -161,26 +163,20 @@ def common_sizes(group: Sequence[Folded]) -> Sizes:
     shared = account.heads // account.kv_heads
     heads = kv_heads * (shared if shared <= 2 else 4 if kv_heads <= 2 else 2)
     units = [_unit(case) for case in group]
-    parts = [kv_heads // case.layout.tensor for case in group]
 
     def fits(head_dim: int) -> bool:
         width = heads * head_dim
-        rows = all(part * head_dim % unit == 0 for part, unit in zip(parts, units, strict=True))
-        return (
-            rows
-            and width >= _LEAST_WIDTH
-            and all(
-                width % (case.layout.fsdp * unit) == 0
-                for case, unit in zip(group, units, strict=True)
-                if case.layout.tensor > 1
-            )
+        return width >= _LEAST_WIDTH and all(
+            kv_heads // case.layout.tensor * head_dim % unit == 0
+            and (case.layout.tensor == 1 or width % (case.layout.fsdp * unit) == 0)
+            for case, unit in zip(group, units, strict=True)
         )
 
     head_dim = next((dim for dim in range(_LEAST_HEAD, _MOST_HEAD + 1, 2) if fits(dim)), None)
     unit = math.lcm(*(unit * case.layout.tensor * case.layout.fsdp for case, unit in zip(group, units, strict=True)))
     if head_dim is None:
         rule = "has no small head that all these layouts can cut"
-        raise ConfigError("model", model.kind, rule, "prove fewer of them at once")
+        raise ConfigError("model", group[0].recipe.model.kind, rule, "prove fewer of them at once")
     sizes = ReducedSizes(
         layers=max(_layers(case) for case in group),
         heads=heads,
@@ -200,15 +196,6 @@ def common_sizes(group: Sequence[Folded]) -> Sizes:
     # Four sequences in a row have different numbers of labels that count.
     batch *= max(1, 4 // batch)
     return Sizes(model=sizes, seq_len=-(-_LEAST_SEQUENCE // chunk) * chunk, global_batch=batch)
-
-
-def _runs(schedule: PipelineSchedule, ranks: int, microbatches: int) -> bool:
-    try:
-        schedule.check_pipeline(ranks=ranks, microbatches=microbatches)
-        schedule.actions(ranks=ranks, microbatches=microbatches)
-    except ConfigError:
-        return False
-    return True
 
 
 def _unit(case: Folded) -> int:
@@ -315,8 +302,7 @@ def reduce_all(
                 sizes = shared or common_sizes([folded])
                 cases.append(reduce_recipe(folded, sizes, steps=steps, runs=runs, saves=saves))
             except ConfigError as error:
-                label = fold_label(folded.layout, folded.recipe.layout)
-                cases.append(Reduced(run=folded.run, layout=label, error=error))
+                cases.append(Reduced(run=folded.run, layout=folded.label, error=error))
     order = {candidate.run: number for number, candidate in enumerate(candidates)}
     return sorted(cases, key=lambda case: order[case.run])
 
@@ -377,7 +363,7 @@ def reduce_recipe(case: Folded, sizes: Sizes, *, steps: int, runs: str, saves: b
         checkpoint=_checkpoint(recipe, notes) if saves else NoCheckpoints(),
         cluster=Cluster(accelerator="cpu", device="cpu", peak_tflops=1.0),
         tracker=Jsonl(),
-        profiler=NoProfiler(),
+        profiler=NoProfiling(),
         launch=on_this_host(threads=1),
     )
     try:
@@ -390,8 +376,8 @@ def reduce_recipe(case: Folded, sizes: Sizes, *, steps: int, runs: str, saves: b
         ) from error
     return Reduced(
         run=case.run,
-        layout=fold_label(layout, recipe.layout),
-        missing=tuple(missing_axes(layout, recipe.layout)),
+        layout=case.label,
+        missing=case.missing,
         recipe=made,
         notes=tuple(notes),
     )

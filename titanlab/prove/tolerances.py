@@ -41,11 +41,11 @@ def in_fp32(optimizer: OptimizerConfig) -> dict[str, float]:
     return {name: optimizer.tolerances.get(name, FP32) for name in NUMBERS}
 
 
-def in_fewer_bits(*, loss: float, grad_norm: float, gradient: float, parameter: float) -> dict[str, float]:
+def in_fewer_bits(optimizer: OptimizerConfig, distances: Mapping[str, float]) -> dict[str, float]:
     """The tolerances in a lower precision, from the distances of one process in it from fp32."""
-    scalar = max(loss, grad_norm, LEAST_SCALAR * gradient)
-    values = {"loss": scalar, "grad_norm": scalar, "gradient": gradient, "parameter": parameter}
-    return {name: ROUNDINGS * value for name, value in values.items()}
+    scalar = max(distances["loss"], distances["grad_norm"], LEAST_SCALAR * distances["gradient"])
+    values = {**distances, "loss": scalar, "grad_norm": scalar}
+    return {name: max(least, ROUNDINGS * values[name]) for name, least in in_fp32(optimizer).items()}
 
 
 class RunTolerance(NamedTuple):

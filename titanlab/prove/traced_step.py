@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from typing import Any
 
@@ -61,8 +60,8 @@ class TraceComparison:
                 ("parameters of its stages", declared.parameters, traced.parameters),
                 ("parameter bytes", declared.parameter_bytes, traced.parameter_bytes),
                 ("optimizer bytes", declared.optimizer_bytes, traced.optimizer_bytes),
-                *_saved(declared.saved, traced.saved),
-                *_traffic(declared.traffic, traced.traffic),
+                *_saved_figures(declared.saved, traced.saved),
+                *_traffic_figures(declared.traffic, traced.traffic),
             )
         ]
 
@@ -72,7 +71,7 @@ class TraceComparison:
         return [item for item in self.items if item.difference]
 
 
-def _saved(declared: Mapping[int, int], traced: Mapping[int, int]) -> Iterator[tuple[str, int, int]]:
+def _saved_figures(declared: Mapping[int, int], traced: Mapping[int, int]) -> Iterator[tuple[str, int, int]]:
     """One row for neighbouring blocks with the same figures."""
     numbers = sorted({*declared, *traced})
     figures = {number: (declared.get(number, 0), traced.get(number, 0)) for number in numbers}
@@ -87,7 +86,7 @@ def _saved(declared: Mapping[int, int], traced: Mapping[int, int]) -> Iterator[t
         yield f"{name}: saved bytes", *figures[number]
 
 
-def _traffic(declared: Sequence[TrafficRow], traced: Sequence[TrafficRow]) -> Iterator[tuple[str, int, int]]:
+def _traffic_figures(declared: Sequence[TrafficRow], traced: Sequence[TrafficRow]) -> Iterator[tuple[str, int, int]]:
     by_kind = [{(row.axis, row.kind): row for row in rows} for rows in (declared, traced)]
     for axis, kind in dict.fromkeys((*by_kind[0], *by_kind[1])):
         rows = [rows.get((axis, kind)) for rows in by_kind]
@@ -172,7 +171,7 @@ def different_ranks(recipe: Recipe) -> tuple[list[int], tuple[str, ...]]:
     for rank in range(0, layout.world, inner):
         account = declared(recipe, rank)
         # Blocks of one size and treatment count alike, whatever their number.
-        key = repr((dataclasses.replace(account, rank=0, saved={}), sorted(account.saved.values())))
+        key = repr((replace(account, rank=0, saved={}), sorted(account.saved.values())))
         if key in chosen:
             same.setdefault(chosen[key], []).append(rank)
         else:
@@ -190,8 +189,9 @@ def for_tracing(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
     Raises:
         ConfigError: it cannot be traced.
     """
-    notes = ["attention and norms are those of a CPU, and so is what they keep"] if _is_gpu(recipe) else []
-    if recipe.parallelism.cpu_offload and _is_gpu(recipe):
+    is_gpu = recipe.cluster.accelerator == "cuda"
+    notes = ["attention and norms are those of a CPU, and so is what they keep"] if is_gpu else []
+    if recipe.parallelism.cpu_offload and is_gpu:
         rule = "copies between two devices, and a trace has one"
         raise ConfigError("parallelism.cpu_offload", True, rule, "try parallelism.cpu_offload=false")
     if recipe.layout.data_parallelism(mixed=recipe.precision.formats().mixed) == "ddp":
@@ -204,37 +204,29 @@ def for_tracing(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
         notes.append(f"compile={'+'.join(parts)} is traced in eager mode")
         if recipe.ac.compiler_budget() is not None:
             notes.append(f"ac={recipe.ac.kind} is the compiler's: blocks keep all activations in the trace")
-            recipe = dataclasses.replace(recipe, ac=NoCheckpointing())
-        recipe = dataclasses.replace(recipe, compile=Compile())
+            recipe = replace(recipe, ac=NoCheckpointing())
+        recipe = replace(recipe, compile=Compile())
     if recipe.data.document_mask:
         notes.append("data.document_mask=true: attention is traced over whole sequences")
     if recipe.parallelism.async_tensor:
         notes.append("AsyncTP communicates the same bytes in pieces: traced as one collective each")
     if recipe.parallelism.symmetric_memory:
         notes.append("parallelism.symmetric_memory is memory of NCCL: the same bytes are traced in other memory")
-    plain = dataclasses.replace(recipe.parallelism, async_tensor=False, symmetric_memory=False)
-    recipe = dataclasses.replace(recipe, parallelism=plain)
-    recipe = dataclasses.replace(recipe, precision=recipe.precision.emulated())
-    if _is_gpu(recipe) and recipe.model.attention not in ("auto", "math"):
-        recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, attention="auto"))
-    recipe, fewer = _with_few_microbatches(recipe)
-    return recipe, (*notes, *fewer)
-
-
-def _is_gpu(recipe: Recipe) -> bool:
-    return recipe.cluster.accelerator == "cuda"
-
-
-def _with_few_microbatches(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """A step of the smallest number of microbatches that the recipe may have; the others repeat what these do."""
+    plain = replace(recipe.parallelism, async_tensor=False, symmetric_memory=False)
+    recipe = replace(recipe, parallelism=plain)
+    recipe = replace(recipe, precision=recipe.precision.emulated())
+    if is_gpu and recipe.model.attention not in ("auto", "math"):
+        recipe = replace(recipe, model=replace(recipe.model, attention="auto"))
+    # A step of the smallest number of microbatches that the recipe may have: the others repeat what these do.
     count = recipe.microbatches
     for fewer in range(_MICROBATCHES, count):
         batch = fewer * recipe.microbatch * recipe.layout.data
-        training = dataclasses.replace(recipe.training, global_batch=batch, microbatch=recipe.microbatch)
-        small = dataclasses.replace(recipe, training=training)
+        training = replace(recipe.training, global_batch=batch, microbatch=recipe.microbatch)
+        small = replace(recipe, training=training)
         try:
             check_all_but_data(small)
         except ConfigError:
             continue
-        return small, [f"{fewer} of {count} microbatches are traced, and the declarations are of such a step"]
-    return recipe, []
+        notes.append(f"{fewer} of {count} microbatches are traced, and the declarations are of such a step")
+        return small, tuple(notes)
+    return recipe, tuple(notes)

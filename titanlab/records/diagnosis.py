@@ -7,143 +7,20 @@ a rank counts that others wait for and that waits for nobody. Where this does no
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from titanlab.records.hang_file import Collective, HangRecord
 
 # Collectives whose inputs have the same size on all ranks.
 _EQUAL_SIZES = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "broadcast")
-# So many collectives before a place must be the same as before an earlier place, for the two to be compared.
+# Two places are compared if at least so many collectives before them are the same.
 _FEWEST_EQUAL = 3
-# A training repeats its collectives in each step, also where ranks are many: so many ranks are enough to compare.
+# Each step repeats its collectives: of many ranks it is enough to compare so many with their earlier steps.
 _MOST_RANKS = 64
-
-GroupKey = tuple[str, tuple[int, ...]]
-Signature = tuple[str, str, tuple[tuple[int, ...], ...]]
-
-
-@dataclass(frozen=True)
-class Deviation:
-    """A collective that differs from what the rank called at the same place of earlier steps.
-
-    Attributes:
-        called, expected: the collective, and the earlier one.
-        is_skip: whether the rank has called what follows the expected one.
-    """
-
-    called: Collective
-    expected: Collective
-    is_skip: bool
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """The first collective of a group that ranks call differently.
-
-    Attributes:
-        collectives: by rank, what it called under this sequence number.
-        wrong: the ranks whose call is wrong; empty if the records do not show which.
-        deviation: of the first wrong rank from its own earlier steps; None: the others are more.
-    """
-
-    group: GroupKey
-    sequence: int
-    collectives: Mapping[int, Collective]
-    wrong: tuple[int, ...]
-    deviation: Deviation | None
-
-
-def group_key(record: HangRecord, name: str) -> GroupKey:
-    """A group's name and ranks; without ranks if the record does not have the group."""
-    return name, record.groups[name].ranks if name in record.groups else ()
-
-
-def first_mismatch(records: Mapping[int, HangRecord]) -> Mismatch | None:
-    """The first difference between the ranks of a group; None if what they called is the same."""
-    calls: dict[GroupKey, dict[int, dict[int, Collective]]] = defaultdict(lambda: defaultdict(dict))
-    for rank, record in records.items():
-        # Looked up once a record: a key may have thousands of ranks.
-        own = {name: calls[group_key(record, name)] for name, group in record.groups.items() if group.ranks}
-        for call in record.collectives:
-            if not call.is_message and call.group in own:
-                own[call.group][call.sequence][rank] = call
-    mismatches = []
-    for key, by_sequence in calls.items():
-        for sequence in sorted(by_sequence):
-            by_rank = by_sequence[sequence]
-            if len({_in_group(call) for call in by_rank.values()}) > 1:
-                mismatches.append(_judged(records, key, sequence, by_rank))
-                break
-    # A difference that shows who is wrong explains the others.
-    return min(mismatches, key=lambda mismatch: (not mismatch.wrong, mismatch.group, mismatch.sequence), default=None)
-
-
-def deviation(record: HangRecord, call: Collective) -> Deviation | None:
-    """How a call differs from what the rank called at the same place of earlier steps; None if it does not.
-
-    The same place is the one before which the most collectives are the same.
-    """
-    calls = [collective for collective in record.collectives if not collective.is_message]
-    signatures = [signature(record, collective) for collective in calls]
-    index = next((number for number, collective in enumerate(calls) if collective is call), 0)
-    earlier, equal = _same_place(signatures, index)
-    if earlier is None or equal < _FEWEST_EQUAL or signatures[earlier] == signatures[index]:
-        return None
-    is_skip = earlier + 1 < index and signatures[earlier + 1] == signatures[index]
-    return Deviation(call, calls[earlier], is_skip)
-
-
-def signature(record: HangRecord, call: Collective) -> Signature:
-    """What a call has in common with the same call of other steps: axis, operation and sizes."""
-    return _axis(record, call.group), *_in_group(call)
-
-
-def _axis(record: HangRecord, group: str) -> str:
-    return record.groups[group].axis if group in record.groups else f"group {group}"
-
-
-def _in_group(call: Collective) -> tuple[str, tuple[tuple[int, ...], ...]]:
-    """What must be the same on all ranks of a group: operation and sizes, or operation only."""
-    is_equal = any(name in call.operation for name in _EQUAL_SIZES)
-    return call.operation, call.sizes if is_equal else ()
-
-
-def _same_place(signatures: Sequence[Signature], index: int) -> tuple[int | None, int]:
-    """The earlier place before which the most signatures are those before `index`, and how many those are."""
-    best, most = None, 0
-    for place in range(index - 1, 0, -1):
-        if most >= place:
-            break
-        equal = 0
-        while equal < place and signatures[place - 1 - equal] == signatures[index - 1 - equal]:
-            equal += 1
-        if equal > most:
-            best, most = place, equal
-    return best, most
-
-
-def _judged(
-    records: Mapping[int, HangRecord], key: GroupKey, sequence: int, by_rank: Mapping[int, Collective]
-) -> Mismatch:
-    deviations = {
-        rank: difference
-        for rank in list(by_rank)[:_MOST_RANKS]
-        if (difference := deviation(records[rank], by_rank[rank]))
-    }
-    wrong: Collection[int] = ()
-    if deviations and len(deviations) < len(by_rank):
-        wrong = deviations
-    elif not deviations:
-        ((usual, count), *_) = Counter(map(_in_group, by_rank.values())).most_common()
-        if 2 * count > len(by_rank):
-            wrong = [rank for rank, call in by_rank.items() if _in_group(call) != usual]
-    ranks = tuple(sorted(wrong))
-    return Mismatch(key, sequence, by_rank, ranks, deviations.get(ranks[0]) if ranks else None)
-
-
 _MOST_NAMED = 8
 # File and functions in which a rank waits for keys and values of a ring, or posts them: with NCCL a group starts at its
 # first message, and that waits for the other ranks.
@@ -155,6 +32,13 @@ _VERBS = {
     "data": ("waits for data", "wait for data"),
     "checkpoint": ("is in a checkpoint", "are in a checkpoint"),
 }
+
+
+class Deviation(NamedTuple):
+    """The collective of earlier steps in whose place a rank called another, and whether it skipped that collective."""
+
+    expected: Collective
+    is_skip: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,100 +97,157 @@ def diagnose(
     silent, ended = dict(silent or {}), dict(ended or {})
     known = {*records, *silent, *ended, *unread}
     silent |= {rank: "it has left no record" for rank in range(world) if rank not in known}
-    absent = {*silent, *ended}
-    late = _Late(records, absent)
-    waits = {rank: _wait(records, rank, late) for rank in sorted(records)}
-    for rank in (*silent, *ended):
-        waits.pop(rank, None)
+    waits = _waits(records, {*silent, *ended})
     if ended:
         return _accused(ended, "ended early", "ended early", waits)
     if silent:
         return _accused(silent, "does not answer", "do not answer", waits)
-    mismatch = first_mismatch(records)
-    if mismatch is not None:
-        return _different(mismatch, records, waits)
-    apart = [rank for rank in sorted(records) if records[rank].state in ("stands", "computes")]
+    different = different_calls(records)
+    if different is not None:
+        return replace(different, waits=waits)
+    apart = {rank: wait for rank, wait in waits.items() if wait.instead is not None}
     if apart:
         awaited = {peer for wait in waits.values() for peer in wait.on}
-        ranks = tuple(rank for rank in apart if rank in awaited) or tuple(apart)
-        return _with_waits(_listed({rank: waits[rank] for rank in ranks}), ranks, waits)
-    return _waiting(records, waits, is_whole=not unread)
+        apart = {rank: wait for rank, wait in apart.items() if rank in awaited} or apart
+        return _with_waits(_listed(apart), tuple(apart), waits)
+    return _skipped_message(records, waits) or _waiting(records, waits, is_whole=not unread)
 
 
 def different_calls(records: Mapping[int, HangRecord]) -> Diagnosis | None:
     """The verdict over ranks that call different collectives in a group; None if no group has a difference."""
-    mismatch = first_mismatch(records)
-    return None if mismatch is None else _different(mismatch, records, {})
+    # By name and ranks of a group, because groups of one name may have different ranks; then by sequence number.
+    calls: dict[tuple[str, tuple[int, ...]], dict[int, dict[int, Collective]]] = defaultdict(lambda: defaultdict(dict))
+    for rank, record in records.items():
+        # Looked up once a record: a key may have thousands of ranks.
+        own = {name: calls[name, group.ranks] for name, group in record.groups.items() if group.ranks}
+        for call in record.collectives:
+            if not call.is_message and call.group in own:
+                own[call.group][call.sequence][rank] = call
+    differences = []
+    for _, by_sequence in sorted(calls.items()):
+        for _, by_rank in sorted(by_sequence.items()):
+            if len({_in_group(call) for call in by_rank.values()}) > 1:
+                differences.append((by_rank, _wrong(records, by_rank)))
+                break
+    if not differences:
+        return None
+    # A difference that shows who is wrong explains the others.
+    by_rank, wrong = min(differences, key=lambda difference: not difference[1])
+    first, call = next(iter(by_rank.items()))
+    place = f"{_axis(records[first], call.group)}, sequence number {call.sequence}"
+    if not wrong:
+        ranks_of: dict[str, list[int]] = defaultdict(list)
+        for rank, each in by_rank.items():
+            ranks_of[_with_sizes(each)].append(rank)
+        listing = ", ".join(f"{named(ranks)} {text}" for text, ranks in ranks_of.items())
+        text = f"ranks call different collectives ({place}): {listing}; the records do not show which of them is wrong"
+        return Diagnosis(verdict=text, pending=described(records[first], call))
+    ranks = tuple(sorted(wrong))
+    deviation = wrong[ranks[0]]
+    others = [rank for rank in by_rank if rank not in wrong]
+    right = others[0]
+    called, usual = _with_sizes(by_rank[ranks[0]]), _with_sizes(by_rank[right])
+    if deviation is not None and deviation.is_skip:
+        text = f"{named(ranks)} skipped {_with_sizes(deviation.expected)} and called {called}, where "
+        text += f"{_who(others, 'waits', 'wait')} in {usual} ({place})"
+    else:
+        text = f"{_who(ranks, 'calls', 'call')} {called} where {_who(others, 'calls', 'call')} {usual} ({place})"
+    pending = described(records[right], by_rank[right])
+    return Diagnosis(verdict=text + _is_at(ranks[0], records[ranks[0]]), ranks=ranks, pending=pending)
 
 
 def odd_calls(records: Mapping[int, HangRecord], failed: int) -> Diagnosis | None:
     """The verdict over ranks whose last collective, in a group of a rank that failed, is not that of earlier steps."""
-    odd: dict[int, Deviation] = {}
+    odd: dict[int, tuple[Collective, Deviation]] = {}
     for rank, record in records.items():
         last = next((call for call in reversed(record.collectives) if not call.is_message), None)
-        if last is None or failed not in group_key(record, last.group)[1]:
+        if last is None or last.group not in record.groups or failed not in record.groups[last.group].ranks:
             continue
-        difference = deviation(record, last)
-        if difference is not None:
-            odd[rank] = difference
+        deviation = deviation_of(record, last)
+        if deviation is not None:
+            odd[rank] = last, deviation
     if not odd or len(odd) == len(records) > 1:
         return None
     ranks = tuple(sorted(odd))
-    first, record = odd[ranks[0]], records[ranks[0]]
+    record, (called, deviation) = records[ranks[0]], odd[ranks[0]]
     text = (
-        f"{_who(ranks, 'calls', 'call')} {_with_sizes(first.called)} where earlier steps called "
-        f"{_with_sizes(first.expected)} ({_axis(record, first.called.group)}, sequence number {first.called.sequence})"
+        f"{_who(ranks, 'calls', 'call')} {_with_sizes(called)} where earlier steps called "
+        f"{_with_sizes(deviation.expected)} ({_axis(record, called.group)}, sequence number {called.sequence})"
     )
-    return Diagnosis(verdict=text + _is_at(ranks[0], record), ranks=ranks, pending=described(record, first.called))
+    return Diagnosis(verdict=text + _is_at(ranks[0], record), ranks=ranks, pending=described(record, called))
 
 
-def named(ranks: Iterable[int]) -> str:
-    """`rank 1`, `ranks 0, 2`, `ranks 0, 1, … and 55 more`."""
-    numbers = sorted(ranks)
-    if len(numbers) == 1:
-        return f"rank {numbers[0]}"
-    shown = ", ".join(map(str, numbers[:_MOST_NAMED]))
-    return f"ranks {shown}" + (f" and {len(numbers) - _MOST_NAMED} more" if len(numbers) > _MOST_NAMED else "")
+def _wrong(records: Mapping[int, HangRecord], calls: Mapping[int, Collective]) -> dict[int, Deviation | None]:
+    """Of ranks that call different collectives in one place those that are wrong: empty if it does not show.
+
+    A rank is wrong that deviates from its earlier steps, or, where none does, from more than half of the ranks (None).
+    """
+    deviations = {rank: deviation_of(records[rank], call) for rank, call in list(calls.items())[:_MOST_RANKS]}
+    deviating = {rank: deviation for rank, deviation in deviations.items() if deviation is not None}
+    if deviating:
+        return {**deviating} if len(deviating) < len(calls) else {}
+    ((usual, count),) = Counter(map(_in_group, calls.values())).most_common(1)
+    return {rank: None for rank, call in calls.items() if _in_group(call) != usual} if 2 * count > len(calls) else {}
 
 
-def _who(ranks: Collection[int], singular: str, plural: str) -> str:
-    """`rank 1 waits`, `ranks 0, 2 wait`."""
-    return f"{named(ranks)} {singular if len(ranks) == 1 else plural}"
+def deviation_of(record: HangRecord, call: Collective) -> Deviation | None:
+    """How a call differs from what the rank called at the same place of earlier steps; None if it does not.
+
+    The same place is the one before which the most collectives are the same.
+    """
+    calls = [collective for collective in record.collectives if not collective.is_message]
+    signatures = [(_axis(record, collective.group), *_in_group(collective)) for collective in calls]
+    index = next((number for number, collective in enumerate(calls) if collective is call), 0)
+    earlier, most = 0, 0
+    for place in range(index - 1, 0, -1):
+        if most >= place:
+            break
+        equal = 0
+        while equal < place and signatures[place - 1 - equal] == signatures[index - 1 - equal]:
+            equal += 1
+        if equal > most:
+            earlier, most = place, equal
+    if most < _FEWEST_EQUAL or signatures[earlier] == signatures[index]:
+        return None
+    return Deviation(calls[earlier], earlier + 1 < index and signatures[earlier + 1] == signatures[index])
 
 
-def _is_at(rank: int, record: HangRecord) -> str:
-    return f"; rank {rank} is at {record.source}" if record.source is not None else ""
+def _in_group(call: Collective) -> tuple[str, tuple[tuple[int, ...], ...]]:
+    """What must be the same on all ranks of a group: operation and sizes, or operation only."""
+    return call.operation, call.sizes if any(name in call.operation for name in _EQUAL_SIZES) else ()
 
 
-class _Late:
-    """The ranks of a group that have not called a collective."""
-
-    def __init__(self, records: Mapping[int, HangRecord], absent: Collection[int]) -> None:
-        self.absent = absent
-        # By rank and group, the sequence number of the last collective.
-        self._lasts: dict[int, dict[str, int]] = {}
-        for rank, record in records.items():
-            lasts = self._lasts[rank] = {}
-            for call in record.collectives:
-                if not call.is_message:
-                    lasts[call.group] = max(lasts.get(call.group, 0), call.sequence)
-        # Ranks that wait in the same collective have the same answer.
-        self._known: dict[tuple[object, ...], frozenset[int]] = {}
-
-    def ranks(self, record: HangRecord, call: Collective) -> frozenset[int]:
-        """Those that are absent or behind; of a send or receive those that are absent."""
-        _, ranks = group_key(record, call.group)
-        key = (call.group, call.sequence, call.is_message, ranks[:2], len(ranks))
-        if key not in self._known:
-            late = {rank for rank in ranks if rank in self.absent}
-            if not call.is_message:
-                lasts = self._lasts
-                late |= {rank for rank in ranks if rank in lasts and lasts[rank].get(call.group, 0) < call.sequence}
-            self._known[key] = frozenset(late)
-        return self._known[key]
+def _axis(record: HangRecord, group: str) -> str:
+    return record.groups[group].axis if group in record.groups else f"group {group}"
 
 
-def _wait(records: Mapping[int, HangRecord], rank: int, late: _Late) -> Wait:
+def _waits(records: Mapping[int, HangRecord], absent: Collection[int]) -> dict[int, Wait]:
+    """What each rank that has a record and is not absent waits for, or does instead."""
+    reached = {
+        rank: {call.group: call.sequence for call in record.collectives if not call.is_message}
+        for rank, record in records.items()
+    }
+
+    # Ranks that wait in the same collective have the same answer, which may have thousands of ranks.
+    @functools.cache
+    def late(group: str, ranks: tuple[int, ...], sequence: int) -> frozenset[int]:
+        behind = {rank for rank in ranks if rank in reached and reached[rank].get(group, 0) < sequence}
+        return frozenset(behind.union(absent).intersection(ranks))
+
+    return {rank: _wait(records, rank, absent, late) for rank in sorted(records) if rank not in absent}
+
+
+def _wait(
+    records: Mapping[int, HangRecord],
+    rank: int,
+    absent: Collection[int],
+    late: Callable[[str, tuple[int, ...], int], frozenset[int]],
+) -> Wait:
+    """What a rank waits for, or does instead.
+
+    Args:
+        late: the ranks of a group that have not called the collective of a sequence number.
+    """
     record = records[rank]
     at = str(record.source) if record.source is not None else ""
     if record.state == "computes":
@@ -321,7 +262,7 @@ def _wait(records: Mapping[int, HangRecord], rank: int, late: _Late) -> Wait:
         )
         peer = records.get(waiting.peer)
         is_late = peer is not None and _missing(record, peer, waiting.operation) > 0
-        return Wait(text=text, on=frozenset({waiting.peer} if is_late or waiting.peer in late.absent else ()), at=at)
+        return Wait(text=text, on=frozenset({waiting.peer} if is_late or waiting.peer in absent else ()), at=at)
     # Collectives of one group end in their order: only the first pending one of each group holds the rank up.
     firsts: dict[str, Collective] = {}
     # A collective that has raised counts as done; it is the last one.
@@ -329,24 +270,21 @@ def _wait(records: Mapping[int, HangRecord], rank: int, late: _Late) -> Wait:
     for call in (*record.collectives, *failed):
         if not call.is_done or call in failed:
             firsts.setdefault(call.group, call)
-    waits = [
-        Wait(text=described(record, call), on=late.ranks(record, call), call=call, at=at) for call in firsts.values()
-    ]
+    waits = []
+    for call in firsts.values():
+        ranks = record.groups[call.group].ranks if call.group in record.groups else ()
+        on = frozenset(absent).intersection(ranks) if call.is_message else late(call.group, ranks, call.sequence)
+        waits.append(Wait(text=described(record, call), on=on, call=call, at=at))
     if not waits and _is_in_ring(record):
         # The messages of a ring are in no list of collectives.
         ring = next((group.ranks for group in record.groups.values() if group.axis == "context"), ())
-        outside = {peer for peer in ring if peer in late.absent or (peer in records and not _is_in_ring(records[peer]))}
+        outside = {peer for peer in ring if peer in absent or (peer in records and not _is_in_ring(records[peer]))}
         return Wait(text="a receive of the ring (context)", on=frozenset(outside - {rank}), at=at)
     return next((wait for wait in waits if wait.on), waits[0] if waits else Wait(at=at))
 
 
 def _is_in_ring(record: HangRecord) -> bool:
     return any(place.file.endswith(_RING_FILE) and place.function in _RING_FUNCTIONS for place in record.stack)
-
-
-def described(record: HangRecord, call: Collective) -> str:
-    """`all_reduce (shard, sequence number 41)`."""
-    return f"{call.operation} ({_axis(record, call.group)}, sequence number {call.sequence})"
 
 
 def _missing(ours: HangRecord, theirs: HangRecord, operation: str) -> int:
@@ -366,80 +304,6 @@ def _accused(reasons: Mapping[int, str], singular: str, plural: str, waits: Mapp
         listing = ", ".join(f"rank {rank}: {reasons[rank]}" for rank in ranks[:_MOST_NAMED])
         text = f"{named(ranks)} {plural} ({listing})"
     return _with_waits(text, ranks, waits)
-
-
-def _different(mismatch: Mismatch, records: Mapping[int, HangRecord], waits: Mapping[int, Wait]) -> Diagnosis:
-    calls, wrong = mismatch.collectives, mismatch.wrong
-    first = next(iter(calls))
-    place = f"{records[first].groups[mismatch.group[0]].axis}, sequence number {mismatch.sequence}"
-    if not wrong:
-        ranks_of: dict[str, list[int]] = defaultdict(list)
-        for rank, call in calls.items():
-            ranks_of[_with_sizes(call)].append(rank)
-        listing = ", ".join(f"{named(ranks)} {text}" for text, ranks in ranks_of.items())
-        text = f"ranks call different collectives ({place}): {listing}; the records do not show which of them is wrong"
-        return Diagnosis(verdict=text, pending=described(records[first], calls[first]), waits=waits)
-    others = [rank for rank in calls if rank not in wrong]
-    right = others[0] if others else first
-    called, usual = _with_sizes(calls[wrong[0]]), _with_sizes(calls[right])
-    if mismatch.deviation is not None and mismatch.deviation.is_skip:
-        text = f"{named(wrong)} skipped {_with_sizes(mismatch.deviation.expected)} and called {called}, where "
-        text += f"{_who(others, 'waits', 'wait')} in {usual} ({place})"
-    else:
-        text = f"{_who(wrong, 'calls', 'call')} {called} where {_who(others, 'calls', 'call')} {usual} ({place})"
-    return Diagnosis(
-        verdict=text + _is_at(wrong[0], records[wrong[0]]),
-        ranks=wrong,
-        pending=described(records[right], calls[right]),
-        waits=waits,
-    )
-
-
-def _with_sizes(call: Collective) -> str:
-    sizes = ", ".join(str(list(size)) for size in call.sizes[:2])
-    return f"{call.operation} of {sizes}" if sizes else call.operation
-
-
-def _waiting(records: Mapping[int, HangRecord], waits: Mapping[int, Wait], *, is_whole: bool) -> Diagnosis:
-    """The verdict where every rank with a record waits."""
-    skipped = _skipped_message(records, waits)
-    if skipped is not None:
-        return skipped
-    # Where everyone waits for someone, the graph of waits has a cycle.
-    awaited = {peer for wait in waits.values() for peer in wait.on}
-    deviating = {
-        rank: difference
-        for rank, wait in waits.items()
-        if wait.on and wait.call is not None and (difference := deviation(records[rank], wait.call)) is not None
-    }
-    blocked = [rank for rank, wait in waits.items() if wait.on]
-    if deviating and len(deviating) < len(blocked):
-        ranks = tuple(sorted(deviating))
-        difference = deviating[ranks[0]]
-        verb = "skipped" if difference.is_skip else "has not called"
-        text = f"{named(ranks)} {verb} {_with_sizes(difference.expected)} and waits in {waits[ranks[0]].text}"
-        at = waits[ranks[0]].at
-        return _with_waits(text + (f" at {at}" if at else ""), ranks, waits)
-    ends = sorted(rank for rank in awaited if rank in waits and not waits[rank].on and not waits[rank].text)
-    if ends:
-        at = f" in {waits[ends[0]].at}" if waits[ends[0]].at else ""
-        return _with_waits(f"{_who(ends, 'is', 'are')}{at} and in no collective", tuple(ends), waits)
-    listing = _listed(waits, with_peers=True)
-    whole = {rank: wait for rank, wait in waits.items() if rank in awaited and wait.text and not wait.on}
-    if whole:
-        texts = ", ".join(dict.fromkeys(wait.text for wait in whole.values()))
-        text = f"{_who(whole, 'waits', 'wait')} in {texts}, which all of its ranks have called"
-        return replace(_with_waits(text, tuple(whole), waits), ranks=(), pending=texts)
-    if blocked:
-        text = f"ranks wait for each other: {listing}; the records do not show which of them is wrong"
-        return Diagnosis(verdict=text, pending=waits[blocked[0]].text or None, waits=waits)
-    text = (
-        f"all {len(waits)} ranks wait, and no rank is behind: {listing}"
-        if is_whole and waits
-        else f"ranks wait: {listing}"
-    )
-    pending = next((wait.text for wait in waits.values() if wait.text), None)
-    return Diagnosis(verdict=f"{text}; the records do not show for whom", pending=pending, waits=waits)
 
 
 def _skipped_message(records: Mapping[int, HangRecord], waits: Mapping[int, Wait]) -> Diagnosis | None:
@@ -463,14 +327,47 @@ def _skipped_message(records: Mapping[int, HangRecord], waits: Mapping[int, Wait
     return None
 
 
+def _waiting(records: Mapping[int, HangRecord], waits: Mapping[int, Wait], *, is_whole: bool) -> Diagnosis:
+    """The verdict where every rank with a record waits."""
+    awaited = {peer for wait in waits.values() for peer in wait.on}
+    blocked = [rank for rank, wait in waits.items() if wait.on]
+    # Where everyone waits for someone, the graph of waits has a cycle.
+    deviating = {
+        rank: deviation
+        for rank in blocked
+        if (call := waits[rank].call) is not None and (deviation := deviation_of(records[rank], call)) is not None
+    }
+    if deviating and len(deviating) < len(blocked):
+        ranks = tuple(sorted(deviating))
+        deviation, wait = deviating[ranks[0]], waits[ranks[0]]
+        verb = "skipped" if deviation.is_skip else "has not called"
+        text = f"{named(ranks)} {verb} {_with_sizes(deviation.expected)} and waits in {wait.text}"
+        return _with_waits(text + (f" at {wait.at}" if wait.at else ""), ranks, waits)
+    ends = sorted(rank for rank in awaited if rank in waits and not waits[rank].on and not waits[rank].text)
+    if ends:
+        at = f" in {waits[ends[0]].at}" if waits[ends[0]].at else ""
+        return _with_waits(f"{_who(ends, 'is', 'are')}{at} and in no collective", tuple(ends), waits)
+    whole = {rank: wait for rank, wait in waits.items() if rank in awaited and wait.text and not wait.on}
+    if whole:
+        texts = ", ".join(dict.fromkeys(wait.text for wait in whole.values()))
+        text = f"{_who(whole, 'waits', 'wait')} in {texts}, which all of its ranks have called"
+        return replace(_with_waits(text, tuple(whole), waits), ranks=(), pending=texts)
+    listing = _listed(waits, with_peers=True)
+    if blocked:
+        text = f"ranks wait for each other: {listing}; the records do not show which of them is wrong"
+        return Diagnosis(verdict=text, pending=waits[blocked[0]].text or None, waits=waits)
+    who = f"all {len(waits)} ranks wait, and no rank is behind" if is_whole and waits else "ranks wait"
+    pending = next((wait.text for wait in waits.values() if wait.text), None)
+    return Diagnosis(verdict=f"{who}: {listing}; the records do not show for whom", pending=pending, waits=waits)
+
+
 def _with_waits(text: str, ranks: tuple[int, ...], waits: Mapping[int, Wait]) -> Diagnosis:
     """The verdict, followed by where the other ranks wait; first those that wait for the accused ones."""
     others = {rank: wait for rank, wait in waits.items() if rank not in ranks}
     direct = {rank: wait for rank, wait in others.items() if wait.on & set(ranks)} or others
     pending = next((wait.text for wait in direct.values() if wait.text), None)
-    return Diagnosis(
-        verdict=f"{text}; {_listed(others)}" if others else text, ranks=ranks, pending=pending, waits=waits
-    )
+    verdict = f"{text}; {_listed(others)}" if others else text
+    return Diagnosis(verdict=verdict, ranks=ranks, pending=pending, waits=waits)
 
 
 def _listed(waits: Mapping[int, Wait], *, with_peers: bool = False) -> str:
@@ -488,6 +385,34 @@ def _listed(waits: Mapping[int, Wait], *, with_peers: bool = False) -> str:
     return ", ".join(listed[:_MOST_NAMED]) + more
 
 
+def named(ranks: Iterable[int]) -> str:
+    """`rank 1`, `ranks 0, 2`, `ranks 0, 1, … and 55 more`."""
+    numbers = sorted(ranks)
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    shown = ", ".join(map(str, numbers[:_MOST_NAMED]))
+    return f"ranks {shown}" + (f" and {len(numbers) - _MOST_NAMED} more" if len(numbers) > _MOST_NAMED else "")
+
+
+def _who(ranks: Collection[int], singular: str, plural: str) -> str:
+    """`rank 1 waits`, `ranks 0, 2 wait`."""
+    return f"{named(ranks)} {singular if len(ranks) == 1 else plural}"
+
+
+def _is_at(rank: int, record: HangRecord) -> str:
+    return f"; rank {rank} is at {record.source}" if record.source is not None else ""
+
+
+def described(record: HangRecord, call: Collective) -> str:
+    """`all_reduce (shard, sequence number 41)`."""
+    return f"{call.operation} ({_axis(record, call.group)}, sequence number {call.sequence})"
+
+
+def _with_sizes(call: Collective) -> str:
+    sizes = ", ".join(str(list(size)) for size in call.sizes[:2])
+    return f"{call.operation} of {sizes}" if sizes else call.operation
+
+
 _HEADINGS = {"rank": "rank", "state": "state", "phase": "phase", "last": "last collective", "waits_for": "waits for"}
 _STACK_LINES = 8
 
@@ -495,58 +420,51 @@ _STACK_LINES = 8
 def rank_rows(
     diagnosis: Diagnosis, records: Mapping[int, HangRecord], others: Mapping[int, str], *, world: int
 ) -> list[dict[str, Any]]:
-    """One row for each rank: `rank`, `state`, `phase`, `last`, `is_done`, `sequence`, `waits_for`, `place`, `stack`.
+    """One row for each rank; all have the same keys.
 
     Args:
         others: what is known of ranks without a record.
         world: number of ranks; 0: unknown.
     """
-    rows: list[dict[str, Any]] = []
+    rows = []
     for rank in sorted({*range(world), *records, *others, *diagnosis.ranks}):
-        row: dict[str, Any] = {"rank": rank, "is_named": rank in diagnosis.ranks}
-        rows.append(row)
-        record = records.get(rank)
-        if record is None:
-            row |= dict.fromkeys(("phase", "step", "last", "is_done", "sequence", "place"))
-            row |= {"state": others.get(rank, "no record"), "waits_for": [], "stack": []}
-            continue
-        wait = diagnosis.waits.get(rank)
-        last = record.collectives[-1] if record.collectives else None
-        text, is_done = (None, None) if last is None else (described(record, last), last.is_done)
-        if record.messages is not None and record.messages.waiting is not None and wait is not None:
-            text, is_done = wait.text, False
-        row |= {
-            "state": f"{record.state} ({record.activity})" if record.activity else record.state,
-            "phase": record.phase,
-            "step": record.step,
-            "last": text,
-            "is_done": is_done,
-            "sequence": None if last is None else last.sequence,
-            "waits_for": [] if wait is None else sorted(wait.on),
-            "place": None if record.source is None else str(record.source),
-            "stack": [str(place) for place in record.stack],
+        wait = diagnosis.waits.get(rank, Wait())
+        row: dict[str, Any] = {
+            "rank": rank,
+            "is_named": rank in diagnosis.ranks,
+            "state": others.get(rank, "no record"),
+            **dict.fromkeys(("phase", "step", "last", "is_done", "sequence")),
+            "waits_for": sorted(wait.on),
+            "place": None,
+            "stack": [],
         }
+        if (record := records.get(rank)) is not None:
+            row["state"] = f"{record.state} ({record.activity})" if record.activity else record.state
+            row |= {"phase": record.phase, "step": record.step, "stack": list(map(str, record.stack))}
+            row["place"] = None if record.source is None else str(record.source)
+            if record.collectives:
+                last = record.collectives[-1]
+                row |= {"last": described(record, last), "is_done": last.is_done, "sequence": last.sequence}
+            if record.messages is not None and record.messages.waiting is not None and wait.text:
+                row |= {"last": wait.text, "is_done": False}
+        rows.append(row)
     return rows
 
 
 def table_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The table, and below it the place of every rank; ranks that are at the same place have one line."""
-    texts = []
+    table = [list(_HEADINGS.values())]
+    places: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for row in rows:
         cells = {key: "" if row[key] is None else str(row[key]) for key in _HEADINGS}
-        if row["last"] is not None and row["is_done"] is not None:
+        if row["last"] is not None:
             cells["last"] += ": done" if row["is_done"] else ": pending"
         cells["waits_for"] = ", ".join(map(str, row["waits_for"]))
-        texts.append(list(cells.values()))
-    widths = [max(map(len, column)) for column in zip(_HEADINGS.values(), *texts, strict=True)]
-    lines = [
-        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-        for line in (list(_HEADINGS.values()), *texts)
-    ]
-    places: dict[tuple[str, ...], list[int]] = {}
-    for row in rows:
-        if row["stack"]:
-            places.setdefault(tuple(row["stack"][:_STACK_LINES]), []).append(row["rank"])
+        table.append(list(cells.values()))
+        places[tuple(row["stack"][:_STACK_LINES])].append(row["rank"])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table]
     for stack, ranks in places.items():
-        lines += ["", f"{named(ranks)}, innermost call first:", *(f"  {place}" for place in stack)]
+        if stack:
+            lines += ["", f"{named(ranks)}, innermost call first:", *(f"  {place}" for place in stack)]
     return lines

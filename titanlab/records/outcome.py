@@ -28,65 +28,51 @@ _TRACEBACK_LIMIT = 20_000
 
 
 class OutcomeKind(enum.StrEnum):
-    """How a run ended; each kind has a meaning, an exit code, and a rule for retries."""
+    """How a run ended.
 
-    DONE = "done"
-    OOM = "oom"
-    HANG = "hang"
-    NAN = "nan"
-    CRASH = "crash"
-    PREEMPTED = "preempted"
-    WALLTIME = "walltime"
-    NODE_FAIL = "node_fail"
-    CANCELLED = "cancelled"
-    INFEASIBLE = "infeasible"
-    DATA = "data"
+    Attributes:
+        exit_code: of the process; it identifies the kind even if the process wrote no result.
+        meaning: one sentence for people.
+        may_continue: whether the same recipe can succeed if it resumes from the last checkpoint.
+        automatic: whether a scheduler should resume the run without asking a person: the run did not cause its end.
+    """
 
-    @property
-    def meaning(self) -> str:
-        """One sentence for people."""
-        return _TRAITS[self].meaning
-
-    @property
-    def exit_code(self) -> int:
-        """Exit code of the process; it identifies the kind even if the process wrote no result."""
-        return _TRAITS[self].exit_code
-
-    @property
-    def may_continue(self) -> bool:
-        """Whether the same recipe can succeed if it resumes from the last checkpoint."""
-        return _TRAITS[self].may_continue
-
-    @property
-    def automatic(self) -> bool:
-        """Whether a scheduler should resume the run without asking a person: the run did not cause its end."""
-        return _TRAITS[self].automatic
-
-
-@dataclass(frozen=True)
-class _Traits:
     exit_code: int
     meaning: str
     may_continue: bool
-    automatic: bool = False
+    automatic: bool
+
+    # With defaults, because type checkers take `OutcomeKind(word)` for a call of this.
+    def __new__(cls, word: str, exit_code: int = 1, meaning: str = "", follows: str = "") -> OutcomeKind:
+        kind = str.__new__(cls, word)
+        kind._value_, kind.exit_code, kind.meaning = word, exit_code, meaning
+        kind.may_continue, kind.automatic = follows != "", follows == "automatic"
+        return kind
+
+    # The codes respect common conventions: 2 is bad usage everywhere, 65 and 75 mean bad data and "try again" in
+    # sysexits.h, `timeout` and the shell use 124 to 127, and 128+N means signal N.
+    DONE = "done", 0, "all steps are done"
+    OOM = "oom", 70, "memory ran out, on the device or on the host"
+    HANG = "hang", 71, "a step or a collective did not finish in time", "asked"
+    NAN = "nan", 72, "the loss or the gradient is not a finite number"
+    CRASH = "crash", 1, "an error that no other word fits; the traceback says which", "asked"
+    PREEMPTED = "preempted", 75, "told to stop, by the scheduler or by SIGTERM", "automatic"
+    WALLTIME = "walltime", 76, "the time that it was given is over", "automatic"
+    NODE_FAIL = "node_fail", 73, "a machine or a device failed", "automatic"
+    CANCELLED = "cancelled", 130, "a person or a parent process stopped it", "asked"
+    INFEASIBLE = "infeasible", 2, "the recipe breaks a rule; nothing was trained"
+    DATA = "data", 65, "the corpus, its tokenizer or its source could not be read", "asked"
 
 
-# The codes respect common conventions: 2 is bad usage everywhere, 65 and 75 mean bad data and "try again" in
-# sysexits.h, `timeout` and the shell use 124 to 127, and 128+N means signal N.
-_TRAITS: Mapping[OutcomeKind, _Traits] = {
-    OutcomeKind.DONE: _Traits(0, "all steps are done", False),
-    OutcomeKind.CRASH: _Traits(1, "an error that no other word fits; the traceback says which", True),
-    OutcomeKind.INFEASIBLE: _Traits(2, "the recipe breaks a rule; nothing was trained", False),
-    OutcomeKind.DATA: _Traits(65, "the corpus, its tokenizer or its source could not be read", True),
-    OutcomeKind.OOM: _Traits(70, "memory ran out, on the device or on the host", False),
-    OutcomeKind.HANG: _Traits(71, "a step or a collective did not finish in time", True),
-    OutcomeKind.NAN: _Traits(72, "the loss or the gradient is not a finite number", False),
-    OutcomeKind.NODE_FAIL: _Traits(73, "a machine or a device failed", True, automatic=True),
-    OutcomeKind.PREEMPTED: _Traits(75, "told to stop, by the scheduler or by SIGTERM", True, automatic=True),
-    OutcomeKind.WALLTIME: _Traits(76, "the time that it was given is over", True, automatic=True),
-    OutcomeKind.CANCELLED: _Traits(130, "a person or a parent process stopped it", True),
-}
-_BY_EXIT_CODE = {traits.exit_code: kind for kind, traits in _TRAITS.items()}
+_BY_EXIT_CODE = {kind.exit_code: kind for kind in OutcomeKind}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopReason:
+    """Why a job must end, or has ended: the kind of its outcome, and one line for the user."""
+
+    kind: OutcomeKind
+    cause: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -74,25 +74,6 @@ class Status:
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class IdentityFile:
-    """The content of identity.json.
-
-    Attributes:
-        sha256, content: see `Identity`.
-        created: when the folder was made, in seconds since the epoch; None: it was not recorded.
-        tracker_id: the run's id in trackers; None for runs of earlier versions, whose id is in their checkpoints.
-        parent_run, parent_step: the run, as `sweep/folder`, and the step of the checkpoint from which it started.
-    """
-
-    sha256: str
-    content: Mapping[str, Any]
-    created: float | None = None
-    tracker_id: str | None = None
-    parent_run: str | None = None
-    parent_step: int | None = None
-
-
 @dataclass(frozen=True)
 class RunFolder:
     """One run on disk; each method reads or writes its file when it is called.
@@ -143,10 +124,12 @@ class RunFolder:
         """Folder of one attempt's config, environment, result and failures of ranks."""
         return self.path / "attempts" / str(attempt)
 
+    def _folder(self, attempt: int | None) -> Path:
+        return self.path if attempt is None else self.attempt_folder(attempt)
+
     def config(self, attempt: int | None = None) -> dict[str, Any]:
         """The resolved recipe with which the run was made, or the recipe of one attempt."""
-        folder = self.path if attempt is None else self.attempt_folder(attempt)
-        return read_config(folder / "config.yaml")
+        return read_config(self._folder(attempt) / "config.yaml")
 
     def section(self, group: str) -> dict[str, Any]:
         """The values of one group of the recipe with which the run was made; empty if it has none."""
@@ -156,39 +139,35 @@ class RunFolder:
         return values or {}
 
     def identity(self) -> Identity | None:
-        """The full hash and the hashed values; None if the folder has no identity.json."""
-        record = self._identity()
-        return None if record is None else Identity(sha256=record.sha256, content=record.content)
+        """The content of identity.json; None if the folder has none."""
+        return read_typed(self.path / "identity.json", Identity, schema=SCHEMA)
 
     def created(self) -> float | None:
-        """When the folder was made, in seconds since the epoch; None if it was not recorded."""
-        record = self._identity()
-        return None if record is None else record.created
+        """`Identity.created`; None without identity.json."""
+        identity = self.identity()
+        return None if identity is None else identity.created
 
     def tracker_id(self) -> str | None:
-        """The run's id in trackers; None for runs of earlier versions, whose id is in their checkpoints."""
-        record = self._identity()
-        return None if record is None else record.tracker_id
+        """`Identity.tracker_id`; None without identity.json."""
+        identity = self.identity()
+        return None if identity is None else identity.tracker_id
 
     def parent(self) -> tuple[str, int] | None:
         """The run, as `sweep/folder`, and the step of the checkpoint from which this run started; None: from none."""
-        record = self._identity()
-        if record is None or record.parent_run is None or record.parent_step is None:
+        identity = self.identity()
+        if identity is None or identity.parent_run is None or identity.parent_step is None:
             return None
-        return record.parent_run, record.parent_step
-
-    def _identity(self) -> IdentityFile | None:
-        return read_typed(self.path / "identity.json", IdentityFile, schema=SCHEMA)
+        return identity.parent_run, identity.parent_step
 
     def env(self, attempt: int | None = None) -> dict[str, Any] | None:
         """Code, versions and machine of the latest attempt, or of the given attempt, without damaged sections."""
-        folder = self.path if attempt is None else self.attempt_folder(attempt)
-        record = read_optional(folder / "env.json")
+        record = read_optional(self._folder(attempt) / "env.json")
         if record is None:
             return None
-        record = _with_mappings(record, _ENV_SECTIONS)
-        if "code" in record:
-            record["code"] = _with_mappings(record["code"], ("git",))
+        record = {name: value for name, value in record.items() if name not in _ENV_SECTIONS or isinstance(value, dict)}
+        code = record.get("code", {})
+        if not isinstance(code.get("git"), dict):
+            code.pop("git", None)
         return record
 
     def status(self) -> Status | None:
@@ -208,13 +187,12 @@ class RunFolder:
 
     def result(self, attempt: int | None = None) -> Outcome | None:
         """How the latest attempt, or the given attempt, ended; None if it has not ended."""
-        folder = self.path if attempt is None else self.attempt_folder(attempt)
-        return read_typed(folder / "result.json", Outcome, schema=SCHEMA)
+        return read_typed(self._folder(attempt) / "result.json", Outcome, schema=SCHEMA)
 
     def check_files(self) -> None:
         """Check that config, identity, status and result can be read."""
         self.config()
-        self._identity()
+        self.identity()
         self.status()
         self.result()
 
@@ -538,8 +516,3 @@ def open_run(path: Path | str) -> RunFolder:
         rule = "has no config.yaml" if path.is_dir() else "is no folder"
         raise ConfigError("run", path, rule, "name the folder of a run, such as runs/single/quickstart-1a2b3c4d")
     return RunFolder(path)
-
-
-def _with_mappings(record: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The record without those of its named entries that are no mappings."""
-    return {name: value for name, value in record.items() if name not in names or isinstance(value, dict)}

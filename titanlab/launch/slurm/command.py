@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from titanlab.distributed import QUESTIONS
 from titanlab.system import CommandResult, run_command
 
 # Slurm's commands give up after about 10 s (MessageTimeout) and say why; a command that does not is killed.
@@ -37,9 +38,7 @@ class Reply:
 
     Attributes:
         output: what the command printed; None if it failed or did not answer.
-        errors: what it printed to standard error.
         problem: why there is no output, in one line; None if there is output.
-        is_here: whether the command is installed.
     """
 
     output: str | None
@@ -88,8 +87,6 @@ def seconds_of(text: str) -> float | None:
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
-# Environment variable: the folder in which the batch file looks for questions.
-QUESTIONS = "TITANLAB_SCONTROL"
 _POLL_SECONDS = 0.2
 _NODE_SECONDS = 30.0
 # The time zone of a container may differ from the node's.

@@ -44,27 +44,18 @@ class TorchCompiler:
     ) -> None:
         if not self._config.blocks:
             return
-        options = inductor_options(self._config)
+        options: dict[str, Any] = {}
         if async_group is not None:
             enable_async_tensor(async_group)
-            options |= ASYNC_OPTIONS
+            options = ASYNC_OPTIONS
         for block in blocks:
             block.forward = _compiled(block.forward, self._config, options, memory_budget)
 
     def compile_loss(self, function: F) -> F:
         if not self._config.loss:
             return function
-        compiled: F = _compiled(function, self._config, inductor_options(self._config), None)
+        compiled: F = _compiled(function, self._config, {}, None)
         return compiled
-
-
-def inductor_options(config: Compile) -> dict[str, Any]:
-    """The inductor options of the mode, to which others can be added; empty for other backends."""
-    if config.backend != "inductor" or config.mode == "default":
-        return {}
-    from torch._inductor import list_mode_options
-
-    return dict(list_mode_options(config.mode))
 
 
 def _compiled(function: Any, config: Compile, options: dict[str, Any], memory_budget: float | None) -> Any:
@@ -82,6 +73,10 @@ def _compiled(function: Any, config: Compile, options: dict[str, Any], memory_bu
     # The router's counts become variables of the graph; otherwise reading one would break it.
     torch._dynamo.config.capture_scalar_outputs = True
     backend: Any = config.backend
+    if config.backend == "inductor" and config.mode != "default":
+        from torch._inductor import list_mode_options
+
+        options = {**list_mode_options(config.mode), **options}
     if memory_budget is not None:
         backend, options = Budgeted(config.backend, tuple(options.items()), memory_budget), {}
     # Every microbatch has the same shape, so torch need not write a slower graph for all shapes.
@@ -121,13 +116,9 @@ class FusionCheck:
         return sum(len(_CALL.findall(Path(file).read_text())) for file in files if file)
 
     def check_fused(self, gather: Callable[[int], list[int]]) -> None:
-        """Check that every rank has fused a product. All ranks call this together, after the first step.
+        """Raise ConfigError on every rank if one has fused no product. All call this together, after the first step.
 
-        Args:
-            gather: takes this rank's count and returns those of all ranks.
-
-        Raises:
-            ConfigError: a rank has fused nothing. Every rank raises the same.
+        `gather` takes this rank's count and returns those of all ranks.
         """
         counts = gather(self.count())
         without = [rank for rank, count in enumerate(counts) if count == 0]
@@ -150,11 +141,11 @@ _PATCHED = "titanlab_puts_states_first"
 def put_states_before_objects() -> None:
     """Patch torch's partitioner to return generator states first, as its runtime expects. Later calls do nothing.
 
-    A workaround for torch 2.13. A recomputation needs the generator's state of the forward pass; torch treats attention
-    as random even without dropout. On a CPU the forward graph returns this state. torch 2.13 returns it after objects
-    that are not tensors, such as the mesh of DTensor parameters, and then treats such an object as a tensor when it
-    saves them ("expected all tensors_saved_with_vc_check to be Tensors"), so that tensor parallelism with checkpointing
-    fails. No upstream issue is known. Delete this when tests/ac/test_parity.py passes without it.
+    A recomputation needs the generator's state of the forward pass; torch treats attention as random even without
+    dropout. On a CPU torch 2.13 returns this state after objects that are not tensors, such as the mesh of DTensor
+    parameters, and then saves such an object as if it were a tensor ("expected all tensors_saved_with_vc_check to be
+    Tensors"), so that tensor parallelism with checkpointing fails. No upstream issue is known. Delete this when
+    tests/ac/test_parity.py passes without it.
     """
     from torch._functorch import partitioners
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from titanlab.dtensor import local_part
 from titanlab.system import import_quietly
 from titanlab.techniques.optimizer.contract import groups_by_decay
-from titanlab.techniques.optimizer.optimizers_schema import CODES, SCALE, AdamW, LowBit, Rounded, packs
+from titanlab.techniques.optimizer.optimizers_schema import CODES, SCALE, LowBit, Rounded, packs
 
 AVERAGES = {"exp_avg": True, "exp_avg_sq": False}  # name → has a sign
 
@@ -42,11 +43,9 @@ class Format:
 
 
 class LowBitAdamW(torch.optim.Optimizer):
-    """AdamW for this rank's parameters.
+    """AdamW for this rank's parameters, by name: plain tensors or DTensors.
 
     Args:
-        config: learning rate, betas and the rest; `rounding`.
-        parameters: by name, plain tensors or DTensors.
         states: format of the averages of matrices; None: the dtype of the parameter.
     """
 
@@ -111,18 +110,16 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     def _begin(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         state = {"step": torch.tensor(0.0)}
+        # The same on every rank.
+        few_bits = packs(parameter.shape, block_size=self._block_size, cuts_of_rows=_cuts_of_rows(parameter))
         for name in AVERAGES:
-            if self._format is not None and self._packs(parameter):
+            if self._format is not None and few_bits:
                 columns = parameter.shape[-1]
                 state[f"{name}{CODES}"] = _zeros(parameter, columns // self._format.per_code, self._format.dtype)
                 state[f"{name}{SCALE}"] = _zeros(parameter, columns // self._block_size, torch.float32)
             else:
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
-
-    def _packs(self, parameter: nn.Parameter) -> bool:
-        """Whether every rank's part of a row consists of complete blocks; the same on every rank."""
-        return packs(parameter.shape, block_size=self._block_size, cuts_of_rows=_cuts_of_rows(parameter))
 
     def _view(self, state: dict[str, Tensor], name: str, local: Tensor) -> Tensor:
         if name in state:
@@ -147,7 +144,6 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _own_randomness(self) -> Iterator[None]:
-        """Restore torch's random generators after a step."""
         if not self._stochastic:
             yield
             return
@@ -158,12 +154,10 @@ class LowBitAdamW(torch.optim.Optimizer):
 
 def _cuts_of_rows(parameter: Tensor) -> int:
     """Number of ranks over which each row is sharded."""
-    cuts = 1
-    if isinstance(parameter, DTensor):
-        for axis, placement in enumerate(parameter.placements):
-            if placement.is_shard(parameter.ndim - 1) and parameter.ndim > 1:
-                cuts *= parameter.device_mesh.size(axis)
-    return cuts
+    if not isinstance(parameter, DTensor) or parameter.ndim < 2:
+        return 1
+    axes = enumerate(parameter.placements)
+    return math.prod(parameter.device_mesh.size(axis) for axis, each in axes if each.is_shard(parameter.ndim - 1))
 
 
 def _zeros(parameter: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
@@ -180,18 +174,6 @@ def _zeros(parameter: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     )
     # The mesh of offloaded parameters is on another device.
     return sharded.to(parameter.device)
-
-
-class LowBitFactory:
-    """AdamW with averages in few bits for matrices whose rows consist of complete blocks."""
-
-    def __init__(self, config: LowBit) -> None:
-        self._config = config
-
-    def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        config, device = self._config, next(iter(parameters.values())).device
-        states = format_of(config.kind, config.block_size, device)
-        return LowBitAdamW(config, parameters, states=states, block_size=config.block_size)
 
 
 # Module and class of torchao's tensor.
@@ -223,11 +205,14 @@ def format_of(kind: str, block_size: int, device: torch.device) -> Format:
 class AdamWFactory:
     """AdamW; matrices decay, vectors do not."""
 
-    def __init__(self, config: AdamW) -> None:
+    def __init__(self, config: Rounded) -> None:
         self._config = config
 
     def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        config = self._config
+        config, device = self._config, next(iter(parameters.values())).device
+        if isinstance(config, LowBit):
+            states = format_of(config.kind, config.block_size, device)
+            return LowBitAdamW(config, parameters, states=states, block_size=config.block_size)
         in_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in parameters.values())
         if in_bf16 and config.rounding != "nearest":
             return LowBitAdamW(config, parameters)

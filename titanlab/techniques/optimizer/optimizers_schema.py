@@ -71,6 +71,11 @@ class Rounded(Averaged):
         if self.rounding != "nearest" and in_bf16:
             needs_torchao("optimizer.rounding", self.rounding, cure="try nearest")
 
+    def implementation(self) -> OptimizerFactory:
+        from titanlab.techniques.optimizer.adamw import AdamWFactory
+
+        return AdamWFactory(self)
+
 
 @option("optimizer", "adamw")
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +83,6 @@ class AdamW(Rounded):
     """torch's AdamW, fused."""
 
     kind: str = "adamw"
-
-    def implementation(self) -> OptimizerFactory:
-        from titanlab.techniques.optimizer.adamw import AdamWFactory
-
-        return AdamWFactory(self)
 
 
 def needs_torchao(key: str, value: object, *, cure: str) -> None:
@@ -140,7 +140,7 @@ class LowBit(Rounded):
             if packs(shape, block_size=self.block_size, cuts_of_rows=1) and columns % self.block_size:
                 size = math.gcd(self.block_size, columns)
                 rule = (
-                    f"is no divisor of the {columns} columns of {name} on a rank of parallelism.tensor={degree}; "
+                    f"does not divide the {columns} columns of {name} on a rank of parallelism.tensor={degree}; "
                     "the rank would keep full averages, and one process has few bits"
                 )
                 cure = f"try {size}" if size > 1 and size % 2 == 0 else "try a smaller parallelism.tensor"
@@ -155,11 +155,6 @@ class LowBit(Rounded):
             return super().state_bytes(parameter)
         elements = math.prod(parameter.part)
         return 2 * (elements // self.per_byte + elements // self.block_size * _SCALE_BYTES) + STEP_BYTES
-
-    def implementation(self) -> OptimizerFactory:
-        from titanlab.techniques.optimizer.adamw import LowBitFactory
-
-        return LowBitFactory(self)
 
 
 @option("optimizer", "adamw_8bit")
