@@ -70,7 +70,7 @@ def test_changed_code_has_its_patch_byte_for_byte(run, patch):
         ({"patch": False}, PATCH, False, "the code was changed, and the difference was not kept"),
         ({"patch": True}, None, False, "the code was changed, and code.patch cannot be read ("),
         ({"patch": True}, "--- a/../x\n", False, "code.patch is not applied: it names 'a/../x'"),
-        ({"patch": True}, PATCH, True, "the code was changed by more than code.patch holds"),
+        ({"patch": True, "patch_complete": False}, PATCH, True, "the code was changed by more than code.patch holds"),
         (
             {"patch": True, "patch_complete": True},
             PATCH + "+key = [hidden]\n",

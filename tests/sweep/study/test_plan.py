@@ -154,6 +154,23 @@ def test_data_is_prepared_once_and_its_rules_hold(monkeypatch, tmp_path):
     assert {each[1:] for each in dropped(found)} == {("rule", "data.vocab_size=340: is too large; try 320")}
 
 
+def test_rules_on_prepared_data_are_checked_once_it_is_there(monkeypatch, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("a few words of text\n" * 200)
+    prepared, check = [], studies.check_data
+
+    def too_small(recipe):
+        if prepared and recipe.training.seq_len == 64:
+            raise ConfigError("data.files", "text.txt", "is too small", "give more")
+        check(recipe)
+
+    monkeypatch.setattr(source, "prepare", lambda config, *, report: prepared.append(config))
+    monkeypatch.setattr(studies, "check_data", too_small)
+    found = plan("data=files", f"data.files={text}", "data.vocab_size=320", "training.seq_len=32,64", prepare_data=True)
+    assert (labels(found), len(prepared)) == (["seq_len32"], 1)
+    assert dropped(found) == [("seq_len64", "rule", "data.files=text.txt: is too small; give more")]
+
+
 def test_a_job_larger_than_the_cluster_is_refused_before_data_is_prepared(monkeypatch):
     monkeypatch.setattr(source, "prepare", lambda config, *, report: pytest.fail("prepared"))
     given = [
