@@ -245,17 +245,6 @@ def test_what_runs_beside_a_computation_is_never_free_and_never_more_than_one_af
     assert (exposed(1.0, 0.0, MACHINE), exposed(0.0, 1.0, MACHINE)) == (0.0, 1.0)
 
 
-def test_blocks_that_are_recomputed_differ_from_others():
-    times = {ac.kind: model_time(made(model=SMALL, ac=ac), MACHINE) for ac in (NoCheckpointing(), FullCheckpointing())}
-    assert [kind.recomputed > 0 for kind in times["full"].kinds] == [True]
-    assert times["none"].kinds[0].recomputed == 0
-    halves = model_time(made(model=SMALL, ac=SelectiveLayer(every=2)), MACHINE)
-    assert len(halves.kinds) == 2
-    assert sorted(halves.kind_of) == [0, 0, 0, 1, 1, 1]
-    mean = (times["none"].whole.recomputed + times["full"].whole.recomputed) / 2
-    assert halves.whole.recomputed == pytest.approx(mean)
-
-
 def test_a_loss_in_chunks_has_all_its_time_ahead():
     recipe = made(model=SMALL)
     chunked = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, loss_chunk=256))
