@@ -9,6 +9,7 @@ from tests.plan.recipes import LLAMA_8B, SMALL, made
 from titanlab.costs import (
     EXCHANGE,
     Coordinate,
+    TrafficRow,
     add_context,
     add_tensor,
     step_traffic,
@@ -17,7 +18,7 @@ from titanlab.costs import (
 )
 from titanlab.plan import block_time, machine_of
 from titanlab.plan.block_time import RankWork, exposed, model_time, rows_of, work_of
-from titanlab.plan.machine import Efficiencies
+from titanlab.plan.machine import AxisPlacement, Efficiencies
 from titanlab.plan.stages import model_facts
 from titanlab.plan.step_time import freed_and_kept, sharding_of, step_time
 from titanlab.recipe import step_of
@@ -164,6 +165,19 @@ def test_a_ring_shows_only_what_attention_does_not_hide():
     assert step_time(long, machine_of(long)).parts["context"] == 0
     gathered = made(context=8, batch=1, context_method="all_gather", seq_len=8192 * 64)
     assert step_time(gathered, machine_of(gathered)).parts["context"] > 0
+
+
+def test_a_message_counts_where_it_is_sent_and_an_all_reduce_goes_around_twice():
+    recipe = made()
+    machine, four = machine_of(recipe), AxisPlacement(ranks=4, in_node=4, nodes=1)
+
+    def seconds_of_kind(*kinds):
+        rows = [TrafficRow(axis="tensor", kind=kind, count=3, bytes=1, wire_bytes=6000) for kind in kinds]
+        return block_time.seconds_of(rows, four, machine)
+
+    for kind, hops in (("send", 1), ("all_gather", 3), ("all_reduce", 6)):
+        assert seconds_of_kind(kind, "recv") == machine.collective_seconds(four, 6000, count=3, hops=hops)
+    assert seconds_of_kind() == seconds_of_kind("recv") == 0.0
 
 
 def test_stragglers_grow_with_nodes():
