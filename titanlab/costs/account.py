@@ -204,7 +204,7 @@ class TensorPlan(dict[str, str]):
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """Linear layers with the same input that the trainer computes as one product; see `titanlab.parallelism.joined`.
+    """Linear layers with the same input that the trainer computes as one product (`parallelism/pipeline_weights.py`).
 
     Attributes:
         caller: path of the `Projections` that calls them; `layers.*` matches every block.
