@@ -32,32 +32,16 @@ def test_known_names(name, device, bf16_tflops):
     assert peak_flops(name, "bfloat16") == bf16_tflops * 1e12
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        "cpu",
-        "NVIDIA",
-        # Cousins with other peaks.
-        "NVIDIA A10",
-        "NVIDIA A10G",
-        "NVIDIA A800-SXM4-80GB",
-        "NVIDIA H20",
-        "NVIDIA H800",
-        "NVIDIA H200 NVL",
-        "NVIDIA GH200 480GB",
-        "NVIDIA GB300",
-        "NVIDIA L40",
-        "NVIDIA L4",
-        "AMD Instinct MI300A",
-        "AMD Instinct MI325X",
-        "NVIDIA GeForce RTX 4090",
-        # Parts of a device.
-        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
-        "NVIDIA A100-SXM4-80GB MIG 3g.40gb",
-        "GRID A100-10C",
-    ],
+# Cousins with other peaks, and parts of a device.
+UNKNOWN = (
+    *("", "cpu", "NVIDIA", "NVIDIA A10", "NVIDIA A10G", "NVIDIA A800-SXM4-80GB", "NVIDIA H20", "NVIDIA H800"),
+    *("NVIDIA H200 NVL", "NVIDIA GH200 480GB", "NVIDIA GB300", "NVIDIA L40", "NVIDIA L4", "AMD Instinct MI300A"),
+    *("AMD Instinct MI325X", "NVIDIA GeForce RTX 4090", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"),
+    *("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "GRID A100-10C"),
 )
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
 def test_unknown_names(name):
     assert find_device(name) is None
     assert peak_flops(name, "bfloat16") is None

@@ -194,12 +194,9 @@ def test_options_have_their_numbers_also_those_that_are_defaults():
     arguments = printed(recipe, pipeline=2, ac="selective_layer", schedule="interleaved_1f1b ×2")
     assert {"ac=selective_layer", "ac.every=2", "ac.keep=false"} < set(arguments)
     assert {"schedule=interleaved_1f1b", "schedule.stages_per_rank=2"} < set(arguments)
-
-
-def test_a_layout_without_a_pipeline_needs_no_schedule():
-    arguments = printed(planned(), pipeline=1, ac="none", schedule="")
-    assert "ac=none" in arguments
-    assert not [one for one in arguments if one.startswith("schedule")]
+    alone = printed(planned(), pipeline=1, ac="none", schedule="")
+    assert "ac=none" in alone
+    assert not [one for one in alone if one.startswith("schedule")]
 
 
 def test_what_varies_is_said_if_it_is_not_the_requests():

@@ -9,6 +9,7 @@ from tests.plan.recipes import LLAMA_8B, SMALL, made
 from titanlab.costs import (
     EXCHANGE,
     Coordinate,
+    TrafficRow,
     add_context,
     add_tensor,
     step_traffic,
@@ -17,7 +18,7 @@ from titanlab.costs import (
 )
 from titanlab.plan import block_time, machine_of
 from titanlab.plan.block_time import RankWork, exposed, model_time, rows_of, work_of
-from titanlab.plan.machine import Efficiencies
+from titanlab.plan.machine import AxisPlacement, Efficiencies
 from titanlab.plan.stages import model_facts
 from titanlab.plan.step_time import freed_and_kept, sharding_of, step_time
 from titanlab.recipe import step_of
@@ -166,6 +167,19 @@ def test_a_ring_shows_only_what_attention_does_not_hide():
     assert step_time(gathered, machine_of(gathered)).parts["context"] > 0
 
 
+def test_a_message_counts_where_it_is_sent_and_an_all_reduce_goes_around_twice():
+    recipe = made()
+    machine, four = machine_of(recipe), AxisPlacement(ranks=4, in_node=4, nodes=1)
+
+    def seconds_of_kind(*kinds):
+        rows = [TrafficRow(axis="tensor", kind=kind, count=3, bytes=1, wire_bytes=6000) for kind in kinds]
+        return block_time.seconds_of(rows, four, machine)
+
+    for kind, hops in (("send", 1), ("all_gather", 3), ("all_reduce", 6)):
+        assert seconds_of_kind(kind, "recv") == machine.collective_seconds(four, 6000, count=3, hops=hops)
+    assert seconds_of_kind() == seconds_of_kind("recv") == 0.0
+
+
 def test_stragglers_grow_with_nodes():
     shares = []
     for ranks in (8, 16, 64):
@@ -243,17 +257,6 @@ def test_what_runs_beside_a_computation_is_never_free_and_never_more_than_one_af
     for compute, exchange in ((1.0, 0.5), (0.5, 1.0), (1.0, 1.0)):
         assert 0 < exposed(compute, exchange, MACHINE) <= exchange
     assert (exposed(1.0, 0.0, MACHINE), exposed(0.0, 1.0, MACHINE)) == (0.0, 1.0)
-
-
-def test_blocks_that_are_recomputed_differ_from_others():
-    times = {ac.kind: model_time(made(model=SMALL, ac=ac), MACHINE) for ac in (NoCheckpointing(), FullCheckpointing())}
-    assert [kind.recomputed > 0 for kind in times["full"].kinds] == [True]
-    assert times["none"].kinds[0].recomputed == 0
-    halves = model_time(made(model=SMALL, ac=SelectiveLayer(every=2)), MACHINE)
-    assert len(halves.kinds) == 2
-    assert sorted(halves.kind_of) == [0, 0, 0, 1, 1, 1]
-    mean = (times["none"].whole.recomputed + times["full"].whole.recomputed) / 2
-    assert halves.whole.recomputed == pytest.approx(mean)
 
 
 def test_a_loss_in_chunks_has_all_its_time_ahead():

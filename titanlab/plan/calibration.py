@@ -66,7 +66,7 @@ def measured_cluster(recipe: Recipe, row: Mapping[str, Any]) -> Cluster:
     """The cluster of a recipe with what `profiler=rates` has measured on it.
 
     Raises:
-        ConfigError: a figure is missing, or is no positive number.
+        ConfigError: a figure is missing or not positive.
     """
     figures, collectives = _figures(row)
     cluster = dataclasses.replace(recipe.cluster, efficiencies={})
@@ -148,7 +148,7 @@ def rate_lines(row: Mapping[str, Any]) -> list[str]:
     """What was measured, as text.
 
     Raises:
-        ConfigError: a figure is missing, or is no positive number.
+        ConfigError: a figure is missing or not positive.
     """
     figures, collectives = _figures(row)
     text = []
@@ -175,7 +175,7 @@ def _figures(row: Mapping[str, Any]) -> tuple[dict[str, float], list[MeasuredCol
     """The figures of a row by name, and the collectives among them.
 
     Raises:
-        ConfigError: one is missing, or is no positive number.
+        ConfigError: one is missing or not positive.
     """
     figures = {name: value for name, value in row.items() if name.startswith("rates/")}
     for name in (names.PRODUCT, names.ATTENTION, names.COPY, names.POINTWISE, names.LAUNCH):
@@ -240,7 +240,7 @@ def calibrate(runs: Sequence[Measured]) -> Calibration:
     """Fit the cluster of measured runs to them, starting at its own values.
 
     Raises:
-        ConfigError: there are too few runs, a measured time is no positive number, or the runs have several clusters.
+        ConfigError: there are too few runs, a measured time is not positive, or the runs have several clusters.
     """
     if len(runs) < LEAST_RUNS:
         rule = f"a calibration needs at least {LEAST_RUNS} measured runs"

@@ -109,7 +109,7 @@ def memory_frame(path: Path | str) -> DataFrame:
         `measured_gib` (empty where a run has not ended well), `error_percent` of the estimate.
 
     Raises:
-        ConfigError: the path is no sweep's folder.
+        ConfigError: the path is not the folder of a sweep.
     """
     import pandas as pd
 
@@ -219,7 +219,7 @@ def pipelines_frame(path: Path | str) -> DataFrame:
         `peak_in_flight`, `step_seconds` (measured), `busy_seconds`, `oversubscribed` (the speed says nothing).
 
     Raises:
-        ConfigError: the path is no sweep's folder.
+        ConfigError: the path is not the folder of a sweep.
     """
     import pandas as pd
 

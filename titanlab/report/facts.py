@@ -97,7 +97,7 @@ def representative(group: RecipeRuns) -> Mapping[str, Any]:
 
 
 def checked(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, with None for a value that has not its column's type, or is no finite number."""
+    """The rows, with None in place of a value of another type than its column's, or that is not finite."""
     sound = [{name: fitting_value(name, value) for name, value in row.items()} for row in rows]
     return [
         {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}

@@ -73,7 +73,7 @@ def metrics_frame(path: Path | str, kind: str = TRAIN) -> DataFrame:
         kind: `train` or `validation`.
 
     Raises:
-        ConfigError: the path is no sweep's folder.
+        ConfigError: the path is not the folder of a sweep.
     """
     import pandas as pd
 
@@ -101,7 +101,7 @@ def folder_of(path: Path) -> SweepFolder:
     """The sweep in a folder.
 
     Raises:
-        ConfigError: the path is no sweep's folder.
+        ConfigError: the path is not the folder of a sweep.
     """
     sweep = SweepFolder(path.absolute())
     if not (sweep.manifest() or sweep.runs()):

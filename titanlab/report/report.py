@@ -23,7 +23,7 @@ from titanlab.system import counted, grouped, user_path, write_text
 _FOLDER = Path(__file__).parent
 
 if TYPE_CHECKING:
-    from titanlab.report.figures.traced import TracedFigure
+    from titanlab.report.figures.svg import TracedFigure
 
 
 class Report(NamedTuple):
@@ -83,7 +83,7 @@ def sweep_figures(path: Path | str, *, by: str = "tps") -> dict[str, TracedFigur
         path: the sweep's folder.
 
     Raises:
-        ConfigError: matplotlib is missing, or the path is no sweep's folder.
+        ConfigError: matplotlib is missing, or the path is not the folder of a sweep.
     """
     sweep = folder_of(user_path(path))
     check_matplotlib(sweep.name)

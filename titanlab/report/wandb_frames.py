@@ -84,7 +84,7 @@ def metrics_frame(runs: Sequence[WandbRun], kind: str = TRAIN) -> DataFrame:
         kind: `train` or `validation`.
 
     Raises:
-        ConfigError: no run is one of titanlab, or there is no such kind.
+        ConfigError: no run is of titanlab, or the kind is unknown.
     """
     import pandas as pd
 
@@ -149,7 +149,7 @@ def _row(run: WandbRun, points: Iterable[str]) -> dict[str, Any]:
 
 
 def _recipe_columns(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe's columns; empty: it is no recipe of titanlab."""
+    """The recipe's columns; empty: the config is not a recipe of titanlab."""
     try:
         return recipe_columns(config)
     except (LookupError, TypeError, AttributeError):

@@ -124,6 +124,12 @@ def test_texts_and_labels_stay_within_the_figure_beside_a_wide_interval(high):
     assert axis.get_xlim()[1] < 300.0
 
 
+def test_of_many_recipes_the_first_are_shown():
+    figure = throughput_by_layout([run(f"r{place}", f"l{place}") for place in range(70)])
+    assert len(bars(figure)) == 60
+    assert figure.axes[0].get_ylabel() == "the first 60 of 70"
+
+
 def test_marks_name_the_runs_that_were_measured():
     rows = [run("a", speed=10.0), run("b", speed=20.0), run("c", outcome="oom", speed=99.0)]
     rows += [run("d", "tp2", None, outcome="oom"), run("e", "tp2", None, outcome=None, state="queued")]

@@ -5,8 +5,7 @@ import sys
 import matplotlib as mpl
 import pytest
 
-from tests.report.figures.test_bars import bars, texts
-from tests.sweep.made import begin, end, train
+from tests.report.figures.test_bars import texts
 from titanlab.report import figures
 from titanlab.report.frames import metrics_frame, sweep_frame
 
@@ -38,18 +37,3 @@ def test_drawing_leaves_no_state_behind(mixed, tmp_path):
     # Others may have imported it; no figure of ours is registered there.
     pyplot = sys.modules.get("matplotlib.pyplot")
     assert pyplot is None or pyplot.get_fignums() == []
-
-
-def test_many_runs_are_cut(made):
-    for place in range(70):
-        run = made.run(f"r{place}", seed=place, point={"seed": place})
-        begin(run)
-        train(run, losses=[5.0, 4.0])
-        end(run)
-    runs = sweep_frame(made.folder.path)
-    figure = figures.throughput_by_layout(runs)
-    assert len(bars(figure)) == 60
-    assert figure.axes[0].get_ylabel() == "the first 60 of 70"
-    loss = figures.loss_by_tokens(metrics_frame(made.folder.path))
-    assert len(loss.axes[0].lines) == 70
-    assert loss.legends[0].get_title().get_text() == "… and 56 more"
