@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,7 +80,7 @@ def fully_shard_model(
         experts: modules inside blocks that are separate units over another mesh; None: there are none.
     """
     # Imported here: it takes 0.3 s, and a single process in fp32 does not need it.
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     def policy(unit: nn.Module) -> MixedPrecisionPolicy:
         compute, reduce = ("float32", "float32") if unit in whole else (formats.compute, formats.reduce)
@@ -117,20 +117,17 @@ def fully_shard_model(
     for unit in (*blocks, *apart, model):
         shard(unit, like=unit, over=mesh)
     _prefetch([[block, *within] for block, within in inner.items() if within])
-    root = model
-    assert isinstance(root, FSDPModule)
-
-    freed = [unit for block in blocks[:-1] for unit in (block, *inner.get(block, ()))] if reshard_after_forward else []
-    all_units = (*(unit for within in inner.values() for unit in within), *blocks, *apart, root)
-    units = [module for module in all_units if isinstance(module, FSDPModule)]
+    # `Any`, because torch makes them `FSDPModule` in place.
+    root: Any = model
+    units: list[Any] = [*itertools.chain(*inner.values()), *blocks, *apart, model]
+    freed = [unit for block in blocks[:-1] for unit in (block, *inner[block])] if reshard_after_forward else []
     kept = [unit for unit in units if unit not in freed]
     if symmetric_memory:
         meshes = (mesh,) if experts is None else (mesh, experts.mesh)
         use_symmetric_memory(units, [device_mesh.get_group(device_mesh.ndim - 1) for device_mesh in meshes])
     elif mesh.device_type == "cpu":
         for unit in units:
-            # `Any`, because torch's protocol for it is private.
-            unit.set_custom_reduce_scatter(cast(Any, _ReduceScatter()))
+            unit.set_custom_reduce_scatter(_ReduceScatter())
 
     @contextlib.contextmanager
     def microbatch(*, last: bool) -> Iterator[None]:
