@@ -30,11 +30,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from titanlab.checkpoint.index import IndexedFile, index_bytes
-from titanlab.checkpoint.index_reader import read_index
+from titanlab.checkpoint.index import IndexedFile, IndexEntry, index_bytes, read_index
 from titanlab.checkpoint.reader import JsonPlanner, ShardReader
+from titanlab.checkpoint.storage import sync_folder
 from titanlab.checkpoint.store import Plans, write_and_publish
-from titanlab.checkpoint.writer import sync_folder
 from titanlab.distributed import World
 
 MEGABYTE = 1_000_000
@@ -124,6 +123,8 @@ def _timed(action: Callable[[], None]) -> float:
 def _save(state: dict[str, Any], folder: Path, world: World) -> None:
     planned = Plans().plan(state, folder, world)
     write_and_publish(planned.stage, planned, world)
+    if world.logs:
+        sync_folder(folder)
 
 
 def _write(state: dict[str, Any], folder: Path, rank: int) -> None:
@@ -162,14 +163,14 @@ def _index(folder: Path, chunks: int) -> dict[str, float]:
     across, along, size = 8, 64, 1 << 20
     count = max(1, chunks // 512)
     files = [
-        IndexedFile(name=f"rank-{rank:05d}.safetensors", size=count * size, checksums=[1] * count)
+        IndexedFile(name=f"rank-{rank:05d}.safetensors", size=count * size, checksums=bytes(8 * count))
         for rank in range(across * along)
     ]
     height, width = 512, 512
     tensors = {
-        f"optimizer.state.layers.{number}.exp_avg": (
+        f"optimizer.state.layers.{number}.exp_avg": IndexEntry(
             "float32",
-            (height * along, width * across),
+            [height * along, width * across],
             [
                 [row * across + column, number * size, size, row * height, column * width, height, width]
                 for row in range(along)

@@ -37,11 +37,10 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titanlab.checkpoint import Position, SavedPosition
+from titanlab.checkpoint import SavedPosition
 from titanlab.checkpoint.blocks import blocks_of
 from titanlab.checkpoint.index import IndexedFile
-from titanlab.checkpoint.shards import shard_of
-from titanlab.checkpoint.writer import SavePlannerOfJson, Written, publish
+from titanlab.checkpoint.writer import SavePlannerOfJson, Written, publish, shard_of
 from titanlab.costs import Layout
 from titanlab.distributed import build_mesh
 from titanlab.parallelism import TensorParallel, parallelise
@@ -130,12 +129,10 @@ def measured(ranks: int, pipeline: int) -> dict[str, Any]:
     at = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         files = [
-            IndexedFile(
-                name=f"rank-{rank:05d}.safetensors", size=size, checksums=range(1 << 60, (1 << 60) + blocks_of(size))
-            )
+            IndexedFile(name=f"rank-{rank:05d}.safetensors", size=size, checksums=b"checksum" * blocks_of(size))
             for rank, size in enumerate(sizes)
         ]
-        position = SavedPosition(position=Position(), parameters={}, files={})
+        position = SavedPosition(step=0, parameters={})
         publish(Path(folder), shards, [Written(file=file, objects={}) for file in files], position)
         timed("index", at)
         cpu_seconds = time.process_time() - cpu_begin

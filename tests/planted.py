@@ -6,11 +6,15 @@ import signal
 import time
 from pathlib import Path
 
+from tests.launch import holds
 from tests.planted_schema import Planted
 from titanlab.data import Synthetic
 from titanlab.data.contract import IGNORE, DataSource
-from titanlab.data.random_tokens import rank_samples
+from titanlab.data.indexed import rank_samples
 from titanlab.data.synthetic import SyntheticSource
+
+HOLD = os.environ.get("HOLD", "")
+holds.install(HOLD)
 
 
 class PlantedSource(DataSource):
@@ -54,6 +58,8 @@ class PlantedStream:
             for labels, sample in zip(batch.labels, mine, strict=True):
                 labels[: len(labels) * (sample % 4) // 3] = IGNORE
         time.sleep(self._config.seconds)
+        if begin // self._global_batch + 1 == {"compile": 1, "step": 4}.get(HOLD):
+            holds.wait()
         rank = int(os.environ["RANK"]) if self._config.where else self._rank
         if (begin // self._global_batch + 1, rank) == (self._config.step, self._config.rank):
             if self._config.where in ("forward", "backward"):

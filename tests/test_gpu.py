@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tests import tiny
-from tests.model.documents.test_tiles import CASES, apart, computed, inputs, largest_error, starts_of
+from tests.model.test_documents import CASES, apart, computed, inputs, largest_error, starts_of
 from titanlab.checkpoint.schema import AsyncPinned, Sync
 from titanlab.costs import meter, order
 from titanlab.data import Synthetic

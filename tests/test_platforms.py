@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from titanlab.distributed import hang, host, silence
+from titanlab.distributed import host, watchdog
 from titanlab.launch.rank import fork
 from titanlab.records import provenance
-from titanlab.system import born_at
+from titanlab.system import born_at, process_state
 from titanlab.techniques.profiler.memory import resident_bytes
 from titanlab.techniques.tracker import wandb_writer as signal_filter
 from titanlab.train import totals
@@ -47,8 +47,8 @@ def darwin(monkeypatch):
 
 def test_what_linux_alone_tells_is_not_known(no_proc):
     assert host.memory_bytes() is None
-    assert silence.process_state(os.getpid()) is None
-    assert hang._main_thread_seconds() is None
+    assert process_state(os.getpid()) is None
+    assert watchdog._main_thread_seconds() is None
     assert totals._queued_seconds() == 0.0
     assert provenance._cpu_model() in (platform.processor(), platform.machine())
     assert resident_bytes() == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

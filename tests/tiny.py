@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from titanlab.checkpoint import POSITION, NoCheckpoints
-from titanlab.checkpoint.folders import INDEX
 from titanlab.checkpoint.index import index_bytes
 from titanlab.checkpoint.schema import Async, Sync
+from titanlab.checkpoint.storage import INDEX
 from titanlab.data import Synthetic
 from titanlab.distributed import ALONE, joined
 from titanlab.launch.launchers_schema import Local

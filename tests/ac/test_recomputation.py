@@ -98,34 +98,6 @@ def test_which_collectives_are_repeated():
         assert tuple(policy.repeats_collective(name, number=0) for name in (gather, scatter)) == repeats
 
 
-def test_which_matmuls_are_repeated():
-    """The backward repeats k, o and up of q, k, v, o, gate, up, down, in every block and every microbatch."""
-    stack = build(CONFIG, SelectiveOp(), torch.float32)
-    given = inputs(CONFIG, batch=2, seq=16, dtype=torch.float32)
-    losses = [stack(*given).sum() for _ in range(2)]
-    for loss in losses:
-        with Shapes() as again:
-            loss.backward()
-        # The backward's own products have other shapes but for o's: counted with the forward's there.
-        assert again.seen[32, 64, 32] == LAYERS  # [tokens, dim] → kv
-        assert again.seen[32, 64, 96] == LAYERS + LAYERS  # up, and the gradient of what down was given
-        assert again.seen[32, 64, 64] == LAYERS + 2 * LAYERS  # o, and the gradients of what q and o were given
-
-
-class Shapes(TorchDispatchMode):
-    """How often products of which sizes run: rows, inner, columns."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = Counter()
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if str(operator) == MM:
-            a, b = args[:2]
-            self.seen[a.shape[0], a.shape[1], b.shape[1]] += 1
-        return operator(*args, **(kwargs or {}))
-
-
 def test_without_gradients_nothing_is_kept():
     stack = build(CONFIG, SelectiveOp(), torch.float32)
     given = inputs(CONFIG, batch=2, seq=16, dtype=torch.float32)

@@ -22,6 +22,6 @@ def target(tmp_path):
 @pytest.fixture
 def server(monkeypatch):
     """An emulated object store, which answers at once after an error."""
-    monkeypatch.setattr("titanlab.checkpoint.objects._WAITS", (0.0, 0.0))
+    monkeypatch.setattr("titanlab.checkpoint.storage._WAITS", (0.0, 0.0))
     with running() as server:
         yield server

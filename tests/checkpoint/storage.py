@@ -7,7 +7,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.checkpoint.one_process import ALONE
 from titanlab.checkpoint import ITEM_BYTES
-from titanlab.checkpoint.index_reader import read_index
+from titanlab.checkpoint.index import read_index
 from titanlab.checkpoint.reader import JsonPlanner, ShardReader
 from titanlab.checkpoint.store import Plans, write_and_publish
 from titanlab.checkpoint.writer import HostBuffer

@@ -1,4 +1,6 @@
-"""Names of checkpoints, and which of them count."""
+"""Which checkpoint a text names, which of them count, and what they contain: checked before anything starts."""
+
+from __future__ import annotations
 
 import pytest
 
@@ -6,17 +8,20 @@ from tests import tiny
 from titanlab.checkpoint import (
     DamagedCheckpoint,
     check_checkpoint,
+    check_step,
     earlier_hint,
     fall_back,
     find,
+    find_run_or_checkpoint,
     latest,
     of_step,
+    parent_of,
     put_aside,
     put_back,
+    read_contents,
     remove,
 )
 from titanlab.checkpoint.folders import checkpoints, step_folder
-from titanlab.checkpoint.schema import Sync
 from titanlab.errors import ConfigError
 
 
@@ -35,15 +40,6 @@ def test_the_newest_is_that_of_the_highest_step(tmp_path):
         "step-00000002", "step-00000009", "step-00000010", "step-00100000",
     ]  # fmt: skip
     assert latest(tmp_path) == step_folder(tmp_path, 100_000)
-
-
-def test_what_is_not_whole_does_not_count(tmp_path):
-    kept = made(tmp_path, 3)
-    made(tmp_path, 4, whole=False)
-    made(tmp_path, 5).rename(tmp_path / "step-00000005.part")
-    (tmp_path / "notes").mkdir()
-    assert checkpoints(tmp_path) == [kept]
-    assert latest(tmp_path) == kept
 
 
 def test_one_that_has_lost_files_since_counts_and_is_found_damaged(tmp_path):
@@ -80,11 +76,6 @@ def test_what_was_put_aside_can_be_put_back(tmp_path):
     assert [path.name for path in sorted(tmp_path.iterdir())][-1] == "step-00000003.aside"
 
 
-def test_an_empty_or_missing_folder_has_none(tmp_path):
-    assert latest(tmp_path) is None
-    assert latest(tmp_path / "missing") is None
-
-
 def test_a_path_means_a_checkpoint_or_the_newest_of_a_run(tmp_path):
     old, new = made(tmp_path / "checkpoints", 1), made(tmp_path / "checkpoints", 2)
     assert find(str(old), "k") == old
@@ -103,12 +94,6 @@ def test_a_path_without_a_whole_checkpoint_is_refused(tmp_path):
             find(str(path), "checkpoint.load_from")
 
 
-@pytest.mark.parametrize("name", ["every", "keep"])
-def test_negative_numbers_are_refused(name):
-    with pytest.raises(ConfigError, match=f"^checkpoint.{name}=-1: must not be negative"):
-        Sync(**{name: -1})
-
-
 def test_names_that_no_run_gives_are_passed_over(tmp_path):
     kept = made(tmp_path, 3)
     for name in ("step-abc", "step-", "step--4", "step-5.aside", "step-6.part", "step-²", "step-00000007.old"):
@@ -116,15 +101,6 @@ def test_names_that_no_run_gives_are_passed_over(tmp_path):
     (tmp_path / "step-00000008").write_text("")
     (tmp_path / "step-00000009").symlink_to(tmp_path / "nowhere")
     assert checkpoints(tmp_path) == [kept]
-
-
-def test_order_is_that_of_steps_however_they_are_written(tmp_path):
-    short = made(tmp_path, 9)
-    short.rename(tmp_path / "step-9")
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-9"]
-    made(tmp_path, 10)
-    made(tmp_path, 123_456_789)
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-9", "step-00000010", "step-123456789"]
 
 
 def test_of_a_symbolic_link_only_the_link_is_removed(tmp_path):
@@ -200,3 +176,138 @@ def test_a_damaged_one_is_refused_with_the_one_before_it(tmp_path):
         ConfigError, match=r"its file position.json has other bytes .*the one before it is .*step-00000001$"
     ):
         check_checkpoint(path, {"a.weight": (2, 3)}, "run")
+
+
+@pytest.mark.parametrize(
+    ("mine", "said"),
+    [
+        ({"a.weight": (2, 4)}, "a.weight is 2×3 there and 2×4 here"),
+        ({"b.weight": (2, 3)}, "b.weight is absent there and 2×3 here"),
+        ({"a.weight": (2, 3), "b.weight": (1,)}, "b.weight is absent there and 1 here"),
+        ({}, "a.weight is 2×3 there and absent here"),
+    ],
+)
+def test_another_models_checkpoint_is_refused(tmp_path, mine, said):
+    with pytest.raises(ConfigError, match=f"^run=.*is of another model: {said}; choose"):
+        check_checkpoint(made(tmp_path, 1), mine, "run")
+
+
+@pytest.mark.parametrize("text", ["", "{}", "not JSON", None])
+def test_a_position_that_cannot_be_read_is_said(tmp_path, text):
+    path = made(tmp_path, 1)
+    tiny.write_checkpoint(path, text or "")
+    if text is None:
+        (path / "position.json").unlink()
+    with pytest.raises(
+        ConfigError, match=r"^run=.*position.json (is missing|is no JSON \(.+\)|does not fit \(.+\)); give another"
+    ):
+        check_checkpoint(path, {"a.weight": (2, 3)}, "run")
+
+
+def test_a_run_must_be_longer_than_what_it_starts_from(tmp_path):
+    path = made(tmp_path, 5)
+    saved = read_contents(path, "run").saved
+    check_step(path, saved, 6)
+    with pytest.raises(ConfigError, match=r"^training.steps=5: the checkpoint .* is of step 5 already; try 10$"):
+        check_step(path, saved, 5)
+
+
+@pytest.mark.parametrize(
+    ("form", "step"),
+    [
+        ("{run}", None),
+        ("{run}/", None),
+        ("{run}/checkpoints", None),
+        ("{run}/checkpoints/step-8", 8),
+        ("{run}/checkpoints/step-00000004", 4),
+        ("{run}/checkpoints/step-00000004/", 4),
+        ("{run}/logs/../checkpoints/step-4", 4),
+        ("single/{name}/checkpoints/step-4", 4),
+        ("single/{name}", None),
+        ("{name}", None),
+    ],
+)
+def test_forms(tmp_path, run, form, step):
+    text = form.format(run=run.path, name=run.path.name)
+    found, checkpoint = find_run_or_checkpoint(text, tmp_path / "runs")
+    assert found.path.resolve() == run.path
+    assert checkpoint == (None if step is None else step_folder(found.checkpoints, step))
+
+
+def test_from_within_and_by_a_link(tmp_path, run, monkeypatch):
+    (tmp_path / "good").symlink_to(step_folder(run.checkpoints, 4))
+    assert find_run_or_checkpoint(str(tmp_path / "good"), "runs")[1] == step_folder(run.checkpoints, 4)
+    monkeypatch.chdir(step_folder(run.checkpoints, 8))
+    assert find_run_or_checkpoint(".", "runs")[1] == step_folder(run.checkpoints, 8)
+    monkeypatch.chdir(run.checkpoints)
+    assert find_run_or_checkpoint("step-4", "runs")[1] == step_folder(run.checkpoints, 4)
+
+
+def test_a_step_that_is_not_there(run):
+    with pytest.raises(ConfigError, match="^run=.*/step-5: the run has no whole checkpoint of this step; it has 4, 8$"):
+        find_run_or_checkpoint(f"{run.checkpoints}/step-5", "runs")
+
+
+def test_a_checkpoint_outside_of_a_run_is_no_run(tmp_path):
+    step_folder(tmp_path, 4).mkdir()
+    with pytest.raises(ConfigError, match="fits no run"):
+        find_run_or_checkpoint(str(step_folder(tmp_path, 4)), tmp_path / "runs")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with checkpoints of steps 4 and 8."""
+    run = tiny.begin(tiny.recipe(tmp_path / "runs"))
+    for step in (4, 8):
+        saved(step_folder(run.checkpoints, step), step)
+    return run
+
+
+def saved(folder, step):
+    tiny.write_checkpoint(folder, {"step": step, "parameters": {}})
+    return folder
+
+
+def test_a_run_that_starts_from_nothing_has_no_parent():
+    assert parent_of(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("form", "step"),
+    [("{run}", 8), ("{run}/checkpoints", 8), ("{run}/checkpoints/step-00000004", 4), ("{run}/checkpoints/step-4", 4)],
+)
+def test_the_parent_is_named_by_its_sweep_and_folder(run, form, step):
+    found = parent_of(form.format(run=run.path))
+    assert found == {"parent_run": f"single/{run.path.name}", "parent_step": step}
+
+
+@pytest.mark.parametrize(("place", "form"), [("", "."), ("", "checkpoints/step-8"), ("checkpoints", "step-8")])
+def test_a_path_from_within_the_run_names_it_too(run, monkeypatch, place, form):
+    """Its name was `/`."""
+    monkeypatch.chdir(run.path / place)
+    assert parent_of(form) == {"parent_run": f"single/{run.path.name}", "parent_step": 8}
+
+
+def test_a_checkpoint_outside_of_a_run_is_named_by_its_path(tmp_path, monkeypatch):
+    folder = saved(tmp_path / "step-00000003", 3)
+    expected = {"parent_run": str(folder), "parent_step": 3}
+    assert parent_of(str(folder)) == expected
+    monkeypatch.chdir(tmp_path)
+    assert parent_of("step-3") == expected
+
+
+def test_a_link_names_the_run_that_it_leads_to(run, tmp_path):
+    """It was an error of Python's: the step was read from the link's own name."""
+    (tmp_path / "good").symlink_to(step_folder(run.checkpoints, 4))
+    assert parent_of(str(tmp_path / "good")) == {"parent_run": f"single/{run.path.name}", "parent_step": 4}
+
+
+def test_a_copy_of_a_checkpoint_has_any_name(tmp_path):
+    folder = saved(tmp_path / "best-of-three", 3)
+    assert parent_of(str(folder)) == {"parent_run": str(folder), "parent_step": 3}
+
+
+def test_a_checkpoint_that_is_gone_is_no_error(run, tmp_path):
+    """A run that has begun may be submitted again when its parent has been removed."""
+    assert parent_of(f"{run.path}/checkpoints/step-5") == {}
+    assert parent_of(str(tmp_path / "gone")) == {}

@@ -1,11 +1,29 @@
-"""position.json: what no run saves is told in one line, before anything starts."""
+"""position.json: what no run saves is told in one line, and the run goes on from the checkpoint before it."""
 
+from __future__ import annotations
+
+import base64
 import json
 
 import pytest
+from msgspec import structs
 
-from titanlab.checkpoint import Position, check_files, check_progress, read_position
+from tests import tiny
+from titanlab.checkpoint import (
+    DamagedCheckpoint,
+    Position,
+    SavedPosition,
+    check_files,
+    check_progress,
+    position_bytes,
+    read_position,
+)
+from titanlab.checkpoint.blocks import checksum
+from titanlab.checkpoint.folders import step_folder
+from titanlab.checkpoint.index import signed
 from titanlab.errors import ConfigError
+from titanlab.launch import pass_over_damaged
+from titanlab.records import OutcomeKind
 
 WHOLE = {
     "step": 3,
@@ -33,11 +51,6 @@ def test_a_whole_one_is_read(tmp_path):
     assert (saved.parameters, saved.files) == ({"a.weight": [2, 3]}, {"__0_0.distcp": 7})
 
 
-def test_one_of_an_earlier_version_has_no_sizes_of_files(tmp_path):
-    (tmp_path / "position.json").write_text(json.dumps({"step": 3, "parameters": {}}))
-    assert read_position(tmp_path, "run", cure="c").files == {}
-
-
 @pytest.mark.parametrize(
     ("changed", "rule"),
     [
@@ -61,6 +74,17 @@ def test_one_of_an_earlier_version_has_no_sizes_of_files(tmp_path):
         ({"loss_scale": {"scale": 2.0, "good": 2**70}}, "has loss_scale[...]: Expected `int` <= "),
         ({"parameters": {"a": 3}}, "has parameters[...]: Expected `array`, got `int`"),
         ({"files": {"../../secret": 3}}, "Expected `str` matching regex"),
+        ({"generators": {"0": {"cpu": [1]}}}, "has generators[...][...]: Expected `bytes`, got `array`"),
+        ({"generators": {"x": {}}}, "has generators"),
+        ({"generators": {"-1": {"cpu": ""}}}, "has generators"),
+        ({"generators": {"0": {"posix.system": ""}}}, "has generators"),
+        (
+            {"generators": {"0": {"cpu": base64.b64encode(bytes(1 << 17)).decode()}}},
+            "has generators[...][...]: Expected",
+        ),
+        ({"recipe": "x"}, "has recipe: Expected `str` matching regex"),
+        ({"recipe": 3}, "has recipe: Expected `str | null`, got `int`"),
+        ({"contents": "optimizer"}, "has contents: Invalid enum value"),
         ({"later": 1}, "does not fit (Object contains unknown field `later`)"),
     ],
     ids=str,
@@ -73,6 +97,30 @@ def test_what_no_run_saves_is_refused(tmp_path, changed, rule):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"data":' * 5_000 + b"1" + b"}" * 5_000, b"[1]", b"3", b""])
+def test_content_that_is_nested_or_no_mapping_is_refused(tmp_path, content):
+    (tmp_path / "position.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"position\.json"):
+        read_position(tmp_path, "run", cure="c")
+
+
+def test_what_is_written_is_read(tmp_path):
+    saved = SavedPosition(
+        step=3, data={"samples": 12, "at": float("nan")}, routing={"layers.0": [0.5]}, parameters={"é": [2]},
+        files={"a": 7}, generators={1: {"cpu": b"\0\xff"}}, recipe="ab" * 32, contents="model",
+    )  # fmt: skip
+    (tmp_path / "position.json").write_bytes(position_bytes(saved))
+    found = read_position(tmp_path, "run", cure="c")
+    # JSON has no NaN.
+    assert found == structs.replace(saved, data={"samples": 12, "at": None})
+    assert b'"generators": {\n  "1": {\n   "cpu": "AP8="' in position_bytes(saved)
+    assert b"routing" not in (short := position_bytes(SavedPosition(step=0, parameters={})))
+    assert b"contents" not in short
+    # One of an earlier version has few keys, and one that a person has copied any name.
+    (tmp_path / "position.json").write_text('{"step": 3, "parameters": {}}')
+    assert read_position(tmp_path, "run", cure="c") == SavedPosition(step=3, parameters={})
+
+
 @pytest.mark.parametrize("key", ["loss_scale", "routing"])
 def test_a_number_that_json_reads_as_infinite_is_refused(tmp_path, key):
     folder = written(
@@ -82,10 +130,6 @@ def test_a_number_that_json_reads_as_infinite_is_refused(tmp_path, key):
     (folder / "position.json").write_text(text.replace('"x"', "1e400"))
     with pytest.raises(ConfigError, match=f"has {key}.*: Number out of range"):
         read_position(folder, "run", cure="c")
-
-
-def test_a_folder_that_a_person_has_named_may_be_of_any_step(tmp_path):
-    assert read_position(written(tmp_path / "best"), "run", cure="c").position.step == 3
 
 
 @pytest.mark.parametrize(
@@ -120,3 +164,56 @@ def test_files_have_the_sizes_that_they_were_saved_with(tmp_path):
         check_files(tmp_path, {"a": 7, "b": 7}, "run", cure="c")
     with pytest.raises(ConfigError, match="is damaged: its file a has 7 bytes, and had 9 when it was saved; c"):
         check_files(tmp_path, {"a": 9}, "run", cure="c")
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A recipe of four steps, and its run, which has saved steps 1 and 2."""
+    made = tiny.recipe(tmp_path, steps=2, every=1, keep=0)
+    run = tiny.begin(made)
+    tiny.as_rank(made, run)
+    (run.path / "result.json").unlink()
+    return tiny.changed(made, steps=4, every=0), run
+
+
+def spoil(run, step, change):
+    """Change the position in a checkpoint, with checksums that fit."""
+    folder = step_folder(run.checkpoints, step)
+    position = json.loads((folder / "position.json").read_bytes())
+    change(position)
+    content = json.dumps(position).encode()
+    (folder / "position.json").write_bytes(content)
+    index = json.loads((folder / "index.json").read_bytes())
+    del index["checksum"]
+    index["position"] = {"bytes": len(content), "checksum": f"{checksum(content):016x}"}
+    (folder / "index.json").write_bytes(signed(json.dumps(index, separators=(",", ":")).encode()))
+
+
+@pytest.mark.parametrize("samples", ["x", -1, True, 10**30])
+def test_samples_that_are_no_number_are_found_before_the_ranks_start(saved, samples):
+    made, run = saved
+    spoil(run, 2, lambda position: position["data"].update(samples=samples))
+    lines = []
+    pass_over_damaged(run, made, lines.append)
+    (line,) = lines
+    assert line.startswith("goes on from step 1: step-00000002 its position.json has data=")
+    assert "its samples must be a whole number from 0; it is kept as step-00000002.damaged" in line
+
+
+@pytest.mark.parametrize("name", ["samples", "fingerprint"])
+def test_what_only_the_data_can_judge_is_found_by_the_ranks(saved, name):
+    made, run = saved
+    spoil(run, 2, lambda position: position["data"].pop(name))
+    assert tiny.as_rank(made, tiny.begin(made, run)).kind is OutcomeKind.DONE
+    assert [row["step"] for row in run.metrics("train")][-3:] == [2, 3, 4]
+    log = (run.logs / "rank-0.log").read_text()
+    assert f"goes on from step 1: step-00000002 its position.json has data.{name}=null: must be" in log
+    assert "Traceback" not in log
+
+
+def test_without_an_older_checkpoint_it_is_one_line(saved):
+    made, run = saved
+    for step in (1, 2):
+        spoil(run, step, lambda position: position["data"].pop("samples"))
+    with pytest.raises(DamagedCheckpoint, match=r"its position\.json has data\.samples=null: must be"):
+        tiny.as_rank(made, tiny.begin(made, run))

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import json
 import os
+import pickle
 import random
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from msgspec import structs
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.checkpoint.one_process import ALONE, saved, trained
 from titanlab.checkpoint import (
@@ -17,12 +27,24 @@ from titanlab.checkpoint import (
     Position,
     Target,
     generator_states,
+    on_all_ranks,
     read_contents,
     set_generators,
     store,
 )
-from titanlab.checkpoint.index_reader import read_index
-from titanlab.checkpoint.position import MODEL
+from titanlab.checkpoint.index import read_index
+from titanlab.checkpoint.store import (
+    Plans,
+    attempted,
+    give_name,
+    make_part,
+    remove_old,
+    removed_after_errors,
+    restore_generators,
+    write_and_publish,
+)
+from titanlab.checkpoint.writer import SavePlannerOfJson
+from titanlab.distributed import World
 from titanlab.errors import ConfigError
 
 # A run has a process group, also of one process.
@@ -135,7 +157,7 @@ def test_a_checkpoint_of_the_model_only_resumes_no_run(tmp_path, dtype, expected
     made = model, torch.optim.SGD(model.parameters(), lr=1.0)
     checkpoint = saved(tmp_path, made=made, only_model=OnlyModel(dtype=dtype))
     contents = read_contents(checkpoint, "run")
-    assert contents.saved.contents == MODEL
+    assert contents.saved.contents == "model"
     assert set(contents.entries.tensors) == {f"model.{name}" for name in model.state_dict()}
     index = contents.entries.tensors
     assert index["model.0.weight"].dtype == str(expected).removeprefix("torch.")
@@ -147,28 +169,6 @@ def test_a_checkpoint_of_the_model_only_resumes_no_run(tmp_path, dtype, expected
     store.load_model(checkpoint, "run", nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
 
 
-@pytest.mark.parametrize(
-    ("keep", "keep_every", "left"),
-    [(0, 0, [1, 2, 3, 4, 5]), (2, 0, [4, 5]), (1, 2, [2, 4, 5]), (9, 0, [1, 2, 3, 4, 5]), (1, 100, [5])],
-)
-def test_old_checkpoints_are_removed(tmp_path, keep, keep_every, left):
-    made, told = trained(), []
-    for step in range(1, 6):
-        saved(tmp_path, step, made=made, keep=keep, keep_every=keep_every, saved=told.append)
-    assert [path.name for path in sorted(tmp_path.iterdir())] == [f"step-{step:08d}" for step in left]
-    assert told == [1, 2, 3, 4, 5]
-
-
-def test_a_step_that_is_saved_again_replaces_the_one_before(tmp_path):
-    saved(tmp_path, made=trained(seed=0))
-    again = trained(seed=1)
-    checkpoint = saved(tmp_path, made=again)
-    model = nn.Linear(3, 2)
-    store.load_model(checkpoint, "run", model)
-    assert equal(model.state_dict(), again[0].state_dict())
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-
-
 def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
     saved(tmp_path)
     told = []
@@ -176,7 +176,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
     def full(*given):
         raise OSError(28, "No space left on device")
 
-    for place in ("titanlab.checkpoint.writer.os.fsync", "titanlab.checkpoint.store.stage"):
+    for place in ("os.fsync", "titanlab.checkpoint.store.stage"):
         with monkeypatch.context() as patch:
             patch.setattr(place, full)
             with pytest.raises(OSError, match="No space left") as caught:
@@ -192,14 +192,6 @@ def test_an_optimizer_with_a_state_that_is_no_json_leaves_nothing(tmp_path):
     with pytest.raises(TypeError, match=r"more is float: a checkpoint holds tensors and values of JSON only"):
         saved(tmp_path, made=made)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_old_checkpoint_that_stays_is_a_warning(tmp_path, monkeypatch):
-    saved(tmp_path)
-    lines = []
-    monkeypatch.setattr(store, "remove", lambda path: OSError(13, "Permission denied") if path.exists() else None)
-    saved(tmp_path, 2, keep=1, warn=lines.append)
-    assert lines == [f"the old checkpoint {tmp_path / 'step-00000001'} cannot be removed: Permission denied"]
 
 
 def test_a_save_begins_without_its_name(tmp_path):
@@ -232,7 +224,7 @@ def test_damage_leaves_the_generators_as_they_were(tmp_path):
     checkpoint = saved(tmp_path)
     contents = read_contents(checkpoint, "run")
     broken = {"cpu": contents.saved.generators[0]["cpu"], "python": b"[3, [], null]"}
-    planted = replace(contents, saved=replace(contents.saved, generators={0: broken}))
+    planted = replace(contents, saved=structs.replace(contents.saved, generators={0: broken}))
     before = generator_states(ALONE)
     with pytest.raises(DamagedCheckpoint, match="holds no state of a generator"):
         loaded(checkpoint, trained(), read=lambda *named: planted)
@@ -240,24 +232,318 @@ def test_damage_leaves_the_generators_as_they_were(tmp_path):
     assert generator_states(ALONE) == before
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_generators_without_a_state_in_the_checkpoint_stay(tmp_path, rank):
-    """Of a rank or of a device that the checkpoint had not."""
-    checkpoint = saved(tmp_path)
-    contents = read_contents(checkpoint, "run")
-    states = contents.saved.generators[0] if rank else {"cpu": b"", "cuda": b"12"}
-    planted = replace(contents, saved=replace(contents.saved, generators={rank: states}))
-    made = trained()
-    before = generator_states(ALONE)
-    loaded(checkpoint, made, read=lambda *named: planted)
-    assert generator_states(ALONE) == before
+SECOND = World(rank=1, world=2, local_rank=1, device=torch.device("cpu"))
 
 
-def test_a_changed_byte_of_a_tensor_is_damage(tmp_path):
-    checkpoint = saved(tmp_path)
-    path = checkpoint / "rank-00000.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(DamagedCheckpoint, match=r"rank-00000\.safetensors has other bytes than were saved"):
-        loaded(checkpoint, trained())
+def step(folder, number, *names):
+    """A folder of a step, with these files."""
+    path = folder / f"step-{number:08d}"
+    path.mkdir(parents=True)
+    for name in names:
+        (path / name).write_text(name)
+    return path
+
+
+def whole(folder, number):
+    return step(folder, number, "index.json", "position.json")
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_an_earlier_save_has_left_is_removed(tmp_path):
+    whole(tmp_path, 1)
+    (tmp_path / "step-00000002.part").mkdir()
+    (tmp_path / "step-00000002.part" / "rank-00000.safetensors").write_text("half")
+    make_part(tmp_path, tmp_path / "step-00000002")
+    assert names(tmp_path) == ["step-00000001", "step-00000002.part"]
+    assert names(tmp_path / "step-00000002.part") == []
+
+
+def test_the_folder_of_a_run_is_not_made_anew(tmp_path):
+    folder = tmp_path / "gone" / "checkpoints"
+    with pytest.raises(FileNotFoundError):
+        make_part(folder, folder / "step-00000001")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_the_place_of_the_checkpoints_is_an_error_that_names_it(tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.write_text("mine")
+    with pytest.raises(NotADirectoryError) as caught:
+        make_part(folder, folder / "step-00000001")
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOTDIR, str(folder))
+    assert folder.read_text() == "mine"
+
+
+@pytest.mark.parametrize(("world", "left"), [(ALONE, []), (SECOND, ["step-00000001"])])
+def test_after_an_error_rank_0_removes_the_folder(tmp_path, world, left):
+    part = step(tmp_path, 1, "x")
+    with pytest.raises(KeyError), removed_after_errors(part, world):
+        raise KeyError
+    assert names(tmp_path) == left
+
+
+def test_a_full_disk_is_named_by_the_folder_of_checkpoints(tmp_path):
+    part = step(tmp_path, 1)
+    with pytest.raises(OSError, match="No space left") as caught, removed_after_errors(part, ALONE):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert caught.value.filename == str(tmp_path)
+    # Another error keeps the name that it has.
+    with pytest.raises(FileNotFoundError) as other, removed_after_errors(part, ALONE):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "elsewhere")
+    assert other.value.filename == "elsewhere"
+
+
+def test_an_interruption_removes_nothing(tmp_path):
+    part = step(tmp_path, 1, "x")
+    with pytest.raises(KeyboardInterrupt), removed_after_errors(part, ALONE):
+        raise KeyboardInterrupt
+    assert names(part) == ["x"]
+
+
+def test_a_whole_folder_gets_its_name_and_replaces_another(tmp_path):
+    final = step(tmp_path, 1, "old")
+    part = make_part(tmp_path, final)
+    (part / "new").write_text("")
+    give_name(part, final)
+    assert names(tmp_path) == ["step-00000001"]
+    assert names(final) == ["new"]
+    # In a store the two are the same.
+    give_name(final, final)
+    assert names(final) == ["new"]
+
+
+def test_a_checkpoint_that_cannot_be_replaced_is_an_error(tmp_path, monkeypatch):
+    final = step(tmp_path, 1, "old")
+    part = make_part(tmp_path, final)
+    monkeypatch.setattr(store, "remove", lambda path: OSError(errno.EACCES, "Permission denied", str(path)))
+    with pytest.raises(PermissionError):
+        give_name(part, final)
+    assert names(tmp_path) == ["step-00000001", "step-00000001.part"]
+
+
+@pytest.mark.parametrize(
+    ("keep", "keep_every", "left"),
+    [
+        (0, 0, [2, 4, 6, 8]),
+        (1, 0, [8]),
+        (4, 0, [2, 4, 6, 8]),
+        (5, 0, [2, 4, 6, 8]),
+        (1, 4, [4, 8]),
+        (2, 2, [2, 4, 6, 8]),
+    ],
+)
+def test_the_newest_are_kept_and_those_that_a_number_divides(tmp_path, keep, keep_every, left):
+    for number in (2, 4, 6, 8):
+        whole(tmp_path, number)
+    # It is none.
+    step(tmp_path, 1)
+    remove_old(tmp_path, keep, keep_every, pytest.fail)
+    assert names(tmp_path) == [f"step-{number:08d}" for number in [1, *left]]
+
+
+def test_each_that_cannot_be_removed_is_told(tmp_path, monkeypatch):
+    for number in (1, 2, 3):
+        whole(tmp_path, number)
+    lines = []
+    monkeypatch.setattr(store, "remove", lambda path: OSError("odd") if path.name.endswith("1") else None)
+    remove_old(tmp_path, 1, 0, lines.append)
+    assert lines == [f"the old checkpoint {tmp_path / 'step-00000001'} cannot be removed: odd"]
+
+
+ALONE = World(rank=0, world=1, local_rank=0, device=torch.device("cpu"))
+
+
+class TwoArguments(Exception):
+    """Pickled, it cannot be made again."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}\nwith more lines")
+
+
+def fails(error):
+    def action():
+        raise error
+
+    return action
+
+
+@pytest.mark.parametrize("error", [TwoArguments("one", "two"), type("Local", (Exception,), {})("one and two")])
+def test_an_error_that_cannot_be_pickled_travels_as_its_first_line(error):
+    value, portable = attempted(fails(error))
+    assert (value, type(portable)) == (None, RuntimeError)
+    assert str(portable) == f"{type(error).__name__}: one and two"
+    assert portable.__cause__ is error
+    assert str(pickle.loads(pickle.dumps(portable))) == str(portable)
+
+
+def of_rank(failing):
+    """As one of two ranks: an action that fails on some of them. Returns its value, or what was raised."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    world = World(rank=rank, world=2, local_rank=rank, device=torch.device("cpu"))
+
+    def action():
+        if rank in failing:
+            raise failing[rank]
+        return rank
+
+    try:
+        return on_all_ranks(world, action)
+    except (OSError, ConfigError) as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("failing", "expected"),
+    [
+        ({}, [0, 1]),
+        ({1: OSError("of rank 1")}, ["of rank 1"] * 2),
+        ({0: OSError("of rank 0"), 1: OSError("of rank 1")}, ["of rank 0", "of rank 1"]),
+        ({0: OSError("of rank 0"), 1: ConfigError("a", 1, "is wrong", "try 2")}, ["a=1: is wrong; try 2"] * 2),
+    ],
+)
+def test_all_ranks_fail_if_one_fails(pool, failing, expected):
+    assert pool.run(2, of_rank, failing) == expected
+
+
+HERE = Path("here")
+
+
+def drawn():
+    return random.random(), np.random.random_sample(), torch.rand(3).tolist()  # noqa: NPY002
+
+
+def packed(state):
+    return json.dumps(state).encode()
+
+
+def test_each_generator_goes_on_where_its_state_was_taken():
+    random.gauss(0, 1)
+    np.random.standard_normal()  # noqa: NPY002
+    states = generator_states(ALONE)
+    assert list(states) == ["cpu", "python", "numpy"]
+    first = (drawn(), random.gauss(0, 1), np.random.standard_normal())  # noqa: NPY002
+    set_generators(states, ALONE)
+    assert (drawn(), random.gauss(0, 1), np.random.standard_normal()) == first  # noqa: NPY002
+
+
+BAD = {
+    "no bytes of a generator": {"cpu": bytes(7)},
+    "no bytes": {"cpu": b""},
+    "no JSON": {"python": b"\x01\x02\x03"},
+    "a number": {"python": packed(5)},
+    "too few values": {"python": packed([3, []])},
+    "too few words": {"python": packed([3, [1, 2], None])},
+    "words of text": {"python": packed([3, ["a"] * 625, None])},
+    "another version": {"python": packed([9, [0] * 625, None])},
+    "words that are too large": {"numpy": packed(["MT19937", [2**40] * 624, 0, 0, 0.0])},
+    "a word too few": {"numpy": packed(["MT19937", [0] * 623, 0, 0, 0.0])},
+    "a position behind the words": {"numpy": packed(["MT19937", [0] * 624, 625, 0, 0.0])},
+    "a negative position": {"numpy": packed(["MT19937", [0] * 624, -1, 0, 0.0])},
+    "a position of text": {"numpy": packed(["MT19937", [0] * 624, "a", 0, 0.0])},
+    "another generator": {"numpy": packed(["PCG64", [0] * 624, 0, 0, 0.0])},
+    "a mapping": {"numpy": packed({"a": 1})},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_state_is_damage(name):
+    with pytest.raises(DamagedCheckpoint, match=r"^run=here: holds no state of a generator \(\w+Error\)"):
+        restore_generators(BAD[name], ALONE, HERE, "run")
+
+
+class Counted:
+    """Counts the plans that a process makes."""
+
+    def __init__(self, monkeypatch):
+        self.local = 0
+        real = SavePlannerOfJson.create_local_plan
+
+        def create_local_plan(planner):
+            self.local += 1
+            return real(planner)
+
+        monkeypatch.setattr(SavePlannerOfJson, "create_local_plan", create_local_plan)
+
+
+def hashes(plans, state, folder, world=ALONE):
+    """Save, and return a hash of each file."""
+    planned = plans.plan(state, folder, world)
+    write_and_publish(planned.stage, planned, world)
+    world.share(None)
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(folder).iterdir())}
+
+
+def state(value=0.0, **other):
+    return {"model": {"x": torch.full((3, 4), value)}, "optimizer": {"step": 1.0}, **other}
+
+
+def test_a_plan_serves_the_next_save_with_other_values(tmp_path, monkeypatch):
+    counted, plans = Counted(monkeypatch), Plans()
+    hashes(plans, state(1.0), tmp_path / "first")
+    again = hashes(plans, state(2.0), tmp_path / "second")
+    assert counted.local == 1
+    assert again == hashes(Plans(), state(2.0), tmp_path / "fresh")
+    assert counted.local == 2
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model": {"x": torch.ones(4, 3)}},
+        {"model": {"x": torch.ones(3, 4, dtype=torch.bfloat16)}},
+        {"model": {"y": torch.ones(3, 4)}},
+        {"model": {"x": torch.ones(3, 4), "y": torch.ones(1)}},
+        {"model": {"x": 5}},
+        {"optimizer": {"step": torch.ones(())}},
+    ],
+)
+def test_a_state_of_another_form_is_planned_anew(tmp_path, monkeypatch, changed):
+    counted, plans = Counted(monkeypatch), Plans()
+    hashes(plans, state(), tmp_path / "first")
+    again = hashes(plans, state(**changed), tmp_path / "second")
+    assert counted.local == 2
+    assert again == hashes(Plans(), state(**changed), tmp_path / "fresh")
+
+
+def test_a_plan_that_failed_is_not_kept(tmp_path):
+    plans = Plans()
+    with pytest.raises(TypeError, match="a checkpoint holds tensors"):
+        hashes(plans, state(bad=object()), tmp_path / "first")
+    assert hashes(plans, state(), tmp_path / "second") == hashes(Plans(), state(), tmp_path / "fresh")
+
+
+def of_two_ranks(folder):
+    """Saves under three cuts; one rank's state changes last. Returns the number of local plans after each save."""
+    dist.init_process_group("gloo")
+    world = World(rank=dist.get_rank(), world=2, local_rank=dist.get_rank(), device=torch.device("cpu"))
+    mesh = init_device_mesh("cpu", (2,))
+    made = []
+
+    class Planner(SavePlannerOfJson):
+        def create_local_plan(self):
+            made.append(1)
+            return super().create_local_plan()
+
+    store.SavePlannerOfJson, before = Planner, store.SavePlannerOfJson
+    try:
+        plans, counts = Plans(), []
+        for number, cut in enumerate([Shard(0), Shard(0), Shard(1), Replicate()]):
+            tensor = distribute_tensor(torch.arange(16.0).view(4, 4) + number, mesh, [cut])
+            hashes(plans, {"x": tensor}, folder / f"{number}", world)
+            counts.append(len(made))
+        own = {"x": tensor, **({"y": torch.ones(3)} if world.rank else {})}
+        first = hashes(plans, own, folder / "y", world)
+        counts.append(len(made))
+        assert first == hashes(Plans(), own, folder / "fresh", world)
+    finally:
+        store.SavePlannerOfJson = before
+    return counts
+
+
+def test_all_ranks_plan_anew_if_one_of_them_must(pool, tmp_path):
+    assert pool.run(2, of_two_ranks, tmp_path) == [[1, 1, 2, 3, 4]] * 2

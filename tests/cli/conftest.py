@@ -7,9 +7,7 @@ import logging
 import os
 import re
 import shlex
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +21,7 @@ from titanlab.recipe import Recipe, to_mapping
 from titanlab.records import Outcome, OutcomeKind, create_run, identify
 from titanlab.techniques.model import llama_account
 
-LINE = re.compile(r"error: (?P<key>[^=\s]+)=(?P<value>.*?): (?P<rule>.+?); (?P<cure>.+)\n")
+LINE = re.compile(r"error: (?P<key>[^=\n]+)=(?P<value>.*?): (?P<rule>.+?); (?P<cure>.+)\n")
 
 
 @dataclass(frozen=True)
@@ -129,23 +127,3 @@ def saved_run(tmp_path: Path) -> Path:
     shapes = {name: list(shape) for name, shape in llama_account.account(made.model).parameters.items()}
     tiny.write_checkpoint(run.checkpoints / "step-00000003", {"step": 3, "parameters": shapes})
     return run.path
-
-
-@pytest.fixture
-def refused_as_process() -> Callable[..., None]:
-    """Holds `python -m titanlab …` in a process of its own to one line of refusal and exit code 2."""
-
-    def hold(*arguments: str, begins: str, environ: Mapping[str, str]) -> None:
-        done = subprocess.run(
-            [sys.executable, "-m", "titanlab", *arguments],
-            env={**os.environ, **environ},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith(f"error: {begins}")
-        assert done.stderr.count("\n") == 1
-
-    return hold

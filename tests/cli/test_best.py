@@ -48,22 +48,3 @@ def test_the_ranking_as_json(made, say):
     assert (values["sweep"], values["by"], values["max_memory_gib"]) == ("layouts", "memory", 76.0)
     assert values["winner"] is None
     assert [recipe["left_out"] is None for recipe in values["recipes"]] == [True, True, False]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "begins"),
-    [
-        (("layouts", "--by", "speed"), "error: --by=speed: is no figure to rank by; known: tps, mfu, memory"),
-        (("layouts", "--max-memory", "0"), "error: --max-memory=0.0: must be a number of GiB above 0"),
-        (("layouts", "--max-memory", "nan"), "error: --max-memory=nan: must be a number of GiB above 0"),
-        (("layouts", "--max-memory", "much"), "error: --max-memory=much: must be a number"),
-        (("nothing",), "error: sweep=nothing: is no sweep"),
-        ((), "error: arguments="),
-    ],
-)
-def test_mistakes_are_one_line(made, capsys, arguments, begins):
-    assert main(["best", *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(begins)
-    assert err.count("\n") == 1

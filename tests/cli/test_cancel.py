@@ -1,4 +1,4 @@
-"""`titanlab cancel`: what is said of the runs, and which are meant; tests/sweep/test_cancel.py ends their jobs."""
+"""`titanlab cancel`: what is said of the runs, and which are meant; tests/sweep/test_retry.py ends their jobs."""
 
 import pytest
 
@@ -53,19 +53,3 @@ def test_a_sweep_without_runs(tmp_path, monkeypatch, capsys):
     Made(tmp_path / "runs").drop("rule", "no", seed=1)
     assert main(["cancel", "layouts"]) == 0
     assert capsys.readouterr().out == "layouts: no runs\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "begins"),
-    [
-        ((), "arguments=: the following arguments are required: sweep"),
-        (("nothing",), "sweep=nothing: is no sweep under runs; try layouts"),
-        (("layouts", "nobody"), "run=nobody: fits no run of sweep layouts; try "),
-    ],
-)
-def test_mistakes_are_one_line_and_cancel_nothing(made, capsys, arguments, begins):
-    assert main(["cancel", *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith(f"error: {begins}")
-    assert list(made.folder.path.rglob("cancel.json")) == []

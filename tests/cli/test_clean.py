@@ -330,18 +330,6 @@ def test_remote_checkpoints_are_named_and_left_alone(run, call):
     assert len(steps(run)) == 4
 
 
-@pytest.mark.parametrize("what", ["compile-cache", "temporary,data-cache"])
-def test_caches_are_of_no_single_run(run, call, what):
-    """It said that nothing is to be removed."""
-    name = what.rpartition(",")[2]
-    code, _, err = call(run.path, "--what", what, "--dry-run")
-    assert (code, err.partition("; ")[0]) == (
-        2,
-        f"error: --what={what}: {name} is of all runs, and {run.path} is named",
-    )
-    assert call(run.path, "--what", "all", "--dry-run")[0] == 0
-
-
 def test_a_kind_that_is_given_twice_is_shown_once(run, call):
     out = call("--dry-run", "--what", "checkpoints,checkpoints")[1]
     assert out.count("checkpoints      3") == 1

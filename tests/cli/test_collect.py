@@ -99,23 +99,3 @@ def test_a_sweep_in_another_folder_of_runs(made, say, tmp_path):
     (tmp_path / "runs").rename(tmp_path / "older")
     for arguments in (["layouts", "--runs", "older"], ["older/layouts"]):
         assert say(*arguments).splitlines()[-1] == "table: older/layouts/layouts.csv"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "begins"),
-    [
-        (("nothing",), "error: sweep=nothing: is no sweep"),
-        ((), "error: arguments="),
-        (
-            ("layouts", "--into", "runs/layouts/points.jsonl"),
-            "error: --into=runs/layouts/points.jsonl: cannot be written",
-        ),
-    ],
-)
-def test_mistakes_are_one_line(made, capsys, arguments, begins):
-    (made.folder.path / "points.jsonl").touch()
-    assert main(["collect", *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(begins)
-    assert err.count("\n") == 1

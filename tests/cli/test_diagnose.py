@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests import tiny
-from tests.distributed.test_silence import silent, waits
+from tests.distributed.test_hang import silent, waits
 from tests.records.test_hang_file import values
 from titanlab.cli.verbs import main
 from titanlab.records import Outcome, OutcomeKind, write_hang

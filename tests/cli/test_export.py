@@ -12,31 +12,12 @@ from safetensors import safe_open
 
 from tests.weights import saved
 from tests.weights.huggingface import made as folders
-from titanlab.checkpoint import index_reader as reader
+from titanlab.checkpoint import index as reader
 from titanlab.checkpoint import remove
 from titanlab.checkpoint.folders import step_folder
 from titanlab.checkpoint.reader import ShardReader
 from titanlab.cli import main
 from titanlab.train import is_weights
-
-
-@pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        ("--format dcp --force", "--force=true: is of --format hf or titanlab, and the format is dcp; leave it out"),
-        ("--format dcp --shard-size 1GB", "--shard-size=1GB: is of --format hf or titanlab, and the format is dcp; leave it"),
-        ("--format dcp --name x", "--name=x: is of --format titanlab, and the format is dcp; leave it out"),
-        ("--name x", "--name=x: is of --format titanlab, and the format is hf; leave it out"),
-        ("--names torchtitan", "--names=torchtitan: is of --format dcp, and the format is hf; leave it out"),
-    ],
-)  # fmt: skip
-def test_a_flag_of_another_format_is_refused(tmp_path, monkeypatch, capsys, flags, line):
-    """It was dropped without a word: --force did not replace, and files had another size."""
-    monkeypatch.chdir(tmp_path)
-    theirs = folders.folder(tmp_path / "hub")
-    assert main(["export", str(theirs), "--into", "out", *flags.split()]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {line}")
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_formats_take_their_own_flags(tmp_path, capsys):

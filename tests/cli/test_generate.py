@@ -6,36 +6,6 @@ from titanlab.cli.verbs import call
 from titanlab.distributed import Host
 
 
-@pytest.mark.parametrize(
-    ("arguments", "begins", "cure"),
-    [
-        ("", "arguments=: the following arguments are required: run", "titanlab generate --help"),
-        ("nope", "run=nope: fits no run under runs", "train one first"),
-        ("<run> --tokens 0", "--tokens=0: must be at least 1", "try 1"),
-        ("<run> --tokens many", "--tokens=many: must be a whole number", "titanlab generate --help"),
-        ("<run> --temperature nan", "--temperature=nan: must be at least 0", "try 0"),
-        ("<run> --seed 99999999999999999999", "--seed=99999999999999999999: must be at most 9,223,372,036,854,775,807", "--help"),
-        ("<run> --top-k -1", "--top-k=-1: must be at least 0", "try 0"),
-        ("<run> --device tpu", "--device=tpu: is no device", "try cpu or cuda"),
-        ("<run> --device cuda", "--device=cuda: this host shows no GPU", "try cpu"),
-        ("<run> --prompt def --lengths 3", "arguments=", "titanlab generate --help"),
-        ("<run>", "run=<run>: was trained on data without a tokenizer", "data=stdlib"),
-        ("<unsaved>", "run=<unsaved>: holds no complete checkpoint", "that has saved one"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_sample_that_cannot_be(command, saved_run, arguments, begins, cure):
-    if "<unsaved>" in arguments:
-        (saved_run / "checkpoints" / "step-00000003").rename(saved_run / "checkpoints" / "step-00000003.part")
-
-    def filled(text):
-        return text.replace("<unsaved>", str(saved_run)).replace("<run>", str(saved_run))
-
-    said = command(f"generate {filled(arguments)}")
-    assert said.err.startswith(f"error: {filled(begins)}")
-    assert cure in said.refusal["cure"]
-
-
 @pytest.fixture
 def sampled(monkeypatch):
     """Stands in for the sampling: it gives these pieces, and keeps what it was called with."""

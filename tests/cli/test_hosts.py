@@ -39,15 +39,3 @@ def test_one_host_or_all_are_forgotten(says):
     assert says("--all") == (0, "cleared: n2\n", "", [])
     assert says("--all") == (0, "cleared: nothing\n", "", [])
     assert says()[1] == "no run under runs has failed because of its host\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "err"),
-    [
-        ("--clear n9", "--clear=n9: is not on the list; it has: n1, n2; see `titanlab hosts`"),
-        ("--clear n1 --all", "--clear=n1: is one host, and --all is given; leave one of the two out"),
-    ],
-)
-def test_a_mistake_forgets_nothing(says, arguments, err):
-    """`--clear n1 --all` forgot n1 alone."""
-    assert says(*arguments.split()) == (2, "", f"error: {err}\n", ["n1", "n2"])

@@ -96,15 +96,6 @@ def test_a_folder_that_would_run_code_is_refused(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("more", [["--model", "debug"], ["model.dim=3"]])
-def test_a_folder_that_names_its_model_takes_no_other(tmp_path, capsys, more):
-    theirs = tmp_path / "theirs"
-    theirs.mkdir()
-    (theirs / "config.json").write_text("{}")
-    assert main(["import", str(theirs), *more, "--into", str(tmp_path / "ours"), "--name", "mine"]) == 2
-    assert "leave it out" in capsys.readouterr().err
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kept", [None, 100])
 def test_missing_data_has_a_hint_that_fits_a_folder_of_another_tool(tmp_path, capsys, kept):
@@ -118,12 +109,6 @@ def test_missing_data_has_a_hint_that_fits_a_folder_of_another_tool(tmp_path, ca
     assert err.startswith(f"error: source={theirs}: cannot be read (")
     assert err.endswith("; give another checkpoint, or a whole copy of this one\n")
     assert not (tmp_path / "ours").exists()
-
-
-@pytest.mark.parametrize("name", ["null", "NULL"])
-def test_null_is_no_name_of_a_model(tmp_path, capsys, name):
-    assert main(["import", str(tmp_path), "--into", str(tmp_path / "ours"), "--name", name]) == 2
-    assert capsys.readouterr().err == f"error: --name={name}: as model=NAME is no model; try {name}_imported\n"
 
 
 @pytest.mark.parametrize(

@@ -35,40 +35,6 @@ def written(stream):
     return stream.buffer.getvalue()
 
 
-def test_bytes_are_unchanged_in_a_pipe_whatever_its_encoding():
-    stream = pipe()
-    with LogOutput(width=None, stream=stream) as output:
-        output.line(line(b"\xff\xfe\x1b[31m red\r"))
-        output.line(line(b""))
-        output.line(line("é".encode()))
-    assert written(stream) == b"\xff\xfe\x1b[31m red\r\n\n\xc3\xa9\n"
-
-
-@pytest.mark.parametrize(
-    ("width", "rank", "head"),
-    [(None, 3, b""), (1, 3, b"[rank 3] "), (2, 3, b"[rank  3] "), (1, 12, b"[rank 12] ")],
-)
-def test_the_number_of_the_rank_is_before_each_line(width, rank, head):
-    stream = pipe()
-    with LogOutput(width=width, stream=stream) as output:
-        output.line(line(b"a", rank))
-    assert written(stream) == head + b"a\n"
-
-
-def test_numbers_get_room_and_never_lose_it():
-    stream = pipe()
-    with LogOutput(width=1, stream=stream) as output:
-        for width in (2, 1):
-            output.widen(width)
-            output.line(line(b"a", 3))
-    assert written(stream) == b"[rank  3] a\n" * 2
-    stream = pipe()
-    with LogOutput(width=None, stream=stream) as output:
-        output.widen(3)
-        output.line(line(b"a", 3))
-    assert written(stream) == b"a\n"
-
-
 def test_lines_wait_until_they_are_many_or_are_wanted():
     stream = pipe()
     output = LogOutput(width=None, stream=stream)

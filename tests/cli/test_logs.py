@@ -79,23 +79,6 @@ def test_each_attempt_has_its_part(run, say):
     assert say(run.path)[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "begins"),
-    [
-        (["--grep", "("], "error: --grep=(: is no regular expression ("),
-        (["--tail", "-1"], "error: --tail=-1: must not be negative; try 100"),
-        (["--tail", "x"], "error: --tail=x: must be a whole number; "),
-        (["--rank", "7"], "error: --rank=7: the run has no log of this rank; it has those of 0; try --rank 0"),
-        (["--follow", "--attempt", "1"], "error: --attempt=1: an attempt that has ended prints no more; "),
-    ],
-)
-def test_bad_arguments_are_one_line(run, say, arguments, begins):
-    write(run, 0, "text\n")
-    code, out, err = say(run.path, *arguments)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith(begins)
-
-
 def test_a_run_without_logs_names_what_there_is(tmp_path, say):
     made = Made(tmp_path / "runs")
     one = made.run("one")

@@ -112,30 +112,3 @@ def test_local_is_this_host(plan, monkeypatch):
     code, _, err = plan("model=debug", "cluster=local", "world=2", "launch=slurm")
     assert code == 2
     assert "cluster.accelerator=auto: is whatever a node has" in err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["world=8", "--top", "0"], "--top=0: must lie in 1 to 1,000"),
-        (["world=8", "--top", "many"], "--top=many: must be a whole number; see `titanlab plan --help`"),
-        (["world=8", "--vary", "optimizer"], "--vary=optimizer: cannot be varied"),
-        (["world=0"], "world=0: must be at least 1"),
-        (["world=-3"], "world=-3: must be at least 1"),
-        (["world=8", "cluster=local"], "cluster.device=null: names no GPU"),
-        (["world=8", "--plot", "a.svg"], "draws the timeline of one recipe; add --explain"),
-        (["--explain", "--why"], "is about one recipe"),
-        (["--explain", "--top", "3"], "is about one recipe, and --top about many"),
-        (["--explain", "--top", "0"], "is about one recipe, and --top about many"),
-        (["--explain", "parallelism.pipeline=64", "parallelism.shard=1", "world=64"], "parallelism.pipeline=64: "),
-        # No layout could change it, and a search would ask each of them.
-        (["world=8", "precision=mxfp8"], "precision=mxfp8: NVIDIA H100 80GB HBM3 is too old for mxfp8 products"),
-        (["world=8", "--fast"], "--fast: is no flag"),
-        (["world=8", "training.seq_len=4096,8192"], "training.seq_len"),
-    ],
-)
-def test_mistakes_are_one_line(plan, arguments, complaint):
-    code, out, err = plan(*RECIPE, *arguments)
-    assert (code, out) == (2, "")
-    assert complaint in err
-    assert err.count("\n") == 1

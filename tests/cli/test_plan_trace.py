@@ -65,21 +65,3 @@ def test_json_has_every_figure(call):
     values = json.loads(out)
     assert (code, values["equal"], values["notes"]) == (1, False, ["a note"])
     assert [item["name"] for item in values["items"] if item["difference"]] == ["parameter bytes"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--trace", "--rank", "one"], "--rank=one"),
-        (["--rank", "0"], "add --trace"),
-        (["--trace", "--explain"], "--trace"),
-        (["--trace", "--why"], "--trace"),
-        (["--trace", "--vary", "compile"], "--vary"),
-    ],
-)
-def test_bad_requests_are_one_line(tmp_path, monkeypatch, capsys, arguments, said):
-    monkeypatch.chdir(tmp_path)
-    assert main(["plan", *arguments, *RECIPE]) == 2
-    _, err = capsys.readouterr()
-    assert len(err.splitlines()) == 1
-    assert said in err

@@ -48,26 +48,6 @@ def test_figures_beside_it(sweep, capsys):
     assert all(Path(line.partition(": ")[2]).is_file() for line in lines[1:])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["nope"], "sweep=nope: is no sweep under runs"),
-        (["layouts", "--format", "svg"], "--format=svg: is that of figures; add --figures FOLDER"),
-        (["layouts", "--into", "file.txt"], "--into=file.txt: is a file, and its name has not the ending .html"),
-        (["layouts", "--into", "file.txt/a.html"], "--into=file.txt: cannot be made"),
-        (["layouts", "--figures", "file.txt/a"], "--figures=file.txt/a: cannot be made"),
-        (["layouts", "--by", "colour"], "invalid choice: 'colour'"),
-    ],
-)
-def test_mistakes_are_one_line(sweep, capsys, arguments, said):
-    Path("file.txt").write_text("")
-    assert main(["report", *arguments]) == 2
-    printed = capsys.readouterr()
-    assert said in printed.err
-    assert printed.err.count("\n") == 1
-    assert printed.out == ""
-
-
 def test_a_folder_that_cannot_be_written_is_one_line(sweep, capsys, monkeypatch):
     def refuse(path, text):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))

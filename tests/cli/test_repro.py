@@ -228,14 +228,6 @@ def test_a_dry_run_needs_no_folder(made, call, tmp_path):
     assert "config: " in out
 
 
-def test_a_folder_below_a_file_is_refused_as_such(made, call, tmp_path):
-    (tmp_path / "file").write_text("")
-    _, _, err = call(made(), "--into", str(tmp_path / "file" / "x"))
-    assert err == (
-        f"error: --into={tmp_path}/file/x: cannot be made ({tmp_path}/file is no folder); give another folder\n"
-    )
-
-
 def test_a_run_without_a_record_is_refused(made, call):
     run = made()
     shutil.rmtree(run.path / "attempts")

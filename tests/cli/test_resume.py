@@ -86,41 +86,6 @@ def test_a_changed_layout_is_checked_before_anything_is_submitted(tmp_path, slur
     assert slurm.jobs() == {}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "begins", "cure"),
-    [
-        ("", "arguments=: the following arguments are required: run", "titanlab resume --help"),
-        ("nope", "run=nope: fits no run under runs", "--runs FOLDER"),
-        ("nope --runs <runs>", "run=nope: fits no run under <runs>", "try single/toy-"),
-        ("<run>/checkpoints/step-4", "run=<run>/checkpoints/step-4: the run has no whole checkpoint of this step", "it has 3"),
-        ("<run> --step 4", "--step=4: the run has no whole checkpoint of this step", "it has 3"),
-        ("<run>/checkpoints/step-3 --step 4", "--step=4: <run>/checkpoints/step-00000003 is of a step already", "leave one of the two out"),
-        ("<run> optimizer.lr=1", "optimizer.lr=1: is not to be changed in a run that has begun", "a new run from its checkpoint: titanlab train --from"),
-        ("<run> checkpoint.load_from=x", "checkpoint.load_from=x: is not to be changed", "changeable:"),
-        ("<run> training.microbatches=2", "training.microbatches=2: is not to be changed", "training.microbatch,"),
-        ("<run> parallelism=fspd", "parallelism=fspd: ", "fsdp"),
-        ("<run> checkpoint=sync", "checkpoint=sync: is another preset", "give keys of checkpoint"),
-        ("<run> tracker=[wandb,nope]", "tracker=nope: is no option of this group", "known: jsonl, tensorboard, wandb"),
-        ("<run> hello", "overrides=hello: is no override", "write key=value"),
-        ("<run> world=x", "world=x: must be a whole number or null", "try null"),
-        ("<run> parallelism.shards=4", "parallelism.shards=4: is no key", "did you mean parallelism.shard?"),
-        ("<run> parallelism.shard=5", "training.global_batch=12: a run keeps it, and", "may be 1, 2, 3, 4, 6, 12"),
-        ("<run> world=4", "world=4: the degrees make 2 (shard 2)", "try world=2"),
-        ("<run> training.log_every=99999999999999999999", "training.log_every=99999999999999999999: must be at most", "try 10"),
-        ("<run> 'tracker.tags=[a'", "overrides=tracker.tags=[a: cannot be read", "write key=value"),
-        ("<run> --nope", "arguments=<run> --nope: unrecognized arguments: --nope", "titanlab resume --help"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_resume_that_cannot_be(command, saved_run, arguments, begins, cure):
-    def filled(text):
-        return text.replace("<runs>", str(saved_run.parent.parent)).replace("<run>", str(saved_run))
-
-    said = command(f"resume {filled(arguments)}")
-    assert said.err.startswith(f"error: {filled(begins)[:110]}")
-    assert cure in said.refusal["cure"]
-
-
 def test_a_run_is_told_where_its_corpus_is_now(command, saved_run, tmp_path, monkeypatch):
     monkeypatch.setenv("TITANLAB_CACHE", str(tmp_path / "cache"))
     for name in ("a", "b"):

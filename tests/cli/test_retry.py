@@ -56,22 +56,6 @@ def test_a_dry_run_names_the_runs_and_submits_none(says, arguments, out):
     assert says(*arguments.split(), "--dry-run") == (0, out, "")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "err"),
-    [
-        ("--outcome oom --all-failed", "--outcome=oom: is one of those of --all-failed; leave one of the two out"),
-        ("--outcome ,", "arguments=: say nothing of which runs; try --outcome hang,node_fail, --all-failed or --stale"),
-        ("--outcome oom,fire", "--outcome=fire: is no outcome; known: oom, "),
-        ("nonesuch", "run=nonesuch: fits no run of sweep layouts; try "),
-    ],
-)
-def test_a_mistake_submits_nothing(says, arguments, err):
-    """`--outcome oom --all-failed` submitted all that had failed."""
-    code, out, said = says(*arguments.split())
-    assert (code, out, said.count("\n")) == (2, "", 1)
-    assert said.startswith(f"error: {err}")
-
-
 def test_failed_points_are_retried_at_another_layout(tmp_path, slurm, capsys):  # noqa: F811
     run = ended(tmp_path, launch=Slurm(minutes=10), shard=4)
     sweep = ["single", "--runs", str(run.path.parent.parent), "--all-failed"]

@@ -106,38 +106,3 @@ def test_without_matplotlib(schedule, monkeypatch):
     assert err == (
         "error: --plot=x.png: needs matplotlib, which is not installed; pip install matplotlib, or leave --plot out\n"
     )
-
-
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        ("", "arguments=: the following arguments are required: kind"),
-        ("1f1", "schedule=1f1: there is no such schedule; try 1f1b; known: 1f1b, csv, "),
-        ("zbv --stages-per-rank 3", "--stages-per-rank=3: stages go through the ranks there and back, two a rank; try 2"),
-        ("looped_bfs --stages-per-rank 0", "--stages-per-rank=0: must be at least 1; try 2"),
-        ("gpipe --stages-per-rank 2", "--stages-per-rank=2: gpipe has one stage a rank; leave it out, or try titanlab sch"),
-        ("zbv --ranks 0", "--ranks=0: must be at least 1; try 4"),
-        ("zbv --ranks two", "--ranks=two: must be a whole number"),
-        ("dualpipe_v --microbatches 3", "schedule=dualpipe_v: needs at least 8 microbatches, one for each"),
-        ("1f1b --forward 0", "--forward=0.0: must be finite and positive; try 1"),
-        ("1f1b --transfer -1", "--transfer=-1.0: must be finite and not negative"),
-        ("1f1b --weight nan", "--weight=nan: must be finite and positive"),
-        ("1f1b --ranks 10000 --microbatches 1000", "--microbatches=1000: ranks × stages × microbatches is 20000000"),
-        ("csv", "--file=: names no file; write one with `titanlab schedule 1f1b --csv my.csv`: --file=my.csv"),
-        ("csv --file no.csv", "--file="),
-        ("1f1b --file no.csv", "--file=no.csv: is for the schedule csv"),
-        ("all --csv x.csv", "--csv=x.csv: holds one schedule"),
-        ("1f1b --csv no/x.csv", "--csv=no/x.csv: there is no such folder"),
-        ("1f1b --csv /proc/x.csv", "--csv=/proc/x.csv: cannot be written: No such file or directory"),
-        ("1f1b --plot /proc/x.svg", "--plot=/proc/x.svg: cannot be written: No such file or directory"),
-        ("1f1b --plot x.bmp", "--plot=x.bmp: is drawn as PNG, SVG or PDF; try x.svg"),
-        ("1f1b --plot no/x.png", "--plot=no/x.png: there is no such folder"),
-        ("1f1b --ranks 64 --microbatches 512 --plot x.png", "--plot=x.png: would have 65536 cells"),
-    ],
-)  # fmt: skip
-def test_a_mistake_is_one_line(schedule, tmp_path, line, complaint):
-    code, out, err = schedule(line)
-    assert (code, out) == (2, "")
-    assert err.startswith(f"error: {complaint}")
-    assert err.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []

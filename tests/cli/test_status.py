@@ -98,20 +98,3 @@ def test_one_that_is_done_shows_no_traceback(made, say):
     said = say("status", "layouts", "fsdp")
     assert "traceback" not in said
     assert "  speed       1,000 tokens/s per device, MFU 41.5%\n" in said
-
-
-@pytest.mark.parametrize(
-    ("arguments", "begins"),
-    [
-        (("status", "layout"), "error: sweep=layout: is no sweep under runs; try layouts"),
-        (("status", "layouts", "nothing"), "error: run=nothing: fits no run of sweep layouts"),
-        (("status", "--watch"), "error: --watch=true: is for the table of one sweep"),
-        (("status", "layouts", "--watch", "--json"), "error: --watch=true: is for the table of one sweep"),
-    ],
-)
-def test_mistakes_are_one_line(made, capsys, arguments, begins):
-    assert main(arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(begins)
-    assert err.count("\n") == 1

@@ -26,12 +26,3 @@ def test_the_printed_command_trains_on_what_was_written(tmp_path, monkeypatch, c
     assert command[:2] == ["titanlab", "train"]
     (recipe,) = compose(command[2:])
     assert (recipe.data.folder, recipe.model.vocab_size) == (str(folder), 330)
-
-
-def test_a_size_beside_a_tokenizer_is_refused_and_nothing_is_written(tmp_path, capsys):
-    arguments = ["tokenize", "corpus.txt", str(tmp_path / "shards"), "--tokenizer", "t.model", "--vocab-size", "2048"]
-    assert main(arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: --vocab-size=2048: is of a tokenizer that is trained")
-    assert error.endswith("leave one of them out\n")
-    assert not (tmp_path / "shards").exists()

@@ -58,6 +58,17 @@ def test_one_run_is_composed_once(monkeypatch, command, launch):
     assert said.started[0].training.global_batch == 8
 
 
+@pytest.mark.parametrize(
+    ("arguments", "runs"), [("-m seed=0,1 --dry-run", 2), ("-n", 1), ("launch=slurm cluster=cpu -n", 1)]
+)
+def test_a_dry_run_shows_what_would_be_started(command, arguments, runs):
+    said = command(f"train data=synthetic {arguments}")
+    assert (said.code, said.started) == (0, [])
+    lines = said.out.splitlines()
+    assert lines[-1] == "nothing was submitted (--dry-run)"
+    assert f"{runs} to submit" in lines
+
+
 def test_ctrl_c_before_anything_starts_is_one_line(monkeypatch, capsys):
     def interrupted(arguments):
         raise KeyboardInterrupt

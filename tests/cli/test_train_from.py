@@ -3,10 +3,12 @@
 import re
 
 import pytest
+import yaml
 
 from tests import tiny
 from titanlab.cli.verbs import call
 from titanlab.errors import ConfigError
+from titanlab.recipe import from_mapping
 from titanlab.records import Outcome, OutcomeKind, list_runs
 from titanlab.sweep import SweepFolder, look_at, row_details
 
@@ -49,6 +51,14 @@ def test_the_refusal_to_train_longer_names_the_command_that_does(parent, capsys)
     assert ("began from", f"step 6 of single/{parent.path.name}") in row_details(rows[child.path.name])
 
 
+def test_the_recipe_of_a_new_run_is_shown_and_nothing_is_started(command, parent):
+    said = command(f"train --from {parent.path} training.steps=8 --cfg job")
+    assert (said.code, said.err, said.started) == (0, "", [])
+    recipe = from_mapping(yaml.safe_load(said.out))
+    assert (recipe.training.steps, recipe.model) == (8, from_mapping(parent.config()).model)
+    assert recipe.checkpoint.load_from.endswith("step-00000006")
+
+
 def test_another_precision_from_an_earlier_checkpoint_and_on_another_layout(command, parent, monkeypatch):
     started = []
     done = Outcome(kind=OutcomeKind.DONE)
@@ -59,25 +69,3 @@ def test_another_precision_from_an_earlier_checkpoint_and_on_another_layout(comm
     assert (recipe.precision.kind, recipe.layout.label, recipe.name) == ("bf16", "dp_s2", "half")
     assert recipe.checkpoint.load_from.endswith(f"{parent.path.name}/checkpoints/step-00000004")
     assert recipe.optimizer.schedule.warmup_steps == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ("training.steps=5", "the checkpoint"),
-        ("checkpoint.load_from=x", "checkpoint.load_from=x: follows from --from; leave it out"),
-        ("model.layers=3", "checkpoint.load_from="),
-        ("precision=b16", "precision=b16: "),
-        ("training.step=9", "training.step=9: is no key"),
-        ("longer", "overrides=longer: is no override"),
-    ],
-)
-def test_what_cannot_be(command, parent, arguments, told):
-    said = command(f"train --from {parent.path} {arguments}")
-    assert told in said.err
-    assert said.refusal
-
-
-def test_a_run_without_a_checkpoint_has_no_children(command, tmp_path):
-    run = tiny.begin(tiny.recipe(tmp_path))
-    assert command(f"train --from {run.path}").refusal["rule"] == "has no checkpoint"

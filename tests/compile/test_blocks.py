@@ -6,6 +6,7 @@ units of the last place (6e-8) in losses and gradients. Parameters show five tim
 gradient's own size: they have a bar of their own there.
 """
 
+import inspect
 import os
 import warnings
 from collections import Counter
@@ -20,7 +21,7 @@ from titanlab.distributed import ALONE, joined
 from titanlab.prove import parity
 from titanlab.prove.parity import compare
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, MemoryBudget, SelectiveLayer, SelectiveOp
-from titanlab.techniques.compile.compiler import TorchCompiler
+from titanlab.techniques.compile.compiler import TorchCompiler, put_states_before_objects
 from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.precision.float8_schema import Float8Rowwise
 from titanlab.techniques.schedule.published_schema import ZBV, DualPipeV, Interleaved1F1B
@@ -75,7 +76,7 @@ def row(name, functions, **given):
     return pytest.param(given, functions, id=name, marks=layer)
 
 
-LOSS, PARTS = {"loss_sum": 1}, {"_own": 1, "_whole": 1, "_slope": 1}
+LOSS, PARTS = {"loss_sum": 1}, {"_own": 1, "_whole": 1, "_slope_of_own": 1}
 WHOLE, SPLIT = {"forward": 1, **LOSS}, {"forward": 1, **PARTS}
 AGAIN, IN_PART = {"recomputed_forward": 1}, {"partly_recomputed_forward": 1}
 INTERLEAVED = {"pipeline": 2, "layers": 6, "microbatch": 2}
@@ -167,6 +168,17 @@ def test_a_memory_budget_holds_for_blocks_only(pool, tmp_path):
     given = {"ac": MemoryBudget(budget=0.25), "blocks": True, "loss": True, "backend": "aot_eager_decomp_partition"}
     made = tiny.recipe(tmp_path, steps=2, **given)
     assert pool.run(1, settings_while_compiling, made, tiny.begin(made)) == [([0.25, 1.0], 1.0)]
+
+
+def test_torch_still_has_what_is_patched():
+    """The argument that is changed is the fourth, by its name; the patch is made once."""
+    from torch._functorch import partitioners
+
+    put_states_before_objects()
+    patched = partitioners.functionalize_rng_ops
+    put_states_before_objects()
+    assert partitioners.functionalize_rng_ops is patched
+    assert list(inspect.signature(inspect.unwrap(patched)).parameters)[3] == "num_sym_nodes"
 
 
 def test_advice_that_nobody_can_follow_is_not_shown():

@@ -36,30 +36,21 @@ def test_a_first_compilation_is_expected_and_the_next_is_not():
     assert watched.metrics()[SECONDS] > seconds
 
 
-def test_a_validation_may_compile_everything_once_more():
+@pytest.mark.parametrize("validates_first", [False, True])
+def test_a_validation_may_compile_everything_once_more(validates_first):
+    """A resumed run may validate before its first step."""
+    torch._dynamo.reset()
     watched = Watch()
     weight = torch.ones(1, requires_grad=True)
     double = compiled(lambda x: x * weight)
-    double(torch.ones(2))
-    watched.look()
-    with torch.no_grad():
-        double(torch.ones(2))
-        assert [each.surprise for each in watched.look(evaluating=True)[1]] == [False]
-        double(torch.ones(3))
-        assert [each.surprise for each in watched.look(evaluating=True)[1]] == [True]
 
+    def surprises(size, *, evaluating):
+        with torch.set_grad_enabled(not evaluating):
+            double(torch.ones(size))
+        return [each.surprise for each in watched.look(evaluating=evaluating)[1]]
 
-def test_a_resumed_run_may_validate_before_its_first_step():
-    watched = Watch()
-    weight = torch.ones(1, requires_grad=True)
-    double = compiled(lambda x: x * weight)
-    with torch.no_grad():
-        double(torch.ones(2))
-    assert [each.surprise for each in watched.look(evaluating=True)[1]] == [False]
-    double(torch.ones(2))
-    assert [each.surprise for each in watched.look(first=True)[1]] == [False]
-    double(torch.ones(3))
-    assert [each.surprise for each in watched.look()[1]] == [True]
+    assert surprises(2, evaluating=validates_first) == surprises(2, evaluating=not validates_first) == [False]
+    assert surprises(3, evaluating=True) == surprises(4, evaluating=False) == [True]
 
 
 def test_optimizers_compile_once_for_each_shape(monkeypatch):
@@ -117,20 +108,15 @@ class Meddler(story.Observer):
                 block.attention.inner._backends = [SDPBackend.MATH] * (step - 1)
 
 
-def meddled(made, run):
+def trained(made, run, observer=None):
     torch._dynamo.reset()
-    return story.train(made, run, joined(os.environ) or ALONE, observer=Meddler())
-
-
-def undisturbed(made, run):
-    torch._dynamo.reset()
-    return story.train(made, run, joined(os.environ) or ALONE)
+    return story.train(made, run, joined(os.environ) or ALONE, observer=observer)
 
 
 def test_a_recompilation_is_told_once_and_counted(pool, tmp_path):
     made = tiny.recipe(tmp_path, steps=5, blocks=True, backend="eager")
     run = tiny.begin(made)
-    pool.run(1, meddled, made, run)
+    pool.run(1, trained, made, run, Meddler())
     assert json.loads((run.path / "result.json").read_text())["metrics"][RECOMPILATIONS] == 2
     assert [row[RECOMPILATIONS] for row in run.metrics("train")] == [0, 0, 1, 2, 2]
     log = (run.logs / "rank-0.log").read_text()
@@ -144,7 +130,7 @@ def test_compilation_is_reported_and_belongs_to_no_step(pool, tmp_path):
         tmp_path, steps=4, blocks=True, loss=True, backend="eager", validate_every=2, validation_sequences=15
     )
     run = tiny.begin(made)
-    pool.run(1, undisturbed, made, run)
+    pool.run(1, trained, made, run)
     rows = run.metrics("train")
     # Validation compiles what is without gradients; its last batch, of 3 rows, is filled up.
     assert [row[RECOMPILATIONS] for row in rows] == [0] * 4
@@ -157,14 +143,6 @@ def test_compilation_is_reported_and_belongs_to_no_step(pool, tmp_path):
     log = (run.logs / "rank-0.log").read_text()
     assert log.count("compiled in ") == 1
     assert "loss_sum (loss.py:" in log
-
-
-def test_a_run_that_compiles_nothing_says_nothing_of_it(pool, tmp_path):
-    made = tiny.recipe(tmp_path, steps=2)
-    run = tiny.begin(made)
-    pool.run(1, undisturbed, made, run)
-    assert not [key for row in run.metrics("train") for key in row if key.startswith("compile/")]
-    assert "compiled" not in (run.logs / "rank-0.log").read_text()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,9 +17,10 @@ import numpy as np
 import pytest
 
 from tests.data.conftest import silent, text
-from tests.data.test_indexed import global_steps
+from tests.data.test_streams import global_steps
 from titanlab.data import hf, source
 from titanlab.data.corpus import is_held_out
+from titanlab.data.hf import StreamDocuments
 from titanlab.data.schema import HuggingFace
 from titanlab.data.tokenizers import load
 from titanlab.errors import ConfigError, DamagedPosition
@@ -60,7 +62,7 @@ def tokens_of_stream(config: HuggingFace, count: int) -> dict[int, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("streams", [1, 2, 5, 12])
+@pytest.mark.parametrize("streams", [2, 12])
 def test_streams_share_the_documents(config: HuggingFace, streams: int) -> None:
     tokenizer = source.tokenizer(config)
     assert tokenizer is not None
@@ -198,29 +200,6 @@ def test_fingerprint_is_of_the_content(json_lines: Path, tmp_path: Path, model_f
     assert len(set(names)) == 4
 
 
-def test_nothing_is_held_out_when_nothing_is_asked(json_lines: Path, model_file: Path, cache: Path) -> None:
-    config = made(json_lines / "*.jsonl", model_file, validation_documents=0)
-    source.prepare(config, report=silent)
-    with pytest.raises(ConfigError, match=r"data\.validation_documents=0: holds nothing out"):
-        source.open_validation(config, seq_len=8, sequences=1, rank=0, ranks=1)
-
-
-def test_state_of_other_data_is_refused(config: HuggingFace) -> None:
-    _, state = global_steps(config, ranks=1, steps=1)
-    other = changed(config, streams=4)
-    source.prepare(other, report=silent)
-    with pytest.raises(ConfigError, match="the checkpoint stands in the data of"):
-        global_steps(other, ranks=1, steps=1, state=state)
-
-
-def test_a_dataset_with_too_few_documents_for_its_streams(tmp_path: Path, model_file: Path, cache: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": ""}\n{"text": null}\n')
-    config = made(tmp_path / "a.jsonl", model_file, validation_documents=0, streams=3)
-    source.prepare(config, report=silent)
-    with pytest.raises(ConfigError, match=r"data\.streams=3: stream 1 has no document.*; try data\.streams=1"):
-        global_steps(config, ranks=1, steps=2)
-
-
 BAD = {
     "missing field": ({"text_field": "body"}, r"data\.text_field=body: is no column of json; it has: text"),
     "field of another type": ({"files": '{"text": 5}\n'}, r"data\.text_field=text: holds int, no text"),
@@ -309,3 +288,175 @@ def test_an_offset_beyond_its_document_is_refused_before_the_first_step(config: 
     state["parts"]["1"]["offset"] = 2**40
     with pytest.raises(DamagedPosition, match="has an offset that its document does not have"):
         global_steps(config, ranks=1, steps=0, state=state)
+
+
+class Rows:
+    """A dataset of some files, with the methods of `datasets.IterableDataset` that streams call."""
+
+    def __init__(self, files: list[list[Any]]) -> None:
+        self.files, self.num_shards = files, len(files)
+        self.at = 0
+
+    def shard(self, *, num_shards: int, index: int, contiguous: bool) -> Rows:
+        assert not contiguous
+        return Rows(self.files[index::num_shards])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        rows = [row for file in self.files for row in file]
+        while self.at < len(rows):
+            self.at += 1
+            row = rows[self.at - 1]
+            if isinstance(row, Exception):
+                raise row
+            yield {"text": row}
+
+
+class Letters:
+    """A tokenizer whose tokens are code points."""
+
+    bos_id: int | None = 1
+    eos_id: int | None = 2
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+
+def hub(**given: Any) -> HuggingFace:
+    usual = {"path": "owner/name", "streams": 2, "validation_documents": 0, "validation_fraction": 0.0}
+    return HuggingFace(**{**usual, **given})
+
+
+def documents_of(files: list[list[Any]], number: int = 0, position: Any = None, **given: Any) -> StreamDocuments:
+    return StreamDocuments(Rows(files), hub(**given), Letters(), number, position)  # type: ignore[arg-type]
+
+
+def texts(found: StreamDocuments, count: int) -> list[str]:
+    return ["".join(map(chr, found.next()[1:-1])) for _ in range(count)]
+
+
+def test_with_fewer_files_streams_take_turns() -> None:
+    files = [["a", "b", "c", "d", "e"]]
+    assert texts(documents_of(files, 0), 4) == ["a", "c", "e", "a"]
+    assert texts(documents_of(files, 1), 3) == ["b", "d", "b"]
+    # Three streams share two files: 0 and 2 the first, 1 alone the second.
+    files = [["a", "b", "c"], ["x", "y"]]
+    assert [texts(documents_of(files, number, streams=3), 3) for number in range(3)] == [
+        ["a", "c", "a"], ["x", "y", "x"], ["b", "b", "b"],
+    ]  # fmt: skip
+
+
+def test_a_stream_goes_on_from_each_position() -> None:
+    files = [["a", "", "b", "c", None, "d"]]
+    whole = texts(documents_of(files, streams=1), 11)
+    for stop in range(10):
+        first = documents_of(files, streams=1)
+        assert texts(first, stop) == whole[:stop]
+        position = first.position()
+        second = documents_of(files, position=position, streams=1)
+        # Nothing is read, so nothing has moved.
+        assert second.position() == position
+        assert texts(second, 11 - stop) == whole[stop:]
+        second.close()
+
+
+def test_a_position_counts_what_was_seen_and_kept() -> None:
+    found = documents_of([["a", "", "b"]], streams=1)
+    assert found.position() == {"epoch": 0, "seen": 0, "kept": 0, "dataset": None}
+    texts(found, 2)
+    assert found.position() == {"epoch": 0, "seen": 3, "kept": 2, "dataset": {"at": 3}}
+    texts(found, 1)
+    assert found.position() == {"epoch": 1, "seen": 1, "kept": 1, "dataset": {"at": 1}}
+
+
+POSITION = {"epoch": 0, "seen": 0, "kept": 0, "dataset": None}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("epoch", -1), ("seen", "1"), ("kept", True), ("seen", None), ("epoch", 0.5), ("kept", 2**62)]
+)
+def test_a_count_that_no_stream_saves_is_damage(name: str, value: Any) -> None:
+    with pytest.raises(DamagedPosition, match=rf"^data\.parts\.1\.position\.{name}=.*: must be a whole number from 0"):
+        documents_of([["a", "b"]], 1, POSITION | {name: value})
+
+
+@pytest.mark.parametrize("state", [5, "x", []])
+def test_a_state_that_is_no_mapping_is_damage(state: Any) -> None:
+    with pytest.raises(DamagedPosition, match=r"^data\.parts\.0\.position\.dataset=.*: must be a mapping or null"):
+        documents_of([["a"]], 0, POSITION | {"dataset": state}, streams=1)
+    with pytest.raises(DamagedPosition, match=r"\.dataset=null: must be a mapping or null"):
+        documents_of([["a"]], 0, {key: value for key, value in POSITION.items() if key != "dataset"}, streams=1)
+
+
+def test_a_state_of_another_version_is_no_damage() -> None:
+    with pytest.raises(ConfigError) as caught:
+        documents_of([["a"]], 0, POSITION | {"dataset": {"at": "one"}}, streams=1)
+    assert not isinstance(caught.value, DamagedPosition)
+    assert "datasets does not understand it (TypeError); install the version of datasets" in str(caught.value)
+
+
+def test_a_stream_without_documents_is_told() -> None:
+    with pytest.raises(ConfigError) as caught:
+        documents_of([["a"], ["", None]], 1, streams=2).next()
+    said = "stream 1 has no document: the dataset is too small for so many; try data.streams=1"
+    assert str(caught.value) == f"data.streams=2: {said}"
+
+
+def test_a_part_that_cannot_be_read_is_named_and_an_error_of_the_network_is_not() -> None:
+    with pytest.raises(ConfigError) as caught:
+        texts(documents_of([["a", ValueError("bad\n  bytes")]], streams=1), 2)
+    assert str(caught.value) == "data.path=owner/name: has a part that cannot be read (bad bytes); check its files"
+    with pytest.raises(ConnectionError):
+        texts(documents_of([["a", ConnectionError("gone")]], streams=1), 2)
+
+
+def refusal(**given):
+    with pytest.raises(ConfigError) as caught:
+        HuggingFace(**given)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({}, "data.path=: names no dataset; give one of the hub, such as data.path=allenai/c4"),
+        ({"path": " \n"}, "data.path=: names no dataset; give one of the hub, such as data.path=allenai/c4"),
+        ({"path": "a/b", "streams": 0}, "data.streams=0: must be at least 1; try 24"),
+        ({"path": "a/b", "streams": -3}, "data.streams=-3: must be at least 1; try 24"),
+        ({"path": "a/b", "validation_documents": -1}, "data.validation_documents=-1: must be at least 0; try 1000"),
+        ({"path": "a/b", "prefetch": -1}, "data.prefetch=-1: must be at least 0; try 2"),
+        ({"path": "a/b", "split": ""}, "data.split=: must not be empty; try train"),
+        ({"path": "a/b", "text_field": ""}, "data.text_field=: must not be empty; try text"),
+        ({"path": "pandas"}, "data.path=pandas: reads pickles, which can run code; convert them to parquet"),
+        ({"path": "pandas", "data_files": ["a"]}, "data.path=pandas: reads pickles, which can run code"),
+        ({"path": "json"}, "data.data_files=[]: path=json needs files; try 'data.data_files=[corpus/*.jsonl]'"),
+        ({"path": "a/b", "vocab_size": 3}, "data.vocab_size=3: must be at least "),
+        ({"path": "a/b", "validation_fraction": float("nan")}, "data.validation_fraction=nan: must be between 0 and 0.5"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_one_line(given, line):
+    assert refusal(**given).startswith(line)
+
+
+def test_files_of_this_machine_are_found_from_another_folder_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    files = ["corpus/*.jsonl", "~/x.json", "/a/../b.json", "hf://datasets/a/b.json", "https://x/y.json.gz"]
+    made = HuggingFace(path="json", data_files=files).data_files
+    assert made == (f"{tmp_path}/corpus/*.jsonl", "/home/me/x.json", "/b.json", *files[3:])
+    assert HuggingFace(path="json", data_files=made).data_files == made
+
+
+def test_a_folder_is_a_folder_from_everywhere_and_a_name_of_the_hub_is_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.makedirs("mine/set")
+    (tmp_path / "file").write_text("")
+    assert HuggingFace(path="mine/set").path == f"{tmp_path}/mine/set"
+    assert HuggingFace(path="allenai/c4").path == "allenai/c4"
+    assert HuggingFace(path="file").path == "file"

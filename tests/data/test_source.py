@@ -1,10 +1,11 @@
-"""The door: light to import, open to kinds of others, and the rules of every kind."""
+"""The door of data: light to import, open to kinds of others, and the rules of every kind, each told in one line."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partialmethod
 from pathlib import Path
@@ -15,6 +16,13 @@ import pytest
 from titanlab.data import DataConfig, Synthetic, source
 from titanlab.data.contract import DataSource
 from titanlab.data.schema import Files, HuggingFace, Stdlib, TokenFolder
+from titanlab.data.shards import ShardIndex, TokenShard
+from titanlab.data.source import (
+    check_multiple,
+    check_sequences,
+    check_validation,
+    check_vocab_size,
+)
 from titanlab.errors import ConfigError
 from titanlab.options import discover
 
@@ -128,12 +136,6 @@ BAD_VALUES = {
     "files blank": (Files, {"files": "  "}, r"^data\.files=.*: names no file"),
     "files field": (Files, {"files": "a", "text_field": ""}, r"^data\.text_field=: names no field"),
     "tokens none": (TokenFolder, {}, r"^data\.folder=: names no folder; make one with `titanlab tokenize`"),
-    "hf none": (HuggingFace, {}, r"^data\.path=: names no dataset; .*allenai/c4"),
-    "hf streams": (HuggingFace, {"path": "a/b", "streams": 0}, r"^data\.streams=0: must be at least 1; try 24"),
-    "hf prefetch": (HuggingFace, {"path": "a/b", "prefetch": -1}, r"^data\.prefetch=-1: must be at least 0; try 2"),
-    "hf held out": (HuggingFace, {"path": "a/b", "validation_documents": -1}, r"^data\.validation_documents=-1"),
-    "hf split": (HuggingFace, {"path": "a/b", "split": ""}, r"^data\.split=: must not be empty; try train"),
-    "hf format": (HuggingFace, {"path": "json"}, r"^data\.data_files=\[\]: path=json needs files"),
     "synthetic": (Synthetic, {"vocab_size": 1}, r"^data\.vocab_size=1: must be between 2 and"),
 }
 
@@ -202,18 +204,6 @@ def test_rules_hold_before_anything_is_prepared(case: str, cache: Path) -> None:
     assert not (cache / "tokens").exists()
 
 
-def test_rules_that_need_the_tokens(some_text: str, cache: Path, model_file: Path) -> None:
-    config = Files(files=some_text, tokenizer=str(model_file))
-    source.check(config, **FITS)
-    source.prepare(config, report=lambda line: None)
-    with pytest.raises(ConfigError, match=r"^training\.seq_len=5000: the corpus is shorter than one sequence"):
-        source.check(config, **{**FITS, "seq_len": 5000})
-    with pytest.raises(ConfigError, match=r"^model\.vocab_size=399: is smaller than the 400"):
-        source.check(config, **{**FITS, "vocab_size": 399})
-    with pytest.raises(ConfigError, match=r"^training\.seq_len=5000: the corpus is shorter than one sequence"):
-        source.open_train(config, seed=0, seq_len=5000, global_batch=1, rank=0, ranks=1)
-
-
 def test_files_without_text(tmp_path: Path, cache: Path, model_file: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     for tokenizer in (None, str(model_file)):
@@ -224,3 +214,116 @@ def test_files_without_text(tmp_path: Path, cache: Path, model_file: Path) -> No
         config = Files(files=str(tmp_path / "*.jsonl"), tokenizer=tokenizer)
         with pytest.raises(ConfigError, match=r"^data.*no text"):
             source.prepare(config, report=lambda line: None)
+
+
+class Plain(DataSource):
+    """The least that a kind of data defines."""
+
+    def fingerprint(self):
+        return ""
+
+    def prepare(self, *, report):
+        pass
+
+    def tokenizer(self):
+        return None
+
+    def vocab_size(self):
+        return 2
+
+    def open_train(self, **given):
+        raise NotImplementedError
+
+    def open_validation(self, **given):
+        raise NotImplementedError
+
+
+class Documents(Plain):
+    """A kind whose separators are known only after `prepare`."""
+
+    def separators(self):
+        raise RuntimeError("not prepared")
+
+
+class Inherited(Documents):
+    pass
+
+
+def test_documents_are_those_of_kinds_that_say_where_they_end():
+    assert not Plain().has_documents
+    assert Plain().separators() is None
+
+
+def test_whether_there_are_documents_is_known_before_the_data_is_prepared():
+    assert Documents().has_documents
+    assert Inherited().has_documents
+
+
+def test_without_rules_every_setting_passes():
+    Plain().check(seq_len=0, global_batch=0, ranks=0, vocab_size=0, validation_sequences=0)
+
+    class Config(DataConfig):
+        kind = "x"
+
+        def implementation(self):
+            return Plain()
+
+    assert Config().check(None) is None
+    assert Config().document_mask is False
+
+
+@pytest.mark.parametrize("name", sorted(DataSource.__abstractmethods__))
+def test_a_kind_that_lacks_a_method_is_no_kind(name):
+    missing = type("Missing", (Plain,), {name: getattr(DataSource, name)})
+    with pytest.raises(TypeError, match=name):
+        missing()
+
+
+def index(train: tuple[int, ...] = (), validation: tuple[int, ...] = ()) -> ShardIndex:
+    """Files of so many tokens."""
+    return ShardIndex(
+        dtype="uint16",
+        vocab_size=9,
+        train=tuple(TokenShard(file="t", tokens=tokens) for tokens in train),
+        validation=tuple(TokenShard(file="v", tokens=tokens) for tokens in validation),
+    )
+
+
+NOTHING = "holds nothing out to validate on; hold some out, or training.validate_every=0"
+SHORT = "the corpus is shorter than one sequence: it has"
+
+
+@pytest.mark.parametrize(
+    ("check", "said"),
+    [
+        (
+            lambda: check_multiple("training.global_batch", 12, 5),
+            "training.global_batch=12: must be a multiple of the 5 data-parallel processes; try 10 or 15",
+        ),
+        (
+            lambda: check_multiple("training.global_batch", 3, 8),
+            "training.global_batch=3: must be a multiple of the 8 data-parallel processes; try 8",
+        ),
+        (
+            lambda: check_vocab_size(9, 10),
+            "model.vocab_size=9: is smaller than the 10 tokens of the data's vocabulary; try model.vocab_size=10",
+        ),
+        (
+            lambda: check_sequences(index((8, 5)), 8),
+            f"training.seq_len=8: {SHORT} 13 tokens to train on; try 7 or less, or give more text",
+        ),
+        (lambda: check_sequences(index((1,)), 8), f"training.seq_len=8: {SHORT} 1 tokens to train on; give more text"),
+        (lambda: check_sequences(index(), 8), f"training.seq_len=8: {SHORT} 0 tokens to train on; give more text"),
+        (lambda: check_validation(None, "k", 0.0), f"k=0.0: {NOTHING}"),
+        (lambda: check_validation(index((50,), ()), "k", 0.1), f"k=0.1: {NOTHING}"),
+        (lambda: check_validation(index((50,), (1,)), "k", 0.1), f"k=0.1: {NOTHING}"),
+        (
+            lambda: check_multiple("data.streams", 24, 5),
+            "data.streams=24: must be a multiple of the 5 data-parallel processes; try 20 or 25",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_told(check: Callable[[], None], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check()
+    assert str(caught.value) == said

@@ -1,13 +1,97 @@
-"""Random tokens: the same order for any number of ranks, even, and held-out rows of their own."""
+"""Random tokens: each depends on its number only, one order for any number of ranks, and held-out rows are others."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.data.test_indexed import SEQ, global_steps
+from tests.data.test_streams import global_steps
 from titanlab.data import Synthetic, source
+from titanlab.data.contract import IGNORE
+from titanlab.data.synthetic import RandomRows, RandomStream, random_sequences
+
+
+def numbered(*numbers: int, **given: Any) -> np.ndarray:
+    return random_sequences(np.array(numbers, dtype=np.int64), **{"seed": 3, "seq_len": 5, "vocab_size": 97, **given})
+
+
+def stream(**given: Any) -> RandomStream:
+    usual = {"fingerprint": "f", "seed": 3, "seq_len": 4, "global_batch": 6, "rank": 0, "ranks": 1, "state": None}
+    return RandomStream(given.pop("vocab_size", 97), **{**usual, **given})
+
+
+def test_the_tokens_are_fixed_for_all_time() -> None:
+    found = numbered(0, 1, seed=0, vocab_size=1000).tolist()
+    assert found == [[338, 269, 271, 480, 597, 433], [138, 971, 277, 902, 657, 315]]
+
+
+@given(numbers=st.lists(st.integers(0, 2**40), min_size=1, max_size=5), seed=st.integers(0, 2**31))
+def test_a_sequence_does_not_depend_on_its_company(numbers: list[int], seed: int) -> None:
+    together = numbered(*numbers, seed=seed)
+    assert together.dtype == np.int64
+    assert together.shape == (len(numbers), 6)
+    assert (together == np.concatenate([numbered(number, seed=seed) for number in numbers])).all()
+
+
+@pytest.mark.parametrize("size", [1, 2, 97, 2**17, 2**32])
+def test_tokens_are_in_the_vocabulary(size: int) -> None:
+    tokens = numbered(*range(50), seq_len=200, vocab_size=size)
+    assert tokens.min() >= 0
+    assert tokens.max() < size
+    assert tokens.max() >= (size - 1) * 0.9
+
+
+def test_one_token_in_so_many_ends_a_document() -> None:
+    tokens = numbered(*range(100), seq_len=499, document_tokens=10)
+    # 50,000 draws with a chance of 1 in 10: 5,000 ± 5 sigma.
+    assert abs(int((tokens == 0).sum()) - 5000) < 5 * np.sqrt(4500)
+    plain = numbered(*range(100), seq_len=499)
+    inside = tokens != 0
+    assert (tokens[inside] == np.maximum(plain, 1)[inside]).all()
+    assert (numbered(*range(9), document_tokens=1) == 0).all()
+
+
+def test_a_label_is_the_next_token() -> None:
+    whole = numbered(0, 1, 2, 3, 4, 5, seq_len=4)
+    tokens, labels = stream().next_batch()
+    assert (tokens.tolist(), labels.tolist()) == (whole[:, :-1].tolist(), whole[:, 1:].tolist())
+    labels.fill(IGNORE)
+    assert (tokens == whole[:, :-1]).all()
+
+
+def test_labels_of_gaps_do_not_count() -> None:
+    plain, gaps = stream(), stream(gaps=True)
+    tokens, labels = gaps.next_batch()
+    assert (tokens == plain.next_batch().tokens).all()
+    # Of sample g, g % 4 quarters.
+    assert (labels == IGNORE).sum(axis=1).tolist() == [0, 1, 2, 3, 0, 1]
+    assert [row.tolist().index(IGNORE) for row in labels[1:4]] == [0, 0, 0]
+    assert (labels[5, 1:] != IGNORE).all()
+
+
+@pytest.mark.parametrize(("count", "ranks", "each"), [(5, 2, 3), (4, 2, 2), (1, 3, 1), (0, 2, 0), (7, 1, 7)])
+def test_held_out_rows_are_shared_and_padded(count: int, ranks: int, each: int) -> None:
+    parts = [RandomRows(97, seq_len=4, sequences=count, rank=rank, ranks=ranks) for rank in range(ranks)]
+    assert [len(part) for part in parts] == [each] * ranks
+    rows = {}
+    for rank, part in enumerate(parts):
+        found = list(part)
+        assert len(found) == each
+        assert [tokens.tolist() for tokens, _ in found] == [tokens.tolist() for tokens, _ in part]
+        rows |= {rank + ranks * place: row for place, row in enumerate(found)}
+    whole = numbered(*range(each * ranks), seed=-1, seq_len=4)
+    for number, (tokens, labels) in rows.items():
+        assert tokens.tolist() == whole[number, :-1].tolist()
+        assert labels.tolist() == (whole[number, 1:].tolist() if number < count else [IGNORE] * 4)
+
+
+def test_held_out_rows_are_of_no_stream() -> None:
+    ((tokens, _),) = RandomRows(2**32, seq_len=50, sequences=1, rank=0, ranks=1)
+    assert not set(tokens.tolist()) & set(stream(vocab_size=2**32, seq_len=50).next_batch().tokens.ravel().tolist())
 
 
 @given(before=st.sampled_from([1, 2, 3, 4]), after=st.sampled_from([1, 2, 3, 4]), stop=st.integers(0, 5))
@@ -27,20 +111,3 @@ def test_tokens_are_even_and_in_the_vocabulary() -> None:
     counts = np.bincount(tokens.ravel(), minlength=50)
     # 100,000 draws over 50 tokens: 2,000 ± 5 sigma.
     assert np.all(np.abs(counts - 2000) < 5 * np.sqrt(2000))
-
-
-def test_seeds_differ() -> None:
-    first, second = (global_steps(Synthetic(), ranks=1, steps=1, seed=seed)[0][0] for seed in (0, 1))
-    assert (first == second).mean() < 0.1
-
-
-def test_held_out_rows_are_fixed_and_of_no_stream() -> None:
-    config = Synthetic(vocab_size=1000)
-    rows = [list(source.open_validation(config, seq_len=SEQ, sequences=5, rank=rank, ranks=2)) for rank in range(2)]
-    assert [len(each) for each in rows] == [3, 3]
-    assert sum(int((labels == source.IGNORE).all()) for each in rows for _, labels in each) == 1
-    alone = list(source.open_validation(config, seq_len=SEQ, sequences=5, rank=0, ranks=1))
-    assert np.array_equal(rows[1][0][0], alone[1][0])
-    trained, _ = global_steps(config, ranks=1, steps=2)
-    held_out = {row.tobytes() for row, _ in alone}
-    assert not held_out & {row.tobytes() for batch in trained for row in batch}

@@ -1,11 +1,8 @@
-"""data=stdlib and data=files: from text to batches, once, and the same for every process."""
+"""Text that becomes token shards, once and the same for every process: data=files, data=stdlib, titanlab tokenize, data=tokens."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,12 +11,14 @@ import numpy as np
 import pytest
 
 from tests.data.conftest import silent, text
-from tests.data.test_indexed import SEQ, global_steps
-from titanlab.data import source
+from tests.data.test_streams import SEQ, folder_of, global_steps
+from titanlab.data import source, write_token_shards
 from titanlab.data import text as text_kinds
+from titanlab.data.contract import Separators
 from titanlab.data.corpus import is_held_out
-from titanlab.data.schema import Files, Stdlib
-from titanlab.data.shard_index import read_index
+from titanlab.data.schema import Files, Stdlib, TokenFolder
+from titanlab.data.shards import read_index
+from titanlab.data.text import PreparedText, make_shards
 from titanlab.data.tokenizers import load
 from titanlab.errors import ConfigError
 
@@ -69,15 +68,6 @@ def test_no_document_is_lost_and_none_is_in_both(corpus: Path, cache: Path) -> N
     assert train == sorted(train, key=lambda each: int(each.split()[1]))
 
 
-def test_copies_go_the_same_way(corpus: Path, cache: Path) -> None:
-    for number in range(60):
-        (corpus / f"copy-{number}.txt").write_text(text(number))
-    source.prepare(config(corpus), report=silent)
-    train, validation = (documents_in(folder_in(cache), split) for split in ("train", "validation"))
-    assert len(train) + len(validation) == 120
-    assert not set(train) & set(validation)
-
-
 def test_formats_give_the_same_tokens(tmp_path: Path, cache: Path, model_file: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -91,57 +81,6 @@ def test_formats_give_the_same_tokens(tmp_path: Path, cache: Path, model_file: P
         source.prepare(how, report=silent)
         orders.append(global_steps(how, ranks=1, steps=20)[0])
     assert np.array_equal(*orders)
-
-
-def test_order_for_ranks_and_resumption(corpus: Path, cache: Path) -> None:
-    how = config(corpus)
-    source.prepare(how, report=silent)
-    whole, _ = global_steps(how, ranks=1, steps=12)
-    first, state = global_steps(how, ranks=3, steps=5)
-    second, _ = global_steps(how, ranks=4, steps=7, state=state)
-    assert np.array_equal(whole, first + second)
-
-
-@pytest.mark.parametrize("content", ["one document only, " * 200, "x\n" * 400])
-def test_a_single_document_is_cut_at_its_end(tmp_path: Path, cache: Path, model_file: Path, content: str) -> None:
-    (tmp_path / "a.txt").write_text(content)
-    for fraction in (0.1, 0.5):
-        how = config(tmp_path / "a.txt", tokenizer=str(model_file), validation_fraction=fraction)
-        source.prepare(how, report=silent)
-        folder = cache / "tokens" / f"files-{source.fingerprint(how)}"
-        index = read_index(folder)
-        train, held_out = index.tokens("train"), index.tokens("validation")
-        assert held_out == pytest.approx(fraction * (train + held_out), abs=1)
-        tokens = np.concatenate(
-            [np.fromfile(folder / f"{split}-00000.bin", np.uint16) for split in ("train", "validation")]
-        )
-        tokenizer = source.tokenizer(how)
-        assert tokenizer is not None
-        assert tokenizer.decode(tokens.tolist()) == content
-
-
-def test_shards_are_cut_between_documents(corpus: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from titanlab.data import shard_writer
-
-    monkeypatch.setattr(shard_writer.write_documents, "__kwdefaults__", {"tail_fraction": 0.0, "shard_tokens": 1000})
-    monkeypatch.setattr(shard_writer, "_BATCH_CHARACTERS", 500)
-    source.prepare(config(corpus), report=silent)
-    index = read_index(folder_in(cache))
-    assert len(index.train) > 3
-    assert all(shard.tokens >= 1000 for shard in index.train[:-1])
-    assert len(documents_in(folder_in(cache), "train")) == sum(shard.documents for shard in index.train)
-
-
-def test_second_time_nothing_is_done(corpus: Path, cache: Path) -> None:
-    lines: list[str] = []
-    source.prepare(config(corpus), report=lines.append)
-    assert any("training a tokenizer of 330 pieces" in line for line in lines)
-    assert any("tokens to train on" in line for line in lines)
-    before = {file: file.stat().st_mtime_ns for file in folder_in(cache).iterdir()}
-    lines.clear()
-    source.prepare(config(corpus), report=lines.append)
-    assert not lines
-    assert {file: file.stat().st_mtime_ns for file in folder_in(cache).iterdir()} == before
 
 
 @pytest.mark.parametrize("damage", ["train-00000.bin", "index.json"])
@@ -174,35 +113,6 @@ def test_fingerprint_follows_content_and_config_and_not_paths(
     assert len({first, *changed}) == 5
 
 
-def test_three_processes_prepare_once(corpus: Path, cache: Path) -> None:
-    program = """
-import sys
-from titanlab.data import source
-from titanlab.data.schema import Files
-config = Files(files=sys.argv[1], vocab_size=330, validation_fraction=0.1)
-source.prepare(config, report=print)
-stream = source.open_train(config, seed=0, seq_len=16, global_batch=4, rank=0, ranks=1)
-print("tokens", stream.next_batch().tokens.tolist())
-"""
-    command = [sys.executable, "-c", program, str(corpus)]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    said = [process.communicate(timeout=60)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0, 0]
-    assert sum("training a tokenizer" in each for each in said) == 1
-    assert len({each[each.index("tokens [") :] for each in said}) == 1
-
-
-def test_prepare_was_forgotten(corpus: Path, cache: Path) -> None:
-    for ask in (
-        lambda: source.open_train(config(corpus), seed=0, seq_len=4, global_batch=1, rank=0, ranks=1),
-        lambda: source.open_validation(config(corpus), seq_len=4, sequences=1, rank=0, ranks=1),
-        lambda: source.tokenizer(config(corpus)),
-        lambda: source.vocab_size(config(corpus)),
-    ):
-        with pytest.raises(ConfigError, match="prepare the data first"):
-            ask()
-
-
 def test_stdlib_from_nothing_to_batches() -> None:
     # In the tests' own cache, which later runs find filled.
     how, lines = Stdlib(), []
@@ -221,18 +131,6 @@ def test_stdlib_from_nothing_to_batches() -> None:
     assert "\n    " in shown
     rows = source.open_validation(how, seq_len=256, sequences=32, rank=0, ranks=2)
     assert len(rows) == 16
-
-
-def test_stdlib_comes_back_from_its_tokens() -> None:
-    how = Stdlib()
-    source.prepare(how, report=silent)
-    prepared = text_kinds.StdlibSource(how)
-    found = documents_in(prepared.folder, "train") + documents_in(prepared.folder, "validation")
-    written = list(prepared.corpus.documents())
-    assert len(found) == len(written)
-    assert {hashlib.sha256(each.encode()).digest() for each in found} == {
-        hashlib.sha256(each.encode()).digest() for each in written
-    }
 
 
 def test_stdlib_leaves_out_what_differs_between_machines(tmp_path: Path) -> None:
@@ -309,3 +207,236 @@ def test_a_folder_with_the_character_that_separates_files(tmp_path, monkeypatch)
     ):
         Files(files="corpus")
     assert Files(files="/x/corpus:/y").files == "/x/corpus:/y"
+
+
+FITS = {"seq_len": 8, "vocab_size": 400, "validation_sequences": 0}
+
+
+@pytest.fixture
+def reader_of(corpus: Path, model_file: Path, cache: Path) -> Any:
+    """`reader_of(…)`: the reader of files, before anything is prepared."""
+
+    def make(**changes: Any) -> PreparedText[Any]:
+        given = {"files": str(corpus), "tokenizer": str(model_file), "validation_fraction": 0.1, **changes}
+        reader = Files(**given).implementation()
+        assert isinstance(reader, PreparedText)
+        return reader
+
+    return make
+
+
+def refusal(action: Any, *given: Any, **more: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        action(*given, **more)
+    return str(caught.value)
+
+
+def test_before_it_is_prepared_there_is_no_index(reader_of: Any) -> None:
+    reader = reader_of()
+    for ask in (reader.vocab_size, reader.separators, lambda: reader.index):
+        assert refusal(ask) == f"data=files: {reader.folder} is missing; prepare the data first"
+    # A tokenizer that is named needs no corpus.
+    assert reader.tokenizer().vocab_size == 400
+
+
+def test_what_is_prepared_is_read(reader_of: Any) -> None:
+    reader = reader_of()
+    reader.prepare(report=silent)
+    assert reader.vocab_size() == 400
+    assert reader.separators() == Separators(begin=1, end=2)
+    assert reader.index.tokens("train") > reader.index.tokens("validation") > 0
+    batch = reader.open_train(seed=0, seq_len=8, global_batch=2, rank=0, ranks=1, state=None).next_batch()
+    assert batch.tokens.shape == (2, 8)
+    assert len(reader.open_validation(seq_len=8, sequences=3, rank=0, ranks=1)) == 3
+    # Nothing is done twice.
+    reader_of().prepare(report=pytest.fail)
+
+
+def test_a_trained_tokenizer_is_that_of_the_shards(reader_of: Any) -> None:
+    reader = reader_of(tokenizer=None, vocab_size=330)
+    reader.prepare(report=silent)
+    assert reader.tokenizer().vocab_size == 330
+    assert reader.tokenizer().file == reader.folder / "tokenizer.model"
+
+
+def test_rules_that_need_the_tokens_are_checked_after(reader_of: Any) -> None:
+    reader = reader_of()
+    # Nothing is known of the length yet.
+    reader.check(**{**FITS, "seq_len": 10**6, "validation_sequences": 5})
+    reader.prepare(report=silent)
+    reader.check(**{**FITS, "validation_sequences": 5})
+    assert refusal(reader.check, **{**FITS, "seq_len": 10**6}).startswith(
+        "training.seq_len=1000000: the corpus is shorter"
+    )
+
+
+def test_progress_is_reported(reader_of: Any, tmp_path: Path) -> None:
+    lines: list[str] = []
+    (tmp_path / "shards").mkdir()
+    new = reader_of(tokenizer=None, vocab_size=330)
+    index = make_shards(tmp_path / "shards", new.corpus, new.config, fingerprint="ab", report=lines.append)
+    begins = [
+        "reading 60 files, 0.0 MB: 60 .txt as text, one document a file",
+        "training a tokenizer of 330 pieces",
+        "trained it in ",
+        "tokenising",
+    ]
+    begins.append("a document begins with token 1 and ends with token 2")
+    begins.append(f"{index.tokens('train'):,} tokens to train on and {index.tokens('validation'):,} held out after ")
+    assert len(lines) == len(begins)
+    assert all(line.startswith(begin) for line, begin in zip(lines, begins, strict=True))
+    assert (index.vocab_size, index.fingerprint, index.tokenizer) == (330, "ab", "tokenizer.model")
+
+
+def test_tokenised_files_are_the_data_that_files_would_be(corpus: Path, cache: Path, tmp_path: Path) -> None:
+    index = write_token_shards(str(corpus), tmp_path / "made", vocab_size=330, validation_fraction=0.1, report=silent)
+    tokens = TokenFolder(folder=str(tmp_path / "made"))
+    files = Files(files=str(corpus), vocab_size=330, validation_fraction=0.1)
+    for config in (tokens, files):
+        source.prepare(config, report=silent)
+        source.check(config, seq_len=8, global_batch=4, ranks=2, vocab_size=330, validation_sequences=3)
+    assert source.vocab_size(tokens) == index.vocab_size == 330
+    assert np.array_equal(global_steps(tokens, ranks=1, steps=5)[0], global_steps(files, ranks=2, steps=5)[0])
+    tokenizer = source.tokenizer(tokens)
+    assert tokenizer is not None
+    assert tokenizer.decode(tokenizer.encode("def x:\n")) == "def x:\n"
+    # Nothing but the folder was made, and nothing in the cache: it stands alone.
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["cache", "corpus", "made"]
+
+
+def test_tokenises_with_a_tokenizer_that_is_there(corpus: Path, tmp_path: Path, json_file: Path, cache: Path) -> None:
+    write_token_shards(str(corpus), tmp_path / "made", tokenizer=str(json_file), report=silent)
+    config = TokenFolder(folder=str(tmp_path / "made"))
+    tokenizer = source.tokenizer(config)
+    assert tokenizer is not None
+    # Its special tokens are named in the file beside it, which has come along.
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (0, 1)
+    json_file.parent.rename(json_file.parent.with_name("moved"))
+    try:
+        assert source.tokenizer(config) is not None
+    finally:
+        json_file.parent.with_name("moved").rename(json_file.parent)
+
+
+def test_a_folder_that_is_there_is_not_touched(corpus: Path, tmp_path: Path, cache: Path, model_file: Path) -> None:
+    target = tmp_path / "deep" / "made"
+    write_token_shards(str(corpus), target, tokenizer=str(model_file), report=silent)
+    before = {file.name: file.read_bytes() for file in target.iterdir()}
+    with pytest.raises(ConfigError, match=r"^folder=.*: is there already; name another"):
+        write_token_shards(str(corpus), target, tokenizer=str(model_file), report=silent)
+    assert {file.name: file.read_bytes() for file in target.iterdir()} == before
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    write_token_shards(str(corpus), empty, tokenizer=str(model_file), report=silent)
+    assert {file.name: file.read_bytes() for file in empty.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"files": "none/*.txt"}, r"^files=.*none/\*\.txt: matches no file"),
+        ({"tokenizer": "none.model"}, r"^--tokenizer=.*none\.model: does not exist; .*, or leave it out to train one$"),
+        ({"files": ""}, r"^files=: names no file; give a file, a folder or a glob: corpus/\*\.jsonl$"),
+        ({"vocab_size": 10}, r"^--vocab-size=10: must be at least 320"),
+        ({"vocab_size": 9999}, r"^--vocab-size=9999: the corpus is too small for it"),
+        ({"validation_fraction": 0.9}, r"^--validation-fraction=0.9: must be between 0 and 0.5"),
+        ({"files": "bad.jsonl", "text_field": "body"}, r"^--text-field=body: is not in .*its keys are: text"),
+        ({"files": "empty.txt"}, r"^files=.*empty\.txt: "),
+        ({"folder": Path("file/below")}, r"^folder=.*: cannot be written"),
+    ],
+)
+def test_what_cannot_be_tokenised(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path, changes: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "file").write_text("")
+    how = {"files": str(corpus), "folder": Path("made"), "vocab_size": 330, **changes}
+    with pytest.raises(ConfigError, match=message):
+        write_token_shards(how.pop("files"), how.pop("folder"), report=silent, **how)
+    assert not (tmp_path / "made").exists()
+    assert not list(tmp_path.glob(".made*"))
+
+
+def test_a_file_that_may_not_be_read_is_one_line(
+    corpus: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(files: object) -> str:
+        raise PermissionError(13, "Permission denied", str(corpus / "03.txt"))
+
+    monkeypatch.setattr("titanlab.data.cache.hash_of_files", denied)
+    with pytest.raises(ConfigError) as caught:
+        write_token_shards(str(corpus), tmp_path / "made", vocab_size=330, report=silent)
+    assert str(caught.value) == f"files={corpus / '03.txt'}: cannot be read (Permission denied); check its permissions"
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_full_disk_leaves_nothing(
+    corpus: Path, tmp_path: Path, cache: Path, model_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: object, **more: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("titanlab.data.shards.write_index", full)
+    with pytest.raises(ConfigError) as caught:
+        write_token_shards(str(corpus), tmp_path / "made", tokenizer=str(model_file), report=silent)
+    assert str(caught.value) == f"folder={tmp_path / 'made'}: cannot be written (No space left on device); make room"
+    assert [each.name for each in tmp_path.iterdir() if each.name != "cache"] == ["corpus"]
+
+
+def test_another_corpus_or_tokenizer_has_another_fingerprint(
+    corpus: Path, tmp_path: Path, cache: Path, model_file: Path, json_file: Path
+) -> None:
+    def of(name: str, **given: Any) -> str | None:
+        given = {"tokenizer": str(model_file), **given}
+        return write_token_shards(str(corpus), tmp_path / name, report=silent, **given).fingerprint
+
+    first = of("a")
+    assert of("b") == first
+    others = [of("c", tokenizer=str(json_file)), of("d", validation_fraction=0.1), of("e", text_field="body")]
+    (corpus / "03.txt").write_text("other")
+    others.append(of("f"))
+    assert len({first, *others}) == 5
+
+
+def write_by_hand(folder: Path, **changes: Any) -> TokenFolder:
+    """What docs/data.md says about tokens of another tool: raw numbers and an index with four lines."""
+    folder.mkdir(exist_ok=True)
+    np.arange(100, dtype="<u2").tofile(folder / "train.bin")
+    index = {
+        "format": "titanlab-tokens",
+        "version": 1,
+        "dtype": "uint16",
+        "vocab_size": 100,
+        "train": [{"file": "train.bin", "tokens": 100}],
+    }
+    index |= changes
+    (folder / "index.json").write_text(json.dumps({key: value for key, value in index.items() if value is not ...}))
+    return TokenFolder(folder=str(folder))
+
+
+def test_tokens_of_another_tool(tmp_path: Path, cache: Path) -> None:
+    config = write_by_hand(tmp_path / "made")
+    source.prepare(config, report=silent)
+    source.check(config, seq_len=8, global_batch=4, ranks=2, vocab_size=100)
+    assert source.tokenizer(config) is None
+    first = source.fingerprint(config)
+    assert first == source.fingerprint(write_by_hand(tmp_path / "again"))
+    np.arange(100, dtype="<u2")[::-1].tofile(tmp_path / "made" / "train.bin")
+    assert source.fingerprint(config) != first
+
+
+def test_rules(tmp_path: Path) -> None:
+    config = folder_of(tmp_path / "short", [60, 40])
+    fits: dict[str, int] = {"seq_len": 8, "global_batch": 4, "ranks": 2, "vocab_size": 100}
+    source.check(config, **fits)
+    for change, message in (
+        ({"ranks": 3}, r"training\.global_batch=4: must be a multiple of the 3 .*; try 3 or 6"),
+        ({"vocab_size": 99}, r"model\.vocab_size=99: is smaller than the 100 tokens.*; try model\.vocab_size=100"),
+        ({"seq_len": 60}, r"training\.seq_len=60: the corpus is shorter than one sequence.*; try 59 or less"),
+        ({"validation_sequences": 1}, r"data\.folder=.*: holds nothing out to validate on"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            source.check(config, **{**fits, **change})
+    source.check(config, **{**fits, "seq_len": 59})

@@ -1,40 +1,254 @@
-"""Whether the main thread of a rank that hangs computes, also on a host with more processes than cores."""
+"""Notes of ranks that hang, those of ranks that do not answer, and the verdict over all of them."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
+from dataclasses import replace
 
-# The process and its competitors share one core, and it comes last.
-SCRIPT = """
-import os, subprocess, sys, threading, time
-from titanlab.distributed.hang import main_thread_is_busy
+import pytest
 
-os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-loop = "import time\\nwhile time.process_time() < 60: pass"
-others = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(4)]
-os.nice(19)
-found = []
-waited = threading.Event()
+from tests import tiny
+from tests.records.test_hang_file import values
+from tests.until import until
+from titanlab.distributed import await_notes, hangs_of_others, has_hung, hung_attempt, judged, note_silence
+from titanlab.distributed import hang as silence
+from titanlab.records import Outcome, OutcomeKind, config_text, first_cause, from_exception, is_silent, write_hang
+from titanlab.records.hang_file import hang_folder, parse_hang
+from titanlab.system import process_state
 
-def measure():
-    for _ in range(2):
-        # Until the main thread has come to where it waits or computes.
-        time.sleep(1.0)
-        found.append(main_thread_is_busy())
-        waited.set()
-
-measures = threading.Thread(target=measure)
-measures.start()
-waited.wait()
-while len(found) < 2:
-    pass
-measures.join()
-for other in others:
-    other.kill()
-print(*found)
-"""
+ADVICE = "steps before it took 0.1 s (median of 9); training.step_timeout_seconds=6"
 
 
-def test_a_thread_that_computes_is_busy_also_where_it_hardly_gets_a_core():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=True)
-    # First it waits, then it computes.
-    assert done.stdout.split() == ["False", "True"]
+def waits(rank, *, step=3, where="all_gather (distributed/x.py:7)", echo=True):
+    verb = "waits" if echo else "stands"
+    return Outcome(
+        kind=OutcomeKind.HANG,
+        rank=rank,
+        step=step,
+        cause=f"step {step + 1} did not end within 6 s: rank {rank} {verb} in {where}; {ADVICE}",
+        traceback="Traceback",
+        exit_code=71,
+        echo=echo,
+    )
+
+
+def silent(rank, why="its process is stopped (SIGSTOP)"):
+    cause = f"step 4 did not end within 6 s: rank {rank} does not answer: {why}; {ADVICE}"
+    return Outcome(kind=OutcomeKind.HANG, rank=rank, step=3, cause=cause)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return tiny.begin(tiny.recipe(tmp_path, shard=2))
+
+
+@pytest.fixture
+def process():
+    child = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"], stdout=-1)
+    child.stdout.readline()
+    yield child
+    child.kill()
+    child.communicate()
+
+
+@pytest.fixture
+def stopped(process):
+    process.send_signal(signal.SIGSTOP)
+    until(lambda: process_state(process.pid) == "T")
+    return process
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_the_rank_that_does_not_answer_is_the_cause_and_never_one_that_waits(rank):
+    notes = [silent(each) if each == rank else waits(each) for each in range(4)]
+    found = judged(notes, 4)
+    assert (found.rank, found.echo, is_silent(found)) == (rank, False, True)
+    assert found.cause.endswith(ADVICE)
+
+
+def test_it_comes_before_one_that_stands_elsewhere_and_after_one_that_failed():
+    notes = [waits(0), waits(1, echo=False), silent(2)]
+    assert judged(notes, 3).rank == 2
+    failed = from_exception(LookupError("x"), rank=1)
+    assert judged([waits(0), silent(2), failed], 3) is failed
+
+
+def test_several_are_all_named():
+    found = judged([waits(0), silent(1), silent(2, "its process waits for a disk or a file server (state D)")], 3)
+    assert found.rank == 1
+    assert found.cause == (
+        "step 4 did not end within 6 s: ranks 1, 2 do not answer (rank 1: its process is stopped (SIGSTOP), "
+        "rank 2: its process waits for a disk or a file server (state D))"
+        f"; {ADVICE}"
+    )
+
+
+def test_one_of_which_nobody_has_said_anything_is_named():
+    found = judged([waits(0), waits(2)], 3)
+    assert (found.rank, found.echo, found.traceback) == (1, False, None)
+    assert found.cause.startswith("step 4 did not end within 6 s: rank 1 does not answer: it has left no record; ")
+    many = judged([waits(0)], 64)
+    assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 55 more do not answer" in many.cause
+
+
+def test_ranks_that_all_wait_for_each_other_are_no_cause():
+    found = judged([waits(0), waits(1, where="recv (distributed/y.py:9)")], 2)
+    assert found.rank is None
+    assert found.cause == (
+        "step 4 did not end within 6 s: all 2 ranks wait for each other: rank 0 in all_gather (distributed/x.py:7), "
+        f"rank 1 in recv (distributed/y.py:9); {ADVICE}"
+    )
+
+
+def test_of_ranks_that_all_wait_the_one_that_came_least_far_is_the_cause():
+    behind = waits(1, step=2)
+    assert judged([waits(0), behind, waits(2)], 3) is behind
+
+
+def test_without_knowledge_of_the_world_nothing_is_made_up():
+    alone = waits(0)
+    assert judged([alone], 0) is alone
+    assert judged([alone], 1) is alone
+
+
+def test_a_collective_that_timed_out_waited_for_another_rank():
+    error = RuntimeError("[gloo/unbound_buffer.cc:81] Timed out waiting 600000ms for recv operation to complete")
+    late = from_exception(error, rank=0)
+    assert (late.kind, late.echo) == (OutcomeKind.HANG, True)
+    assert judged([late, silent(1)], 2).rank == 1
+    assert judged([late], 2).rank == 1
+    assert first_cause([late, waits(1, echo=False)]).rank == 1
+
+
+def test_a_stopped_process_is_noted_by_whoever_stands_beside_it(run, stopped):
+    run.write_failure(waits(0))
+    await_notes(run, {0: os.getpid(), 1: stopped.pid}, since=0.0)
+    (_, note) = run.failures(1)
+    assert (note.rank, note.step, is_silent(note)) == (1, 3, True)
+    assert (
+        note.cause
+        == f"step 4 did not end within 6 s: rank 1 does not answer: its process is stopped (SIGSTOP); {ADVICE}"
+    )
+
+
+def test_one_that_native_code_holds_is_asked_for_its_stacks(run):
+    # As a worker does that holds Python's lock: only the handler in C can run.
+    script = "import faulthandler as f, signal, ctypes; f.register(signal.SIGUSR1); print(flush=True); ctypes.PyDLL(None).sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=-1, stderr=-1, text=True) as child:
+        child.stdout.readline()
+        until(lambda: process_state(child.pid) == "S")
+        run.write_failure(waits(0))
+        assert note_silence(run, 1, child.pid, since=0.0)
+        child.kill()
+        assert "most recent call first" in child.stderr.read()
+    (_, note) = run.failures(1)
+    assert (
+        "rank 1 does not answer: its process sleeps in native code that lets no other thread run (state S)"
+        in note.cause
+    )
+
+
+def test_nobody_is_accused_where_no_rank_hangs_or_who_has_spoken(run, stopped):
+    def notes():
+        await_notes(run, {1: stopped.pid}, since=0.0)
+        return {note.rank: note for note in run.failures(1)}
+
+    assert notes() == {}
+    run.write_failure(from_exception(LookupError("x"), rank=0))
+    assert set(notes()) == {0}
+    run.write_failure(waits(0))
+    run.write_failure(waits(1, echo=False))
+    assert notes()[1].traceback == "Traceback"
+    assert not note_silence(run, 1, stopped.pid, since=0.0)
+
+
+def test_notes_of_an_earlier_attempt_accuse_nobody(run, stopped):
+    run.write_failure(waits(0))
+    assert hangs_of_others(run, 1, since=time.time() + 1) == []
+    assert not note_silence(run, 1, stopped.pid, since=time.time() + 1)
+    run.begin_attempt(run.config(), {})
+    assert hangs_of_others(run, 1, since=0.0) == []
+    assert hangs_of_others(replace(run, path=run.path / "nowhere"), 1, since=0.0) == []
+
+
+def test_answers_are_awaited_only_where_ranks_hang(run, monkeypatch):
+    monkeypatch.setattr(silence, "ANSWER_SECONDS", 300)
+    await_notes(run, {}, since=0.0, world=3)
+    for rank in range(2):
+        run.write_failure(waits(rank))
+    begin = time.monotonic()
+    await_notes(run, {0: os.getpid()}, since=0.0, world=2)
+    assert time.monotonic() - begin < 60
+    # Rank 2 is on another host, and writes none.
+    monkeypatch.setattr(silence, "ANSWER_SECONDS", 0.1)
+    await_notes(run, {0: os.getpid()}, since=0.0, world=3)
+    assert [note.rank for note in run.failures(1)] == [0, 1]
+
+
+def test_the_state_of_no_process():
+    assert process_state(2**22 + 1) is None
+
+
+GROUPS = {"0": {"axis": "shard", "ranks": [0, 1, 2]}}
+
+
+@pytest.fixture
+def hung(tmp_path):
+    """Ranks 0 and 2 have records, and wait for rank 1, which does not answer."""
+    run = tiny.begin(tiny.recipe(tmp_path, shard=3))
+    for rank in (0, 2):
+        write_hang(run, 1, parse_hang(values(rank=rank, groups=GROUPS)))
+        run.write_failure(waits(rank))
+    run.write_failure(silent(1))
+    return run
+
+
+def test_an_attempt_has_hung_if_a_rank_says_so(hung):
+    assert has_hung(hung, 1)
+    hung.begin_attempt(hung.config(), {})
+    hung.write_failure(Outcome(kind=OutcomeKind.CRASH, rank=0, attempt=2, cause="LookupError: x"))
+    assert not has_hung(hung, 2)
+    # Another rank lost the first one, and waited.
+    hung.write_failure(Outcome(kind=OutcomeKind.HANG, rank=1, attempt=2, cause="x"))
+    assert has_hung(hung, 2)
+    assert has_hung(hung, 1)
+
+
+def test_records_and_what_is_known_of_the_ranks_without_one(hung):
+    found = hung_attempt(hung, 1)
+    assert (sorted(found.records), found.damaged, found.world) == ([0, 2], {}, 3)
+    assert found.others == {1: "does not answer: its process is stopped (SIGSTOP)"}
+    assert (found.diagnosis.ranks, found.diagnosis.pending) == ((1,), "all_reduce (shard, sequence number 3)")
+
+
+@pytest.mark.parametrize(
+    ("cause", "told"), [(None, OutcomeKind.OOM.meaning), ("no memory left; 3 GiB", "no memory left")]
+)
+def test_of_a_rank_that_ended_otherwise_the_cause_or_the_kind_is_told(hung, cause, told):
+    hung.write_failure(Outcome(kind=OutcomeKind.OOM, rank=1, attempt=1, cause=cause))
+    assert hung_attempt(hung, 1).others == {1: told}
+
+
+def test_a_rank_that_waits_and_whose_record_is_damaged_is_named(hung):
+    path = hang_folder(hung, 1) / "rank-2.json"
+    path.write_text("{")
+    found = hung_attempt(hung, 1)
+    assert (sorted(found.records), list(found.damaged)) == ([0], [2])
+    assert found.damaged[2].startswith(f"{path}: ")
+    assert found.others[2] == "waits in all_gather (distributed/x.py:7)"
+    # What is damaged is no reason to suspect that rank.
+    assert found.diagnosis.ranks == (1,)
+
+
+def test_the_world_is_that_of_the_attempt(hung):
+    hung.begin_attempt({**hung.config(), "world": 5}, {})
+    assert (hung_attempt(hung, 1).world, hung_attempt(hung, 2).world) == (3, 5)
+
+
+@pytest.mark.parametrize("world", [None, 0, -3, True, "3", 1_000_001])
+def test_a_world_that_is_none_is_not_known(hung, world):
+    (hung.attempt_folder(1) / "config.yaml").write_text(config_text({**hung.config(), "world": world}))
+    found = hung_attempt(hung, 1)
+    assert (found.world, found.diagnosis.ranks) == (0, (1,))

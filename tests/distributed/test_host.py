@@ -168,18 +168,15 @@ GIB = 2**30
         ("", {}, None),
     ],
 )
-def test_memory_is_what_the_control_group_allows(tmp_path, monkeypatch, lines, files, limit):
-    own = tmp_path / "own"
-    own.write_text(lines)
-    for name, value in files.items():
-        path = tmp_path / "cgroup" / name
+def test_memory_is_what_the_control_group_allows(tmp_path, lines, files, limit):
+    assert host.memory_bytes(tmp_path) is None
+    meminfo = f"MemTotal: {100 * 2**30} kB\nSwapTotal: 1 kB"
+    files = {f"sys/fs/cgroup/{name}": value for name, value in files.items()}
+    for name, text in {"proc/self/cgroup": lines, "proc/meminfo": meminfo, **files}.items():
+        path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{value}\n")
-    monkeypatch.setattr(host, "_CGROUP", own)
-    monkeypatch.setattr(host, "_CGROUPS", tmp_path / "cgroup")
-    limits = list(host._cgroup_limits())
-    assert min([100 * 2**50, *limits]) == (limit or 100 * 2**50)
-    assert host.memory_bytes() is not None
+        path.write_text(f"{text}\n")
+    assert host.memory_bytes(tmp_path) == (limit or 100 * 2**40) + 1024
 
 
 OMP, MKL = "OMP_NUM_THREADS", "MKL_NUM_THREADS"

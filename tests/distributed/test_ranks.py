@@ -1,8 +1,13 @@
-"""Which rank an environment names."""
+"""The rank of a process, by torchrun's variables; ports and the loopback of this host."""
+
+import socket
+from dataclasses import replace
 
 import pytest
 
-from titanlab.distributed import joined
+from titanlab.distributed import ALONE, free_port, joined, loopback_interface, ranks
+from titanlab.distributed import ranks as module
+from titanlab.distributed.ranks import is_loopback, is_one_host, listen, loopback_address
 from titanlab.errors import ConfigError
 
 TORCHRUN = {
@@ -34,3 +39,100 @@ def test_a_broken_environment_is_named(change, key):
     with pytest.raises(ConfigError) as refused:
         joined(environ)
     assert refused.value.key == key
+
+
+@pytest.fixture
+def ports(tmp_path, monkeypatch):
+    """Sets the range of ports that the kernel gives to outgoing connections."""
+    file = tmp_path / "range"
+    monkeypatch.setattr(module, "_RANGE_FILE", file)
+    return file.write_text
+
+
+def test_an_outgoing_connection_cannot_take_the_port(ports):
+    ports("32768\t60999\n")
+    assert all(20_000 <= free_port() < 32_768 for _ in range(50))
+
+
+def test_a_port_in_use_is_not_chosen(ports):
+    with socket.socket() as taken:
+        taken.bind(("", free_port()))
+        port = taken.getsockname()[1]
+        taken.listen()
+        ports("20002 60999")
+        chosen = {free_port() for _ in range(20)}
+        assert port not in chosen
+        with socket.socket() as first, socket.socket() as second:
+            for probe, number in ((first, 20_000), (second, 20_001)):
+                probe.bind(("", number))
+            assert free_port() not in {20_000, 20_001, 0}
+
+
+@pytest.mark.parametrize("text", ["1024 65535", "", "none"])
+def test_a_host_without_ports_below_that_range_has_a_port_too(ports, text):
+    ports(text)
+    with socket.socket() as probe:
+        probe.bind(("", free_port()))
+
+
+def test_names_and_addresses_of_the_loopback_are_known():
+    assert all(map(is_loopback, ("127.0.0.1", "127.0.1.1", "::1", "localhost")))
+    assert not any(map(is_loopback, ("10.0.0.1", "0.0.0.0", "no.such.host.invalid", "")))
+    assert loopback_interface() in ("lo", "lo0")
+
+
+def test_several_hosts_are_not_taken_for_one():
+    here = replace(ALONE, world=2, local_world=2, started_by="torchrun", address="10.0.0.1")
+    # By hand, without LOCAL_WORLD_SIZE: the number of ranks here is a guess.
+    assert not is_one_host(here, {})
+    assert is_one_host(here, {"TORCHELASTIC_RUN_ID": "7"})
+    assert not is_one_host(replace(here, local_world=1), {"TORCHELASTIC_RUN_ID": "7"})
+    assert is_one_host(replace(here, is_counted=True), {})
+    assert is_one_host(replace(here, address="127.0.0.1"), {})
+
+
+def test_without_ipv4_the_loopback_is_ipv6s(monkeypatch):
+    def listen_as_without(address, port):
+        if ":" not in address:
+            raise OSError("no such family")
+        return socket.socket()
+
+    monkeypatch.setattr(ranks, "listen", listen_as_without)
+    assert loopback_address() == "::1"
+
+
+def test_a_port_that_is_taken_is_named():
+    with listen("127.0.0.1", 0) as first, pytest.raises(OSError, match=rf"127.0.0.1:{first.getsockname()[1]} \("):
+        listen("127.0.0.1", first.getsockname()[1])
+
+
+def test_a_host_without_loopback_has_no_address_and_no_interface(monkeypatch):
+    def refused(*given):
+        raise OSError("no such family")
+
+    monkeypatch.setattr(ranks, "listen", refused)
+    assert loopback_address() is None
+    monkeypatch.setattr(ranks.socket, "if_nameindex", lambda: [(1, "eth0")])
+    assert loopback_interface() is None
+    monkeypatch.setattr(ranks.socket, "if_nameindex", lambda: [(2, "lo0"), (1, "eth0")])
+    assert loopback_interface() == "lo0"
+    monkeypatch.setattr(ranks.socket, "if_nameindex", refused)
+    assert loopback_interface() is None
+
+
+def test_a_name_with_an_address_elsewhere_is_no_loopback(monkeypatch):
+    found = [(None, None, None, "", ("127.0.0.1", 0)), (None, None, None, "", ("10.0.0.1", 0))]
+    monkeypatch.setattr(ranks.socket, "getaddrinfo", lambda address, port: found)
+    assert not is_loopback("both")
+    monkeypatch.setattr(ranks.socket, "getaddrinfo", lambda address, port: found[:1])
+    assert is_loopback("one")
+    monkeypatch.setattr(ranks.socket, "getaddrinfo", lambda address, port: [])
+    assert not is_loopback("none")
+
+
+def test_a_listener_takes_connections_on_its_address_only():
+    with listen("127.0.0.1", 0) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+        assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
+        with socket.create_connection(listener.getsockname()):
+            pass

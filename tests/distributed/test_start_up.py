@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from titanlab.distributed import StartUp, launched_at, start_of_worker, write_start_up
-from titanlab.distributed.start_up import FILE, LAUNCHED
+from titanlab.distributed import PARENT, StartUp, start_of_worker, write_start_up
+from titanlab.distributed.start_up import FILE
 from titanlab.system import process_start
 
 
@@ -84,11 +84,8 @@ def test_what_is_done_is_shown_until_the_recorder_takes_over():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the start of a process is not known")
 def test_a_worker_counts_from_the_start_of_its_launcher(monkeypatch):
-    for name, value in launched_at().items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(PARENT, str(os.getpid()))
     start_up = start_of_worker()
-    # It is for this process and not for those that it starts.
-    assert LAUNCHED not in os.environ
     younger = time.time() - process_start(os.getpid())
     seconds = start_up.end()
     older = time.time() - process_start(os.getpid())
@@ -100,7 +97,7 @@ def test_a_worker_counts_from_the_start_of_its_launcher(monkeypatch):
 
 
 def test_a_worker_that_nobody_has_launched_counts_from_its_own_start(monkeypatch):
-    monkeypatch.delenv(LAUNCHED, raising=False)
+    monkeypatch.delenv(PARENT, raising=False)
     assert list(start_of_worker().end()) == ["python"]
 
 

@@ -1,6 +1,5 @@
 """A wish to stop."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -14,14 +13,14 @@ from titanlab.distributed import (
     STOP_SIGNALS,
     STOPS,
     held_signals,
-    request_from_lines,
+    read_stop,
     stop,
-    stop_line,
     stop_request,
     stopped_before_start,
+    write_stop,
 )
-from titanlab.distributed.stop import Impatient, signal_for
-from titanlab.records import OutcomeKind
+from titanlab.distributed.stop import Impatient
+from titanlab.records import OutcomeKind, StopReason
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
@@ -53,46 +52,28 @@ def test_outside_the_main_thread_nothing_is_caught():
 
 
 @pytest.mark.parametrize("kind", [OutcomeKind.CANCELLED, OutcomeKind.PREEMPTED, OutcomeKind.WALLTIME])
-def test_a_line_sets_the_flag(kind):
-    assert STOPS[signal_for(kind)] is kind
-    with _pipe() as (lines, say), request_from_lines(lines) as request:
-        assert (request.signal, request.cause) == (0, None)
-        say("nonsense\n" + stop_line(kind, "why"))
-        until(lambda: request.signal)
-        assert (STOPS[request.signal], request.cause) == (kind, "why")
+def test_a_worker_of_a_job_is_told_by_a_file_and_sighup(tmp_path, kind):
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with stop_request(lambda: read_stop(tmp_path)) as request:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert (request.signal, request.cause) == (0, None)
+            write_stop(tmp_path, StopReason(kind=kind, cause="why"))
+            with pytest.raises(stop.StoppedEarly), request.at_once(active=True):
+                os.kill(os.getpid(), signal.SIGHUP)
+            assert (STOPS[request.signal], request.cause) == (kind, "why")
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
-def test_the_end_of_the_lines_is_a_wish_and_keeps_an_earlier_one():
-    with _pipe() as (lines, say), request_from_lines(lines) as request:
-        say(None)
-        until(lambda: request.signal)
-        assert request.signal == signal.SIGTERM
-        assert "is gone" in request.cause
-    with _pipe() as (lines, say), request_from_lines(lines) as request:
-        say(stop_line(OutcomeKind.CANCELLED, "why"))
-        say(None)
-        until(lambda: request.signal)
-        assert request.cause == "why"
-
-
-@contextlib.contextmanager
-def _pipe():
-    reader, writer = os.pipe()
-    with open(reader, encoding="utf-8") as lines, open(writer, "w", encoding="utf-8") as end:
-
-        def say(text):
-            if text is None:
-                end.close()
-            else:
-                end.write(text)
-                end.flush()
-
-        yield lines, say
-        # The thread that reads ends before its file is closed.
-        end.close()
-        for thread in threading.enumerate():
-            if thread.name == "stop":
-                thread.join()
+def test_the_first_reason_stands_and_half_a_file_is_none(tmp_path):
+    first = StopReason(kind=OutcomeKind.PREEMPTED, cause="one")
+    assert read_stop(tmp_path) is None
+    assert write_stop(tmp_path, first) == first
+    assert write_stop(tmp_path, StopReason(kind=OutcomeKind.CANCELLED, cause="two")) == first
+    assert read_stop(tmp_path) == first
+    (tmp_path / "stop.json").write_text('{"kind": "pre')
+    assert read_stop(tmp_path) is None
 
 
 @pytest.fixture
@@ -220,23 +201,6 @@ def test_the_death_of_the_launcher_ends_a_wait_for_a_compiler_that_is_stopped(mo
                 compiler.wait()
     assert time.monotonic() - begin < 10
     assert signal.getsignal(signal.SIGCONT) is signal.SIG_DFL
-
-
-def test_a_line_ends_a_compilation_too():
-    with _pipe() as (lines, say), request_from_lines(lines) as request:
-        with request.at_once(active=False):
-            pass
-
-        def compile_for_ever():
-            end = time.monotonic() + 20
-            with request.at_once(active=True):
-                say(stop_line(OutcomeKind.WALLTIME, "why"))
-                while time.monotonic() < end:
-                    pass
-
-        with pytest.raises(stop.StoppedEarly):
-            compile_for_ever()
-        assert (STOPS[request.signal], request.cause) == (OutcomeKind.WALLTIME, "why")
 
 
 @pytest.mark.usefixtures("_has_terminal")

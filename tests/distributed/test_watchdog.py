@@ -12,10 +12,19 @@ from pathlib import Path
 import pytest
 
 import titanlab
+from tests import tiny
 from titanlab.distributed import Watchdog, watchdog
-from titanlab.distributed import hang as hang_words
-from titanlab.distributed.hang import FIRST_STEP_KEY, STEP_KEY, StepTimes, hang
-from titanlab.records import OutcomeKind, first_cause
+from titanlab.distributed.watchdog import FIRST_STEP_KEY, STEP_KEY, StepTimes, Topology, hang, stack_of, stack_of_error
+from titanlab.records import (
+    CodeLine,
+    Collective,
+    GroupRecord,
+    Messages,
+    OutcomeKind,
+    first_cause,
+    read_hang,
+    write_hang,
+)
 
 HERE = """
     import ctypes, json, sys, time
@@ -130,7 +139,7 @@ def test_a_limit_that_is_too_short_names_its_key_and_how_long_steps_took(ended):
 def steps_of(monkeypatch, *seconds, paused=0.0):
     """Times of steps that took so long, without waiting for them."""
     now = [0.0]
-    monkeypatch.setattr(hang_words.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
     times = StepTimes()
     for each in seconds:
         times.step()
@@ -215,7 +224,7 @@ def frame_in(file):
 def test_what_counts_as_file_access_exists():
     """The list has paths as text, which a move does not change."""
     paths = [str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")]
-    starts = hang_words._OWN_FILE_MODULES
+    starts = watchdog._OWN_FILE_MODULES
     assert [start for start in starts if not any(path.startswith(start) for path in paths)] == []
 
 
@@ -279,3 +288,105 @@ def test_many_ranks_look_for_notes_less_often(world, seconds):
     watchdog = Watchdog(step_seconds=0.0, first_seconds=None, note=lambda outcome, record: None, world=world)
     assert watchdog._look_seconds == seconds
     watchdog.close()
+
+
+# The process and its competitors share one core, and it comes last.
+SCRIPT = """
+import os, subprocess, sys, threading, time
+from titanlab.distributed.watchdog import main_thread_is_busy
+
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+loop = "import time\\nwhile time.process_time() < 60: pass"
+others = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(4)]
+os.nice(19)
+found = []
+waited = threading.Event()
+
+def measure():
+    for _ in range(2):
+        # Until the main thread has come to where it waits or computes.
+        time.sleep(1.0)
+        found.append(main_thread_is_busy())
+        waited.set()
+
+measures = threading.Thread(target=measure)
+measures.start()
+waited.wait()
+while len(found) < 2:
+    pass
+measures.join()
+for other in others:
+    other.kill()
+print(*found)
+"""
+
+
+def test_a_thread_that_computes_is_busy_also_where_it_hardly_gets_a_core():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=True)
+    # First it waits, then it computes.
+    assert done.stdout.split() == ["False", "True"]
+
+
+def recorded(frames, **changes):
+    how = {"rank": 1, "state": "stands", "phase": "step 2", "step": 1, "seconds": 1.0, "limit": None, **changes}
+    return watchdog.hang_record(frames, Topology(), **how)
+
+
+def test_a_record_names_the_innermost_line_that_is_not_torchs():
+    frames = stack_of(sys._getframe())
+    torchs = CodeLine("/venv/torch/distributed/distributed_c10d.py", 9, "wait")
+    found = recorded([torchs, *frames])
+    assert (found.source.function, found.stack[0].function) == (frames[0].function, "wait")
+    assert found.activity == ""
+    assert len(recorded(frames * 9).stack) == 60
+
+
+@pytest.mark.parametrize(
+    ("file", "function", "activity", "shown"),
+    [
+        ("data/stream.py", "read", "data", "titanlab/data/stream.py"),
+        ("checkpoint/store.py", "save", "checkpoint", "titanlab/checkpoint/store.py"),
+        ("train/train.py", "train", "", "titanlab/train/train.py"),
+        ("train/train.py", "next_batch", "data", "titanlab/train/train.py"),
+    ],
+)
+def test_what_a_rank_is_busy_with(file, function, activity, shown):
+    found = recorded([CodeLine(watchdog._PACKAGE + file, 3, function)])
+    assert (found.activity, found.source.file) == (activity, shown)
+
+
+def test_the_stack_of_an_error():
+    def inner():
+        raise LookupError
+
+    with pytest.raises(LookupError) as raised:
+        inner()
+    assert next(frame.function for frame in stack_of_error(raised.value.__traceback__)) == "inner"
+    assert recorded([], state="raised").source is None
+
+
+def test_a_record_has_the_place_of_the_rank_among_the_others(tmp_path):
+    call = Collective("1", 4, "all_reduce", ((8,), ()), ("Float",), is_message=False, is_done=True, created=2.5)
+    messages = Messages(runs=True, stages=(0, 2), sent={1: 3}, received={}, waiting=None)
+    known = Topology(
+        groups={"1": GroupRecord("shard", (0, 2))},
+        coordinates={"shard": 1},
+        messages=lambda: messages,
+        collectives=lambda: [call],
+    )
+    how = {"rank": 2, "state": "waits", "phase": "step 3", "step": 2, "seconds": 1.5, "limit": 9.0}
+    run = tiny.begin(tiny.recipe(tmp_path))
+    write_hang(run, 1, watchdog.hang_record([], known, **how))
+    found = read_hang(run, 1)[0][2]
+    assert (found.rank, found.state, found.phase, found.step, found.seconds, found.limit) == tuple(how.values())
+    assert (found.coordinates, found.source) == ({"shard": 1}, None)
+    assert (found.groups, found.messages, found.collectives) == (known.groups, messages, (call,))
+
+
+def test_a_rank_that_knows_nothing_yet_has_an_empty_place():
+    found = recorded([])
+    assert (found.groups, found.messages, found.collectives, found.stack) == ({}, None, (), ())
+
+
+def test_without_a_frame_there_is_no_stack():
+    assert (stack_of(None), stack_of_error(None)) == ([], [])

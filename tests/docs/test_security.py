@@ -33,7 +33,7 @@ EXECUTES = re.compile(
 )
 ALLOWED = {
     "titanlab/checkpoint/store.py": "pickle.loads of an error that was just pickled here",
-    "titanlab/train/dcp_folder.py": "an unpickler that imports and calls nothing",
+    "titanlab/train/dcp.py": "an unpickler that imports and calls nothing",
 }
 
 

@@ -14,14 +14,13 @@ import pytest
 import tokenizers
 
 from tests import tiny
-from titanlab.checkpoint import latest
 from titanlab.checkpoint.folders import step_folder
 from titanlab.data import source
 from titanlab.data.schema import Files
 from titanlab.data.tokenizers import load
 from titanlab.distributed import Host
 from titanlab.errors import ConfigError
-from titanlab.launch import close_dead, conclude, go_back, missed_checkpoint, with_progress, world_of
+from titanlab.launch import close_dead, conclude, go_back, with_progress
 from titanlab.launch.attempt import begin, check_own_checkpoint, close_earlier, keep_tokenizer
 from titanlab.recipe import to_mapping
 from titanlab.records import KillEvidence, Outcome, OutcomeKind, RunFolder, Status, create_run, identify
@@ -135,32 +134,6 @@ def test_tokens_and_samples_of_another_run_s_checkpoint_count_too(tmp_path):
         check_own_checkpoint(run, dataclasses.replace(recipe, checkpoint=tiny.recipe(tmp_path).checkpoint), folder)
 
 
-def test_going_back_renames_all_later_checkpoints(tmp_path):
-    recipe = tiny.recipe(tmp_path)
-    run = stopped(recipe, 2, 4, 6)
-    first = step_folder(run.checkpoints, 2)
-    said: list[str] = []
-    renamed = go_back(run, recipe, first, said.append)
-    assert said == [
-        f"goes on from step 2: step-0000000{step}, which is later, is put aside as step-0000000{step}.aside"
-        for step in (4, 6)
-    ]
-    assert renamed == [run.checkpoints / f"step-0000000{step}.aside" for step in (4, 6)]
-    assert latest(run.checkpoints) == first
-    assert go_back(run, recipe, first, said.append) == []
-
-
-def test_a_missing_newest_checkpoint_is_one_line(tmp_path):
-    run = stopped(tiny.recipe(tmp_path), 4, 6)
-    assert missed_checkpoint(run) is None
-    shutil.rmtree(step_folder(run.checkpoints, 6))
-    said = "goes on from step 4: the checkpoint of step 6, which was saved later, is not among its checkpoints"
-    assert missed_checkpoint(run) == said
-    # Without any checkpoint, `begin` raises an error.
-    shutil.rmtree(step_folder(run.checkpoints, 4))
-    assert missed_checkpoint(run) is None
-
-
 def test_an_attempt_begins_where_the_logs_of_earlier_ones_were_removed(tmp_path):
     recipe = tiny.recipe(tmp_path)
     run = stopped(recipe)
@@ -250,15 +223,6 @@ def test_progress_is_that_of_the_outcome_s_own_attempt(tmp_path):
     assert (outcome.step, outcome.steps, outcome.metrics) == (7, 10, {"loss": 2.0})
     outcome = with_progress(run, Outcome(kind=OutcomeKind.CRASH, step=1, attempt=2))
     assert (outcome.step, outcome.steps, outcome.metrics) == (1, None, {})
-
-
-def test_the_world_of_an_attempt_is_that_of_its_config(tmp_path):
-    run = tiny.begin(tiny.recipe(tmp_path, shard=2))
-    assert world_of(run, 1) == 2
-    (run.attempt_folder(1) / "config.yaml").write_text("seed: 1\n")
-    assert world_of(run, 1) == 0
-    (run.attempt_folder(1) / "config.yaml").write_text("[")
-    assert world_of(run, 1) == 0
 
 
 @pytest.mark.parametrize("name", ["mine.json", "mine"])

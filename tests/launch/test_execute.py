@@ -166,16 +166,6 @@ def test_a_run_that_is_done_is_left_as_it_is(tmp_path, starts, console, said):
     assert "is done: 10 steps. For another like it: repeat=1" in said.getvalue()
 
 
-def test_one_that_was_stopped_begins_its_next_attempt(tmp_path, starts, console):
-    recipe = tiny.recipe(tmp_path)
-    starts.then(ends(OutcomeKind.CANCELLED, step=4))
-    assert execute(ready(recipe), console).kind is OutcomeKind.CANCELLED
-    starts.then(ends(step=10))
-    assert execute(ready(recipe), console).attempt == 2
-    (run,) = list_runs(tmp_path)
-    assert [run.result(attempt).kind.value for attempt in run.attempts()] == ["cancelled", "done"]
-
-
 def test_an_old_wish_to_cancel_is_not_for_the_next_attempt(tmp_path, starts, console):
     recipe = tiny.recipe(tmp_path)
     starts.then(ends(OutcomeKind.CANCELLED, step=4))
@@ -332,25 +322,6 @@ def stopped_at(recipe, starts, console, steps, *, noted):
     return run
 
 
-def test_checkpoints_that_are_gone_are_missed(tmp_path, starts, console):
-    recipe = tiny.recipe(tmp_path)
-    run = stopped_at(recipe, starts, console, [4], noted=True)
-    shutil.rmtree(run.checkpoints)
-    rule = "had saved step 4, and checkpoints/ has no checkpoint any more; bring that folder back; or remove"
-    with pytest.raises(ConfigError, match=f"^run=.*: {rule}"):
-        execute(ready(recipe), console)
-    assert (len(starts), run.attempts()) == (1, [1])
-    assert run.result().kind is OutcomeKind.CANCELLED
-
-
-def test_a_run_that_has_saved_nothing_begins_anew(tmp_path, starts, console):
-    recipe = tiny.recipe(tmp_path)
-    run = stopped_at(recipe, starts, console, [], noted=False)
-    shutil.rmtree(run.checkpoints)
-    execute(ready(recipe), console)
-    assert run.attempts() == [1, 2]
-
-
 def test_one_that_lacks_its_newest_checkpoint_goes_on_and_says_so(tmp_path, starts, console, said):
     recipe = tiny.recipe(tmp_path)
     run = stopped_at(recipe, starts, console, [4, 6], noted=True)
@@ -419,16 +390,6 @@ def test_damaged_checkpoints_are_passed_over_in_a_line_each(tmp_path, starts, co
     with pytest.raises(ConfigError, match="is damaged: its file position.json is missing; give another"):
         execute(ready(recipe), console)
     assert (latest(run.checkpoints), run.attempts()) == (step_folder(run.checkpoints, 2), [1, 2])
-
-
-def test_a_run_in_other_hands_is_not_started_twice(tmp_path, starts, console):
-    recipe = tiny.recipe(tmp_path)
-    starts.then(ends(OutcomeKind.CANCELLED))
-    execute(ready(recipe), console)
-    (run,) = list_runs(tmp_path)
-    with run.claim(), pytest.raises(ConfigError, match="is in the hands of process"):
-        execute(ready(recipe), console)
-    assert len(starts) == 1
 
 
 @pytest.mark.parametrize(

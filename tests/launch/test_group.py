@@ -1,6 +1,8 @@
-"""The ranks of a job start again in place, all of them or without one."""
+"""The ranks of a job over its attempts: who is lost, who starts again, and what goes back into the queue."""
 
 import json
+import threading
+import time
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -10,10 +12,25 @@ from tests import tiny
 from tests.sweep.jobs import Jobs, ended
 from titanlab.distributed import ALONE
 from titanlab.errors import ConfigError
+from titanlab.launch import group as module
 from titanlab.launch import group as rendezvous
+from titanlab.launch import group as roll_call
 from titanlab.launch import write_submission
-from titanlab.launch.group import RankGroup, Rendezvous, ranks_in
+from titanlab.launch.contract import ProcessPlace
+from titanlab.launch.group import (
+    Loss,
+    RankGroup,
+    Rendezvous,
+    answer_call,
+    fewest_nodes,
+    lost_ranks,
+    node_of,
+    ranks_in,
+    requeue_after,
+    requeue_without_rank_0,
+)
 from titanlab.launch.launchers_schema import Local
+from titanlab.recipe import to_mapping
 from titanlab.records import Outcome, OutcomeKind
 
 
@@ -109,10 +126,248 @@ def test_a_rank_of_a_job_that_fails_twice_is_left_out(jobs):
     assert run.config(3)["parallelism"]["replicate"] == 2
 
 
-@pytest.mark.full
-def test_restarts_that_gain_nothing_end_the_job_with_its_cause(jobs):
-    run, codes, said = started(jobs, 2, Local(restarts=9, threads=1), fault="raise", step=4, rank=1)
-    assert codes == [1, 1], said
-    assert (run.result().kind, run.attempts()) == (OutcomeKind.CRASH, [1, 2, 3])
-    assert run.result().cause == "LookupError: a planted fault"
-    assert "not restarted: 2 restarts in a row have reached no further step and saved no checkpoint" in said
+def place(world=6, nodes=("n1", "n2", "n3")):
+    ranks = replace(ALONE, world=world)
+    return ProcessPlace(launcher="slurm", job_id="12_0", raw_job_id="12", ranks=ranks, nodes=nodes)
+
+
+class Job:
+    """Rank 0 of a job whose scheduler has taken away some nodes."""
+
+    def __init__(self, run, taken=(), where=None):
+        self.run, self.place, self.signals = run, where or place(), []
+        self.launcher = SimpleNamespace(lost_nodes=lambda place: frozenset(taken))
+
+    def round(self, number):
+        return f"job #{number}"
+
+    def config(self):
+        return self.run.config()
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    return replace(tiny.recipe(tmp_path, shard=6), launch=Local(restarts=5, min_world=2))
+
+
+@pytest.fixture
+def run(recipe):
+    return tiny.begin(recipe)
+
+
+def all_but(run, *absent):
+    for rank in set(range(1, 6)) - set(absent):
+        answer_call(run, 1, rank)
+
+
+def test_ranks_fill_the_nodes_in_order():
+    assert [node_of(place(), rank) for rank in range(6)] == ["n1", "n1", "n2", "n2", "n3", "n3"]
+
+
+def test_nobody_waits_when_all_answer_or_the_scheduler_knows(run):
+    all_but(run)
+    assert lost_ranks(Job(run), 1, seconds=600) == Loss()
+    (run.attempt_folder(1) / roll_call.ANSWERS / "4").unlink()
+    # The other rank of a node that was taken away is about to be ended.
+    found = lost_ranks(Job(run, taken=["n3"]), 1, seconds=600)
+    words = "ranks 4, 5 on n3 are lost: slurm has taken node n3 from the job"
+    assert found == Loss(ranks=(4, 5), nodes=("n3",), words=words)
+    assert lost_ranks(Job(run, taken=["n3"]), 1, known=(4, 5), seconds=600) == Loss()
+
+
+def test_ranks_without_an_answer_are_lost_after_a_time(run):
+    all_but(run, 3)
+    found = lost_ranks(Job(run), 1, seconds=0.1)
+    assert found == Loss(ranks=(3,), nodes=(), words="rank 3 on n2 does not answer within 0.1 s")
+    # A late answer counts.
+    late = threading.Timer(0.3, answer_call, (run, 1, 3))
+    late.start()
+    assert lost_ranks(Job(run), 1, seconds=60) == Loss()
+    late.join()
+
+
+def test_a_stopped_job_waits_for_nobody(run):
+    job = Job(run)
+    job.signals.append((15, time.monotonic()))
+    assert lost_ranks(job, 1, seconds=600) == Loss()
+
+
+def decided(job, recipe, said, kind=OutcomeKind.CRASH):
+    group = RankGroup(job, said.append)
+    outcome = Outcome(kind=kind, attempt=1, step=3, rank=1, cause="Connection closed by peer", echo=True)
+    outcome = group.called(outcome, recipe)
+    return group, outcome, group.goes_on_after(outcome, recipe)
+
+
+def test_the_group_goes_on_without_a_lost_node(run, recipe):
+    all_but(run, 2, 3)
+    said = []
+    group, outcome, goes_on = decided(Job(run, taken=["n2"]), recipe, said)
+    assert goes_on
+    assert (outcome.kind, outcome.rank) == (OutcomeKind.NODE_FAIL, 2)
+    assert outcome.cause.endswith("slurm has taken node n2 from the job; Connection closed by peer")
+    assert run.result(1).kind is OutcomeKind.NODE_FAIL
+    assert (group.members, group.config()["world"]) == ((0, 1, 4, 5), 4)
+    assert "on n2 are lost: slurm has taken node n2 from the job, and left out: dp_s6 becomes dp_s4" in said[-1]
+    # In the next attempt n3 is lost too: its ranks are 2 and 3 there, and the ranks of n2 are expected no more.
+    run.attempt_folder(2).mkdir()
+    answer_call(run, 2, 1)
+    group._job.launcher.lost_nodes = lambda place: frozenset(["n2", "n3"])
+    outcome = group.called(replace(outcome, kind=OutcomeKind.HANG, attempt=2, step=6), group.recipe())
+    assert (outcome.kind, outcome.rank) == (OutcomeKind.NODE_FAIL, 2)
+    assert group.goes_on_after(outcome, group.recipe())
+    assert group.members == (0, 1)
+
+
+def test_without_enough_ranks_the_job_ends_and_has_lost_a_node(run, recipe):
+    recipe = replace(recipe, launch=Local(restarts=5, min_world=5))
+    all_but(run, 4, 5)
+    said = []
+    group, outcome, goes_on = decided(Job(run, taken=["n3"]), recipe, said)
+    assert not goes_on
+    assert group.has_lost_nodes
+    assert outcome.kind is OutcomeKind.NODE_FAIL
+    assert "from the job, and no smaller layout of at least launch.min_world=5 processes fits" in said[-1]
+
+
+def test_without_min_world_nobody_is_asked(run, recipe):
+    recipe = replace(recipe, launch=Local(restarts=5))
+    group, outcome, goes_on = decided(Job(run, taken=["n2"]), recipe, [])
+    assert (goes_on, group.members, outcome.kind) == (True, (), OutcomeKind.CRASH)
+
+
+def test_spare_ranks_take_the_places_of_lost_ones(run, recipe):
+    job = Job(run, taken=["n2"])
+    group = RankGroup(job, lambda line: None)
+    small = replace(tiny.recipe(run.path.parent.parent.parent, shard=2), launch=recipe.launch)
+    group.members = (0, 2)
+    all_but(run, 2, 3)
+    outcome = group.called(Outcome(kind=OutcomeKind.CRASH, attempt=1, step=3), small)
+    said = []
+    group.report = said.append
+    assert group.goes_on_after(outcome, small)
+    assert (group.members, group.config()["world"]) == ((0, 1), 2)
+    assert "and left out: other processes of the job take their places in dp_s2" in said[-1]
+
+
+def test_a_job_that_starts_on_fewer_nodes_is_smaller(run, recipe):
+    said = []
+    job = Job(run, where=place(world=5, nodes=("n1",)))
+    job.config = lambda: {**run.config(), "launch": {**run.config()["launch"], "restarts": 5, "min_world": 2}}
+    group = RankGroup(job, said.append)
+    assert (group.recipe().layout.world, group.members) == (4, (0, 1, 2, 3))
+    assert said[0].startswith("the job has 5 processes: dp_s6 becomes dp_s4, the most data-parallel processes")
+
+
+NODES = ("n1", "n2", "n3", "n4")
+
+
+class Launcher:
+    can_requeue = True
+
+    def __init__(self, taken=()):
+        self.taken, self.calls = taken, []
+
+    def lost_nodes(self, place):
+        return frozenset(self.taken)
+
+    def requeue(self, place):
+        self.calls.append("all")
+
+    def requeue_on_fewer(self, place, *, least, most):
+        self.calls.append((least, most))
+
+
+def job_of(eight, *, rank=0, taken=(), **launch):
+    run = tiny.begin(eight)
+    place = ProcessPlace(
+        launcher="slurm",
+        job_id="12_0",
+        raw_job_id="12",
+        ranks=replace(ALONE, rank=rank, world=8),
+        nodes=NODES,
+    )
+    return SimpleNamespace(
+        run=run,
+        place=place,
+        signals=[],
+        launcher=Launcher(taken),
+        launch={"requeue": True, "max_requeues": 3, **launch},
+        config=lambda: to_mapping(eight),
+    )
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    monkeypatch.setattr(module, "_ASK_SECONDS", 0.01)
+    monkeypatch.setattr(module, "_NEXT_SECONDS", 0.0)
+    monkeypatch.setattr(module, "LOST_SECONDS", 0.1)
+
+
+@pytest.fixture
+def eight(tmp_path):
+    return replace(tiny.recipe(tmp_path, shard=8, global_batch=8), launch=Local(restarts=3, min_world=3))
+
+
+def test_the_fewest_nodes(eight):
+    # Two processes a node: four is the smallest layout of at least three.
+    assert fewest_nodes(job_of(eight)) == 2
+    assert fewest_nodes(job_of(replace(eight, launch=Local(restarts=3, min_world=8)))) is None
+    assert fewest_nodes(job_of(replace(eight, launch=Local(restarts=3)))) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_saved", "has_lost_nodes", "calls"),
+    [
+        (OutcomeKind.PREEMPTED, False, False, ["all"]),
+        (OutcomeKind.WALLTIME, True, False, ["all"]),
+        (OutcomeKind.WALLTIME, False, False, []),
+        (OutcomeKind.CRASH, True, False, []),
+        (OutcomeKind.NODE_FAIL, True, True, [(2, 4)]),
+        # A device that failed: nothing says that the next start has another one.
+        (OutcomeKind.NODE_FAIL, True, False, []),
+    ],
+)
+def test_ends_after_which_a_job_goes_on(eight, kind, has_saved, has_lost_nodes, calls):
+    job = job_of(eight)
+    requeue_after(job, Outcome(kind=kind), has_saved=has_saved, has_lost_nodes=has_lost_nodes)
+    assert job.launcher.calls == calls
+
+
+def test_not_without_launch_requeue_nor_too_often(eight, capsys):
+    job = job_of(eight, requeue=False)
+    requeue_after(job, Outcome(kind=OutcomeKind.NODE_FAIL), has_saved=True, has_lost_nodes=True)
+    assert job.launcher.calls == []
+    job = job_of(eight, max_requeues=0)
+    requeue_after(job, Outcome(kind=OutcomeKind.NODE_FAIL), has_saved=True, has_lost_nodes=True)
+    assert job.launcher.calls == []
+    said = capsys.readouterr().out
+    assert "launch.requeue=false" in said
+    assert "it has been 0 times (launch.max_requeues)" in said
+
+
+@pytest.mark.parametrize(
+    ("rank", "taken", "done", "calls"),
+    [
+        # The first rank of each other node tries it; the scheduler takes the first request.
+        (2, ("n1",), True, [(2, 4)]),
+        (4, ("n1", "n2"), True, [(2, 4)]),
+        (3, ("n1",), False, []),
+        # Rank 0 is on a node that the job still has.
+        (2, ("n2",), False, []),
+        (2, (), False, []),
+    ],
+)
+def test_after_the_first_node_is_lost_another_rank_does_it(eight, rank, taken, done, calls):
+    job = job_of(eight, rank=rank, taken=taken)
+    assert requeue_without_rank_0(job, eight, 1) is done
+    assert job.launcher.calls == calls
+
+
+def test_not_when_rank_0_has_written_its_result_or_the_job_ends_with_a_node(eight):
+    job = job_of(eight, rank=2, taken=("n1",))
+    assert not requeue_without_rank_0(job, replace(eight, launch=Local(restarts=3)), 1)
+    job.launcher.taken = ()
+    job.run.write_result(Outcome(kind=OutcomeKind.CRASH))
+    assert not requeue_without_rank_0(job, eight, 1)
+    assert job.launcher.calls == []

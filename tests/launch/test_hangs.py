@@ -1,4 +1,4 @@
-"""Hangs of ten kinds, planted in a training that a person starts: how soon it ends, and who is named."""
+"""Hangs and deaths planted in a training that a person starts: how soon it ends, and who is named."""
 
 import json
 import os
@@ -18,6 +18,10 @@ SHARDS = ("parallelism=fsdp", "world=2")
 THREE = ("parallelism=fsdp", "world=3", "training.global_batch=3")
 STAGES = ("parallelism.pipeline=2", "training.microbatch=1")
 SHARD_TENSOR = ("parallelism.shard=2", "parallelism.tensor=2")
+STAGES_TENSOR = (*STAGES, "parallelism.tensor=2")
+COPIES_TENSOR = ("parallelism.replicate=2", "parallelism.tensor=2")
+FAULT = "LookupError: a planted fault"
+KILLED = "killed by SIGKILL"
 
 
 @dataclass
@@ -53,6 +57,12 @@ HANGS = {
     "its data do not come": Hang(SHARDS, "hang", 1, "rank 1 waits for data in _fail (tests/planted.py:", GATHER, where="data"),
     "two groups wait for each other": Hang(SHARD_TENSOR, "order", 3, "rank 3 has not called all_gather of [", ("all_gather (", "sequence number "), limit=8),
     "loops in Python": Hang(SHARDS, "loop", 0, "rank 0 computes in _fail (tests/planted.py:", GATHER),
+    # The others wait meanwhile: in a collective, or for a message of the stage before or behind.
+    "raises in the last stage": Hang(STAGES_TENSOR, "raise", 3, FAULT, where="backward", kind=OutcomeKind.CRASH, limit=0),
+    "raises in the first stage": Hang(STAGES_TENSOR, "raise", 1, FAULT, kind=OutcomeKind.CRASH, limit=0),
+    "raises in a copy": Hang(COPIES_TENSOR, "raise", 1, FAULT, where="backward", kind=OutcomeKind.CRASH, limit=0),
+    "is killed": Hang((*STAGES, "parallelism.shard=2"), "kill", 3, KILLED, where="backward", kind=OutcomeKind.CRASH, limit=0),
+    "leaves a context": Hang(("parallelism.shard=2", "parallelism.context=2"), "exit", 2, "ended early: ended with exit code 0", where="backward", kind=OutcomeKind.CRASH, limit=0),
 }  # fmt: skip
 QUICK = ("rank 1 is stopped",)
 
@@ -62,7 +72,7 @@ def planted(command, hang):
     process = command.start(
         *hang.layout,
         *[f"data.fault={hang.fault}", f"data.where={hang.where}", f"data.rank={hang.rank}", "data.step=6"],
-        *["data.code=0", "training.steps=60", f"training.step_timeout_seconds={hang.limit}"],
+        *["data.code=0", "training.steps=60", f"training.step_timeout_seconds={hang.limit or 30}"],
     )
     ranks: list[int] = []
     try:
@@ -95,6 +105,7 @@ def test_it_ends_in_time_and_the_right_rank_is_named(command, tmp_path, name, ca
     assert result.cause in text
     assert seconds <= hang.limit + BAR
     if hang.kind is not OutcomeKind.HANG:
+        assert text.count("Traceback (most recent call last)") == (hang.fault == "raise")
         assert main(["diagnose", str(run.path)]) == 0
         assert (
             capsys.readouterr().out == f"{run.path.name}, attempt 1, did not hang; it ended as crash: {result.cause}\n"

@@ -1,25 +1,31 @@
-"""One process of a job: what it is called, which recipe it has, and what a second signal means."""
+"""One process of a job before it trains: its name, recipe and place, its claim, and how it finds the others."""
 
+import contextlib
 import json
 import os
 import re
 import signal
+import socket
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import titanlab
 from tests import tiny
 from titanlab.distributed import ALONE
-from titanlab.errors import ConfigError
-from titanlab.launch import JobShape, Submission, write_submission
+from titanlab.errors import ConfigError, TitanlabError
+from titanlab.launch import JobShape, Submission, launcher_named, write_submission
+from titanlab.launch import group as rendezvous
 from titanlab.launch.contract import ProcessPlace
-from titanlab.launch.job import Job, received_signals, say, submitted
+from titanlab.launch.group import MEETING_FILE, Rendezvous, await_meeting, find_meeting, publish_meeting
+from titanlab.launch.job import Job, address_of, claim_run, port_of, received_signals, say, submitted
+from titanlab.launch.slurm import launcher as slurm_launcher
 from titanlab.recipe import to_mapping
-from titanlab.records import Outcome, OutcomeKind
-
-
-@pytest.fixture
-def run(tmp_path):
-    return tiny.begin(tiny.recipe(tmp_path / "runs", steps=3))
+from titanlab.records import Outcome, OutcomeKind, RunFolder
 
 
 def job_of(run, *, launcher="slurm", restart=0, rank=0, **given):
@@ -36,10 +42,6 @@ def test_a_start_has_one_name_in_all_its_processes(run):
     assert [job_of(run).round(number) for number in (0, 1, 2)] == [
         *["aa/1 slurm:14.0", "aa/1 slurm:14.0 #1", "aa/1 slurm:14.0 #2"]
     ]
-
-
-def test_rank_0_leads(run):
-    assert [job_of(run, rank=rank).leads for rank in (0, 1)] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -139,3 +141,201 @@ def test_a_log_that_is_closed_stops_nothing(monkeypatch):
 
     monkeypatch.setattr("sys.stdout", Full())
     assert say("a line") is None
+
+
+@pytest.fixture
+def run(tmp_path):
+    return tiny.begin(tiny.recipe(tmp_path / "runs", steps=3))
+
+
+MEETING = Rendezvous(start="7/a", attempt=1, address="10.0.0.1", port=29500, members=(0, 2, 3))
+
+
+def test_what_rank_0_publishes_is_found(run):
+    assert find_meeting(run, "7/a") is None
+    publish_meeting(run, MEETING)
+    assert find_meeting(run, "7/a") == MEETING == await_meeting(run, "7/a", seconds=0)
+    # A job that was requeued finds the file of its first start.
+    assert find_meeting(run, "7/b") is None
+    assert json.loads((run.attempt_folder(1) / MEETING_FILE).read_text())["schema"] == 1
+
+
+def test_without_an_attempt_it_is_in_the_run_s_folder_and_has_a_reason(run):
+    publish_meeting(run, Rendezvous(start="7/b", reason="done already"))
+    found = find_meeting(run, "7/b")
+    assert (found.attempt, found.reason, found.members) == (0, "done already", ())
+    assert (run.path / MEETING_FILE).is_file()
+    publish_meeting(run, Rendezvous(start="7/c", reason="next"))
+    assert find_meeting(run, "7/b") is None
+
+
+def test_a_later_attempt_does_not_hide_the_one_before_it(run):
+    """Two jobs of one run: the second begins while ranks of the first still poll."""
+    publish_meeting(run, MEETING)
+    run.begin_attempt(run.config(), {})
+    assert find_meeting(run, "7/a") == MEETING
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"start": "7/a", "members": 5}', "\0", '"7/a"'])
+def test_a_damaged_file_is_none(run, content):
+    (run.attempt_folder(1) / MEETING_FILE).write_text(content)
+    assert find_meeting(run, "7/a") is None
+    publish_meeting(run, MEETING)
+    assert find_meeting(run, "7/a") == MEETING
+
+
+def test_a_pipe_in_place_of_the_file_is_none(run):
+    os.mkfifo(run.attempt_folder(1) / MEETING_FILE)
+    assert find_meeting(run, "7/a") is None
+
+
+def test_a_rank_waits_until_rank_0_has_published(run, monkeypatch):
+    monkeypatch.setattr(rendezvous, "look_seconds", lambda world, is_first: 0.001)
+    timer = threading.Timer(0.02, publish_meeting, (run, MEETING))
+    timer.start()
+    assert await_meeting(run, "7/a", seconds=30) == MEETING
+    timer.join()
+
+
+def test_a_rank_does_not_wait_for_ever(run, monkeypatch):
+    monkeypatch.setattr(rendezvous, "look_seconds", lambda world, is_first: 0.001)
+    begin = time.monotonic()
+    with pytest.raises(TitanlabError) as caught:
+        await_meeting(run, "7/a", seconds=0.01)
+    assert time.monotonic() - begin < 10
+    where = run.path / "attempts"
+    assert str(caught.value) == f"rank 0 of this job has begun no attempt in {where} within 0.01 s; see its log"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "least", "most"),
+    [
+        (replace(ALONE, world=2, rank=1, local_rank=1), 130, 150),
+        # 512 ranks on 64 nodes: 64 × 140 and 448 × 67 looks in ten minutes, 65 a second. At 5 looks a second of each
+        # rank there would be 2,560.
+        (replace(ALONE, world=512, rank=8), 130, 170),
+        (replace(ALONE, world=512, rank=1, local_rank=1), 60, 70),
+    ],
+)
+def test_a_rank_that_waits_looks_ever_less_often(tmp_path, monkeypatch, ranks, least, most):
+    now, looks = [0.0], []
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(rendezvous, "time", clock)
+    monkeypatch.setattr(rendezvous, "find_meeting", lambda run, start: looks.append(now[0]))
+    with pytest.raises(TitanlabError, match="within 600 s"):
+        rendezvous.await_meeting(RunFolder(tmp_path), "start", ranks=ranks)
+    assert least <= len(looks) <= most
+    # A rendezvous within a second is found at once by a job of this size.
+    assert looks[1] < 0.2 + 0.004 * 4 * ranks.world + 1
+
+
+SLURM, HERE = launcher_named("slurm"), launcher_named("local")
+TASK = {
+    "SLURM_JOB_ID": "14",
+    "SLURM_ARRAY_JOB_ID": "12",
+    "SLURM_ARRAY_TASK_ID": "2",
+    "SLURM_RESTART_COUNT": "1",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "n[3-4]",
+}
+
+
+def test_a_task_of_an_array():
+    found = SLURM.place_in(TASK)
+    assert (found.launcher, found.job_id, found.raw_job_id, found.index, found.restart) == ("slurm", "12_2", "14", 2, 1)
+    assert (found.ranks.rank, found.ranks.world, found.ranks.local_rank, found.ranks.local_world) == (3, 4, 1, 2)
+    assert found.nodes == ("n3", "n4")
+    # Another start of the same job meets elsewhere.
+    assert found.start != SLURM.place_in({**TASK, "SLURM_RESTART_COUNT": "2"}).start
+
+
+def test_alone():
+    # Also inside another job.
+    found = HERE.place_in(TASK)
+    assert (found.launcher, found.index, found.nodes, found.ranks.world) == ("local", None, (socket.gethostname(),), 1)
+
+
+def test_the_address_is_the_given_one_or_a_name_that_resolves_or_slurms_own(monkeypatch):
+    job = SLURM.place_in(TASK)
+    assert address_of(SLURM, job, {"MASTER_ADDR": "given"}) == "given"
+    assert address_of(HERE, HERE.place_in({}), {}) == "127.0.0.1"
+    assert address_of(SLURM, SLURM.place_in({**TASK, "SLURM_STEP_NODELIST": "n3"}), {}) == "127.0.0.1"
+    monkeypatch.setattr(slurm_launcher, "node_address", lambda node: {"n3": "10.0.0.3"}.get(node))
+    known = {"10.0.0.3", "n4"}
+
+    def resolve(name, port):
+        if name not in known:
+            raise socket.gaierror
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert address_of(SLURM, job, {}) == "10.0.0.3"
+    assert address_of(SLURM, job, {"SLURMD_NODENAME": "n4"}) == "n4"
+    known.clear()
+    with pytest.raises(ConfigError, match="has no address"):
+        address_of(SLURM, job, {})
+
+
+def test_a_port_is_free_or_given():
+    assert port_of({"MASTER_PORT": "29500"}) == 29500
+    with socket.socket() as probe:
+        probe.bind(("", port_of({})))
+    with pytest.raises(ConfigError, match="is no port"):
+        port_of({"MASTER_PORT": "70000"})
+
+
+CODE = Path(titanlab.__file__).parent
+
+
+def check_code(code):
+    Job(run=RunFolder(code), place=None, token="aa", index=0, code=code).check_code()
+
+
+def test_the_code_may_be_reached_by_another_path(tmp_path):
+    check_code(CODE.parent)
+    (tmp_path / "code").symlink_to(CODE.parent)
+    check_code(tmp_path / "code")
+
+
+@pytest.mark.parametrize("name", ["none", "empty", "copy"])
+def test_other_code_is_refused(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "copy" / "titanlab").mkdir(parents=True)
+    told = f"titanlab={CODE}: is not the code of this job, {tmp_path / name}: PYTHONPATH was lost or changed"
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        check_code(tmp_path / name)
+
+
+def test_a_run_is_claimed_until_the_stack_closes(run):
+    with contextlib.ExitStack() as stack:
+        assert claim_run(run, stack, seconds=0.0, is_ending=lambda: False) is None
+        assert run.is_claimed()
+    assert not run.is_claimed()
+
+
+@pytest.mark.parametrize(("seconds", "ending"), [(0.0, False), (100.0, True)])
+def test_who_has_the_run_is_told_when_waiting_is_over(run, monkeypatch, seconds, ending):
+    monkeypatch.setattr("titanlab.launch.job._LOOK_SECONDS", 0.0)
+    with run.claim(), contextlib.ExitStack() as stack:
+        told = claim_run(run, stack, seconds=seconds, is_ending=lambda: ending)
+        assert re.fullmatch(r"is in the hands of process \d+ on .+", told)
+    assert not run.is_claimed()
+
+
+def test_a_run_that_becomes_free_is_claimed(run, monkeypatch):
+    monkeypatch.setattr("titanlab.launch.job._LOOK_SECONDS", 0.0)
+    with contextlib.ExitStack() as other, contextlib.ExitStack() as stack:
+        other.enter_context(run.claim())
+        looks = []
+
+        def is_ending():
+            looks.append(run.is_claimed())
+            other.close()
+            return False
+
+        assert claim_run(run, stack, seconds=100.0, is_ending=is_ending) is None
+        assert looks == [True]
+        assert run.is_claimed()

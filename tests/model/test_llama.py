@@ -137,20 +137,8 @@ def test_positions():
     # Only distances count, for each sequence by itself.
     torch.testing.assert_close(model(tokens, positions=each + torch.tensor([[40], [7]])), plain, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(model(tokens, positions=each * 2), plain, atol=1e-3)
-
-
-def test_too_long_a_sequence_is_refused():
-    model = built(load("debug"), seq_len=8)
-    with pytest.raises(ValueError, match="9 tokens, but the model was built for 8"):
-        model(random_tokens(model.config, 1, 9))
-
-
-@pytest.mark.parametrize("backend", ["flash", "math"])
-def test_backends_agree(backend):
-    reference = built(load("debug"), std=0.1)
-    model = built(load("debug", attention=backend), std=0.1)
-    tokens = random_tokens(model.config, 2, SEQ)
-    torch.testing.assert_close(model(tokens), reference(tokens), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="65 tokens, but the model was built for 64"):
+        model(random_tokens(model.config, 1, 65))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

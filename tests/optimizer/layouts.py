@@ -22,6 +22,7 @@ SHAPES = {
     "layers.1.attention.wq.weight": (64, 512),
     "layers.2.attention.wq.weight": (64, 512),
     "layers.0.feed_forward.w1.weight": (70, 512),  # rows that are cut unevenly
+    "layers.0.gate.weight": (1, 512),  # of whose single row some ranks have nothing
     "layers.0.norm.weight": (64,),
 }
 # Axes of a mesh of so many ranks, and how it cuts every parameter: the first is FSDP2's, the second of tensor parallelism.

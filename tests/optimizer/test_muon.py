@@ -64,7 +64,7 @@ def test_it_is_one_optimizer():
     optimizer = made.optimizer.implementation().build(parameters())
     _set_rate(optimizer, made, 1)
     assert [(len(group["params"]), group["lr"]) for group in optimizer.param_groups] == [
-        (4, 5e-4),
+        (5, 5e-4),
         (1, 5e-4),
         (1, 5e-4),
     ]

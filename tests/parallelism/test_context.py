@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import distributed as dist
 
+from benchmarks.context_memory import measure, model_config
 from titanlab.errors import ConfigError
 from titanlab.parallelism import attention_kernels, check_attention, head_tail, positions, spread_attention
 from titanlab.parallelism import exchanges as ring
@@ -48,16 +49,16 @@ def whole(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def own(x, places=None):
+def own(x):
     """What this rank holds of [batch, seq, …]."""
-    return x[:, positions(x.shape[1], ranks=dist.get_world_size(), rank=dist.get_rank()) if places is None else places]
+    return x[:, positions(x.shape[1], ranks=dist.get_world_size(), rank=dist.get_rank())]
 
 
-def largest_error(module, given, places=None):
+def largest_error(module, given):
     """Against one process, of output, dq, dk, dv: the largest difference, where values exceed 1 as a share of those."""
     expected = attend(whole, *given)
-    found = attend(module, *(own(x, places) for x in given))
-    pairs = [(a, own(b, places)) for a, b in zip(found, expected, strict=True)]
+    found = attend(module, *map(own, given))
+    pairs = [(a, own(b)) for a, b in zip(found, expected, strict=True)]
     return max(((a - b).abs().max() / b.abs().max().clamp(min=1)).item() for a, b in pairs)
 
 
@@ -128,49 +129,21 @@ def test_any_strides_do(pool):
         assert max(errors.values()) <= FP32_ERROR, errors
 
 
-def chunks_in_order():
-    """Rank r with chunks 2r and 2r+1: what one gets without the balance."""
-    size = SEQ // dist.get_world_size()
-    return torch.arange(size) + size * dist.get_rank()
+def test_parts_are_merged_by_their_denominators():
+    """Also where an exponential would overflow, and where a part has no weight."""
+    for offset in (0.0, 1000.0, -1000.0):
+        scores = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64) + offset
+        values = torch.tensor([[1.0], [2.0], [4.0], [8.0]], dtype=torch.float64)
 
+        def part(chosen, scores=scores, values=values):
+            out = (scores[chosen].softmax(0) @ values[chosen]).view(1, 1, 1, 1)
+            return out, scores[chosen].logsumexp(0).view(1, 1, 1)
 
-def halves_swapped():
-    return positions(SEQ, ranks=dist.get_world_size(), rank=dist.get_rank()).roll(SEQ // dist.get_world_size() // 2)
-
-
-def planted(monkeypatch, name):
-    if name == "later blocks as if they were earlier":
-        monkeypatch.setattr(
-            ring, "KeysAndValues", lambda k, v, later, chunks: head_tail.KeysAndValues(k, v, False, chunks)
-        )
-    elif name == "the wrong half":
-        monkeypatch.setattr(ring, "first_halves", lambda pair: tuple(x[:, x.shape[1] // 2 :] for x in pair))
-    elif name == "a part replaces what was there":
-        monkeypatch.setattr(head_tail, "merge", lambda out, lse, part, part_lse: out.copy_(part))
-    elif name == "gradients of others are dropped":
-        monkeypatch.setattr(ring.Ring, "collect", lambda self, into: None)
-
-
-def faulty(name, places):
-    group = opened()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        planted(monkeypatch, name)
-        return largest_error(ContextAttention("ring", group), inputs(2, 2, 16), places() if places else None)
-
-
-@pytest.mark.parametrize(
-    ("name", "places"),
-    [
-        ("no balance", chunks_in_order),
-        ("halves swapped", halves_swapped),
-        ("later blocks as if they were earlier", None),
-        ("the wrong half", None),
-        ("a part replaces what was there", None),
-        ("gradients of others are dropped", None),
-    ],
-)
-def test_a_planted_fault_is_found(pool, name, places):
-    assert max(pool.run(2, faulty, name, places)) > 1000 * FP32_ERROR
+        out, lse = part(slice(0, 1))
+        head_tail.merge(out, lse, *part(slice(1, 4)))
+        torch.testing.assert_close((out, lse), part(slice(0, 4)), rtol=1e-12, atol=1e-12)
+        head_tail.merge(out, lse, torch.full_like(out, 7.0), torch.full_like(lse, -torch.inf))
+        torch.testing.assert_close((out, lse), part(slice(0, 4)), rtol=1e-12, atol=1e-12)
 
 
 def traffic():
@@ -391,13 +364,21 @@ def test_a_sequence_that_does_not_divide_is_refused(seq_len, ranks):
         positions(seq_len, ranks=ranks, rank=0)
 
 
-def refused():
-    try:
-        ContextAttention("broadcast", opened())
-    except ValueError as error:
-        return str(error)
-
-
-def test_an_unknown_method_is_refused(pool):
+def test_each_method_of_the_config_is_an_exchange():
     assert tuple(EXCHANGES) == METHODS == CHOICES["context_method"]
-    assert "choose one of ring, all_gather" in pool.run(1, refused)[0]
+
+
+def figures(method):
+    opened()
+    return measure(model_config(dim=64, layers=2), seq=2048, batch=1, method=method)
+
+
+@pytest.mark.parametrize("method", ["ring", pytest.param("all_gather", marks=pytest.mark.full)])
+def test_peak_activation_bytes_fall_with_the_degree(pool, method):
+    (single,) = pool.run(1, figures, method)
+    # One matrix of float32 scores would be more than everything there is.
+    assert single["peak_bytes"] < 4 * 4 * 2048**2
+    spread = pool.run(4, figures, method)
+    assert sum(each["loss"] for each in spread) == pytest.approx(single["loss"], rel=1e-6)
+    for each in spread:
+        assert each["peak_bytes"] * 4 == pytest.approx(single["peak_bytes"], rel=0.15)

@@ -1,22 +1,17 @@
 """Layers that are computed as one product give the outputs, gradients and parameters of separate ones."""
 
-import ast
 import contextlib
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-import titanlab
 from tests import tiny
-from tests.precision.test_float8_base_schema import given
 from titanlab.costs import Joined, meter
 from titanlab.data import Synthetic
 from titanlab.distributed import ALONE, joined
-from titanlab.errors import ConfigError
 from titanlab.parallelism import join_products
 from titanlab.parallelism.joined import JoinedProjections
 from titanlab.prove import parity
@@ -25,7 +20,6 @@ from titanlab.techniques.ac.recomputation_schema import FullCheckpointing
 from titanlab.techniques.model.language_model import Projections
 from titanlab.techniques.model.llama_schema import Qwen3, Qwen3Moe
 from titanlab.techniques.optimizer.optimizers_schema import Muon
-from titanlab.techniques.precision.float8_schema import Float8Rowwise, Mxfp8
 from titanlab.techniques.schedule.published_schema import ZBV
 from titanlab.train.conformance import faults
 
@@ -86,31 +80,6 @@ def test_compiled_products_that_need_no_gradient(layers, reason):
         found = compiled(x)
     assert not any(output.requires_grad for output in found)
     torch.testing.assert_close(found, expected)
-
-
-def test_autograd_functions_of_any_number_of_tensors_are_known():
-    """In compiled code dynamo miscounts their arguments: each is called by hand there if nothing needs a gradient."""
-    classes = [
-        each
-        for path in Path(titanlab.__file__).parent.rglob("*.py")
-        for each in ast.walk(ast.parse(path.read_text()))
-        if isinstance(each, ast.ClassDef)
-        and any(ast.unparse(base).endswith("autograd.Function") for base in each.bases)
-    ]
-    forwards = {each.name: next(f for f in each.body if getattr(f, "name", "") == "forward") for each in classes}
-    assert len(forwards) > 10
-    # The last two never run in compiled code.
-    takes_any = {name for name, forward in forwards.items() if forward.args.vararg}
-    assert takes_any == {"_JoinedProduct", "_Taps"}
-
-
-def test_frozen_layers_get_no_gradient():
-    owner = Owner()
-    owner.a.weight.requires_grad_(False)
-    join_products(owner, [Joined(caller="projections", layers=("a", "b"))], None)
-    sum(each.sum() for each in owner(torch.randn(3, 8))).backward()
-    assert owner.a.weight.grad is None
-    assert owner.b.weight.grad is not None
 
 
 def traced(made, run):
@@ -211,13 +180,3 @@ def test_accounts_name_modules_that_exist(config):
     # Experts are not fused.
     assert len(found) == (1 if config.routed else 2)
     assert not [fault for fault in faults(config) if "joined" in fault]
-
-
-def test_formats_that_cannot_join_are_refused():
-    model = {"model": {"fused": True}}
-    with pytest.raises(ConfigError, match=r"model.fused=true: multiplies the weights .* try false"):
-        Mxfp8().check(given(**model))
-    with pytest.raises(ConfigError, match="model.fused=true: multiplies wq, wk, wv as one, and precision=float8_row"):
-        Float8Rowwise(skip=["output", "wk"]).check(given(**model))
-    Float8Rowwise(skip=["output", "wq", "wk", "wv"]).check(given(**model))
-    Float8Rowwise(skip=["output", "wk"]).check(given())

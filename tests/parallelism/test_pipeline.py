@@ -11,7 +11,6 @@ from tests.cover import cover, marks
 from tests.parallelism.pipeline_run import (
     DIM,
     MICROBATCH,
-    SCALE,
     SCHEDULES,
     SEQ,
     TOLERANCE,
@@ -24,7 +23,6 @@ from tests.parallelism.pipeline_run import (
     total,
 )
 from titanlab.parallelism import Pipeline, loss_sum, of_logits
-from titanlab.parallelism.pipeline_weights import DeferredWeights
 
 
 def equal_to_alone(name, counts, *given):
@@ -73,8 +71,6 @@ def test_four_ranks(pool, name):
 
 
 BOTH = ("replicate", "shard")
-
-
 SHARDS_ALWAYS = [
     # torch's own way of splitting a backward is wrong with this, without a word.
     ("zbv", True, "replicate"),
@@ -97,13 +93,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 def mixed(name):
-    run = Run(
-        name,
-        4,
-        data=2,
-        wrap=shard(False, BF16),
-        dtype=torch.bfloat16,
-    )
+    run = Run(name, 4, data=2, wrap=shard(False, BF16), dtype=torch.bfloat16)
     run.step()
     return run.worst()
 
@@ -112,25 +102,6 @@ def mixed(name):
 def test_bf16(pool, name):
     # The rounding of weights, activations and products to 8 bits, in 6 layers.
     assert max(pool.run(4, mixed, name)) < 0.03
-
-
-def faulty(fault):
-    run = Run("zbv", 4, scale=SCALE / 4 if fault == "scale" else SCALE)
-    if fault == "divided":
-        run.pipeline._train.scale_grads = True
-    compute = DeferredWeights.compute
-    if fault == "forgotten":
-        DeferredWeights.compute = lambda self, microbatch: microbatch == 2 or compute(self, microbatch)
-    try:
-        run.step()
-    finally:
-        DeferredWeights.compute = compute
-    return run.worst()
-
-
-@pytest.mark.parametrize("fault", ["scale", "divided", "forgotten"])
-def test_wrong_gradients_would_be_seen(pool, fault):
-    assert min(pool.run(2, faulty, fault)) > 100 * TOLERANCE
 
 
 def misused():
@@ -157,10 +128,6 @@ def misused():
         )
 
 
-def test_what_does_not_fit_is_refused(pool):
-    pool.run(2, misused)
-
-
 def half_sharded():
     def wrap(stage, mesh):
         for block in stage.layers.values():
@@ -170,5 +137,6 @@ def half_sharded():
         Run("1f1b", 2, wrap=wrap)
 
 
-def test_parts_under_fsdp_in_a_stage_that_is_not_are_refused(pool):
-    pool.run(2, half_sharded)
+def test_what_does_not_fit_is_refused(pool):
+    for call in (misused, half_sharded):
+        pool.run(2, call)

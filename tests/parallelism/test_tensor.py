@@ -1,6 +1,9 @@
-"""What tensor parallelism cuts, sends and holds; that it trains right is shown by the parity matrix."""
+"""What tensor parallelism cuts and holds, and its loss; that it trains right is shown by the parity matrix."""
 
+import math
 import os
+import weakref
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests import tiny
 from titanlab.data import Batch
 from titanlab.distributed import build_mesh, joined, open_world
-from titanlab.parallelism import IGNORE, SplitLoss, loss_sum
+from titanlab.parallelism import IGNORE, Columns, SplitLoss, loss_sum, of_logits
 from titanlab.train.assemble import assemble
 
 
@@ -60,9 +63,10 @@ def split_loss(vocab_size, seed):
     generator = torch.Generator().manual_seed(seed)
     whole = (30 * torch.randn(3, 7, vocab_size, generator=generator)).requires_grad_()
     labels = torch.randint(0, vocab_size, (3, 7), generator=generator)
-    labels[0, :4] = IGNORE
+    # In the second row no label counts.
+    labels[0, :4] = labels[1] = IGNORE
     mine = whole.detach().chunk(ranks, dim=-1)[rank].clone().requires_grad_()
-    loss, expected = SplitLoss(dist.group.WORLD, vocab_size=vocab_size)(mine, labels), loss_sum(whole, labels)
+    loss, expected = SplitLoss(Columns.of(dist.group.WORLD, vocab_size))(mine, labels), loss_sum(whole, labels)
     (0.5 * loss).backward()
     (0.5 * expected).backward()
     error = (mine.grad - whole.grad.chunk(ranks, dim=-1)[rank]).abs().max().item()
@@ -75,3 +79,31 @@ def test_the_loss_of_split_logits_is_that_of_whole_ones(pool, ranks, vocab_size)
         assert loss == pytest.approx(expected, rel=1e-6)
         # Slopes lie between -1 and 1. Logits reach 100, where exponentials overflow and numbers are 2^-17 apart.
         assert error < 2**-17
+
+
+@pytest.mark.parametrize(("vocabulary", "ranks"), [(8, 4), (10, 4), (10, 3), (5, 4), (3, 1)])
+def test_columns_are_split_as_dtensor_splits_them(vocabulary, ranks):
+    groups = [SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: ranks) for rank in range(ranks)]
+    firsts = [Columns.of(group, vocabulary).first for group in groups]
+    parts = torch.arange(vocabulary).chunk(ranks)
+    assert firsts == [int(part[0]) for part in parts] + [vocabulary] * (ranks - len(parts))
+
+
+def test_all_functions_without_communication_are_compiled():
+    compiled = []
+    split = SplitLoss(Columns(), compiled=lambda function: compiled.append(function) or function)
+    assert compiled == [split.own, split.whole, split.slope]
+
+
+def test_logits_of_16_bits_are_summed_in_float32_and_freed_when_the_loss_is_known():
+    kept = []
+
+    def compute():
+        logits = torch.tensor([[[0.0, 0.25]]], dtype=torch.bfloat16)
+        kept.append(weakref.ref(logits))
+        return logits
+
+    loss = of_logits(loss_sum)(compute, torch.tensor([[0]]))
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(math.log(1 + math.exp(0.25)), rel=1e-6)
+    assert kept[0]() is None

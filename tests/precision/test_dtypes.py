@@ -9,8 +9,8 @@ import torch
 from tests import tiny
 from titanlab.distributed import build_mesh, joined, open_world
 from titanlab.parallelism import shard
-from titanlab.techniques.precision.cast import Dtypes
 from titanlab.techniques.precision.cast_schema import Bf16, Bf16Full, Fp16, Fp32
+from titanlab.techniques.precision.contract import BYTES
 from titanlab.train import StepBatch
 from titanlab.train.assemble import assemble
 
@@ -119,13 +119,8 @@ def test_tied_tables_are_gathered_once_for_both(pool, tmp_path):
         assert found == wanted
 
 
-@pytest.mark.parametrize("precision", [each for each, _ in EVERY], ids=lambda value: value.kind)
-def test_accounts_are_what_torch_is_told(precision):
-    formats = precision.formats()
-    dtypes = Dtypes.of(formats)
-    assert formats.mixed == dtypes.mixed
-    sizes = (formats.master_bytes, formats.compute_bytes, formats.reduce_bytes)
-    assert sizes == tuple(each.itemsize for each in (dtypes.master, dtypes.compute, dtypes.reduce))
+def test_bytes_are_those_of_torchs_dtypes():
+    assert {name: getattr(torch, name).itemsize for name in BYTES} == BYTES
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from tests.pool import Pool
 from titanlab.checkpoint import latest
 from titanlab.checkpoint.folders import checkpoints
 from titanlab.distributed import ALONE, build_mesh, joined, open_world
+from titanlab.errors import ConfigError
 from titanlab.parallelism import ChunkedLoss
 from titanlab.parallelism.pipeline_weights import linear
 from titanlab.plan.block_time import RankWork, work_of
@@ -26,7 +27,6 @@ from titanlab.techniques.model import llama_account
 from titanlab.techniques.model.llama_schema import Qwen3Moe
 from titanlab.techniques.model.mixture_of_experts import ExpertLinear
 from titanlab.techniques.precision import float8
-from titanlab.techniques.precision import float8 as mxfp8
 from titanlab.techniques.precision.cast_schema import Bf16
 from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise, Mxfp8
 from titanlab.techniques.precision.product import PLAIN, departure, product_of
@@ -123,25 +123,6 @@ def test_experts_multiply_in_bf16(kind):
     }  # fmt: skip
 
 
-def test_one_block_can_be_left_out():
-    model, _ = converted(Float8Rowwise(skip=["layers.0", "output"]))
-    assert all(name.startswith("layers.1.") for name in changed(model))
-    assert len(changed(model)) == len(LAYERS)
-
-
-def test_the_table_at_the_start_tells_what_is_converted():
-    account = llama_account.account(tiny.recipe("runs", ffn_dim=200).model)
-    told = Float8Tensorwise().describe(account, accelerator="cpu", device="cpu")
-    left = "not output, layers.0.feed_forward.w1 (200×64), 5 more"
-    assert told == f"float8_tensorwise: 8 linear layers, {left}, emulated"
-    for device, emulated in {
-        "NVIDIA A100-SXM4-80GB": True,
-        "NVIDIA H100 80GB HBM3": False,
-        "unheard of": False,
-    }.items():
-        assert Float8Rowwise().describe(account, accelerator="cuda", device=device).endswith("emulated") == emulated
-
-
 @pytest.mark.parametrize("kind", RECIPES)
 def test_the_mfu_is_held_against_the_peak_of_bfloat16_and_says_so(kind):
     cluster = Cluster(accelerator="cuda", device="NVIDIA H100 80GB HBM3")
@@ -154,20 +135,13 @@ def test_the_mfu_is_held_against_the_peak_of_bfloat16_and_says_so(kind):
     assert (plain.peak_source, plain.may_exceed_peak) == ("NVIDIA H100 80GB HBM3, dense", False)
 
 
-@pytest.mark.parametrize("kind", RECIPES[:3])
-def test_the_product_is_float8s_and_not_the_plain_one(kind):
-    # The layer that the recipe made, with weights, against the product cast by hand.
+@pytest.mark.parametrize("kind", RECIPES)
+def test_the_product_rounds_as_float8_does(kind):
+    """e4m3 has 3 bits behind the point: 2⁻⁴ at most and 0.026 on average, for both factors."""
     torch.manual_seed(0)
-    layer = _layer(kind())
-    inputs = torch.randn(4, 8, 64, dtype=torch.bfloat16)
-    output = layer(inputs)
+    layer, inputs = _layer(kind()), torch.randn(4, 8, 64, dtype=torch.bfloat16)
     plain = nn.functional.linear(inputs, layer.weight)
-    distance = (output - plain).float().norm() / plain.float().norm()
-    # e4m3 has 3 bits behind the point: 2⁻⁴ at most and 0.026 on average, for both factors.
-    assert 0.01 < distance < 0.06
-    if kind is Float8Tensorwise:
-        cast = [_cast(each.float(), each.float().abs().max()) for each in (inputs, layer.weight)]
-        assert torch.equal(output, (cast[0] @ cast[1].t()).bfloat16())
+    assert 0.01 < (layer(inputs) - plain).float().norm() / plain.float().norm() < 0.06
 
 
 @pytest.mark.parametrize("kind", RECIPES[:3])
@@ -382,6 +356,27 @@ def test_a_run_resumes_in_float8_as_if_it_had_not_stopped(pool, tmp_path):
     assert all(torch.equal(whole.parameters[name], rest.parameters[name]) for name in whole.parameters)
 
 
+@pytest.mark.parametrize("error", [ImportError("No module\nnamed x"), AttributeError("no mx_mm")])
+def test_a_torchao_without_the_prototype_is_one_line(monkeypatch, error):
+    """A prototype changes its names from version to version."""
+
+    def missing(name):
+        raise error
+
+    monkeypatch.setattr(float8, "import_quietly", missing)
+    with pytest.raises(ConfigError) as caught:
+        Mxfp8().implementation().convert(nn.ModuleDict({"wq": nn.Linear(64, 32)}), CPU)
+    said = str(caught.value)
+    assert said.startswith("precision=mxfp8: this torchao lacks the prototype (")
+    assert "\n" not in said
+    assert said.endswith("; pip install torchao>=0.18, or try precision=bf16")
+
+
+def test_a_device_that_can_neither_multiply_nor_emulate_is_one_line():
+    with pytest.raises(ConfigError, match=r"^precision.emulate=false: a CPU has no .* products; try auto$"):
+        Mxfp8(emulate="false").implementation().convert(nn.ModuleDict({"wq": nn.Linear(64, 32)}), CPU)
+
+
 def importing():
     """Whether torchao is imported before it is used and after, what is left disabled of logging, and what is said."""
     with tempfile.TemporaryFile() as said:
@@ -392,7 +387,7 @@ def importing():
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 before = "torchao" in sys.modules
-                mxfp8._multiplier(emulate=True)
+                float8._multiplier(emulate=True)
                 float8.float8_product(None, None)
         finally:
             sys.stdout.flush()
@@ -422,11 +417,6 @@ def _layer(config):
     layer = holder["wq"]
     layer.weight = nn.Parameter(torch.randn(64, 64).bfloat16())
     return layer
-
-
-def _cast(values, largest):
-    scale = (448 / largest.double()).float()
-    return (values * scale).to(torch.float8_e4m3fn).float() / scale
 
 
 def _gradient(layer, inputs, gradient):

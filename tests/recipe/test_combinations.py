@@ -3,7 +3,6 @@
 import pytest
 
 from titanlab.cli.compose import compose
-from titanlab.errors import ConfigError
 from titanlab.recipe import to_mapping
 from titanlab.recipe.next_attempt import overridden
 
@@ -56,37 +55,3 @@ def test_in_sweeps(own):
     ]
     recipes = compose([*TINY.split(), "-m", "tracker=[wandb,tensorboard],jsonl"])
     assert [one.tracker.kind for one in recipes] == ["wandb+tensorboard", "jsonl"]
-
-
-@pytest.mark.parametrize(
-    ("given", "error"),
-    [
-        (
-            "tracker=[wandb,tensorbord]",
-            "tracker=tensorbord: is no option of this group; try tensorboard; known: jsonl, ",
-        ),
-        ("tracker=[]", "tracker=[]: is no list of options; known: jsonl, tensorboard, wandb; for none: tracker=jsonl"),
-        ("tracker=[wandb,3]", "tracker=[wandb,3]: is no list of options; known: "),
-        ("tracker=[wandb,wandb]", "tracker=[wandb,wandb]: names wandb twice; name each option once"),
-        (
-            "tracker=[wandb,tensorboard] tracker.project=x",
-            "tracker.project=x: is a key of one of the chosen options, wandb; try tracker.wandb.project=x",
-        ),
-        (
-            "tracker=[wandb,tensorboard] tracker.wandb.projct=x",
-            "tracker.wandb.projct=x: is no key of this recipe; did you mean tracker.wandb.project?",
-        ),
-        (
-            "tracker=[wandb,tensorboard] tracker.wandb.finish_seconds=soon",
-            "tracker.wandb.finish_seconds=soon: must be a number; try 10.0",
-        ),
-        ("tracker=[wandb,tensorboard] tracker.kind=wandb", "tracker.kind=wandb: says which schema the group has, "),
-        ("tracker=[wandb,tensorboard] tracker.wandb=3", "tracker=wandb: is made without a schema of this group; "),
-        ("-m tracker=[wandb,nope],jsonl", "tracker=nope: is no option of this group; known: "),
-        ("precision=[bf16,fp32]", "precision=[bf16,fp32]: is two options of different schemas; name one of them"),
-    ],
-)
-def test_mistakes_are_one_line(given, error):
-    with pytest.raises(ConfigError) as raised:
-        compose([*TINY.split(), *given.split()])
-    assert str(raised.value).startswith(error)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import pytest
-from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from omegaconf import OmegaConf, open_dict
 
 import titanlab
@@ -12,7 +11,6 @@ from titanlab.errors import ConfigError
 from titanlab.options import Option, discover, option
 from titanlab.recipe import compose as recipes
 from titanlab.recipe import conf_folder, schema_node, to_group, to_recipe
-from titanlab.recipe.compose import PackagesOnSearchPath
 from titanlab.techniques.optimizer.contract import Scheduled
 from titanlab.techniques.optimizer.optimizers_schema import AdamW
 from titanlab.techniques.profiler.profilers_schema import NoProfiling
@@ -45,15 +43,6 @@ def test_a_group_without_a_schema_is_told_the_schemas_that_there_are():
     assert said.startswith("optimizer=null: is made without a schema of this group")
 
 
-def test_the_kind_selects_nothing():
-    node = schema_node(AdamW(lr=1e-3))
-    node.kind = "muon"
-    assert refused(to_group, node, "optimizer", KINDS) == (
-        "optimizer.kind=muon: says which schema the group has, and it has that of adamw; "
-        "leave it out, and choose with optimizer=…"
-    )
-
-
 @pytest.mark.parametrize("place", ["", "schedule"])
 def test_a_key_of_no_schema_is_refused_wherever_it_was_added(place):
     node = schema_node(AdamW(lr=1e-3))
@@ -62,13 +51,6 @@ def test_a_key_of_no_schema_is_refused_wherever_it_was_added(place):
         inner.colour = "red"
     key = f"optimizer.{place}.colour" if place else "optimizer.colour"
     assert refused(to_group, node, "optimizer", KINDS).startswith(f"{key}=red: is no key of this recipe")
-
-
-def test_an_added_key_of_a_recipe_is_refused(tmp_path):
-    config = schema_node(tiny.recipe(tmp_path))
-    with open_dict(config):
-        config.colour = "red"
-    assert refused(to_recipe, config, {}, "config").startswith("colour=red: is no key of this recipe")
 
 
 @option("optimizer", "early")
@@ -121,25 +103,3 @@ def test_groups_are_inside_an_installed_package_and_beside_that_of_a_clone(tmp_p
     assert conf_folder() == tmp_path / "conf"
     (tmp_path / "titanlab" / "conf").mkdir(parents=True)
     assert conf_folder() == tmp_path / "titanlab" / "conf"
-
-
-def entries():
-    path = ConfigSearchPathImpl()
-    path.append(provider="main", path="file:///own")
-    PackagesOnSearchPath().manipulate_search_path(path)
-    return [entry.path for entry in path.get_path()]
-
-
-def test_folders_of_packages_and_of_the_command_line_come_after_titanlabs_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(recipes, "conf_packages", lambda: ("mine.conf", "yours.conf"))
-    monkeypatch.chdir(tmp_path)
-    known = ["file:///own", "pkg://mine.conf", "pkg://yours.conf"]
-    assert entries() == known
-    with PackagesOnSearchPath.extended_by("more"):
-        assert entries() == [*known, f"file://{tmp_path}/more"]
-    with pytest.raises(LookupError), PackagesOnSearchPath.extended_by("more"):
-        raise LookupError
-    # A mistake in one composition leaves nothing behind for the next.
-    assert entries() == known
-    with PackagesOnSearchPath.extended_by(None):
-        assert entries() == known

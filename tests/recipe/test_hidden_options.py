@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 import titanlab
-from titanlab.cli.compose import answer
 from titanlab.errors import ConfigError
 from titanlab.recipe import Loader, read_flags
 
@@ -63,13 +62,6 @@ def test_so_is_one_that_a_chosen_option_begins_with_or_is_made_of(tmp_path, file
     with_option(tmp_path, f"{hidden}.yaml", "kind: other\n")
     with pytest.raises(ConfigError, match=f"^{hidden.replace('/', '=')}: .*{hidden}.yaml is never read"):
         loader("--config-dir", folder, chosen).recipe()
-
-
-@pytest.mark.parametrize("asked", [["--cfg", "job"], ["--info", "config"], ["--cfg", "all", "-p", "model"]])
-def test_what_only_shows_a_config_refuses_it_too(tmp_path, asked):
-    folder = with_option(tmp_path, "model/debug.yaml", DEBUG)
-    with pytest.raises(ConfigError, match="^model=debug: .* is never read"):
-        answer(read_flags(["--config-dir", folder, *asked]))
 
 
 def test_hidden_options_that_nothing_chooses_or_that_say_the_same_are_allowed(tmp_path):

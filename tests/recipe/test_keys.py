@@ -5,19 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from titanlab.recipe import advice, find_key, known_keys, unknown_key
+from titanlab.recipe import advice, find_key, known_keys
 from titanlab.recipe.keys import _TORCHTITAN
 
 CONF = Path(__file__).parents[2] / "conf"
-
-
-def test_the_keys_of_the_recipe_come_before_those_of_options():
-    keys = known_keys()
-    own = [key.name for key in keys if key.option is None]
-    assert own == [key.name for key in keys][: len(own)]
-    assert {"seed", "name", "runs", "training", "model"} <= set(own)
-    # A name occurs once for each option that has it.
-    assert {key.option.kind for key in keys if key.name == "optimizer.lr"} >= {"adamw", "muon"}
 
 
 @pytest.mark.parametrize(
@@ -89,22 +80,6 @@ def test_advice_for_a_key_that_the_recipe_does_not_have(name, text):
 @pytest.mark.parametrize(
     ("name", "ours"),
     [
-        # Its nearest name is training.global_batch, which is another number.
-        ("training.local_batch_size", "training.microbatch (a step's sequences: training.global_batch)"),
-        ("parallelism.tensor_parallel_degree", "parallelism.tensor"),
-        # Their nearest names were schedule.file, checkpoint.folder and data.validation_fraction.
-        ("lr_scheduler.lr_min", "optimizer.schedule.floor"),
-        ("activation_checkpoint.mode", "the group ac, such as ac=full or ac=selective_op"),
-        ("validation.freq", "training.validate_every"),
-    ],
-)
-def test_a_key_of_torchtitan_leads_to_what_sets_the_same(name, ours):
-    assert advice(name) == f"torchtitan's {name} is {ours} here"
-
-
-@pytest.mark.parametrize(
-    ("name", "ours"),
-    [
         ("training.global_batch_size", "training.global_batch"),
         ("training.max_norm", "training.max_grad_norm"),
         ("lr_scheduler.warmup_steps", "optimizer.schedule.warmup_steps"),
@@ -128,48 +103,6 @@ def test_what_keys_of_torchtitan_lead_to_exists():
         assert options or dotted or find_key(ours.partition(" ")[0])
 
 
-@pytest.mark.parametrize(
-    ("name", "begin"),
-    [
-        ("training.zzz", "keys of training: steps, seq_len, "),
-        ("tracker.wandb.zzz", "keys of tracker.wandb: "),
-        ("optimizer.zzz", "keys of optimizer: lr, "),
-    ],
-)
-def test_where_nothing_is_similar_the_keys_of_the_group_are_listed(name, begin):
-    assert advice(name).startswith(begin)
-
-
 def test_a_kind_is_never_suggested():
     assert ".kind" not in advice("model.kindd")
     assert ".kind" not in advice("knd")
-
-
-@pytest.mark.parametrize(
-    ("key", "error"),
-    [
-        ("optimizer.lrr", "optimizer.lrr=3: is no key of this recipe; did you mean optimizer.lr?"),
-        (
-            "hydra.sweeper.where",
-            "hydra.sweeper.where=3: is a key of a sweep's file; add hydra/sweeper=space to have hydra.sweeper.where",
-        ),
-        ("hydra.foo", "hydra.foo=3: is no key of Hydra's; see `titanlab train --cfg hydra`"),
-        ("hydra/launcher", "hydra/launcher=3: is no key of Hydra's; see `titanlab train --cfg hydra`"),
-        (
-            "tracker.wandb.project",
-            (
-                "tracker.wandb.project=3: is a key only where a list of options is chosen that has wandb; "
-                "with tracker=wandb alone, write tracker.project=3"
-            ),
-        ),
-    ],
-)
-def test_the_error_for_an_unknown_key(key, error):
-    assert str(unknown_key(key, 3)) == error
-
-
-def test_a_key_below_a_list_that_is_not_chosen_says_where_it_is_a_key():
-    error = unknown_key("tracker.wandb.project", "a")
-    assert "only where a list of options is chosen that has wandb" in error.rule
-    assert error.cure == "with tracker=wandb alone, write tracker.project=a"
-    assert unknown_key("tracker.wandb.projects", "a").rule == "is no key of this recipe"

@@ -1,20 +1,17 @@
-"""What a layout asks of a model, a sequence and a schedule: one line for everything that does not fit."""
+"""Layouts that a model of another package does not allow; tests/cli/test_refusals.py has the lines of other layouts."""
 
 import dataclasses
 
 import pytest
 
+from tests import tiny
+from tests.prove.test_experts import MODELS
 from titanlab.costs import Layout, ModelAccount
 from titanlab.errors import ConfigError
 from titanlab.parallelism import Parallelism
-from titanlab.recipe.recipe_rules import (
-    check_async_tensor,
-    check_context,
-    check_pipeline,
-    check_symmetric_memory,
-    check_tensor,
-)
-from titanlab.techniques.schedule.published_schema import GPipe, Interleaved1F1B
+from titanlab.recipe.recipe_rules import check_context, check_pipeline, check_tensor
+from titanlab.techniques.ac.recomputation_schema import SelectiveOp
+from titanlab.techniques.schedule.published_schema import GPipe
 
 MODEL = ModelAccount(
     parameters={
@@ -45,128 +42,68 @@ MODEL = ModelAccount(
 )
 
 
-def refusal(rule, *args, **given):
-    with pytest.raises(ConfigError) as refused:
-        rule(*args, **given)
-    return str(refused.value)
-
-
-def tensor(degree, model=MODEL, *, seq_len=16, **given):
-    layout = Layout(tensor=degree, **{axis: given.pop(axis) for axis in ("shard", "context") if axis in given})
-    return layout, Parallelism(**layout.degrees(), **given), model, {"seq_len": seq_len, "microbatch": 1}
-
-
-@pytest.mark.parametrize("given", [(1, {}), (2, {}), (4, {}), (2, {"shard": 2})], ids=str)
-def test_layers_that_can_be_cut(given):
-    *args, sizes = tensor(given[0], **given[1])
-    check_tensor(*args, **sizes)
+def check(changes, **degrees):
+    model, layout, config = dataclasses.replace(MODEL, **changes), Layout(**degrees), Parallelism(**degrees)
+    check_context(layout, model, seq_len=16, kernel="auto")
+    check_tensor(layout, config, model, seq_len=16, microbatch=1)
+    check_pipeline(layout, config, model, GPipe(), microbatches=1)
 
 
 @pytest.mark.parametrize(
-    ("degree", "changes", "given", "complaint"),
+    "degrees", [{}, {"tensor": 2}, {"tensor": 4}, {"tensor": 2, "shard": 2}, {"context": 2}, {"pipeline": 4}]
+)
+def test_a_layout_that_fits(degrees):
+    check({}, **degrees)
+
+
+@pytest.mark.parametrize(
+    ("changes", "degrees", "complaint"),
     [
-        (3, {}, {}, "parallelism.tensor=3: must divide 4 attention heads; try parallelism.tensor=2 or 4"),
-        (4, {"kv_heads": 2}, {}, "must divide 2 key/value heads; try parallelism.tensor=1 or 2"),
-        (4, {"parameters": {"layers.0.up.weight": (6, 8)}}, {}, "must divide the 6 rows of layers.0.up.weight"),
-        (4, {"parameters": {"layers.0.down.weight": (8, 6)}}, {}, "must divide the 6 columns of layers.0.down.weight"),
-        (4, {"parameters": {"head.weight": (3, 8)}}, {}, "leaves a process without a row of head.weight, which has 3"),
-        (2, {"tensor_plan": {}}, {}, "the model has no plan of how to cut its layers; try parallelism.tensor=1"),
-        (2, {"parameters": {"other.weight": (8, 8)}}, {}, "the model's plan says nothing about other.weight"),
-        (4, {}, {"seq_len": 6}, "must divide the 6 tokens that a process has of a microbatch; try parallelism.tensor=1 or 2"),
-        (2, {}, {"shard": 3}, "parallelism.shard=3: with tensor=2, cannot cut the 10 rows of table.weight into 6 equal"),
+        (
+            {"tensor_plan": {}},
+            {"tensor": 2},
+            "the model has no plan of how to cut its layers; try parallelism.tensor=1",
+        ),
+        (
+            {"parameters": {"other.weight": (8, 8)}},
+            {"tensor": 2},
+            "the model's plan says nothing about other.weight; try parallelism.tensor=1, or name it in the model's",
+        ),
+        (
+            {"parameters": {"layers.0.down.weight": (8, 6)}},
+            {"tensor": 4},
+            "must divide the 6 columns of layers.0.down.weight",
+        ),
+        ({}, {"tensor": 2, "shard": 3}, "parallelism.shard=3: with tensor=2, cannot cut the 10 rows of table.weight"),
         # The degrees that work are found without trying all smaller ones.
-        (2, {}, {"shard": 2_000_000_001}, "nor its 8 columns into 2000000001; try parallelism.shard=4 or 8, or parallelism"),
-        (2, {}, {"context": 3, "seq_len": 12}, "parallelism.context=3: with tensor=2, cannot cut the 10 rows"),
-    ],
-)  # fmt: skip
-def test_layers_that_cannot_be_cut(degree, changes, given, complaint):
-    *args, sizes = tensor(degree, dataclasses.replace(MODEL, **changes), **given)
-    assert complaint in refusal(check_tensor, *args, **sizes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "seq_len", "kernel", "complaint"),
-    [
-        ({}, 12, "auto", ""),
-        ({}, 10, "auto", "training.seq_len=10: must be a multiple of 4"),
-        ({"attention": ""}, 12, "auto", "the model does not say where its attention is"),
-        ({}, 12, "flash3", ""),
-        ({}, 12, "math", "model.attention=math: "),
-        ({}, 12, "flash_attn", "model.attention=flash_attn: "),
+        (
+            {},
+            {"tensor": 2, "shard": 2_000_000_001},
+            "nor its 8 columns into 2000000001; try parallelism.shard=4 or 8, or parallelism.tensor=1",
+        ),
+        ({"attention": ""}, {"context": 2}, "the model does not say where its attention is; try parallelism.context=1"),
+        ({"pieces": ()}, {"pipeline": 2}, "the model does not say where it may be cut; try parallelism.pipeline=1"),
     ],
 )
-def test_sequences_that_can_be_shared(changes, seq_len, kernel, complaint):
-    model = dataclasses.replace(MODEL, **changes)
-    check_context(Layout(), model, seq_len=seq_len, kernel=kernel)
-    if complaint:
-        assert complaint in refusal(check_context, Layout(context=2), model, seq_len=seq_len, kernel=kernel)
-    else:
-        check_context(Layout(context=2), model, seq_len=seq_len, kernel=kernel)
+def test_a_layout_that_the_model_does_not_allow(changes, degrees, complaint):
+    with pytest.raises(ConfigError) as refused:
+        check(changes, **degrees)
+    assert complaint in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("degree", "schedule", "changes", "microbatches", "complaint"),
-    [
-        (4, GPipe(), {}, 1, ""),
-        (2, Interleaved1F1B(), {}, 4, ""),
-        (5, GPipe(), {}, 1, "parallelism.pipeline=5: gpipe makes 5 stages of it, more than the 4 blocks"),
-        (4, Interleaved1F1B(), {}, 4, "interleaved_1f1b makes 8 stages of it, more than the 4 blocks"),
-        (2, GPipe(), {"pieces": ()}, 1, "the model does not say where it may be cut"),
-        (2, GPipe(), {"tied": {"head.weight": "table.weight"}}, 1, "the head is the embedding's table"),
-        (2, GPipe(), {}, 600_000, "makes 600,000 microbatches of a step, in 2 stages"),
-    ],
-)
-def test_pipelines_that_fit(degree, schedule, changes, microbatches, complaint):
-    model, config = dataclasses.replace(MODEL, **changes), Parallelism(pipeline=degree)
-    args = Layout(pipeline=degree), config, model, schedule
-    if complaint:
-        assert complaint in refusal(check_pipeline, *args, microbatches=microbatches)
-    else:
-        check_pipeline(*args, microbatches=microbatches)
+def test_experts_that_neither_they_nor_their_rows_divide(tmp_path):
+    narrow = dataclasses.replace(MODELS["mixtral"], ffn_dim=45)
+    with pytest.raises(ConfigError) as refused:
+        tiny.recipe(tmp_path, model=narrow, expert=2, shard=4)
+    rule = "leaves 3 experts to 2 shards of FSDP2, which do not divide them nor the 45 rows of"
+    assert str(refused.value).startswith(f"parallelism.expert=2: {rule}")
 
 
-def test_a_split_needs_a_pipeline():
-    config = Parallelism(split=[1, 3])
-    assert "parallelism.split=[1,3]" in refusal(check_pipeline, Layout(), config, MODEL, GPipe(), microbatches=1)
+@pytest.mark.parametrize("given", [{"ac": SelectiveOp()}, {"blocks": True}, {"blocks": True, "ac": SelectiveOp()}])
+def test_blocks_are_compiled_and_checkpointed_with_experts(tmp_path, given):
+    assert tiny.recipe(tmp_path, model=MODELS["qwen3"], shard=2, expert=2, **given).layout.expert == 2
 
 
-@pytest.mark.parametrize(
-    ("tensor", "given", "accelerator", "compiled", "complaint"),
-    [
-        (2, {}, "cuda", "inductor", ""),
-        (1, {}, "cuda", "inductor", "and tensor=1"),
-        (2, {}, "cpu", "inductor", "runs on a CPU"),
-        (2, {}, "cpu", False, "runs on a CPU"),
-        (2, {"sequence_parallel": False}, "cuda", "inductor", "sequence_parallel=false has none"),
-        (2, {}, "cuda", "aot_eager", "is done by inductor, and aot_eager compiles the blocks; try compile.backend="),
-        (2, {}, "cuda", False, "is done by inductor, and the blocks are not compiled; try compile=block"),
-    ],
-)
-def test_where_async_tensor_works(tensor, given, accelerator, compiled, complaint):
-    layout, config = Layout(tensor=tensor), Parallelism(tensor=tensor, async_tensor=True, **given)
-    values = {"accelerator": accelerator, "compiled": compiled}
-    if complaint:
-        assert complaint in refusal(check_async_tensor, layout, config, **values)
-    else:
-        check_async_tensor(layout, config, **values)
-
-
-@pytest.mark.parametrize(
-    ("degrees", "given", "accelerator", "complaint"),
-    [
-        ({"shard": 2}, {}, "cuda", ""),
-        ({"context": 2}, {}, "cuda", ""),
-        ({"replicate": 2}, {}, "cuda", "and nothing is sharded"),
-        ({"shard": 2}, {}, "cpu", "this runs on a CPU"),
-        ({"shard": 2}, {"cpu_offload": True}, "cuda", "parameters in host memory"),
-        ({"shard": 2, "tensor": 2}, {"async_tensor": True}, "cuda", "AsyncTP needs that of CUDA"),
-    ],
-)
-def test_where_symmetric_memory_works(degrees, given, accelerator, complaint):
-    layout, config = Layout(**degrees), Parallelism(**degrees, symmetric_memory=True, **given)
-    if complaint:
-        found = refusal(check_symmetric_memory, layout, config, accelerator=accelerator)
-        assert found.startswith("parallelism.symmetric_memory=true: ")
-        assert complaint in found
-    else:
-        check_symmetric_memory(layout, config, accelerator=accelerator)
+def test_the_axis_of_experts_multiplies_nothing_and_has_its_name(tmp_path):
+    made = tiny.recipe(tmp_path, model=MODELS["qwen3"], shard=2, tensor=2, expert=4)
+    assert (made.world, made.layout.label, made.layout.expert_shard) == (4, "dp_s2·tp2·ep4", 1)

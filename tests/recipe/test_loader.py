@@ -1,16 +1,22 @@
-"""One loader composes single runs and points: each once, and by Hydra's public API."""
+"""One loader composes single runs and points; what a process keeps for its next composition never shows."""
 
 from __future__ import annotations
 
+import copy
+import importlib
+import os
 from pathlib import Path
 
+import hydra
 import pytest
+from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 
 import titanlab
 from titanlab.errors import ConfigError
-from titanlab.recipe import Loader, Recipe, read_flags
+from titanlab.recipe import Loader, Recipe, hydra_internal, read_flags, register
 
 PACKAGE = Path(titanlab.__file__).parent
 
@@ -23,11 +29,11 @@ def loader(*arguments: str) -> Loader:
 def test_a_single_run_is_composed_once(monkeypatch):
     made = loader("precision=bf16", "seed=3")
     asked = []
-    compose = made._hydra.load_configuration
+    load = made._hydra.load_configuration
 
     def counted(config_name, overrides, run_mode):
         asked.append(overrides)
-        return compose(config_name, overrides, run_mode)
+        return load(config_name, overrides, run_mode)
 
     monkeypatch.setattr(made._hydra, "load_configuration", counted)
     recipe = made.recipe()
@@ -52,16 +58,13 @@ def test_what_asks_hydra_is_answered_and_nothing_stays_behind(tmp_path, monkeypa
     assert not GlobalHydra.instance().is_initialized()
 
 
-def test_a_folder_that_is_none_is_refused():
-    with pytest.raises(ConfigError, match="^--config-dir=nowhere: is no folder"):
-        loader("--config-dir", "nowhere")
-
-
 def test_a_folder_of_one_command_line_is_not_searched_for_the_next(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("defaults: [debug, _self_]\nlayers: 1\n")
     assert "mine" in loader("--config-dir", str(tmp_path)).options("model")
     assert "mine" not in loader().options("model")
+    with pytest.raises(ConfigError, match="^--config-dir=nowhere: is no folder"):
+        loader("--config-dir", "nowhere")
 
 
 def test_internals_of_hydra_are_used_in_one_file():
@@ -76,3 +79,74 @@ def test_an_option_in_quotes_is_chosen(tmp_path):
     recipe = loader("--config-dir", str(tmp_path), "+recipe=mine").recipe()
     assert recipe is not None
     assert recipe.checkpoint.kind == "off"
+
+
+def test_a_changed_composition_reaches_no_other():
+    first = loader("+recipe=quickstart", "tracker=[tensorboard,jsonl]").compose(()).whole
+    expected = copy.deepcopy(first)
+    first.training.steps = 12345
+    first.hydra.job.name = "changed"
+    del first.model
+    OmegaConf.set_readonly(first, True)
+    again = loader("+recipe=quickstart", "tracker=[tensorboard,jsonl]").compose(()).whole
+    assert again == expected
+    assert OmegaConf.get_type(again.model) is OmegaConf.get_type(expected.model)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of options."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "config.yaml").write_text("defaults: [{model: small}, _self_]\nsteps: 3\n")
+    (tmp_path / "model" / "small.yaml").write_text("layers: 1\n")
+    register()
+    return tmp_path
+
+
+def composed(folder, *overrides):
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        return compose("config", overrides=list(overrides))
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "model/small.yaml"])
+def test_a_file_that_changes_is_seen(folder, name):
+    file = folder / name
+    before, text = file.stat(), file.read_text()
+    for number in (7, 8, 9):
+        # As `cp -p` and archives leave it: the same size and time.
+        other = folder / "other"
+        other.write_text(f"{text}more: {number}\n")
+        os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+        other.rename(file)
+        for _ in range(2):
+            config = composed(folder)
+            assert (config if name == "config.yaml" else config.model).more == number
+
+
+def test_a_file_that_is_removed_or_added_is_seen(folder):
+    composed(folder)
+    (folder / "model" / "small.yaml").rename(folder / "model" / "large.yaml")
+    with pytest.raises(Exception, match="Could not find 'model/small'"):
+        composed(folder)
+    assert composed(folder, "model=large").model.layers == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "port"), [([], 1), (["server=second"], 2), (["server=second", "place=first"], 1)]
+)
+def test_an_option_may_follow_the_choice_of_another_group(folder, overrides, port):
+    for group in ("server", "place"):
+        (folder / group).mkdir()
+        for number, name in enumerate(("first", "second"), start=1):
+            (folder / group / f"{name}.yaml").write_text(f"port: {number}\n")
+    (folder / "config.yaml").write_text("defaults: [_self_, {server: first}, {place: '${server}'}]\n")
+    assert composed(folder, *overrides).place.port == port
+
+
+def test_a_hydra_of_another_version_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(hydra, "__version__", "1.5.0")
+    with pytest.raises(ConfigError) as refused:
+        importlib.reload(hydra_internal)
+    assert str(refused.value) == (
+        'hydra-core=1.5.0: titanlab needs Hydra 1.3 or 1.4; pip install "hydra-core>=1.3.2,<1.5"'
+    )

@@ -4,9 +4,7 @@ import dataclasses
 
 import pytest
 
-from titanlab.errors import ConfigError
 from titanlab.recipe import stage_pieces
-from titanlab.recipe.recipe import as_typed
 from titanlab.techniques.model.llama_schema import Llama
 
 MODEL = Llama(dim=64, layers=4, heads=4, kv_heads=2, ffn_dim=192, vocab_size=256)
@@ -22,10 +20,6 @@ def pieces_of(split, stages=2, *, model=MODEL):
         block=model.block_operations(**sizes),
         edges=model.edge_operations(**sizes),
     )
-
-
-def test_the_pieces_are_those_of_the_model():
-    assert MODEL.account().pieces == PIECES
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
@@ -64,42 +58,3 @@ def test_a_balanced_split_makes_the_dearest_stage_cheap():
 def test_a_split_that_is_given_is_taken(split, found):
     stages = len(split) + (isinstance(split[0], str))
     assert pieces_of(split, stages) == found
-
-
-@pytest.mark.parametrize(
-    ("split", "stages", "rule", "cure"),
-    [
-        ([1, 3], 3, "has 2 numbers of blocks, and the schedule has 3 stages",
-         "try null for a balanced split, or give 3 numbers"),
-        ([1, 2], 2, "must add up to the model's 4 blocks", "try null for a balanced split"),
-        ([5, -1], 2, "must add up to the model's 4 blocks, with one at least for each stage between first and last",
-         "try null for a balanced split"),
-        ([2, 0, 2], 3, "must add up to the model's 4 blocks, with one at least for each stage between first and last",
-         "try null for a balanced split"),
-        (["layers.1"], 3, "must name a piece for each of the 2 stages after the first, and names 1",
-         "try null for a balanced split"),
-        (["layers.9"], 2, "the model has no piece layers.9",
-         "its pieces are tok_embeddings, layers.0, …, layers.3, norm, output"),
-        (["tok_embeddings"], 2, "stage 0 would begin with tok_embeddings and end before tok_embeddings",
-         "name pieces in the order of the forward pass, each once, or null for a balanced split"),
-        (["layers.2", "layers.1"], 3, "stage 1 would begin with layers.2 and end before layers.1",
-         "name pieces in the order of the forward pass, each once, or null for a balanced split"),
-        (["layers.2", "layers.2"], 3, "stage 1 would begin with layers.2 and end before layers.2",
-         "name pieces in the order of the forward pass, each once, or null for a balanced split"),
-    ],
-)  # fmt: skip
-def test_a_split_that_does_not_fit_is_refused(split, stages, rule, cure):
-    with pytest.raises(ConfigError) as raised:
-        pieces_of(split, stages)
-    error = raised.value
-    assert (error.key, error.value, error.rule, error.cure) == ("parallelism.split", as_typed(split), rule, cure)
-
-
-def test_an_empty_split_is_one_stage_by_names_and_none_of_two():
-    with pytest.raises(ConfigError, match="has 0 numbers of blocks"):
-        pieces_of([], 2)
-
-
-@pytest.mark.parametrize(("split", "text"), [([], "[]"), ([1, 2], "[1,2]"), (["layers.1", "norm"], "[layers.1,norm]")])
-def test_a_split_is_shown_as_it_is_typed(split, text):
-    assert as_typed(split) == text

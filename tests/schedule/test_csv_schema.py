@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-from tests.schedule.conftest import KINDS, Schedule
+from tests.schedule.conftest import KINDS, Schedule, words
 from titanlab.errors import ConfigError
 from titanlab.techniques.schedule.csv_schema import CsvSchedule, write_actions
 
@@ -77,14 +78,49 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path, monkeypatch, name):
         CsvSchedule(file=name).check_pipeline(ranks=2, microbatches=2)
 
 
+def test_torch_reads_what_is_written(path):
+    lists = Schedule("zbv").actions(3, 5)
+    write_actions(path, lists)
+    schedule = object.__new__(PipelineScheduleMulti)
+    schedule.pipeline_order = {}
+    schedule._validate_and_set_stage_mapping = lambda order: None
+    schedule._load_csv(str(path))
+    assert [words([each])[0] for each in lists] == [
+        " ".join(map(str, each)) for each in schedule.pipeline_order.values()
+    ]
+
+
+def test_idle_cells_and_torchs_pairs_are_read(path):
+    path.write_text(",0F0,,0F1 ,(0F2;0B0)OVERLAP_F_B,0B1,,0B2,\n\n \n")
+    assert words(CsvSchedule(file=str(path)).actions(ranks=1, microbatches=3)) == ["0F0 0F1 0F2 0B0 0B1 0B2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        *((empty, "has no action; give it one line a rank") for empty in ("", "\n\n", ",,\n", "\ufeff")),
+        ("0F0,0X0\n", "line 1, cell 2: '0X0' is not an action; write stage, F, B, I or W, and microbatch, as in 0F0"),
+        ("0F0,0B0\n1F0,-1B0", "line 2, cell 2: '-1B0' is not an action"),
+        ("0F0,0B", "line 1, cell 2: '0B' is not an action"),
+        ("0F0,(0B0;0Q0)OVERLAP_F_B", "line 1, cell 2: '0Q0' is not an action"),
+        ("0F0,999999999F0", "line 1, cell 2: '999999999F0' is not an action"),
+        ("0F0,0SEND_F0,0B0", "line 1, cell 2: 0SEND_F0 is communication, which follows from the order; leave"),
+        ("0F0,0B0,0REDUCE_GRAD", "line 1, cell 3: 0REDUCE_GRAD is communication"),
+        # What makes no schedule is told with the line and the cell; all of it is in test_order.
+        ("0F0,,0F0", "line 1, cell 3: 0F0 is there twice; each stage runs each microbatch F and B once"),
+        ("0F0,0B0\n\n1F0,1B0", "line 2: has no action"),
+        ("0F0,0B0\n2F0,2B0", "line 2: there is a stage 2, but no rank has stage 1"),
+        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B1,1B0", "line 1, cell 2: 0B0 on rank 0 waits for 1B0, which comes after 1F1"),
+    ],
+)
+def test_a_faulty_file_is_one_line(path, text, complaint):
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        CsvSchedule(file=str(path)).fixed_size()
+    assert str(caught.value).startswith(f"schedule.file={path}: {complaint}")
+
+
 @pytest.mark.parametrize("text", ["\ufeff0F0,0B0\n", "0F0,0B0\r\n,,\r\n\r\n", "0F0\t, 0B0"])
 def test_what_a_spreadsheet_writes_is_read(tmp_path, text):
     (tmp_path / "my.csv").write_bytes(text.encode())
     assert CsvSchedule(file=str(tmp_path / "my.csv")).fixed_size() == (1, 1)
-
-
-@pytest.mark.parametrize("text", ["", "\n\n", ",,\n", "\ufeff"])
-def test_a_file_without_an_action_is_refused(tmp_path, text):
-    (tmp_path / "my.csv").write_bytes(text.encode())
-    with pytest.raises(ConfigError, match="has no action; "):
-        CsvSchedule(file=str(tmp_path / "my.csv")).fixed_size()

@@ -7,7 +7,7 @@ import pytest
 from tests.sweep.fake_slurm.cluster import FakeSlurm
 from tests.sweep.studies import SLURM, seeds, study
 from titanlab.records import Outcome, OutcomeKind
-from titanlab.sweep import snapshot
+from titanlab.sweep import sweep_folder
 from titanlab.sweep.submit import submit
 
 ENDS = [OutcomeKind.DONE, OutcomeKind.HANG, OutcomeKind.OOM, None, None]
@@ -33,14 +33,16 @@ def slurm(tmp_path, monkeypatch, small_package):
     fake = FakeSlurm(tmp_path / "slurm")
     for name, value in fake.environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(snapshot, "take", functools.partial(snapshot.take, package=small_package))
+    monkeypatch.setattr(
+        sweep_folder, "take_snapshot", functools.partial(sweep_folder.take_snapshot, package=small_package)
+    )
     return fake
 
 
 @pytest.fixture
 def whole_snapshots(slurm, monkeypatch):
     """After `slurm`: snapshots are again those of the package that runs."""
-    monkeypatch.setattr(snapshot, "take", snapshot.take.func)
+    monkeypatch.setattr(sweep_folder, "take_snapshot", sweep_folder.take_snapshot.func)
 
 
 @pytest.fixture
@@ -52,7 +54,7 @@ def sweep(slurm, tmp_path):
     for index, (kind, state) in enumerate(zip(ENDS, STATES, strict=True)):
         run = folder.run(submission.runs[index])
         if state != "PENDING":
-            code = snapshot.fingerprint() if index == 0 else "other"
+            code = sweep_folder.present_code() if index == 0 else "other"
             run.begin_attempt(run.config(), {"code": {"fingerprint": code}})
             attempt = run.attempt_folder(1) / "job.json"
             attempt.write_text(f'{{"token": "{submission.token}", "index": {index}}}')

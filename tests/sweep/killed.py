@@ -22,7 +22,7 @@ from tests.sweep.stub_package import stub_package
 from tests.sweep.studies import SLURM, seeds, study
 from titanlab.launch.launchers_schema import Local
 from titanlab.records import Outcome, OutcomeKind
-from titanlab.sweep import folder_of, snapshot
+from titanlab.sweep import folder_of, sweep_folder
 from titanlab.sweep.submit import submit
 
 POINTS = [*seeds(3), *seeds(2, shard=2), {"shard": 4}]
@@ -67,7 +67,7 @@ def main(folder, launcher, rounds):
     else:
         launch = Local(at_once=8) if launcher == "local" else launch_of_another_package(folder)
         package = stub_package(folder / "stub", seconds=0.0)
-        snapshot.take = functools.partial(snapshot.take, package=package)
+        sweep_folder.take_snapshot = functools.partial(sweep_folder.take_snapshot, package=package)
     begun = time.monotonic()
     assert os.waitpid(in_a_child(study(folder / "whole", POINTS, launch=launch)), 0)[1] == 0
     whole = time.monotonic() - begun

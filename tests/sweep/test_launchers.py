@@ -11,10 +11,10 @@ from tests.sweep.stub_package import stub_package
 from tests.sweep.studies import seeds, study
 from tests.until import until
 from titanlab import options
-from titanlab.launch import joined, launcher_named
+from titanlab.launch import launcher_named
 from titanlab.launch.launchers_schema import Local
 from titanlab.records import OutcomeKind
-from titanlab.sweep import cancel, decide, look_at, snapshot, write_table
+from titanlab.sweep import cancel, decide, look_at, sweep_folder, write_table
 from titanlab.sweep.enqueue import settle
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.retry import retry
@@ -44,11 +44,11 @@ def launch(request, tmp_path, monkeypatch):
 @pytest.fixture
 def stub(tmp_path, monkeypatch):
     """Jobs that train nothing: `stub(seconds)` says how long they take."""
-    taken = snapshot.take
+    taken = sweep_folder.take_snapshot
 
     def of(seconds):
         package = stub_package(tmp_path / f"stub-{seconds}", seconds=seconds)
-        monkeypatch.setattr(snapshot, "take", lambda code: taken(code, package=package))
+        monkeypatch.setattr(sweep_folder, "take_snapshot", lambda code: taken(code, package=package))
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return of
@@ -115,8 +115,3 @@ def test_an_interrupted_submission_is_settled(launch, stub, tmp_path):
     assert lines == [f"an interrupted submission is job {submission.token}: 1 run of 1 process"]
     until(lambda: over(folder))
     assert len(ran(folder)) == 1
-
-
-def test_a_process_on_its_own_is_no_rank_of_any_launcher(launch):
-    assert joined({}) is None
-    assert not launcher_named(launch.kind).has_scheduler

@@ -62,7 +62,8 @@ def test_repeats_are_one_row_with_their_medians(made):
 
 
 def test_the_cluster_has_what_the_runs_tell_of_it(made):
-    done(made, "a")
+    done(made, "a", metrics=summary(0.1, **{RESIDENT: -1.0}))
+    assert read(made).rows[0].memory_bytes is None
     cluster = read(made).rows[0].recipe.cluster
     # The recipe gives a peak, which stands; two cores share 16 GiB.
     assert cluster.peak_tflops == 1.0
@@ -127,7 +128,7 @@ def test_runs_of_another_calibration_are_used_on_the_usual_cluster(made):
             config = run.attempt_folder(1) / "config.yaml"
             config.write_text(config.read_text().replace("process_gb: null", "process_gb: 0.5"))
     found = read(made)
-    assert (found.runs, found.left_out) == (3, [])
+    assert (found.runs, found.left_out, found.stale) == (3, [], 0)
     assert {row.recipe.cluster.process_gb for row in found.rows} == {None}
 
 
@@ -143,15 +144,3 @@ def test_a_sweep_without_a_measured_run_is_an_error(made):
     made.run("too", seed=2)
     with pytest.raises(ConfigError, match="no run that was measured to its end: 2 has not begun"):
         read(made)
-
-
-def test_runs_of_other_code_are_counted(made):
-    run = made.run("old")
-    begin(run, code="other")
-    end(run, metrics=summary(0.1))
-    assert read(made).stale == 1
-
-
-def test_a_memory_that_is_none_is_not_used(made):
-    done(made, "a", metrics=summary(0.1, **{RESIDENT: -1.0}))
-    assert read(made).rows[0].memory_bytes is None

@@ -1,17 +1,70 @@
+"""Runs that are cancelled, submitted again, or resumed."""
+
+from __future__ import annotations
+
 import re
+from dataclasses import replace
 
 import pytest
 
+from tests import tiny
 from tests.sweep.conftest import names, quiet
 from tests.sweep.studies import SLURM, seeds, study
+from titanlab.checkpoint.folders import step_folder
 from titanlab.cli.verbs import call
+from titanlab.distributed import Host
 from titanlab.errors import ConfigError
+from titanlab.launch.launchers_schema import Local, Slurm
 from titanlab.launch.local import LocalLauncher
 from titanlab.launch.slurm.launcher import SlurmLauncher
+from titanlab.recipe import from_mapping, to_mapping
 from titanlab.records import Outcome, OutcomeKind
-from titanlab.sweep import FAILED, cancel, decide
-from titanlab.sweep.retry import retry
+from titanlab.sweep import FAILED, cancel, checked, resubmit, submitted_with
+from titanlab.sweep import enqueue as module
+from titanlab.sweep.reconcile import reconcile
+from titanlab.sweep.retry import item_of, retry
 from titanlab.sweep.submit import submit
+from titanlab.techniques.model import llama_account
+
+
+def test_cancel_ends_elements_of_arrays_and_tells_those_that_run(slurm, sweep):
+    done = cancel(sweep, quiet)
+    assert (done.stopping, done.withdrawn) == ([names(sweep)[3]], [names(sweep)[4]])
+    # Whoever runs is told, and has the time that it needs.
+    assert slurm.jobs()[101]["states"] == ["COMPLETED", "FAILED", "FAILED", "RUNNING", "CANCELLED"]
+    assert slurm.jobs()[101]["signals"] == [[3, "INT"]]
+    assert sweep.run(names(sweep)[3]).asked_to_cancel()
+    outcome = sweep.run(names(sweep)[4]).result()
+    assert (outcome.kind, outcome.cause) == ("cancelled", "cancelled before it started")
+    # What was cancelled can be done after all.
+    assert [each.run.path.name for each in retry(sweep, quiet, names=[names(sweep)[4]])] == [names(sweep)[4]]
+
+
+def test_whoever_cancels_twice_does_not_want_to_wait(slurm, sweep):
+    cancel(sweep, quiet, names=[names(sweep)[3]])
+    done = cancel(sweep, quiet, names=[names(sweep)[3]])
+    assert done.stopping == [names(sweep)[3]]
+    assert (slurm.jobs()[101]["states"][3], len(slurm.jobs()[101]["signals"])) == ("CANCELLED", 1)
+
+
+def test_cancel_is_one_call_for_all_that_wait_and_one_for_all_that_run(slurm, sweep):
+    retry(sweep, quiet, outcomes=["hang", "oom"])
+    cancel(sweep, quiet)
+    calls = [sorted(line.split()) for line in (slurm.folder / "scancel.calls").read_text().splitlines()]
+    assert sorted(calls) == [["--signal=INT", "101_[3]"], ["101_[4]", "102_[0-1]"]]
+
+
+def test_elements_that_somebody_took_out_of_the_queue_are_cancelled_and_can_be_done_again(slurm, sweep):
+    """`scancel 101_4`: Slurm itself keeps no record of it."""
+    slurm.put(101, "REMOVED", 4)
+    reconcile(sweep)
+    (run,) = sweep.find([names(sweep)[4]])
+    outcome = run.result()
+    assert (outcome.kind, outcome.cause) == ("cancelled", "the job was cancelled before it started")
+    assert outcome.scheduler == {"job_id": "101_4", "state": "CANCELLED", "exit_code": None}
+    done = retry(sweep, quiet, outcomes=["cancelled"])
+    assert [each.run.path.name for each in done] == [run.path.name]
+    assert [len(job["states"]) for job in slurm.jobs().values()] == [5, 1]
 
 
 def submitted(slurm):
@@ -26,11 +79,6 @@ def test_ended_runs_of_an_outcome_are_submitted_again_and_keep_their_folders(slu
     # It waits now, and is not submitted a third time.
     assert retry(sweep, quiet, outcomes=["hang"]) == []
     assert submitted(slurm) == [5, 1]
-
-
-def test_all_that_failed(slurm, sweep):
-    done = retry(sweep, quiet, outcomes=FAILED)
-    assert {each.outcome for each in done} == {"hang", "oom"}
 
 
 def test_named_runs_whatever_their_outcome_but_none_that_is_done_waits_or_runs(slurm, sweep):
@@ -111,36 +159,27 @@ def test_a_run_whose_config_was_edited_is_not_submitted_again(slurm, sweep):
     assert submitted(slurm) == [5]
 
 
-def test_a_dry_run_submits_nothing(slurm, sweep):
-    assert len(retry(sweep, quiet, outcomes=["hang", "oom"], dry_run=True)) == 2
-    assert submitted(slurm) == [5]
+MISTAKES = [
+    ({}, "arguments=: say nothing of which runs; try --outcome hang,node_fail, --all-failed or --stale, or name"),
+    ({"outcomes": ["done"]}, "--outcome=done: is done"),
+    ({"names": ["nobody"]}, "run=nobody: fits no run of sweep layouts; try "),
+    (
+        {"outcomes": ["oom"], "overrides": ["precision=bf16"]},
+        "precision=bf16: is not to be changed in a run that has begun; changeable: launch, cluster.per_node",
+    ),
+    ({"outcomes": ["oom"], "overrides": ["launch.kind=local"]}, "launch.kind=local: would be another launcher"),
+    (
+        {"outcomes": ["oom"], "overrides": ["launch.partition=fast"]},
+        "launch.partition=fast: Slurm knows no such part",
+    ),
+    ({"outcomes": ["oom"], "overrides": ["launch.minutes=soon"]}, "launch.minutes=soon: "),
+]
 
 
-@pytest.mark.parametrize(
-    ("asked", "told"),
-    [
-        ({}, "arguments=: say nothing of which runs; try --outcome hang,node_fail, --all-failed or --stale, or name"),
-        ({"outcomes": ["hung"]}, "--outcome=hung: is no outcome; known: oom, hang"),
-        ({"outcomes": ["done"]}, "--outcome=done: is done"),
-        ({"names": ["nobody"]}, "run=nobody: fits no run of sweep layouts; try "),
-        ({"outcomes": ["oom"], "overrides": ["seed=2"]}, "seed=2: is not to be changed in a run that has begun"),
-        (
-            {"outcomes": ["oom"], "overrides": ["precision=bf16"]},
-            "precision=bf16: is not to be changed in a run that has begun; changeable: launch, cluster.per_node",
-        ),
-        ({"outcomes": ["oom"], "overrides": ["launch=local"]}, "launch=local: is another preset, and a run that has"),
-        ({"outcomes": ["oom"], "overrides": ["launch.kind=local"]}, "launch.kind=local: would be another launcher"),
-        (
-            {"outcomes": ["oom"], "overrides": ["launch.partition=fast"]},
-            "launch.partition=fast: Slurm knows no such part",
-        ),
-        ({"outcomes": ["oom"], "overrides": ["launch.minute=9"]}, "launch.minute=9: "),
-        ({"outcomes": ["oom"], "overrides": ["launch.minutes=soon"]}, "launch.minutes=soon: "),
-    ],
-)
-def test_mistakes(slurm, sweep, asked, told):
-    with pytest.raises(ConfigError, match=re.escape(told)):
-        retry(sweep, quiet, **asked)
+def test_mistakes(slurm, sweep):
+    for asked, told in MISTAKES:
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            retry(sweep, quiet, **asked)
     assert submitted(slurm) == [5]
 
 
@@ -164,18 +203,128 @@ def test_a_scheduler_that_does_not_answer_is_told_by_every_verb(slurm, sweep, ca
     assert "the scheduler does not answer" in lines[1]
 
 
-def test_cancelled_runs_are_not_submitted_again_by_the_sweep(slurm, sweep, tmp_path):
-    cancel(sweep, quiet, names=[names(sweep)[4]])
-    wanted = study(tmp_path / "runs", seeds(5), launch=SLURM)
-    assert [each.action for each in decide(wanted)] == ["done", "ended", "ended", "running", "ended"]
-    assert submit(wanted, quiet).submissions == ()
+REFUSED = "invalid account or account/partition combination specified"
 
 
-def test_the_verb(slurm, sweep, capsys):
-    runs = ["--runs", str(sweep.path.parent)]
-    assert call(["retry", "layouts", "--outcome", "hang,oom", "--dry-run", *runs]) == 0
-    assert capsys.readouterr().out.endswith("2 runs would be submitted\n")
-    assert call(["retry", "layouts", "--all-failed", "launch.minutes=20", *runs]) == 0
-    assert f"2 runs submitted; titanlab status {sweep.path} --watch follows them" in capsys.readouterr().out
-    assert call(["retry", "layouts", "--outcome", "nan", *runs]) == 0
-    assert "nothing of layouts is to be done again" in capsys.readouterr().out
+@pytest.fixture
+def hung(slurm, sweep):
+    """A run of the sweep that hung, and its recipe."""
+    run = sweep.run(names(sweep)[1])
+    return run, from_mapping(run.config())
+
+
+def save(run, *steps):
+    """Checkpoints of a run, as far as is read before a job starts."""
+    shapes = {
+        name: list(shape) for name, shape in llama_account.account(from_mapping(run.config()).model).parameters.items()
+    }
+    for step in steps:
+        position = {"step": step, "tokens": 384 * step, "data": {"samples": 12 * step}, "parameters": shapes}
+        tiny.write_checkpoint(step_folder(run.checkpoints, step), position)
+
+
+def saved(run):
+    return sorted(path.name for path in run.checkpoints.iterdir())
+
+
+def test_a_run_that_has_ended_waits_again_as_the_only_one_of_its_job(slurm, sweep, hung):
+    run, recipe = hung
+    lines = []
+    submission = resubmit(run, recipe, lines.append)
+    assert (submission.job_id, submission.runs, submission.changes) == ("102", (run.path.name,), {})
+    assert lines == ["job 102: 1 run of 1 process"]
+    assert slurm.jobs()[102]["states"] == ["PENDING"]
+    assert sweep.submissions()[-1] == submission
+    assert (sweep.path / submission.code / "code.json").is_file()
+    assert submitted_with(run)["minutes"] == SLURM.minutes
+    # One that is done is not submitted.
+    done = sweep.run(names(sweep)[0])
+    assert resubmit(done, from_mapping(done.config()), lines.append) is None
+    assert lines[1:] == [f"{done.path} is done. For another like it: repeat=1"]
+    assert list(slurm.jobs()) == [101, 102]
+
+
+@pytest.mark.parametrize(("place", "word"), [(3, "running"), (4, "queued")])
+def test_a_run_that_runs_or_waits_is_refused(slurm, sweep, place, word):
+    run = sweep.run(names(sweep)[place])
+    with pytest.raises(
+        ConfigError, match=f"^run={run.path.name}: is {word} already; wait for its end, or titanlab cancel"
+    ):
+        resubmit(run, from_mapping(run.config()), quiet)
+    assert list(slurm.jobs()) == [101]
+
+
+def test_an_older_checkpoint_becomes_the_newest(slurm, hung):
+    run, recipe = hung
+    save(run, 2, 4, 6)
+    lines = []
+    assert resubmit(run, recipe, lines.append, checkpoint=step_folder(run.checkpoints, 2)) is not None
+    assert saved(run) == ["step-00000002", "step-00000004.aside", "step-00000006.aside"]
+    assert lines[:2] == [
+        f"goes on from step 2: step-0000000{step}, which is later, is put aside as step-0000000{step}.aside"
+        for step in (4, 6)
+    ]
+
+
+def test_checkpoints_get_their_names_again_if_the_scheduler_refuses(slurm, hung):
+    run, recipe = hung
+    save(run, 2, 4, 6)
+    slurm.set(refuses=REFUSED)
+    with pytest.raises(ConfigError, match=f"sbatch says: {REFUSED}"):
+        resubmit(run, recipe, quiet, checkpoint=step_folder(run.checkpoints, 2))
+    assert saved(run) == ["step-00000002", "step-00000004", "step-00000006"]
+    # Nothing is left of the job: a later attempt is free to be submitted.
+    slurm.set()
+    assert resubmit(run, recipe, quiet).job_id == "102"
+
+
+def test_without_an_answer_of_the_scheduler_nothing_changes(slurm, hung):
+    run, recipe = hung
+    save(run, 2, 4)
+    slurm.set(silent=True)
+    lines = []
+    with pytest.raises(ConfigError):
+        resubmit(run, recipe, lines.append, checkpoint=step_folder(run.checkpoints, 2))
+    assert len(lines) == 1
+    assert lines[0].startswith("the scheduler does not answer: ")
+    assert saved(run) == ["step-00000002", "step-00000004"]
+
+
+def test_jobs_of_this_host_are_started(slurm, sweep, hung, monkeypatch):
+    run, recipe = hung
+    woken = []
+    monkeypatch.setattr("titanlab.launch.local.wake", woken.append)
+    submission = resubmit(run, replace(recipe, launch=Local()), quiet)
+    assert (submission.launcher, list(slurm.jobs())) == ("local", [101])
+    assert woken == [sweep.path]
+
+
+def test_a_run_that_was_never_submitted_has_no_settings(tmp_path):
+    assert submitted_with(tiny.begin(tiny.recipe(tmp_path))) is None
+
+
+def test_a_job_replaces_what_the_recipe_has_now(hung):
+    run, recipe = hung
+    assert item_of(run, checked(recipe)).changes == {}
+    smaller = checked(replace(recipe, training=replace(recipe.training, log_every=7), launch=Slurm(minutes=5)))
+    item = item_of(run, smaller)
+    assert (item.run, item.shape.processes, item.shape.minutes) == (run.path.name, 1, 5)
+    # The launcher is the submission's, and no change of the recipe.
+    assert item.changes == {"training": to_mapping(smaller)["training"]}
+
+
+@pytest.mark.parametrize("launch", [Local(), SLURM], ids=["local", "slurm"])
+def test_only_a_job_of_this_host_needs_this_hosts_memory_and_devices(tmp_path, monkeypatch, launch):
+    recipe = replace(tiny.recipe(tmp_path, shard=4), launch=launch)
+    cluster = replace(recipe.cluster, accelerator="cuda", device="NVIDIA H100 80GB HBM3", per_node=4, nodes=1)
+    small = Host(accelerator="cpu", device="cpu", count=1, memory_bytes=10**7)
+    monkeypatch.setattr(module, "this_host", lambda: small)
+    on_cpus = replace(recipe, cluster=replace(recipe.cluster, device="cpu", per_node=4, nodes=1))
+    if launch.runs_here:
+        with pytest.raises(ConfigError, match=re.escape("world=4: processes take at least")):
+            checked(on_cpus)
+        with pytest.raises(ConfigError, match=r"^cluster\."):
+            checked(replace(recipe, cluster=cluster))
+    else:
+        assert checked(on_cpus).layout.world == 4
+        assert checked(replace(recipe, cluster=cluster)).cluster.device == "NVIDIA H100 80GB HBM3"

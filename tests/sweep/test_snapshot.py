@@ -11,7 +11,7 @@ import titanlab
 from tests.sweep.conftest import quiet
 from tests.sweep.studies import SLURM, seeds, study
 from titanlab.records import code_fingerprint, collect, git_state
-from titanlab.sweep import snapshot
+from titanlab.sweep import sweep_folder
 from titanlab.sweep.submit import submit
 
 PACKAGE = Path(titanlab.__file__).parent
@@ -48,24 +48,11 @@ def git(folder, *words):
     subprocess.run(["git", *identity, *words], cwd=folder, check=True, capture_output=True)
 
 
-def test_the_copy_has_the_code_and_the_yamls(tmp_path):
-    package = copy_of_the_clone(tmp_path / "clone")
-    taken = snapshot.take(tmp_path / "code", package=package)
-    assert (taken / "titanlab" / "train" / "train.py").is_file()
-    assert (taken / "conf" / "config.yaml").is_file()
-    assert (taken / "conf" / "launch" / "local.yaml").is_file()
-    assert (taken / "launch" / "slurm.yaml").is_file()
-    assert not list(taken.rglob("__pycache__"))
-    assert json.loads((taken / "code.json").read_text())["fingerprint"] == code_fingerprint(package)
-    assert code_fingerprint(taken / "titanlab") == code_fingerprint(package)
-    assert [path.name for path in (tmp_path / "code").iterdir()] == [taken.name]
-
-
 def test_ranks_need_not_compile_what_was_compiled_before(tmp_path):
     package = small_clone(tmp_path / "clone")
     compiled = Path(py_compile.compile(package / "distributed" / "world.py", doraise=True))
     (compiled.parent / "world.cpython-311.pyc.123").write_text("a part")
-    taken = snapshot.take(tmp_path / "code", package=package)
+    taken = sweep_folder.take_snapshot(tmp_path / "code", package=package)
     (copied,) = taken.rglob("__pycache__/*")
     assert copied.name == compiled.name
     # Python takes it for the copied source if time and size are those in its head.
@@ -73,17 +60,17 @@ def test_ranks_need_not_compile_what_was_compiled_before(tmp_path):
     assert struct.unpack("<II", copied.read_bytes()[8:16]) == (int(source.st_mtime), source.st_size)
     # The name of the copy is that of its sources alone.
     shutil.rmtree(compiled.parent)
-    assert snapshot.take(tmp_path / "code", package=package) == taken
+    assert sweep_folder.take_snapshot(tmp_path / "code", package=package) == taken
 
 
 def test_equal_content_is_one_copy_and_another_is_another(tmp_path):
     package = small_clone(tmp_path / "clone")
-    first = snapshot.take(tmp_path / "code", package=package)
+    first = sweep_folder.take_snapshot(tmp_path / "code", package=package)
     (package / "__pycache__").mkdir()
     (package / "__pycache__" / "x.pyc").write_text("x")
-    assert snapshot.take(tmp_path / "code", package=package) == first
+    assert sweep_folder.take_snapshot(tmp_path / "code", package=package) == first
     (tmp_path / "clone" / "conf" / "model" / "debug.yaml").write_text("dim: 8\n")
-    assert snapshot.take(tmp_path / "code", package=package) != first
+    assert sweep_folder.take_snapshot(tmp_path / "code", package=package) != first
 
 
 def test_a_wheels_yamls_are_inside_its_package(tmp_path):
@@ -91,9 +78,10 @@ def test_a_wheels_yamls_are_inside_its_package(tmp_path):
     shutil.copytree(tmp_path / "site" / "conf", package / "conf")
     shutil.rmtree(tmp_path / "site" / "conf")
     (tmp_path / "site" / "launch" / "somebody_elses.yaml").write_text("")
-    taken = snapshot.take(tmp_path / "code", package=package)
+    taken = sweep_folder.take_snapshot(tmp_path / "code", package=package)
     assert (taken / "titanlab" / "conf" / "config.yaml").is_file()
     assert not (taken / "launch").exists()
+    assert git_state(taken / "titanlab") is None
 
 
 def test_its_git_state_is_what_was_recorded(tmp_path):
@@ -104,7 +92,7 @@ def test_its_git_state_is_what_was_recorded(tmp_path):
     git(clone, "commit", "-m", "all of it")
     (package / "distributed" / "world.py").write_text("# edited\n")
     before = git_state(package)
-    taken = snapshot.take(tmp_path / "code", package=package)
+    taken = sweep_folder.take_snapshot(tmp_path / "code", package=package)
     git(clone, "checkout", ".")
     assert before is not None
     assert before.dirty
@@ -112,17 +100,12 @@ def test_its_git_state_is_what_was_recorded(tmp_path):
     assert git_state(taken / "titanlab") == before
 
 
-def test_a_snapshot_of_an_installed_package_has_no_git(tmp_path):
-    taken = snapshot.take(tmp_path / "code", package=small_clone(tmp_path / "site"))
-    assert git_state(taken / "titanlab") is None
-
-
 def test_what_is_edited_after_submission_reaches_no_job(slurm, tmp_path, monkeypatch):
     clone = tmp_path / "clone"
     package = small_clone(clone)
     (package / "launch" / "task.py").write_text("import titanlab.distributed.stop\nprint(titanlab.__file__)\n")
-    taken = snapshot.take
-    monkeypatch.setattr(snapshot, "take", lambda code: taken(code, package=package))
+    taken = sweep_folder.take_snapshot
+    monkeypatch.setattr(sweep_folder, "take_snapshot", lambda code: taken(code, package=package))
     folder = submit(study(tmp_path / "runs", seeds(1), launch=SLURM), quiet).folder
     (submission,) = folder.submissions()
     script = slurm.jobs()[101]["script"]
@@ -141,7 +124,12 @@ def test_what_is_edited_after_submission_reaches_no_job(slurm, tmp_path, monkeyp
 def test_its_code_is_what_env_json_tells(tmp_path):
     """In a job the package is that of the snapshot: the record of a run is made from there."""
     package = copy_of_the_clone(tmp_path / "clone")
-    taken = snapshot.take(tmp_path / "code", package=package)
+    taken = sweep_folder.take_snapshot(tmp_path / "code", package=package)
+    for name in ("titanlab/train/train.py", "conf/config.yaml", "conf/launch/local.yaml", "launch/slurm.yaml"):
+        assert (taken / name).is_file()
+    assert not list(taken.rglob("__pycache__"))
+    assert json.loads((taken / "code.json").read_text())["fingerprint"] == code_fingerprint(package)
+    assert [path.name for path in (tmp_path / "code").iterdir()] == [taken.name]
     code = "import json; from titanlab.records.provenance import collect; "
     code += "print(json.dumps(dict(collect(devices={}, launcher='slurm').record['code'])))"
     environment = {**os.environ, "PYTHONPATH": str(taken), "PYTHONSAFEPATH": "1"}

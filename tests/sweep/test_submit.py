@@ -1,5 +1,8 @@
+"""Submitting a sweep: what is missing is put into queues, once, as arrays in the order of its rounds."""
+
+from __future__ import annotations
+
 import dataclasses
-import importlib.util
 import json
 import re
 import shlex
@@ -7,14 +10,18 @@ import time
 
 import pytest
 
+from tests.records.test_run_folder_page import keys
 from tests.sweep.conftest import quiet
 from tests.sweep.studies import SLURM, seeds, study
 from titanlab.errors import ConfigError
+from titanlab.launch import write_submission
 from titanlab.launch.launchers_schema import Local, Slurm
-from titanlab.records import Outcome, OutcomeKind
+from titanlab.launch.local import jobs_in_order
+from titanlab.records import RECORD, Outcome, OutcomeKind, identify
 from titanlab.sweep import SweepTable, check_study, decide, folder_of, silence_of
-from titanlab.sweep.enqueue import check_folder
+from titanlab.sweep.enqueue import check_folder, settle
 from titanlab.sweep.reconcile import reconcile
+from titanlab.sweep.request import control_points
 from titanlab.sweep.submit import submit
 
 MIXED = [*seeds(2), *seeds(2, shard=2), {"shard": 6}, {"shard": 12}]
@@ -27,9 +34,6 @@ def ended(run, kind=OutcomeKind.DONE):
 
 def actions(decisions):
     return [each.action for each in decisions]
-
-
-# Shapes and what sbatch is told
 
 
 def test_each_shape_is_one_array_with_its_own_resources(slurm, tmp_path):
@@ -96,8 +100,6 @@ def test_a_job_runs_the_snapshot_and_finds_its_run_by_token_and_index(slurm, tmp
     ("launch", "asks"),
     [
         ({}, False),
-        ({"srun_arguments": ["--mpi=none"]}, False),
-        ({"container": ["env"]}, True),
         ({"srun_arguments": ["--container-image=x"]}, True),
     ],
 )
@@ -121,18 +123,6 @@ def test_a_job_that_may_become_smaller_survives_the_loss_of_a_node(slurm, tmp_pa
     assert "no-kill" not in small["script"]
 
 
-def test_gpus_are_those_of_the_layout(slurm, tmp_path):
-    wanted = study(tmp_path / "runs", [{"shard": 6}], launch=Slurm(gpu_type="h100"))
-    (planned,) = wanted.planned
-    cluster = dataclasses.replace(planned.recipe.cluster, accelerator="cuda", device="NVIDIA H200")
-    planned = dataclasses.replace(planned, recipe=dataclasses.replace(planned.recipe, cluster=cluster))
-    submit(dataclasses.replace(wanted, planned=(planned,)), quiet)
-    assert slurm.jobs()[101]["flags"]["gpus-per-node"] == "h100:3"
-
-
-# Only what is missing
-
-
 def test_submitting_twice_submits_nothing_the_second_time(slurm, tmp_path):
     wanted = study(tmp_path / "runs", MIXED, launch=SLURM)
     assert actions(decide(wanted)) == ["submit"] * 6
@@ -140,6 +130,9 @@ def test_submitting_twice_submits_nothing_the_second_time(slurm, tmp_path):
     assert len(first.submissions) == 4
     assert second.submissions == ()
     assert actions(second.decisions) == ["queued"] * 6
+    # A run is known by what it is, and not by its label.
+    named = [dataclasses.replace(each, recipe=dataclasses.replace(each.recipe, name="x")) for each in wanted.planned]
+    assert submit(dataclasses.replace(wanted, planned=tuple(named)), quiet).submissions == ()
     assert len(slurm.jobs()) == 4
 
 
@@ -157,14 +150,6 @@ def test_what_is_done_runs_or_ended_is_left_alone(slurm, tmp_path):
     assert actions(found.decisions) == ["done", "running", "ended", "queued", "submit"]
     assert [each.outcome for each in found.decisions] == ["done", None, "oom", None, None]
     assert [new.runs for new in found.submissions] == [(found.decisions[4].run_name,)]
-
-
-def test_a_run_is_known_by_what_it_is_and_not_by_its_label(slurm, tmp_path):
-    wanted = study(tmp_path / "runs", seeds(1), launch=SLURM)
-    submit(wanted, quiet)
-    (planned,) = wanted.planned
-    renamed = dataclasses.replace(planned, recipe=dataclasses.replace(planned.recipe, name="other"))
-    assert submit(dataclasses.replace(wanted, planned=(renamed,)), quiet).submissions == ()
 
 
 def test_force_puts_ended_runs_aside_and_does_them_anew(slurm, tmp_path):
@@ -217,9 +202,6 @@ def test_a_job_is_no_older_than_its_runs_whatever_the_clock_says(slurm, tmp_path
     assert actions(submit(wanted, quiet).decisions) == ["queued"]
 
 
-# What the folder says
-
-
 def test_points_and_manifest(slurm, tmp_path):
     wanted = study(tmp_path / "runs", seeds(2), launch=SLURM, dropped=[{"seed": 9}])
     folder = submit(wanted, quiet).folder
@@ -238,24 +220,11 @@ def test_points_and_manifest(slurm, tmp_path):
     assert [row["point"]["seed"] for row in folder.points()] == [1, 2, 0]
 
 
-def test_a_submission_is_documented_json(slurm, tmp_path):
-    folder = submit(study(tmp_path / "runs", [{"shard": 6}], launch=SLURM), quiet).folder
-    (path,) = (folder.path / "submissions").glob("*.json")
-    value = json.loads(path.read_text())
-    assert (value["schema"], value["launcher"], value["state"], value["job_id"]) == (1, "slurm", "submitted", "101")
-    assert value["shape"]["nodes"] == 2
-    assert re.fullmatch(r"code/[0-9a-f]{12}", value["code"])
-
-
-# Mistakes: one line, nothing made
-
-
 @pytest.mark.parametrize(
     ("points", "launch", "told"),
     [
         ([{"shard": 24}], SLURM, "world=24: is more than the cluster's 4 nodes of 4; try world=16"),
         ([{"shard": 2}], Slurm(partition="fast"), "launch.partition=fast: Slurm knows no such partition"),
-        ([{"shard": 2}], Slurm(partition="normal,fast"), "launch.partition=normal,fast: Slurm knows no such partition"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_made(slurm, tmp_path, points, launch, told):
@@ -264,16 +233,6 @@ def test_a_mistake_is_told_before_anything_is_made(slurm, tmp_path, points, laun
         submit(wanted, quiet)
     assert not (tmp_path / "runs").exists()
     assert slurm.jobs() == {}
-
-
-@pytest.mark.parametrize(("given", "named"), [("normal", "partition normal"), (None, "the default partition")])
-def test_a_partition_that_is_too_small(slurm, tmp_path, given, named):
-    wanted = study(
-        tmp_path / "runs", [{"shard": 24}], launch=Slurm(partition=given), cluster={"per_node": 4}, global_batch=48
-    )
-    with pytest.raises(ConfigError, match=f"world=24: needs 6 nodes, and {named} has 4; try world=16"):
-        submit(wanted, quiet)
-    assert not (tmp_path / "runs").exists()
 
 
 def test_slurm_that_does_not_answer_is_told_before_anything_is_made(slurm, tmp_path):
@@ -343,17 +302,6 @@ def test_what_no_node_can_run_is_refused_although_slurm_lists_it(slurm, tmp_path
     assert [new.job_id for new in submit(wanted, quiet).submissions] == ["103"]
 
 
-def test_without_submitit_nothing_is_submitted_and_a_plan_is_still_made(slurm, tmp_path, monkeypatch):
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "submitit" else real(name))
-    wanted = study(tmp_path / "runs", seeds(2), launch=SLURM)
-    told = "launch=slurm: needs submitit to start jobs, which is not installed; pip install submitit"
-    with pytest.raises(ConfigError, match=re.escape(told)):
-        submit(wanted, quiet)
-    assert not (tmp_path / "runs" / "layouts").exists()
-    assert actions(decide(wanted)) == ["submit", "submit"]
-
-
 @pytest.mark.parametrize(
     ("folder", "launch", "told"),
     [
@@ -375,3 +323,163 @@ def test_a_folder_whose_path_means_something_else_is_refused(slurm, tmp_path, fo
     # Also one that was moved there.
     with pytest.raises(ConfigError, match=re.escape(told)):
         check_folder(tmp_path / folder / "runs", [launch])
+
+
+def test_long_arrays_are_cut(slurm, tmp_path, monkeypatch):
+    monkeypatch.setattr("titanlab.launch.slurm.launcher.MAX_ARRAY", 2)
+    submit(study(tmp_path / "runs", seeds(5), launch=Slurm(array_parallelism=1)), quiet)
+    assert [job["flags"]["array"] for job in slurm.jobs().values()] == ["0-1%1", "0-1%1", "0-0%1"]
+
+
+@pytest.mark.parametrize(("limit", "parameters"), [(2, "(null)"), (1001, "bf_interval=2,max_array_tasks=2")])
+def test_arrays_are_as_long_as_the_site_allows(slurm, tmp_path, limit, parameters):
+    slurm.set(max_array=limit, parameters=parameters)
+    submit(study(tmp_path / "runs", seeds(5), launch=SLURM), quiet)
+    assert [job["flags"]["array"] for job in slurm.jobs().values()] == ["0-1%2", "0-1%2", "0-0%1"]
+
+
+def test_variables_of_a_shell_do_not_override_the_batch_file(slurm, tmp_path, monkeypatch):
+    for name in ("JOB_NAME", "PARTITION", "TIMELIMIT", "SIGNAL", "EXPORT", "ARRAY_INX", "WAIT", "ACCOUNT", "QOS"):
+        monkeypatch.setenv(f"SBATCH_{name}", "theirs")
+    # srun's own win over what a job asks for; the last one is of a job with a container.
+    for name in ("MASTER_ADDR", "MASTER_PORT", "SRUN_CPUS_PER_TASK", "SRUN_CONTAINER", "TITANLAB_SCONTROL"):
+        monkeypatch.setenv(name, "1")
+    launch = Slurm(account="mine", environment={"MASTER_PORT": "29500"})
+    submit(study(tmp_path / "runs", seeds(1), launch=launch), quiet)
+    (job,) = slurm.jobs().values()
+    # On whose behalf is a matter of the shell's, where launch does not say it.
+    assert [name for name in job["environment"] if name.startswith(("SBATCH_", "MASTER_", "SRUN_", "TITANLAB_S"))] == [
+        "SBATCH_QOS"
+    ]
+    assert "export MASTER_PORT=29500" in job["script"].splitlines()
+
+
+def test_an_answer_of_sbatch_that_is_lost_is_found_in_the_queue(slurm, tmp_path):
+    slurm.set(times_out=True)
+    submitted = submit(study(tmp_path / "runs", seeds(2), launch=SLURM), quiet)
+    assert [new.job_id for new in submitted.submissions] == ["101"]
+    assert submitted.folder.submissions()[0].job_id == "101"
+
+
+@pytest.mark.parametrize("settings", [{}, {"forgets": True}])
+def test_an_intent_whose_job_is_there_is_taken_over(slurm, tmp_path, settings):
+    wanted = study(tmp_path / "runs", seeds(2), launch=SLURM)
+    folder = submit(wanted, quiet).folder
+    _forget_answer(folder)
+    slurm.put(101, "COMPLETED")
+    slurm.set(**settings)
+    lines = []
+    settle(folder, lines.append)
+    assert lines == ["an interrupted submission is job 101: 2 runs of 1 process"]
+    assert submit(wanted, quiet).submissions == ()
+
+
+def test_an_intent_whose_jobs_have_taken_their_runs_names_is_taken_over(slurm, tmp_path):
+    wanted = study(tmp_path / "runs", seeds(2), launch=SLURM)
+    folder = submit(wanted, quiet).folder
+    (submission,) = folder.submissions()
+    _forget_answer(folder)
+    job = slurm.jobs()[101]
+    job["flags"]["job-name"] = submission.job_name(folder.name, 1)
+    assert job["flags"]["job-name"] == f"layouts/{submission.runs[1]}-{submission.token}"
+    (slurm.folder / "jobs" / "101.json").write_text(json.dumps(job))
+    assert submit(wanted, quiet).submissions == ()
+    assert [each.job_id for each in folder.submissions()] == ["101"]
+
+
+def test_an_intent_without_a_job_is_submitted_again(slurm, tmp_path):
+    wanted = study(tmp_path / "runs", seeds(2), launch=SLURM)
+    folder = submit(wanted, quiet).folder
+    _forget_answer(folder)
+    (slurm.folder / "jobs" / "101.json").unlink()
+    assert [new.runs for new in submit(wanted, quiet).submissions] == [tuple(each.run_name for each in decide(wanted))]
+    assert len(folder.submissions()) == 1
+
+
+def test_while_slurm_does_not_answer_nothing_is_submitted_twice(slurm, tmp_path):
+    wanted = study(tmp_path / "runs", seeds(2), launch=SLURM)
+    folder = submit(wanted, quiet).folder
+    slurm.set(silent=True)
+    with pytest.raises(ConfigError, match="Slurm does not answer "):
+        submit(wanted, quiet)
+    _forget_answer(folder)
+    # It may fall silent just after it was asked.
+    with pytest.raises(ConfigError, match="Slurm does not answer, and an earlier submission may have reached it"):
+        settle(folder, quiet)
+    assert len(slurm.jobs()) == 1
+
+
+def _forget_answer(folder):
+    (path,) = (folder.path / "submissions").glob("*.json")
+    value = json.loads(path.read_text())
+    path.write_text(json.dumps({**value, "state": "intent", "job_id": None}))
+
+
+def repeated(wanted, *, repeats, controls):
+    """The study with repeats of every point, and a control like its first point."""
+    planned = []
+    for each in wanted.planned:
+        for repeat in range(repeats):
+            recipe = dataclasses.replace(each.recipe, repeat=repeat, name=f"{each.recipe.name}-r{repeat}")
+            point = dataclasses.replace(each.point, repeat=repeat)
+            identity = identify(recipe, data="tiny", hardware="cpu", repeat=repeat)
+            planned.append(dataclasses.replace(each, recipe=recipe, point=point, identity=identity))
+    first = wanted.planned[0]
+    for point in control_points({}, repeats) if controls else []:
+        recipe = dataclasses.replace(first.recipe, repeat=point.repeat, name=f"control-{point.repeat}")
+        identity = identify(recipe, data="tiny", hardware="cpu", repeat=point.repeat)
+        planned.append(dataclasses.replace(first, recipe=recipe, point=point, identity=identity))
+    return dataclasses.replace(wanted, planned=tuple(planned))
+
+
+def test_jobs_of_two_shapes_take_turns_on_this_host(tmp_path, monkeypatch):
+    monkeypatch.setattr("titanlab.sweep.submit.wake", lambda folder: None)
+    wanted = repeated(study(tmp_path / "runs", [{"shard": 1}, {"shard": 2}]), repeats=2, controls=True)
+    folder = submit(wanted, quiet).folder
+    submitted = folder.submissions()
+    assert len(submitted) == 2  # one for each shape
+    names = [job.run.rpartition("-")[0] for job in jobs_in_order(folder.path)]
+    assert names == ["control-1000", "dp_s1-r0", "dp_s2-r0", "control-1001", "dp_s2-r1", "dp_s1-r1", "control-1002"]
+    marked = [(point["run"].rpartition("-")[0], point.get("control", False)) for point in folder.points()]
+    assert [name for name, is_control in marked if is_control] == ["control-1000", "control-1001", "control-1002"]
+    # The plan keeps the order of the space.
+    assert [name for name, is_control in marked if not is_control] == [
+        "dp_s1-r0",
+        "dp_s1-r1",
+        "dp_s2-r0",
+        "dp_s2-r1",
+    ]
+    assert all("CPUs were not measured" in point["estimate"]["note"] for point in folder.points())
+
+
+def test_the_tasks_of_an_array_are_in_that_order(slurm, tmp_path):
+    points = [{"seed": 0}, {"seed": 1}]
+    folder = submit(repeated(study(tmp_path / "runs", points, launch=SLURM), repeats=2, controls=False), quiet).folder
+    (array,) = folder.submissions()
+    assert [run.rpartition("-")[0] for run in array.runs] == ["seed0-r0", "seed1-r0", "seed1-r1", "seed0-r1"]
+
+
+def test_a_later_batch_comes_after_an_earlier_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("titanlab.sweep.submit.wake", lambda folder: None)
+    submit(study(tmp_path / "runs", [{"seed": 0}]), quiet)
+    folder = submit(study(tmp_path / "runs", [{"seed": 0}, {"seed": 1}]), quiet).folder
+    assert [job.run.rpartition("-")[0] for job in jobs_in_order(folder.path)] == ["seed0", "seed1"]
+    # As an earlier version has written them.
+    for each in folder.submissions():
+        write_submission(folder.path, dataclasses.replace(each, batch="", places=()))
+    assert [job.run.rpartition("-")[0] for job in jobs_in_order(folder.path)] == ["seed0", "seed1"]
+
+
+def test_every_file_and_every_key(slurm, tmp_path):
+    folder = submit(study(tmp_path / "runs", seeds(2), launch=SLURM), quiet).folder
+    (submission,) = folder.submissions()
+    told = keys("A sweep's folder")
+    runs = {run.path.name for run in folder.runs()}
+    names = {path.name for path in folder.path.iterdir() if not path.name.startswith(".")}
+    assert names - runs <= {word.split("/")[0] for word in told}
+    files = [folder.path / "sweep.json", folder.path / submission.code / RECORD]
+    files += (folder.path / "submissions").rglob("*.json")
+    assert len(files) == 3
+    for text in [*(file.read_text() for file in files), *(folder.path / "points.jsonl").read_text().splitlines()]:
+        assert set(json.loads(text)) - {"schema"} <= told, text
+    assert set(submission.shape.to_mapping()) <= told

@@ -11,7 +11,7 @@ import pytest
 from tests import tiny
 from tests.planted_schema import Planted
 from titanlab.data import source
-from titanlab.data.random_tokens import rank_samples
+from titanlab.data.indexed import rank_samples
 from titanlab.records import OutcomeKind
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveOp
 from titanlab.techniques.schedule.published_schema import ZBV, DualPipeV, Interleaved1F1B

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests import tiny
-from titanlab.checkpoint import index_reader as module
+from titanlab.checkpoint import index as module
 from titanlab.checkpoint import latest, remove
 from titanlab.data import source
 from titanlab.data.schema import Files

@@ -2,8 +2,6 @@ from .address_schema import Place as Place
 from .address_schema import StorePath as StorePath
 from .address_schema import check_address as check_address
 from .address_schema import is_address as is_address
-from .blocks import DamagedCheckpoint as DamagedCheckpoint
-from .blocks import one_line as one_line
 from .contents import ListedCheckpoint as ListedCheckpoint
 from .contents import Readable as Readable
 from .contents import check_checkpoint as check_checkpoint
@@ -17,7 +15,6 @@ from .contract import CheckpointConfig as CheckpointConfig
 from .contract import OnlyModel as OnlyModel
 from .contract import Target as Target
 from .folders import METADATA as METADATA
-from .folders import PART as PART
 from .folders import checkpoints_of as checkpoints_of
 from .folders import claim_place as claim_place
 from .folders import earlier_hint as earlier_hint
@@ -46,6 +43,9 @@ from .reader import metadata_of as metadata_of
 from .reader import read_into as read_into
 from .reader import set_in as set_in
 from .schema import NoCheckpoints as NoCheckpoints
+from .storage import PART as PART
+from .storage import DamagedCheckpoint as DamagedCheckpoint
+from .storage import one_line as one_line
 from .store import generator_states as generator_states
 from .store import load_model as load_model
 from .store import on_all_ranks as on_all_ranks

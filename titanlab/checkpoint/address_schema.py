@@ -43,26 +43,25 @@ class StorePath:
 
     @property
     def name(self) -> str:
-        """The last part of the address."""
         return self.address.rpartition("/")[2]
 
     @property
     def stem(self) -> str:
-        """The name without its suffix."""
         return Path(self.name).stem
 
     @property
     def parent(self) -> StorePath:
-        """The folder above."""
         return StorePath(self.address.rpartition("/")[0])
 
     def with_name(self, name: str) -> StorePath:
-        """Another name in the same folder."""
         return self.parent / name
+
+    def resolve(self) -> StorePath:
+        """Itself: a store has no links."""
+        return self
 
     @property
     def protocol(self) -> str:
-        """The part before `://`."""
         return self.address.partition("://")[0]
 
 
@@ -71,12 +70,10 @@ Place = Path | StorePath
 
 
 def is_address(text: str) -> bool:
-    """Whether a text names a place in a remote store, and no path of this host."""
     return _ADDRESS.match(text) is not None
 
 
 def place_of(text: str) -> Place:
-    """The place that a text names."""
     return StorePath(text.rstrip("/")) if is_address(text) else user_path(text)
 
 

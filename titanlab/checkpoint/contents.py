@@ -9,32 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from titanlab.checkpoint.address_schema import Place, StorePath
-from titanlab.checkpoint.blocks import BlockReader, DamagedFile, checksum, one_line, read_regular
-from titanlab.checkpoint.folders import (
-    ASIDE,
-    DAMAGED,
-    INDEX,
-    PART,
-    damaged,
-    earlier_hint,
-    find,
-    is_checkpoint,
-    step_named,
-    steps_in_store,
-)
-from titanlab.checkpoint.index import CheckpointIndex, OtherFormat
-from titanlab.checkpoint.position import (
-    MOST_BYTES,
-    POSITION,
-    SavedPosition,
-    check_files,
-    read_position,
-)
+from titanlab.checkpoint.address_schema import Place
+from titanlab.checkpoint.blocks import BlockReader
+from titanlab.checkpoint.folders import ASIDE, DAMAGED, damaged, earlier_hint, find, step_named
+from titanlab.checkpoint.position import MOST_BYTES, POSITION, SavedPosition, check_files, read_position
+from titanlab.checkpoint.storage import INDEX, PART, DamagedFile, folder_at, one_line
 from titanlab.errors import ConfigError
 from titanlab.techniques.optimizer.optimizers_schema import CODES
 
 if TYPE_CHECKING:
+    from titanlab.checkpoint.index import CheckpointIndex
     from titanlab.checkpoint.reader import Reader
 
 # Before the names of parameters in those of an optimizer's states.
@@ -82,16 +66,17 @@ def read_contents(checkpoint: Place, key: str) -> Contents:
         DamagedCheckpoint: it is damaged, or has a value that no run saves.
         ConfigError: it is of a later format.
     """
-    cure = earlier_hint(checkpoint)
+    # Imported here: it needs numpy, and a command that starts a new run reads no index.
+    from titanlab.checkpoint.index import PositionSum
+
     index = indexed(checkpoint, key)
     try:
-        content = read_regular(checkpoint / POSITION, MOST_BYTES)
-    except DamagedFile as error:
-        raise damaged(checkpoint, key, error) from error
-    except OSError as error:
-        raise _unreadable(checkpoint, key, POSITION, error) from error
-    if len(content) != index.position_bytes or checksum(content) != index.position_checksum:
+        content = folder_at(checkpoint).read(POSITION, MOST_BYTES)
+    except (DamagedFile, OSError) as error:
+        raise _unusable(checkpoint, key, POSITION, error) from error
+    if PositionSum.of(content) != index.position:
         raise damaged(checkpoint, key, f"its file {POSITION} has other bytes than were saved")
+    cure = earlier_hint(checkpoint)
     saved = read_position(checkpoint, key, cure=cure, content=content)
     if saved.files != {file.name: file.size for file in index.files}:
         raise damaged(checkpoint, key, f"its {POSITION} and its {INDEX} have other files")
@@ -100,18 +85,14 @@ def read_contents(checkpoint: Place, key: str) -> Contents:
 
 
 def indexed(checkpoint: Place, key: str) -> CheckpointIndex:
-    """The index of a checkpoint."""
-    # Imported here: it needs numpy, and a command that starts a new run reads no index.
-    from titanlab.checkpoint.index_reader import read_index
+    from titanlab.checkpoint.index import OtherFormat, read_index
 
     try:
         return read_index(checkpoint)
-    except DamagedFile as error:
-        raise damaged(checkpoint, key, error) from error
     except OtherFormat as error:
         raise ConfigError(key, checkpoint, one_line(error), "use the version of titanlab that saved it") from error
-    except OSError as error:
-        raise _unreadable(checkpoint, key, INDEX, error) from error
+    except (DamagedFile, OSError) as error:
+        raise _unusable(checkpoint, key, INDEX, error) from error
 
 
 def check_checkpoint(
@@ -183,7 +164,9 @@ def check_step(checkpoint: Place, saved: SavedPosition, steps: int) -> None:
         )
 
 
-def _unreadable(checkpoint: Place, key: str, name: str, error: OSError) -> ConfigError:
+def _unusable(checkpoint: Place, key: str, name: str, error: DamagedFile | OSError) -> ConfigError:
+    if isinstance(error, DamagedFile):
+        return damaged(checkpoint, key, error)
     # The file may be whole: the disk or its permissions are at fault.
     reason = f"its file {name} cannot be read ({error.strerror or type(error).__name__})"
     return ConfigError(key, checkpoint, reason, earlier_hint(checkpoint))
@@ -198,10 +181,8 @@ def parent_of(load_from: str | None) -> dict[str, Any]:
     if load_from is None:
         return {}
     try:
-        checkpoint = find(load_from, KEY)
-        if isinstance(checkpoint, Path):
-            # The path may be relative, and lead to the checkpoint by a link.
-            checkpoint = checkpoint.resolve()
+        # The path may be relative, and lead to the checkpoint by a link.
+        checkpoint = find(load_from, KEY).resolve()
         # The folder may have another name, if it was copied out of its run.
         step = step_named(checkpoint)
         if step is None:
@@ -247,22 +228,14 @@ class ListedCheckpoint:
 def list_checkpoints(folder: Place, *, verifies: bool) -> list[ListedCheckpoint]:
     """All checkpoints in a run's folder of checkpoints, by step.
 
-    In a store a folder without an index is no checkpoint: its save has not ended.
-
     Args:
         verifies: read every byte of those that are complete. Otherwise only index and position are read.
     """
-    stored = steps_in_store(folder) if isinstance(folder, StorePath) else {}
     rows = []
-    for path in folder.glob("step-*") if isinstance(folder, Path) else [folder / name for name in stored]:
-        match = _NAME.fullmatch(path.name)
+    for name, counts in folder_at(folder).steps().items():
+        path, match = folder / name, _NAME.fullmatch(name)
         state = _STATE_OF_SUFFIX.get(match[2]) if match else None
-        if match is None or state is None:
-            continue
-        if isinstance(path, Path):
-            if not path.is_dir() or (state == "complete" and not is_checkpoint(path)):
-                continue
-        elif INDEX not in stored[path.name]:
+        if match is None or state is None or not counts:
             continue
         verified, problem = None, None
         if state == "complete":
@@ -274,14 +247,10 @@ def list_checkpoints(folder: Place, *, verifies: bool) -> list[ListedCheckpoint]
                     read_contents(path, "run")
             except ConfigError as error:
                 verified, problem = False if verifies else None, error.rule
-        if isinstance(path, Path):
-            size, saved = sum(file.lstat().st_size for file in path.iterdir()), path.stat().st_mtime
-        else:
-            files = stored[path.name].values()
-            size, saved = sum(file.size for file in files), max(file.modified for file in files)
+        size, saved = folder_at(path).describe()
         rows.append(
             ListedCheckpoint(
-                name=path.name,
+                name=name,
                 step=int(match[1]),
                 state=state if problem is None else "damaged",
                 bytes=size,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from titanlab.checkpoint.address_schema import Place, check_address, check_installed, is_address
 from titanlab.costs import Setting
@@ -19,50 +19,6 @@ if TYPE_CHECKING:
     from titanlab.distributed import World
 
 _DTYPES = ("float32", "bfloat16", "float16")
-
-
-class CheckpointConfig(Protocol):
-    """Config of how a run saves; `Intervals` has the fields that all share."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-    kind: str
-    every: int
-    minutes: float
-    keep: int
-    keep_every: int
-    at_end: bool
-    last: str
-    last_dtype: str | None
-    load_from: str | None
-    folder: str | None
-
-    def check(self, setting: Setting) -> None:
-        """Check that the rest of the recipe fits.
-
-        Raises:
-            ConfigError: it does not fit.
-        """
-        return  # the default; mypy takes an empty body for an abstract method
-
-    def check_installed(self) -> None:
-        """Check that what the checkpoints are saved with is installed.
-
-        Raises:
-            ConfigError: it is not.
-        """
-        return
-
-    def reduced(self, *, note: Callable[[str], None]) -> CheckpointConfig:
-        """The same way to save on a CPU, in proofs and rehearsals; by default this one.
-
-        Args:
-            note: is called with each difference, in one line.
-        """
-        return self
-
-    @abstractmethod
-    def implementation(self, target: Target) -> Saver:
-        """The saver of one rank of an attempt; all ranks make theirs together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +106,8 @@ class Saver(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Intervals(CheckpointConfig):
-    """The fields that all kinds share. A dataclass that inherits from it defines `kind` and `implementation`.
+class CheckpointConfig(ABC):
+    """How a run saves. A dataclass that inherits from it defines `kind` and `implementation`.
 
     Attributes:
         every: steps between checkpoints; 0: no such interval.
@@ -177,10 +133,28 @@ class Intervals(CheckpointConfig):
     last_dtype: str | None = field(default=None, metadata={"identity": False})
     load_from: str | None = None
     folder: str | None = field(default=None, metadata={"identity": False})
+    kind: str = field(default="", metadata={"identity": False})
+
+    def check(self, setting: Setting) -> None:
+        """Check that the rest of the recipe fits, or raise ConfigError."""
+        return
 
     def check_installed(self) -> None:
+        """Check that what the checkpoints are saved with is installed, or raise ConfigError."""
         if self.folder is not None:
             check_installed("checkpoint.folder", self.folder)
+
+    def reduced(self, *, note: Callable[[str], None]) -> CheckpointConfig:
+        """The same way to save on a CPU, in proofs and rehearsals; by default this one.
+
+        Args:
+            note: is called with each difference, in one line.
+        """
+        return self
+
+    @abstractmethod
+    def implementation(self, target: Target) -> Saver:
+        """The saver of one rank of an attempt; all ranks make theirs together."""
 
     def __post_init__(self) -> None:
         if self.folder is not None:
@@ -203,3 +177,6 @@ class Intervals(CheckpointConfig):
             rule = f"no multiple of checkpoint.every={self.every}, so few of these steps would be saved"
             nearest = max(1, round(self.keep_every / self.every)) * self.every
             raise ConfigError("checkpoint.keep_every", self.keep_every, rule, f"try {nearest}")
+
+
+Intervals = CheckpointConfig

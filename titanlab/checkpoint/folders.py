@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeGuard, TypeVar
 
-from titanlab.checkpoint import objects
 from titanlab.checkpoint.address_schema import (
     Place,
     StorePath,
@@ -19,7 +18,7 @@ from titanlab.checkpoint.address_schema import (
     is_address,
     place_of,
 )
-from titanlab.checkpoint.blocks import DamagedCheckpoint, one_line
+from titanlab.checkpoint.storage import INDEX, DamagedCheckpoint, StoreFolder, folder_at, one_line
 from titanlab.errors import ConfigError
 from titanlab.records import RunFolder, find_run
 from titanlab.system import StoreFault, parse_json, read_bytes, user_path
@@ -67,27 +66,21 @@ def claim_place(run: RunFolder) -> None:
         return
     identity = run.identity()
     own = {"sha256": identity.sha256 if identity else "", "created": run.created()}
-    try:
-        owner = parse_json(objects.read_all(place / OWNER, _MOST_BYTES))
-    except FileNotFoundError:
-        owner = None
-    except ValueError:
-        owner = {}
-    if owner == own:
+    folder = StoreFolder(place)
+    objects = folder.objects()
+    if not objects:
+        folder.put(OWNER, json.dumps(own).encode())
         return
-    if owner is None and not objects.objects_below(place):
-        objects.put(place / OWNER, json.dumps(own).encode())
-        return
+    with contextlib.suppress(ValueError):
+        if OWNER in objects and parse_json(folder.read(OWNER, _MOST_BYTES)) == own:
+            return
     rule = f"{place} holds the checkpoints of another run"
     cure = f"choose another folder; or remove that one; or go on from them with checkpoint.load_from={place}"
     raise ConfigError("checkpoint.folder", place.parent.parent, rule, cure)
 
 
-# The file that lists what a checkpoint contains; `titanlab.checkpoint.index` writes it.
-INDEX = "index.json"
 # The file that lists what a folder of torch.distributed.checkpoint contains: a pickle.
 METADATA = ".metadata"
-PART = ".part"
 # Suffix of a checkpoint that is newer than the one from which the user has restarted: kept, but not used any more.
 ASIDE = ".aside"
 # Suffix of a checkpoint that was found damaged: kept, but not used any more.
@@ -99,7 +92,6 @@ _COPY = "give another checkpoint, or a whole copy of this one"
 
 
 def step_folder(folder: Place, step: int) -> Place:
-    """The folder of one step's checkpoint."""
     return folder / f"step-{step:08d}"
 
 
@@ -117,35 +109,16 @@ def step_of(checkpoint: Place) -> int:
 def checkpoints(folder: Place) -> list[Place]:
     """Complete checkpoints in a run's folder of checkpoints, oldest first; anything else there is ignored.
 
-    A checkpoint gets its name when it is complete. One that has lost files since counts too, so that it is found
-    damaged and not passed over. In a store, one is complete when its index is there, which is written as the last.
-
     Raises:
         StoreFault: the store does not answer, or refuses.
     """
-    paths: Iterable[Place]
-    if isinstance(folder, StorePath):
-        paths = [folder / name for name, files in steps_in_store(folder).items() if INDEX in files]
-    else:
-        paths = [path for path in folder.glob("step-*") if is_checkpoint(path)]
+    paths = [folder / name for name, counts in folder_at(folder).steps().items() if counts]
     return sorted((path for path in paths if step_named(path) is not None), key=lambda path: (step_of(path), path.name))
-
-
-def steps_in_store(folder: StorePath) -> dict[str, dict[str, objects.StoredObject]]:
-    """The objects of each folder `step-…` in a store, by the names of folders and objects."""
-    steps: dict[str, dict[str, objects.StoredObject]] = {}
-    for name, about in objects.objects_below(folder).items():
-        step, slash, file = name.partition("/")
-        if slash and step.startswith("step-"):
-            steps.setdefault(step, {})[file] = about
-    return steps
 
 
 def is_checkpoint(path: Place) -> bool:
     """Whether a folder has files of a checkpoint; in a store, whether it has the index."""
-    if isinstance(path, StorePath):
-        return objects.exists(path / INDEX)
-    return os.path.lexists(path / INDEX) or any(path.glob("rank-*.safetensors"))
+    return folder_at(path).is_checkpoint()
 
 
 def has_pickle(checkpoint: Place) -> TypeGuard[Path]:
@@ -158,7 +131,6 @@ def has_pickle(checkpoint: Place) -> TypeGuard[Path]:
 
 
 def latest(folder: Place) -> Place | None:
-    """The newest complete checkpoint, or None."""
     known = checkpoints(folder)
     return known[-1] if known else None
 
@@ -213,18 +185,7 @@ def remove(checkpoint: Place) -> OSError | None:
         the error if it cannot be removed; it is not raised, because an old checkpoint must not end a run.
     """
     try:
-        if isinstance(checkpoint, StorePath):
-            objects.remove_objects(checkpoint, first=INDEX)
-        elif checkpoint.is_symlink() or not checkpoint.is_dir():
-            checkpoint.unlink(missing_ok=True)
-        elif checkpoint.name.endswith(PART):
-            shutil.rmtree(checkpoint)
-        else:
-            # At once: a reader must not find a part of it, and a process that dies here leaves nothing that counts.
-            gone = checkpoint.with_name(f"{checkpoint.name}.gone{PART}")
-            if gone.exists():
-                shutil.rmtree(gone)
-            shutil.rmtree(checkpoint.rename(gone))
+        folder_at(checkpoint).remove()
     except OSError as error:
         return error
     return None
@@ -232,14 +193,8 @@ def remove(checkpoint: Place) -> OSError | None:
 
 def remove_unfinished(folder: Place) -> None:
     """Remove the incomplete checkpoints of any step, which processes leave that die while they save."""
-    if isinstance(folder, StorePath):
-        for name, files in steps_in_store(folder).items():
-            # A save, or a copy to another name, that has not ended.
-            if INDEX not in files:
-                remove(folder / name)
-        return
-    for unfinished in folder.glob(f"step-*{PART}"):
-        remove(unfinished)
+    for name in folder_at(folder).unfinished():
+        remove(folder / name)
 
 
 def put_aside(folder: Place, *, after: int) -> list[Place]:
@@ -251,8 +206,8 @@ def put_back(renamed: Iterable[Place]) -> None:
     """Give checkpoints their names again that `put_aside` has renamed."""
     for aside in renamed:
         path = aside.with_name(aside.name.partition(ASIDE)[0])
-        if not _is_taken(path):
-            rename(aside, path)
+        if not folder_at(path).is_taken():
+            folder_at(aside).rename(path)
 
 
 def fall_back(error: DamagedCheckpoint) -> str:
@@ -275,33 +230,18 @@ def fall_back(error: DamagedCheckpoint) -> str:
 
 
 def before(checkpoint: Place) -> Place | None:
-    """The checkpoint before another one in its folder; None if there is none."""
     known = checkpoints(checkpoint.parent)
     older = known[: known.index(checkpoint)] if checkpoint in known else []
     return older[-1] if older else None
 
 
-def rename(checkpoint: Place, to: Place) -> None:
-    """Give a checkpoint another name. A store copies it: it has no rename."""
-    if isinstance(checkpoint, StorePath):
-        assert isinstance(to, StorePath)
-        objects.move_objects(checkpoint, to, last=INDEX)
-    else:
-        assert isinstance(to, Path)
-        checkpoint.rename(to)
-
-
 def _renamed(checkpoint: Place, suffix: str) -> Place:
     renamed, number = checkpoint.with_name(checkpoint.name + suffix), 1
-    while _is_taken(renamed):
+    while folder_at(renamed).is_taken():
         number += 1
         renamed = checkpoint.with_name(f"{checkpoint.name}{suffix}-{number}")
-    rename(checkpoint, renamed)
+    folder_at(checkpoint).rename(renamed)
     return renamed
-
-
-def _is_taken(path: Place) -> bool:
-    return is_checkpoint(path) if isinstance(path, StorePath) else os.path.lexists(path)
 
 
 def earlier_hint(checkpoint: Place) -> str:

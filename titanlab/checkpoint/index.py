@@ -1,7 +1,5 @@
 """index.json of a checkpoint: where the bytes of each tensor are, and the checksums of all files.
 
-Free of torch. `titanlab.checkpoint.index_reader` reads the file.
-
     {"checksum": "…",                      of all bytes that follow this key's comma
      "format": 1,
      "position": {"bytes": 812, "checksum": "…"},
@@ -10,24 +8,39 @@ Free of torch. `titanlab.checkpoint.index_reader` reads the file.
      "files": [{"name": "rank-00000.safetensors", "bytes": 448, "checksums": "…"}]}
 
 A chunk is `[file, first byte, bytes, *offsets, *sizes]`; the chunks of a tensor fill it without overlap. `checksums`
-has eight bytes for each block of 1 MiB, little-endian, as base64.
+has eight bytes for each block of 1 MiB, little-endian, as base64. The file may come from a stranger: msgspec checks
+types and ranges while it parses. Free of torch.
 """
 
 from __future__ import annotations
 
-import base64
-import json
-import struct
+import contextlib
+import itertools
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
-from titanlab.checkpoint.blocks import checksum
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta, Struct
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+from titanlab.checkpoint.address_schema import Place
+from titanlab.checkpoint.blocks import blocks_of, checksum
+from titanlab.checkpoint.position import parsed
+from titanlab.checkpoint.storage import INDEX, DamagedFile, folder_at, one_line
 
+Ints = npt.NDArray[np.int64]
+# Prevents overflow of 64 bits in the arithmetic of offsets.
+_Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
+# The index of a checkpoint of 405B parameters over 512 ranks has about a fifth of this size.
+MOST_BYTES = 1 << 29
+_MOST_TENSOR_BYTES = 1 << 60
+_PREFIX = re.compile(rb'\{"checksum":"([0-9a-f]{16})",')
+# Layouts cut a tensor along one or two dims.
+_MOST_CUT_DIMS = 6
 
 FORMAT = 1
 
@@ -60,10 +73,6 @@ FILE, START, BYTES, FIRST_OFFSET = range(4)
 """Columns of a chunk."""
 
 
-class OtherFormat(Exception):
-    """The checkpoint has a format that this version does not know; it may be whole."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class IndexedTensor:
     """A tensor in a checkpoint.
@@ -76,85 +85,252 @@ class IndexedTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: npt.NDArray[np.int64]
+    chunks: Ints
 
     @property
-    def offsets(self) -> npt.NDArray[np.int64]:
+    def offsets(self) -> Ints:
         """[chunk, dims]."""
         return self.chunks[:, FIRST_OFFSET : FIRST_OFFSET + len(self.shape)]
+
+    @property
+    def sizes(self) -> Ints:
+        """[chunk, dims]."""
+        return self.chunks[:, FIRST_OFFSET + len(self.shape) :]
 
     def chunk_at(self, offsets: Sequence[int]) -> int:
         """The number of the chunk that begins at the offsets."""
         (numbers,) = (self.offsets == tuple(offsets)).all(axis=1).nonzero()
         return int(numbers[0])
 
-    @property
-    def sizes(self) -> npt.NDArray[np.int64]:
-        """[chunk, dims]."""
-        return self.chunks[:, FIRST_OFFSET + len(self.shape) :]
+
+class IndexedFile(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """A file of tensors; `checksums` as `BlockWriter` has them."""
+
+    # The file is opened later: it must be inside of the checkpoint's folder.
+    name: Annotated[str, Meta(pattern=r"^rank-[0-9]{5,9}\.safetensors\Z")]
+    size: _Size = msgspec.field(name="bytes")
+    checksums: bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class IndexedFile:
-    """A file of tensors."""
+class PositionSum(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """Size and checksum of position.json."""
 
-    name: str
-    size: int
-    checksums: Sequence[int]
+    size: _Size = msgspec.field(name="bytes")
+    checksum: Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
+
+    @classmethod
+    def of(cls, content: bytes) -> PositionSum:
+        """Of the content of position.json."""
+        return cls(size=len(content), checksum=f"{checksum(content):016x}")
+
+
+class IndexEntry(Struct, forbid_unknown_fields=True):
+    """A tensor in the file."""
+
+    dtype: str
+    shape: Annotated[list[_Size], Meta(max_length=32)]
+    chunks: list[list[_Size]]
+
+
+class IndexFile(Struct, forbid_unknown_fields=True):
+    """The file."""
+
+    checksum: str
+    format: int
+    position: PositionSum
+    objects: dict[str, Any]
+    tensors: dict[str, IndexEntry]
+    files: list[IndexedFile]
+
+
+class _FormatOnly(Struct):
+    format: int
+
+
+class OtherFormat(Exception):
+    """The checkpoint has a format that this version does not know; it may be whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointIndex:
-    """The content of index.json.
+    """The checked content of index.json.
 
     Attributes:
-        position_bytes, position_checksum: of position.json.
         objects: JSON values of the entries that are not tensors.
-        tensors: by name.
         files: in the order that the chunks refer to.
     """
 
-    position_bytes: int
-    position_checksum: int
+    position: PositionSum
     objects: Mapping[str, Any]
     tensors: Mapping[str, IndexedTensor]
     files: Sequence[IndexedFile]
 
 
 def index_bytes(
-    *,
-    position: bytes,
-    objects: Mapping[str, Any],
-    tensors: Mapping[str, tuple[str, Sequence[int], Sequence[Sequence[int]]]],
-    files: Sequence[IndexedFile],
+    *, position: bytes, objects: dict[str, Any], tensors: dict[str, IndexEntry], files: Sequence[IndexedFile]
 ) -> bytes:
-    """The bytes of index.json.
-
-    Args:
-        position: content of position.json.
-        tensors: dtype, shape and chunks, by name.
-    """
-    content = {
-        "format": FORMAT,
-        "position": {"bytes": len(position), "checksum": f"{checksum(position):016x}"},
-        "objects": dict(objects),
-        "tensors": {
-            name: {"dtype": dtype, "shape": list(shape), "chunks": chunks}
-            for name, (dtype, shape, chunks) in tensors.items()
-        },
-        "files": [
-            {
-                "name": file.name,
-                "bytes": file.size,
-                "checksums": base64.b64encode(struct.pack(f"<{len(file.checksums)}Q", *file.checksums)).decode(),
-            }
-            for file in files
-        ],
-    }
-    return signed(json.dumps(content, separators=(",", ":"), allow_nan=False).encode())
+    """The bytes of index.json; `position` is the content of position.json."""
+    content = IndexFile("", FORMAT, PositionSum.of(position), objects, tensors, list(files))
+    return signed(msgspec.json.encode(content).replace(b'"checksum":"",', b"", 1))
 
 
 def signed(content: bytes) -> bytes:
     """A JSON object with its checksum as the first key."""
     body = content[1:]
     return b'{"checksum":"%016x",' % checksum(body) + body
+
+
+def fills(shape: Sequence[int], offsets: Ints, sizes: Ints) -> bool:
+    """Whether boxes inside of a tensor cover each element of it exactly once.
+
+    Args:
+        offsets, sizes: [box, dims], all inside of `shape`.
+    """
+    whole = np.array(shape, np.int64)
+    # A rank whose part of a tensor is empty saves a box without elements.
+    holds = sizes.all(axis=1)
+    offsets, sizes = offsets[holds], sizes[holds]
+    if not whole.all():
+        return True
+    cut = [dim for dim in range(len(whole)) if not (sizes[:, dim] == whole[dim]).all()]
+    if not cut:
+        return len(sizes) == 1
+    if len(cut) == 1:
+        starts, ends = offsets[:, cut[0]], offsets[:, cut[0]] + sizes[:, cut[0]]
+        order = np.argsort(starts)
+        starts, ends = starts[order], ends[order]
+        return bool(starts[0] == 0 and ends[-1] == whole[cut[0]] and (starts[1:] == ends[:-1]).all())
+    return len(cut) <= _MOST_CUT_DIMS and _corners_cancel(whole[cut], offsets[:, cut], sizes[:, cut])
+
+
+def _corners_cancel(whole: Ints, offsets: Ints, sizes: Ints) -> bool:
+    """Whether boxes add up to the whole box.
+
+    The mixed difference of a box's indicator is +1 or -1 at its corners and 0 elsewhere. A sum of indicators equals
+    the indicator of the whole box exactly if their mixed differences do.
+    """
+    dims = len(whole)
+    lows = np.concatenate([offsets, np.zeros((1, dims), np.int64)])
+    highs = np.concatenate([offsets + sizes, whole[None]])
+    weights = np.ones(len(lows), np.int64)
+    weights[-1] = -1
+    corners, signs = [], []
+    for sides in itertools.product((False, True), repeat=dims):
+        corners.append(np.where(np.array(sides), highs, lows))
+        signs.append(weights * (-1) ** sum(sides))
+    points, signed = np.concatenate(corners), np.concatenate(signs)
+    keys, count = np.zeros(len(points), np.int64), 1
+    for dim in range(dims):
+        values, numbers = np.unique(points[:, dim], return_inverse=True)
+        count *= len(values)
+        if count >= 1 << 62:
+            return False
+        keys = keys * len(values) + numbers.reshape(-1)
+    _, numbers = np.unique(keys, return_inverse=True)
+    return not np.bincount(numbers.reshape(-1), weights=signed).any()
+
+
+def overlap(ranges: Ints) -> bool:
+    """Whether two ranges of bytes in one file overlap.
+
+    Args:
+        ranges: [range, 3]: file, first byte, bytes.
+    """
+    ranges = ranges[ranges[:, 2] > 0]
+    ranges = ranges[np.lexsort((ranges[:, 1], ranges[:, 0]))]
+    before, after = ranges[:-1], ranges[1:]
+    return bool(((before[:, 0] == after[:, 0]) & (before[:, 1] + before[:, 2] > after[:, 1])).any())
+
+
+def needed_spans(
+    sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], item_bytes: int, gap: int
+) -> list[tuple[int, int]]:
+    """The ranges of bytes that hold a part of a chunk whose elements are stored row by row.
+
+    Args:
+        sizes: of the chunk.
+        offsets, lengths: of the part.
+        gap: ranges may include bytes between them that are fewer than this.
+
+    Returns:
+        first byte and end of each range, from the beginning of the chunk.
+    """
+    if 0 in lengths:
+        return []
+    strides = [item_bytes * math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+    # Bytes from the first to the last element of the part, for each number of leading dims that are fixed.
+    extents = [
+        sum((lengths[inner] - 1) * strides[inner] for inner in range(dim, len(sizes))) + item_bytes
+        for dim in range(len(sizes) + 1)
+    ]
+    start = sum(at * stride for at, stride in zip(offsets, strides, strict=True))
+    separate = 0
+    while separate < len(sizes) and strides[separate] - extents[separate + 1] >= gap:
+        separate += 1
+    steps = [range(0, lengths[dim] * strides[dim], strides[dim]) for dim in range(separate)]
+    return [(start + at, start + at + extents[separate]) for at in map(sum, itertools.product(*steps))]
+
+
+def read_index(checkpoint: Place) -> CheckpointIndex:
+    """Read and check index.json.
+
+    Raises:
+        DamagedFile: it is missing or damaged.
+        OtherFormat: a version of titanlab with another format has written it.
+        OSError: it cannot be read, and may be whole.
+    """
+    content = folder_at(checkpoint).read(INDEX, MOST_BYTES)
+    prefix = _PREFIX.match(content)
+    if prefix is None:
+        raise DamagedFile(f"its file {INDEX} is no index of a checkpoint")
+    if checksum(memoryview(content)[prefix.end() :]) != int(prefix[1], 16):
+        raise DamagedFile(f"its file {INDEX} has other bytes than were saved")
+    try:
+        index = parsed(content, IndexFile, INDEX)
+    except DamagedFile:
+        with contextlib.suppress(DamagedFile):
+            _check_format(parsed(content, _FormatOnly, INDEX).format)
+        raise
+    _check_format(index.format)
+    files = index.files
+    for file in files:
+        _expect(len(file.checksums) == 8 * blocks_of(file.size), f"one checksum for each block of {file.name}")
+    _expect(len({file.name for file in files}) == len(files), "files of different names")
+    _expect(not index.objects.keys() & index.tensors.keys(), "different names of tensors and objects")
+    sizes = np.array([file.size for file in files], np.int64)
+    tensors = {name: _tensor(name, tensor, sizes) for name, tensor in index.tensors.items()}
+    ranges = [tensor.chunks[:, :FIRST_OFFSET] for tensor in tensors.values()]
+    _expect(not ranges or not overlap(np.concatenate(ranges)), "chunks whose bytes are apart")
+    return CheckpointIndex(position=index.position, objects=index.objects, tensors=tensors, files=files)
+
+
+def _check_format(version: int) -> None:
+    if version != FORMAT:
+        raise OtherFormat(f"has the format {version}, and this version of titanlab reads {FORMAT}")
+
+
+def _tensor(name: str, entry: IndexEntry, file_sizes: Ints) -> IndexedTensor:
+    dims = len(entry.shape)
+    _expect(entry.dtype in ITEM_BYTES, "a dtype")
+    item_bytes = ITEM_BYTES[entry.dtype]
+    # Sizes of 0 are left out, so that no partial product is too large.
+    _expect(math.prod(size or 1 for size in entry.shape) * item_bytes < _MOST_TENSOR_BYTES, f"a size of {name}")
+    _expect(set(map(len, entry.chunks)) <= {FIRST_OFFSET + 2 * dims}, f"chunks of {name} of its dimensions")
+    chunks = np.array(entry.chunks, np.int64).reshape(len(entry.chunks), FIRST_OFFSET + 2 * dims)
+    tensor = IndexedTensor(dtype=entry.dtype, shape=tuple(entry.shape), chunks=chunks)
+    offsets, sizes = tensor.offsets, tensor.sizes
+    # Differences, because a sum could be larger than 64 bits.
+    inside = (sizes <= np.array(tensor.shape, np.int64) - offsets).all()
+    _expect(inside, f"chunks inside of {name}")
+    _expect((chunks[:, FILE] < len(file_sizes)).all(), f"the files of {name}")
+    _expect((chunks[:, BYTES] == sizes.prod(axis=1) * item_bytes).all(), f"the bytes of {name}")
+    if len(chunks):
+        ends = file_sizes[chunks[:, FILE]] - chunks[:, START]
+        _expect((chunks[:, BYTES] <= ends).all(), f"bytes of {name} inside of their file")
+    _expect(fills(tensor.shape, offsets, sizes), f"chunks that fill {name}, each part of it once")
+    return tensor
+
+
+def _expect(condition: object, wanted: str) -> None:
+    if not condition:
+        raise DamagedFile(f"its file {INDEX} lacks {one_line(wanted)}")

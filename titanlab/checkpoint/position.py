@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
-import base64
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
-from titanlab.checkpoint.address_schema import Place, StorePath
-from titanlab.checkpoint.blocks import DamagedCheckpoint, DamagedFile, one_line, read_regular
+import msgspec
+from msgspec import Meta, Struct, structs
+
+from titanlab.checkpoint.address_schema import Place
 from titanlab.checkpoint.folders import step_named
-from titanlab.checkpoint.objects import objects_below
+from titanlab.checkpoint.storage import DamagedCheckpoint, DamagedFile, folder_at, one_line
 from titanlab.errors import ConfigError
-from titanlab.system import counted, finite
+from titanlab.system import counted
 
+T = TypeVar("T")
 POSITION = "position.json"
-MODEL = "model"
-"""`contents` of a checkpoint without the optimizer."""
 # With 512 ranks on GPUs about a fifteenth of it.
 MOST_BYTES = 1 << 28
 # Normal numbers of float32.
 _LEAST_SCALE, _MOST_SCALE = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
 
-@dataclass(frozen=True, kw_only=True)
-class Position:
+_Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+# Fits torch's numbers. JSON's 1e400 is infinite.
+_Number = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | Annotated[float, Meta(gt=-(2.0**63), lt=2.0**63)]
+_FileName = Annotated[str, Meta(pattern=r"^(?!\.{1,2}$)[^/\x00]+\Z")]
+_StateName = Annotated[str, Meta(pattern=r"^(cpu|python|numpy|cuda)\Z")]
+_Rank = Annotated[int, Meta(ge=0, lt=10**9)]
+# The largest state of a generator, as JSON, takes 8 KiB.
+_State = Annotated[bytes, Meta(max_length=1 << 16)]
+
+
+class Position(Struct, frozen=True, kw_only=True):
     """A run's progress without its tensors.
 
     Attributes:
@@ -38,54 +47,62 @@ class Position:
         routing: by block, state of the balance of its experts, see `titanlab.train.balance`; empty without experts.
     """
 
-    step: int = 0
-    tokens: int = 0
-    data: dict[str, Any] = field(default_factory=dict)
+    step: _Count = 0
+    tokens: _Count = 0
+    data: dict[str, Any] = {}  # the stream that resumes checks the rest
     tracker: str | None = None
-    layout: dict[str, int] = field(default_factory=dict)
-    loss_scale: dict[str, float] = field(default_factory=dict)
-    routing: dict[str, list[float]] = field(default_factory=dict)
+    layout: dict[str, _Count] = {}
+    loss_scale: dict[str, _Number] = {}
+    routing: dict[str, list[_Number]] = {}
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavedPosition:
-    """The content of position.json.
+class SavedPosition(Position, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of position.json; msgspec checks types and ranges while it parses.
 
     Attributes:
-        position: the run's progress.
         parameters: shapes of the model's parameters, by name.
         files: sizes in bytes of the checkpoint's files of tensors, by name.
         generators: states of the random generators, by rank and by name; empty in a folder of `export --format dcp`.
         recipe: SHA-256 of the identity of the run that has saved it; None: not known.
-        contents: `MODEL` if it has no optimizer; None: it has everything.
+        contents: `model` if it has no optimizer; None: it has everything.
     """
 
-    position: Position
-    parameters: Mapping[str, list[int]]
-    files: Mapping[str, int]
-    generators: Mapping[int, Mapping[str, bytes]] = field(default_factory=dict)
-    recipe: str | None = None
-    contents: str | None = None
+    step: _Count
+    recipe: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")] | None = None
+    parameters: dict[str, list[_Count]]
+    files: dict[_FileName, _Count] = {}
+    generators: dict[_Rank, dict[_StateName, _State]] = {}
+    contents: Literal["model"] | None = None
+
+    @property
+    def position(self) -> Position:
+        return Position(**{name: getattr(self, name) for name in Position.__struct_fields__})
 
 
 def position_bytes(saved: SavedPosition) -> bytes:
-    """The content of position.json."""
-    generators = {
-        str(rank): {name: base64.b64encode(state).decode() for name, state in states.items()}
-        for rank, states in saved.generators.items()
-    }
-    content = {
-        **asdict(saved.position),
-        "recipe": saved.recipe,
-        "parameters": saved.parameters,
-        "files": saved.files,
-        "generators": generators,
-    }
-    if not saved.position.routing:
+    content = structs.asdict(saved)
+    if not saved.routing:
         del content["routing"]
-    if saved.contents is not None:
-        content["contents"] = saved.contents
-    return (json.dumps(finite(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    if saved.contents is None:
+        del content["contents"]
+    return msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
+
+
+def parsed(content: bytes, kind: type[T], name: str) -> T:
+    """The content of a file of a checkpoint.
+
+    Raises:
+        DamagedFile: it is not JSON, or a value has another type than it must have.
+    """
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.ValidationError as error:
+        rule, _, place = str(error).partition(" - at ")
+        where = re.sub(r"^`(key` in `)?\$\.?|`$", "", place)
+        text = f"has {where}: {rule}" if where else f"does not fit ({rule})"
+        raise DamagedFile(f"its {name} {one_line(text)}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DamagedFile(f"its file {name} is no JSON ({one_line(error)})") from error
 
 
 def read_position(checkpoint: Place, key: str, *, cure: str, content: bytes | None = None) -> SavedPosition:
@@ -98,11 +115,9 @@ def read_position(checkpoint: Place, key: str, *, cure: str, content: bytes | No
     Raises:
         DamagedCheckpoint: it is missing, is not JSON, lacks a key, or has a key or a value that no run saves.
     """
-    from titanlab.checkpoint.typed_files import PositionFile, parsed
-
     try:
-        content = read_regular(checkpoint / POSITION, MOST_BYTES) if content is None else content
-        file = parsed(content, PositionFile, POSITION)
+        content = folder_at(checkpoint).read(POSITION, MOST_BYTES) if content is None else content
+        file = parsed(content, SavedPosition, POSITION)
     except DamagedFile as error:
         raise DamagedCheckpoint(key, checkpoint, f"is damaged: {error}", cure) from error
     except OSError as error:
@@ -120,14 +135,7 @@ def read_position(checkpoint: Place, key: str, *, cure: str, content: bytes | No
         rule = f"is of step {file.step}, and the folder's name says {step_in_name}"
     if rule is not None:
         raise DamagedCheckpoint(key, checkpoint, f"its {POSITION} {rule}", cure)
-    return SavedPosition(
-        position=Position(**{field.name: getattr(file, field.name) for field in fields(Position)}),
-        parameters=file.parameters,
-        files=file.files,
-        generators=file.generators,
-        recipe=file.recipe,
-        contents=file.contents,
-    )
+    return file
 
 
 def check_progress(
@@ -165,13 +173,10 @@ def check_files(checkpoint: Place, files: Mapping[str, int], key: str, *, cure: 
         DamagedCheckpoint: a file is missing, or has another size.
         StoreFault: the store does not answer, or refuses.
     """
-    # One list of a store, because every rank checks every file.
-    known = objects_below(checkpoint) if isinstance(checkpoint, StorePath) else {}
+    known = folder_at(checkpoint).sizes(files)
     for name, size in files.items():
-        try:
-            actual = known[name].size if isinstance(checkpoint, StorePath) else (checkpoint / name).stat().st_size
-        except (OSError, KeyError):
-            raise DamagedCheckpoint(key, checkpoint, f"is damaged: its file {name} is missing", cure) from None
-        if actual != size:
-            rule = f"is damaged: its file {name} has {actual} bytes, and had {size} when it was saved"
+        if name not in known:
+            raise DamagedCheckpoint(key, checkpoint, f"is damaged: its file {name} is missing", cure)
+        if known[name] != size:
+            rule = f"is damaged: its file {name} has {known[name]} bytes, and had {size} when it was saved"
             raise DamagedCheckpoint(key, checkpoint, rule, cure)

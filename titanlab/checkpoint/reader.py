@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from titanlab.checkpoint.address_schema import Place
-from titanlab.checkpoint.blocks import BLOCK, BlockReader, DamagedFile
+from titanlab.checkpoint.blocks import BLOCK, BlockReader
 from titanlab.checkpoint.folders import damaged, earlier_hint
-from titanlab.checkpoint.index import BYTES, FILE, ITEM_BYTES, START, CheckpointIndex, IndexedTensor
-from titanlab.checkpoint.index_reader import needed_spans
-from titanlab.checkpoint.shards import bytes_of, dtype_named
+from titanlab.checkpoint.index import BYTES, FILE, ITEM_BYTES, START, CheckpointIndex, IndexedTensor, needed_spans
+from titanlab.checkpoint.storage import DamagedFile
+from titanlab.checkpoint.writer import bytes_of, dtype_named
 from titanlab.errors import ConfigError
 from titanlab.records import OutcomeKind, classify, first_line
 
@@ -68,7 +68,6 @@ class ShardReader(Reader):
         pass  # A reader reads one checkpoint.
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index, as DCP's planner takes it."""
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         entries |= {name: BytesStorageMetadata() for name in self._index.objects}
         entries |= {
@@ -145,7 +144,6 @@ class ShardReader(Reader):
         items: list[ReadItem],
         planner: LoadPlanner,
     ) -> None:
-        """Read the parts of one chunk."""
         sizes, dtype = tensor.sizes[number].tolist(), dtype_named(tensor.dtype)
         item_bytes = ITEM_BYTES[tensor.dtype]
         spans = [
@@ -192,7 +190,6 @@ def _takes_bytes(target: Tensor, dtype: torch.dtype, size: int, lengths: Sequenc
 
 
 def _joined(spans: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
-    """Ranges in order, without overlap."""
     joined: list[tuple[int, int]] = []
     for first, end in sorted(span for of_item in spans for span in of_item):
         if joined and first <= joined[-1][1]:
@@ -217,7 +214,6 @@ class JsonPlanner(dcp.DefaultLoadPlanner):
     """Reads entries that are not tensors from JSON: DefaultLoadPlanner would unpickle them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put one object into the state."""
         set_in(self.original_state_dict, self.mappings[read_item.dest_index.fqn], json.loads(value.read()))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
-from titanlab.checkpoint.contract import CheckpointConfig, Intervals, Saver, Target
+from titanlab.checkpoint.contract import CheckpointConfig, Saver, Target
 from titanlab.costs import Setting
 from titanlab.errors import ConfigError
 from titanlab.options import option
@@ -16,7 +16,7 @@ _NO_IDENTITY = {"identity": False}
 
 @option("checkpoint", "off")
 @dataclass(frozen=True, kw_only=True)
-class NoCheckpoints(Intervals):
+class NoCheckpoints(CheckpointConfig):
     """Nothing is saved. `load_from` still says what the run starts from."""
 
     kind: str = field(default="off", metadata=_NO_IDENTITY)
@@ -30,27 +30,27 @@ class NoCheckpoints(Intervals):
                 )
 
     def implementation(self, target: Target) -> Saver:
-        from titanlab.checkpoint.savers import NoSaver
+        from titanlab.checkpoint.store import NoSaver
 
         return NoSaver()
 
 
 @option("checkpoint", "sync")
 @dataclass(frozen=True, kw_only=True)
-class Sync(Intervals):
+class Sync(CheckpointConfig):
     """The training waits until a checkpoint is on the disk. It needs no memory beside the model's."""
 
     kind: str = field(default="sync", metadata=_NO_IDENTITY)
 
     def implementation(self, target: Target) -> Saver:
-        from titanlab.checkpoint.savers import SyncSaver
+        from titanlab.checkpoint.store import SyncSaver
 
         return SyncSaver(target)
 
 
 @option("checkpoint", "async")
 @dataclass(frozen=True, kw_only=True)
-class Async(Intervals):
+class Async(CheckpointConfig):
     """The training waits for a copy in host memory, and goes on while a thread writes it.
 
     The copy has the bytes of the rank's part of the checkpoint. Its memory is kept for the next one.
@@ -59,14 +59,14 @@ class Async(Intervals):
     kind: str = field(default="async", metadata=_NO_IDENTITY)
 
     def implementation(self, target: Target) -> Saver:
-        from titanlab.checkpoint.savers import AsyncSaver
+        from titanlab.checkpoint.store import AsyncSaver
 
         return AsyncSaver(target)
 
 
 @option("checkpoint", "async_pinned")
 @dataclass(frozen=True, kw_only=True)
-class AsyncPinned(Intervals):
+class AsyncPinned(CheckpointConfig):
     """As async on GPUs: the copy goes to pinned memory, on a stream of its own, while the next step computes."""
 
     kind: str = field(default="async_pinned", metadata=_NO_IDENTITY)
@@ -77,9 +77,9 @@ class AsyncPinned(Intervals):
 
     def reduced(self, *, note: Callable[[str], None]) -> CheckpointConfig:
         note("checkpoint=async_pinned copies from GPUs: async")
-        return Async(**{interval.name: getattr(self, interval.name) for interval in fields(Intervals)})
+        return Async(**{each.name: getattr(self, each.name) for each in fields(self) if each.name != "kind"})
 
     def implementation(self, target: Target) -> Saver:
-        from titanlab.checkpoint.savers import PinnedSaver
+        from titanlab.checkpoint.store import PinnedSaver
 
         return PinnedSaver(target)

@@ -15,43 +15,41 @@ The states of the random generators are bytes in position.json, so that no pickl
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import json
-import os
 import pickle
 import random
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from titanlab.checkpoint.address_schema import Place, StorePath
-from titanlab.checkpoint.blocks import DamagedCheckpoint
+from titanlab.checkpoint.address_schema import Place
 from titanlab.checkpoint.contents import Readable, check_optimizer, check_whole, read_contents
-from titanlab.checkpoint.contract import OnlyModel, Target
-from titanlab.checkpoint.folders import (
-    PART,
-    checkpoints,
-    earlier_hint,
-    is_checkpoint,
-    remove,
-    remove_unfinished,
-    rename,
-    step_folder,
-    step_of,
-)
-from titanlab.checkpoint.position import MODEL, Position, SavedPosition
+from titanlab.checkpoint.contract import OnlyModel, Saver, Target
+from titanlab.checkpoint.folders import checkpoints, earlier_hint, remove, remove_unfinished, step_folder, step_of
+from titanlab.checkpoint.position import Position, SavedPosition
 from titanlab.checkpoint.reader import load_state
-from titanlab.checkpoint.shards import CheckpointShard, dtype_named, shard_of
-from titanlab.checkpoint.writer import HostBuffer, SavePlannerOfJson, Staged, publish, stage, sync_folder, write
+from titanlab.checkpoint.storage import DamagedCheckpoint, folder_at
+from titanlab.checkpoint.writer import (
+    CheckpointShard,
+    HostBuffer,
+    SavePlannerOfJson,
+    Staged,
+    dtype_named,
+    publish,
+    shard_of,
+    stage,
+    write,
+)
 from titanlab.distributed import World
 from titanlab.errors import ConfigError
 from titanlab.records import first_line
@@ -89,9 +87,8 @@ def begin(
 ) -> PlannedSave:
     """Make the folder of a checkpoint, and agree with all ranks on what each of them writes."""
     world, final = target.world, step_folder(target.folder, position.step)
-    made = on_all_ranks(world, lambda: make_part(target.folder, final) if world.logs else None)
-    # Only rank 0 asks the store which of the two it is.
-    part = world.share(made) if isinstance(final, StorePath) else final.with_name(final.name + PART)
+    # Only rank 0 asks a store which of two folders it is.
+    part = world.share(on_all_ranks(world, lambda: make_part(target.folder, final) if world.logs else None))
     assert part is not None
     with removed_after_errors(part, world):
         state = _saved_part(_state(target.model, target.optimizer))
@@ -108,12 +105,12 @@ def begin(
         shapes = [(name, list(parameter.shape)) for name, parameter in target.model.named_parameters()]
         everyone = world.collect((shapes, generator_states(world)))
         planned.position = SavedPosition(
-            position=position,
+            **structs.asdict(position),
             parameters=dict(itertools.chain.from_iterable(shapes for shapes, _ in everyone)),
             files={},
             generators={rank: states for rank, (_, states) in enumerate(everyone)},
             recipe=target.recipe,
-            contents=None if only_model is None else MODEL,
+            contents=None if only_model is None else "model",
         )
     return planned
 
@@ -130,7 +127,7 @@ def complete(planned: PlannedSave, staged: Callable[[], Staged], target: Target)
     """
 
     def finish() -> None:
-        final = step_folder(target.folder, planned.position.position.step)
+        final = step_folder(target.folder, planned.position.step)
         give_name(planned.folder, final)
         target.saved(step_of(final))
         remove_old(target.folder, target.keep, target.keep_every, target.warn)
@@ -185,7 +182,7 @@ class PlannedSave:
     rank: int
     folder: Place
     shards: Sequence[CheckpointShard]
-    position: SavedPosition = field(default_factory=lambda: SavedPosition(position=Position(), parameters={}, files={}))
+    position: SavedPosition = field(default_factory=lambda: SavedPosition(step=0, parameters={}))
 
     def stage(self, into: HostBuffer | None = None) -> Staged:
         """Take this rank's part from the model; see `writer.stage`."""
@@ -279,17 +276,7 @@ def write_and_publish(staged: Callable[[], Staged], planned: PlannedSave, world:
 def make_part(folder: Place, final: Place) -> Place:
     """Make the folder into which all ranks write, and remove what earlier saves have left."""
     remove_unfinished(folder)
-    part = final.with_name(final.name + PART)
-    if isinstance(part, Path):
-        # Without the folder of the run: if that was moved or removed, one made anew would have no records.
-        with contextlib.suppress(FileExistsError):
-            part.parent.mkdir()
-        if not part.parent.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(part.parent))
-        part.mkdir()
-        return part
-    # In a store a rename copies all bytes. The folder counts as a checkpoint only when it has its index.
-    return part if is_checkpoint(final) else final
+    return folder_at(folder).begin(final.name)
 
 
 @contextlib.contextmanager
@@ -310,15 +297,12 @@ def removed_after_errors(part: Place, world: World) -> Iterator[None]:
 
 def give_name(part: Place, final: Place) -> None:
     """Give a checkpoint whose files are all on the disk its name."""
-    if part == final:
-        return
-    # The folder exists if an earlier attempt saved this step and the run was then resumed from an earlier step.
-    failure = remove(final)
-    if failure is not None:
-        raise failure
-    rename(part, final)
-    if isinstance(final, Path):
-        sync_folder(final.parent)
+    if part != final:
+        # It exists if an earlier attempt saved this step and the run was then resumed from an earlier step.
+        failure = remove(final)
+        if failure is not None:
+            raise failure
+        folder_at(part).commit(final)
 
 
 def remove_old(folder: Place, keep: int, keep_every: int, warn: Callable[[str], None]) -> None:
@@ -385,7 +369,6 @@ def load(
 def load_model(
     folder: Place, key: str, model: nn.Module, *, read: Callable[[Place, str], Readable] = read_contents
 ) -> None:
-    """Read only the model of a checkpoint."""
     state = {"model": model.state_dict()}
     load_state(state, read(folder, key).reader(folder, key))
     model.load_state_dict(state["model"])
@@ -399,7 +382,6 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 
 def _saved_part(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state without the settings of the optimizer."""
     kept = {name: value for name, value in state["optimizer"].items() if not name.startswith(_SETTINGS)}
     return {"model": state["model"], "optimizer": kept}
 
@@ -437,9 +419,133 @@ def set_generators(states: Mapping[str, bytes], world: World) -> None:
 
 
 def restore_generators(states: Mapping[str, bytes], world: World, checkpoint: Place, key: str) -> None:
-    """Set the generators to the states of a checkpoint."""
     try:
         set_generators(states, world)
     except (ValueError, TypeError, IndexError, KeyError, OverflowError, RuntimeError) as error:
         rule = f"holds no state of a generator ({type(error).__name__})"
         raise DamagedCheckpoint(key, checkpoint, rule, earlier_hint(checkpoint)) from error
+
+
+class NoSaver(Saver):
+    """Saves nothing."""
+
+    saved_step = 0
+
+    def save(self, position: Position) -> None:
+        pass
+
+    def save_last(self, position: Position, only_model: OnlyModel | None = None) -> None:
+        pass
+
+
+class SyncSaver(Saver):
+    """`save` returns when the checkpoint is on the disk."""
+
+    def __init__(self, target: Target, plans: Plans | None = None) -> None:
+        self._target = target
+        self._plans = plans or Plans()
+        self.saved_step = 0
+
+    def save(self, position: Position) -> None:
+        self.save_last(position)
+
+    def save_last(self, position: Position, only_model: OnlyModel | None = None) -> None:
+        save(self._target, position, plans=self._plans, only_model=only_model)
+        self.saved_step = position.step
+
+
+class AsyncSaver(Saver):
+    """`save` returns when the states are copied.
+
+    The threads of all ranks agree in a group of their own. Nothing waits for a thread but `wait`: if the training ends
+    with an error on one rank, threads of the others may wait for that rank until their processes end.
+    """
+
+    def __init__(self, target: Target, buffer: HostBuffer | None = None) -> None:
+        self._target = target
+        self._plans = Plans()
+        # The thread's lines for the user. The console belongs to the main thread.
+        self._warnings: list[str] = []
+        self._beside = replace(target, world=target.world.beside(), warn=self._warnings.append)
+        self._buffer = buffer or HostBuffer()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self.saved_step = 0
+
+    @property
+    def is_done(self) -> bool:
+        return self._thread is not None and not self._thread.is_alive()
+
+    def save(self, position: Position) -> None:
+        assert self._thread is None, "the last save is under way"
+        planned = begin(self._target, position, plans=self._plans)
+        # An error of one rank goes to all of them in the thread, where they agree.
+        staged = self._staged(planned)
+
+        def finish() -> None:
+            try:
+                complete(planned, staged, self._beside)
+                self.saved_step = position.step
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=finish, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        while self._warnings:
+            self._target.warn(self._warnings.pop(0))
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def save_last(self, position: Position, only_model: OnlyModel | None = None) -> None:
+        # Without a copy, because no step follows.
+        SyncSaver(self._target, self._plans).save_last(position, only_model)
+        self.saved_step = position.step
+
+    def _staged(self, planned: PlannedSave) -> Callable[[], Staged]:
+        """Copy; return a function for the thread that returns the copy, or raises the error."""
+        staged, error = attempted(lambda: planned.stage(self._buffer))
+
+        def result() -> Staged:
+            if staged is None:
+                assert error is not None
+                raise error
+            return staged
+
+        return result
+
+
+class PinnedSaver(AsyncSaver):
+    """`save` returns when the copies are queued; the next update of the model waits for them on the device."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target, HostBuffer(page_locked=True))
+        self._device = target.world.device
+        self._stream = torch.cuda.Stream(self._device)
+        self._copied: torch.cuda.Event | None = None
+
+    def before_update(self) -> None:
+        # The device waits for the copies; the host does not.
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+            self._copied = None
+
+    def _staged(self, planned: PlannedSave) -> Callable[[], Staged]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        copied = torch.cuda.Event()
+        with torch.cuda.stream(self._stream):
+            staged = super()._staged(planned)
+            copied.record(self._stream)
+        self._copied = copied
+
+        def waited() -> Staged:
+            copied.synchronize()
+            return staged()
+
+        return waited

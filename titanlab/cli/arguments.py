@@ -161,6 +161,7 @@ def _train(add: Add) -> None:
     # Without --from, Hydra reads the command line and prints the help.
     add("overrides", nargs="*", default=[], help="key=value or group=preset: training.steps=2000")
     add(FROM, dest="run", required=True, help="the other run, or one of its checkpoints")
+    add("--cfg", choices=("job",), help="print the recipe of the new run, and start nothing")
 
 
 @_verb(

@@ -101,7 +101,7 @@ def one_recipe(expression: str) -> Candidate:
 
 def _of_command_line(arguments: Sequence[str]) -> ProofCandidates:
     flags = read_flags(arguments)
-    if not flags.starts or not flags.overrides:
+    if flags.answer or not flags.overrides:
         raise ConfigError("arguments", " ".join(arguments), "name no recipe", "try +recipe=quickstart, or +sweeps=NAME")
     study = plan_study(arguments, elsewhere=True)
     candidates, names = [], set()

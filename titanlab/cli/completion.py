@@ -71,7 +71,7 @@ def _words(line: str) -> Sequence[str]:
     takes_recipe = parser.takes_recipe or is_new_run
     if verb == "sweep" or is_new_run:
         # Hydra's own flags, which it parses itself.
-        flags = sorted({*_HYDRA_FLAGS, *(flags if verb == "sweep" else [FROM])})
+        flags = sorted({*_HYDRA_FLAGS, *(flags if verb == "sweep" else [FROM, "--dry-run"])})
     if takes_recipe:
         options = {name: action for action in flag_parser()._actions for name in action.option_strings} | options
     # The complete words before the cursor: values of options, by name of their variable, and the others.
@@ -155,5 +155,4 @@ def _hydra(config_flags: Sequence[str], overrides: Sequence[str], current: str) 
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         answer(read_flags([*config_flags, "-sc", "query=bash"]))
-    # Schemas are no options: YAML files name them in their defaults.
-    return [word for word in output.getvalue().split() if not word.endswith("schema")]
+    return output.getvalue().split()

@@ -44,7 +44,7 @@ def compose(arguments: Sequence[str]) -> list[Recipe]:
         ConfigError: the arguments describe no recipe, or a point of the sweep is no valid recipe.
     """
     flags = read_flags(arguments)
-    if not flags.starts:
+    if flags.answer:
         answer(flags)
         return []
     if composition := compose_one(flags):
@@ -78,6 +78,9 @@ def answer(flags: Flags) -> None:
         ConfigError: Hydra fails.
     """
     register()
+    if flags.answer in ("cfg", "info"):
+        # What training refuses is refused here too.
+        Loader(flags, flags.overrides).recipe()
     # Hydra raises its errors instead of printing them.
     full_error, os.environ["HYDRA_FULL_ERROR"] = os.environ.get("HYDRA_FULL_ERROR"), "1"
     # Hydra's loggers would print a traceback on a full disk, so its output is captured, and written at the end.
@@ -99,11 +102,8 @@ def answer(flags: Flags) -> None:
         text = output.getvalue()
         if _REFUSED.search(text) is not None:
             text = _REFUSED.sub("", text) + _COMPLETION
-        if flags.helps:
-            # Schemas are no options: YAML files name them in their defaults.
-            text = re.sub(r"(?<=: )\w*schema, |, \w*schema\b", "", text)
         # A config that is written into a file is read again.
-        sys.stdout.write(text if flags.shows_config and not sys.stdout.isatty() else harmless_lines(text))
+        sys.stdout.write(text if flags.answer == "cfg" and not sys.stdout.isatty() else harmless_lines(text))
     sys.stderr.write(harmless_lines(errors.getvalue()))
 
 

@@ -121,7 +121,7 @@ def _is_given(value: Any) -> bool:
 
 def _recipe(arguments: Sequence[str]) -> Recipe:
     flags = read_flags(arguments)
-    if not flags.starts:
+    if flags.answer:
         raise ConfigError("arguments", " ".join(arguments), "plan has no such flag", "see `titanlab plan --help`")
     composition = compose_one(flags)
     if composition is None:

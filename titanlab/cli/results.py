@@ -20,12 +20,11 @@ def collect_verb(args: Namespace) -> int:
     sweep = open_sweep(args.sweep, args.runs)
     # Imported here, as below: the planner and the table take time to import, and `--help` needs neither.
     from titanlab.sweep import drift_lines, listing, look_at, write_table
-    from titanlab.sweep.comparison import comparison
 
     rows = look_at(sweep, Console().warn, estimates=True)()
     files = write_table(rows, sweep.name, user_path(args.into or sweep.path))
     lines = [f"{sweep.name}: {counted(len(listing.runs(rows)), 'run')}"]
-    for section in (comparison, drift_lines, listing.failures, listing.gaps, listing.dropped):
+    for section in (listing.comparison, drift_lines, listing.failures, listing.gaps, listing.dropped):
         lines += [f"  {line}" for line in section(rows)]
     lines += [f"table: {os.path.relpath(path)}" for path in files]
     with Console() as console:

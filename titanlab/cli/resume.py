@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,10 +16,10 @@ from titanlab.errors import ConfigError
 from titanlab.launch import continue_run, directly, joined, launch_of, prepare
 from titanlab.launch.execute import execute
 from titanlab.recipe import LAYOUT, Recipe, adapted, check_unedited, from_mapping, new_recipe, next_recipe, to_mapping
-from titanlab.records import OutcomeKind, RunFolder, create_run, identify
+from titanlab.records import OutcomeKind, RunFolder, config_text, create_run, identify
 from titanlab.sweep import FAILED, checked, open_sweep, resubmit, submitted_with
 from titanlab.sweep.retry import retry
-from titanlab.system import Console, counted, shown_path, sweep_argument
+from titanlab.system import Console, counted, harmless_lines, shown_path, sweep_argument
 from titanlab.techniques.optimizer.contract import rate_factor
 from titanlab.train import check_beginning
 
@@ -117,6 +118,12 @@ def train_from(args: Namespace) -> int:
     with Console() as console:
         console.phase("composing the recipe")
         recipe, lines = _branched(parent, checkpoint, args.overrides)
+        if args.cfg is not None:
+            check_beginning(checked(recipe))
+            console.phase(None)
+            text = config_text(to_mapping(recipe))
+            sys.stdout.write(harmless_lines(text) if sys.stdout.isatty() else text)
+            return 0
         for line in lines:
             console.note(line)
         if recipe.launch.starts_directly or joined(os.environ) is not None:

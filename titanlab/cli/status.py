@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from titanlab.sweep import (
     look_at,
     open_sweep,
     overview,
+    overview_lines,
     remove_item,
     row_details,
 )
@@ -42,10 +44,10 @@ def status_verb(args: Namespace) -> int:
     if args.sweep is None:
         sweeps = overview(args.runs)
         if args.json:
-            _print_json(sweeps.rows)
+            _print_json(sweeps)
         else:
             with Console() as console:
-                console.note("\n".join(sweeps.lines()))
+                console.note("\n".join(overview_lines(sweeps, args.runs, now=time.time())))
         return 0
     sweep = open_sweep(args.sweep, args.runs)
     look = look_at(sweep, Console().warn)

@@ -58,7 +58,7 @@ def sweep_verb(args: Namespace) -> int:
         if getattr(args, first) and getattr(args, second):
             raise ConfigError(f"--{first.replace('_', '-')}", "true", rule, "leave one out")
     flags = read_flags(args.rest)
-    if not flags.starts:
+    if flags.answer:
         answer(flags)
         return 0
     if not flags.overrides:

@@ -7,6 +7,8 @@ from argparse import Namespace
 
 from titanlab.system import Console, kept_imports
 
+_DRY_RUN = ("-n", "--dry-run")
+
 
 def train_verb(args: Namespace) -> int:
     """Returns the exit code of the first run that failed, or 0."""
@@ -26,14 +28,16 @@ def train_verb(args: Namespace) -> int:
             from titanlab.launch import joined
             from titanlab.recipe import read_flags
 
-        flags = read_flags(args.rest)
-        if not flags.starts:
+        rest = [word for word in args.rest if word not in _DRY_RUN]
+        flags = read_flags(rest)
+        if flags.answer:
             console.phase(None)
             answer(flags)
             return 0
         one = compose_one(flags)
+        is_dry = len(rest) < len(args.rest)
         ranks = None if one is None else joined(os.environ)
-        if one is not None and (one[1].launch.starts_directly or ranks is not None):
+        if one is not None and not is_dry and (one[1].launch.starts_directly or ranks is not None):
             # Imported here: neither `--cfg job` nor an error in the recipe needs it.
             with kept_imports():
                 from titanlab.launch import prepare
@@ -46,6 +50,6 @@ def train_verb(args: Namespace) -> int:
     from titanlab.cli.sweep import SweepArguments, run_study
 
     if one is not None:
-        return run_study(SweepArguments(rest=tuple(args.rest)), one[0])
+        return run_study(SweepArguments(rest=tuple(rest), dry_run=is_dry), one[0])
     # The user typed every point of this command, so a point that cannot run is an error.
-    return run_study(SweepArguments(rest=tuple(args.rest), wait=True, whole=True))
+    return run_study(SweepArguments(rest=tuple(rest), dry_run=is_dry, wait=not is_dry, whole=True))

@@ -141,7 +141,6 @@ class Corpus:
 
     @contextlib.contextmanager
     def _reading(self, file: Path) -> Iterator[None]:
-        """Turn errors while a file is read into `ConfigError`."""
         try:
             yield
         except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:

@@ -98,7 +98,7 @@ class HuggingFaceSource(CachedText[HuggingFace]):
     def make(self, folder: Path, report: Report) -> None:
         # Reads and keeps the held-out documents, and trains a tokenizer if the config names none: once, not on every
         # rank. A dataset that cannot be read fails here, before training starts.
-        from titanlab.data import shard_writer
+        from titanlab.data import shards
 
         config = self.config
         report(f"opening the dataset {config.path}")
@@ -117,7 +117,7 @@ class HuggingFaceSource(CachedText[HuggingFace]):
         else:
             reader = tokenizers.load(Path(config.tokenizer))
         texts.close()
-        index = shard_writer.write_documents(
+        index = shards.write_documents(
             folder,
             _validation_documents(config, dataset),
             tokenizer=reader,
@@ -210,7 +210,6 @@ class StreamDocuments:
                 return self._tokenised(text)
 
     def close(self) -> None:
-        """Close the files."""
         self._rows.close()
 
     def _open(self, state: dict[str, Any] | None) -> None:
@@ -353,7 +352,6 @@ def _explained(error: Exception, config: HuggingFace, split: str, key: str) -> C
 
 
 def _next(rows: Iterator[dict[str, Any]], config: HuggingFace) -> dict[str, Any] | None:
-    """The next row; None at the end."""
     try:
         return next(rows, None)
     except OSError:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titanlab.data.contract import IGNORE, Batch, SampleStream, Separators
-from titanlab.data.shard_index import INDEX, ShardIndex
+from titanlab.data.shards import INDEX, ShardIndex
 from titanlab.data.source import check_sequences, check_validation
 from titanlab.errors import ConfigError
 
@@ -185,7 +185,6 @@ class IndexedStream(SampleStream):
         self._at = 0
 
     def next_batch(self) -> Batch:
-        """This rank's sequences of the next step, int64 `[global_batch / ranks, seq]`."""
         if self._at == len(self._ahead):
             # Computing the order of many steps costs little more than that of one step.
             count = max(1, _AHEAD // self._local) * self._local

@@ -30,9 +30,7 @@ class Documents(Protocol):
         """The next document, uint32 `[tokens]`, with its special tokens."""
         ...
 
-    def close(self) -> None:
-        """Close the files or connections from which the documents are read."""
-        ...
+    def close(self) -> None: ...
 
 
 class PackedStream:
@@ -82,7 +80,6 @@ class PackedStream:
         self._ready += len(tokens)
 
     def close(self) -> None:
-        """Close the documents."""
         self._documents.close()
 
     def state(self) -> dict[str, Any]:
@@ -118,7 +115,6 @@ class StreamingStream(SampleStream):
             self._streams[number] = PackedStream(documents, seq_len=seq_len, offset=part["offset"])
 
     def next_batch(self) -> Batch:
-        """This rank's sequences of the next step, int64 `[global_batch / ranks, seq]`."""
         samples = rank_samples(self._samples, global_batch=self._global_batch, rank=self._rank, ranks=self._ranks)
         rows = np.empty((len(samples), self._seq_len + 1), dtype=np.int64)
         for row, sample in enumerate(samples):
@@ -127,11 +123,9 @@ class StreamingStream(SampleStream):
         return Batch(rows[:, :-1].copy(), rows[:, 1:].copy())
 
     def state(self) -> State:
-        """With the positions of this rank's streams."""
         return {**super().state(), "parts": {str(number): stream.state() for number, stream in self._streams.items()}}
 
     def close(self) -> None:
-        """Close the streams."""
         for stream in self._streams.values():
             stream.close()
 

@@ -1,16 +1,26 @@
-"""data=synthetic: random tokens, computed from seed, sample and position."""
+"""data=synthetic: random tokens. Each depends only on seed, sample number and position."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from titanlab.data.contract import DataSource, Report, Rows, Separators, State, Stream
+from titanlab.data.contract import IGNORE, Batch, DataSource, Report, Rows, SampleStream, Separators, State, Stream
 from titanlab.data.schema import Synthetic
 from titanlab.data.source import check_vocab_size
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
 END = 0
 """The token that ends a document, where there are documents."""
+_STRIDE = 0x9E3779B97F4A7C15
+_LOW = (1 << 32) - 1
+# No training run has this seed: a config's seed is not negative.
+_VALIDATION_SEED = -1
 
 
 @dataclass(frozen=True)
@@ -39,9 +49,6 @@ class SyntheticSource(DataSource):
         check_vocab_size(vocab_size, self.config.vocab_size)
 
     def open_train(self, *, state: State | None, **how: Any) -> Stream:
-        # Imported here: it needs numpy, and the checks do not.
-        from titanlab.data.random_tokens import RandomStream
-
         return RandomStream(
             self.config.vocab_size,
             gaps=self.config.gaps,
@@ -52,10 +59,90 @@ class SyntheticSource(DataSource):
         )
 
     def open_validation(self, **how: int) -> Rows:
-        from titanlab.data.random_tokens import RandomRows
-
         return RandomRows(self.config.vocab_size, document_tokens=self._document_tokens, **how)
 
     @property
     def _document_tokens(self) -> int | None:
         return self.config.document_tokens if self.config.document_mask else None
+
+
+def random_sequences(
+    numbers: npt.NDArray[np.int64], *, seed: int, seq_len: int, vocab_size: int, document_tokens: int | None = None
+) -> npt.NDArray[np.int64]:
+    """The sequences with the numbers `[k]`, each with the label of its last token: int64 `[k, seq + 1]`.
+
+    With `document_tokens`, one in so many tokens is 0 and ends a document, and no other token is 0.
+    """
+    # Imported here: the checks of a recipe need no numpy.
+    import numpy as np
+
+    from titanlab.data.indexed import keyed, mix
+
+    positions = np.arange(1, seq_len + 2, dtype=np.uint64) * np.uint64(_STRIDE)
+    bits = mix(keyed(seed, numbers)[:, None] + positions)
+    # Scaling the upper 32 bits is uniform to one part in 2^32 / vocab_size, and cheaper than a remainder.
+    tokens = ((bits >> np.uint64(32)) * np.uint64(vocab_size) >> np.uint64(32)).astype(np.int64)
+    if document_tokens is None:
+        return tokens
+    # The lower 32 bits are independent of the upper ones.
+    ends = (bits & np.uint64(_LOW)) * np.uint64(document_tokens) >> np.uint64(32) == 0
+    return np.where(ends, 0, np.maximum(tokens, 1))
+
+
+class RandomStream(SampleStream):
+    """An endless stream of random sequences."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        fingerprint: str,
+        seed: int,
+        seq_len: int,
+        gaps: bool = False,
+        document_tokens: int | None = None,
+        **place: Any,
+    ) -> None:
+        super().__init__(identity={"fingerprint": fingerprint, "seed": seed, "seq_len": seq_len}, **place)
+        self._seq_len, self._gaps = seq_len, gaps
+        self._sequences = functools.partial(
+            random_sequences, seed=seed, seq_len=seq_len, vocab_size=vocab_size, document_tokens=document_tokens
+        )
+
+    def next_batch(self) -> Batch:
+        import numpy as np
+
+        from titanlab.data.indexed import rank_samples
+
+        samples = rank_samples(self._samples, global_batch=self._global_batch, rank=self._rank, ranks=self._ranks)
+        self._samples += self._global_batch
+        batch = _shifted(self._sequences(np.array(samples)))
+        if self._gaps:
+            for labels, sample in zip(batch.labels, samples, strict=True):
+                labels[: self._seq_len * (sample % 4) // 4] = IGNORE
+        return batch
+
+
+class RandomRows:
+    """Random rows that differ from those of every stream; see `contract.Rows`."""
+
+    def __init__(self, vocab_size: int, *, sequences: int, rank: int, ranks: int, **how: Any) -> None:
+        self._how = {"seed": _VALIDATION_SEED, "vocab_size": vocab_size, **how}
+        self._sequences, self._rank, self._ranks = sequences, rank, ranks
+
+    def __len__(self) -> int:
+        return -(-self._sequences // self._ranks)
+
+    def __iter__(self) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+        import numpy as np
+
+        for row in range(self._rank, len(self) * self._ranks, self._ranks):
+            tokens, labels = _shifted(random_sequences(np.array([row]), **self._how))
+            if row >= self._sequences:
+                labels.fill(IGNORE)
+            yield tokens[0], labels[0]
+
+
+def _shifted(rows: npt.NDArray[np.int64]) -> Batch:
+    # Copies, also of a single row: setting a label to `IGNORE` must not change a token.
+    return Batch(rows[:, :-1].copy(), rows[:, 1:].copy())

@@ -17,7 +17,7 @@ from titanlab.data import cache, tokenizers
 from titanlab.data.contract import DOCUMENT_MASK, DataSource, Report, Rows, Separators, State, Stream, check_separators
 from titanlab.data.corpus import Corpus, corpus_of, is_held_out
 from titanlab.data.schema import Files, Stdlib, Text, TokenFolder
-from titanlab.data.shard_index import INDEX, ShardIndex, fingerprint_of, is_whole, read_index
+from titanlab.data.shards import INDEX, ShardIndex, fingerprint_of, is_whole, read_index
 from titanlab.data.source import check_sequences, check_validation, check_vocab_size
 from titanlab.data.tokenizers import Tokenizer
 from titanlab.errors import ConfigError
@@ -136,7 +136,6 @@ class PreparedText(CachedText[TextConfig]):
 
     @cached_property
     def corpus(self) -> Corpus:
-        """The documents."""
         return self.find_corpus()
 
     @cached_property
@@ -202,7 +201,7 @@ def make_shards(folder: Path, corpus: Corpus, config: Text, *, fingerprint: str,
         raise ConfigError("data.tokenizer", config.tokenizer, rule, "give a tokenizer that was trained on such text")
     report(f"reading {len(corpus.files):,} files, {size / 1e6:,.1f} MB: {corpus.in_words()}")
     # Imported here: they need numpy or sentencepiece, and the checks do not.
-    from titanlab.data import new_tokenizer, shard_writer
+    from titanlab.data import new_tokenizer, shards
 
     if reader is None:
         sample = corpus.sample(new_tokenizer.SAMPLE_CHARACTERS)
@@ -210,7 +209,7 @@ def make_shards(folder: Path, corpus: Corpus, config: Text, *, fingerprint: str,
         reader = train_tokenizer(sample, vocab_size=config.vocab_size, file=file, report=report)
     started = time.monotonic()
     report("tokenising")
-    index = shard_writer.write_documents(
+    index = shards.write_documents(
         folder,
         corpus.documents(),
         tokenizer=reader,

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from titanlab.data.tiktoken_file import PATTERN
 from titanlab.errors import ConfigError
 from titanlab.system import module_command
 
@@ -71,10 +70,14 @@ BYTES_PER_SECOND = 1 << 20
 TRIAL_SECONDS = 2.0
 # Exit code of the process if Oniguruma has reached its own limit on backtracking.
 GIVEN_UP = 3
+# Of Llama 3: `llama/tokenizer.py`.
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 KNOWN = frozenset(
     [
-        # Llama 3.
         PATTERN,
         # GPT-2, and files that spell its pattern out: https://github.com/openai/gpt-2/blob/master/src/encoder.py
         r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
@@ -112,7 +115,7 @@ def try_patterns(path: Path, key: str, patterns: Sequence[str]) -> None:
     seconds = SECONDS + path.stat().st_size / BYTES_PER_SECOND
     code = subprocess.run(
         [
-            *module_command("titanlab.data.tokenizer_trial"),
+            *module_command("titanlab.data.tokenizers"),
             *(str(path.absolute()), str(seconds), str(TRIAL_SECONDS)),
         ],
         stdin=subprocess.DEVNULL,

@@ -1,19 +1,39 @@
-"""Tokenizers: text to token ids and back, from SentencePiece's and tiktoken's `.model` or an HF `tokenizer.json`."""
+"""Tokenizers: text to token ids and back, from SentencePiece's and tiktoken's `.model` or an HF `tokenizer.json`.
+
+A file of tiktoken, such as Llama 3's own `original/tokenizer.model`, has lines of `base64 rank`: the bytes and the rank
+of each token. It has neither the regular expression that splits text first nor the special tokens: both are taken from
+Llama 3's `llama/tokenizer.py`. The tokenizers library does the encoding.
+
+python -m titanlab.data.tokenizers FILE SECONDS TRIAL_SECONDS  is the process that `tokenizer_rules` starts.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import codecs
 import contextlib
 import hashlib
 import importlib
+import json
+import re
+import signal
+import string
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from titanlab.data.contract import Separators
 from titanlab.data.corpus import other_format
-from titanlab.data.tiktoken_file import OtherModelError, is_tiktoken, read_tiktoken
-from titanlab.data.tokenizer_rules import check_size, check_vocabulary, try_patterns, unknown_patterns
+from titanlab.data.tokenizer_rules import (
+    GIVEN_UP,
+    PATTERN,
+    check_size,
+    check_vocabulary,
+    try_patterns,
+    unknown_patterns,
+)
 from titanlab.distributed import cores
 from titanlab.errors import ConfigError
 from titanlab.system import parse_json, write_bytes
@@ -27,6 +47,30 @@ ORIGINAL = "original/tokenizer.model"
 _BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
 _EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 _SPACE = "\u2581"
+# Of the trial.
+_RUN = 1000
+_PLAIN = "The 1st line, it's naïve: 'x' == \"y\"\n\n  def f(x):\r\n\treturn {x: 中文}\n"
+# Of tiktoken's files.
+_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
+SPECIAL = (
+    *("<|begin_of_text|>", "<|end_of_text|>"),
+    *(f"<|reserved_special_token_{number}|>" for number in range(4)),
+    *("<|start_header_id|>", "<|end_header_id|>", "<|reserved_special_token_4|>", "<|eot_id|>"),
+    *(f"<|reserved_special_token_{number}|>" for number in range(5, 251)),
+)
+# Number of ranks in files of other models, which split text differently: Llama 3's pattern would give wrong tokens.
+_OTHERS = {
+    50256: "GPT-2 (r50k_base)",
+    50280: "Codex (p50k_base)",
+    100256: "GPT-4 (cl100k_base)",
+    151643: "Qwen",
+    163584: "Kimi K2",
+    199998: "GPT-4o (o200k_base)",
+    200000: "Llama 4",
+}
+_BYTES = 256
+# Largest length of a token in bytes: time and memory to find its merges grow with the square of its length.
+_LONGEST = 512
 
 
 class Tokenizer(Protocol):
@@ -92,7 +136,7 @@ def load(path: Path, key: str = "data.tokenizer") -> Tokenizer:
         raise ConfigError(key, path, rule, cure)
     if content.lstrip()[:1] == b"{":
         return HuggingFaceTokenizer(path, content, key)
-    if is_tiktoken(content):
+    if _LINE.match(content):
         return TiktokenTokenizer(path, content, key)
     return SentencePieceTokenizer(path, content, key)
 
@@ -288,9 +332,72 @@ class TiktokenTokenizer(HuggingFaceTokenizer):
         self._model.save(str(path))
 
 
+class OtherModelError(Exception):
+    """The file belongs to another model than Llama 3."""
+
+
+def read_tiktoken(content: bytes) -> Any:
+    """Make a tokenizer of the tokenizers library that gives the same ids.
+
+    Raises:
+        ValueError: the file is damaged.
+        OtherModelError: the file has the number of ranks of a model that splits text differently.
+    """
+    tokenizers: Any = importlib.import_module("tokenizers")
+    ranks = _ranks(content)
+    if len(ranks) in _OTHERS:
+        raise OtherModelError(f"has the {len(ranks):,} ranks of {_OTHERS[len(ranks)]}")
+    # The library's tokens are strings: as in GPT-2, one character stands for each byte.
+    characters = _characters()
+    texts = {token: "".join(characters[byte] for byte in token) for token in ranks}
+    merges = []
+    for token in ranks:
+        # Like tiktoken, merge any two tokens whose bytes together are this token's.
+        parts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        known = [(ranks[first], ranks[last], first, last) for first, last in parts if first in ranks and last in ranks]
+        merges += [(texts[first], texts[last]) for _, _, first, last in sorted(known)]
+    vocabulary = {texts[token]: rank for token, rank in ranks.items()}
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges, ignore_merges=True))
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PATTERN), "isolated")
+    to_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, to_bytes])
+    model.decoder = tokenizers.decoders.ByteLevel()
+    model.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in SPECIAL])
+    return model
+
+
+def _ranks(content: bytes) -> dict[bytes, int]:
+    """Rank of each token, in the order of the ranks 0, 1, 2 …"""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            text, rank = line.split()
+            token = base64.b64decode(text, validate=True)
+            place = int(rank)
+        except (ValueError, binascii.Error) as error:
+            raise ValueError(f"line {number} is no token and rank") from error
+        if len(token) > _LONGEST:
+            raise ValueError(f"line {number} has a token of {len(token)} bytes")
+        if place != len(ranks) or not token or token in ranks:
+            raise ValueError(f"line {number} has not the next rank, or a token twice")
+        ranks[token] = place
+    lacking = next((byte for byte in range(_BYTES) if bytes([byte]) not in ranks), None)
+    if lacking is not None:
+        raise ValueError(f"byte {lacking} has no token")
+    return ranks
+
+
+def _characters() -> list[str]:
+    """GPT-2's character for each byte: a printable byte keeps its character, the others get those from 256 on."""
+    plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(_BYTES) if byte not in plain]
+    return [chr(byte) if byte in plain else chr(_BYTES + others.index(byte)) for byte in range(_BYTES)]
+
+
 @contextlib.contextmanager
 def _refusing(path: Path, key: str, rule: str, cure: str) -> Iterator[None]:
-    """Turn an error of the tokenizers library into `ConfigError`."""
     try:
         yield
     # The library raises plain Exception; a panic in its Rust code is a BaseException only.
@@ -350,3 +457,46 @@ def _name(declared: Any) -> str | None:
 
 def _fingerprint(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def probe(tokenizer: Tokenizer, patterns: Sequence[str]) -> None:
+    """Encode and decode long runs of one character, on which regular expressions are slow.
+
+    Raises:
+        ConfigError: Oniguruma has given up, or the tokenizer cannot decode.
+    """
+    characters = dict.fromkeys("a0 \n'=é中" + "".join(filter(str.isprintable, "".join(patterns))))
+    runs = [character * _RUN for character in list(characters)[:40]]
+    text = _PLAIN + "!".join([*runs, string.ascii_letters * 10, string.punctuation * 10])
+    try:
+        ids = tokenizer.encode(text)
+    except ConfigError as error:
+        if _is_given_up(error):
+            raise
+        # The tokenizer may not be able to encode this text. That is no fault: its corpus may not contain such text.
+        ids = list(range(min(tokenizer.vocab_size, _RUN)))
+    tokenizer.decode(ids)
+
+
+def _is_given_up(error: ConfigError) -> bool:
+    """Whether Oniguruma reached its limit on backtracking, which the tokenizers library reports as a panic."""
+    return "retry-limit" in str(error.__cause__)
+
+
+def main() -> int:
+    """Make the trial. The kernel ends this process when its time is over, also in native code."""
+    path, seconds, trial_seconds = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    content = content_of(path)
+    try:
+        tokenizer = HuggingFaceTokenizer(path, content, "", tried=True)
+        # CPU time of all cores together, so that other load on the machine does not shorten the trial.
+        signal.setitimer(signal.ITIMER_PROF, trial_seconds)
+        probe(tokenizer, unknown_patterns(json.loads(content)))
+    except ConfigError as error:
+        return GIVEN_UP if _is_given_up(error) else 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

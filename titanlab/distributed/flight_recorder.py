@@ -14,9 +14,9 @@ from typing import Any
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
-from titanlab.distributed.hang import Topology
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.traffic import axis_groups
+from titanlab.distributed.watchdog import Topology
 from titanlab.distributed.world import BESIDE
 from titanlab.records import Collective, GroupRecord, Messages
 

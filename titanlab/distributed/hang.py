@@ -1,285 +1,188 @@
-"""A rank whose step does not end: where it is in the code, whether it waits for others, and what it writes.
+"""When a run hangs: notes of ranks that cannot write one, and the verdict over the notes and records of all ranks.
 
-`hung_attempt` reads the records of all ranks of an attempt.
+A rank that hangs writes a note (`distributed.watchdog`) as soon as its own limit or another rank's is reached. The
+process that started a rank runs on the same host: if the rank writes no note, that process writes one for it.
+`since` is when the ranks were started, in seconds since the epoch: older notes are of earlier attempts.
 """
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import os
-import statistics
-import sysconfig
+import signal
 import time
-import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from types import FrameType, TracebackType
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from titanlab.distributed.silence import diagnosis_of
 from titanlab.errors import ConfigError
 from titanlab.records import (
-    CodeLine,
-    Collective,
     Diagnosis,
-    GroupRecord,
     HangRecord,
-    Messages,
     Outcome,
     OutcomeKind,
-    RankState,
     RunFolder,
+    diagnose,
+    different_calls,
+    first_cause,
+    is_silent,
+    odd_calls,
     read_hang,
 )
-from titanlab.system import trimmed
+from titanlab.system import STOPPED, process_state
 
-STEP_KEY = "training.step_timeout_seconds"
-FIRST_STEP_KEY = "training.first_step_timeout_seconds"
-# A step that takes at least this many times the usual time hangs; a shorter one may only be slow.
-_SLOW = 10
-# The limit of a step if the config has none: this, or _SLOW times the median step, once so many steps are known.
-LEAST_LIMIT_SECONDS = 60.0
-_FEWEST_STEPS = 3
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
-# Modules of titanlab and of torch that read or write files: a rank in one of them waits for a disk, not for a rank.
-_OWN_FILE_MODULES = (
-    *("data/", "techniques/tracker/", "checkpoint/", "system/terminal.py", "system/files.py"),
-    *("train/weights_", "train/hub_folders.py", "train/interchange.py", "train/starting_weights.py"),
-    *("train/dcp_", "train/initialise.py"),
-    *("records/metrics_file.py", "records/run_folder.py", "records/claim.py", "records/outcome.py"),
-    *("records/json_file.py",),
-)
-_TORCH_FILE_MODULES = ("torch/distributed/checkpoint/", "torch/serialization.py")
-# How long the CPU time of the main thread is measured.
-BUSY_SECONDS = 0.5
-_BUSY_SHARE = 0.1
+# Time that a rank has for its own note after another rank's note of a hang; it looks for such notes at least every 5 s.
+ANSWER_SECONDS = 8.0
+_POLL_SECONDS = 0.2
+# Time for a process that is blocked in native code to write its stacks into its log.
+_STACKS_SECONDS = 0.5
+_MOST_NAMED = 8
+_MOST_RANKS = 1_000_000
+STATES: Mapping[str, str] = {
+    "T": "its process is stopped (SIGSTOP)",
+    "t": "its process is stopped by a debugger",
+    "D": "its process waits for a disk or a file server (state D)",
+    "R": "its process runs native code that lets no other thread run (state R)",
+    "S": "its process sleeps in native code that lets no other thread run (state S)",
+    "Z": "its process is gone",
+}
 
 
-class StepTimes:
-    """Durations of the steps of an attempt, without the pauses between them."""
-
-    def __init__(self) -> None:
-        self._begin: float | None = None
-        self._paused = 0.0
-        self._first: float | None = None
-        self._later: collections.deque[float] = collections.deque(maxlen=100)
-
-    def step(self) -> None:
-        """Note that a step begins and the step before it is complete."""
-        now = time.monotonic()
-        if self._begin is not None:
-            seconds = now - self._begin - self._paused
-            if self._first is None:
-                # It includes compilation, so later steps are not compared with it.
-                self._first = seconds
-            else:
-                self._later.append(seconds)
-        self._begin, self._paused = now, 0.0
-
-    def paused(self, seconds: float) -> None:
-        """Subtract a pause from the duration of the current step."""
-        self._paused += seconds
-
-    def limit(self) -> float | None:
-        """The limit of a step if the config has none, in seconds; None until three steps after the first are known."""
-        if len(self._later) < _FEWEST_STEPS:
-            return None
-        return max(LEAST_LIMIT_SECONDS, _SLOW * statistics.median(self._later))
-
-    def advice(self, key: str, limit: float | None) -> str:
-        """A text with step times, and the setting to try if this step was only slow."""
-        later = list(self._later)
-        usual = statistics.median(later) if later else self._first
-        if usual is None:
-            times = "no step is complete yet"
-        elif later:
-            times = f"steps before it took {trimmed(usual)} s (median of {len(later)})"
-        else:
-            times = f"the one step before it took {trimmed(usual)} s"
-        if limit is None:
-            return times
-        if usual is not None and later and limit >= _SLOW * usual:
-            return f"{times}; {key}={limit:g}"
-        enough = max(2 * limit, _SLOW * (usual or 0.0))
-        # Rounded up to two digits.
-        unit = 10.0 ** (len(str(int(enough))) - 2) if enough >= 10 else 1.0
-        return f"{times}; if it was only slow, try {key}={-(-enough // unit) * unit:g}"
-
-
-def hang(
-    where: str,
-    limit: float,
-    frame: FrameType | None,
-    *,
-    rank: int = 0,
-    attempt: int = 1,
-    step: int = 0,
-    busy: bool = False,
-    since: float | None = None,
-    advice: str = "",
-) -> Outcome:
-    """The outcome of a rank whose step, or other phase, did not end in time.
-
-    It is a secondary failure (`echo`) if the rank waits for others: for a collective or its device, inside torch or in
-    titanlab's code that calls torch. A rank that is anywhere else, or computes, keeps the others waiting.
+def hangs_of_others(run: RunFolder, rank: int | None, *, since: float) -> list[Outcome]:
+    """Notes of hangs by other ranks in the run's newest attempt; empty where the notes cannot be read.
 
     Args:
-        where: the phase, such as `step 3`.
-        limit: seconds that the phase may take.
-        frame: the innermost frame of the main thread.
-        busy: whether the main thread computes.
-        since: seconds since the phase began, if another rank reached its limit first.
-        advice: text to append to the cause.
+        rank: the rank whose own note is left out; None: no rank.
+        since: seconds since the epoch; older notes are from earlier attempts and do not count.
     """
-    cause = f"{where} did not end within {limit:g} s"
-    if since is not None:
-        cause = f"{where} had not ended after {trimmed(since)} s, when another rank reached its limit"
-    cause += f": rank {rank}"
-    text, waits = None, False
-    if frame is not None:
-        text = "".join(["Traceback (most recent call last):\n", *traceback.format_stack(frame)])
-        lines = stack_of(frame)
-        # The caller of `queue.get` tells more than `queue.get`.
-        line = next((line for line in lines if not is_standard(line.file)), lines[0])
-        waits = not busy and _waits_for_others(line.file)
-        # With the last two parts of the path, also where it is titanlab's own.
-        cause += f" {'waits' if waits else 'computes' if busy else 'stands'} in {line}"
-    return Outcome(
-        kind=OutcomeKind.HANG,
-        step=step,
-        rank=rank,
-        attempt=attempt,
-        cause=f"{cause}; {advice}" if advice else cause,
-        traceback=text,
-        exit_code=OutcomeKind.HANG.exit_code,
-        echo=waits,
-    )
-
-
-def main_thread_is_busy() -> bool:
-    """Whether the main thread of this process computes, or waits for a core, during half a second.
-
-    False if it cannot be measured.
-    """
-    begin = _main_thread_seconds()
-    time.sleep(BUSY_SECONDS)
-    end = _main_thread_seconds()
-    return begin is not None and end is not None and end - begin >= _BUSY_SHARE * BUSY_SECONDS
-
-
-def _main_thread_seconds() -> float | None:
-    """Seconds in which the main thread has used a core or has waited for one; None where the system is not Linux."""
-    task = Path(f"/proc/self/task/{os.getpid()}")
     try:
-        # On a busy host a thread that computes may get less than a tenth of a core.
-        running, waiting, *_ = map(int, (task / "schedstat").read_text().split())
-        return (running + waiting) / 1e9
+        notes = run.failures(run.newest_attempt())
     except (OSError, ValueError):
-        pass
-    try:
-        fields = (task / "stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    # A kernel without statistics of its scheduler. utime and stime in proc(5); the field after the parenthesis has
-    # index 0 here.
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return []
+    return [note for note in notes if note.kind is OutcomeKind.HANG and note.rank != rank and note.ended >= since]
 
 
-def is_standard(file: str) -> bool:
-    """Whether a source file is in Python's standard library."""
-    if file.startswith("<frozen "):
-        return True
-    return file.startswith(_STANDARD_LIBRARY) and "-packages" + os.sep not in file
+def await_notes(run: RunFolder, pids: Mapping[int, int], *, since: float, world: int | None = None) -> None:
+    """If ranks hang, wait until every rank has a note; a rank of this host that writes none gets one from here.
 
-
-def _waits_for_others(file: str) -> bool:
-    """Whether a source file computes or communicates: those of torch and titanlab, unless they read or write files."""
-    if file.startswith(_PACKAGE):
-        return not file.removeprefix(_PACKAGE).startswith(_OWN_FILE_MODULES)
-    is_torch = f"{os.sep}torch{os.sep}" in file
-    return is_torch and not any(f"{os.sep}{part}" in file for part in _TORCH_FILE_MODULES)
-
-
-_FRAMES = 60
-
-
-@dataclass(frozen=True, kw_only=True)
-class Topology:
-    """A rank's place among the others, as far as it is known yet.
-
-    Attributes:
-        groups: by torch's name of a process group.
-        coordinates: the rank's number on each axis whose degree is above 1.
-        messages: returns the state of the pipeline's sends and receives; None without a pipeline.
-        collectives: returns the last collectives of this process.
+    Args:
+        pids: process by rank, for the ranks of this host that have not ended.
+        world: number of ranks of the run; None: the others are not waited for.
     """
-
-    groups: Mapping[str, GroupRecord] = field(default_factory=dict)
-    coordinates: Mapping[str, int] = field(default_factory=dict)
-    messages: Callable[[], Messages | None] = lambda: None
-    collectives: Callable[[], Sequence[Collective]] = tuple
-
-
-def stack_of(frame: FrameType | None) -> list[CodeLine]:
-    """The stack of a thread, innermost line first."""
-    lines = []
-    while frame is not None:
-        lines.append(CodeLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
-    return lines
-
-
-def stack_of_error(trace: TracebackType | None) -> list[CodeLine]:
-    """The stack of an exception, innermost line first."""
-    lines = []
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        lines.append(CodeLine(code.co_filename, trace.tb_lineno, code.co_name))
-        trace = trace.tb_next
-    return lines[::-1]
+    begin = time.monotonic()
+    while hangs_of_others(run, None, since=since):
+        noted = {note.rank for note in run.failures(run.newest_attempt())}
+        states = {rank: process_state(pid) for rank, pid in pids.items() if rank not in noted}
+        quiet = [rank for rank, state in states.items() if state not in ("Z", None)]
+        waited = time.monotonic() - begin
+        # A stopped process will write nothing: nobody need wait for it.
+        if quiet and (waited >= ANSWER_SECONDS or all(states[rank] in STOPPED for rank in quiet)):
+            for rank in quiet:
+                note_silence(run, rank, pids[rank], since=since)
+        elif not quiet and (world is None or len(noted) >= world or waited >= 2 * ANSWER_SECONDS):
+            return
+        time.sleep(_POLL_SECONDS)
 
 
-def hang_record(
-    stack: Sequence[CodeLine],
-    topology: Topology,
-    *,
-    rank: int,
-    state: RankState,
-    phase: str,
-    step: int,
-    seconds: float,
-    limit: float | None,
-) -> HangRecord:
-    """The record of a rank whose main thread is at a stack; for the other arguments see `HangRecord`."""
-    lines = [replace(line, file=line.file.replace(_PACKAGE, "titanlab/", 1)) for line in stack]
-    ours_or_users = (line for line in lines if not is_standard(line.file) and f"{os.sep}torch{os.sep}" not in line.file)
-    return HangRecord(
-        rank=rank,
-        time=time.time(),
-        state=state,
-        phase=phase,
-        step=step,
-        seconds=seconds,
-        limit=limit,
-        activity=_activity(stack),
-        source=next(ours_or_users, None),
-        stack=tuple(lines[:_FRAMES]),
-        coordinates=topology.coordinates,
-        groups=topology.groups,
-        messages=topology.messages(),
-        collectives=tuple(topology.collectives()),
+def note_silence(run: RunFolder, rank: int, pid: int, *, since: float) -> bool:
+    """Note that a rank does not answer, if others hang and it has no note; return whether a note was written."""
+    others = hangs_of_others(run, rank, since=since)
+    attempt = run.newest_attempt()
+    if not others or any(note.rank == rank for note in run.failures(attempt)):
+        return False
+    state = process_state(pid)
+    if state in ("R", "S", "D"):
+        # SIGUSR1 makes the process write its stacks, by faulthandler, which does not need the GIL.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+        time.sleep(_STACKS_SECONDS)
+    why = STATES.get(state or "", "nothing is known of its process")
+    run.write_failure(
+        Outcome(
+            kind=OutcomeKind.HANG,
+            step=min(note.step for note in others),
+            rank=rank,
+            attempt=attempt,
+            cause=f"{_what_hangs(others)}: rank {rank} does not answer: {why}{_advice(others)}",
+        )
     )
+    return True
 
 
-def _activity(stack: Iterable[CodeLine]) -> str:
-    """`data` or `checkpoint` if the main thread is inside the data or a checkpoint, else an empty text."""
-    for line in stack:
-        if line.function == "next_batch" or line.file.startswith(_PACKAGE + "data" + os.sep):
-            return "data"
-        if line.file.startswith(_PACKAGE + "checkpoint" + os.sep):
-            return "checkpoint"
-    return ""
+def judged(notes: Collection[Outcome], world: int, records: Mapping[int, HangRecord] | None = None) -> Outcome:
+    """The outcome of an attempt from its ranks' notes: the first cause, and for a hang the verdict of the diagnosis.
+
+    Args:
+        world: number of ranks; 0: unknown.
+        records: of the hang, by rank. Without them a rank that does not wait for others is named by its own note.
+    """
+    first, has_to_name = first_cause(notes), True
+    diagnosis: Diagnosis | None = None
+    hung = [note for note in notes if note.kind is OutcomeKind.HANG]
+    is_hang = first.kind is OutcomeKind.HANG
+    if not records:
+        if is_hang and (first.echo or is_silent(first)):
+            diagnosis = diagnosis_of(notes, world, {})
+    # A rank that ends with exit code 0 has left the others without a word.
+    elif is_hang or first.echo or first.exit_code == 0:
+        diagnosis, has_to_name = diagnosis_of(notes, world, records), False
+    elif first.exit_code == -signal.SIGABRT or "gloo" in (first.cause or ""):
+        # gloo ends, or raises in, the process that receives a message of another size: not the one that sent it.
+        diagnosis = different_calls(records) or odd_calls(records, first.rank or 0)
+        if diagnosis is not None:
+            diagnosis = replace(diagnosis, verdict=f"{diagnosis.verdict}; rank {first.rank}: {first.cause}")
+    if diagnosis is None or (has_to_name and not diagnosis.ranks):
+        if first.echo and 1 < len(hung) == world and len({note.step for note in hung}) == 1:
+            places = ", ".join(
+                f"rank {note.rank} {(note.cause or '').partition(f'rank {note.rank} waits ')[2].partition(';')[0]}"
+                for note in sorted(hung, key=lambda note: note.rank or 0)[:_MOST_NAMED]
+            )
+            cause = f"{_what_hangs(hung)}: all {world} ranks wait for each other: {places}{_advice(hung)}"
+            return replace(first, rank=None, cause=cause)
+        return first
+    cause = f"{_what_hangs(hung)}: {diagnosis.verdict}{_advice(hung)}" if hung else diagnosis.verdict
+    if not diagnosis.ranks:
+        return replace(first, rank=None, cause=cause, echo=False)
+    note = next((note for note in notes if note.rank == diagnosis.ranks[0]), None)
+    if note is None or is_silent(note):
+        return replace(first, rank=diagnosis.ranks[0], cause=cause, traceback=None, exit_code=None, echo=False)
+    return replace(note, kind=first.kind, cause=cause, echo=False)
+
+
+def diagnosis_of(notes: Collection[Outcome], world: int, records: Mapping[int, HangRecord]) -> Diagnosis:
+    """The diagnosis of an attempt whose ranks hung, or lost their connection to a rank."""
+    silent = {
+        note.rank: (note.cause or "").partition("does not answer: ")[2].partition(";")[0] or "nothing is known of it"
+        for note in notes
+        if note.rank is not None and is_silent(note)
+    }
+    ended = {
+        note.rank: note.cause or note.kind.meaning
+        for note in notes
+        if note.rank is not None and note.kind is not OutcomeKind.HANG and not note.echo
+    }
+    if not any(note.kind is OutcomeKind.HANG for note in notes):
+        # Nobody looked at the processes of the ranks without a note; the others lost their connection to them.
+        noted = {note.rank for note in notes} | set(records)
+        ended |= {rank: "its process is gone and has left no record" for rank in range(world) if rank not in noted}
+    unread = {note.rank for note in notes if note.rank is not None} - set(records) - set(silent) - set(ended)
+    return diagnose(records, world=world, silent=silent, ended=ended, unread=unread)
+
+
+def _what_hangs(notes: Sequence[Outcome]) -> str:
+    """`step 3 did not end within 600 s`, from the note of a rank that reached its own limit."""
+    # Ranks may be in different steps: the earliest one is the one that does not end.
+    for note in sorted(notes, key=lambda note: note.step):
+        event, colon, _ = (note.cause or "").partition(f": rank {note.rank}")
+        if colon and "another rank reached" not in event:
+            return event
+    return "a step did not end in time"
+
+
+def _advice(notes: Sequence[Outcome]) -> str:
+    """Step times and the key of the limit, from the first note that has them."""
+    texts = [(note.cause or "").partition(": rank ")[2].partition("; ")[2] for note in notes]
+    text = next((text for text in texts if "timeout_seconds=" in text), "")
+    return f"; {text}" if text else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,18 +205,20 @@ def hung_attempt(run: RunFolder, attempt: int) -> HungAttempt:
     """Read and diagnose the records of an attempt that hung."""
     records, damaged = read_hang(run, attempt)
     notes = run.failures(attempt)
-    try:
-        world = run.config(attempt).get("world")
-    except ConfigError:
-        world = None
-    size = world if isinstance(world, int) and not isinstance(world, bool) and 0 < world <= _MOST_RANKS else 0
+    world = world_of(run, attempt)
     others = {
         note.rank: (note.cause or "").rpartition(f"rank {note.rank} ")[2].partition(";")[0] or note.kind.meaning
         for note in notes
         if note.rank is not None and note.rank not in records
     }
-    diagnosis = diagnosis_of(notes, size, records)
-    return HungAttempt(diagnosis=diagnosis, records=records, others=others, damaged=damaged, world=size)
+    diagnosis = diagnosis_of(notes, world, records)
+    return HungAttempt(diagnosis=diagnosis, records=records, others=others, damaged=damaged, world=world)
 
 
-_MOST_RANKS = 1_000_000
+def world_of(run: RunFolder, attempt: int) -> int:
+    """How many ranks an attempt has; 0 where its config does not say."""
+    try:
+        world = run.config(attempt).get("world")
+    except ConfigError:
+        return 0
+    return world if isinstance(world, int) and not isinstance(world, bool) and 0 < world <= _MOST_RANKS else 0

@@ -11,17 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from titanlab.costs import find_device
+from titanlab.distributed.ranks import CORES
 from titanlab.errors import ConfigError
 from titanlab.system import output_of
 
-# Environment variable: the cores that a launcher gives to each process. A process that is bound to some cores does not
-# know whether others share them.
-CORES = "TITANLAB_CORES"
 # torch takes the number of the last one that is set.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _DRIVER = Path("/proc/driver/nvidia/gpus")
-_CGROUP = Path("/proc/self/cgroup")
-_CGROUPS = Path("/sys/fs/cgroup")
+_ROOT = Path("/")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,38 +112,37 @@ def _threads(value: str) -> float:
     return int(first) if first.isdecimal() and int(first) > 0 else math.inf
 
 
-def memory_bytes() -> int | None:
+def memory_bytes(root: Path = _ROOT) -> int | None:
     """Memory that this process may use, swap included; None where the system does not report it."""
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        lines = (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()
         sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
-        limits = [sizes["MemTotal"], *_cgroup_limits()]
+        limits = [sizes["MemTotal"]]
+        for folder in memory_groups(root):
+            # cgroup version 2, and 1: without a limit its number is larger than any host's memory.
+            for file in (folder / "memory.max", folder / "memory.limit_in_bytes"):
+                text = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+                limits += [int(text)] if text.isdecimal() else []
     except (OSError, ValueError, KeyError, IndexError):
         return None
     return min(limits) + sizes.get("SwapTotal", 0)
 
 
-def _cgroup_limits() -> Iterator[int]:
-    """Memory limits of this process's cgroup and its parents, which Slurm and containers set."""
+def memory_groups(root: Path = _ROOT) -> Iterator[Path]:
+    """The folder of this process's control group for memory, and those of its parents up to the mount.
+
+    Slurm and containers make such groups. In a container the mount may begin at the group itself.
+    """
     try:
-        lines = _CGROUP.read_text(encoding="utf-8").splitlines()
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return
     for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            top, name = _CGROUPS, "memory.max"
-        elif "memory" in controllers.split(","):
-            # cgroup version 1: without a limit the number is larger than any host's memory.
-            top, name = _CGROUPS / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        cgroup = top / path.lstrip("/")
-        for folder in (cgroup, *cgroup.parents):
-            if folder.is_relative_to(top) and (folder / name).is_file():
-                text = (folder / name).read_text(encoding="utf-8").strip()
-                if text.isdecimal():
-                    yield int(text)
+        number, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if number == "0" or "memory" in controllers.split(","):
+            mount = root / "sys/fs/cgroup" if number == "0" else root / "sys/fs/cgroup/memory"
+            group = mount / path.lstrip("/")
+            yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(mount))
 
 
 def _visible(names: list[str], visible_devices: str | None) -> list[str]:

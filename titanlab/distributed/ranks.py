@@ -13,11 +13,18 @@ from pathlib import Path
 
 from titanlab.errors import ConfigError
 
+# Private variables, by which a process of titanlab tells another one what it has to know. All of them stand here.
+PARENT = "TITANLAB_PARENT"  # process number of the launcher of a rank, whose death is a stop request
+ATTEMPT = "TITANLAB_ATTEMPT"  # number of the attempt that the launcher has begun; under torchrun the ranks find it
+LOG = "TITANLAB_LOG"  # file to which a rank appends its output; without it, the launcher's output is its own
+CORES = "TITANLAB_CORES"  # cores of each process: one that is bound to some does not know whether others share them
+PIDS_FILE = "TITANLAB_PIDS_FILE"  # number of the open file for the process numbers of the ranks that a process forks
+QUESTIONS = "TITANLAB_SCONTROL"  # folder in which the batch file of a job looks for questions to Slurm
+_OWN_GPU = "TITANLAB_OWN_GPU"  # set if a process has a GPU of its own, see `Ranks`
 # Variables with the address at which the ranks of a run meet; another run must not inherit them.
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
 _LOOK_SECONDS = 0.2
 _LOOK_SECONDS_A_RANK = 0.004
-_OWN_GPU = "TITANLAB_OWN_GPU"
 
 
 @dataclass(frozen=True, kw_only=True)

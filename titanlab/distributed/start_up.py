@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from titanlab.distributed.ranks import PARENT
 from titanlab.system import process_start, write_json
 
 FILE = "start_up.json"
 SCHEMA = 1
-# Environment variable: when the process that launches a rank has started, in seconds since the epoch.
-LAUNCHED = "TITANLAB_LAUNCHED"
 # In their order.
 PHASES = (
     *("launcher", "python", "recipe", "imports", "rendezvous"),
@@ -80,16 +79,10 @@ class StartUp:
 
 def start_of_worker() -> StartUp:
     """The start of an attempt, in the process that the launcher has started."""
-    launched = os.environ.pop(LAUNCHED, None)
     # Elsewhere than on Linux, Python's own start is not counted.
     begun = {"python": process_start(os.getpid()) or time.time()}
-    return StartUp({"launcher": float(launched), **begun} if launched else begun)
-
-
-def launched_at() -> dict[str, str]:
-    """The environment variable for the workers that this process starts; empty if its own start is not known."""
-    start = process_start(os.getpid())
-    return {} if start is None else {LAUNCHED: f"{start:.3f}"}
+    launched = process_start(int(os.environ[PARENT])) if PARENT in os.environ else None
+    return StartUp({"launcher": launched, **begun} if launched else begun)
 
 
 def write_start_up(folder: Path, seconds: Mapping[str, float]) -> None:

@@ -1,4 +1,10 @@
-"""A request to stop, by Ctrl-C or a scheduler, which takes effect at the end of a step."""
+"""A request to stop, by Ctrl-C or a scheduler, which takes effect at the end of a step.
+
+A rank hears of it by a signal from the process that has started it, and of nobody else: a launcher forwards the signal
+that it got itself. A scheduler signals all processes of a job at once, and does not say why. Workers of a job therefore
+ignore its signals; the process that has started a worker finds out why, writes it into the attempt's folder
+(`write_stop`), and sends the worker SIGHUP.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
-from typing import TextIO
 
+from titanlab.distributed.ranks import PARENT
 from titanlab.errors import TitanlabError
-from titanlab.records import Outcome, OutcomeKind
+from titanlab.records import Outcome, OutcomeKind, StopReason
+from titanlab.system import parse_json, read_text
 
 # Kind of end by signal. If the ranks have received several signals, the one with the largest number counts.
 STOPS: Mapping[int, OutcomeKind] = {
@@ -25,10 +33,29 @@ STOPS: Mapping[int, OutcomeKind] = {
     signal.SIGXCPU: OutcomeKind.WALLTIME,
 }
 STOP_SIGNALS = tuple(STOPS)
+STOP_FILE = "stop.json"
 ONE_REQUEST_SECONDS = 1.0  # signals within this time are one request
 _LAUNCHER_LOOK_SECONDS = 1.0
 _LAUNCHER_GONE = "its launcher is gone; the run can be resumed"
 Handler = Callable[[int, FrameType | None], None]
+
+
+def write_stop(attempt: Path, reason: StopReason) -> StopReason:
+    """Write a reason to an attempt's folder, unless it has one. Returns the reason that counts."""
+    text = json.dumps({"schema": 1, "kind": reason.kind.value, "cause": reason.cause, "time": time.time()})
+    # A reader that sees an incomplete file ignores it and reads it again later.
+    with contextlib.suppress(FileExistsError), (attempt / STOP_FILE).open("x", encoding="utf-8") as file:
+        file.write(text)
+    return read_stop(attempt) or reason
+
+
+def read_stop(attempt: Path) -> StopReason | None:
+    """The reason in an attempt's folder; None if there is none."""
+    try:
+        value = parse_json(read_text(attempt / STOP_FILE))
+        return StopReason(kind=OutcomeKind(value["kind"]), cause=str(value["cause"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 class StopRequest:
@@ -149,11 +176,6 @@ def _stopped(number: int, cause: str | None, when: str, rank: int | None, attemp
     return Outcome(kind=kind, rank=rank, attempt=attempt, cause=f"{cause} ({when})", exit_code=kind.exit_code)
 
 
-def signal_for(kind: OutcomeKind) -> int:
-    """The signal that asks for an end of this kind."""
-    return {stop_kind: int(number) for number, stop_kind in STOPS.items() if number != signal.SIGTERM}[kind]
-
-
 @contextlib.contextmanager
 def handlers_kept(numbers: Iterable[int]) -> Iterator[None]:
     """Restore the handlers of these signals when the block ends."""
@@ -197,13 +219,18 @@ def held_signals() -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def stop_request() -> Iterator[StopRequest]:
+def stop_request(reason: Callable[[], StopReason | None] = lambda: None) -> Iterator[StopRequest]:
     """Let the signals of STOPS set a flag instead of ending the process; a signal over a second later raises.
+
+    A worker of a job ignores SIGTERM since its start; only SIGHUP counts there.
 
     One request may arrive as several signals at once: from a terminal and from a launcher, or from the kernel, which
     signals the death of a parent once for each thread of the parent.
 
     Python handles signals in the main thread only: in another thread the flag is never set.
+
+    Args:
+        reason: asked at SIGHUP for what the process that has started this one has written.
     """
     request = StopRequest()
     first = 0.0
@@ -216,13 +243,22 @@ def stop_request() -> Iterator[StopRequest]:
         if not first:
             first = time.monotonic()
             if not request.signal:
-                # Ranks add up one flag for each of STOPS. A closed terminal ends a run as Ctrl-C does.
-                request.note(signal.SIGINT if number == signal.SIGHUP else number, _cause(number))
+                told = reason() if number == signal.SIGHUP else None
+                if told is not None:
+                    request.note(_signal_for(told.kind), told.cause)
+                else:
+                    # Ranks add up one flag for each of STOPS. A closed terminal ends a run as Ctrl-C does.
+                    request.note(signal.SIGINT if number == signal.SIGHUP else number, _cause(number))
         elif time.monotonic() - first > ONE_REQUEST_SECONDS:
             raise KeyboardInterrupt
 
-    with handled_signals(caught_signals(), handler), _launcher_watched(request):
+    in_a_job = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    with handled_signals((signal.SIGHUP,) if in_a_job else caught_signals(), handler), _launcher_watched(request):
         yield request
+
+
+def _signal_for(kind: OutcomeKind) -> int:
+    return {stop_kind: int(number) for number, stop_kind in STOPS.items() if number != signal.SIGTERM}[kind]
 
 
 @contextlib.contextmanager
@@ -237,7 +273,7 @@ def _launcher_watched(request: StopRequest) -> Iterator[None]:
                     request.note(signal.SIGTERM, _LAUNCHER_GONE)
                 return
 
-    if "TITANLAB_PARENT" in os.environ:
+    if PARENT in os.environ:
         threading.Thread(target=watch, name="launcher", daemon=True).start()
     try:
         yield
@@ -253,31 +289,5 @@ def _cause(number: int) -> str | None:
 
 
 def _launcher_is_gone() -> bool:
-    parent = os.environ.get("TITANLAB_PARENT")
+    parent = os.environ.get(PARENT)
     return parent is not None and os.getppid() != int(parent)
-
-
-def stop_line(kind: OutcomeKind, cause: str) -> str:
-    """A line for `request_from_lines`."""
-    return json.dumps({"signal": signal_for(kind), "cause": cause}) + "\n"
-
-
-@contextlib.contextmanager
-def request_from_lines(lines: TextIO) -> Iterator[StopRequest]:
-    """Let lines of text set the flag, for a rank whose job handles the signals in its place.
-
-    Slurm sends a signal to every process of a job without a reason. The job's own process finds the reason and sends
-    every rank the same line. End of file means that this process is gone: that is a stop request too.
-    """
-    request = StopRequest()
-
-    def read() -> None:
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                fields = json.loads(line)
-                request.note(fields["signal"], fields["cause"])
-        if not request.signal:
-            request.note(signal.SIGTERM, "the job's own process is gone; the run can be resumed")
-
-    threading.Thread(target=read, name="stop", daemon=True).start()
-    yield request

@@ -4,7 +4,6 @@ from .attempt import go_back as go_back
 from .attempt import missed_checkpoint as missed_checkpoint
 from .attempt import pass_over_damaged as pass_over_damaged
 from .attempt import with_progress as with_progress
-from .attempt import world_of as world_of
 from .contract import UNANSWERED as UNANSWERED
 from .contract import JobEnd as JobEnd
 from .contract import JobKey as JobKey
@@ -41,4 +40,3 @@ from .submission import jobs_folder as jobs_folder
 from .submission import shape_of as shape_of
 from .submission import submissions as submissions
 from .submission import write_submission as write_submission
-from .watch import read_stop as read_stop

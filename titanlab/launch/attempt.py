@@ -28,7 +28,16 @@ from titanlab.checkpoint import (
     step_of,
 )
 from titanlab.data import keep, source
-from titanlab.distributed import NATIVE_SIGN, Host, judged, share_of_cores, this_host, thread_count, thread_variables
+from titanlab.distributed import (
+    NATIVE_SIGN,
+    Host,
+    judged,
+    share_of_cores,
+    this_host,
+    thread_count,
+    thread_variables,
+    world_of,
+)
 from titanlab.errors import ConfigError
 from titanlab.launch.launchers import given_cores
 from titanlab.recipe import Recipe, to_mapping
@@ -328,10 +337,7 @@ def conclude(run: RunFolder, attempt: int, exits: Mapping[int, int], *, memory: 
     notes = {note.rank or 0: note for note in run.failures(attempt)}
     for rank, code in exits.items():
         if rank not in notes:
-            note = from_exit(code, rank=rank, attempt=attempt, memory=memory)
-            path = rank_log(run, rank)
-            begin = part_of(run, rank, path, attempt).span.start
-            notes[rank] = by_log(note, code, text_at_end(path, begin=begin))
+            notes[rank] = note_of_exit(run, attempt, rank, code, memory)
     records, _ = read_hang(run, attempt)
     outcome = judged(list(notes.values()), world_of(run, attempt), records) if notes else from_exit(0, attempt=attempt)
     outcome = with_progress(run, outcome)
@@ -346,8 +352,13 @@ def conclude(run: RunFolder, attempt: int, exits: Mapping[int, int], *, memory: 
     return outcome
 
 
-def by_log(outcome: Outcome, code: int, output: str) -> Outcome:
+def note_of_exit(run: RunFolder, attempt: int, rank: int, code: int, memory: KillEvidence | None) -> Outcome:
     """The outcome of a rank that ended with a code and without a record, with what its log of this attempt says."""
+    outcome, path = from_exit(code, rank=rank, attempt=attempt, memory=memory), rank_log(run, rank)
+    begin = 0
+    with contextlib.suppress(ConfigError):
+        begin = part_of(run, rank, path, attempt).span.start
+    output = text_at_end(path, begin=begin)
     if NATIVE_SIGN in output and code == 1:
         cause = "a step did not end in time, in native code that lets no other thread run; its log has the stacks"
         stacks = output[output.rindex(NATIVE_SIGN) :]
@@ -364,15 +375,6 @@ def by_log(outcome: Outcome, code: int, output: str) -> Outcome:
     elif (line := next(filter(says_oom, reversed(lines)), None)) is not None:
         outcome = replace(outcome, kind=OutcomeKind.OOM, cause=f"{line[:300]} ({outcome.cause})")
     return replace(outcome, traceback="\n".join(output.rstrip().splitlines()[-40:]) or None)
-
-
-def world_of(run: RunFolder, attempt: int) -> int:
-    """How many ranks an attempt has; 0 where its config does not say."""
-    try:
-        world = run.config(attempt).get("world")
-    except ConfigError:
-        return 0
-    return world if isinstance(world, int) else 0
 
 
 def with_progress(run: RunFolder, outcome: Outcome) -> Outcome:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from titanlab.errors import ConfigError
 from titanlab.recipe import LaunchSettings
 from titanlab.records import OutcomeKind
+from titanlab.records import StopReason as StopReason
 
 if TYPE_CHECKING:
     from titanlab.distributed import Ranks
@@ -52,40 +53,27 @@ class JobState:
 
     @property
     def never_started(self) -> bool:
-        """Whether the job waits or has ended, and has never run on a node."""
+        """Whether it waits or has ended without having run."""
         return self.state in ("pending", "ended") and not self.elapsed_seconds and not self.nodes
 
 
 States = Mapping[JobKey, JobState]
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobEnd:
-    """Why a job ended, according to its scheduler."""
-
-    kind: OutcomeKind
-    cause: str
+# Why a job ended, according to its scheduler.
+JobEnd = StopReason
 
 
 @dataclass(frozen=True)
 class MemoryWord:
-    """The scheduler's message about a job that it has killed because of its memory.
+    """The scheduler's most informative message about a job that it has killed because of its memory.
 
     Attributes:
-        said: the message; if there are several, the most informative one.
-        rank: the rank whose process was killed; None if the message names several ranks, or none.
+        rank: whose process was killed; None if the message names several ranks, or none.
     """
 
     said: str
     rank: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class StopReason:
-    """Why a job must end: `cancelled`, `preempted` or `walltime`, and one line for the user."""
-
-    kind: OutcomeKind
-    cause: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +133,7 @@ class LaunchConfig(LaunchSettings, Protocol):
 
 
 def launch_of(recipe: Recipe) -> LaunchConfig:
-    """The config of a recipe's launcher. Composition refuses one that does not derive from `LaunchConfig`."""
+    """The launcher's config; composition refuses one that does not derive from `LaunchConfig`."""
     return cast(LaunchConfig, recipe.launch)
 
 
@@ -206,11 +194,7 @@ class Launcher(Protocol):
         yield from ()
 
     def max_array(self, *, is_answered: bool = True) -> int | None:
-        """How many jobs one submission takes; None: any number.
-
-        Args:
-            is_answered: whether the scheduler answers at present.
-        """
+        """How many jobs one submission takes; None: any number. `is_answered`: whether the scheduler answers."""
         return None
 
     def submit(self, sweep: Path, submission: Submission) -> str:
@@ -238,10 +222,7 @@ class Launcher(Protocol):
     def cancel(
         self, sweep: Path, jobs: Sequence[tuple[Submission, int]], report: Callable[[str], None], *, is_gentle: bool
     ) -> None:
-        """End jobs; jobs that have already ended are skipped.
-
-        Args:
-            is_gentle: the jobs run, and get the time that they need to save.
+        """End jobs; those that have already ended are skipped. With `is_gentle` they get the time to save.
 
         Raises:
             ConfigError: the scheduler does not answer.
@@ -267,7 +248,7 @@ class Launcher(Protocol):
         return None
 
     def memory_word(self, sweep: Path, submission: Submission, index: int) -> MemoryWord | None:
-        """The scheduler's message about a job that it killed because of its memory; None if there is none."""
+        """The scheduler's message about a job that it killed because of its memory."""
         return None
 
     def early_end(self, sweep: Path, submission: Submission, index: int) -> str | None:
@@ -300,10 +281,9 @@ class Launcher(Protocol):
         return  # the default; mypy takes an empty body for an abstract method
 
     def stop_reason(self, signal_name: str, place: ProcessPlace, *, signal_seconds: float) -> StopReason:
-        """The meaning of a signal to a job that titanlab itself has not sent.
+        """The meaning of a signal that titanlab has not sent to a job.
 
-        Args:
-            signal_seconds: how long before its time limit the job asked for a warning.
+        The job asked for a warning `signal_seconds` before its time limit.
         """
         return StopReason(kind=OutcomeKind.PREEMPTED, cause=f"asked to end by {signal_name}; the run can be resumed")
 
@@ -316,14 +296,7 @@ class Launcher(Protocol):
         return frozenset()
 
     def requeue_on_fewer(self, place: ProcessPlace, *, least: int, most: int) -> str | None:
-        """Put the job of this process back into the queue, to start on fewer nodes too.
-
-        Args:
-            least, most: numbers of nodes.
-
-        Returns:
-            why that failed; None if it worked.
-        """
+        """As `requeue`, to start on `least` to `most` nodes."""
         return self.requeue(place)
 
     # Without a queue
@@ -335,8 +308,7 @@ class Launcher(Protocol):
         the ranks save and end, it installs handlers of its own, which forward the signals.
 
         Args:
-            folder: of the run.
-            attempt: the number of the attempt that has begun.
+            attempt: has begun.
             logs: folder for the output of all ranks but rank 0.
 
         Returns:

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from titanlab.distributed import memory_groups
 from titanlab.records import KillEvidence, Outcome, OutcomeKind, RunFolder, loaded, text_at_end
 from titanlab.system import open_to_write, read_text, user_path, write_text
 
@@ -61,31 +62,11 @@ class MemoryKills:
 def memory_kills(root: Path = _ROOT) -> MemoryKills:
     """The counter of this process's control group; without one, that of the machine."""
     machine = _count(root / "proc/vmstat")
-    count = _count_of_group(root)
+    files = (folder / name for folder in memory_groups(root) for name in ("memory.events", "memory.oom_control"))
+    count = next((count for count in map(_count, files) if count is not None), None)
     if count is not None:
         return MemoryKills("its control group", count, machine)
     return MemoryKills("", 0) if machine is None else MemoryKills("this machine", machine, machine)
-
-
-def _count_of_group(root: Path) -> int | None:
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        number, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if number == "0":
-            mount, file = root / "sys/fs/cgroup", "memory.events"
-        elif "memory" in controllers.split(","):
-            mount, file = root / "sys/fs/cgroup/memory", "memory.oom_control"
-        else:
-            continue
-        # In a container, the mount may begin at the control group itself.
-        for folder in (mount / path.lstrip("/"), mount):
-            count = _count(folder / file)
-            if count is not None:
-                return count
-    return None
 
 
 def _count(path: Path) -> int | None:

@@ -6,14 +6,13 @@ This module does not import torch: an error in a recipe is reported within a sec
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from titanlab.checkpoint import Place, parent_of, put_back
 from titanlab.data import source
-from titanlab.distributed import Host, Ranks, await_answers, check_host, held_signals, stopped_before_start, this_host
+from titanlab.distributed import Host, Ranks, check_host, held_signals, stopped_before_start, this_host
 from titanlab.launch import processes
 from titanlab.launch.attempt import (
     close_earlier,
@@ -245,9 +244,7 @@ class RanksHere:
             failures = start(run.path, attempt=attempt, world=recipe.layout.world, logs=run.logs)
         else:
             assert ranks is not None
-            begun = time.time()
             failures = processes.start_one(run.path, ranks)
-            await_answers(run, ranks.world, since=begun)
         shown = set(range(ranks.world)) if ranks is not None else {0} if self._job is None else set()
         return _recorded(run, attempt, failures, console, terminal=shown, memory=kills.evidence())
 

@@ -24,7 +24,7 @@ import msgspec
 
 from titanlab.checkpoint import Place
 from titanlab.data import source
-from titanlab.distributed import ALONE, Ranks, check_host, look_seconds, this_host
+from titanlab.distributed import ALONE, LOG, Ranks, check_host, look_seconds, this_host
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.launch import restarts
 from titanlab.launch.attempt import conclude, keep_tokenizer, missed_checkpoint
@@ -32,8 +32,9 @@ from titanlab.launch.contract import ProcessPlace, launch_of
 from titanlab.launch.evidence import note_bad_host, suspect
 from titanlab.launch.job import Job, address_of, port_of, say
 from titanlab.launch.launchers import default_config
+from titanlab.launch.processes import start_worker
 from titanlab.launch.restarts import Restart, Restarts, change, reduced
-from titanlab.launch.watch import Child, RankWatch, StopCheck, settle
+from titanlab.launch.watch import RankWatch, StopCheck, ignore_stop_signals, settle
 from titanlab.recipe import Recipe, check_unedited, from_mapping, to_mapping
 from titanlab.records import Outcome, OutcomeKind, RunFolder, from_exception, read_optional
 from titanlab.system import counted, write_json
@@ -475,7 +476,6 @@ def await_end(run: RunFolder, attempt: int) -> Outcome | None:
 def watched(job: Job, recipe: Recipe, meeting: Rendezvous, stop: StopCheck) -> int:
     """Run this rank's worker until it ends. Returns its exit code; if it failed, the reason is recorded."""
     run, ranks = job.run, ranks_in(job.place.ranks, meeting)
-    attempt = run.attempt_folder(meeting.attempt)
     try:
         job.check_code()
         cluster = recipe.cluster
@@ -489,12 +489,10 @@ def watched(job: Job, recipe: Recipe, meeting: Rendezvous, stop: StopCheck) -> i
         if job.leads:
             source.prepare(recipe.data, report=say)
             keep_tokenizer(run, recipe)
-        child = Child(
-            run.path,
-            ranks,
-            attempt=meeting.attempt,
-            config=run.config(meeting.attempt),
-            log=run.logs / f"rank-{ranks.rank}.log",
+        log = {LOG: str(run.logs / f"rank-{ranks.rank}.log")}
+        config = run.config(meeting.attempt)
+        started = start_worker(
+            run.path, ranks, meeting.attempt, config=config, variables=log, set_up=ignore_stop_signals
         )
     except Exception as error:
         note = from_exception(error, rank=ranks.rank, attempt=meeting.attempt)
@@ -502,13 +500,4 @@ def watched(job: Job, recipe: Recipe, meeting: Rendezvous, stop: StopCheck) -> i
         if note.traceback:
             traceback.print_exception(error)
         return note.exit_code or 1
-    return RankWatch(
-        run,
-        meeting.attempt,
-        child,
-        rank=ranks.rank,
-        world=ranks.world,
-        check_signals=lambda: stop.look(attempt),
-        is_hurried=lambda: job.is_hurried,
-        is_first=ranks.local_rank == 0,
-    ).to_end()
+    return RankWatch(run, meeting.attempt, started, ranks, stop).to_end()

@@ -73,7 +73,6 @@ class Job:
 
     @property
     def launcher(self) -> Launcher:
-        """The launcher that has started this process."""
         return launcher_named(self.place.launcher)
 
     @property
@@ -112,11 +111,7 @@ class Job:
         write_json(self.run.attempt_folder(attempt) / "job.json", facts)
 
     def check_code(self) -> None:
-        """Check that this process runs the code that was submitted, and not sources that were edited later.
-
-        Raises:
-            ConfigError: it runs other code.
-        """
+        """Check that this process runs the code that was submitted, and not sources that were edited later."""
         if self.code is None:
             return
         here = Path(titanlab.__file__).parent
@@ -140,11 +135,7 @@ class Job:
 
 
 def submitted(sweep: Path, token: str) -> Submission:
-    """The submission of a job.
-
-    Raises:
-        ConfigError: it does not exist any more.
-    """
+    """The submission of a job; a ConfigError if it does not exist any more."""
     for submission in submissions(sweep):
         if submission.token == token:
             return submission
@@ -175,11 +166,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 def address_of(launcher: Launcher, place: ProcessPlace, environ: Mapping[str, str]) -> str:
-    """The address under which all ranks reach rank 0, which is this process: MASTER_ADDR, or the launcher's.
-
-    Raises:
-        ConfigError: no address can be resolved.
-    """
+    """The address under which all ranks reach rank 0, which is this process: MASTER_ADDR, or the launcher's."""
     address = environ.get("MASTER_ADDR")
     if address:
         return address
@@ -196,11 +183,7 @@ def address_of(launcher: Launcher, place: ProcessPlace, environ: Mapping[str, st
 
 
 def port_of(environ: Mapping[str, str]) -> int:
-    """The port of rank 0: MASTER_PORT, or one that is free.
-
-    Raises:
-        ConfigError: MASTER_PORT is not a port number.
-    """
+    """The port of rank 0: MASTER_PORT, or one that is free."""
     port = environ.get("MASTER_PORT")
     if port:
         if not port.isdecimal() or not 0 < int(port) < 65_536:

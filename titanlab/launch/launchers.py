@@ -14,20 +14,12 @@ from titanlab.options import discover, schema_of
 
 @functools.cache
 def launcher_named(kind: str) -> Launcher:
-    """The launcher of a kind, with the defaults of its config.
-
-    Raises:
-        ConfigError: no installed package has this kind.
-    """
+    """The launcher of a kind, with the defaults of its config; a ConfigError if no installed package has it."""
     return default_config(kind).implementation()
 
 
 def default_config(kind: str) -> LaunchConfig:
-    """The config of a launcher with its defaults.
-
-    Raises:
-        ConfigError: no installed package has this kind, or its config has a field without a default.
-    """
+    """The config of a launcher with its defaults; a ConfigError if a field has none, or nobody has this kind."""
     try:
         config: LaunchConfig = schema_of("launch", kind)()
     except TypeError as error:

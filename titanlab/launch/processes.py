@@ -22,27 +22,28 @@ from typing import Any
 
 from titanlab.distributed import (
     ALONE,
-    ANSWER_SECONDS,
+    ATTEMPT,
     LEAST_LIMIT_SECONDS,
+    LOG,
     ONE_REQUEST_SECONDS,
+    PARENT,
+    PIDS_FILE,
     STATES,
     STOP_SIGNALS,
     STOPS,
     Ranks,
+    await_notes,
     caught_signals,
-    end_if_silent,
     free_port,
     handlers_kept,
     hangs_of_others,
-    launched_at,
-    note_silent_ranks,
     stopped_before_start,
 )
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import Failure
 from titanlab.launch.launchers import given_cores
 from titanlab.launch.launchers_schema import Local
-from titanlab.launch.rank.fork import LOGS, PIDS_FILE, adopting
+from titanlab.launch.rank.fork import adopting
 from titanlab.records import Outcome, OutcomeKind, RunFolder
 from titanlab.system import STOPPED, Console, module_command, process_state
 
@@ -228,7 +229,7 @@ class RankProcesses:
 
     def __init__(self, pids: Mapping[int, int], started: Mapping[int, subprocess.Popen[bytes]] | None = None) -> None:
         self.pids = dict(pids)
-        self._started = dict(started or {})
+        self.started = dict(started or {})
         self._codes: dict[int, int] = {}
 
     def running(self) -> dict[int, int]:
@@ -245,8 +246,8 @@ class RankProcesses:
                     # What it has started ends with it. As long as one of them lives, no other process gets this number.
                     with contextlib.suppress(OSError):
                         os.killpg(pid, signal.SIGKILL)
-                if rank in self._started:
-                    self._started[rank].returncode = self._codes[rank]
+                if rank in self.started:
+                    self.started[rank].returncode = self._codes[rank]
         return {rank: pid for rank, pid in self.pids.items() if rank not in self._codes}
 
     @property
@@ -255,10 +256,10 @@ class RankProcesses:
         self.running()
         return dict(sorted(self._codes.items()))
 
-    def ask_to_stop(self, number: int) -> None:
-        """Send a stop signal to every rank that has not ended, as `ask_to_stop` does."""
+    def signal(self, number: int) -> None:
+        """Send a signal to every rank that has not ended, and wake those that are stopped, which would not hear it."""
         for pid in self.running().values():
-            ask_to_stop(pid, number)
+            _signal(pid, number)
 
     def wait_for_failure(self, hangs: Callable[[], bool], is_due: Callable[[], bool]) -> tuple[set[int], set[int]]:
         """Wait until a rank fails, ranks hang or must be killed, or all ranks have ended well.
@@ -287,18 +288,23 @@ class RankProcesses:
                 with contextlib.suppress(ProcessLookupError):
                     # A rank that has just been forked may not yet lead a group.
                     (os.killpg if os.getpgid(pid) == pid else os.kill)(pid, send)
-            end = time.monotonic() + limit
-            while self.running() and time.monotonic() < end:
-                time.sleep(_POLL_SECONDS)
+            self.wait(limit)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until all have ended, but no longer than this."""
+        end = time.monotonic() + seconds
+        while self.running() and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
 
 
-def ask_to_stop(pid: int, number: int) -> None:
-    """Send a stop signal to a process, and wake it if it is stopped (SIGSTOP): otherwise it would not hear of it."""
+def _signal(pid: int, number: int) -> None:
     for each in (number, signal.SIGCONT):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, each)
 
 
+# A rank that hangs ends by itself so soon after its note.
+_LINGER_SECONDS = 6.0
 # The other ranks have this time to end after one has failed.
 GRACE_SECONDS = 5
 # Between two looks at the process that forks the ranks.
@@ -332,24 +338,9 @@ def start_one(
     begin, run = time.time(), RunFolder(folder)
     escalation = _escalation(run, attempt=attempt, ranks=ranks)
     with _forwarded_signals(escalation) as signals:
-        child = start_worker(folder, ranks, attempt, config=config)
-        signals.forward_to(lambda number: ask_to_stop(child.pid, number) if child.poll() is None else None)
-        if child.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                child.stdin.close()
-        end_if_silent(
-            run,
-            ranks.rank,
-            child,
-            since=begin,
-            must_end=lambda: escalation.is_due({ranks.rank: child.pid}),
-            alone=ranks.world == 1,
-        )
-        code: int = -signal.SIGKILL
-        # A process in state D (it waits for a device) does not end at SIGKILL.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = child.wait(KILL_SECONDS)
-    return [Failure(rank=ranks.rank, exit_code=code)] if code else []
+        started = start_worker(folder, ranks, attempt, config=config)
+        signals.forward_to(started.signal)
+        return wait_for(started, run, since=begin, escalation=escalation, world=ranks.world)
 
 
 def _escalation(run: RunFolder, *, attempt: int | None, ranks: Ranks) -> Escalation:
@@ -364,21 +355,27 @@ def _start_many(folder: Path, places: list[Ranks], attempt: int, logs: Path) -> 
     with _forwarded_signals(escalation) as signals:
         with adopting() as can_fork:
             if can_fork:
-                started = _forked(run, places, attempt, logs, signals, escalation)
+                started = _forked(run, places, attempt, signals, escalation)
             else:
                 started = _one_by_one(folder, places, attempt, logs)
         if isinstance(started, Failure):
             return [started]
-        signals.forward_to(started.ask_to_stop)
+        signals.forward_to(started.signal)
         return wait_for(started, run, since=begin, escalation=escalation)
 
 
 def wait_for(
-    started: RankProcesses, run: RunFolder, *, since: float, escalation: Escalation | None = None
+    started: RankProcesses,
+    run: RunFolder,
+    *,
+    since: float,
+    escalation: Escalation | None = None,
+    world: int | None = None,
 ) -> list[Failure]:
-    """Wait until all ranks of a run have ended; after the failure of one, end the others. Returns those that failed.
+    """Wait until the ranks of this host have ended, or end all after the failure of one. Returns those that failed.
 
     Args:
+        world: number of ranks of the run; None: all of them were started here.
         since: when the attempt began, in seconds since the epoch.
         escalation: has heard of stop requests; None: there are none.
     """
@@ -391,7 +388,10 @@ def wait_for(
         started.end(signal.SIGKILL, seconds=GRACE_SECONDS)
     elif failed or hangs:
         others = {rank: pid for rank, pid in started.pids.items() if rank not in failed | left}
-        note_silent_ranks(run, others, since=since, seconds=ANSWER_SECONDS)
+        await_notes(run, others, since=since, world=world)
+        if hangs and world not in (None, len(started.pids)):
+            # Whoever starts the ranks of other hosts is told by the exit code that this one hangs.
+            started.wait(_LINGER_SECONDS)
         # Ranks that hang save nothing: they get no time to end.
         started.end(signal.SIGKILL if hangs else signal.SIGTERM, seconds=GRACE_SECONDS)
     codes = started.codes
@@ -403,7 +403,7 @@ def wait_for(
 
 
 def _forked(
-    run: RunFolder, places: list[Ranks], attempt: int, logs: Path, signals: _Signals, escalation: Escalation
+    run: RunFolder, places: list[Ranks], attempt: int, signals: _Signals, escalation: Escalation
 ) -> RankProcesses | Failure:
     """Start one process that forks the ranks and exits; this process becomes their parent (`rank/fork.py`)."""
     reading, writing = os.pipe()
@@ -413,7 +413,6 @@ def _forked(
             **os.environ,
             **worker_environment(places[0], attempt),
             PIDS_FILE: str(writing),
-            LOGS: str(logs),
         },
         pass_fds=(writing,),
         start_new_session=True,
@@ -430,7 +429,7 @@ def _forked(
                 text += part
             if signals.waiting:
                 # It ends now if it has not begun to fork; otherwise its ranks get the signal.
-                ask_to_stop(forking.pid, signal.SIGTERM)
+                _signal(forking.pid, signal.SIGTERM)
             if escalation.is_due({0: forking.pid}) or escalation.hangs:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(forking.pid, signal.SIGKILL)
@@ -446,10 +445,10 @@ def _forked(
 
 
 def _one_by_one(folder: Path, places: list[Ranks], attempt: int, logs: Path) -> RankProcesses:
-    processes = {}
+    processes: dict[int, subprocess.Popen[bytes]] = {}
     for place in places:
-        log = {"TITANLAB_LOG": str(logs / f"rank-{place.rank}.log")} if place.rank else {}
-        processes[place.rank] = start_worker(folder, place, attempt, variables=log)
+        log = {LOG: str(logs / f"rank-{place.rank}.log")} if place.rank else {}
+        processes |= start_worker(folder, place, attempt, variables=log).started
     return RankProcesses({rank: process.pid for rank, process in processes.items()}, processes)
 
 
@@ -461,7 +460,7 @@ def start_worker(
     config: Mapping[str, Any] | None = None,
     variables: Mapping[str, str] | None = None,
     set_up: Callable[[], None] | None = None,
-) -> subprocess.Popen[bytes]:
+) -> RankProcesses:
     """Start the process of one rank, which leads a session.
 
     Args:
@@ -481,17 +480,11 @@ def start_worker(
         start_new_session=True,
         preexec_fn=set_up,
     )
-    if config:
-        tell(child, json.dumps(config) + "\n")
-    return child
-
-
-def tell(child: subprocess.Popen[bytes], line: str) -> None:
-    """Write a line with its end to a child's standard input; one that has ended already shows that by its exit code."""
-    assert child.stdin is not None
-    with contextlib.suppress(BrokenPipeError):
-        child.stdin.write(line.encode())
-        child.stdin.flush()
+    if child.stdin is not None:
+        # One that has ended already shows that by its exit code.
+        with contextlib.suppress(BrokenPipeError), child.stdin:
+            child.stdin.write(json.dumps(config).encode() + b"\n")
+    return RankProcesses({ranks.rank: child.pid}, {ranks.rank: child})
 
 
 def worker_command(folder: Path) -> list[str]:
@@ -501,8 +494,8 @@ def worker_command(folder: Path) -> list[str]:
 
 def worker_environment(ranks: Ranks, attempt: int | None = None) -> dict[str, str]:
     """Environment variables of a rank that this process starts; without an attempt, the ranks agree on it."""
-    own = {"TITANLAB_PARENT": str(os.getpid()), **launched_at()}
-    return ranks.environment() | own | ({} if attempt is None else {"TITANLAB_ATTEMPT": str(attempt)})
+    own = {PARENT: str(os.getpid())} if attempt is None else {PARENT: str(os.getpid()), ATTEMPT: str(attempt)}
+    return ranks.environment() | own
 
 
 class _Signals:

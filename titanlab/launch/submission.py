@@ -7,7 +7,6 @@ that reads one without a job number asks the queue for the token: no job is subm
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
 import os
 import re
@@ -55,7 +54,6 @@ class JobShape:
         return None if self.minutes is None else self.gpus_per_node * self.nodes * self.minutes / 60
 
     def to_mapping(self) -> dict[str, Any]:
-        """Plain values."""
         return asdict(self)
 
 
@@ -194,22 +192,6 @@ class Submission:
         return {"PYTHONPATH": str(sweep / self.code), "PYTHONSAFEPATH": "1"}
 
 
-def check_submitit(launcher: str) -> None:
-    """Check that submitit is installed, which a kind of launcher needs, without importing it.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if not has_submitit():
-        rule = "needs submitit to start jobs, which is not installed"
-        raise ConfigError("launch", launcher, rule, "pip install submitit")
-
-
-def has_submitit() -> bool:
-    """Whether submitit is installed."""
-    return importlib.util.find_spec("submitit") is not None
-
-
 def submissions(sweep: Path) -> list[Submission]:
     """All submissions of a sweep, oldest first; other and damaged files are skipped."""
     import msgspec
@@ -246,11 +228,7 @@ def submission_file(sweep: Path, token: str) -> Path:
 
 
 def claim_sweep(sweep: Path, *, patience_seconds: float = _CLAIM_SECONDS) -> AbstractContextManager[None]:
-    """Claim a sweep's folder to submit, retry or cancel; waits while another process has the claim.
-
-    Raises:
-        ConfigError: the other process keeps the claim for longer than that.
-    """
+    """Claim a sweep's folder to submit, retry or cancel; a ConfigError if another process keeps it for longer."""
     return claimed(sweep, "sweep", patience_seconds=patience_seconds)
 
 

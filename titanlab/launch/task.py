@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlab.checkpoint import checkpoints_of, latest
+from titanlab.distributed import LOG
 from titanlab.errors import TitanlabError
 from titanlab.launch.attempt import close_earlier, make_attempts, with_progress
 from titanlab.launch.contract import launch_of
@@ -122,7 +123,7 @@ def _group(job: Job, stack: contextlib.ExitStack) -> RankGroup | RanksHere:
         return RankGroup(job, say)
     close_earlier(job.run)
     # Rank 0 has no terminal.
-    os.environ["TITANLAB_LOG"] = str(job.run.logs / "rank-0.log")
+    os.environ[LOG] = str(job.run.logs / "rank-0.log")
     console = stack.enter_context(Console())
     return RanksHere(job.run, None, None, console, started_by=job.place.launcher, job=job)
 

@@ -1,8 +1,8 @@
 """Watches one rank of a job: asks its worker to stop, ends it after failures of other ranks, records why it ended.
 
 Slurm sends a signal to all processes of a job at once, also to data readers and trackers. They all ignore stop signals
-from their start; only the parent of the worker handles them and decides what they mean. The worker reads stop requests
-from standard input.
+from their start; only the parent of the worker handles them and decides what they mean. It tells the worker by SIGHUP
+and the file `stop.json` of the attempt (`distributed/stop.py`).
 
 One process determines why the job must end and writes it for the others (`attempts/N/stop.json`). The first reason that
 is written counts, so that all ranks act alike. If the scheduler does not tell the reason soon, the ranks are told to
@@ -12,71 +12,40 @@ save all the same: its grace time is short.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from titanlab.distributed import ANSWER_SECONDS, STOP_SIGNALS, Ranks, look_seconds, note_silence, stop_line
-from titanlab.launch.attempt import by_log
-from titanlab.launch.contract import Launcher, ProcessPlace, StopReason
+from titanlab.distributed import (
+    ANSWER_SECONDS,
+    STOP_FILE,
+    STOP_SIGNALS,
+    Ranks,
+    look_seconds,
+    note_silence,
+    read_stop,
+    write_stop,
+)
+from titanlab.launch.attempt import note_of_exit
+from titanlab.launch.contract import Launcher, ProcessPlace
 from titanlab.launch.evidence import memory_kills
 from titanlab.launch.job import Job, say
-from titanlab.launch.processes import KILL_SECONDS, Escalation, start_worker, tell
-from titanlab.records import Outcome, OutcomeKind, RunFolder, from_exit, text_at_end
-from titanlab.system import STOPPED, parse_json, process_state, read_text
+from titanlab.launch.processes import Escalation, RankProcesses
+from titanlab.records import Outcome, OutcomeKind, RunFolder, StopReason
+from titanlab.system import STOPPED, process_state
 
 
-class Child:
-    """A running worker, to whose log the output of its libraries is appended."""
-
-    def __init__(self, folder: Path, ranks: Ranks, *, attempt: int, config: Mapping[str, Any], log: Path) -> None:
-        self._log = log
-        self._log_begin = log.stat().st_size if log.exists() else 0
-        variables = {"TITANLAB_TOLD": "1", "TITANLAB_LOG": str(log)}
-        self._process = start_worker(
-            folder, ranks, attempt, config=config, variables=variables, set_up=_ignore_stop_signals
-        )
-        self.pid, self.poll = self._process.pid, self._process.poll
-
-    def ask_to_stop(self, kind: OutcomeKind, cause: str) -> None:
-        """Ask the worker to agree with the other ranks on a step, to save, and to end."""
-        tell(self._process, stop_line(kind, cause))
-        # If it is stopped (SIGSTOP), it must wake to read the line.
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGCONT)
-
-    def show_stacks(self) -> None:
-        """Make the worker write the Python stacks of all its threads to its log."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGUSR1)
-
-    def kill(self) -> int:
-        """Kill the worker and the processes that it has started. Returns its exit code."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        # A process in state D (it waits for a device) does not end at SIGKILL.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(KILL_SECONDS)
-        return -signal.SIGKILL
-
-    def output(self) -> str:
-        """The end of the worker's log."""
-        return text_at_end(self._log, begin=self._log_begin)
-
-
-def _ignore_stop_signals() -> None:
+def ignore_stop_signals() -> None:
+    """In a new worker: leave a scheduler's signals to the watch, and hold its own signal until it is handled."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
 
 
-STOP_FILE = "stop.json"
 # Rank 0 has this time to write the meaning of a signal, before another rank does.
 MEANING_SECONDS = 5.0
 # After this time without the scheduler's answer, the ranks are told to save.
@@ -93,14 +62,14 @@ class StopCheck:
     """
 
     def __init__(self, job: Job, *, signal_seconds: float) -> None:
-        self._job, self._signal_seconds = job, signal_seconds
+        self.job, self._signal_seconds = job, signal_seconds
         self._asks: threading.Thread | None = None
         self._meaning: StopReason | None = None
         self._assumed: StopReason | None = None
 
     def look(self, attempt: Path) -> None:
         """Write the reason to stop for all ranks of an attempt, unless there is none, or another rank has."""
-        job = self._job
+        job = self.job
         cancelled_by = job.run.asked_to_cancel() if job.leads or job.signals else None
         if not job.signals and cancelled_by is None:
             return
@@ -132,7 +101,7 @@ class StopCheck:
         return replace(outcome, kind=kind, cause=cause, exit_code=code)
 
     def _ask(self, number: int, cancelled_by: str | None) -> None:
-        launcher, place = self._job.launcher, self._job.place
+        launcher, place = self.job.launcher, self.job.place
         self._meaning = meaning(number, launcher, place, signal_seconds=self._signal_seconds, cancelled_by=cancelled_by)
 
 
@@ -154,24 +123,6 @@ def meaning(
     return launcher.stop_reason(name, place, signal_seconds=signal_seconds)
 
 
-def write_stop(attempt: Path, reason: StopReason) -> StopReason:
-    """Write a reason to an attempt's folder, unless it has one. Returns the reason that counts."""
-    text = json.dumps({"schema": 1, "kind": reason.kind.value, "cause": reason.cause, "time": time.time()})
-    # A reader that sees an incomplete file ignores it and reads it again later.
-    with contextlib.suppress(FileExistsError), (attempt / STOP_FILE).open("x", encoding="utf-8") as file:
-        file.write(text)
-    return read_stop(attempt) or reason
-
-
-def read_stop(attempt: Path) -> StopReason | None:
-    """The reason in an attempt's folder; None if there is none."""
-    try:
-        value = parse_json(read_text(attempt / STOP_FILE))
-        return StopReason(kind=OutcomeKind(value["kind"]), cause=str(value["cause"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
 # When another rank has failed, a worker has this time to record its own state; after a hang it first writes its stacks.
 GRACE_SECONDS = 5.0
 HANG_GRACE_SECONDS = ANSWER_SECONDS
@@ -186,60 +137,44 @@ _POLL_SECONDS = 0.2
 
 
 class RankWatch:
-    """Watches one rank's worker in one attempt.
+    """Watches one rank's worker in one attempt."""
 
-    Args:
-        check_signals: called at every look; it may write the reason to stop.
-        is_hurried: whether the worker must end without saving.
-        is_first: whether the rank is the first one on its host.
-    """
-
-    def __init__(
-        self,
-        run: RunFolder,
-        attempt: int,
-        child: Child,
-        *,
-        rank: int,
-        world: int,
-        check_signals: Callable[[], None],
-        is_hurried: Callable[[], bool] = lambda: False,
-        is_first: bool = True,
-    ) -> None:
-        self._run, self._attempt, self._child = run, attempt, child
-        self._rank, self._world, self._check_signals, self._is_hurried = rank, world, check_signals, is_hurried
+    def __init__(self, run: RunFolder, attempt: int, started: RankProcesses, ranks: Ranks, stop: StopCheck) -> None:
+        self._run, self._attempt, self._started, self._stop = run, attempt, started, stop
+        self._rank, self._world = ranks.rank, ranks.world
         self._folder = run.attempt_folder(attempt)
         self._reason: StopReason | None = None
-        self._look_seconds = look_seconds(world, is_first=is_first)
-        self._look_at = 0.0
+        self._look_seconds = look_seconds(ranks.world, is_first=ranks.local_rank == 0)
         self._kills = memory_kills()
-        self._escalation = Escalation(run, attempt=attempt, world=world, say=say)
+        self._escalation = Escalation(run, attempt=attempt, world=ranks.world, say=say)
         self._ended_here = self._others_hang = False
         self._begin = time.time()
 
     def to_end(self) -> int:
         """Wait until the worker ends, and make sure that its reason is recorded. Returns its exit code."""
         end: float | None = None
-        while (code := self._child.poll()) is None:
-            if time.monotonic() + _POLL_SECONDS / 2 >= self._look_at:
-                self._check_signals()
+        look_at = 0.0
+        while running := self._started.running():
+            if time.monotonic() + _POLL_SECONDS / 2 >= look_at:
+                self._stop.look(self._folder)
                 names = self._names()
                 if STOP_FILE in names:
                     self._pass_on()
                 if end is None:
                     end = self._time_to_end(names)
-                self._look_at = time.monotonic() + self._look_seconds
-            is_due = self._escalation.is_due({self._rank: self._child.pid})
-            is_stopped = self._others_hang and process_state(self._child.pid) in STOPPED
+                look_at = time.monotonic() + self._look_seconds
+            is_due = self._escalation.is_due(running)
+            is_stopped = self._others_hang and process_state(running[self._rank]) in STOPPED
             if is_due or is_stopped or (end is not None and time.monotonic() > end):
                 self._ended_here = True
                 if self._run.result(self._attempt) is None:
                     # While other ranks hang: what is known of a worker that does not answer.
-                    note_silence(self._run, self._rank, self._child.pid, since=self._begin)
-                code = self._child.kill()
+                    note_silence(self._run, self._rank, running[self._rank], since=self._begin)
+                self._started.end(signal.SIGKILL, seconds=0.0)
                 break
             time.sleep(_POLL_SECONDS)
-        self._check_signals()
+        code = self._started.codes.get(self._rank, -signal.SIGKILL)
+        self._stop.look(self._folder)
         self._pass_on()
         self._note(code)
         return code
@@ -248,7 +183,7 @@ class RankWatch:
         if self._reason is None and (reason := read_stop(self._folder)) is not None:
             self._reason = reason
             self._escalation.asked(reason.kind, reason.cause)
-            self._child.ask_to_stop(reason.kind, reason.cause)
+            self._started.signal(signal.SIGHUP)
 
     def _names(self) -> set[str]:
         """The names in the attempt's folder: one call of the file system instead of one for each file."""
@@ -260,7 +195,7 @@ class RankWatch:
         """The time until which the worker may end by itself, by the names in the attempt's folder; None: any."""
         if "result.json" in names and self._run.result(self._attempt) is not None:
             return time.monotonic() + TEARDOWN_SECONDS
-        if self._is_hurried() or self._nothing_to_save():
+        if self._stop.job.is_hurried or self._nothing_to_save():
             return time.monotonic()
         noted = self._run.failures(self._attempt) if "failures" in names else []
         notes = [note for note in noted if note.rank != self._rank]
@@ -268,7 +203,7 @@ class RankWatch:
             return None
         if any(note.kind is OutcomeKind.HANG for note in notes):
             self._others_hang = True
-            self._child.show_stacks()
+            self._started.signal(signal.SIGUSR1)
             return time.monotonic() + HANG_GRACE_SECONDS
         return time.monotonic() + GRACE_SECONDS
 
@@ -288,13 +223,11 @@ class RankWatch:
         is_recorded = any(note.rank == self._rank for note in self._run.failures(self._attempt))
         if is_recorded or self._run.result(self._attempt) is not None:
             return
-        outcome = from_exit(code, rank=self._rank, attempt=self._attempt, memory=self._kills.evidence())
+        note = note_of_exit(self._run, self._attempt, self._rank, code, self._kills.evidence())
         if self._reason is not None and code < 0:
             cause = f"{self._reason.cause}; it ended before it could save"
-            outcome = replace(outcome, kind=self._reason.kind, cause=cause, echo=False)
-        else:
-            outcome = by_log(outcome, code, self._child.output())
-        self._run.write_failure(outcome)
+            note = replace(note, kind=self._reason.kind, cause=cause, traceback=None, echo=False)
+        self._run.write_failure(note)
 
 
 def await_result(run: RunFolder, attempt: int, world: int, *, seconds: float = RESULT_SECONDS) -> Outcome | None:

@@ -1,5 +1,3 @@
-from .chunked_loss import ChunkedLoss as ChunkedLoss
-from .chunked_loss import Columns as Columns
 from .collectives import STANDS_FOR_NCCL as STANDS_FOR_NCCL
 from .context import check_attention as check_attention
 from .context import positions as positions
@@ -10,6 +8,8 @@ from .gradients import scale_gradients as scale_gradients
 from .gradients import sum_gradients as sum_gradients
 from .joined import join_products as join_products
 from .loss import IGNORE as IGNORE
+from .loss import ChunkedLoss as ChunkedLoss
+from .loss import Columns as Columns
 from .loss import Loss as Loss
 from .loss import SplitLoss as SplitLoss
 from .loss import loss_sum as loss_sum

@@ -204,8 +204,8 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor, *, shapes_vary: bool = Fa
             continue
         shared = candidate != "efficient" and q.shape[1] != k.shape[1]
         # As `repeated` makes them; a view is enough for a check of shapes.
-        heads_shared = shared or q.shape[1] == k.shape[1]
-        k_, v_ = (k, v) if heads_shared else (x[:, :1].expand(-1, q.shape[1], -1, -1) for x in (k, v))
+        takes_heads = shared or q.shape[1] == k.shape[1]
+        k_, v_ = (k, v) if takes_heads else (x[:, :1].expand(-1, q.shape[1], -1, -1) for x in (k, v))
         if _CAN_USE[candidate](SDPAParams(q, k_, v_, None, 0.0, False, shared)):
             return _KERNELS[candidate]
     raise RuntimeError(

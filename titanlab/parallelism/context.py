@@ -35,17 +35,11 @@ def positions(seq_len: int, *, ranks: int, rank: int) -> Tensor:
 
     The sequence is divided into 2·ranks chunks. A rank has chunk `rank` counted from the front and chunk `rank` counted
     from the back: later rows of causal attention have more keys, and this choice gives every rank the same work.
-
-    Raises:
-        ValueError: the sequence is not divisible into 2·ranks chunks.
     """
-    chunk, rest = divmod(seq_len, 2 * ranks)
-    if rest or not chunk:
-        raise ValueError(
-            f"a sequence of {seq_len} tokens has no {2 * ranks} equal chunks, two for each of {ranks} ranks"
-        )
-    chunks = torch.arange(seq_len).view(2 * ranks, chunk)
-    return torch.cat((chunks[rank], chunks[-1 - rank]))
+    if seq_len % (2 * ranks) or not seq_len:
+        raise ValueError(f"a sequence of {seq_len} tokens has no {2 * ranks} equal chunks, two a rank")
+    chunks = torch.arange(seq_len).view(2 * ranks, -1)
+    return torch.cat([chunks[number] for number in head_tail.owned(rank, ranks)])
 
 
 class ContextAttention(nn.Module):
@@ -62,11 +56,8 @@ class ContextAttention(nn.Module):
 
     def __init__(self, method: str, group: ProcessGroup, kernel: str = "auto") -> None:
         super().__init__()
-        if method not in EXCHANGES:
-            raise ValueError(f"context_method {method!r}: choose one of {', '.join(EXCHANGES)}")
-        self.method = method
+        self.method, self.kernel = method, kernel
         self.group_name: str = group.group_name
-        self.kernel = kernel
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | HostStarts | None = None) -> Tensor:
         # A model may hand on what it gets.

@@ -25,9 +25,9 @@ class Ring:
     sent: three quarters of the n·(n−1) blocks of a full ring. (Upwards, tails would pass through ranks that do not need
     them.)
 
-    Gradients do not follow the ring: each part is sent directly to the owner of the keys, in the kernel's dtype, and
-    added there in float32. That takes as many messages as a ring, and in 16 bits half the bytes, because a ring would
-    have to send running sums in float32; and no rank waits for a neighbour's sum.
+    Gradients are sent directly to the owner of the keys, in the kernel's dtype, and added there in float32. That takes
+    as many messages as a ring, which would have to send running sums in float32; and no rank waits for a neighbour's
+    sum.
     """
 
     def __init__(self, local: Pair, group: ProcessGroup) -> None:

@@ -84,14 +84,10 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
     for path, layer in model.named_modules():
         if isinstance(layer, ExpertLinear):
             take_over(layer, path, key="parallelism.expert", value=mesh.size(), cure="try 1", like=type(layer))
-            _distribute(layer, mesh)
+            part = distribute_tensor(layer.weight.data, mesh, [Shard(0)])
+            layer.weight = nn.Parameter(part, requires_grad=layer.weight.requires_grad)
+            layer.forward = on_local_parts(layer)  # type: ignore[method-assign]
     return experts
-
-
-def _distribute(layer: ExpertLinear, mesh: DeviceMesh) -> None:
-    part = distribute_tensor(layer.weight.data, mesh, [Shard(0)])
-    layer.weight = nn.Parameter(part, requires_grad=layer.weight.requires_grad)
-    layer.forward = on_local_parts(layer)  # type: ignore[method-assign]
 
 
 class Way(NamedTuple):

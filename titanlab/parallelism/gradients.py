@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from titanlab.dtensor import local_part
 
@@ -79,11 +80,8 @@ def _parts(parameter: nn.Parameter) -> int:
     data = parameter.data
     if not isinstance(data, DTensor):
         return 1
-    parts = 1
-    for axis, placement in enumerate(data.placements):
-        if not isinstance(placement, Replicate):
-            parts *= data.device_mesh.size(axis)
-    return parts
+    axes = enumerate(data.placements)
+    return math.prod(data.device_mesh.size(axis) for axis, placement in axes if not placement.is_replicate())
 
 
 def _local_gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:

@@ -60,6 +60,7 @@ class KeyValueTransfer(Protocol):
 
 
 def owned(rank: int, ranks: int) -> tuple[int, int]:
+    """The numbers of a rank's chunks: its head and its tail."""
     return rank, 2 * ranks - 1 - rank
 
 
@@ -85,7 +86,7 @@ def forward(
         parts = kernel.forward(*local, causal=True)
     else:
         parts = kernel.documents_forward(*local, starts=documents.inner)
-    out, lse = (joined_halves(_swapped(x), q.shape[0]) for x in parts)
+    out, lse = (_joined_halves(_swapped(x), q.shape[0]) for x in parts)
     # Partial outputs are added in float32: the errors of rounding every sum to 16 bits would add up.
     out = out.to(accumulator(q.dtype))
 
@@ -119,7 +120,7 @@ def backward(
         parts = kernel.backward(*local, causal=True)
     else:
         parts = kernel.documents_backward(*local, starts=documents.inner)
-    dq, dk, dv = (joined_halves(_swapped(x), q.shape[0]).to(accumulator(q.dtype)) for x in parts)
+    dq, dk, dv = (_joined_halves(_swapped(x), q.shape[0]).to(accumulator(q.dtype)) for x in parts)
 
     def add_gradients(block: KeysAndValues, into: Pair) -> None:
         """Add the gradients from a block's keys to those of local rows, and to those of the block."""
@@ -160,7 +161,7 @@ def halves(x: Tensor) -> Tensor:
     return x.reshape(2 * x.shape[0], x.shape[1] // 2, *x.shape[2:])
 
 
-def joined_halves(x: Tensor, batch: int) -> Tensor:
+def _joined_halves(x: Tensor, batch: int) -> Tensor:
     """The inverse of `halves`, contiguous."""
     return x.reshape(batch, 2 * x.shape[1], *x.shape[2:]).contiguous()
 
@@ -177,11 +178,10 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 class DocumentChunks:
     """The documents in a rank's two chunks.
 
-    A document is one piece of a sequence, so one at most reaches from an earlier chunk into a later one: the document
-    of the later chunk's first row. The later chunk's first rows, as far as they are of that document, attend to all of
-    its keys in the earlier chunk, which are that chunk's last. So all work between two chunks is a full rectangle,
-    without a mask and without rows that attend to nothing; and where the document does not reach, there is nothing to
-    compute. Within a chunk, each document is causal attention by itself.
+    At most one document reaches from an earlier chunk into a later one: that of the later chunk's first row. The later
+    chunk's first rows, as far as they are of that document, attend to all of its keys in the earlier chunk, which are
+    that chunk's last. So the work between two chunks is a full rectangle without a mask, or nothing. Within a chunk,
+    each document is causal attention by itself.
 
     Keys, values and gradients are transferred as without documents, whatever is computed: no rank waits for a message
     that another does not send.
@@ -218,12 +218,7 @@ class DocumentChunks:
 
 
 class Rectangle(NamedTuple):
-    """Local rows of some sequences, all of which attend to all of these keys of a block.
-
-    sequences: of the batch
-    rows: of the local tokens
-    keys: slices of the block's keys
-    """
+    """Local rows of some sequences of the batch, all of which attend to all of these keys of a block."""
 
     sequences: slice
     rows: slice

@@ -1,4 +1,4 @@
-"""Cross-entropy of whole logits, or of logits that are split over the vocabulary."""
+"""Cross-entropy of whole logits, of logits that are split over the vocabulary, or of a head in chunks of tokens."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor, nn
 
+from titanlab.costs import part_rows
+from titanlab.dtensor import distributed_like, in_gradient_dtype, local_part
 from titanlab.parallelism.collectives import all_gather_single
+from titanlab.techniques.precision.product import PLAIN, Product, product_of, rows
 
 IGNORE = -100
 
 
-def loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross-entropy in float32, summed over labels that are not IGNORE.
 
     logits: [batch, seq, vocab]; labels: [batch, seq]; returns a scalar.
@@ -23,21 +27,29 @@ def loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 # (runs the model and returns its output, labels [batch, seq]) → the loss, a float32 scalar
-Loss = Callable[[Callable[[], torch.Tensor], torch.Tensor], torch.Tensor]
+Loss = Callable[[Callable[[], Tensor], Tensor], Tensor]
 
 
-def of_logits(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Loss:
+def of_logits(function: Callable[[Tensor, Tensor], Tensor]) -> Loss:
     """The loss of a model that returns logits, by a function of (logits, labels)."""
     # No variable refers to the logits, so that they are freed as soon as the loss is known.
     return lambda compute, labels: function(compute(), labels)
 
 
-class LossFunctions(NamedTuple):
-    """The functions of a split loss that compute without communication; each may be compiled."""
+class Columns(NamedTuple):
+    """The columns of the vocabulary that a rank has.
 
-    own: Callable[..., Any]  # before the all-gather
-    whole: Callable[..., Any]  # after it
-    slope: Callable[..., Any]  # backward
+    Attributes:
+        group: the ranks that have the other columns; None: it has all.
+    """
+
+    first: int = 0
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, vocab_size: int) -> Columns:
+        """This rank's columns, cut as DTensor cuts them: parts of ceil(vocab_size / ranks), the last ones smaller."""
+        return cls(min(group.rank() * -(-vocab_size // group.size()), vocab_size), group)
 
 
 class SplitLoss:
@@ -49,82 +61,299 @@ class SplitLoss:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        columns: Columns,
         *,
-        vocab_size: int,
         compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
     ) -> None:
-        """The vocabulary is split as DTensor splits it: parts of ceil(vocab_size / ranks), the last ones smaller.
+        """`compiled`: compiles a function of tensors that does not communicate."""
+        self.columns = columns
+        # Before the all-gather, after it, and in the backward pass.
+        self.own, self.whole, self.slope = compiled(_own), compiled(_whole), compiled(_slope_of_own)
 
-        Args:
-            compiled: compiles a function of tensors that does not communicate.
-        """
-        self.group = group
-        part = -(-vocab_size // group.size())
-        self.first = min(group.rank() * part, vocab_size)
-        self.parts = LossFunctions(compiled(_own), compiled(_whole), compiled(_slope))
-
-    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """logits: [batch, seq, this rank's part of vocab]; labels: [batch, seq]; returns a float32 scalar."""
-        loss: torch.Tensor = _SplitCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            logits.flatten(0, 1), labels.flatten(), self.first, self.group, self.parts
-        )
+        loss: Tensor = _SplitCrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), self)  # type: ignore[no-untyped-call]
         return loss
 
 
-def _own(logits: torch.Tensor, labels: torch.Tensor, first: int) -> tuple[torch.Tensor, ...]:
+def _own(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, ...]:
     """Log-probabilities within this rank's columns, the label's mask and column, and [2, tokens] to send."""
     # Normalised over this rank's columns only; `_whole` computes the shift to the whole vocabulary.
     own = torch.log_softmax(logits.float(), dim=-1)
     own_sum = logits[:, 0].float() - own[:, 0]
-    mine = (labels >= first) & (labels < first + logits.shape[1])
-    column = (labels - first).where(mine, 0).unsqueeze(1)
+    mine, column = _column_of_label(labels, first, logits.shape[1])
     # To send: log-sum-exp, and the label's logit or 0.
     return own, mine, column, torch.stack([own_sum, (own.gather(1, column).squeeze(1) + own_sum).where(mine, 0.0)])
 
 
-def _whole(gathered: torch.Tensor, own_sum: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _whole(gathered: Tensor, own_sum: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
     """The loss, the shift of log-probabilities from this rank's columns to the whole vocabulary, and the valid labels.
 
     gathered: [2 · ranks, tokens], from all ranks.
     """
-    gathered = gathered.unflatten(0, (-1, 2))
-    whole_sum = gathered[:, 0].logsumexp(dim=0)
+    whole_sum, logit = _of_all_ranks(gathered)
     valid = labels != IGNORE
-    total = (whole_sum - gathered[:, 1].sum(dim=0)).where(valid, 0.0).sum()
-    return total, own_sum - whole_sum, valid
+    return (whole_sum - logit).where(valid, 0.0).sum(), own_sum - whole_sum, valid
 
 
-def _slope(
-    gradient: torch.Tensor,
-    own: torch.Tensor,
-    shift: torch.Tensor,
-    column: torch.Tensor,
-    mine: torch.Tensor,
-    valid: torch.Tensor,
-) -> torch.Tensor:
+def _of_all_ranks(gathered: Tensor) -> tuple[Tensor, Tensor]:
+    """By token, the log-sum-exp of the whole vocabulary and the label's logit; gathered: [2 · ranks, tokens]."""
+    gathered = gathered.unflatten(0, (-1, 2))
+    return gathered[:, 0].logsumexp(dim=0), gathered[:, 1].sum(dim=0)
+
+
+def _slope_of_own(gradient: Tensor, own: Tensor, shift: Tensor, column: Tensor, mine: Tensor, valid: Tensor) -> Tensor:
     """The gradient of this rank's columns: softmax over the whole vocabulary, minus one at the label."""
     slope = own.add(shift.unsqueeze(1)).exp_()
     slope.scatter_add_(1, column, -mine.to(slope.dtype).unsqueeze(1))
     return slope.mul_((gradient * valid).unsqueeze(1))
 
 
+def _gathered(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[2, tokens] of all ranks: [2 · ranks, tokens]."""
+    gathered = sent.new_empty((group.size() * 2, sent.shape[1]))
+    all_gather_single(gathered, sent, group=group)
+    return gathered
+
+
 class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, first: int, group: dist.ProcessGroup, parts: LossFunctions
-    ) -> torch.Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, split: SplitLoss) -> Tensor:
+        first, group = split.columns
+        assert group is not None
         # Detached, so that one compilation serves training and evaluation.
-        own, mine, column, sent = parts.own(logits.detach(), labels, first)
-        gathered = sent.new_empty((group.size() * 2, sent.shape[1]))
-        all_gather_single(gathered, sent, group=group)
-        total: torch.Tensor
-        total, shift, valid = parts.whole(gathered, sent[0], labels)
+        own, mine, column, sent = split.own(logits.detach(), labels, first)
+        total: Tensor
+        total, shift, valid = split.whole(_gathered(sent, group), sent[0], labels)
         ctx.save_for_backward(own, shift, column, mine, valid)
-        ctx.dtype, ctx.slope = logits.dtype, parts.slope
+        ctx.dtype, ctx.slope = logits.dtype, split.slope
         return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        slope: torch.Tensor = ctx.slope(gradients[0], *ctx.saved_tensors)
-        return slope.to(ctx.dtype), None, None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        slope: Tensor = ctx.slope(gradients[0], *ctx.saved_tensors)
+        return slope.to(ctx.dtype), None, None
+
+
+class ChunkedLoss:
+    """The cross-entropy of a model, summed over valid labels, computed by its head in chunks of tokens.
+
+    The logits of a microbatch never exist whole. The forward pass computes the gradients too, chunk by chunk, so that a
+    chunk's logits are computed once and freed; the backward pass only hands the gradients on (docs/decisions/0039).
+
+    It replaces the `forward` of the head. While the loss is being computed, the head returns the loss; at other times
+    it returns logits as before.
+    """
+
+    def __init__(
+        self,
+        head: nn.Module,
+        *,
+        tokens: int,
+        scale: float | Tensor,
+        columns: Columns = Columns(),  # noqa: B008 (immutable)
+        gathered: Callable[[Tensor], Tensor] | None = None,
+        compiled: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+        writes_gradient: bool = False,
+    ) -> None:
+        """Replace the head's `forward`.
+
+        Args:
+            head: a linear layer [dim → vocabulary], or a module without a parameter that gets the table as a second
+                argument.
+            tokens: of a chunk.
+            scale: the caller runs the backward pass of scale · loss; a tensor may change between steps.
+            columns: of the head's weight on this rank, which may be a DTensor.
+            gathered: the head's input → all tokens of the microbatch, [tokens, dim]; None: the input [batch, seq, dim]
+                has all.
+            compiled: compiles a function of tensors that does not communicate; None: nothing is compiled.
+            writes_gradient: the forward pass adds the gradient of the weight to `weight.grad` itself, instead of the
+                backward pass. A pipeline needs it: a schedule may run many forward passes before the first backward
+                pass, and each would keep a tensor of the weight's size.
+        """
+        self.scale, self.writes_gradient = scale, writes_gradient
+        self._head, self._gathered, self._logits = head, gathered or rows, head.forward
+        self._labels: Tensor | None = None
+        self._tokens, self._columns, self._product = tokens, columns, product_of(head)
+        self._statistics = _statistics_in_parts if compiled is None else compiled(_statistics)
+        self._slope = _slope_in_parts if compiled is None else compiled(_slope)
+        # Compiled code exists for chunks of one size.
+        self._pads = compiled is not None
+        head.forward = self._forward
+
+    def __call__(self, compute: Callable[[], Tensor], labels: Tensor) -> Tensor:
+        """The loss, a float32 scalar; `compute` runs the model on a microbatch with these labels [batch, seq]."""
+        self._labels = labels
+        try:
+            return compute()
+        finally:
+            self._labels = None
+
+    def _forward(self, hidden: Tensor, *table: Any) -> Tensor:
+        if self._labels is None:
+            logits: Tensor = self._logits(hidden, *table)
+            return logits
+        (weight,) = table or (self._head.weight,)
+        bias = local_part(getattr(self._head, "bias", None))
+        inputs = self._gathered(hidden), weight, bias
+        labels = self._labels.flatten()
+        if torch.is_grad_enabled():
+            loss: Tensor = _HeadAndLoss.apply(*inputs, labels, self)  # type: ignore[no-untyped-call]
+            return loss
+        return self.in_chunks(*inputs, labels, None)
+
+    def in_chunks(
+        self, tokens: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, gradients: _Gradients | None
+    ) -> Tensor:
+        """The loss of all chunks; with `gradients`, those too."""
+        weight, total = local_part(weight), torch.zeros((), dtype=torch.float32, device=tokens.device)
+        # Cast once, not for each chunk.
+        factors = self._product.for_forward(weight), None if gradients is None else self._product.for_inputs(weight)
+        for start in range(0, tokens.shape[0], self._tokens):
+            chunk, chunk_labels = tokens[start : start + self._tokens], labels[start : start + self._tokens]
+            missing = self._tokens - chunk.shape[0]
+            if self._pads and missing:
+                chunk, chunk_labels = F.pad(chunk, (0, 0, 0, missing)), F.pad(chunk_labels, (0, missing), value=IGNORE)
+            # No variable keeps the logits of a chunk until the next one.
+            total += self._of_chunk(chunk, *factors, bias, chunk_labels, start, gradients)
+        return total
+
+    def _of_chunk(
+        self,
+        chunk: Tensor,
+        forward_weight: Tensor,
+        inputs_weight: Tensor | None,
+        bias: Tensor | None,
+        labels: Tensor,
+        start: int,
+        gradients: _Gradients | None,
+    ) -> Tensor:
+        """The loss of a chunk that begins at token `start`; its gradients are added."""
+        logits = self._product.forward(chunk, forward_weight, bias)
+        first, group = self._columns
+        log_sum, logit = self._statistics(logits, labels, first)
+        if group is not None:
+            log_sum, logit = _of_all_ranks(_gathered(torch.stack([log_sum, logit]), group))
+        valid = labels != IGNORE
+        if gradients is not None and inputs_weight is not None:
+            slope = self._slope(logits, log_sum, labels, first, valid * self.scale)
+            del logits
+            gradients.add(self._product, start, chunk, inputs_weight, slope)
+        loss: Tensor = (log_sum - logit).where(valid, 0.0).sum()
+        return loss
+
+
+class _Gradients:
+    """The gradients of the head's inputs and parameters, filled chunk by chunk.
+
+    Attributes:
+        tokens: [tokens, dim].
+        weight: this rank's part [columns, dim]; None before the first chunk, or if it needs none.
+        bias: [columns], likewise.
+    """
+
+    def __init__(self, tokens: Tensor, *, weight: Tensor | None, needs_weight: bool, needs_bias: bool) -> None:
+        """`weight`: a tensor to which the gradient of the weight is added; None: a new one."""
+        self.tokens, self.weight = torch.empty_like(tokens), weight
+        self.bias: Tensor | None = None
+        self._needs_weight, self._needs_bias = needs_weight, needs_bias
+
+    def add(self, product: Product, start: int, chunk: Tensor, weight: Tensor, slope: Tensor) -> None:
+        """The gradients that a chunk [tokens, dim] gives; slope: the gradient of its logits."""
+        part = self.tokens[start : start + chunk.shape[0]]
+        if product is PLAIN and part.shape[0] == chunk.shape[0]:
+            torch.mm(slope, weight, out=part)
+        else:
+            part.copy_(product.of_inputs(slope, weight)[: part.shape[0]])
+        if self._needs_weight:
+            if self.weight is None:
+                self.weight = product.of_weight(slope, chunk)
+            elif product is PLAIN and self.weight.dtype == chunk.dtype:
+                # One operation: no second matrix of the weight's size.
+                self.weight.addmm_(slope.t(), chunk)
+            else:
+                self.weight.add_(product.of_weight(slope, chunk))
+        if self._needs_bias:
+            of_bias = slope.sum(0)
+            self.bias = of_bias if self.bias is None else self.bias + of_bias
+
+
+def _statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
+    """By token, the log-sum-exp of this rank's columns, and the label's logit if it has that column, else 0: [2, n]."""
+    values = logits.float()
+    mine, column = _column_of_label(labels, first, logits.shape[1])
+    # One kernel, and log-sum-exp has four.
+    own_sum = values[:, 0] - torch.log_softmax(values, dim=-1)[:, 0]
+    return torch.stack([own_sum, values.gather(1, column).squeeze(1).where(mine, 0.0)])
+
+
+def _slope(logits: Tensor, log_sum: Tensor, labels: Tensor, first: int, factor: Tensor) -> Tensor:
+    """The gradient of this rank's columns: softmax over the whole vocabulary, minus one at the label, times a factor.
+
+    log_sum: of the whole vocabulary, [n]; factor: [n], 0 where the label does not count.
+    """
+    mine, column = _column_of_label(labels, first, logits.shape[1])
+    slope = (logits.float() - log_sum.unsqueeze(1)).exp()
+    slope = slope.scatter_add(1, column, -mine.to(slope.dtype).unsqueeze(1))
+    return (slope * factor.unsqueeze(1)).to(logits.dtype)
+
+
+def _statistics_in_parts(logits: Tensor, labels: Tensor, first: int) -> Tensor:
+    """`_statistics` in eager mode: some rows at a time, so that copies are small and stay in a CPU's cache."""
+    size = part_rows(logits.shape[1], logits.device.type)
+    parts = zip(logits.split(size), labels.split(size), strict=True)
+    return torch.cat([_statistics(part, part_labels, first) for part, part_labels in parts], dim=1)
+
+
+def _slope_in_parts(logits: Tensor, log_sum: Tensor, labels: Tensor, first: int, factor: Tensor) -> Tensor:
+    """`_slope` in eager mode: some rows at a time, in the place of the logits."""
+    size = part_rows(logits.shape[1], logits.device.type)
+    for part, *numbers in zip(*(tensor.split(size) for tensor in (logits, log_sum, labels, factor)), strict=True):
+        part_sum, part_labels, part_factor = numbers
+        mine, column = _column_of_label(part_labels, first, part.shape[1])
+        # In float32 this is the part itself.
+        values = part.float()
+        values.sub_(part_sum.unsqueeze(1)).exp_()
+        values.scatter_add_(1, column, -mine.to(values.dtype).unsqueeze(1))
+        values.mul_(part_factor.unsqueeze(1))
+        if values is not part:
+            part.copy_(values)
+    return logits
+
+
+def _column_of_label(labels: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Whether a rank has the label's column, and its index as [n, 1], 0 if it has not."""
+    mine = (labels >= first) & (labels < first + columns)
+    return mine, (labels - first).where(mine, 0).unsqueeze(1)
+
+
+class _HeadAndLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: Tensor, weight: Any, bias: Tensor | None, labels: Tensor, chunked: ChunkedLoss
+    ) -> Tensor:
+        adds = chunked.writes_gradient and weight.requires_grad
+        gradients = _Gradients(
+            tokens,
+            weight=local_part(weight.grad) if adds and weight.grad is not None else None,
+            needs_weight=weight.requires_grad,
+            needs_bias=bias is not None and ctx.needs_input_grad[2],
+        )
+        total = chunked.in_chunks(tokens, weight, bias, labels, gradients)
+        if adds:
+            if weight.grad is None:
+                weight.grad = distributed_like(weight, in_gradient_dtype(weight, gradients.weight))
+            gradients.weight = None
+        ctx.gradients, ctx.scale, ctx.weight = gradients, chunked.scale, None if adds else weight
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        gradients: _Gradients = ctx.gradients
+        # Freed here, because the graph may live until the end of the step.
+        del ctx.gradients
+        # 1, because the caller runs the backward of scale · loss.
+        factor = grad_outputs[0] / ctx.scale
+        of_weight = None if gradients.weight is None else distributed_like(ctx.weight, gradients.weight.mul_(factor))
+        of_bias = None if gradients.bias is None else gradients.bias.mul_(factor)
+        return gradients.tokens.mul_(factor), of_weight, of_bias, None, None

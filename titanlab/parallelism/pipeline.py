@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 
 from titanlab.parallelism.loss import IGNORE, Loss
 from titanlab.parallelism.pipeline_stage import ScheduledStage
-from titanlab.records import Messages, Waiting
+from titanlab.records import Messages
 from titanlab.techniques.model.documents import Packed
 from titanlab.techniques.profiler.contract import Phase, nothing
 from titanlab.techniques.schedule.action import Action, Kind
@@ -129,22 +129,13 @@ class Pipeline:
 
     def messages(self) -> Messages:
         """The state of sends and receives, for the diagnosis of a hang; another thread may call it at any time."""
-        waiting = next((message for stage in self._stages if (message := stage.waiting) is not None), None)
         peers = list(enumerate(self._ranks))
         return Messages(
             runs=self._runs,
             stages=tuple(stage.stage_index for stage in self._stages),
             sent={rank: sum(stage.sent[peer] for stage in self._stages) for peer, rank in peers},
             received={rank: sum(stage.received[peer] for stage in self._stages) for peer, rank in peers},
-            waiting=waiting
-            and Waiting(
-                operation=waiting.operation,
-                what=waiting.what,
-                microbatch=waiting.microbatch,
-                stage=waiting.stage,
-                peer_stage=waiting.peer_stage,
-                peer=self._ranks[waiting.peer_rank],
-            ),
+            waiting=next((waiting for stage in self._stages if (waiting := stage.waiting) is not None), None),
         )
 
     def _runtime(self, actions: Sequence[Sequence[Action]]) -> _PipelineScheduleRuntime:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,27 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from titanlab.parallelism.loss import Loss
 from titanlab.parallelism.pipeline_weights import DeferredWeights
+from titanlab.records import Waiting
 from titanlab.techniques.profiler.contract import Phase, nothing
 
 _WAITS = "exposed_pipeline"
-
-
-class Message(NamedTuple):
-    """A send or receive for which a stage waits.
-
-    Attributes:
-        operation: `send` or `recv`.
-        what: `hidden state` or `gradient`.
-        stage, peer_stage: of this rank, and of the other side.
-        peer_rank: rank of the group that has the other stage.
-    """
-
-    operation: str
-    what: str
-    microbatch: int
-    stage: int
-    peer_stage: int
-    peer_rank: int
 
 
 class ScheduledStage(PipelineStage):
@@ -74,7 +57,7 @@ class ScheduledStage(PipelineStage):
         if not isinstance(module, FSDPModule) and any(isinstance(part, FSDPModule) for part in module.modules()):
             raise ValueError(f"stage {number} has parts under FSDP but is not: its gradients would never be reduced")
         self.loss_sum: Tensor | None = None
-        self._placement = placement
+        self._placement, self._global_ranks = placement, dist.get_process_group_ranks(group)
         self._shape, self._dtype = hidden
         self._loss, self._scale = loss, scale
         self._deferred = DeferredWeights(module) if split_backward else None
@@ -85,9 +68,9 @@ class ScheduledStage(PipelineStage):
         self._computed: dict[int, Tensor] = {}
         self._computed_gradients: dict[int, Tensor] = {}
         self._pending: dict[int, tuple[Tensor | None, Tensor]] = {}
-        self._sends: list[tuple[dist.Work, Message]] = []
+        self._sends: list[tuple[dist.Work, Waiting]] = []
         # For the diagnosis of hangs: gloo's sends and receives are in no record of torch.
-        self.waiting: Message | None = None
+        self.waiting: Waiting | None = None
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()
 
@@ -251,11 +234,18 @@ class ScheduledStage(PipelineStage):
             self.waiting = None
         return tensor
 
-    def _message(self, operation: str, microbatch: int, stage: int) -> Message:
+    def _message(self, operation: str, microbatch: int, stage: int) -> Waiting:
         # Hidden states go to later stages, gradients to earlier ones.
         is_forward = (operation == "send") == (stage > self.stage_index)
         what = "hidden state" if is_forward else "gradient"
-        return Message(operation, what, microbatch, self.stage_index, stage, self._placement[stage])
+        return Waiting(
+            operation=operation,
+            what=what,
+            microbatch=microbatch,
+            stage=self.stage_index,
+            peer_stage=stage,
+            peer=self._global_ranks[self._placement[stage]],
+        )
 
     def _is_elsewhere(self, stage: int) -> bool:
         return self._placement[stage] != self._placement[self.stage_index]

@@ -1,9 +1,10 @@
-"""Deferred gradients of weights: the W of zero-bubble schedules (arXiv 2401.10241); see docs/decisions/0011.
+"""Products of linear layers, and their deferred gradients of weights: the W of zero-bubble schedules.
 
-Only linear layers, which have nearly all of the work, defer their product; everything else is computed at once.
-Compiled code must not have side effects, so in compiled blocks a block gets two more input tensors (taps) for each of
-its linear layers, with the shapes of the layer's output and input. The layer's backward returns the two factors of its
-weight's gradient as the gradients of the taps; the weight itself gets none there.
+Source: arXiv 2401.10241; see docs/decisions/0011. Only linear layers, which have nearly all of the work, defer their
+product; everything else is computed at once. Compiled code must not have side effects, so in compiled blocks a block
+gets two more input tensors (taps) for each of its linear layers, with the shapes of the layer's output and input. The
+layer's backward returns the two factors of its weight's gradient as the gradients of the taps; the weight itself gets
+none there.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,50 +23,221 @@ from torch.utils._python_dispatch import _disable_current_modes
 from titanlab.dtensor import distributed_like, in_gradient_dtype, local_part
 from titanlab.techniques.precision.product import PLAIN, Product, departure, product_of, rows
 
-_TAPS = "weight_taps"
+# Attributes of a layer: what defers the gradient of its weight, and in compiled code its two taps.
+_DEFERRED, _TAPS = "deferred_weights", "weight_taps"
 
 
-class Deferring(Protocol):
-    """An object that can defer products; `DeferredWeights` is one."""
+def linear(layer: nn.Module, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute inputs · weightᵀ + bias with this rank's part of the layer's weight, whose gradient may be deferred.
 
-    probe: Probe | None
-
-    def weight_gradient(
-        self, product: Product, weight: nn.Parameter, inputs: Tensor, gradient: Tensor
-    ) -> Tensor | None:
-        """The gradient of a weight, or None if its product is deferred."""
+    inputs: plain tensor [batch, seq, this rank's columns of the weight] → [batch, seq, this rank's rows of it].
+    """
+    return products((layer,), inputs, (False,), bias)[0]
 
 
-class _Shapes(NamedTuple):
-    """A layer's output and input as meta tensors, [rows, n]."""
+def products(
+    layers: Sequence[nn.Module], inputs: Tensor, copied: tuple[bool, ...], bias: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """The outputs of layers for inputs [..., in], by one product; the gradients of their weights may be deferred.
 
-    output: Tensor
+    Args:
+        copied: for each layer, whether its output gets its own memory; the others are parts of one tensor.
+        bias: of a single layer.
+    """
+    product = product_of(layers[0])
+    common = inputs, product, copied, bias
+    weights = [cast(Tensor, layer.weight) for layer in layers]
+    if torch.compiler.is_compiling() and product.splits:
+        taps: list[Any] = [getattr(layer, _TAPS, None) for layer in layers]
+        if any(pair is None for pair in taps):
+            return _computed(*common, None, [local_part(weight) for weight in weights])
+        outputs = _computed(*common, None, [local_part(weight.detach()) for weight in weights])
+        pairs = zip(outputs, taps, strict=True)
+        return tuple(_Tap.apply(output, inputs, *pair) for output, pair in pairs)  # type: ignore[no-untyped-call]
+    deferred: DeferredWeights | None = getattr(layers[0], _DEFERRED, None) if product.splits else None
+    if deferred is not None and deferred.probe is None:
+        return _computed(*common, deferred, weights)
+    outputs = _computed(*common, None, [local_part(weight) for weight in weights])
+    if deferred is not None and deferred.probe is not None:
+        for layer, output in zip(layers, outputs, strict=True):
+            deferred.probe.note(layer, inputs, output)
+    return outputs
+
+
+def _computed(
+    inputs: Tensor,
+    product: Product,
+    copied: tuple[bool, ...],
+    bias: Tensor | None,
+    deferred: DeferredWeights | None,
+    weights: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
+    if len(weights) == 1 and deferred is None:
+        return (product.forward(inputs, weights[0], bias),)
+    if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (inputs, *weights))):
+        # Without a gradient, torch 2.13's dynamo calls `forward` without `ctx` if the number of arguments is that of
+        # its parameters, where `*weights` counts as one.
+        return _outputs(inputs, product, copied, bias, weights)
+    outputs: tuple[Tensor, ...] = _Products.apply(inputs, product, copied, bias, deferred, *weights)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+def _outputs(
+    inputs: Tensor, product: Product, copied: tuple[bool, ...], bias: Tensor | None, weights: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    parts = [local_part(weight) for weight in weights]
+    if len(parts) == 1:
+        return (product.forward(inputs, parts[0], bias),)
+    outputs = product.forward(inputs, product.join(parts), None).split([part.shape[0] for part in parts], -1)
+    return tuple(output.clone() if copy else output for output, copy in zip(outputs, copied, strict=True))
+
+
+class _Products(torch.autograd.Function):
+    """Forward: one product; backward: one product of each kind for each weight, and those for weights may be later."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        product: Product,
+        copied: tuple[bool, ...],
+        bias: Tensor | None,
+        deferred: DeferredWeights | None,
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.product, ctx.deferred = product, deferred
+        if deferred is None:
+            ctx.save_for_backward(inputs, *weights)
+        else:
+            # The parameters themselves, because their `grad` is written; saved tensors may be copies.
+            ctx.weights = weights
+            ctx.save_for_backward(inputs)
+        return _outputs(inputs, product, copied, bias, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, *weights = ctx.saved_tensors
+        product, deferred = ctx.product, ctx.deferred
+        if deferred is not None:
+            weights = ctx.weights
+        of_inputs: Tensor | None = None
+        if ctx.needs_input_grad[0]:
+            parts = [local_part(weight) for weight in weights]
+            of_inputs = product.of_inputs(gradients[0], parts[0])
+            for gradient, part in zip(gradients[1:], parts[1:], strict=True):
+                if product is PLAIN:
+                    # One operation, which neither makes another tensor of the input's size nor reads it.
+                    of_inputs = torch.addmm(rows(of_inputs), rows(gradient), part).view(of_inputs.shape)
+                else:
+                    of_inputs = of_inputs + product.of_inputs(gradient, part)
+        of_bias = rows(gradients[0]).sum(0) if ctx.needs_input_grad[3] else None
+        of_weights: list[Tensor | None] = []
+        for number, (gradient, weight) in enumerate(zip(gradients, weights, strict=True)):
+            if not ctx.needs_input_grad[5 + number]:
+                of_weights.append(None)
+            elif deferred is None:
+                of_weights.append(product.of_weight(gradient, inputs))
+            else:
+                of_weights.append(deferred.weight_gradient(product, weight, inputs, gradient))
+        return of_inputs, None, None, of_bias, None, *of_weights
+
+
+class DeferredWeights:
+    """The deferred products of the linear layers of one stage, by microbatch.
+
+    Attributes:
+        probe: records the shapes of layers' inputs and outputs while it is set.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Defer products of all linear layers whose backward is known in two halves, and of callers of `products`.
+
+        Other layers compute the gradient of their weight together with that of their input.
+        """
+        self.probe: Probe | None = None
+        self._collecting: list[_Deferred] | None = None
+        self._by_microbatch: dict[int, list[_Deferred]] = {}
+        for layer in module.modules():
+            if isinstance(layer, nn.Linear):
+                setattr(layer, _DEFERRED, self)
+                if "forward" not in vars(layer) and not departure(layer) and product_of(layer).splits:
+                    # As a method, so that torch.compile sees one function for all layers.
+                    layer.forward = types.MethodType(_forward, layer)  # type: ignore[method-assign]
+        for block in module.modules():
+            if hasattr(vars(block).get("forward"), "get_compiler_config"):
+                layers = [layer for layer in block.modules() if hasattr(layer, _DEFERRED)]
+                block.forward = TappedForward(block.forward, layers, self)
+
+    @contextlib.contextmanager
+    def collect(self, microbatch: int) -> Iterator[None]:
+        """A backward inside the block defers the products for the gradients of weights."""
+        self._collecting = self._by_microbatch[microbatch] = []
+        try:
+            yield
+        finally:
+            self._collecting = None
+
+    def compute(self, microbatch: int) -> None:
+        deferred = self._by_microbatch.pop(microbatch)
+        while deferred:
+            _accumulate(deferred.pop())
+
+    def clear(self) -> None:
+        self._by_microbatch.clear()
+
+    def weight_gradient(self, product: Product, weight: Tensor, inputs: Tensor, gradient: Tensor) -> Tensor | None:
+        """The gradient of a weight; None inside `collect`, which defers the product."""
+        if self._collecting is None:
+            whole: Tensor = distributed_like(weight, product.of_weight(gradient, inputs))
+            return whole
+        self._collecting.append(_Deferred(product, weight, inputs, gradient))
+        return None
+
+
+class _Deferred(NamedTuple):
+    product: Product
+    weight: Tensor
     inputs: Tensor
+    gradient: Tensor
+
+
+def _forward(layer: nn.Linear, inputs: Tensor) -> Tensor:
+    return linear(layer, inputs, layer.bias)
+
+
+@torch.no_grad()
+def _accumulate(deferred: _Deferred) -> None:
+    product, weight, inputs, gradient = deferred
+    if weight.grad is None:
+        weight.grad = distributed_like(weight, in_gradient_dtype(weight, product.of_weight(gradient, inputs)))
+    elif product is PLAIN and weight.grad.dtype == inputs.dtype:
+        # One operation: no second matrix of the weight's size, and one rounding.
+        local_part(weight.grad).addmm_(rows(gradient).t(), rows(inputs))
+    else:
+        local_part(weight.grad).add_(product.of_weight(gradient, inputs))
 
 
 class Probe:
     """Records the shapes of the inputs and outputs of a block's layers.
 
     Attributes:
-        seen: shapes by layer, as tensors without storage.
+        seen: by layer, its output and input as meta tensors [rows, n].
         repeated: whether a layer was called more than once, so that its calls' factors cannot be distinguished.
     """
 
     def __init__(self) -> None:
-        self.seen: dict[nn.Module, _Shapes] = {}
+        self.seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
         self.repeated = False
 
-    def note(self, layer: nn.Module, inputs: Tensor, output: Tensor) -> Tensor:
-        """Record a call; return its output."""
+    def note(self, layer: nn.Module, inputs: Tensor, output: Tensor) -> None:
         self.repeated |= layer in self.seen
-        self.seen[layer] = _Shapes(rows(output).to("meta"), rows(inputs).to("meta"))
-        return output
+        self.seen[layer] = rows(output).to("meta"), rows(inputs).to("meta")
 
 
 class TappedForward:
     """The compiled forward of a block, with taps that defer the products of its layers."""
 
-    def __init__(self, compiled: Callable[..., Any], layers: Sequence[nn.Module], deferred: Deferring) -> None:
+    def __init__(self, compiled: Callable[..., Any], layers: Sequence[nn.Module], deferred: DeferredWeights) -> None:
         self._compiled, self._layers, self._deferred = compiled, layers, deferred
         self._probes: dict[tuple[Any, ...], Probe] = {}
 
@@ -107,27 +279,6 @@ class TappedForward:
         return probe
 
 
-def tapped(layer: nn.Module, inputs: Tensor, bias: Tensor | None) -> Tensor:
-    """A layer's product inside compiled code; see the module's docstring."""
-    weight, product, taps = layer.weight, product_of(layer), taps_of(layer)
-    assert isinstance(weight, Tensor)
-    if taps is None:
-        return product.forward(inputs, local_part(weight), bias)
-    return tap(product.forward(inputs, local_part(weight.detach()), bias), inputs, taps)
-
-
-def taps_of(layer: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """The two taps of a layer; None: the gradient of its weight is not deferred."""
-    taps: tuple[Tensor, Tensor] | None = getattr(layer, _TAPS, None)
-    return taps
-
-
-def tap(output: Tensor, inputs: Tensor, taps: tuple[Tensor, Tensor]) -> Tensor:
-    """A layer's output, whose backward returns the factors of the weight's gradient as the gradients of the taps."""
-    tapped_output: Tensor = _Tap.apply(output, inputs, *taps)  # type: ignore[no-untyped-call]
-    return tapped_output
-
-
 class _Tap(torch.autograd.Function):
     """Identity in the forward; the backward returns the factors of a weight's gradient as the gradients of two taps."""
 
@@ -148,10 +299,14 @@ class _Taps(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, deferred: Deferring, products: Sequence[Product], shapes: Sequence[_Shapes], *weights: nn.Parameter
+        ctx: Any,
+        deferred: DeferredWeights,
+        layer_products: Sequence[Product],
+        shapes: Sequence[tuple[Tensor, Tensor]],
+        *weights: nn.Parameter,
     ) -> tuple[Tensor, ...]:
         # The parameters themselves, because their `grad` is written; saved tensors may be copies.
-        ctx.deferred, ctx.products, ctx.weights = deferred, products, weights
+        ctx.deferred, ctx.products, ctx.weights = deferred, layer_products, weights
         return tuple(
             # Expanded from one number, so that a tap needs no memory.
             torch.zeros((), dtype=shape.dtype, device=weight.device).expand(shape.shape)
@@ -168,130 +323,3 @@ class _Taps(torch.autograd.Function):
             )
         ]
         return None, None, None, *gradients
-
-
-_ATTRIBUTE = "deferred_weights"
-
-
-class DeferredWeights:
-    """The deferred products of the linear layers of one stage, by microbatch.
-
-    Attributes:
-        probe: records the shapes of layers' inputs and outputs while it is set.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        """Defer products of all linear layers whose backward is known in two halves, and of callers of `linear`.
-
-        Other layers compute the gradient of their weight together with that of their input.
-        """
-        self.probe: Probe | None = None
-        self._collecting: list[_Deferred] | None = None
-        self._by_microbatch: dict[int, list[_Deferred]] = {}
-        for layer in module.modules():
-            if isinstance(layer, nn.Linear):
-                setattr(layer, _ATTRIBUTE, self)
-                if "forward" not in vars(layer) and not departure(layer) and product_of(layer).splits:
-                    # As a method, so that torch.compile sees one function for all layers.
-                    layer.forward = types.MethodType(_forward, layer)  # type: ignore[method-assign]
-        for block in module.modules():
-            if hasattr(vars(block).get("forward"), "get_compiler_config"):
-                layers = [layer for layer in block.modules() if hasattr(layer, _ATTRIBUTE)]
-                block.forward = TappedForward(block.forward, layers, self)
-
-    @contextlib.contextmanager
-    def collect(self, microbatch: int) -> Iterator[None]:
-        """A backward inside the block defers the products for the gradients of weights."""
-        self._collecting = self._by_microbatch[microbatch] = []
-        try:
-            yield
-        finally:
-            self._collecting = None
-
-    def compute(self, microbatch: int) -> None:
-        products = self._by_microbatch.pop(microbatch)
-        while products:
-            _accumulate(products.pop())
-
-    def clear(self) -> None:
-        self._by_microbatch.clear()
-
-    def weight_gradient(
-        self, product: Product, weight: nn.Parameter, inputs: Tensor, gradient: Tensor
-    ) -> Tensor | None:
-        """The gradient of a weight; None inside `collect`, which defers the product."""
-        if self._collecting is None:
-            whole: Tensor = distributed_like(weight, product.of_weight(gradient, inputs))
-            return whole
-        self._collecting.append(_Deferred(product, weight, inputs, gradient))
-        return None
-
-
-def linear(layer: nn.Module, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute inputs · weightᵀ + bias with this rank's part of the layer's weight, whose gradient may be deferred.
-
-    inputs: plain tensor [batch, seq, this rank's columns of the weight] → [batch, seq, this rank's rows of it].
-    """
-    weight, product = layer.weight, product_of(layer)
-    assert isinstance(weight, Tensor)
-    if not product.splits:
-        return product.forward(inputs, local_part(weight), bias)
-    if torch.compiler.is_compiling():
-        return tapped(layer, inputs, bias)
-    deferred = deferred_of(layer)
-    if deferred is not None and deferred.probe is not None:
-        probed: Tensor = deferred.probe.note(layer, inputs, product.forward(inputs, local_part(weight), bias))
-        return probed
-    if deferred is None or not (torch.is_grad_enabled() and weight.requires_grad):
-        return product.forward(inputs, local_part(weight), bias)
-    output: Tensor = _DeferredLinear.apply(inputs, weight, bias, deferred, product)  # type: ignore[no-untyped-call]
-    return output
-
-
-def deferred_of(layer: nn.Module) -> DeferredWeights | None:
-    """What defers the gradient of a layer's weight; None: nothing does."""
-    deferred: DeferredWeights | None = getattr(layer, _ATTRIBUTE, None)
-    return deferred
-
-
-class _Deferred(NamedTuple):
-    product: Product
-    weight: nn.Parameter
-    inputs: Tensor
-    gradient: Tensor
-
-
-def _forward(layer: nn.Linear, inputs: Tensor) -> Tensor:
-    return linear(layer, inputs, layer.bias)
-
-
-class _DeferredLinear(torch.autograd.Function):
-    """A product whose backward may defer the weight's gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, inputs: Tensor, weight: nn.Parameter, bias: Tensor | None, deferred: DeferredWeights, product: Product
-    ) -> Tensor:
-        # The parameter itself, because its `grad` is written; a saved tensor may be a copy.
-        ctx.weight, ctx.deferred, ctx.product = weight, deferred, product
-        ctx.save_for_backward(inputs)
-        return product.forward(inputs, local_part(weight), bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,), (inputs,), weight = gradients, ctx.saved_tensors, ctx.weight
-        of_inputs = ctx.product.of_inputs(gradient, local_part(weight)) if ctx.needs_input_grad[0] else None
-        of_bias = rows(gradient).sum(0) if ctx.needs_input_grad[2] else None
-        return of_inputs, ctx.deferred.weight_gradient(ctx.product, weight, inputs, gradient), of_bias, None, None
-
-
-@torch.no_grad()
-def _accumulate(deferred: _Deferred) -> None:
-    product, weight, inputs, gradient = deferred
-    if weight.grad is None:
-        weight.grad = distributed_like(weight, in_gradient_dtype(weight, product.of_weight(gradient, inputs)))
-    elif product is PLAIN and weight.grad.dtype == inputs.dtype:
-        # One operation: no second matrix of the weight's size, and one rounding.
-        local_part(weight.grad).addmm_(rows(gradient).t(), rows(inputs))
-    else:
-        local_part(weight.grad).add_(product.of_weight(gradient, inputs))

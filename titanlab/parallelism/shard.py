@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,17 +19,10 @@ from torch.distributed.tensor import DTensor, Shard
 from titanlab.costs import fsdp_dim
 from titanlab.errors import ConfigError
 from titanlab.parallelism.collectives import reduce_scatter
-from titanlab.techniques.precision.cast import Dtypes
+from titanlab.techniques.precision.cast import dtype_named
+from titanlab.techniques.precision.contract import Formats
 
 _SYMMETRIC = "parallelism.symmetric_memory"
-
-
-class Microbatch(Protocol):
-    """Opens the context of one microbatch."""
-
-    def __call__(self, *, last: bool) -> AbstractContextManager[None]:
-        """`last`: whether it is the last microbatch of the step, after which gradients are reduced."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +31,14 @@ class Sharded:
 
     Attributes:
         forward: the function to call: the model, or DDP's wrapper of it.
-        microbatch: context of one microbatch's forward and backward.
+        microbatch: context of one microbatch's forward and backward; `last=`: whether it is the last microbatch of the
+            step, after which gradients are reduced.
         release: frees parameters gathered by a forward without a backward.
         divides_by: the number by which the reduction divides the sum of all ranks' gradients.
     """
 
     forward: Callable[..., torch.Tensor]
-    microbatch: Microbatch
+    microbatch: Callable[..., AbstractContextManager[None]]
     release: Callable[[], None]
     divides_by: int
 
@@ -66,7 +60,7 @@ def fully_shard_model(
     model: nn.Module,
     blocks: list[nn.Module],
     mesh: DeviceMesh,
-    dtypes: Dtypes,
+    formats: Formats,
     *,
     reshard_after_forward: bool,
     cpu_offload: bool,
@@ -89,10 +83,11 @@ def fully_shard_model(
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     def policy(unit: nn.Module) -> MixedPrecisionPolicy:
-        in_fp32 = unit in whole
+        compute, reduce = ("float32", "float32") if unit in whole else (formats.compute, formats.reduce)
+        casts = unit in whole or formats.mixed
         return MixedPrecisionPolicy(
-            param_dtype=torch.float32 if in_fp32 else dtypes.compute if dtypes.mixed else None,
-            reduce_dtype=torch.float32 if in_fp32 else dtypes.reduce if dtypes.mixed else None,
+            param_dtype=dtype_named(compute) if casts else None,
+            reduce_dtype=dtype_named(reduce) if casts else None,
             # Inputs have the right dtype, or must not be rounded: positions would become wrong.
             cast_forward_inputs=False,
         )
@@ -154,11 +149,7 @@ def fully_shard_model(
 
 
 def symmetric_memory_setter() -> Callable[[Any], None]:
-    """The call of FSDP2, a young name of torch, that lets a unit use symmetric memory.
-
-    Raises:
-        ConfigError: the installed torch does not have it.
-    """
+    """The call of FSDP2 that lets a unit use symmetric memory; ConfigError: the installed torch does not have it."""
     from torch.distributed.fsdp import FSDPModule
 
     setter: Callable[[Any], None] | None = getattr(FSDPModule, "set_symm_mem_for_comm", None)
@@ -169,11 +160,7 @@ def symmetric_memory_setter() -> Callable[[Any], None]:
 
 
 def use_symmetric_memory(units: Sequence[Any], groups: Sequence[dist.ProcessGroup]) -> None:
-    """Let every unit of FSDP2 gather into, and scatter from, buffers that NCCL registers with all ranks.
-
-    Raises:
-        ConfigError: torch or the backend of a group does not support it.
-    """
+    """Let every unit of FSDP2 gather into, and scatter from, buffers that NCCL registers with all ranks."""
     setter = symmetric_memory_setter()
     others = {str(dist.get_backend(group)) for group in groups} - {dist.Backend.NCCL}
     if others:

@@ -148,9 +148,8 @@ def router(module: nn.Module, cut: TensorParallel) -> None:
 def embedding(table: nn.Module, cut: TensorParallel) -> None:
     """Cut an embedding by rows: each rank looks up the tokens whose rows it has."""
     assert isinstance(table, nn.Embedding), table
-    # These features of torch's module are not implemented here.
-    assert table.max_norm is None, table
-    assert table.padding_idx is None, table
+    # What torch's module can do beside looking up rows is not implemented here.
+    assert table.max_norm is table.padding_idx is None, table
     first = cut.mesh.get_local_rank() * -(-table.num_embeddings // cut.mesh.size())
     _distribute(table, cut.mesh, "embedding")
 
@@ -265,26 +264,26 @@ class _Namespace:
 # Groups are passed by name, as `Any`, because only torch 2.13 has a type for names.
 
 
+def _waited(pending: Tensor) -> Tensor:
+    tensor: Tensor = _functional.wait_tensor(pending)
+    return tensor
+
+
 def _gathered(part: Tensor, group: Any, size: int) -> Tensor:
     if torch.compiler.is_compiling():
-        whole: Tensor = _functional.wait_tensor(_functional.all_gather_into_tensor(part.contiguous(), size, group))
-        return whole
+        return _waited(_functional.all_gather_into_tensor(part.contiguous(), size, group))
     return gather_first(part, group_named(group))
 
 
 def _scattered(summand: Tensor, group: Any, size: int) -> Tensor:
     if torch.compiler.is_compiling():
-        part: Tensor = _functional.wait_tensor(
-            _functional.reduce_scatter_tensor(summand.contiguous(), "sum", size, group)
-        )
-        return part
+        return _waited(_functional.reduce_scatter_tensor(summand.contiguous(), "sum", size, group))
     return sum_and_scatter_first(summand, group_named(group))
 
 
 def _summed(summand: Tensor, group: Any) -> Tensor:
     if torch.compiler.is_compiling():
-        total: Tensor = _functional.wait_tensor(_functional.all_reduce(summand.contiguous(), "sum", group))
-        return total
+        return _waited(_functional.all_reduce(summand.contiguous(), "sum", group))
     return sum_all(summand, group_named(group))
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlab.distributed import MEETING, Ranks, free_port
+from titanlab.distributed import ATTEMPT, MEETING, Ranks, free_port
 from titanlab.errors import TitanlabError
 from titanlab.launch import (
     RankProcesses,
@@ -105,7 +105,7 @@ def train_in_ranks(recipe: Recipe, observe: Observe | None = None) -> Ended:
     )
 
     def act() -> int:
-        os.environ["TITANLAB_ATTEMPT"] = str(attempt)
+        os.environ[ATTEMPT] = str(attempt)
         from titanlab.launch import main, show_stacks
 
         show_stacks()

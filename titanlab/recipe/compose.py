@@ -135,8 +135,7 @@ class Loader:
 
     def options(self, group: str) -> list[str]:
         """Names of a group's options."""
-        # Schemas are no options: YAML files name them in their defaults.
-        return [option for option in self._hydra.get_group_options(group) if not option.endswith("schema")]
+        return list(self._hydra.get_group_options(group))
 
     def choices_of(self, point: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
         """The options that a point chooses, by group."""
@@ -182,6 +181,7 @@ class Loader:
         with composition_errors(overrides, self._flags.values):
             texts = list(map(as_typed, with_combinations(overrides)))
             whole = self._hydra.load_configuration(self.config_name, texts, run_mode=RunMode.RUN)
+            hydra_internal.check_hidden(whole.hydra.runtime.config_sources, lambda: self._used(texts))
         choices = OmegaConf.to_container(whole.hydra.runtime.choices)
         assert isinstance(choices, dict)
         by_group = {str(group): option for group, option in choices.items()}
@@ -190,6 +190,11 @@ class Loader:
             del config["hydra"]
         asks_hydra = "${hydra:" in str(OmegaConf.to_container(config, resolve=False))
         return Composed(config=config, whole=whole, choices=by_group, asks_hydra=asks_hydra)
+
+    def _used(self, overrides: list[str]) -> list[str]:
+        """Paths of the configs of a composition."""
+        composed = self._hydra.compute_defaults_list(self.config_name, overrides, run_mode=RunMode.RUN)
+        return [str(default.config_path) for default in composed.defaults]
 
 
 def _hydra_loader(flags: Flags) -> ConfigLoader:
@@ -238,11 +243,6 @@ def register() -> None:
     if store.get_type("recipe_schema.yaml") is not ObjectType.CONFIG:
         store.store(name="recipe_schema", node=schema_node(Recipe))
         store.store(group="hydra/sweeper", name="space", node=SweepSpace)
-    for group, kinds in discover().items():
-        for option in kinds.values():
-            if store.get_type(f"{group}/{option.schema_name}.yaml") is not ObjectType.CONFIG:
-                # An empty node: `StructuredConfigSource` makes the real one when a composition uses it.
-                store.store(group=group, name=option.schema_name, node={})
     Plugins.instance().register(PackagesOnSearchPath)
 
 

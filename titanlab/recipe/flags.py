@@ -25,18 +25,14 @@ class Flags:
         overrides: `key=value` and other overrides, in the given order.
         flags: all other arguments, in the given order.
         values: the values of `--config-dir`, `--config-name` and `--config-path`, by flag.
-        starts: whether the command starts a run; otherwise Hydra prints something.
-        helps: whether titanlab's help is asked for.
-        shows_config: whether the composed config is asked for.
+        answer: what Hydra prints in place of a run: help, hydra_help, cfg, info or shell_completion; None: nothing.
         multirun: whether -m is given.
     """
 
     overrides: list[str]
     flags: list[str]
     values: dict[str, str | None]
-    starts: bool
-    helps: bool
-    shows_config: bool
+    answer: str | None
     multirun: bool
 
 
@@ -63,9 +59,7 @@ def read_flags(arguments: Sequence[str]) -> Flags:
         overrides=[_with_home(override) for override in options.overrides],
         flags=flags,
         values={f"--config-{name}": getattr(options, f"config_{name}") for name in ("dir", "name", "path")},
-        starts=not any(getattr(options, name) for name in _ANSWERS),
-        helps=options.help,
-        shows_config=options.cfg is not None,
+        answer=next((name for name in _ANSWERS if getattr(options, name)), None),
         multirun=options.multirun,
     )
 

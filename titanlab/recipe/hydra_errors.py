@@ -2,7 +2,7 @@
 
 Hydra raises one type, ConfigCompositionException, for most mistakes in overrides and defaults lists, and only its text
 has the key, the value and the file. `read_message` recognises these texts; no other code depends on the wording of an
-error. `tests/recipe/test_hydra_texts.py` makes the installed Hydra raise each of these errors. If a later Hydra words
+error. `tests/cli/test_refusals.py` makes the installed Hydra raise each of these errors. If a later Hydra words
 one differently, the error still shows the override that Hydra quotes.
 """
 
@@ -113,7 +113,7 @@ def _missing_config(error: MissingConfigException, flags: Mapping[str, str | Non
     elif file is not None:
         return ConfigError(group, option, f"there is no such config, which {file} names", f"mend {file}.yaml")
     else:
-        options = [name for name in (error.options or []) if not name.endswith("schema")]
+        options = list(error.options or [])
     near = difflib.get_close_matches(option, options, n=1)
     if group in ("hydra/launcher", "hydra/sweeper") and not near:
         return own_start_error(group, option)

@@ -3,7 +3,6 @@
 What is text by the type of its key is the text as typed; `null` is still null. YAML reads a scalar before anything asks
 for its type: `5e2` is 500.0, `12:00:00` 43200, `off` false, `017` 15. Hydra reads `5e2` as 500.0 and `1_000` as 1000.
 `load` keeps such texts in files, and `as_typed` on the command line.
-OmegaConf's reader of YAML and Hydra's grammar have no public names.
 
 Several options of one group at once, `tracker=[wandb,tensorboard]`, are one option that combines them, each under
 its own key: `tracker/wandb+tensorboard`. Hydra merges the options of a list into one config.
@@ -11,6 +10,7 @@ its own key: `tracker/wandb+tensorboard`. Hydra merges the options of a list int
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -19,14 +19,10 @@ import types
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
 import yaml
-from antlr4 import CommonTokenStream, InputStream, ParserRuleContext
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.grammar.gen.OverrideLexer import OverrideLexer
-from hydra.grammar.gen.OverrideParser import OverrideParser
-from omegaconf._utils import get_yaml_loader
 
 from titanlab.errors import ConfigError
 from titanlab.options import Option, combined_name, combining_groups, discover
@@ -277,9 +273,29 @@ _OTHER_BASE = re.compile(r"[-+]?(0_*[0-7][0-7_]*|[0-9][0-9_.]*:[0-9_.:]+)")
 _READ = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool"))
 
 
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Reads YAML as OmegaConf does: `1e-3` is a number, a date is text, and a key stands once in a mapping."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:  # noqa: FBT001, FBT002 (PyYAML's)
+        names = [key.value for key, _ in node.value if key.tag == _TEXT]
+        for twice in (name for place, name in enumerate(names) if name in names[:place]):
+            problem = f"found duplicate key {twice}"
+            raise yaml.constructor.ConstructorError("while constructing a mapping", node.start_mark, problem)
+        return super().construct_mapping(node, deep=deep)
+
+
+_EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+
+
 def load(source: str | TextIO, name: str) -> Any:
     """The values of a YAML for the key of this name (empty: a whole recipe); a yaml.YAMLError if it is no YAML."""
-    loader = get_yaml_loader()(source)
+    loader = _Loader(source)
     try:
         root = loader.get_single_node()
         if root is None:
@@ -354,40 +370,47 @@ def _scalars(node: Any, name: str) -> Iterator[tuple[yaml.ScalarNode, str]]:
             yield from _scalars(value, name if key.value == "<<" else f"{within}{key.value}")
 
 
-_TOKENS = (OverrideLexer.INT, OverrideLexer.FLOAT, OverrideLexer.BOOL)
+# What Hydra's grammar of overrides has: text in quotes, references, brackets and separators, and all else.
+_PIECES = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\$\{[^}]*\}|[][(){},:]|[^][(){},:'"$]+|.""", re.DOTALL)
 # Functions of Hydra that return their arguments as they are; others compute with numbers.
 _FUNCTIONS = ("choice", "shuffle", "tag")
 
 
 def as_typed(override: str) -> str:
     """An override with quotes around what is text and looks like a number or a truth value."""
-    key, _, value = override.lstrip("+").partition("=")
-    key = key.partition("@")[0]
+    before, equals, value = override.partition("=")
+    key = before.lstrip("+").partition("@")[0]
     is_choice = is_group(key)
     if not (is_choice or str in types_of(key) or value.startswith("{")):
         return override
-    lexer = OverrideLexer(InputStream(override))
-    parser: Any = OverrideParser(CommonTokenStream(lexer))
-    # Hydra parses the override again, and says what is wrong.
-    lexer.removeErrorListeners()
-    parser.removeErrorListeners()
-    for token, name in reversed(list(_tokens(parser.override(), key))):
-        if (is_choice and name == key) or is_text(name, token.text):
-            # In Hydra's grammar, nothing may follow the quotes at the end.
-            override = f"{override[: token.start]}'{token.text}'{override[token.stop + 1 :].lstrip()}"
-    return override
+    pieces = ["", *_PIECES.findall(value), ""]
+    # The brackets that are open, and the names of the keys of the values in them; None: a function computes with them.
+    names: list[tuple[str, str | None]] = [("", key)]
+    after_key = True
+    for place, piece in enumerate(pieces):
+        bracket, name = names[-1]
+        if piece == "(" and pieces[place - 1].strip() not in _FUNCTIONS:
+            names.append((piece, None))
+        elif piece and piece in "[({":
+            names.append((piece, name))
+        elif piece and piece in "])}" and len(names) > 1:
+            names.pop()
+        elif bracket == "{" and pieces[place + 1 : place + 2] == [":"] and pieces[place - 1] in ("{", ","):
+            names[-1] = (bracket, f"{names[-2][1]}.{piece.strip()}")
+            after_key = True
+            continue
+        elif name is not None and _is_read(piece) and ((is_choice and name == key) or is_text(name, piece.strip())):
+            starts = pieces[place - 1] in ("", "[", "(", ",") or (pieces[place - 1] == ":" and after_key)
+            if starts and pieces[place + 1] in ("", "]", "}", ")", ","):
+                # In Hydra's grammar, nothing may follow the quotes at the end.
+                pieces[place] = re.sub(r"(\S+)\s*", r"'\1'", piece)
+        after_key = after_key and piece == ":"
+    return f"{before}{equals}{''.join(pieces)}"
 
 
-def _tokens(node: Any, name: str) -> Iterator[tuple[Any, str]]:
-    """The numbers and truth values of an override that stand alone, with the names of their keys."""
-    if isinstance(node, OverrideParser.PrimitiveContext):
-        tokens = [part.symbol for part in node.children if part.symbol.type != OverrideLexer.WS]
-        if len(tokens) == 1 and tokens[0].type in _TOKENS:
-            yield tokens[0], name
-    elif isinstance(node, OverrideParser.DictKeyValuePairContext):
-        yield from _tokens(node.getChild(2), f"{name}.{node.getChild(0).getText()}")
-    elif isinstance(node, OverrideParser.FunctionContext) and node.children[0].getText() not in _FUNCTIONS:
-        return
-    elif isinstance(node, ParserRuleContext):
-        for child in node.children or ():
-            yield from _tokens(child, name)
+def _is_read(text: str) -> bool:
+    """Whether Hydra may read a text as a number or a truth value."""
+    with contextlib.suppress(ValueError):
+        float(text)
+        return True
+    return text.strip().lower() in ("true", "false")

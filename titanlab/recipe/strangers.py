@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import omegaconf
 import yaml
 from hydra.conf import HydraConf
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -69,9 +70,12 @@ _UNSET: tuple[Any, ...] = (".", None, False, {}, [])
 
 def replace_resolvers() -> None:
     """Make OmegaConf read only the environment variables in `VARIABLES`, and make no config from text."""
-    OmegaConf.register_new_resolver("oc.env", _variable, replace=True)
+    # OmegaConf 2.4 has given the function another name.
+    is_old = omegaconf.__version__.startswith("2.3.")
+    register: Any = OmegaConf.register_new_resolver if is_old else OmegaConf.register_resolver
+    register("oc.env", _variable, replace=True)
     for name in ("oc.create", "oc.decode"):
-        OmegaConf.register_new_resolver(name, partial(_refuse_making, name), replace=True)
+        register(name, partial(_refuse_making, name), replace=True)
 
 
 def check_overrides(overrides: Sequence[str]) -> None:

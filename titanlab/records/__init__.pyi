@@ -55,6 +55,7 @@ from .metrics_file import metrics_of as metrics_of
 from .outcome import KillEvidence as KillEvidence
 from .outcome import Outcome as Outcome
 from .outcome import OutcomeKind as OutcomeKind
+from .outcome import StopReason as StopReason
 from .outcome import classify as classify
 from .outcome import exit_code as exit_code
 from .outcome import first_cause as first_cause

@@ -68,6 +68,14 @@ _BY_EXIT_CODE = {kind.exit_code: kind for kind in OutcomeKind}
 
 
 @dataclass(frozen=True, kw_only=True)
+class StopReason:
+    """Why a job must end, or has ended: the kind of its outcome, and one line for the user."""
+
+    kind: OutcomeKind
+    cause: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
     """The end of one attempt at a run; the content of result.json.
 

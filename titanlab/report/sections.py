@@ -91,7 +91,7 @@ def _recipes(facts: Facts, answer: Answer) -> PageTable:
         near = place is not None and (ranking.is_within_noise if place == 1 else entry.is_within_noise) is True
         standing = None if place is None else f"{place}{' (within noise)' if near else ''}"
         # The control may have the label of another recipe.
-        band = None if entry.is_control else answer.bands.get(group.label)
+        band = None if entry.group.is_control else answer.bands.get(group.label)
         interval = "" if band is None else f"{speed_text(band[0])} to {speed_text(band[1])}"
         speed = group.typical("tokens_per_second")
         ends = (f"{count} {name}" if count > 1 else name for name, count in entry.ends.items())
@@ -99,7 +99,7 @@ def _recipes(facts: Facts, answer: Answer) -> PageTable:
         rows.append(
             {
                 "recipe": Cell(text=label, run=str(representative(group)["run"])),
-                "place": text("control" if entry.is_control else standing),
+                "place": text("control" if entry.group.is_control else standing),
                 "processes": text(group.world),
                 "runs": text(len(group.rows)),
                 "tokens/s": text(round(speed) if speed is not None and speed >= 100 else speed),

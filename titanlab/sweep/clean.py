@@ -31,8 +31,7 @@ from titanlab.checkpoint import (
 from titanlab.data import cache as data_cache
 from titanlab.errors import ConfigError
 from titanlab.records import RECORD, OutcomeKind, RunFolder, is_locked, read_optional
-from titanlab.sweep.listing import ACTIVE
-from titanlab.sweep.rows import look_at
+from titanlab.sweep.rows import ACTIVE, look_at
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.system import StoreFault, read_bytes, user_path
 from titanlab.techniques.compile import cache as compile_cache
@@ -118,17 +117,12 @@ def is_old(path: Path, now: float | None = None) -> bool:
 
 
 def remove_item(entry: Removable) -> None:
-    """Remove an item. While it gets another name, no process can begin to work on its run.
-
-    Raises:
-        Refused: it is in use, has become another thing, or cannot be removed.
-    """
+    """Remove an item; raises Refused. While it gets another name, no process can begin to work on its run."""
     path = entry.path
     try:
+        claim = contextlib.nullcontext() if entry.run is None else entry.run.claim()
         if isinstance(path, StorePath):
-            with contextlib.ExitStack() as stack:
-                if entry.run is not None:
-                    stack.enter_context(entry.run.claim())
+            with claim:
                 failure = remove(path)
             if failure is not None:
                 raise failure
@@ -136,9 +130,7 @@ def remove_item(entry: Removable) -> None:
         if path.is_symlink() or not is_within(path, entry.root):
             raise Refused("it is a link now, or lies elsewhere")
         away = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.removing")
-        with contextlib.ExitStack() as stack:
-            if entry.run is not None:
-                stack.enter_context(entry.run.claim())
+        with claim:
             path.rename(away)
         if away.is_dir() and not away.is_symlink():
             shutil.rmtree(away)
@@ -285,7 +277,14 @@ class Survey:
                 else:
                     self._look_at_run(run, named)
             if only is None:
-                self._look_at_superseded(sweep, named)
+                for folder in _inside(sweep.superseded):
+                    superseded = RunFolder(folder)
+                    if folder.is_symlink() or not folder.is_dir() or superseded.is_claimed():
+                        continue
+                    for path in (folder / name for name in _BULKY):
+                        is_needed = any(start.startswith(str(path.resolve())) for start in named)
+                        if not is_needed and _inside(path):
+                            self._add("superseded", path, superseded)
                 self._look_at_code(sweep, busy)
                 self._add_temporary(sweep.path)
                 self._add_temporary(sweep.code)
@@ -338,16 +337,6 @@ class Survey:
             for part in sorted(place.glob(f"step-*{PART}")):
                 if is_old(part):
                     self._add("temporary", part, run)
-
-    def _look_at_superseded(self, sweep: SweepFolder, named: frozenset[str]) -> None:
-        for folder in _inside(sweep.superseded):
-            run = RunFolder(folder)
-            if folder.is_symlink() or not folder.is_dir() or run.is_claimed():
-                continue
-            for path in (folder / name for name in _BULKY):
-                is_needed = any(named_path.startswith(str(path.resolve())) for named_path in named)
-                if not is_needed and _inside(path):
-                    self._add("superseded", path, run)
 
     def _look_at_code(self, sweep: SweepFolder, busy: set[str]) -> None:
         """Snapshots that no unfinished run uses, and without which no run's code would be lost."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,14 +92,10 @@ class Composer:
             ConfigError: the point cannot be composed.
         """
         composed, nodes = self._parts(*self._split(point))
+        if composed.asks_hydra:
+            return self._whole_recipe(point)
         values = self._loader.values_of(point)
-        keys = None if composed.asks_hydra else self._fields.keys(composed.config, nodes, values)
-        recipe = None if keys is None else self._fields.recipe(keys, composed.config, nodes, values)
-        if recipe is None:
-            recipe = self._whole_recipe(point)
-            if keys is not None:
-                self._fields.keep(keys, recipe)
-        return recipe
+        return self._fields.recipe(composed.config, nodes, values, lambda: self._whole_recipe(point))
 
     def _whole_recipe(self, point: Values) -> Recipe:
         """The recipe of a point, from a config that is not shared with other points."""
@@ -227,9 +223,6 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(Recipe))
 # `${model.vocab_size}`; of other interpolations only the beginning matches, so that the group is None.
 _REFERENCE = re.compile(r"\$\{(?:(\w+)(?:\.\w+)*\})?")
 
-Keys = Mapping[str, tuple[Any, ...]]
-"""For each field of a recipe, everything that determines its value."""
-
 
 class SharedFields:
     """Creates recipes from fields; configs that were passed to it must stay alive (`id` is their key) and unchanged."""
@@ -237,13 +230,56 @@ class SharedFields:
     def __init__(self) -> None:
         self._groups = discover()
         self._made: dict[tuple[Any, ...], Any] = {}
+        self._failed: dict[tuple[Any, ...], ConfigError] = {}
         self._references: dict[tuple[str, int], frozenset[str] | None] = {}
         self._root = schema_node(Recipe)
 
-    def keys(
+    def recipe(
+        self,
+        config: DictConfig,
+        nodes: Mapping[str, DictConfig],
+        values: Sequence[tuple[str, Any]],
+        whole: Callable[[], Recipe],
+    ) -> Recipe:
+        """The recipe of a point.
+
+        Args:
+            whole: composes it without shared fields: a field may refer to others, or its error must be explained.
+
+        Raises:
+            ConfigError: from `whole`; a point with the same wrong field gets the same error without composing it.
+        """
+        keys = self._keys(config, nodes, values)
+        if keys is None:
+            return whole()
+        for name, key in keys.items():
+            if key in self._failed:
+                raise self._failed[key]
+            if key in self._made:
+                continue
+            own = [(path, value) for path, value in values if path.partition(".")[0] == name]
+            try:
+                if len(key) == 1:
+                    self._made[key] = self._field(name, nodes.get(name), config, own)
+                    continue
+            # ValueError and OverflowError: a number has too many digits.
+            except (ConfigError, OmegaConfBaseException, ValueError, OverflowError):
+                pass
+            # The field refers to other fields, or is wrong.
+            try:
+                recipe = whole()
+            except ConfigError as error:
+                if error.key.partition(".")[0] == name:
+                    self._failed[key] = error
+                raise
+            for other, other_key in keys.items():
+                self._made.setdefault(other_key, getattr(recipe, other))
+        return Recipe(**{name: self._made[key] for name, key in keys.items()})
+
+    def _keys(
         self, config: DictConfig, nodes: Mapping[str, DictConfig], values: Sequence[tuple[str, Any]]
-    ) -> Keys | None:
-        """The key of each field of a point's recipe; None if fields cannot be determined separately."""
+    ) -> Mapping[str, tuple[Any, ...]] | None:
+        """For each field, everything that determines its value; None if fields cannot be determined separately."""
         overrides: dict[str, tuple[Any, ...]] = {}
         for key, value in values:
             name, text = key.partition(".")[0], canonical_text(value)
@@ -258,27 +294,6 @@ class SharedFields:
                 return None
             complete[name] = (own, *(keys[other] for other in sorted(references)))
         return complete
-
-    def recipe(
-        self, keys: Keys, config: DictConfig, nodes: Mapping[str, DictConfig], values: Sequence[tuple[str, Any]]
-    ) -> Recipe | None:
-        """The recipe of a point; None if it must be composed as a whole, for example to explain an error in it."""
-        try:
-            for name, key in keys.items():
-                if key not in self._made:
-                    if len(key) > 1:
-                        return None  # The field refers to other fields.
-                    own = [(path, value) for path, value in values if path.partition(".")[0] == name]
-                    self._made[key] = self._field(name, nodes.get(name), config, own)
-            return Recipe(**{name: self._made[key] for name, key in keys.items()})
-        # ValueError and OverflowError: a number has too many digits.
-        except (ConfigError, OmegaConfBaseException, ValueError, OverflowError):
-            return None
-
-    def keep(self, keys: Keys, recipe: Recipe) -> None:
-        """Keep the fields of a recipe that was composed as a whole."""
-        for name, key in keys.items():
-            self._made.setdefault(key, getattr(recipe, name))
 
     def _field(self, name: str, node: DictConfig | None, config: DictConfig, own: Sequence[tuple[str, Any]]) -> Any:
         if name not in self._groups:

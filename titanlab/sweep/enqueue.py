@@ -27,7 +27,7 @@ from titanlab.launch import (
 from titanlab.ranges import plain
 from titanlab.recipe import Recipe, check_all_but_data, check_host_memory, resolve
 from titanlab.records import Outcome, OutcomeKind, RunFolder, claimed
-from titanlab.sweep import snapshot
+from titanlab.sweep import sweep_folder
 from titanlab.sweep.reconcile import reconcile, silence
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of, readable
 from titanlab.system import counted
@@ -77,14 +77,7 @@ def checked(recipe: Recipe, here: Callable[[], Host] | None = None, *, elsewhere
 
 
 def check_jobs(jobs: Sequence[tuple[LaunchConfig, JobShape]], *, submits: bool = True) -> None:
-    """Check that each launcher can take its jobs.
-
-    Args:
-        submits: whether the jobs will be submitted from this host; else launchers that are not installed are skipped.
-
-    Raises:
-        ConfigError: a launcher cannot take its jobs.
-    """
+    """Check that each launcher can take its jobs; without `submits`, launchers that are not installed are skipped."""
     for kind in dict.fromkeys(launch.kind for launch, _ in jobs):
         launcher = launcher_named(kind)
         if submits or launcher.is_here():
@@ -92,11 +85,7 @@ def check_jobs(jobs: Sequence[tuple[LaunchConfig, JobShape]], *, submits: bool =
 
 
 def check_folder(folder: Path, launches: Iterable[LaunchConfig]) -> None:
-    """Check that jobs find a sweep's folder.
-
-    Raises:
-        ConfigError: a character of its path has another meaning for Python or a launcher.
-    """
+    """Check that no character of the path of a sweep's folder has another meaning for Python or a launcher."""
     meanings = {os.pathsep: "at which PYTHONPATH is split"}
     for kind in dict.fromkeys(launch.kind for launch in launches):
         replaced = launcher_named(kind).replaced_in_paths
@@ -105,15 +94,6 @@ def check_folder(folder: Path, launches: Iterable[LaunchConfig]) -> None:
         if character in str(folder):
             cure = "give runs=FOLDER, or the sweep, a path without"
             raise ConfigError("runs", str(folder), f"has {character!r} in it, {meaning}", cure)
-
-
-def silent_launcher(launches: Iterable[LaunchConfig]) -> str | None:
-    """Why a launcher that is installed here does not answer, in one line; None if all answer."""
-    for kind in dict.fromkeys(launch.kind for launch in launches):
-        launcher = launcher_named(kind)
-        if launcher.is_here() and (problem := launcher.silence()) is not None:
-            return f"the scheduler does not answer: {problem}"
-    return None
 
 
 def enqueue(folder: SweepFolder, items: Sequence[QueuedRun], report: Callable[[str], None]) -> list[Submission]:
@@ -126,7 +106,7 @@ def enqueue(folder: SweepFolder, items: Sequence[QueuedRun], report: Callable[[s
         return []
     check_folder(folder.path, (item.launch for item in items))
     folder.jobs.mkdir(exist_ok=True)
-    code = snapshot.take(folder.code).relative_to(folder.path)
+    code = sweep_folder.take_snapshot(folder.code).relative_to(folder.path)
     submitted: list[Submission] = []
     place_of = {item.run: place for place, item in enumerate(items)}
     for group in arrays(items):
@@ -161,11 +141,7 @@ def enqueue(folder: SweepFolder, items: Sequence[QueuedRun], report: Callable[[s
 
 
 def settle(folder: SweepFolder, report: Callable[[str], None]) -> None:
-    """Complete or remove the intents of a process that was killed, by asking the launchers for their jobs.
-
-    Raises:
-        ConfigError: a launcher does not answer.
-    """
+    """Complete or remove the intents of a process that was killed, by asking the launchers for their jobs."""
     for submission in folder.submissions():
         if submission.state == "intent":
             job_id = _settled(folder, submission)
@@ -267,20 +243,13 @@ def standings(
 
 
 def supersede(folder: SweepFolder, run: RunFolder) -> None:
-    """Move a run's folder aside, so that the run can start from the beginning.
-
-    Raises:
-        ConfigError: another process has claimed the run.
-    """
+    """Move the folder of a run that no process has claimed aside, so that the run can start from the beginning."""
     folder.superseded.mkdir(exist_ok=True)
     with run.claim():
         number = 1
         while (aside := folder.superseded / f"{run.path.name}.{number}").exists():
             number += 1
         run.path.rename(aside)
-
-
-_CAUSE = "cancelled before it started"
 
 
 @dataclass
@@ -299,14 +268,7 @@ class Cancelled:
 
 
 def cancel(folder: SweepFolder, report: Callable[[str], None], *, names: Sequence[str] = ()) -> Cancelled:
-    """Cancel runs of a sweep, or all of it.
-
-    Args:
-        names: of runs; none: all.
-
-    Raises:
-        ConfigError: such a run does not exist, or the launcher does not answer.
-    """
+    """Cancel the named runs of a sweep; without names, all."""
     cancelled = Cancelled()
     with folder.claim():
         settle(folder, report)
@@ -331,7 +293,7 @@ def cancel(folder: SweepFolder, report: Callable[[str], None], *, names: Sequenc
             try:
                 with run.claim():
                     status = run.known_status()
-                    outcome = Outcome(kind=OutcomeKind.CANCELLED, attempt=0, cause=_CAUSE)
+                    outcome = Outcome(kind=OutcomeKind.CANCELLED, attempt=0, cause="cancelled before it started")
                     if status is not None:
                         outcome = replace(outcome, step=status.step, steps=status.steps)
                     run.write_result(outcome)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,13 @@ from titanlab.errors import ConfigError
 from titanlab.launch import UNANSWERED
 from titanlab.records import STATES, OutcomeKind, RunFolder, list_runs
 from titanlab.sweep.reconcile import close_dead_runs
+from titanlab.sweep.rows import ACTIVE, POINT, point_keys
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 from titanlab.system import counted, duration, grouped
 from titanlab.techniques.ac.recomputation_schema import NoCheckpointing
 
 Row = Mapping[str, Any]
 
-ACTIVE = ("starting", "running", "saving")
 # A scheduler's states of jobs that did not end with exit code 0.
 _BAD_ENDS = frozenset("BOOT_FAIL CANCELLED DEADLINE FAILED GONE NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT".split())
 # States in the order in which their counts are shown; outcomes of ended runs come before them.
@@ -194,45 +195,35 @@ def beneath(rows: Sequence[Row], *, most: int | None = None) -> list[str]:
     return lines + gaps(rows, most=_GAPS if most is None else min(most, _GAPS)) + dropped(rows)
 
 
-@dataclass(frozen=True)
-class Overview:
-    """The sweeps under `runs`, latest first.
+def overview(runs: Path | str) -> list[dict[str, Any]]:
+    """The sweeps under a folder, latest first; a run of which no process is left, and no job, gets its result.
 
-    Attributes:
-        rows: `sweep`, `runs`, `states` (counts by outcome or state), `dropped`, `updated`, `folder`.
+    Returns:
+        `sweep`, `runs`, `states` (counts by outcome or state), `dropped`, `updated` and `folder` of each sweep.
     """
-
-    runs: str
-    rows: list[dict[str, Any]]
-
-    def lines(self, *, now: float | None = None) -> list[str]:
-        """The overview as plain lines."""
-        if not self.rows:
-            return [
-                f"no runs under {self.runs}: submit a sweep (titanlab sweep), or say where runs are (--runs FOLDER)"
-            ]
-        now = time.time() if now is None else now
-        lines = [
-            [
-                row["sweep"],
-                str(row["runs"]),
-                ", ".join(f"{count} {word}" for word, count in row["states"].items()),
-                str(row["dropped"] or ""),
-                "" if row["updated"] is None else f"{duration(now - row['updated'])} ago",
-            ]
-            for row in self.rows
-        ]
-        headings = ("sweep", "runs", "of which", "dropped", "last heard of")
-        return aligned(headings, lines, right=("runs", "dropped", "last heard of"))
-
-
-def overview(runs: Path | str) -> Overview:
-    """Read the status of every run under a folder. A run of which no process is left, and no job, gets its result."""
     by_sweep: dict[Path, list[RunFolder]] = {}
     for run in list_runs(runs):
         by_sweep.setdefault(run.path.parent, []).append(run)
     rows = [_row(SweepFolder(path), members) for path, members in by_sweep.items()]
-    return Overview(str(runs), sorted(rows, key=lambda row: row["updated"] or 0.0, reverse=True))
+    return sorted(rows, key=lambda row: row["updated"] or 0.0, reverse=True)
+
+
+def overview_lines(rows: Sequence[Row], runs: Path | str, *, now: float) -> list[str]:
+    """The overview as plain lines."""
+    if not rows:
+        return [f"no runs under {runs}: submit a sweep (titanlab sweep), or say where runs are (--runs FOLDER)"]
+    lines = [
+        [
+            row["sweep"],
+            str(row["runs"]),
+            ", ".join(f"{count} {word}" for word, count in row["states"].items()),
+            str(row["dropped"] or ""),
+            "" if row["updated"] is None else f"{duration(now - row['updated'])} ago",
+        ]
+        for row in rows
+    ]
+    headings = ("sweep", "runs", "of which", "dropped", "last heard of")
+    return aligned(headings, lines, right=("runs", "dropped", "last heard of"))
 
 
 def _row(sweep: SweepFolder, members: list[RunFolder]) -> dict[str, Any]:
@@ -335,3 +326,129 @@ def failure_text(run: RunFolder, row: Row) -> tuple[str, str] | None:
     except OSError:
         return None
     return (f"end of {log}", "\n".join(lines)) if any(lines) else None
+
+
+# Together with the layout, these columns define a recipe; a column is shown if it differs within the sweep.
+_RECIPE = (
+    *("model", "layers", "dim", "seq_len", "global_batch", "precision", "ac", "compile"),
+    *("optimizer", "data", "accelerator", "device"),
+)
+# These follow from the layout, unless the user has set them.
+_FOLLOWING = ("microbatch", "schedule")
+_LAYOUT = ("layout.label", "world")
+# Speeds are compared as ratios, also in a ranking.
+SPEEDS = ("tokens_per_second", "tokens_per_second_all", "mfu_percent")
+_FIGURES = ("processes", "tokens/s", "of all", "MFU", "GiB", "loss", "validation")
+_FORMS: Mapping[str, Callable[[float], str]] = {
+    "tokens_per_second": grouped,
+    "tokens_per_second_all": grouped,
+    "mfu_percent": "{:.1f}%".format,
+    "memory_gib": "{:.2f}".format,
+    "loss": "{:.4f}".format,
+    "validation_loss": "{:.4f}".format,
+}
+
+
+@dataclass(frozen=True)
+class RecipeRuns:
+    """Runs of one recipe.
+
+    Attributes:
+        differing: other columns in which the groups of the sweep differ; empty values are None.
+    """
+
+    layout: str
+    world: int
+    differing: Mapping[str, Any]
+    rows: Sequence[Row]
+
+    @property
+    def label(self) -> str:
+        """A short name: `dp_s2 · bf16 · microbatch 4`."""
+        parts = [
+            str(value) if isinstance(value, str) and not name.startswith(POINT) else f"{_short(name)} {_shown(value)}"
+            for name, value in self.differing.items()
+            if value is not None
+        ]
+        return " · ".join([self.layout, *parts])
+
+    @property
+    def is_control(self) -> bool:
+        """Whether these are the runs of the sweep's control."""
+        return any(row["control"] for row in self.rows)
+
+    @property
+    def is_oversubscribed(self) -> bool:
+        """Whether a run had more processes than cores."""
+        return any(row["oversubscribed"] for row in self.rows)
+
+    def values(self, column: str) -> list[float]:
+        """The values of a column for the runs that are done and have one."""
+        return [row[column] for row in self.rows if row["outcome"] == "done" and row[column] is not None]
+
+    def typical(self, column: str) -> float | None:
+        """The geometric mean of a speed, and the median of another column, over the runs that are done."""
+        known = self.values(column)
+        if column in SPEEDS and known and min(known) > 0:
+            return statistics.geometric_mean(known)
+        return statistics.median(known) if known else None
+
+
+def groups(rows: Iterable[Row]) -> list[RecipeRuns]:
+    """The recipes of a sweep, in the order of their first runs; dropped points are omitted."""
+    members_of: dict[tuple[Any, ...], list[Row]] = {}
+    shown = [row for row in runs(rows) if row["layout.label"] is not None]
+    # Include the swept keys: some, such as a learning rate, have no column of their own.
+    others = (*_FOLLOWING, *point_keys(shown))
+    names = ("control", *_LAYOUT, *_RECIPE, *others)
+    for row in shown:
+        key = (bool(row["control"]), *(row[name] for name in names[1:]))
+        members_of.setdefault(key, []).append(row)
+    keys = [dict(zip(names, values, strict=True)) for values in members_of]
+    differing = [name for name in _RECIPE if len({key[name] for key in keys}) > 1]
+    for name in others:
+        # Shown only if two lines would look the same without it.
+        seen = (*_LAYOUT, *differing)
+        distinct = {tuple(key[column] for column in seen) for key in keys}
+        if len(distinct) < len({tuple(key[column] for column in (*seen, name)) for key in keys}):
+            differing.append(name)
+    return [
+        RecipeRuns(key["layout.label"], key["world"], {name: key[name] for name in differing}, members)
+        for key, members in zip(keys, members_of.values(), strict=True)
+    ]
+
+
+def comparison(rows: Iterable[Row]) -> list[str]:
+    """Aligned lines: typical figures of the runs that are done, and the outcomes of all. Empty without a run."""
+    compared = groups(rows)
+    if not compared:
+        return []
+    headings = ["layout", "processes", *map(_short, compared[0].differing), *_FIGURES[1:], "outcome"]
+    lines = []
+    for group in compared:
+        figures = []
+        for column, form in _FORMS.items():
+            mark = "*" if group.is_oversubscribed and column.startswith("tokens") else ""
+            figures.append("" if (value := group.typical(column)) is None else form(value) + mark)
+        ends = Counter(map(state_word, group.rows))
+        lines.append(
+            [
+                group.layout + (" (control)" if group.is_control else ""),
+                str(group.world),
+                *map(_shown, group.differing.values()),
+                *figures,
+                ", ".join(name if len(group.rows) == 1 else f"{count} {name}" for name, count in ends.items()),
+            ]
+        )
+    text = aligned(headings, lines, right=_FIGURES)
+    return [*text, OVERSUBSCRIBED] if any(group.is_oversubscribed for group in compared) else text
+
+
+def _short(name: str) -> str:
+    return name.removeprefix(POINT)
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return ""
+    return grouped(value) if isinstance(value, int) and not isinstance(value, bool) else str(value)

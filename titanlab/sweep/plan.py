@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,71 +95,40 @@ def plan_study(
     composer = Composer(request.loader, request.points)
     left = Sieve(request.points, whole=whole)
     left.keep(lambda point, _: prune(composer, point, request.where))
-    check = _Checks(composer, elsewhere=elsewhere)
-    left.check_shared(check.composed)
-    recipes = left.keep(lambda point, _: check.composed(point))
+    checks = Checks(elsewhere=elsewhere)
+    recipes = left.keep(lambda point, _: checks.composed(composer, point))
     for recipe in recipes.values():
         # Raises an error if the cluster is too small, before any data is prepared.
         shape_of(recipe)
     check_runs(next(iter(recipes.values())).runs)
-    study = _named(request, check, left, recipes)
-    if request.control is not None:
-        control = _control(request.control, request.repeats, check, study.name)
-        study = dataclasses.replace(study, planned=(*study.planned, *control))
-    return dataclasses.replace(study, notices=tuple(check.notices))
+    study = _named(request, composer, checks, left, recipes)
+    if request.control is None:
+        return dataclasses.replace(study, notices=tuple(checks.notices))
+    try:
+        prune(composer, request.control, [])
+        recipe = checks.composed(composer, request.control)
+        shape_of(recipe)
+    except Unfit as unfit:
+        cure = "give it values that can run: control: {parallelism: single, world: 1}"
+        raise ConfigError(CONTROL, dict(request.control), f"cannot run: {unfit.reason}", cure) from unfit
+    planned = list(study.planned)
+    for number, point in enumerate(control_points(request.control, request.repeats), 1):
+        named = dataclasses.replace(recipe, sweep=study.name, name=f"{CONTROL}-{number}", repeat=point.repeat)
+        planned.append(PlannedRun(point=point, recipe=named, identity=checks.identify(named)))
+    return dataclasses.replace(study, planned=tuple(planned), notices=tuple(checks.notices))
 
 
 def with_data(study: Study, report: Callable[[str], None], *, whole: bool = False) -> Study:
-    """The study after its data is prepared, each data once; points that break a rule on the data are dropped.
-
-    Raises:
-        ConfigError: no point is left.
-    """
-    data = DataOnce()
+    """The study after its data is prepared, each data once; points that break a rule on the data are dropped."""
+    checks = Checks()
     left = Sieve([planned.point.values for planned in study.planned], whole=whole)
-    kept = left.keep(lambda _, number: data.prepare(study.planned[number].recipe, report))
-    dropped = [
-        Dropped(point=study.planned[number].point, stage=unfit.stage, reason=str(unfit.reason))
-        for number, unfit in left.dropped.items()
-    ]
+    kept = left.keep(lambda _, number: checks.prepare(study.planned[number].recipe, report))
+    dropped = [unfit.dropped(study.planned[number].point) for number, unfit in left.dropped.items()]
     planned = tuple(study.planned[number] for number in kept)
     return dataclasses.replace(study, planned=planned, dropped=(*study.dropped, *dropped))
 
 
-class _Checks:
-    """Composes and checks points; what many points share is computed once."""
-
-    def __init__(self, composer: Composer, *, elsewhere: bool) -> None:
-        self.composer = composer
-        self.data = DataOnce(elsewhere=elsewhere)
-        self._elsewhere = elsewhere
-        # A dict as an ordered set.
-        self.notices: dict[str, None] = {}
-        self._here = functools.cache(this_host)
-
-    def composed(self, point: Values) -> Recipe:
-        """The resolved recipe of a point, after every check that needs no prepared data.
-
-        Raises:
-            Unfit: it cannot be composed, or breaks a rule.
-        """
-        try:
-            recipe = self.composer.recipe(point)
-        except ConfigError as error:
-            raise Unfit("composition", error) from error
-        try:
-            resolved = checked(recipe, self._here, elsewhere=self._elsewhere)
-            self.data.check(resolved)
-            if not self._elsewhere:
-                check_beginning(resolved)
-        except ConfigError as error:
-            raise Unfit("rule", error) from error
-        if notice := shortened_warmup(recipe):
-            self.notices[notice] = None
-        return resolved
-
-
-def _named(request: Request, check: _Checks, left: Sieve, recipes: Mapping[int, Recipe]) -> Study:
+def _named(request: Request, composer: Composer, checks: Checks, left: Sieve, recipes: Mapping[int, Recipe]) -> Study:
     """The study, with a name for every run; points that would be the same run are dropped."""
     # The key `sweep`, else the name of its file, else a name derived from its space.
     name = next(iter(recipes.values())).sweep
@@ -167,7 +136,7 @@ def _named(request: Request, check: _Checks, left: Sieve, recipes: Mapping[int, 
         name = request.option.rpartition("/")[2]
     elif name == SINGLE and request.space is not None:
         text = canonical_text([request.space, [expression.text for expression in request.where], request.repeats])
-        name = f"{check.composer.value({}, 'name')}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+        name = f"{composer.value({}, 'name')}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
     planned: list[PlannedRun] = []
     dropped: list[Dropped] = []
     known: dict[str, str] = {}
@@ -176,7 +145,7 @@ def _named(request: Request, check: _Checks, left: Sieve, recipes: Mapping[int, 
         for repeat in range(request.repeats):
             point = SweepPoint(values=values, repeat=repeat if unfit else recipes[number].repeat + repeat)
             if unfit is not None:
-                dropped.append(Dropped(point=point, stage=unfit.stage, reason=str(unfit.reason)))
+                dropped.append(unfit.dropped(point))
                 continue
             recipe = recipes[number]
             label = point.label
@@ -188,7 +157,7 @@ def _named(request: Request, check: _Checks, left: Sieve, recipes: Mapping[int, 
                 # The user has set `name`: keep it as a prefix.
                 label = f"{recipe.name[:35]}-{label}"
             recipe = dataclasses.replace(recipe, sweep=name, name=label, repeat=point.repeat)
-            identity = check.data.identify(recipe)
+            identity = checks.identify(recipe)
             if identity.sha256 in known:
                 reason = f"is the same run as {known[identity.sha256]}"
                 dropped.append(Dropped(point=point, stage="duplicate", reason=reason))
@@ -204,48 +173,48 @@ def _named(request: Request, check: _Checks, left: Sieve, recipes: Mapping[int, 
     )
 
 
-def _control(values: Values, repeats: int, check: _Checks, sweep: str) -> list[PlannedRun]:
-    """The runs of the control.
-
-    Raises:
-        ConfigError: it cannot run.
-    """
-    try:
-        prune(check.composer, values, [])
-        recipe = check.composed(values)
-        shape_of(recipe)
-    except Unfit as unfit:
-        cure = "give it values that can run: control: {parallelism: single, world: 1}"
-        raise ConfigError(CONTROL, dict(values), f"cannot run: {unfit.reason}", cure) from unfit
-    planned = []
-    for number, point in enumerate(control_points(values, repeats), 1):
-        named = dataclasses.replace(recipe, sweep=sweep, name=f"{CONTROL}-{number}", repeat=point.repeat)
-        planned.append(PlannedRun(point=point, recipe=named, identity=check.data.identify(named)))
-    return planned
-
-
 # Keys of files and folders: what is wrong with them here may be right where the runs are.
 _PLACES = ("data.files", "data.folder", "data.path", "data.tokenizer", "init_from", "checkpoint.load_from")
 
 
-class DataOnce:
-    """Remembers results for the data of a sweep's recipes.
+class Checks:
+    """Checks recipes; what many of them share, above all data, is checked once.
 
     Args:
-        elsewhere: data and starting weights need not be on this host.
+        elsewhere: the runs are not for this host: data and starting weights need not be here.
     """
 
     def __init__(self, *, elsewhere: bool = False) -> None:
         self._elsewhere = elsewhere
+        self._here = functools.cache(this_host)
         self._results: dict[tuple[Any, ...], Any] = {}
         self._prepared: set[Any] = set()
+        # A dict as an ordered set.
+        self.notices: dict[str, None] = {}
 
-    def check(self, recipe: Recipe) -> None:
-        """Check the rules on a recipe's data that can be checked at this time.
+    def composed(self, composer: Composer, point: Values) -> Recipe:
+        """The resolved recipe of a point, after every check that needs no prepared data.
 
         Raises:
-            ConfigError: it breaks a rule.
+            Unfit: it cannot be composed, or breaks a rule.
         """
+        try:
+            recipe = composer.recipe(point)
+        except ConfigError as error:
+            raise Unfit("composition", error) from error
+        try:
+            resolved = checked(recipe, self._here, elsewhere=self._elsewhere)
+            self._check_data(resolved)
+            if not self._elsewhere:
+                check_beginning(resolved)
+        except ConfigError as error:
+            raise Unfit("rule", error) from error
+        if notice := shortened_warmup(recipe):
+            self.notices[notice] = None
+        return resolved
+
+    def _check_data(self, recipe: Recipe) -> None:
+        """Check the rules on a recipe's data that can be checked at this time."""
         training = recipe.training
         inputs = [training.seq_len, training.global_batch, recipe.layout.data, recipe.model.vocab_size]
         inputs += [training.validation_sequences, training.validate_every]
@@ -261,7 +230,7 @@ class DataOnce:
         try:
             self._once(("prepare", recipe.data), lambda: source.prepare(recipe.data, report=report))
             self._prepared.add(recipe.data)
-            self.check(recipe)
+            self._check_data(recipe)
         except ConfigError as error:
             raise Unfit("rule", error) from error
 
@@ -323,6 +292,9 @@ class Unfit(Exception):
         self.reason = reason
         super().__init__(stage, str(reason))
 
+    def dropped(self, point: SweepPoint) -> Dropped:
+        return Dropped(point=point, stage=self.stage, reason=str(self.reason))
+
 
 def prune(composer: Composer, point: Values, where: Sequence[Expression]) -> None:
     """Check a point against the conditions and the arithmetic of its degrees.
@@ -333,7 +305,7 @@ def prune(composer: Composer, point: Values, where: Sequence[Expression]) -> Non
     """
     values = _Values(composer, point)
     for expression in where:
-        if not expression.holds(lambda key, text=expression.text: values.value(key, text), values.label):  # type: ignore[misc]
+        if not expression.holds(functools.partial(values.value, expression.text), values.label):
             raise Unfit("where", expression.text)
     _ = values.layout
 
@@ -346,13 +318,8 @@ class _Values:
         self._point = point
         self.label = SweepPoint(values=point).label
 
-    def value(self, key: str, condition: str) -> Any:
-        """The value of a key in a condition.
-
-        Raises:
-            Unfit: the point has no layout, or cannot be composed.
-            ConfigError: the point has no such key.
-        """
+    def value(self, condition: str, key: str) -> Any:
+        """The value of a key in a condition; raises ConfigError if the point has no such key."""
         group, _, axis = key.rpartition(".")
         if key == "world" or (group == "parallelism" and axis in AXES):
             layout = self.layout
@@ -406,10 +373,6 @@ class _Values:
         return value
 
 
-# The number of points that `check_shared` checks before all others; that takes about a second.
-_PROBES = 8
-
-
 class Sieve:
     """Points from which successive stages drop some; with `whole`, a stage's error is raised instead."""
 
@@ -418,10 +381,6 @@ class Sieve:
         self._whole = whole
         self.dropped: dict[int, Unfit] = {}
 
-    def __iter__(self) -> Iterator[int]:
-        """The numbers of the points that are left."""
-        return (number for number in range(len(self.points)) if number not in self.dropped)
-
     def keep(self, stage: Callable[[Values, int], Any]) -> dict[int, Any]:
         """Apply a stage to every point that is left, and drop those that it finds unfit. Returns its results by number.
 
@@ -429,7 +388,9 @@ class Sieve:
             ConfigError: no point is left.
         """
         results: dict[int, Any] = {}
-        for number in list(self):
+        for number in range(len(self.points)):
+            if number in self.dropped:
+                continue
             try:
                 results[number] = stage(self.points[number], number)
             except Unfit as unfit:
@@ -450,31 +411,3 @@ class Sieve:
         rule = f"none of {len(dropped)} points can be run; {count} of them for one reason ({name}: {reason})"
         keys = ",".join(keys_of(self.points))
         raise ConfigError("space", keys, rule, "change that, or sweep other values")
-
-    def check_shared(self, stage: Callable[[Values], Any]) -> None:
-        """Check a few points before all others, to report an error of the shared recipe at once.
-
-        An error is shared if the stage raises it, with the same words, for the first point, for others up to the last,
-        and for the recipe without any point's values, and if its key is not swept.
-
-        Raises:
-            ConfigError: the shared error.
-        """
-        numbers = list(self)
-        if len(numbers) <= _PROBES:
-            return
-        error = _error(stage, self.points[numbers[0]])
-        if error is None or error.key in keys_of(self.points):
-            return
-        others = [self.points[numbers[place * (len(numbers) - 1) // _PROBES]] for place in range(1, _PROBES + 1)]
-        if all(str(_error(stage, point)) == str(error) for point in (*others, {})):
-            raise error
-
-
-def _error(stage: Callable[[Values], Any], point: Values) -> ConfigError | None:
-    """The ConfigError for which a stage drops a point; None if it keeps the point, or drops it for another reason."""
-    try:
-        stage(point)
-    except Unfit as unfit:
-        return unfit.reason if isinstance(unfit.reason, ConfigError) else None
-    return None

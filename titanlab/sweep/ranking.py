@@ -19,8 +19,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from titanlab.sweep.comparison import RecipeRuns, groups
-from titanlab.sweep.listing import ACTIVE, Row, aligned, runs, state_word
+from titanlab.sweep.listing import RecipeRuns, Row, aligned, groups, runs, state_word
+from titanlab.sweep.rows import ACTIVE
 from titanlab.system import counted, duration, grouped
 
 # The probability of a wrong statement, for all statements about one sweep together. Of the 5 % that are promised,
@@ -63,11 +63,6 @@ class RankedRecipe:
         return len(self.figures)
 
     @property
-    def is_control(self) -> bool:
-        """Whether it is the sweep's control: the recipe without the sweep's changes."""
-        return self.group.is_control
-
-    @property
     def label(self) -> str:
         """The recipe's short name."""
         return self.group.label
@@ -86,7 +81,7 @@ class RankedRecipe:
             "layout": self.group.layout,
             "world": self.group.world,
             "differing": dict(self.group.differing),
-            "is_control": self.is_control,
+            "is_control": self.group.is_control,
             "runs": [row["run"] for row in self.group.rows],
             "ends": self.ends,
             "interval": None if self.low is None else [self.low, self.high],
@@ -167,9 +162,7 @@ class Drift:
 def drift_of(rows: Sequence[Row], column: str, *, squares: float = 0.0, degrees: int = 0) -> Drift | None:
     """The drift of the control's runs in a column; None unless two of them have a figure, at different times.
 
-    Args:
-        squares: of the residuals of the recipes' repeats (logarithms), which tell of the noise too.
-        degrees: of freedom of these.
+    The recipes' repeats tell of the noise too: the `squares` of their residuals (logarithms), and `degrees` of freedom.
     """
     known = [
         (row["started"], math.log(value))
@@ -281,7 +274,7 @@ def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None =
         KeyError: `by` is none of these.
     """
     everything = [entry_of(group, by, max_memory_gib) for group in groups(rows)]
-    entries = [entry for entry in everything if not entry.is_control]
+    entries = [entry for entry in everything if not entry.group.is_control]
     noise, degrees = _pooled(everything)
     sign = -1 if by == "memory" else 1
     ranked = sorted(
@@ -296,7 +289,7 @@ def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None =
         _with_interval(replace(entry, is_within_noise=near), noise, degrees)
         for entry, near in zip(ranked, within, strict=bool(ranked))
     ]
-    controls = [entry for entry in everything if entry.is_control]
+    controls = [entry for entry in everything if entry.group.is_control]
     control = max((entry for entry in controls if entry.figures), key=lambda entry: entry.runs, default=None)
     drift = None
     if control is not None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from titanlab.distributed import judged
+from titanlab.distributed import judged, read_stop, world_of
 from titanlab.errors import ConfigError
 from titanlab.launch import (
     UNANSWERED,
@@ -26,9 +26,7 @@ from titanlab.launch import (
     Submission,
     close_dead,
     launcher_named,
-    read_stop,
     with_progress,
-    world_of,
 )
 from titanlab.records import CannotWriteError, Outcome, OutcomeKind, RunFolder, from_exit, read_hang
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of

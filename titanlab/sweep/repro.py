@@ -231,27 +231,28 @@ _OWN = ("SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
 _LONGEST = 60
 
 
+# What is compared of an environment; None: all names of the section.
+_COMPARED: Mapping[str, tuple[str, ...] | None] = {
+    "python": ("version", "implementation"),
+    "devices": ("accelerator", "name", "count"),
+    "platform": ("system", "machine", "libc", "release", "nvidia_driver"),
+    "host": ("name", "cpu", "usable_cores", "memory_gib"),
+    "packages": None,
+    "environment": None,
+}
+
+
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Name, value then, value now, of everything that differs."""
     found = []
-    for section, keys in {
-        "python": ("version", "implementation"),
-        "devices": ("accelerator", "name", "count"),
-        "platform": ("system", "machine", "libc", "release", "nvidia_driver"),
-        "host": ("name", "cpu", "usable_cores", "memory_gib"),
-    }.items():
+    for section, keys in _COMPARED.items():
         old, new = _mapping(then, section), _mapping(now, section)
-        found += [
-            (f"{section}.{key}", old[key], new.get(key)) for key in keys if key in old and old[key] != new.get(key)
-        ]
-    for section in ("packages", "environment"):
-        old, new = _mapping(then, section), _mapping(now, section)
-        found += [
-            (str(name)[:_LONGEST], old.get(name), new.get(name))
-            for name in sorted({*old, *new}, key=str)
-            if not str(name).startswith(_OWN) and old.get(name) != new.get(name)
-        ]
-    return [(name, _text(before), _text(after)) for name, before, after in found]
+        names = sorted({*old, *new}, key=str) if keys is None else [key for key in keys if key in old]
+        for name in names:
+            if old.get(name) != new.get(name) and not (keys is None and str(name).startswith(_OWN)):
+                label = str(name)[:_LONGEST] if keys is None else f"{section}.{name}"
+                found.append((label, _text(old.get(name)), _text(new.get(name))))
+    return found
 
 
 def pip_line(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

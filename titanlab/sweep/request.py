@@ -105,10 +105,10 @@ def read_request(arguments: Sequence[str], loader: Loader | None = None) -> Requ
     node = base.hydra.sweeper
     # Without a space, the sweeper is Hydra's own.
     settings: Any = {"space": None, "where": None, "repeats": 1, "control": None}
-    if _is_space(node):
+    if has_space := OmegaConf.get_type(node) is SweepSpace:
         settings = OmegaConf.to_container(node, resolve=False)
     space, repeats = settings["space"], settings["repeats"]
-    if typed := _typed_values(loader, flags, {} if _is_space(node) else node.get("params") or {}):
+    if typed := _typed_values(loader, flags, {} if has_space else node.get("params") or {}):
         for key in () if space is None else keys_of(expand(space)):
             if key in typed:
                 rule = "is swept by the sweep's file too"
@@ -154,16 +154,12 @@ def _check_plugins(base: DictConfig) -> None:
         node = base.hydra[name]
         if node is None:
             raise ConfigError(f"hydra.{name}", None, "takes away what titanlab reads a sweep with", "leave it out")
-        target = "" if _is_space(node) else str(node.get("_target_"))
+        target = "" if OmegaConf.get_type(node) is SweepSpace else str(node.get("_target_"))
         if target and not is_hydras_own(target):
             key, value = f"hydra/{name}", base.hydra.runtime.choices.get(f"hydra/{name}")
             if value in ("basic", "space"):
                 key, value = f"hydra.{name}._target_", target
             raise own_start_error(key, value)
-
-
-def _is_space(node: DictConfig) -> bool:
-    return OmegaConf.get_type(node) is SweepSpace
 
 
 def _typed_values(loader: Loader, flags: Flags, params: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -307,14 +303,7 @@ _EXAMPLE = "try control: {}, the recipe without the sweep's changes, or control:
 
 
 def read_control(value: Any) -> Values | None:
-    """The control's values by key; None: the sweep has no control.
-
-    Args:
-        value: of the sweep's file, as plain values: a mapping, or `true` for an empty one; null or `false` for none.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """The control's values by key: a mapping in the sweep's file, or `true` for an empty one; null, `false`: none."""
     if value is None or value is False:
         return None
     if value is True:

@@ -21,7 +21,7 @@ from titanlab.recipe import (
     to_mapping,
 )
 from titanlab.records import OutcomeKind, RunFolder, create_run
-from titanlab.sweep import snapshot
+from titanlab.sweep import sweep_folder
 from titanlab.sweep.enqueue import QueuedRun, check_jobs, checked, enqueue, settle, standings, supersede, wake
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 from titanlab.system import sweep_argument
@@ -112,15 +112,13 @@ def _chosen(
     *,
     stale: bool,
 ) -> list[RetriedRun]:
-    code = snapshot.fingerprint() if stale else None
     chosen = []
     for run, _, word, outcome in standings(folder, report, names, note="; runs whose jobs it may have are left alone"):
-        if stale and word in ("done", "ended") and (not outcomes or outcome in outcomes):
+        if stale:
             # None: no attempt has begun.
             made_by = (run.env() or {}).get("code", {}).get("fingerprint")
-            is_chosen = made_by not in (None, code)
-        elif stale:
-            is_chosen = False
+            is_chosen = word in ("done", "ended") and (not outcomes or outcome in outcomes)
+            is_chosen = is_chosen and made_by not in (None, sweep_folder.present_code())
         elif names and not outcomes:
             is_chosen = word in ("ended", "submit")
         else:
@@ -133,11 +131,7 @@ def _chosen(
 
 
 def _next_job(run: RunFolder, overrides: Sequence[str], report: Callable[[str], None]) -> QueuedRun:
-    """The next job of a run; another layout is checked like a new run's.
-
-    Raises:
-        ConfigError: an override does not fit the run, or the layout breaks a rule.
-    """
+    """The next job of a run; another layout is checked like a new run's."""
     check_unedited(run)
     config = run.config()
     recipe = next_recipe(config, overrides, CHANGEABLE, file=run.path / "config.yaml")

@@ -1,23 +1,25 @@
-"""The table of a sweep: a row for every run and every dropped point, from the files in its folder."""
+"""The table of a sweep: a row for every run and every dropped point, from the files in its folder.
+
+docs/comparing.md has the meanings of the columns, which `status --json` and the files of `collect` share.
+"""
 
 from __future__ import annotations
 
 import io
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import titanlab
+from titanlab.costs import AXES, Layout, meter
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.launch import JobState, States, Submission, launcher_named
-from titanlab.records import Outcome, OutcomeKind, RunFolder, Status, code_fingerprint
-from titanlab.sweep import columns
-from titanlab.sweep.listing import ACTIVE
+from titanlab.records import Outcome, OutcomeKind, RunFolder, Status
 from titanlab.sweep.reconcile import close_dead_runs, reconcile
-from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
+from titanlab.sweep.space import as_text
+from titanlab.sweep.sweep_folder import SweepFolder, jobs_of, present_code
 from titanlab.system import write_bytes
 from titanlab.techniques.tracker.trackers_schema import Jsonl
 from titanlab.train import tracker_gap
@@ -26,6 +28,179 @@ if TYPE_CHECKING:
     from titanlab.recipe import Recipe
 
 
+# Increase it when a column changes its meaning or is removed, but not for new columns.
+SCHEMA = 2
+# One column for each key that the sweep varies.
+POINT = "point."
+
+TEXT, WHOLE, NUMBER, TRUTH = "text", "whole", "number", "yes/no"
+
+
+COLUMNS: Mapping[str, str] = {
+    name: kind
+    for kind, names in (
+        (TEXT, "sweep run name hash8"),
+        (WHOLE, "repeat"),
+        (TRUTH, "control"),
+        (TEXT, "state outcome previous_outcome dropped_stage cause"),
+        (WHOLE, "rank step steps attempt restarts"),
+        (TEXT, "parent_run"),
+        (WHOLE, "parent_step"),
+        (WHOLE, " ".join(f"layout.{axis}" for axis in AXES)),
+        (TEXT, "layout.label"),
+        (WHOLE, "world hosts cores"),
+        (TRUTH, "oversubscribed"),
+        (TEXT, "accelerator device model precision ac compile schedule optimizer data"),
+        (WHOLE, "seed layers dim seq_len global_batch microbatch tokens_per_step"),
+        (NUMBER, "tokens_per_second tokens_per_second_all tflops mfu_percent"),
+        (TEXT, "mfu_convention"),
+        (NUMBER, "step_seconds step_seconds_q1 step_seconds_q3 data_percent"),
+        (WHOLE, "measured_steps"),
+        (NUMBER, "memory_gib"),
+        (WHOLE, "memory_rank"),
+        (NUMBER, "estimate.step_seconds estimate.tokens_per_second estimate.memory_gib"),
+        (TEXT, "estimate.note"),
+        (NUMBER, "first_loss loss validation_loss"),
+        (WHOLE, "tokens_seen skipped_steps"),
+        (NUMBER, "flops_per_token compile_seconds train_seconds paused_seconds seconds_left"),
+        (TEXT, "launcher job_id queue_reason scheduler_state"),
+        (WHOLE, "exit_code"),
+        (TEXT, "code"),
+        (TRUTH, "stale"),
+        (TEXT, "git_commit"),
+        (TRUTH, "git_dirty"),
+        (TEXT, "torch host_names"),
+        (NUMBER, "started updated ended"),
+        (TEXT, "tracker_gap folder"),
+    )
+    for name in names.split()
+}
+"""The type of each column, in the order of the table."""
+NAMES = tuple(COLUMNS)
+
+
+def fitting_value(name: str, value: Any) -> Any:
+    """The value of a column as files take it; None if it is of another kind than the column, as in a damaged file."""
+    kind = COLUMNS.get(name, TEXT)
+    if kind == TEXT:
+        # A file has UTF-8, which JSON's escapes go beyond.
+        return value.encode(errors="replace").decode() if isinstance(value, str) else None
+    if isinstance(value, bool) or kind == TRUTH:
+        return value if isinstance(value, bool) and kind == TRUTH else None
+    if kind == NUMBER:
+        try:
+            # A float, because parquet refuses whole numbers above 2**53 as floats.
+            return float(value) if isinstance(value, int | float) else None
+        except OverflowError:
+            return None
+    # In a file, a whole number has 64 bits.
+    return value if isinstance(value, int) and abs(value) < 2**63 else None
+
+
+def point_keys(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Names of the point's columns, as the rows have them after all others."""
+    return [name for name in next(iter(rows), {}) if name.startswith(POINT)]
+
+
+def recipe_columns(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The layout, techniques and sizes of a resolved recipe.
+
+    Raises:
+        LookupError, TypeError: it is not a recipe.
+    """
+    training, compiled = config["training"], config["compile"]
+    degrees = {axis: config["parallelism"][axis] for axis in AXES}
+    layout = Layout(**degrees, expert=config["parallelism"]["expert"])
+    # As Recipe.microbatch; creating a Recipe would take longer than the whole row.
+    microbatch = training["microbatch"] or (1 if layout.pipeline > 1 else training["global_batch"] // layout.data)
+    return {
+        **{f"layout.{axis}": degree for axis, degree in layout.degrees().items()},
+        "layout.label": layout.label,
+        "world": layout.world,
+        "repeat": config["repeat"],
+        "seed": config["seed"],
+        "accelerator": config["cluster"]["accelerator"],
+        "device": config["cluster"]["device"],
+        **{group: config[group]["kind"] for group in ("model", "precision", "ac", "optimizer", "data")},
+        "compile": "+".join(part for part in ("blocks", "loss") if compiled.get(part)) or "off",
+        "schedule": config["schedule"]["kind"] if layout.pipeline > 1 else None,
+        "layers": config["model"].get("layers"),
+        "dim": config["model"].get("dim"),
+        "seq_len": training["seq_len"],
+        "global_batch": training["global_batch"],
+        "microbatch": microbatch,
+        "tokens_per_step": training["global_batch"] * training["seq_len"],
+    }
+
+
+def figure_columns(metrics: Mapping[str, Any], *, world: int) -> dict[str, Any]:
+    """Speed, memory and losses, from a result's summary or from the latest row of a running attempt."""
+    # Rows of metrics have a separate key for the median; in a summary the only value is the median.
+    step_seconds = metrics.get(meter.STEP_SECONDS_MEDIAN, metrics.get(meter.STEP_SECONDS))
+    per_device = metrics.get(meter.TOKENS_PER_SECOND)
+    peak, formula = metrics.get("peak_tflops"), metrics.get("flops_convention")
+    convention = None
+    if peak is not None and formula is not None:
+        source = metrics.get("peak_source") or "unknown source"
+        convention = f"{formula} FLOPs a token, over {peak:.4g} TFLOP/s ({source})"
+    # The largest peak of all ranks; the rank that logs may have needed more after the ranks were last compared.
+    memory, memory_rank = metrics.get(meter.MEMORY_MOST), metrics.get(meter.MEMORY_MOST_RANK)
+    own = metrics.get(meter.MEMORY_RESERVED, metrics.get("memory/max_resident(GiB)"))
+    if memory is None or (own is not None and own > memory):
+        memory, memory_rank = own, 0 if own is not None and world == 1 else None
+    return {
+        "tokens_per_second": per_device,
+        "tokens_per_second_all": None if per_device is None else per_device * world,
+        "tflops": metrics.get(meter.TFLOPS),
+        "mfu_percent": metrics.get(meter.MFU),
+        "mfu_convention": convention,
+        "step_seconds": step_seconds,
+        "step_seconds_q1": metrics.get(meter.STEP_SECONDS_LOW),
+        "step_seconds_q3": metrics.get(meter.STEP_SECONDS_HIGH),
+        "data_percent": metrics.get(meter.DATA_PERCENT),
+        "measured_steps": metrics.get(meter.MEASURED_STEPS),
+        "memory_gib": memory,
+        "memory_rank": memory_rank,
+        "first_loss": metrics.get("first_loss"),
+        "loss": metrics.get(meter.LOSS),
+        "validation_loss": metrics.get(meter.VALIDATION_LOSS),
+        "tokens_seen": metrics.get(meter.TOKENS_SEEN),
+        "skipped_steps": metrics.get(meter.SKIPPED_STEPS),
+        "flops_per_token": metrics.get("flops_per_token"),
+        "compile_seconds": metrics.get("compile/seconds"),
+        "train_seconds": metrics.get(meter.TRAIN_SECONDS),
+        "paused_seconds": metrics.get(meter.PAUSED_SECONDS),
+    }
+
+
+def origin_columns(env: Mapping[str, Any] | None, job: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The code, hosts and cores of an attempt, and whether it had more processes than cores.
+
+    Args:
+        env: of the attempt; None: it has not begun. Parts of it may be missing, if no process lived to begin it.
+        job: the attempt's job.json; empty: no scheduler gave it nodes.
+    """
+    code, host, packages = ((env or {}).get(section) or {} for section in ("code", "host", "packages"))
+    git = code.get("git") or {}
+    nodes, host_name, usable = job.get("nodes") or [], host.get("name"), host.get("usable_cores")
+    columns = {
+        "git_commit": git.get("sha"),
+        "git_dirty": git.get("dirty"),
+        "torch": packages.get("torch"),
+        "host_names": ",".join(map(str, nodes or ([host_name] if host_name else []))) or None,
+    }
+    if not isinstance(host_name, str) or not isinstance(usable, int | None):
+        return columns
+    short = {str(node).partition(".")[0] for node in nodes}
+    # On a test cluster, Slurm may have several names for one machine: count its cores once.
+    hosts = len(short) if host_name.partition(".")[0] in short else 1
+    cores = None if usable is None else usable * hosts
+    on_cpu = config["cluster"]["accelerator"] == "cpu"
+    is_oversubscribed = None if cores is None else on_cpu and config["world"] > cores
+    return {**columns, "hosts": hosts, "cores": cores, "oversubscribed": is_oversubscribed}
+
+
+ACTIVE = ("starting", "running", "saving")
 # Points that were dropped on purpose: no rule was broken.
 _UNWANTED = ("where", "duplicate")
 _WAITING = ("pending", "requeued")
@@ -50,12 +225,14 @@ class SweepTable:
 
     Args:
         code: fingerprint of the present code; None: no run is marked as stale.
-        late: estimates runs for which no estimate was kept; None: these have none.
+        estimates: whether runs for which no estimate was kept are estimated: of sweeps of an earlier version, and runs
+            that were started one by one.
     """
 
     sweep: SweepFolder
     code: str | None = None
-    late: LateEstimates | None = None
+    estimates: bool = False
+    _estimates: dict[str, dict[str, Any]] = field(default_factory=dict)
     _attempts: dict[tuple[Path, int], _Attempt] = field(default_factory=dict)
 
     def rows(self, states: States | None = None) -> list[dict[str, Any]]:
@@ -67,59 +244,34 @@ class SweepTable:
         points = self.sweep.points()
         folders = {run.path.name: run for run in self.sweep.runs()}
         jobs, known = jobs_of(self.sweep, self.sweep.submissions()), states or {}
-
-        def row(run: RunFolder, point: Mapping[str, Any]) -> dict[str, Any]:
-            job = jobs.get(run.path.name)
-            state = known.get((job[0].token, job[1])) if job else None
-            return self._row(run, point, job, state)
-
         rows = []
         for point in points:
-            name = point.get("run")
-            if point.get("dropped"):
-                drop = point["dropped"]
-                rows.append(
-                    {
-                        "sweep": self.sweep.name,
-                        "repeat": point.get("repeat"),
-                        "state": "dropped",
-                        "outcome": None if drop["stage"] in _UNWANTED else OutcomeKind.INFEASIBLE.value,
-                        "dropped_stage": drop["stage"],
-                        "cause": drop["reason"],
-                        **_values(point),
-                    }
-                )
+            name, drop = point.get("run"), point.get("dropped")
+            facts = {"sweep": self.sweep.name, "repeat": point.get("repeat"), **_values(point)}
+            if drop:
+                outcome = None if drop["stage"] in _UNWANTED else OutcomeKind.INFEASIBLE.value
+                facts |= {"state": "dropped", "outcome": outcome}
+                rows.append({**facts, "dropped_stage": drop["stage"], "cause": drop["reason"]})
             elif name in folders:
-                rows.append(row(folders.pop(name), point))
+                rows.append(self._row(folders.pop(name), point, jobs.get(name), known))
             else:
-                rows.append(
-                    {
-                        **_names(self.sweep.name, self.sweep.run(str(name))),
-                        "repeat": point.get("repeat"),
-                        "state": "missing",
-                        "cause": "its folder is gone; submit the sweep again",
-                        **_values(point),
-                    }
-                )
+                gone = {"state": "missing", "cause": "its folder is gone; submit the sweep again"}
+                rows.append({**facts, **_names(self.sweep.run(str(name))), **gone})
         # Runs that the sweep's plan does not contain any more.
-        rows += [row(run, {}) for run in folders.values()]
+        rows += [self._row(run, {}, jobs.get(name), known) for name, run in folders.items()]
         keys = list(dict.fromkeys(key for point in points for key in point.get("point", {})))
-        return [
-            {name: row.get(name) for name in (*columns.NAMES, *(columns.POINT + key for key in keys))} for row in rows
-        ]
+        return [{name: row.get(name) for name in (*NAMES, *(POINT + key for key in keys))} for row in rows]
 
-    def _row(
-        self, run: RunFolder, point: Mapping[str, Any], job: Job | None, job_state: JobState | None
-    ) -> dict[str, Any]:
+    def _row(self, run: RunFolder, point: Mapping[str, Any], job: Job | None, known: States) -> dict[str, Any]:
         try:
-            facts = self._facts(run, point, job, job_state)
+            facts = self._facts(run, point, job, known.get((job[0].token, job[1])) if job else None)
         except Exception as error:
             # Catch everything: one damaged folder must not hide the others.
             cause = " ".join(str(error).split()) or type(error).__name__
             if not isinstance(error, TitanlabError):
                 cause = f"its files cannot be understood ({type(error).__name__}: {cause})"
             facts = {"state": "unreadable", "cause": cause}
-        return {**facts, **_names(self.sweep.name, run), **_values(point)}
+        return {**facts, "sweep": self.sweep.name, **_names(run), **_values(point)}
 
     def _facts(
         self, run: RunFolder, point: Mapping[str, Any], job: Job | None, job_state: JobState | None
@@ -132,8 +284,8 @@ class SweepTable:
         previous = run.result(status.attempt - 1) if status.attempt > 1 else None
         previous = previous if end is not None or outcome is None else outcome
         facts = {
-            **columns.recipe_columns(began.config),
-            **columns.figure_columns(end.metrics if end else status.metrics, world=began.config["world"]),
+            **recipe_columns(began.config),
+            **figure_columns(end.metrics if end else status.metrics, world=began.config["world"]),
             "state": state,
             "previous_outcome": previous.kind.value if previous else None,
             "step": end.step if end else status.step,
@@ -144,11 +296,10 @@ class SweepTable:
             "updated": status.updated or None,
             "folder": str(run.path),
             **dict(zip(("parent_run", "parent_step"), run.parent() or (None, None), strict=True)),
-            **columns.machine_columns(began.env, began.job, began.config),
-            **columns.provenance_columns(began.env, began.job),
+            **origin_columns(began.env, began.job, began.config),
             **_job(job, job_state, began),
         }
-        kept = point.get("estimate") or (self.late.of(began.config) if self.late else None)
+        kept = point.get("estimate") or (self._late_estimate(began.config) if self.estimates else None)
         facts |= estimate_columns(kept, facts["layout.label"])
         if began.env is not None:
             facts["started"] = began.env.get("time")
@@ -177,6 +328,21 @@ class SweepTable:
                 return attempted  # Do not keep it: the missing files are about to be written.
             self._attempts[key] = attempted
         return self._attempts[key]
+
+    def _late_estimate(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The estimate of a frozen recipe; equal recipes are estimated once."""
+        key = json.dumps({name: value for name, value in config.items() if name not in _IRRELEVANT}, sort_keys=True)
+        if key not in self._estimates:
+            if len(self._estimates) >= _MOST_RECIPES:
+                return {"note": _TOO_MANY}
+            from titanlab.recipe import from_mapping
+
+            try:
+                self._estimates[key] = estimate_values(from_mapping(config))
+            except (TitanlabError, LookupError, TypeError, ValueError) as error:
+                reason = " ".join(str(error).split()) or type(error).__name__
+                self._estimates[key] = {"note": f"its recipe cannot be read ({reason})"}
+        return self._estimates[key]
 
 
 def _state(status: Status, outcome: Outcome | None, job: Submission | None, job_state: JobState | None) -> str:
@@ -208,15 +374,15 @@ def _job(job: Job | None, state: JobState | None, began: _Attempt) -> dict[str, 
     }
 
 
-def _names(sweep: str, run: RunFolder) -> dict[str, Any]:
-    return {"sweep": sweep, "run": run.path.name, "name": run.name, "hash8": run.hash8}
+def _names(run: RunFolder) -> dict[str, Any]:
+    return {"run": run.path.name, "name": run.name, "hash8": run.hash8}
 
 
 def _values(point: Mapping[str, Any]) -> dict[str, Any]:
     """The point's columns; empty for a run that is in no plan."""
     if not point:
         return {}
-    values = {columns.POINT + key: columns.as_text(value) for key, value in point.get("point", {}).items()}
+    values = {POINT + key: as_text(value) for key, value in point.get("point", {}).items()}
     return {"control": point.get("control") is True, **values}
 
 
@@ -264,52 +430,21 @@ def estimate_columns(kept: Mapping[str, Any] | None, layout: str | None) -> dict
     return {f"{PREFIX}{name}": kept.get(name) for name in (*FIGURES, "note")}
 
 
-class LateEstimates:
-    """Estimates of runs for which none was kept: of sweeps of an earlier version, and of single runs."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, dict[str, Any]] = {}
-
-    def of(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The estimate of a frozen recipe; equal recipes are estimated once."""
-        key = json.dumps({name: value for name, value in config.items() if name not in _IRRELEVANT}, sort_keys=True)
-        if key not in self._known:
-            if len(self._known) >= _MOST_RECIPES:
-                return {"note": _TOO_MANY}
-            from titanlab.recipe import from_mapping
-
-            try:
-                self._known[key] = estimate_values(from_mapping(config))
-            except (TitanlabError, LookupError, TypeError, ValueError) as error:
-                reason = " ".join(str(error).split()) or type(error).__name__
-                self._known[key] = {"note": f"its recipe cannot be read ({reason})"}
-        return self._known[key]
-
-
 SCHEMA_KEY, SWEEP_KEY = "titanlab.schema", "titanlab.sweep"
 
 
-def parquet_schema(points: Sequence[str], sweep: str) -> Any:
-    """The schema of the file: all columns, and a text column for each key of the points."""
-    import pyarrow as pa
-
-    types = {
-        columns.TEXT: pa.string(),
-        columns.WHOLE: pa.int64(),
-        columns.NUMBER: pa.float64(),
-        columns.TRUTH: pa.bool_(),
-    }
-    fields = [pa.field(name, types[kind]) for name, kind in columns.COLUMNS.items()]
-    fields += [pa.field(name, pa.string()) for name in points]
-    return pa.schema(fields, metadata={SCHEMA_KEY: str(columns.SCHEMA), SWEEP_KEY: sweep})
-
-
 def arrow_table(rows: Sequence[Mapping[str, Any]], sweep: str) -> Any:
-    """The rows as a table of pyarrow; a value of another kind than its column is left out."""
+    """The rows as a table of pyarrow; a value of another kind than its column is left out.
+
+    The types do not depend on the values: those of `COLUMNS`, and text for each key of the points.
+    """
     import pyarrow as pa
 
-    sound = [{name: columns.fitting_value(name, value) for name, value in row.items()} for row in rows]
-    return pa.Table.from_pylist(sound, schema=parquet_schema(columns.point_keys(rows), sweep))
+    types = {TEXT: pa.string(), WHOLE: pa.int64(), NUMBER: pa.float64(), TRUTH: pa.bool_()}
+    fields = [pa.field(name, types[kind]) for name, kind in COLUMNS.items()]
+    fields += [pa.field(name, pa.string()) for name in point_keys(rows)]
+    sound = [{name: fitting_value(name, value) for name, value in row.items()} for row in rows]
+    return pa.Table.from_pylist(sound, schema=pa.schema(fields, {SCHEMA_KEY: str(SCHEMA), SWEEP_KEY: sweep}))
 
 
 def write_table(rows: Sequence[Mapping[str, Any]], sweep: str, into: Path) -> list[Path]:
@@ -373,8 +508,7 @@ def look_at(
             reported.add(line)
             report(line)
 
-    code = code_fingerprint(Path(titanlab.__file__).parent)
-    table = SweepTable(sweep, code=code, late=LateEstimates() if estimates else None)
+    table = SweepTable(sweep, code=present_code(), estimates=estimates)
     states: States = {}
     due = -float("inf")
 

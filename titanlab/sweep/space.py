@@ -22,6 +22,7 @@ import itertools
 import json
 import math
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,6 @@ from typing import Any
 from titanlab.costs import SHORT
 from titanlab.errors import ConfigError
 from titanlab.records import safe_name
-from titanlab.sweep.columns import as_text
 
 Values = Mapping[str, Any]
 WORDS = ("product", "zip", "list")
@@ -68,6 +68,17 @@ def keys_of(points: Sequence[Values]) -> list[str]:
 def canonical_text(value: Any) -> str:
     """A text that is equal only for equal values of the same type: 1 differs from true and from 1.0."""
     return json.dumps(value, sort_keys=True, default=str)
+
+
+def as_text(value: Any) -> str:
+    """A point's value as one types it: `null`, `true`, `0.001`, `fsdp_tp`."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(as_text, value)) + "]"
+    return str(value)
 
 
 def flattened(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -122,7 +133,10 @@ def _points(space: Any, place: str) -> list[Values]:
     if word == "list":
         return [point for part in parts for point in part]
     if word == "zip":
-        _check_lengths(parts, names, at)
+        for name, part in zip(names, parts, strict=True):
+            if len(part) != len(parts[0]):
+                rule = f"pairs {names[0]}, which has {len(parts[0])} values, with {name}, which has {len(part)}"
+                raise ConfigError(at, len(part), rule, "give as many to both, or use product")
         return [_joined(points, at) for points in zip(*parts, strict=True)]
     return [_joined(points, at) for points in itertools.product(*parts)]
 
@@ -143,10 +157,9 @@ def _read(space: Any, place: str) -> tuple[str, Any]:
     word, inner = words[0], space[words[0]]
     at = f"{place}.{word}"
     if isinstance(inner, Mapping):
+        _check_keys(inner, at)
         if word != "list":
             _check_values(inner, at)
-        else:
-            _check_keys(inner, at)
     elif not isinstance(inner, list):
         raise ConfigError(at, inner, "takes a mapping, or a list of spaces", _EXAMPLE)
     elif not inner:
@@ -169,7 +182,6 @@ def _items(word: str, inner: Sequence[Any], place: str) -> list[tuple[Any, str]]
 def _check_values(inner: Mapping[Any, Any], at: str) -> None:
     if not inner:
         raise ConfigError(at, "{}", "has no key", _EXAMPLE)
-    _check_keys(inner, at)
     for key, values in inner.items():
         where = f"{at}.{key}"
         if not isinstance(values, list):
@@ -192,14 +204,6 @@ def _check_keys(inner: Mapping[Any, Any], at: str) -> None:
             raise ConfigError(at, key, "is no key of a recipe", "write keys as text, such as training.seq_len")
 
 
-def _check_lengths(parts: Sequence[Sequence[Values]], names: Sequence[str], at: str) -> None:
-    lengths = [len(part) for part in parts]
-    for name, length in zip(names, lengths, strict=True):
-        if length != lengths[0]:
-            rule = f"pairs {names[0]}, which has {lengths[0]} values, with {name}, which has {length}"
-            raise ConfigError(at, length, rule, "give as many to both, or use product")
-
-
 def _joined(points: Sequence[Values], at: str) -> Values:
     """One point from several parts, which must set different keys."""
     joined: dict[str, Any] = {}
@@ -213,6 +217,7 @@ def _joined(points: Sequence[Values], at: str) -> Values:
 
 WHERE = "where"
 """The key of an error in a condition."""
+_KEY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _LENGTH = 1000  # characters; no user writes a longer condition
 _CURE = "write a condition such as parallelism.tensor <= 8 and precision == 'bf16'"
 _COMPARISONS: Mapping[type, Callable[[Any, Any], Any]] = {
@@ -248,22 +253,26 @@ _MEANT = {
 }
 
 
+Look = Callable[[str], Any]
+"""The value of a key."""
+
+
 @dataclass(frozen=True)
 class Expression:
-    """A parsed condition."""
+    """A parsed condition; `names` are the keys that it asks for."""
 
     text: str
     names: tuple[str, ...]
-    _body: ast.expr
+    _compute: Callable[[Look], Any]
 
-    def holds(self, value: Callable[[str], Any], label: str) -> bool:
+    def holds(self, look: Look, label: str) -> bool:
         """Whether a point meets the condition.
 
         Raises:
             ConfigError: it cannot be computed, or the result is neither true nor false.
         """
         try:
-            result = _compute(self._body, value)
+            result = self._compute(look)
         except (TypeError, ValueError, ArithmeticError) as error:
             rule = f"cannot be computed for {label} ({' '.join(str(error).split())})"
             raise ConfigError(WHERE, self.text, rule, "compare numbers with numbers and texts with texts") from error
@@ -283,99 +292,80 @@ def read_expression(text: Any) -> Expression:
         raise ConfigError(WHERE, text, "is no condition", _CURE)
     if len(text) > _LENGTH:
         raise ConfigError(WHERE, text, f"has {len(text)} characters, and {_LENGTH} are enough", "write several")
+    names: list[str] = []
     try:
-        body = ast.parse(text.strip(), mode="eval").body
-        names = tuple(dict.fromkeys(_names(body, text)))
+        compute = _compiled(ast.parse(text.strip(), mode="eval").body, text, names)
     # The last two: some thousand nested brackets are too deep for the parser.
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         message = error.msg if isinstance(error, SyntaxError) else type(error).__name__
         raise ConfigError(WHERE, text, f"cannot be read ({message})", _CURE) from error
-    return Expression(text, names, body)
+    return Expression(text, tuple(dict.fromkeys(names)), compute)
 
 
-def _names(node: ast.expr, text: str) -> list[str]:
-    """The keys in a condition; raises ConfigError for everything that conditions do not allow."""
+def _compiled(node: ast.expr, text: str, names: list[str]) -> Callable[[Look], Any]:
+    """A function that computes a part of a condition; the keys in the part are added to `names`.
+
+    Raises:
+        ConfigError: the part contains something that conditions do not allow.
+    """
+
+    def inner(parts: Sequence[ast.expr]) -> list[Callable[[Look], Any]]:
+        return [_compiled(part, text, names) for part in parts]
+
     match node:
-        case ast.Name() | ast.Attribute():
-            name = _dotted(node)
-            if name is None:
-                raise _refused(node, text)
-            return [] if name in _WORDS else [name]
-        case ast.Constant(value=bool() | int() | float() | str() | None):
-            return []
-        case ast.BoolOp(values=parts) | ast.List(elts=parts) | ast.Tuple(elts=parts):
-            pass
-        case ast.UnaryOp(op=ast.Not() | ast.USub() | ast.UAdd(), operand=inner):
-            parts = [inner]
-        case ast.BinOp(left=left, op=op, right=right):
-            if type(op) not in _ARITHMETIC:
-                raise _refused(op, text)
-            parts = [left, right]
-        case ast.Compare(left=left, ops=ops, comparators=others):
-            for operation in ops:
-                if type(operation) not in _COMPARISONS:
-                    raise _refused(operation, text)
-            parts = [left, *others]
-        case ast.Call(func=ast.Name(id=name), args=parts, keywords=[]) if name in _FUNCTIONS:
-            pass
-        case _:
-            raise _refused(node, text)
-    return [name for part in parts for name in _names(part, text)]
-
-
-def _refused(node: ast.AST, text: str) -> ConfigError:
-    rule = _MEANT.get(type(node), f"has something in it that no condition has ({type(node).__name__})")
-    return ConfigError(WHERE, text, rule, _CURE)
-
-
-def _dotted(node: ast.expr) -> str | None:
-    """`parallelism.tensor` for nested attributes of a name; None for other expressions."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        before = _dotted(node.value)
-        return None if before is None else f"{before}.{node.attr}"
-    return None
-
-
-def _compute(node: ast.expr, value: Callable[[str], Any]) -> Any:
-    match node:
-        case ast.Constant(value=constant):
-            return constant
-        case ast.Name() | ast.Attribute():
-            name = str(_dotted(node))
-            return _WORDS[name] if name in _WORDS else value(name)
+        case ast.Name() | ast.Attribute() if _KEY.fullmatch(key := ast.unparse(node)):
+            if key in _WORDS:
+                return lambda look: _WORDS[key]
+            names.append(key)
+            return lambda look: look(key)
+        case ast.Constant(value=bool() | int() | float() | str() | None as constant):
+            return lambda look: constant
         case ast.BoolOp(op=op, values=parts):
-            decisive = isinstance(op, ast.Or)
+            truths, decisive = inner(parts), isinstance(op, ast.Or)
+            shown = list(map(ast.unparse, parts))
             # Stop at the first decisive part: later parts may use keys that this point does not have.
-            return any(_truth(part, value) is decisive for part in parts) is decisive
-        case ast.UnaryOp(op=ast.Not(), operand=inner):
-            return not _truth(inner, value)
-        case ast.UnaryOp(op=op, operand=inner):
-            operand = _number(_compute(inner, value))
-            return -operand if isinstance(op, ast.USub) else operand
-        case ast.BinOp(left=left, op=op, right=right):
-            return _ARITHMETIC[type(op)](_number(_compute(left, value)), _number(_compute(right, value)))
-        case ast.Compare(left=left, ops=ops, comparators=others):
-            before = _compute(left, value)
-            for operation, other in zip(ops, others, strict=True):
-                after = _compute(other, value)
-                if not _COMPARISONS[type(operation)](before, after):
-                    return False
-                before = after
-            return True
-        case ast.Call(func=ast.Name(id=name), args=parts):
-            return _FUNCTIONS[name](*(_compute(part, value) for part in parts))
+            return lambda look: (
+                any(_truth(part(look), said) is decisive for part, said in zip(truths, shown, strict=True)) is decisive
+            )
+        case ast.UnaryOp(op=ast.Not(), operand=part):
+            (truth,), said = inner([part]), ast.unparse(part)
+            return lambda look: not _truth(truth(look), said)
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as op, operand=part):
+            (number,), sign = inner([part]), -1 if isinstance(op, ast.USub) else 1
+            return lambda look: sign * _number(number(look))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+            (first, second), combine = inner([left, right]), _ARITHMETIC[type(op)]
+            return lambda look: combine(_number(first(look)), _number(second(look)))
+        case ast.Compare(left=left, ops=ops, comparators=others) if all(type(op) in _COMPARISONS for op in ops):
+            sides, compare = inner([left, *others]), [_COMPARISONS[type(op)] for op in ops]
+
+            def compared(look: Look) -> bool:
+                before = sides[0](look)
+                for operation, side in zip(compare, sides[1:], strict=True):
+                    after = side(look)
+                    if not operation(before, after):
+                        return False
+                    before = after
+                return True
+
+            return compared
+        case ast.Call(func=ast.Name(id=name), args=parts, keywords=[]) if name in _FUNCTIONS:
+            arguments, function = inner(parts), _FUNCTIONS[name]
+            return lambda look: function(*(argument(look) for argument in arguments))
         case ast.List(elts=parts) | ast.Tuple(elts=parts):
-            return [_compute(part, value) for part in parts]
-    raise AssertionError(ast.dump(node))
+            items = inner(parts)
+            return lambda look: [item(look) for item in items]
+    # An operator that is refused says more than its expression.
+    operators = [getattr(node, "op", None), *getattr(node, "ops", ())]
+    refused = next((op for op in operators if op and type(op) not in {**_COMPARISONS, **_ARITHMETIC}), node)
+    rule = _MEANT.get(type(refused), f"has something in it that no condition has ({type(refused).__name__})")
+    raise ConfigError(WHERE, text, rule, _CURE)
 
 
-def _truth(node: ast.expr, value: Callable[[str], Any]) -> bool:
-    result = _compute(node, value)
-    if not isinstance(result, bool):
-        raise TypeError(f"{ast.unparse(node)} is {result!r}, neither true nor false")
-    return result
+def _truth(value: Any, shown: str) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{shown} is {value!r}, neither true nor false")
+    return value
 
 
 def _number(value: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 from titanlab.checkpoint import parent_of
 from titanlab.errors import ConfigError
-from titanlab.launch import JobShape, States, Submission, launch_of, shape_of
+from titanlab.launch import JobShape, States, Submission, launch_of, launcher_named, shape_of
 from titanlab.plan import MEMORY_ERROR, estimate_of
 from titanlab.recipe import to_mapping
 from titanlab.records import check_runs, create_run
@@ -26,7 +26,6 @@ from titanlab.sweep.enqueue import (
     check_jobs,
     enqueue,
     settle,
-    silent_launcher,
     standing,
     supersede,
     wake,
@@ -35,6 +34,7 @@ from titanlab.sweep.listing import aligned, dropped
 from titanlab.sweep.plan import SINGLE, Dropped, PlannedRun, Study, starting_order
 from titanlab.sweep.reconcile import job_states, reconcile
 from titanlab.sweep.rows import estimate_values
+from titanlab.sweep.space import SweepPoint
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 from titanlab.system import counted, grouped, sweep_argument, trimmed, user_path
 from titanlab.train import has_tracker
@@ -54,6 +54,11 @@ class Decision:
     outcome: str | None
     shape: JobShape
 
+    @property
+    def job(self) -> QueuedRun:
+        """The job that a submission puts into the queue."""
+        return QueuedRun(run=self.run_name, shape=self.shape, launch=launch_of(self.planned.recipe))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Submitted:
@@ -65,11 +70,7 @@ class Submitted:
 
 
 def folder_of(study: Study) -> SweepFolder:
-    """The folder of a study's sweep, which need not exist.
-
-    Raises:
-        ConfigError: its runs would be in several folders, or the folder cannot be written.
-    """
+    """The folder of a study's sweep, which need not exist, but can be written."""
     roots = {planned.recipe.runs for planned in study.planned}
     if len(roots) > 1:
         raise ConfigError(
@@ -81,7 +82,11 @@ def folder_of(study: Study) -> SweepFolder:
 
 def silence_of(study: Study) -> str | None:
     """Why a launcher of the study does not answer, in one line; None if all answer or are not installed."""
-    return silent_launcher(launch_of(planned.recipe) for planned in study.planned)
+    for kind in dict.fromkeys(launch_of(planned.recipe).kind for planned in study.planned):
+        launcher = launcher_named(kind)
+        if launcher.is_here() and (problem := launcher.silence()) is not None:
+            return f"the scheduler does not answer: {problem}"
+    return None
 
 
 def check_study(study: Study, *, submits: bool = True, answered: bool = True) -> list[JobShape]:
@@ -90,9 +95,6 @@ def check_study(study: Study, *, submits: bool = True, answered: bool = True) ->
     Args:
         submits: whether the jobs will be submitted from this host; if not, launchers need not be installed.
         answered: whether the launchers can be asked; if not, checks that need them are skipped.
-
-    Raises:
-        ConfigError: a job is larger than its cluster, the launcher cannot take it, or the folder is another sweep's.
     """
     shapes = [shape_of(planned.recipe) for planned in study.planned]
     _check_name(folder_of(study), study)
@@ -104,33 +106,24 @@ def check_study(study: Study, *, submits: bool = True, answered: bool = True) ->
 
 
 def decide(study: Study, *, force: bool = False, states: States | None = None, answered: bool = True) -> list[Decision]:
-    """The action of a submission for every run of a study; changes nothing. The launcher need not be installed.
+    """The action of a submission for every run of a study, after `check_study`; changes nothing.
 
     Args:
         force: submit ended runs again, from the beginning, whatever their outcome; waiting and running ones stay.
-        states: of jobs; None: ask their launchers.
+        states: of jobs; None: ask their launchers, which need not be installed.
         answered: whether the launchers can be asked; if not, jobs in their queues are unknown.
-
-    Raises:
-        ConfigError: as in `check_study`.
     """
     folder, shapes = folder_of(study), check_study(study, submits=False, answered=answered)
-    if not answered:
-        states = {}
     if states is None:
-        submitted = folder.submissions()
-        states = job_states(submitted, folder.path) if submitted else {}
+        states = job_states(folder.submissions(), folder.path) if answered else {}
     return _decided(study, folder, shapes, states, force=force)
 
 
 def submit(study: Study, report: Callable[[str], None], *, force: bool = False) -> Submitted:
-    """Submit the missing runs of a study, and return at once.
+    """Submit the missing runs of a study after `check_study`, and return at once.
 
     Args:
         force: submit ended runs again, from the beginning; their old folders go to `superseded/`.
-
-    Raises:
-        ConfigError: as in `check_study`; or the launcher refuses the jobs.
     """
     folder, shapes = folder_of(study), check_study(study)
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -141,7 +134,6 @@ def submit(study: Study, report: Callable[[str], None], *, force: bool = False) 
         decisions = _decided(study, folder, shapes, reconcile(folder), force=force)
         order = starting_order([decision.planned.point for decision in decisions])
         missing = [decisions[number] for number in order if decisions[number].action == "submit"]
-        items = []
         for decision in missing:
             run, recipe = folder.run(decision.run_name), decision.planned.recipe
             if force and decision.outcome is not None and run.path.exists():
@@ -154,9 +146,8 @@ def submit(study: Study, report: Callable[[str], None], *, force: bool = False) 
                 config=to_mapping(recipe),
                 parent=parent_of(recipe.checkpoint.load_from),
             )
-            items.append(QueuedRun(run=decision.run_name, shape=decision.shape, launch=launch_of(recipe)))
         _write(folder, study, decisions)
-        submitted = enqueue(folder, items, report)
+        submitted = enqueue(folder, [decision.job for decision in missing], report)
     wake(folder)
     return Submitted(folder=folder, decisions=tuple(decisions), submissions=tuple(submitted))
 
@@ -199,11 +190,17 @@ def _check_name(folder: SweepFolder, study: Study) -> None:
 
 def _write(folder: SweepFolder, study: Study, decisions: Sequence[Decision]) -> None:
     """Write sweep.json and points.jsonl; points of an earlier plan stay if they have runs."""
+
+    def row_of(point: SweepPoint, run: str | None, dropped: Mapping[str, str] | None) -> dict[str, Any]:
+        control = {"control": True} if point.is_control else {}
+        return {"point": dict(point.values), "repeat": point.repeat, "run": run, "dropped": dropped, **control}
+
     points = [
-        {**_point(decision.planned, run=decision.run_name), "estimate": estimate_values(decision.planned.recipe)}
+        {**row_of(planned.point, decision.run_name, None), "estimate": estimate_values(planned.recipe)}
         for decision in decisions
+        for planned in [decision.planned]
     ]
-    points += [_point(drop, dropped={"stage": drop.stage, "reason": drop.reason}) for drop in study.dropped]
+    points += [row_of(drop.point, None, {"stage": drop.stage, "reason": drop.reason}) for drop in study.dropped]
     now = {point["run"] for point in points}
     earlier = [row for row in folder.points() if row.get("run") and row["run"] not in now]
     points += [row for row in earlier if folder.run(row["run"]).path.is_dir()]
@@ -217,14 +214,6 @@ def _write(folder: SweepFolder, study: Study, decisions: Sequence[Decision]) -> 
         "dropped": len(study.dropped),
     }
     folder.write_manifest(manifest, points)
-
-
-def _point(
-    planned: PlannedRun | Dropped, *, run: str | None = None, dropped: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    point = planned.point
-    control = {"control": True} if point.is_control else {}
-    return {"point": dict(point.values), "repeat": point.repeat, "run": run, "dropped": dropped, **control}
 
 
 HEADINGS = ("run", "layout", "processes", "nodes", "GPU-hours", "est. hours", "est. GB", "checkpoint GB", "action")
@@ -345,12 +334,9 @@ def _resources(submitted: Sequence[Decision], *, answered: bool) -> str:
     shapes = [decision.shape for decision in submitted]
     parts = [f"{counted(sum(shape.processes for shape in shapes), 'process', 'processes')} in all"]
     if not all(decision.planned.recipe.launch.runs_here for decision in submitted):
-        items = [
-            QueuedRun(run=run.run_name, shape=run.shape, launch=launch_of(run.planned.recipe)) for run in submitted
-        ]
         parts += [
             counted(sum(shape.nodes for shape in shapes), "node"),
-            counted(len(list(arrays(items, answered=answered))), "array"),
+            counted(len(list(arrays([decision.job for decision in submitted], answered=answered))), "array"),
         ]
     gpus = sum(shape.gpus_per_node * shape.nodes for shape in shapes)
     if gpus:
@@ -361,18 +347,12 @@ def _resources(submitted: Sequence[Decision], *, answered: bool) -> str:
     return f"{counted(len(submitted), 'job')}: {', '.join(parts)}; the largest has {max(s.processes for s in shapes):,}"
 
 
-STAGE = "memory"
-
-
 def fitting(study: Study, *, strictly: bool) -> Study:
     """The study without the runs that do not fit into memory, with a notice on those that may not.
 
     Args:
         strictly: leave out all whose estimate exceeds a device's memory; else only those whose estimate exceeds it by
             more than the error of estimates.
-
-    Raises:
-        ConfigError: none is left.
     """
     kept: list[PlannedRun] = []
     dropped = list(study.dropped)
@@ -386,7 +366,7 @@ def fitting(study: Study, *, strictly: bool) -> Study:
             assert estimate.limit_bytes is not None
             needed, limit = estimate.reserved_bytes / 1e9, estimate.limit_bytes / 1e9
             reason = f"would reserve about {needed:.0f} GB of a device's {limit:.1f} GB"
-            dropped.append(Dropped(point=planned.point, stage=STAGE, reason=reason))
+            dropped.append(Dropped(point=planned.point, stage="memory", reason=reason))
     if not kept:
         rule = f"none of {len(study.planned)} runs fits into memory; {dropped[-1].reason}"
         cure = "see what fits: titanlab plan; or submit them all the same: --keep"

@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
+import functools
+import hashlib
 import json
+import os
 import re
+import secrets
+import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import titanlab
 from titanlab.errors import ConfigError
 from titanlab.launch import Submission, submission
-from titanlab.records import NoSuchRun, RunFolder, find_run, read_optional, read_points
+from titanlab.records import (
+    RECORD,
+    NoSuchRun,
+    RunFolder,
+    code_fingerprint,
+    find_run,
+    git_state,
+    read_optional,
+    read_points,
+    redact,
+)
 from titanlab.system import finite, user_path, write_json, write_text
 
 SCHEMA = 1
@@ -74,7 +92,6 @@ class SweepFolder:
 
         Raises:
             NoSuchRun: a text matches no run.
-            ConfigError: a text matches the hashes of several runs.
         """
         known = self.runs()
         chosen: dict[Path, RunFolder] = {} if texts else {run.path: run for run in known}
@@ -181,3 +198,74 @@ def find_run_or_sweep(text: str, runs: Path | str, key: str = "run") -> RunFolde
             if not isinstance(no_run, NoSuchRun):
                 raise no_run from None
             raise ConfigError(key, text, f"is no run and no sweep under {runs}", no_run.cure) from None
+
+
+CODE_SCHEMA = 1
+_FOLDERS = ("conf", "launch", "sweeps")
+_TEXTS = (".yaml", ".yml", ".csv")
+_COMPILED = "__pycache__"
+# Temporary files of editors, and what Python does not look for.
+_NO_CODE = ("*.pyc", ".*", "*~")
+
+
+def take_snapshot(code: Path, *, package: Path | None = None) -> Path:
+    """Copy the package and the YAML files beside it into `code`, named by their content, unless they are there.
+
+    Packages that add options through entry points are not copied: jobs import them as they are installed.
+
+    Args:
+        package: the folder of the package; None: the package that runs.
+    """
+    package = Path(titanlab.__file__).parent if package is None else package
+    part = code / f".{os.getpid()}-{secrets.token_hex(4)}.part"
+    try:
+        shutil.copytree(package, part / "titanlab", ignore=_not_code)
+        for name in _FOLDERS:
+            # In a wheel, these folders are inside the package.
+            if (package.parent / name).is_dir() and not (package / "conf").is_dir():
+                shutil.copytree(package.parent / name, part / name, ignore=_not_texts)
+        # The digest of the copy: the original may be edited meanwhile.
+        digest = hashlib.sha256()
+        for path in sorted(path for path in part.rglob("*") if path.is_file() and path.parent.name != _COMPILED):
+            digest.update(path.relative_to(part).as_posix().encode() + b"\0")
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+        final = code / digest.hexdigest()[:12]
+        if not (final / RECORD).is_file():
+            git = git_state(package)
+            record = {
+                "schema": CODE_SCHEMA,
+                "created": time.time(),
+                "version": titanlab.__version__,
+                "fingerprint": code_fingerprint(part / "titanlab"),
+                "git": git and {**dataclasses.asdict(git), "patch": redact(git.patch)},
+            }
+            write_json(part / RECORD, record)
+            try:
+                part.rename(final)
+            except OSError:
+                # Another process was faster.
+                if not (final / RECORD).is_file():
+                    raise
+        return final
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+@functools.cache
+def present_code() -> str:
+    """The fingerprint of the code that runs now, as in the env.json of runs."""
+    return code_fingerprint(Path(titanlab.__file__).parent)
+
+
+def _not_code(folder: str, names: list[str]) -> set[str]:
+    # Compiled modules are copied too, and are valid, as the copy keeps the times of the sources: otherwise each rank of
+    # a job compiles all modules at once, and writes them.
+    if Path(folder).name == _COMPILED:
+        return {name for name in names if not name.endswith(".pyc")}
+    return set(shutil.ignore_patterns(*_NO_CODE)(folder, names))
+
+
+def _not_texts(folder: str, names: list[str]) -> set[str]:
+    # launch/ may contain sockets and logs of a development Slurm.
+    kept = {name for name in names if name.endswith(_TEXTS) or Path(folder, name).is_dir()}
+    return {name for name in names if name not in kept or name.startswith(".") or name == "dev-slurm"}

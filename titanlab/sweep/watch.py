@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
-from titanlab.records import OutcomeKind, RunFolder, Status
+from titanlab.records import OutcomeKind, RunFolder
 from titanlab.sweep import listing
 from titanlab.sweep.enqueue import wake
-from titanlab.sweep.listing import ACTIVE, Row
+from titanlab.sweep.listing import Row
 from titanlab.sweep.ranking import drift_lines
-from titanlab.sweep.rows import look_at
-from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
-from titanlab.system import born_at, counted, discard, harmless
+from titanlab.sweep.rows import ACTIVE, look_at
+from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.system import counted, discard, harmless
 
 Look = Callable[[], list[dict[str, Any]]]
 
@@ -165,7 +164,7 @@ def _harmless(rows: Sequence[Row]) -> list[Row]:
 
 def settled(rows: Sequence[Row]) -> bool:
     """Whether no run is active and none waits for a job."""
-    return not any(row["state"] in (*listing.ACTIVE, "queued") for row in rows)
+    return not any(row["state"] in (*ACTIVE, "queued") for row in rows)
 
 
 def _table(rows: Sequence[Row], columns: int, now: float) -> Any:
@@ -236,21 +235,15 @@ def exit_code(rows: Sequence[Mapping[str, Any]]) -> int:
 
 # How often the table of the sweep is read, and with it the scheduler's queue.
 _LOOK_SECONDS = 5.0
-# A run of another host is given up when it has written nothing for this time, and nobody holds its lock.
-_SILENT_SECONDS = 300.0
-_SILENT_HERE_SECONDS = 10.0
 
 
 class RunWatch:
-    """Watches one run."""
+    """Watches one run: its lock, its status, and its row in the table of its sweep, which closes dead runs."""
 
-    def __init__(
-        self, run: RunFolder, *, clock: Callable[[], float] = time.monotonic, now: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, run: RunFolder, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._run = run
-        self._sweep = SweepFolder(run.path.parent.absolute())
-        self._look = look_at(self._sweep)
-        self._clock, self._now = clock, now
+        self._look = look_at(SweepFolder(run.path.parent.absolute()))
+        self._clock = clock
         self._due = -float("inf")
         self._last: tuple[bool, str] = (True, "")
 
@@ -266,31 +259,19 @@ class RunWatch:
             return False, f"ended: {status.outcome}"
         if self._clock() >= self._due:
             self._due = self._clock() + _LOOK_SECONDS
-            self._last = self._judged(status)
+            self._last = self._judged()
         return self._last
 
-    def _judged(self, status: Status | None) -> tuple[bool, str]:
+    def _judged(self) -> tuple[bool, str]:
         name = self._run.path.name
-        if name not in jobs_of(self._sweep, self._sweep.submissions()):
-            return self._without_job(status)
         row = next((row for row in self._look() if row["run"] == name and row["state"] != "dropped"), None)
         if row is None:
             return False, "is not in its sweep any more"
         if row["state"] == "queued":
             reason = f": {row['queue_reason']}" if row["queue_reason"] else ""
             return True, f"waits in the queue{reason}"
-        if row["state"] in ACTIVE or row["state"] == "prepared":
+        if row["state"] == "prepared":
+            return False, "nobody has started it"
+        if row["state"] in ACTIVE:
             return True, ""
         return False, f"{row['state']}: {row['outcome'] or row['cause'] or 'unknown'}"
-
-    def _without_job(self, status: Status | None) -> tuple[bool, str]:
-        """The same of a run that no launcher has submitted."""
-        if status is None or status.state == "prepared":
-            return False, "nobody has started it"
-        if status.state == "ended":
-            return False, f"ended: {status.outcome}"
-        is_here = status.host == socket.gethostname()
-        is_fresh = self._now() - status.updated < (_SILENT_HERE_SECONDS if is_here else _SILENT_SECONDS)
-        if is_fresh or (is_here and born_at(status.pid) is not None):
-            return True, ""
-        return False, "nobody works on it any more, and it left no result"

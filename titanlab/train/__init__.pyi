@@ -1,5 +1,5 @@
 from .assemble import StepBatch as StepBatch
-from .dcp_tensors import write_dcp as write_dcp
+from .dcp import write_dcp as write_dcp
 from .hub_folders import fetch_model as fetch_model
 from .initialise import plain_name as plain_name
 from .interchange import WeightsOrigin as WeightsOrigin

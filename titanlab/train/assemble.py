@@ -27,10 +27,10 @@ from titanlab.recipe import Recipe, Training, pieces_by_stage
 from titanlab.records import Messages
 from titanlab.techniques.compile.compiler import GraphMemory
 from titanlab.techniques.model.documents import HostStarts, Packed
-from titanlab.techniques.precision.cast import LossScale, step_if
+from titanlab.techniques.precision.cast import LossScale, dtype_named, step_if
 from titanlab.techniques.profiler.contract import Phase, nothing
 from titanlab.train.balance import Balance, NoBalance
-from titanlab.train.stage import Stage, build_stage, dtypes_of, tensor_cut, together
+from titanlab.train.stage import Stage, build_stage, tensor_cut, together
 
 
 class Sums(NamedTuple):
@@ -214,7 +214,7 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, 
             dim=recipe.model.account().dim,
             sequence_parallel=recipe.parallelism.sequence_parallel,
         ),
-        hidden_dtype=dtypes_of(recipe).compute,
+        hidden_dtype=dtype_named(recipe.precision.formats().compute),
         microbatch=recipe.microbatch,
         phase=phase,
     )
@@ -279,8 +279,8 @@ def _loss(recipe: Recipe, mesh: Mesh, model: nn.Module | None, scale: float | to
             writes_gradient=recipe.layout.pipeline > 1,
         )
     if recipe.layout.tensor > 1 and recipe.parallelism.loss_parallel:
-        group = mesh.axis("tensor").get_group()
-        return of_logits(SplitLoss(group, vocab_size=recipe.model.vocab_size, compiled=compiled))
+        columns = Columns.of(mesh.axis("tensor").get_group(), recipe.model.vocab_size)
+        return of_logits(SplitLoss(columns, compiled=compiled))
     return of_logits(compiled(loss_sum))
 
 

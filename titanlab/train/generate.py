@@ -17,9 +17,10 @@ from titanlab.recipe import Recipe, frozen_recipe
 from titanlab.records import RunFolder
 from titanlab.techniques.model.contract import ModelConfig
 from titanlab.techniques.model.language_model import LanguageModel, shapes_only
+from titanlab.techniques.precision.cast import dtype_named
 from titanlab.train.balance import set_biases
 from titanlab.train.hub_folders import is_hf_folder
-from titanlab.train.stage import default_dtype, dtypes_of
+from titanlab.train.stage import default_dtype
 from titanlab.train.starting_weights import open_folder
 from titanlab.train.weights_folder import CONTEXT, biases_of, is_weights_folder, usual_dtype
 from titanlab.train.weights_tensors import fill
@@ -95,7 +96,7 @@ def _tokenizer_folder(run: Path) -> Path:
 
 
 def _load(recipe: Recipe, checkpoint: Place, device: torch.device) -> LanguageModel:
-    model = _empty(recipe.model, recipe.training.seq_len, dtypes_of(recipe).master, device)
+    model = _empty(recipe.model, recipe.training.seq_len, dtype_named(recipe.precision.formats().master), device)
     load_model(checkpoint, "run", model)
     if recipe.model.account().experts is not None:
         routing = read_contents(checkpoint, "run").saved.position.routing

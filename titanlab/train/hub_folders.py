@@ -111,11 +111,10 @@ def open_hf(path: Path, key: str) -> SafetensorsSource:
             name: TensorEntry(dtype=entries[foreign[name].names[0]].dtype, shape=shape)
             for name, shape in shapes.items()
         },
-        files={plain: places[name] for plain, name in stored.items()},
+        places={plain: (places[name], name) for plain, name in stored.items()},
         foreign=foreign,
         about=about,
         copies=copies,
-        wrapped=stored,
         not_read=_not_read(path),
     )
 

@@ -6,8 +6,8 @@ import dataclasses
 import json
 import shlex
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from titanlab.techniques.model.contract import Foreign, ModelConfig
 from titanlab.train import hub_folders as hf
 from titanlab.train import weights_folder as ours
 from titanlab.train.hub_folders import copy_tokenizer, write_tokenizer_config
-from titanlab.train.starting_weights import open_folder
+from titanlab.train.starting_weights import model_of_run, open_folder
 from titanlab.train.weights_folder import SafetensorsSource, WeightsSource, chunks, left_out, usual_dtype, whole_folder
 
 Report = Callable[[str], None]
@@ -133,14 +133,12 @@ def write_hf(origin: WeightsOrigin, into: Path, *, dtype: str | None, shard_byte
 def _check_copies(origin: WeightsOrigin) -> None:
     """Check that a tied output head that the files contain equals the embedding; reads both piece by piece."""
     source = origin.source
-    if not origin.copies or not isinstance(source, SafetensorsSource):
+    if not isinstance(source, SafetensorsSource):
         return
     names = {foreign.name: name for name, foreign in source.foreign.items()}
-    for copy, original in origin.copies.items():
-        entry = source.entries[names[original]]
-        other = dataclasses.replace(source, foreign={copy: Foreign(name=copy)})
-        for offsets, sizes in chunks(entry):
-            first, second = source.read(names[original], offsets, sizes), other.read(copy, offsets, sizes)
+    for copy, original in source.copies.items():
+        for offsets, sizes in chunks(source.entries[names[original]]):
+            first, second = (source.read_stored(name, offsets, sizes) for name in (original, copy))
             if first.shape != second.shape or not bool((first == second).all()):
                 rule = f"its embeddings are tied, and yet {copy} is not {original}"
                 raise ConfigError("source", origin.title, rule, "set tie_word_embeddings to what the model was")
@@ -157,7 +155,7 @@ def _report_size(origin: WeightsOrigin, into: Path, report: Report) -> None:
     entries = origin.source.entries.values()
     files = sorted(into.glob("*.safetensors"))
     size = sum(path.stat().st_size for path in files)
-    for line in origin.not_read:
+    for line in origin.source.not_read:
         report(line)
     parameters = origin.source.model.account().parameter_count
     report(
@@ -178,7 +176,6 @@ class WeightsOrigin:
         about: values for config.json that are not part of the model config.
         tokenizer: the folder of the tokenizer's files; it may have none of them.
         generation: the path of generation_config.json, or its content.
-        copies, not_read: see `SafetensorsSource`.
     """
 
     source: WeightsSource
@@ -186,8 +183,6 @@ class WeightsOrigin:
     tokenizer: Path
     generation: Path | Mapping[str, Any]
     title: str
-    copies: Mapping[str, str] = field(default_factory=dict)
-    not_read: Sequence[str] = ()
 
     @property
     def context(self) -> int:
@@ -212,8 +207,6 @@ def from_folder(path: Path, key: str) -> WeightsOrigin:
         tokenizer=path / ours.TOKENIZER if imported else path,
         generation=path / ours.GENERATION,
         title=path.resolve().name,
-        copies=source.copies,
-        not_read=source.not_read,
     )
 
 
@@ -238,12 +231,7 @@ def from_run(text: str, runs: str, *, step: int | None, checkpoint: Place | None
     run, _ = find_run_or_checkpoint(text, runs)
     checkpoint = checkpoint or checkpoint_of(text, runs, step=step)
     check_unedited(run)
-    config = run.config()
-    try:
-        model = ours.model_of(config["model"])
-        seq_len = int(config["training"]["seq_len"])
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ConfigError("run", run.path, f"its config.yaml has no model ({error})", "restore that file") from error
+    model, seq_len = model_of_run(run.path, "run")
     check_checkpoint(checkpoint, model.account().parameters, "run")
     about: dict[str, Any] = {ours.CONTEXT: _context(model, seq_len)}
     generation: dict[str, Any] = {}

@@ -21,12 +21,12 @@ import torch
 
 from titanlab.checkpoint import Position, StorePath, checkpoints_of, latest
 from titanlab.costs import Meter, RunWork, meter, traffic_lines, traffic_metrics, training_flops_per_token
-from titanlab.distributed import Mesh, World, axis_groups, traced, write_start_up
+from titanlab.distributed import LOG, Mesh, World, axis_groups, traced, write_start_up
 from titanlab.recipe import Recipe
 from titanlab.records import EXPERTS, Outcome, OutcomeKind, RunFolder, Status, classify, exit_code, is_secondary
 from titanlab.system import Console, Progress, counted, disk_fault, duration, grouped, short, shown_path, trimmed
 from titanlab.techniques.compile.watch import Watch
-from titanlab.techniques.precision.cast import Dtypes
+from titanlab.techniques.precision.cast import dtype_named
 from titanlab.techniques.tracker.contract import Tracker, open_tracker
 from titanlab.train.balance import ExpertRows
 from titanlab.train.totals import Totals, memory, peak_flops, peak_memory_gib
@@ -390,7 +390,7 @@ def open_recorder(
         return
     with contextlib.ExitStack() as stack:
         log = run.logs / "rank-0.log"
-        if "TITANLAB_LOG" in os.environ:
+        if LOG in os.environ:
             # All output goes to the log anyway: the console writes to the log alone, with the time of day.
             null = stack.enter_context(Path(os.devnull).open("w"))
             console = stack.enter_context(Console(null, errors=null, log_file=log))
@@ -409,7 +409,7 @@ CONVENTION = "6(N−N_emb)+12·L·H·Q·T"
 
 def work(recipe: Recipe, device: torch.device) -> RunWork:
     """The constants for computing TFLOP/s and MFU from throughput."""
-    compute, note = Dtypes.of(recipe.precision.formats()).compute, recipe.precision.mfu_note
+    compute, note = dtype_named(recipe.precision.formats().compute), recipe.precision.mfu_note
     peak, source = peak_flops(recipe.cluster, device, compute)
     return RunWork(
         devices=recipe.layout.world,
@@ -501,7 +501,7 @@ def next_steps(outcome: Outcome, run: RunFolder) -> list[str]:
 
 def slow_precision(recipe: Recipe, device: torch.device) -> str | None:
     """A line about a CPU that has no units for the dtype of the products; None: it has them."""
-    compute = Dtypes.of(recipe.precision.formats()).compute
+    compute = dtype_named(recipe.precision.formats().compute)
     name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(compute)
     if device.type != "cpu" or name is None:
         return None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+
+from msgspec import structs
 
 from titanlab.checkpoint import OnlyModel, Position, Target
 from titanlab.data import Stream, source
@@ -103,7 +104,7 @@ class Saves:
     def _whole(self, position: Position) -> Position:
         # Ranks with the same sequences have the same state of the data stream.
         states = dict(self._world.gather((self._mesh.data_rank, self._stream.state())))
-        return replace(
+        return structs.replace(
             position,
             data=source.merge_states([states[rank] for rank in sorted(states)]),
             loss_scale=self._assembled.loss_scale.state(),

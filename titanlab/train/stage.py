@@ -32,7 +32,7 @@ from titanlab.parallelism import (
 )
 from titanlab.recipe import Recipe
 from titanlab.techniques.model.language_model import LanguageModel, shapes_only
-from titanlab.techniques.precision.cast import Dtypes, keep_in_fp32
+from titanlab.techniques.precision.cast import dtype_named, keep_in_fp32
 from titanlab.techniques.precision.product import take_over
 from titanlab.train.initialise import initialise
 
@@ -75,8 +75,8 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
     """Build, cut, shard, materialise and initialise the recipe's model, or some pieces of it."""
     layout, config = recipe.layout, recipe.parallelism
     account = recipe.model.account()
-    precision, dtypes = recipe.precision.implementation(), dtypes_of(recipe)
-    with shapes_only(), default_dtype(dtypes.master):
+    precision, formats = recipe.precision.implementation(), recipe.precision.formats()
+    with shapes_only(), default_dtype(dtype_named(formats.master)):
         model = recipe.model.implementation().build(seq_len=recipe.training.seq_len)
     if pieces is not None:
         thin(model, account.pieces, pieces)
@@ -104,7 +104,7 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
     scaled = [parameter for module in experts for parameter in module.parameters()]
     summed = [parameter for name, parameter in model.named_parameters() if name in summands]
     # They are few numbers, so a wide dtype costs little and avoids another rounding.
-    summed_in = torch.promote_types(dtypes.master, dtypes.reduce)
+    summed_in = torch.promote_types(dtype_named(formats.master), dtype_named(formats.reduce))
     return Stage(model=model, sharded=sharded, summands=summed, summed_in=summed_in, mesh=mesh, experts=scaled)
 
 
@@ -122,16 +122,16 @@ def _apply_data_parallelism(
     model: LanguageModel, recipe: Recipe, world: World, mesh: Mesh, experts: Sequence[nn.Module]
 ) -> Sharded:
     """Apply DDP or FSDP2, allocate storage and compute initial values."""
-    layout, dtypes = recipe.layout, dtypes_of(recipe)
-    method = layout.data_parallelism(mixed=dtypes.mixed)
+    layout, formats = recipe.layout, recipe.precision.formats()
+    method = layout.data_parallelism(mixed=formats.mixed)
     sharded = keep_whole(model)
     if method == "fsdp2":
-        units = keep_in_fp32(model, recipe.model.account(), dtypes)
+        units = keep_in_fp32(model, recipe.model.account(), formats)
         sharded = fully_shard_model(
             model,
             list(model.layers.values()),
             mesh.data_parallel,
-            dtypes,
+            formats,
             reshard_after_forward=recipe.parallelism.frees_after_forward,
             cpu_offload=recipe.parallelism.cpu_offload,
             whole=units.whole,
@@ -186,8 +186,3 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def dtypes_of(recipe: Recipe) -> Dtypes:
-    """The dtypes of the recipe's precision."""
-    return Dtypes.of(recipe.precision.formats())

@@ -12,12 +12,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlab.checkpoint import Place, check_checkpoint, check_step, check_whole, find, has_pickle, indexed, is_address
+from titanlab.checkpoint import (
+    Place,
+    Readable,
+    check_checkpoint,
+    check_step,
+    check_whole,
+    find,
+    has_pickle,
+    indexed,
+    is_address,
+    read_contents,
+)
 from titanlab.errors import ConfigError
 from titanlab.records import read_config
 from titanlab.system import user_path
 from titanlab.techniques.model.contract import ModelConfig
-from titanlab.train.dcp_folder import contents_of
 from titanlab.train.hub_folders import CONFIG, is_hf_folder, open_hf
 from titanlab.train.weights_folder import (
     Biases,
@@ -72,7 +82,7 @@ def check_start(recipe: Recipe) -> None:
     source = _folder(recipe.init_from)
     if source is None:
         checkpoint = _checkpoint(recipe.init_from)
-        _check_model(recipe.init_from, _model_of_run(checkpoint), recipe.model)
+        _check_model(recipe.init_from, _model_of(checkpoint), recipe.model)
         check_checkpoint(checkpoint, recipe.model.account().parameters, KEY, read=contents_of)
         return
     _check_model(recipe.init_from, source.model, recipe.model)
@@ -112,7 +122,7 @@ def start_fingerprint(recipe: Recipe) -> str | None:
     if source is not None and source.digest:
         return source.digest
     if source is not None:
-        return _sampled([path / CONFIG, *sorted(set(source.files.values()))])
+        return _sampled([path / CONFIG, *sorted({file for file, _ in source.places.values()})])
     checkpoint = _checkpoint(recipe.init_from)
     if has_pickle(checkpoint):
         return _sampled(sorted(path for path in checkpoint.glob("*.distcp") if path.is_file()))
@@ -149,7 +159,7 @@ def fill_start(
     if not recipe.model.account().experts:
         return {}
     routing = contents_of(checkpoint, KEY).saved.position.routing
-    saved = biases_of(_model_of_run(checkpoint) or recipe.model, routing, KEY, checkpoint)
+    saved = biases_of(_model_of(checkpoint) or recipe.model, routing, KEY, checkpoint)
     return biases_of(recipe.model, saved, KEY, checkpoint)
 
 
@@ -166,17 +176,40 @@ def _checkpoint(text: str) -> Place:
     return find(str(path), KEY)
 
 
-def _model_of_run(checkpoint: Place) -> ModelConfig | None:
+def _model_of(checkpoint: Place) -> ModelConfig | None:
     """The model of the run that contains a checkpoint; None if the checkpoint is outside of a run folder."""
     if not isinstance(checkpoint, Path):
         return None
     run = checkpoint.resolve().parent.parent
-    if not (run / "config.yaml").is_file():
-        return None
+    return model_of_run(run, KEY)[0] if (run / "config.yaml").is_file() else None
+
+
+def model_of_run(run: Path, key: str) -> tuple[ModelConfig, int]:
+    """The model of a run, and the length of the sequences that it trains on.
+
+    Raises:
+        ConfigError: its config.yaml is damaged.
+    """
+    config = read_config(run / "config.yaml")
     try:
-        return model_of(read_config(run / "config.yaml")["model"])
-    except (KeyError, TypeError) as error:
-        raise ConfigError(KEY, run, f"its config.yaml has no model ({error})", "restore that file") from error
+        return model_of(config["model"]), int(config["training"]["seq_len"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(key, run, f"its config.yaml has no model ({error})", "restore that file") from error
+
+
+def contents_of(checkpoint: Place, key: str) -> Readable:
+    """The contents of a checkpoint of titanlab or of a folder of `export --format dcp`, as `read_contents` reads them.
+
+    Raises:
+        DamagedCheckpoint: it is damaged, or has a value that no run saves; or the folder is another tool's, which does
+            not say where in the data it stands.
+    """
+    if not has_pickle(checkpoint):
+        return read_contents(checkpoint, key)
+    # Imported here: it imports torch.
+    from titanlab.train.dcp import dcp_contents
+
+    return dcp_contents(checkpoint, key)
 
 
 def _check_model(text: str, saved: ModelConfig | None, expected: ModelConfig) -> None:

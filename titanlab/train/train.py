@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import nn
 
 from titanlab.checkpoint import (
@@ -60,11 +61,10 @@ from titanlab.techniques.optimizer.contract import rate_factor
 from titanlab.techniques.profiler.contract import Links, Profiler
 from titanlab.techniques.profiler.memory import named_before_steps, named_consumers
 from titanlab.train.assemble import Assembled, assemble
-from titanlab.train.dcp_folder import contents_of
 from titanlab.train.faults import RepeatedStep, Rollbacks
 from titanlab.train.recording import Recorder, StepEnd, StepEnds, open_recorder
 from titanlab.train.saves import Saves
-from titanlab.train.starting_weights import fill_start
+from titanlab.train.starting_weights import contents_of, fill_start
 from titanlab.train.totals import RankTimes, Reduction, Totals
 
 _STOPPED = {
@@ -163,7 +163,7 @@ def train(
         recorder = stack.enter_context(open_recorder(recipe, run, world, attempt=attempt, position=position))
         for warning in warnings:
             recorder.warn(warning)
-        position = replace(position, tracker=recorder.tracker_id, layout=recipe.layout.degrees())
+        position = structs.replace(position, tracker=recorder.tracker_id, layout=recipe.layout.degrees())
         target = Target(
             folder=checkpoints_of(run),
             model=model,
@@ -196,7 +196,7 @@ def train(
                 known_step, known_rate, reduction = waiting.pop(0)
                 totals = reduction.read()
                 end = StepEnd(step_ends.after(reduction.arrived), next_runs=len(waiting) > 0)
-                position = replace(position, step=known_step, tokens=position.tokens + totals.tokens)
+                position = structs.replace(position, step=known_step, tokens=position.tokens + totals.tokens)
                 observer.after_step(known_step, totals)
                 recorder.record(known_step, totals, rate=known_rate, tokens_seen=position.tokens, end=end)
                 if (started := start_up.end()) is not None:
@@ -279,7 +279,7 @@ def train(
                 position, _, warnings = load_start(
                     recipe, run, attempt, model, optimizer, world, restore=assembled.restore
                 )
-                position = replace(position, tracker=recorder.tracker_id, layout=recipe.layout.degrees())
+                position = structs.replace(position, tracker=recorder.tracker_id, layout=recipe.layout.degrees())
                 outcome = rollbacks.note(outcome, warnings, to=position.step)
                 step = position.step
                 recorder.go_back(step)
@@ -374,7 +374,7 @@ def load_start(
         position = store.load(folder, key, model=model, optimizer=optimizer, world=world, read=contents_of)
         if key != "run":
             # The checkpoint's tracker id belongs to the other run.
-            position = replace(position, tracker=None)
+            position = structs.replace(position, tracker=None)
         return position, on_all_ranks(world, lambda: _restored(restore, position, folder, key))
 
     def chosen(choose: Callable[[], Place]) -> Place:

@@ -18,10 +18,11 @@ import fcntl
 import math
 import os
 import shutil
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import SafetensorError, safe_open
 
@@ -56,79 +57,65 @@ class TensorEntry:
         return BYTES[self.dtype] * math.prod(self.shape)
 
 
-class WeightsSource(Protocol):
-    """A model's weights."""
-
-    @property
-    def model(self) -> ModelConfig:
-        """Config of the model."""
-
-    @property
-    def entries(self) -> Mapping[str, TensorEntry]:
-        """Every parameter by titanlab's name, in the model's order."""
-        ...
-
-    @property
-    def biases(self) -> Biases:
-        """Biases of the routers; empty: there are none."""
-        ...
-
-    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A box of one parameter, with rows in titanlab's order, on the CPU, in the dtype of the source."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
-class SafetensorsSource:
-    """Weights in safetensors files of titanlab or of another library.
+class WeightsSource:
+    """A model's weights, read a box of a tensor at a time.
 
     Attributes:
-        files: the file of each tensor, by the tensor's name.
-        foreign: name and order of rows in the files, by titanlab's name.
+        entries: every parameter by titanlab's name, in the model's order.
+        biases: of the routers; empty: there are none.
         about: other values of the folder's config: `max_position_embeddings`, ids of special tokens.
         digest: hash of the content; empty if it is not known.
         copies: tensors that must equal another tensor and are not read: name → the other's name, both in the files.
-        wrapped: names of tensors in the files, where those differ from the names in `foreign`.
         not_read: a line for each kind of weights in the folder that is left aside.
     """
 
     model: ModelConfig
     entries: Mapping[str, TensorEntry]
-    files: Mapping[str, Path]
-    foreign: Mapping[str, Foreign]
+    biases: Biases = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
     digest: str = ""
     copies: Mapping[str, str] = field(default_factory=dict)
-    biases: Biases = field(default_factory=dict)
-    wrapped: Mapping[str, str] = field(default_factory=dict)
     not_read: Sequence[str] = ()
 
+    @abstractmethod
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """As in Source."""
+        """A box of one parameter, with rows in titanlab's order, on the CPU, in the dtype of the source."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SafetensorsSource(WeightsSource):
+    """Weights in safetensors files of titanlab or of another library.
+
+    Attributes:
+        places: the file of each tensor and its name there, by the tensor's name in `foreign` and `copies`.
+        foreign: name and order of rows in the files, by titanlab's name.
+    """
+
+    places: Mapping[str, tuple[Path, str]]
+    foreign: Mapping[str, Foreign]
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         stored = self.foreign[name]
-        if stored.stack:
-            return self._read_stack(stored.stack, offsets, sizes)
         first, last = offsets[0], offsets[0] + sizes[0]
-        columns = [slice(start, start + size) for start, size in zip(offsets[1:], sizes[1:], strict=True)]
+        if stored.stack:
+            import torch
+
+            parts = [self.read_stored(each, offsets[1:], sizes[1:]) for each in stored.stack[first:last]]
+            return torch.stack(parts) if parts else torch.empty(*sizes)
+        if not stored.head or not math.prod(sizes):
+            return self.read_stored(stored.name, offsets, sizes)
+        begin, end = first // stored.head * stored.head, -(-last // stored.head) * stored.head
+        heads = self.read_stored(stored.name, [begin, *offsets[1:]], [end - begin, *sizes[1:]])
+        return in_pairs(heads, stored.head)[first - begin : last - begin]
+
+    def read_stored(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """A box of one tensor of the files."""
+        path, stored = self.places[name]
         # The file is closed after each read, because its mapped pages count as this process's memory.
-        with safe_open(self.files[stored.name], framework="pt") as file:
-            tensor = file.get_slice(self.wrapped.get(stored.name, stored.name))
-            if not stored.head or not math.prod(sizes):
-                return cast("Tensor", tensor[(slice(first, last), *columns)])
-            begin, end = first // stored.head * stored.head, -(-last // stored.head) * stored.head
-            heads = cast("Tensor", tensor[(slice(begin, end), *columns)])
-            return in_pairs(heads, stored.head)[first - begin : last - begin]
-
-    def _read_stack(self, names: Sequence[str], offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A box of a stack of tensors."""
-        inside = tuple(slice(start, start + size) for start, size in zip(offsets[1:], sizes[1:], strict=True))
-        import torch
-
-        parts = []
-        for name in names[offsets[0] : offsets[0] + sizes[0]]:
-            with safe_open(self.files[name], framework="pt") as file:
-                parts.append(cast("Tensor", file.get_slice(self.wrapped.get(name, name))[inside]))
-        return torch.stack(parts) if parts else torch.empty(*sizes)
+        with safe_open(path, framework="pt") as file:
+            box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+            return cast("Tensor", file.get_slice(stored)[box])
 
 
 def usual_dtype(source: WeightsSource) -> str:
@@ -295,7 +282,7 @@ def open_weights(path: Path, key: str) -> SafetensorsSource:
     return SafetensorsSource(
         model=model,
         entries={name: entries[name] for name in expected},
-        files=places,
+        places={name: (places[name], name) for name in expected},
         foreign={name: Foreign(name=name) for name in expected},
         about=about,
         digest=digest,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -20,8 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from titanlab.checkpoint import Place, Reader, read_contents, read_into
 from titanlab.errors import ConfigError
 from titanlab.techniques.model.contract import Foreign, ModelConfig
-from titanlab.train.dcp_folder import read_saved
-from titanlab.train.dcp_tensors import DcpReader
+from titanlab.train.dcp import DcpReader, read_saved
 from titanlab.train.initialise import local_part, plain_name
 from titanlab.train.weights_folder import (
     DTYPES,
@@ -118,7 +118,7 @@ def run_source(checkpoint: Place, model: ModelConfig, key: str) -> CheckpointSou
     contents = read_contents(checkpoint, key)
     reader = contents.reader(checkpoint, key)
     biases = biases_of(model, contents.saved.position.routing, key, checkpoint)
-    return CheckpointSource(reader, reader.read_metadata(), PREFIXES[0], model, biases)
+    return _source(reader, reader.read_metadata(), PREFIXES[0], model, biases)
 
 
 def dcp_source(folder: Path, model: ModelConfig, key: str) -> CheckpointSource:
@@ -139,7 +139,7 @@ def dcp_source(folder: Path, model: ModelConfig, key: str) -> CheckpointSource:
         first, there = next(iter(shapes)), sorted(saved)[:3]
         rule = f"has no parameter of the model, as {first} or model.{first}; it has {', '.join(there) or 'nothing'}"
         raise ConfigError(key, folder, rule, "give the --model that was saved")
-    source = CheckpointSource(reader, metadata, prefix, model)
+    source = _source(reader, metadata, prefix, model, {})
     for name, shape in shapes.items():
         if source.entries[name].shape != tuple(shape):
             rule = f"{name} is {list(source.entries[name].shape)} there and {list(shape)} in the model"
@@ -147,42 +147,44 @@ def dcp_source(folder: Path, model: ModelConfig, key: str) -> CheckpointSource:
     return source
 
 
-class CheckpointSource:
-    """A Source that needs no process group.
+def _source(reader: Reader, metadata: Metadata, prefix: str, model: ModelConfig, biases: Biases) -> CheckpointSource:
+    names = {getattr(torch, torch_name): name for name, torch_name in DTYPES.items()}
+    entries = {}
+    for name in model.account().parameters:
+        tensor = metadata.state_dict_metadata.get(f"{prefix}{name}")
+        if not isinstance(tensor, TensorStorageMetadata) or tensor.properties.dtype not in names:
+            rule = f"has no plain tensor {name}"
+            raise ConfigError(reader.named_by, reader.checkpoint, rule, "give a checkpoint of the same model")
+        entries[name] = TensorEntry(dtype=names[tensor.properties.dtype], shape=tuple(tensor.size))
+    return CheckpointSource(
+        model=model, entries=entries, biases=biases, reader=reader, metadata=metadata, prefix=prefix
+    )
 
-    Args:
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSource(WeightsSource):
+    """The weights in a checkpoint; it needs no process group.
+
+    Attributes:
         metadata: of the reader. It is read once: that of a run on hundreds of ranks has 100,000 entries.
-
-    Raises:
-        ConfigError: the checkpoint lacks a parameter, or a parameter is not a tensor of a floating-point format.
+        prefix: before the names of parameters.
     """
 
-    def __init__(
-        self, reader: Reader, metadata: Metadata, prefix: str, model: ModelConfig, biases: Biases | None = None
-    ) -> None:
-        self.model = model
-        self.biases: Biases = biases or {}
-        self.entries: dict[str, TensorEntry] = {}
-        self._name, self._whole = "", torch.empty(0)
-        self._reader, self._metadata, self._prefix = reader, metadata, prefix
-        names = {getattr(torch, torch_name): name for name, torch_name in DTYPES.items()}
-        for name in model.account().parameters:
-            tensor = metadata.state_dict_metadata.get(f"{prefix}{name}")
-            if not isinstance(tensor, TensorStorageMetadata) or tensor.properties.dtype not in names:
-                rule = f"has no plain tensor {name}"
-                raise ConfigError(reader.named_by, reader.checkpoint, rule, "give a checkpoint of the same model")
-            self.entries[name] = TensorEntry(dtype=names[tensor.properties.dtype], shape=tuple(tensor.size))
+    reader: Reader
+    metadata: Metadata
+    prefix: str
+    # The parameter that was read last, whole.
+    last: dict[str, Tensor] = field(default_factory=dict)
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """As in Source."""
-        if name != self._name:
+        if name not in self.last:
             # Free the previous tensor before the next is allocated.
-            self._name, self._whole = "", torch.empty(0)
+            self.last.clear()
             entry = self.entries[name]
-            whole = torch.empty(entry.shape, dtype=getattr(torch, DTYPES[entry.dtype]))
-            read_into({f"{self._prefix}{name}": whole}, self._reader, self._metadata)
-            self._name, self._whole = name, whole
-        box: Tensor = self._whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
+            whole = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+            read_into({f"{self.prefix}{name}": whole}, self.reader, self.metadata)
+            self.last[name] = whole
+        box: Tensor = self.last[name][tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
         return box
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
 import yaml
 
 from tests.sweep.made import Made, begin, end
@@ -44,25 +43,6 @@ def test_a_sweep_becomes_a_cluster_that_a_plan_takes(plan, sweep, capsys):
         assert ("est. hours" in capsys.readouterr().out) is estimated
     # The sweep is still one, and its own file may be written again.
     assert plan("--calibrate", "layouts")[0] == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--calibrate", "nothing"], "sweep=nothing: is no sweep under runs; try layouts"),
-        (["--calibrate", "layouts", "--measure"], "leave one out"),
-        (["--calibrate", "layouts", "--why"], "makes no plan, which --why is about"),
-        (["--calibrate", "layouts", "cluster=h100"], "takes recipes and cluster from the runs"),
-        (["--calibrate"], "expected one argument"),
-        (["cluster=cpu", "--out", "cluster/a.yaml"], "belongs to --calibrate or --measure"),
-        (["cluster=cpu", "--runs", "runs"], "belongs to --calibrate"),
-    ],
-)
-def test_mistakes_are_one_line(plan, sweep, arguments, complaint):
-    code, out, err = plan(*arguments)
-    assert (code, out) == (2, "")
-    assert complaint in err
-    assert err.count("\n") == 1
 
 
 def test_too_few_runs(plan, tmp_path):

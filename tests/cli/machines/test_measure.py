@@ -6,26 +6,6 @@ import pytest
 import yaml
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--measure", "--explain"], "makes no plan, which --explain is about"),
-        (["--measure", "--runs", "runs"], "write runs=runs"),
-        (["--measure", "model=llama_5m"], "model=llama_5m: is the measurement's own"),
-        (["--measure", "+recipe=quickstart"], "is the measurement's own"),
-        (["--measure", "launch=local,slurm"], "launch"),
-        (["--measure", "launch=slurm", "cluster=local"], "how many processes a node takes"),
-        (["--measure", "--out", "x.yaml"], "must lie in a folder named cluster"),
-        (["--measure", "profiler.seconds=0"], "profiler.seconds"),
-    ],
-)
-def test_mistakes_are_one_line(plan, arguments, complaint):
-    code, out, err = plan(*arguments)
-    assert (code, out) == (2, "")
-    assert complaint in err
-    assert err.count("\n") == 1
-
-
 @pytest.mark.full
 def test_a_measurement_is_one_job_and_a_file(plan, tmp_path):
     small = ("profiler.seconds=0.005", "profiler.largest=64", "profiler.megabytes=1")

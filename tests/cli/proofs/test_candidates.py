@@ -55,12 +55,6 @@ def test_runs_with_a_word_in_their_names_are_kept(tmp_path, word, runs, broken):
     assert [name for name, _ in found.broken] == broken
 
 
-def test_a_word_that_no_run_has_is_refused(tmp_path):
-    with pytest.raises(ConfigError) as raised:
-        chosen(tmp_path).only("pp")
-    assert str(raised.value) == "--only=pp: is in no run's name of mine; try fsdp-1"
-
-
 def test_a_sweep_that_was_submitted_is_taken_from_its_folder(tmp_path):
     made = Made(tmp_path / "runs", "mine")
     first, damaged = made.run("fsdp", shard=2), made.run("tp", tensor=2)
@@ -78,34 +72,6 @@ def test_a_sweep_that_was_submitted_is_taken_from_its_folder(tmp_path):
     assert rule.startswith("seed=x: ")
     assert other == ("parallelism=tp3, seed=1", "does not divide")
     assert found.left_out == [("parallelism=fsdp8", "world <= 4"), ("seed=0", "is there twice")]
-
-
-def test_a_name_that_nothing_has_is_refused(tmp_path):
-    with pytest.raises(ConfigError) as raised:
-        choose(["nope"], str(tmp_path))
-    assert raised.value.value == "nope"
-    with pytest.raises(ConfigError, match=r"^recipe=nope: is no recipe and no sweep of conf; try \+recipe=quickstart$"):
-        choose(["nope", "seed=1"], str(tmp_path))
-
-
-@pytest.mark.parametrize("arguments", [[], ["--cfg", "job"], ["-m"]])
-def test_arguments_without_a_recipe_are_refused(tmp_path, arguments):
-    with pytest.raises(ConfigError, match="name no recipe; try"):
-        choose(arguments, str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("expression", "error"),
-    [
-        ("nope", "recipe=nope: is neither a run nor a recipe; try +recipe=NAME, or name two runs (--runs FOLDER)"),
-        ("'open", "recipe='open: cannot be read (No closing quotation); try '+recipe=quickstart world=2'"),
-        ("", "arguments=: name no recipe; try +recipe=quickstart, or +sweeps=NAME"),
-    ],
-)
-def test_an_expression_that_is_no_recipe_is_refused(expression, error):
-    with pytest.raises(ConfigError) as raised:
-        one_recipe(expression)
-    assert str(raised.value) == error
 
 
 def test_an_expression_is_one_recipe(tmp_path):

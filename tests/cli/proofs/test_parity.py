@@ -4,35 +4,10 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from tests.sweep.made import Made, begin, end
 from titanlab.costs import meter
 
 TWO = "parallelism=fsdp world=2"
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "begins"),
-    [
-        ("quickstart", f"+recipe=quickstart {TWO} seed=1", "seed=1: cannot be compared with +recipe=quickstart, which"),
-        ("quickstart", "+recipe=quickstart model=debug", "model.dim=64: cannot be compared"),
-        ("quickstart", "+recipe=quickstart seed=1,2", "recipe=+recipe=quickstart seed=1,2: describes 2 recipes"),
-        ("quickstart", "nonesuch", "recipe=nonesuch: is neither a run nor a recipe"),
-        ("quickstart", "+recipe=quickstart 'world=2", "recipe=+recipe=quickstart 'world=2: cannot be read"),
-    ],
-)
-def test_two_recipes_that_cannot_be_compared_are_refused(command, first, second, begins):
-    said = command(["parity", first, second])
-    assert said.code == 2
-    assert said.err.startswith(f"error: {begins}")
-
-
-def test_a_run_and_a_recipe_are_not_compared(says, here):
-    Made(here / "runs").run("alone")
-    code, _, err = says("parity", "alone", "+recipe=quickstart seed=1")
-    assert code == 2
-    assert "is no finished run, and alone is one" in err
 
 
 def test_recipes_of_a_sweep_are_proved_and_kept_with_it(says, here, ranks):
@@ -126,15 +101,6 @@ def test_two_runs_whose_losses_differ_fail(says, here):
     same = logged(here / "runs", "same", 5.5)
     code, out, _ = says("parity", one.path.name, same.path.name, "--json")
     assert (code, json.loads(out)["rows"][0]["passed"]) == (0, True)
-
-
-@pytest.mark.parametrize("flag", ["--steps=5", "--processes=2", "--only=fsdp", "--inductor"])
-def test_flags_of_a_training_are_refused_where_runs_are_compared(says, here, flag):
-    one, two = logged(here / "runs", "one", 5.5), logged(here / "runs", "two", 5.5)
-    code, out, err = says("parity", one.path.name, two.path.name, flag)
-    name, _, value = flag.partition("=")
-    assert (code, out) == (2, "")
-    assert err.startswith(f"error: {name}={value or 'true'}: is for recipes, which are trained")
 
 
 def test_a_name_of_a_run_and_of_a_recipe_is_the_recipe_next_to_a_recipe(says, here, ranks):

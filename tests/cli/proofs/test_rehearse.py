@@ -96,15 +96,6 @@ def test_an_interruption_shows_what_is_known(says, ranks, monkeypatch):
     assert "[1/1]" not in out
 
 
-def test_folders_are_kept_where_they_are_wanted(says, here, ranks):
-    (here / "full").mkdir()
-    (here / "full" / "file").write_text("")
-    code, _, err = says("rehearse", "+recipe=quickstart", "--keep", "full")
-    assert (code, err.startswith("error: --keep=full: has files already")) == (2, True)
-    code, out, _ = says("rehearse", "+recipe=quickstart", "--keep", "new")
-    assert (code, out.splitlines()[-1]) == (0, "kept in new")
-
-
 @pytest.mark.parametrize(
     "arguments", ["nonesuch", "+recipe=quickstart --only nonesuch", "+recipe=quickstart --steps 0"]
 )
@@ -157,13 +148,6 @@ def test_steps_are_those_of_the_flag(says, ranks, temporary):
     assert says("rehearse", "+recipe=quickstart")[1].splitlines()[1].endswith(", 3 steps")
     assert [recipe.training.steps for recipe in ranks[0]] == [1, 3]
     assert list(temporary.iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_made_is_refused(says, here, ranks):
-    (here / "file").write_text("")
-    code, out, err = says("rehearse", "+recipe=quickstart", "--keep", "file/kept")
-    assert (code, out) == (2, "")
-    assert err == "error: --keep=file/kept: cannot be made (Not a directory); give a folder of yours\n"
 
 
 def test_paths_may_have_spaces_and_equals_signs(says, here, ranks):

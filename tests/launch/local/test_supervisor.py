@@ -2,8 +2,6 @@ import dataclasses
 import errno
 import os
 import signal
-import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,18 +24,18 @@ from titanlab.launch.local import (
     visible_devices,
 )
 from titanlab.records import Outcome, OutcomeKind, holder_of, is_claimed
-from titanlab.sweep import SweepFolder, cancel, snapshot
+from titanlab.sweep import SweepFolder, cancel, sweep_folder
 from titanlab.sweep.submit import submit
 
 
 @pytest.fixture
 def stub(tmp_path, monkeypatch):
     """Jobs of the code that is submitted train nothing; `stub(seconds)`: how long they take, unless a test ends them."""
-    taken = snapshot.take
+    taken = sweep_folder.take_snapshot
 
     def of(seconds=180.0):
         package = stub_package(tmp_path / "stub", seconds=seconds)
-        monkeypatch.setattr(snapshot, "take", lambda code: taken(code, package=package))
+        monkeypatch.setattr(sweep_folder, "take_snapshot", lambda code: taken(code, package=package))
 
     return of
 
@@ -150,20 +148,6 @@ def test_a_supervisor_that_is_told_to_end_asks_its_jobs_to(stub, tmp_path):
     assert states(folder) == ["ended", "pending"]
 
 
-def test_where_another_run_meets_is_not_handed_on(stub, tmp_path, monkeypatch):
-    stub()
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "1")
-    folder = submit(study(tmp_path / "runs", seeds(1), launch=Local()), quiet).folder
-    until(lambda: "running" in states(folder))
-    (run,) = folder.runs()
-    pids = [supervisor_of(folder), holder_of(run.path)[1]]
-    said = [Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in pids]
-    assert not [text for each in said for text in each if text.startswith(b"MASTER_")]
-    end_jobs(folder)
-    until(lambda: over(folder))
-
-
 # Without processes
 
 
@@ -270,13 +254,6 @@ def test_a_run_in_other_hands_is_waited_for(tmp_path):
     assert (supervisor._waiting, supervisor._running) == ([job], {})
 
 
-def test_a_damaged_result_stops_only_its_job(tmp_path):
-    folder = SweepFolder(tmp_path / "sweep")
-    first, second = planned(folder, [1, 1])
-    (folder.path / first.run / "result.json").write_text("{")
-    assert supervised(folder)._waiting == [second]
-
-
 @pytest.mark.parametrize(
     ("running", "size", "fits"),
     [([], 1, True), ([2], 2, True), ([2, 1], 2, False), ([], 9, True), ([1], 9, False), ([9], 1, False)],
@@ -312,13 +289,3 @@ def test_devices_are_those_that_this_process_sees(monkeypatch):
     assert visible_devices({"CUDA_VISIBLE_DEVICES": "3,GPU-abc"}) == ["3", "GPU-abc"]
     monkeypatch.setattr(supervising, "this_host", lambda: Host(accelerator="cpu", device="cpu", count=4))
     assert visible_devices({}) == []
-
-
-def test_a_job_that_waits_for_long_is_not_older_than_its_submission(tmp_path):
-    folder = SweepFolder(tmp_path / "sweep")
-    (job,) = planned(folder, [1])
-    run = folder.run(job.run)
-    run.write_result(Outcome(kind=OutcomeKind.HANG, ended=-1.0))
-    assert states(folder) == ["pending"]
-    run.write_result(Outcome(kind=OutcomeKind.CANCELLED, ended=time.time()))
-    assert states(folder) == ["ended"]

@@ -35,7 +35,7 @@ def worker(folder, script, prepare="pass", *, handles_stops=True):
         f"folder = Path({str(folder)!r})",
         "def prepare():",
         textwrap.indent(textwrap.dedent(prepare), "    "),
-        "shared = fork_ranks(prepare)",
+        "shared = fork_ranks(folder / 'logs', prepare)",
         "end_with_parent()",
         "hear_stop_signals()" if handles_stops else "",
         "rank = int(os.environ['RANK'])",

@@ -90,7 +90,7 @@ def test_a_job_needs_a_partition_that_is_there_and_large_enough(installed, slurm
         with pytest.raises(ConfigError, match=re.escape(told)):
             site.check(jobs)
     # Also partitions that are hidden from this user's own listings.
-    assert slurm.asked == [("sinfo", "--noheader", "--all", "--format=%P %D %a %l %c")]
+    assert slurm.asked == [("sinfo", "--noheader", "--all", "--format=%P %D %a %l %c %G")]
 
 
 LISTED = "small* 2 up 1:00:00 8\nlarge 8 up 2-00:00:00 64\nlarge 1 up 2-00:00:00 8+\noff 9 down infinite 64\n"

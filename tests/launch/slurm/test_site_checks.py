@@ -7,7 +7,7 @@ from titanlab.launch.launchers_schema import Slurm
 from titanlab.launch.slurm import site as site_checks
 from titanlab.launch.slurm.site import check_settings, check_slurm
 
-PARTITIONS = "gpu*|up|2-00:00:00|4|gpu:h100:8\ngpu*|up|2-00:00:00|1|gpu:h100:8\nlow|down|infinite|16|(null)\n"
+PARTITIONS = "gpu* 4 up 2-00:00:00 64 gpu:h100:8\ngpu* 1 up 2-00:00:00 64 gpu:h100:8\nlow 16 down infinite 64 (null)\n"
 SETTINGS = """\
 Configuration data as of 2026-11-24T12:00:00
 AccountingStorageType   = accounting_storage/slurmdbd
@@ -40,8 +40,7 @@ def site(tmp_path, monkeypatch):
         (tmp_path / "partitions").write_text(PARTITIONS)
         (tmp_path / "settings").write_text(SETTINGS)
         usual = {
-            "sinfo": f"""
-                case "$*" in *'%P|'*) cat {tmp_path}/partitions;; *) printf 'gpu* 5 up 2-00:00:00 64\\nlow 16 down infinite 64\\n';; esac""",
+            "sinfo": f"cat {tmp_path}/partitions",
             "scontrol": f"cat {tmp_path}/settings",
             "sbatch": f'echo "$@" > {tmp_path}/sbatch.words\n'
             "echo 'sbatch: Job 7 to start at 2026-11-24T12:30:00 using 1 processors on nodes n1' >&2",
@@ -101,7 +100,7 @@ def test_a_host_without_slurm_is_no_fault_and_one_with_half_of_it_is(tmp_path, m
         ({}, {"partition": "low"}, {"partitions": "fail"}),
         ({}, {"partition": "gpu", "minutes": 2881}, {"submission": "fail"}),
         ({}, {"partition": "gpu", "cpus_per_task": 99}, {"submission": "fail"}),
-        ({"sinfo": "echo 'low|up|infinite|16|(null)'"}, {}, {"partitions": "warn"}),
+        ({"sinfo": "echo 'low 16 up infinite 8 (null)'"}, {}, {"partitions": "warn"}),
         ({"sbatch": "echo 'sbatch: error: Invalid account' >&2; exit 1"}, {}, {"submission": "fail"}),
         ({"scontrol": "exit 1"}, {}, {"settings": "warn"}),
         ({"scontrol": "echo garbage = = ="}, {}, {"accounting": "warn"}),

@@ -127,11 +127,10 @@ def test_hydra_is_asked_once_for_an_option_and_not_for_a_point(monkeypatch):
     compose = made.compose
     monkeypatch.setattr(made, "compose", lambda overrides: asked.append(overrides) or compose(overrides))
     points: list[Mapping[str, Any]] = [
-        {"parallelism": layout, "precision": precision, "ac": ac, "seed": seed}
+        {"parallelism": layout, "precision": precision, "ac": ac}
         for layout in OPTIONS["parallelism"]
         for precision in OPTIONS["precision"]
         for ac in OPTIONS["ac"][:3]
-        for seed in range(3)
     ]
     composer = Composer(made, points)
     recipes = [composer.recipe(point) for point in points]
@@ -201,3 +200,39 @@ def test_a_value_survives_hydras_grammar(value):
     (parsed,) = loader().parse([override_text("+key", value)])
     assert parsed.value() == value
     assert not parsed.is_sweep_override()
+
+
+def test_what_points_have_in_common_is_made_once_and_the_rest_follows(monkeypatch):
+    points: list[dict[str, Any]] = [
+        {"model.vocab_size": size, "optimizer.lr": lr, "seed": seed}
+        for size in (512, 1024)
+        for lr in (0.1, 0.2)
+        for seed in range(5)
+    ]
+    composer = Composer(loader("data=synthetic"), points)
+    whole: list[Any] = []
+    compose_whole = composer._whole_recipe
+    monkeypatch.setattr(composer, "_whole_recipe", lambda point: whole.append(point) or compose_whole(point))
+    recipes = [composer.recipe(point) for point in points]
+    assert [(each.model.vocab_size, each.optimizer.lr, each.seed) for each in recipes] == [
+        tuple(point.values()) for point in points
+    ]
+    # A field that refers to another follows it.
+    assert [each.data.vocab_size for each in recipes] == [512] * 10 + [1024] * 10
+    assert recipes[0].model is recipes[9].model
+    assert recipes[0].optimizer is recipes[-10].optimizer
+    assert len(whole) == 2
+
+
+def test_a_wrong_value_is_told_for_each_point_that_has_it_and_composed_once(monkeypatch):
+    points: list[dict[str, Any]] = [{"training.steps": steps, "seed": seed} for steps in (0, 5) for seed in (0, "x")]
+    composer = Composer(loader(), points)
+    whole: list[Any] = []
+    compose_whole = composer._whole_recipe
+    monkeypatch.setattr(composer, "_whole_recipe", lambda point: whole.append(point) or compose_whole(point))
+    said = [put_together(composer, point) for point in (*points, *points)]
+    assert list(map(str, said[:4])) == list(map(str, said[4:]))
+    assert isinstance(said[2], Recipe)
+    assert str(said[0]).startswith("training.steps=0: must be at least 1")
+    assert str(said[3]).startswith("seed=x: must be a whole number")
+    assert len(whole) < 4

@@ -1,4 +1,4 @@
-"""The grammar of a space: what points it has, in which order, and what is no space."""
+"""The points of a space, conditions on them, their labels, and the order in which they start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanlab.errors import ConfigError
-from titanlab.sweep.space import LIMIT, canonical_text, expand, keys_of
+from titanlab.records import check_name
+from titanlab.sweep.plan import starting_order
+from titanlab.sweep.request import control_points, read_control
+from titanlab.sweep.space import LENGTH, LIMIT, SweepPoint, canonical_text, expand, keys_of, read_expression
 
 
 @pytest.mark.parametrize(
@@ -45,25 +48,19 @@ def test_keys_come_in_their_order():
         ([{"a": 1}], "space", "is no space"),
         ({}, "space", "has no word of a space: product, zip, list"),
         ({"prodct": {"a": [1]}}, "space", "did you mean product?"),
-        ({"parallelism": ["fsdp"]}, "space", "has no word of a space"),
         ({"product": {"a": [1]}, "zip": {"b": [2]}}, "space", "has product and zip beside each other"),
         ({"product": {"a": [1]}, "seed": [2]}, "space", "has product and seed beside each other"),
         ({"product": None}, "space.product", "takes a mapping, or a list of spaces"),
-        ({"product": "a"}, "space.product", "takes a mapping"),
         ({"product": {}}, "space.product", "has no key"),
-        ({"product": []}, "space.product", "has no point"),
         ({"list": []}, "space.list", "has no point"),
         ({"product": {"a": []}}, "space.product.a", "has no value"),
         ({"product": {"a": "x"}}, "space.product.a", "must be a list of values; write a: [x]"),
-        ({"product": {"a": {"b": [1]}}}, "space.product.a", "must be a list of values"),
         ({"product": {"a": [1, 2, 1]}}, "space.product.a", "is there twice"),
         ({"product": {3: [1]}}, "space.product", "is no key of a recipe"),
-        ({"product": {True: [1]}}, "space.product", "is no key of a recipe"),
         ({"list": [3]}, "space.list[0]", "is neither a space nor a mapping of keys; write {key: value}"),
         ({"product": ["a"]}, "space.product[0]", "write {key: [values]}"),
         ({"product": [{"a": [1]}, {"a": [2]}]}, "space.product", "a: is set by two parts of one point"[3:]),
         ({"zip": {"a": [1, 2], "b": [1, 2, 3]}}, "space.zip", "pairs a, which has 2 values, with b, which has 3"),
-        ({"zip": [{"a": [1]}, {"list": [{"b": 1}, {"b": 2}]}]}, "space.zip", "give as many to both"),
         ({"zip": {"a": [1, 1], "b": [2, 2]}}, "space", "a=1, b=2: is there twice"),
         ({"list": [{"a": 1, "b": 2}, {"b": 2, "a": 1}]}, "space", "is there twice"),
         ({"product": {str(key): list(range(20)) for key in range(4)}}, "space", f"are more points than {LIMIT}"),
@@ -96,3 +93,216 @@ def test_only_one_value_is_the_same():
     values: list[Any] = [1, True, 1.0, "1", None, "null", [1], {"a": 1}]
     assert len({canonical_text(value) for value in values}) == len(values)
     assert canonical_text({"a": 1, "b": 2}) == canonical_text({"b": 2, "a": 1})
+
+
+POINT = {
+    "world": 8,
+    "parallelism": "fsdp_tp",
+    "parallelism.tensor": 2,
+    "parallelism.shard": 4,
+    "training.seq_len": 4096,
+    "training.microbatch": None,
+    "training.deterministic": False,
+    "precision": "bf16",
+    "optimizer.lr": 3e-4,
+}
+
+
+def holds(text: str) -> bool:
+    return read_expression(text).holds(POINT.__getitem__, "a point")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "world == 8",
+        "world <= 8 and world >= 8 and world < 9 and world > 7 and world != 7",
+        "1 < parallelism.tensor < 3",
+        "parallelism.tensor * parallelism.shard == world",
+        "training.seq_len // parallelism.tensor % 2 == 0",
+        "-world + 9 == +1",
+        "training.seq_len / 2 == 2048.0",
+        "precision == 'bf16' or precision == \"fp32\"",
+        "precision in ['bf16', 'fp32'] and precision not in ('fp16',)",
+        "not training.deterministic",
+        "training.deterministic == false and training.deterministic != true",
+        "training.microbatch == null and training.microbatch == None",
+        "min(parallelism.tensor, parallelism.shard) == 2 and max(1, 2, 3) == 3 and abs(-world) == 8",
+        "len(precision) == 4 and 'tp' in parallelism",
+        "optimizer.lr < 1e-3",
+        "(world == 1) == (parallelism.tensor == 1)",
+        "world == 8 or no.such.key",  # what decides ends it
+        "not (world == 1 and no.such.key)",
+        "true",
+    ],
+)
+def test_it_holds(text):
+    assert holds(text)
+    assert not holds(f"not ({text})")
+
+
+def test_names_are_keys_in_their_order():
+    found = read_expression("parallelism.tensor > 1 or world == 2 and min(world, seed) < 3 or true")
+    assert found.names == ("parallelism.tensor", "world", "seed")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("__import__('os').system('true')", "calls a function that is not min, max, abs or len"),
+        ("min(world, key=abs)", "calls a function"),
+        ("max(*[1, 2])", "has something in it that no condition has"),
+        ("'a'.upper() == 'A'", "calls a function"),
+        ("'a'.real", "takes a part of something that is no key"),
+        ("(world).__class__.__bases__[0]", "takes an item of something"),
+        ("min(world).__class__", "takes a part of something that is no key"),
+        ("lambda: 1", "makes a function"),
+        ("[each for each in (1, 2)]", "no condition has (ListComp)"),
+        ("f'{world}' == '8'", "no condition has (JoinedStr)"),
+        ("world if true else 1", "no condition has (IfExp)"),
+        ("2 ** 100000000 > world", "has a power"),
+        ("world << 3 == 64", "no condition has (LShift)"),
+        ("~world == 1", "no condition has (Invert)"),
+        ("training.microbatch is None", "write =="),
+        ("b'x' == b'x'", "no condition has (Constant)"),
+        ("world ==", "cannot be read (invalid syntax"),
+        ("world = 8", "cannot be read (invalid syntax"),
+        ("(" * 400 + "1" + ")" * 400, "cannot be read"),
+        ("\0", "cannot be read"),
+        (" or ".join(["world == 1"] * 200), "characters, and 1000 are enough"),
+        ("", "is no condition"),
+        (3, "is no condition"),
+        (None, "is no condition"),
+    ],
+)
+def test_it_is_refused(text, said):
+    with pytest.raises(ConfigError) as error:
+        read_expression(text)
+    assert error.value.key == "where"
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("world", "is 8 for a point, neither true nor false"),
+        ("world and true", "world is 8, neither true nor false"),
+        ("precision < 3", "cannot be computed for a point"),
+        ("precision * 1000000000 == 'x'", "'bf16' is no number"),
+        ("[1] * 1000000000 == 1", "is no number"),
+        ("true + 1 == 2", "True is no number"),
+        ("world / 0 == 1", "cannot be computed for a point (division by zero)"),
+        ("len(world) == 1", "cannot be computed"),
+        ("min(precision, 3) == 3", "cannot be computed"),
+        ("1e308 * 10 ** 1 == 1", "has a power"),
+    ],
+)
+def test_it_cannot_be_computed(text, said):
+    with pytest.raises(ConfigError) as error:
+        holds(text)
+    assert said in str(error.value)
+
+
+@given(st.text(alphabet="world.min()[]{}'\"=<>!&|+-*/%@:,; 019_andortief\n\\", max_size=60))
+def test_whatever_is_typed_is_a_condition_or_refused(text):
+    try:
+        said = read_expression(text).holds(lambda key: 1, "a point")
+    except ConfigError as error:
+        said = error.key
+    assert said in (True, False, "where")
+
+
+values = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers() | st.text())
+
+
+@given(st.dictionaries(st.text(min_size=1), values), st.integers(0, 2000))
+def test_every_label_can_be_a_folder_of_bounded_length(values: dict[str, Any], repeat: int) -> None:
+    label = SweepPoint(values=values, repeat=repeat).label
+    check_name("name", label)
+    assert len(label) <= LENGTH
+
+
+@given(st.dictionaries(st.text(min_size=1), values), st.integers(0, 2000), st.integers(0, 2000))
+def test_repeats_have_labels_of_their_own(values: dict[str, Any], one: int, other: int) -> None:
+    """Also those whose values are longer than the label: the number is not cut off."""
+    labels = [SweepPoint(values=values, repeat=repeat).label for repeat in (one, other)]
+    assert (labels[0] == labels[1]) == (one == other)
+
+
+@pytest.mark.parametrize(
+    ("values", "repeat", "label"),
+    [
+        ({}, 0, "base"),
+        ({}, 2, "base-r2"),
+        ({"name": "x", "repeat": 3}, 0, "base"),
+        ({"parallelism": "mine/fsdp"}, 0, "fsdp"),
+        ({"launch": "local", "precision": "bf16"}, 0, "launch_local-bf16"),
+        ({"model.tied_embeddings": True, "model.fused": False}, 0, "tied_embeddings-no_fused"),
+        ({"training.seq_len": 4096, "optimizer.lr": 3e-4}, 0, "seq_len4096-lr0.0003"),
+        ({"data.shares": [1, 2], "init_from": None}, 0, "shares_1x2-init_from_none"),
+        ({"data.files": "my texts/*.txt"}, 0, "files_my-texts-.txt"),
+        ({"k": "é"}, 0, "base"),
+        ({"a.b": "x" * 80}, 12, "b_" + "x" * 54 + "-r12"),
+        ({"a.b": "x" * 50 + "-" * 9 + "y"}, 0, "b_" + "x" * 50),
+    ],
+)  # fmt: skip
+def test_a_label_says_the_values_in_short(values: dict[str, Any], repeat: int, label: str) -> None:
+    assert SweepPoint(values=values, repeat=repeat).label == label
+
+
+def points(recipes, repeats, *, control=False):
+    planned = [SweepPoint(values={"ac": recipe}, repeat=repeat) for recipe in recipes for repeat in range(repeats)]
+    return [*planned, *(control_points({}, repeats) if control else [])]
+
+
+def names(planned):
+    return "".join(
+        "C" if planned[number].is_control else planned[number].values["ac"] for number in starting_order(planned)
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipes", "repeats", "expected"),
+    [("ab", 1, "ab"), ("ab", 2, "abba"), ("ab", 3, "abbaab"), ("abc", 2, "abccba"), ("a", 3, "aaa"), ("", 1, "")],
+)
+def test_repeats_start_in_turns(recipes, repeats, expected):
+    assert names(points(recipes, repeats)) == expected
+
+
+@pytest.mark.parametrize(
+    ("recipes", "repeats", "expected"),
+    [("ab", 3, "CabCbaCabC"), ("ab", 2, "CabCbaC"), ("abcd", 1, "CabCcdC"), ("a", 1, "CCaC"), ("abc", 1, "CaCbcC")],
+)
+def test_the_control_starts_first_last_and_between(recipes, repeats, expected):
+    assert names(points(recipes, repeats, control=True)) == expected
+
+
+def test_a_swept_repeat_is_a_repeat():
+    planned = [SweepPoint(values={"ac": recipe, "repeat": repeat}) for recipe in "ab" for repeat in (0, 1)]
+    assert names(planned) == "abba"
+
+
+def test_recipes_that_have_fewer_repeats_are_left_out_of_later_rounds():
+    planned = [SweepPoint(values={"ac": "a"}), SweepPoint(values={"ac": "a"}, repeat=1), SweepPoint(values={"ac": "b"})]
+    assert names(planned) == "aba"
+
+
+def test_every_run_has_one_place():
+    planned = points("abcdefg", 5, control=True)
+    assert sorted(starting_order(planned)) == list(range(len(planned)))
+
+
+@pytest.mark.parametrize(("repeats", "count"), [(1, 3), (2, 3), (3, 4), (1000, 1001)])
+def test_the_control_runs_before_each_round_and_at_the_end_and_at_least_three_times(repeats, count):
+    planned = control_points({"ac": "none"}, repeats)
+    # No repeat of a point has a number of these: a sweep has at most 1,000.
+    assert [point.repeat for point in planned] == list(range(1000, 1000 + count))
+    assert len({point.label for point in planned}) == count
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [(None, None), (False, None), (True, {}), ({}, {}), ({"ac": "none"}, {"ac": "none"})]
+)
+def test_a_control_is_a_mapping(given, expected):
+    assert read_control(given) == expected

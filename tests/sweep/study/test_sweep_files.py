@@ -15,7 +15,7 @@ from titanlab.sweep import plan as studies
 
 FILES = sorted((conf_folder() / "sweeps").glob("*.yaml"))
 # What is planned in `make test` too.
-ALWAYS = ("cpu_1d_to_4d", "long_context_cp", "moe_expert_parallel", "quickstart_layouts")
+ALWAYS = ("long_context_cp", "moe_expert_parallel")
 # Name → runs, points that are dropped, processes of the largest.
 EXPECTED = {
     "ac_memory": (27, 0, 8),

@@ -1,10 +1,26 @@
-"""A sweep in words: cells, counts, causes, plain lines."""
+"""Rows in words: a sweep, its recipes compared, one run, and all sweeps of a folder."""
+
+from __future__ import annotations
+
+import time
 
 import pytest
 
-from tests.sweep.made import begin, end, train, word
-from titanlab.sweep import SweepTable, aligned, dropped, state_counts
-from titanlab.sweep.listing import cells, failures, text
+from tests.sweep.made import Made, begin, end, train, word
+from tests.sweep.table.plain import row
+from titanlab.records import Outcome, OutcomeKind
+from titanlab.sweep import (
+    RecipeRuns,
+    SweepTable,
+    dropped,
+    failure_text,
+    groups,
+    overview,
+    overview_lines,
+    row_details,
+    state_counts,
+)
+from titanlab.sweep.listing import cells, comparison, failures, text
 
 
 @pytest.fixture
@@ -54,14 +70,6 @@ def test_a_run_that_was_heard_of_just_now_is_not_silent(mixed):
     assert cells(running, now=1301.0)[-1] == "silent for 5:01"
 
 
-def test_other_code_is_said(made):
-    run = made.run("a")
-    begin(run, code="old")
-    end(run)
-    (row,) = SweepTable(made.folder, code="new").rows()
-    assert cells(row, now=0.0)[-1] == "made by other code"
-
-
 def test_every_failure_has_one_line(made):
     for place, (kind, given) in enumerate(
         [("crash", {"cause": "boom"}), ("cancelled", {"step": 0}), ("done", {}), ("nan", {"rank": 0, "cause": "nan"})]
@@ -109,10 +117,292 @@ def test_many_reasons_are_cut(made):
     assert lines[-1] == "  … and 3 more reasons, which `titanlab collect` lists"
 
 
-def test_columns_without_a_word_are_left_out():
-    lines = aligned(("a", "figure", "b"), [("x", "1", ""), ("yy", "10", "")], right=("figure",))
-    assert lines == ["a   figure", "x        1", "yy      10"]
+def test_recipes_are_compared_by_layout_and_what_else_differs(made):
+    for name, given in [("fsdp", {"shard": 2}), ("fsdp_tp", {"shard": 2, "tensor": 2})]:
+        for bf16 in (False, True):
+            run = made.run(f"{name}-{bf16}", bf16=bf16, point={"parallelism": name, "precision": bf16}, **given)
+            begin(run)
+            end(run)
+    lines = comparison(SweepTable(made.folder).rows())
+    # The microbatch follows from the layout: nobody has chosen it.
+    assert lines == [
+        "layout     processes  precision  tokens/s  of all    MFU   GiB    loss  outcome",
+        "dp_s2              2  fp32         1,000   2,000   41.5%  0.75  4.2500  done",
+        "dp_s2              2  bf16         1,000   2,000   41.5%  0.75  4.2500  done",
+        "dp_s2·tp2          4  fp32         1,000*  4,000*  41.5%  0.75  4.2500  done",
+        "dp_s2·tp2          4  bf16         1,000*  4,000*  41.5%  0.75  4.2500  done",
+        "* oversubscribed: more processes than cores, so that the speed says nothing",
+    ]
 
 
-def test_nothing_is_said_of_nothing(made):
-    assert text("empty", [], now=0.0) == "empty\n0 runs"
+def test_repeats_are_one_line_and_what_is_not_done_has_no_figures(made):
+    for repeat, speed in enumerate((500.0, 1000.0, 2000.0)):
+        run = made.run("fsdp", shard=2, repeat=repeat)
+        begin(run)
+        end(run, metrics={"throughput(tps)": speed})
+    failed = made.run("fsdp", shard=2, repeat=3)
+    begin(failed)
+    train(failed)
+    end(failed, "hang", metrics={"throughput(tps)": 1.0})
+    (group,) = groups(SweepTable(made.folder).rows())
+    assert (group.label, group.typical("tokens_per_second")) == ("dp_s2", pytest.approx(1000.0))
+    assert comparison(SweepTable(made.folder).rows())[1].split() == [
+        "dp_s2",
+        "2",
+        "1,000",
+        "2,000",
+        *"3 done, 1 hang".split(),
+    ]
+
+
+def test_what_no_column_shows_is_told_by_the_sweeps_key(made):
+    for rate in (1e-3, 3e-3):
+        run = made.run("a", lr=rate, point={"optimizer.lr": rate, "training.steps": 10})
+        begin(run)
+        end(run)
+    compared = groups(SweepTable(made.folder).rows())
+    assert [group.label for group in compared] == ["single · optimizer.lr 0.001", "single · optimizer.lr 0.003"]
+
+
+def test_nothing_is_compared_with_nothing():
+    assert groups([]) == []
+    assert comparison([]) == []
+    # Points that came to no run, and runs whose recipe cannot be read, are none.
+    assert groups([row(state="dropped"), row(recipe=None, state="unreadable", outcome=None)]) == []
+
+
+@pytest.mark.parametrize(
+    ("differing", "label"),
+    [
+        ({"seq_len": 8192}, "dp_s2 · seq_len 8,192"),
+        ({"schedule": None, "ac": "full"}, "dp_s2 · full"),
+        # A swept key says its name: its value alone says little.
+        ({"point.optimizer.lr": "0.001"}, "dp_s2 · optimizer.lr 0.001"),
+    ],
+)
+def test_the_label_of_a_recipe_is_its_layout_and_what_differs(differing, label):
+    assert RecipeRuns("dp_s2", 2, differing, []).label == label
+
+
+def test_a_column_is_told_only_where_it_tells_recipes_apart():
+    rows = [row(precision="fp32", microbatch=4, dim=64), row("tp2", precision="fp32", microbatch=8, dim=64)]
+    # The microbatch follows from the layout.
+    assert [dict(group.differing) for group in groups(rows)] == [{}, {}]
+    rows.append(row(precision="fp32", microbatch=2, dim=64))
+    assert [group.label for group in groups(rows)] == [
+        "dp_s2 · microbatch 4",
+        "tp2 · microbatch 8",
+        "dp_s2 · microbatch 2",
+    ]
+
+
+def test_two_keys_that_change_together_are_told_by_one():
+    rows = [row(**{"point.a": "1", "point.b": "x"}), row(**{"point.a": "2", "point.b": "y"})]
+    assert [group.label for group in groups(rows)] == ["dp_s2 · a 1", "dp_s2 · a 2"]
+
+
+def test_the_control_is_a_recipe_of_its_own():
+    rows = [row(control=None), row(control=True, speed=900.0), row(control=False)]
+    recipe, control = groups(rows)
+    assert (len(recipe.rows), recipe.is_control) == (2, False)
+    assert (len(control.rows), control.is_control) == (1, True)
+    assert [line.split()[0:2] for line in comparison(rows)[1:]] == [["dp_s2", "2"], ["dp_s2", "(control)"]]
+
+
+def test_figures_are_of_the_runs_that_are_done_and_have_a_value():
+    (group,) = groups([row(speed=1.0), row(speed=4.0), row(speed=None), row(speed=9.0, outcome="oom")])
+    assert group.values("tokens_per_second") == [1.0, 4.0]
+    # The same figure as in a ranking, which compares ratios: their median is 2.5.
+    assert group.typical("tokens_per_second") == pytest.approx(2.0)
+    assert group.typical("loss") is None
+
+
+def facts(**given):
+    plain = {"speed": None, "memory_gib": None, "mfu_percent": None, "started": None, "world": None}
+    return dict(row_details(row(**{**plain, **given})))
+
+
+def test_of_a_run_of_which_nothing_is_known_only_the_state_is_told():
+    assert facts(state="missing", outcome=None) == {"state": "missing"}
+    silent = facts(oversubscribed=True, stale=False, attempt=0, cause="", steps=10)
+    assert silent == {"state": "done"}
+
+
+def test_each_fact_has_its_words():
+    given = {"outcome": "oom", "cause": "no memory", "rank": 0, "exit_code": 0, "step": 0, "steps": 10}
+    given |= {"attempt": 2, "previous_outcome": "hang", "parent_run": "a/b-1", "parent_step": 6, "seconds_left": 75.0}
+    given |= {"world": 4, "device": "CPU", "precision": "fp8", "ac": "full", "schedule": "1f1b"}
+    given |= {"compile": "blocks+loss", "loss": 4.25, "validation_loss": 0.0, "speed": 12345.6, "mfu_percent": 41.46}
+    given |= {"oversubscribed": True, "memory_gib": 0.754, "launcher": "slurm", "job_id": "12_1"}
+    given |= {"scheduler_state": "RUNNING", "queue_reason": "Resources", "stale": True, "folder": "/runs/a"}
+    assert facts(**given, tracker_gap="3 steps are missing") == {
+        "state": "oom",
+        "cause": "no memory",
+        # Zero is a value.
+        "rank": 0,
+        "exit code": 0,
+        "step": "0 of 10",
+        "attempt": "2, after hang",
+        "began from": "step 6 of a/b-1",
+        "time left": "1:15",
+        "layout": "dp_s2, 4 processes on CPU",
+        "techniques": "fp8, full, 1f1b, compiled blocks+loss",
+        "loss": "4.2500",
+        "validation loss": "0.0000",
+        "speed": "12,346 tokens/s per device, MFU 41.5% (oversubscribed: more processes than cores)",
+        "memory": "0.75 GiB",
+        "job": "slurm 12_1 RUNNING",
+        "waits for": "Resources",
+        "tracker": "3 steps are missing",
+        "code": "other than what is here now",
+        "folder": "/runs/a",
+    }
+    assert facts(precision="bf16", ac="none", compile="off")["techniques"] == "bf16"
+    assert facts(attempt=2)["attempt"] == 2
+
+
+def test_moments_are_those_of_this_place():
+    found = facts(started=1000.0, ended=2000.5)
+    assert found["started"] == time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1000))
+    assert found["ended"] == time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(2000))
+
+
+def explained(made, run):
+    (found,) = SweepTable(made.folder).rows()
+    return failure_text(run, found)
+
+
+@pytest.mark.parametrize("kind", ["done", "cancelled", "walltime"])
+def test_a_run_that_did_not_fail_explains_nothing(made, kind):
+    begin(run := made.run("a"))
+    (run.logs / "rank-0.log").parent.mkdir(exist_ok=True)
+    (run.logs / "rank-0.log").write_text("a line")
+    end(run, kind)
+    assert explained(made, run) is None
+
+
+def test_the_traceback_of_the_result_goes_before_all(made):
+    begin(run := made.run("a"))
+    note = Outcome(kind=OutcomeKind.CRASH, step=4, attempt=1, rank=3, cause="boom", traceback="of the rank")
+    run.write_failure(note)
+    end(run, "crash", rank=3, cause="boom", traceback="of the result\n\n")
+    assert explained(made, run) == ("traceback of rank 3", "of the result")
+
+
+def test_without_one_it_is_that_of_the_rank_that_failed(made):
+    begin(run := made.run("a"))
+    for rank in (1, 3):
+        run.write_failure(
+            Outcome(kind=OutcomeKind.CRASH, step=4, attempt=1, rank=rank, cause="boom", traceback=f"of rank {rank}\n")
+        )
+    end(run, "crash", rank=3, cause="boom")
+    assert explained(made, run) == ("traceback of rank 3", "of rank 3")
+
+
+def test_without_any_traceback_it_is_the_end_of_the_log(made):
+    begin(run := made.run("a"))
+    end(run, "crash", rank=1, cause="boom")
+    log = run.logs / "rank-1.log"
+    assert explained(made, run) is None
+    log.parent.mkdir(exist_ok=True)
+    log.write_text("")
+    assert explained(made, run) is None
+    log.write_bytes(b"\xff first\n" + b"".join(b"line %d\n" % number for number in range(100)))
+    assert explained(made, run) == (f"end of {log}", "\n".join(f"line {number}" for number in range(70, 100)))
+    # Of a log of one endless line only the end is read.
+    log.write_text("a" * 200_000)
+    assert explained(made, run) == (f"end of {log}", "a" * 50_000)
+
+
+def row_of(sweep, **given):
+    values = {"runs": 1, "states": {"done": 1}, "dropped": 0, "updated": None, "folder": f"runs/{sweep}"}
+    return {"sweep": sweep, **values, **given}
+
+
+@pytest.mark.parametrize("made_first", [False, True])
+def test_a_folder_without_runs_says_what_to_do(tmp_path, made_first):
+    if made_first:
+        (tmp_path / "runs" / "empty").mkdir(parents=True)
+    found = overview(tmp_path / "runs")
+    assert found == []
+    assert overview_lines(found, tmp_path / "runs", now=0.0) == [
+        f"no runs under {tmp_path / 'runs'}: submit a sweep (titanlab sweep), or say where runs are (--runs FOLDER)"
+    ]
+
+
+def test_sweeps_are_counted_by_how_their_runs_ended(tmp_path):
+    made = Made(tmp_path / "runs", "first")
+    for place, kind in enumerate(["oom", "done", "done"]):
+        begin(run := made.run(f"r{place}", seed=place))
+        train(run)
+        end(run, kind)
+    begin(running := made.run("running", seed=10))
+    train(running)
+    made.run("waiting", seed=11)
+    (broken := made.run("broken", seed=12)).path.joinpath("status.json").write_text("{")
+    assert broken.path.is_dir()
+    made.drop("rule", "no", parallelism="tp3")
+    made.drop("where", "no", parallelism="tp5")
+    (found,) = overview(tmp_path / "runs")
+    assert {key: value for key, value in found.items() if key != "updated"} == {
+        "sweep": "first",
+        "runs": 6,
+        "states": {"done": 2, "oom": 1, "prepared": 1, "running": 1, "unreadable": 1},
+        "dropped": 2,
+        "folder": str(tmp_path / "runs" / "first"),
+    }
+    # As one reads it: ends first, then what is under way.
+    assert list(found["states"]) == ["done", "oom", "prepared", "running", "unreadable"]
+
+
+def test_the_sweep_that_was_heard_of_last_is_first(tmp_path):
+    times = {"new": time.time() - 1000, "middle": time.time() - 2000, "old": time.time() - 3000}
+    for name, updated in times.items():
+        begin(run := Made(tmp_path / "runs", name).run("a"))
+        # This host sees no process of another one.
+        train(run, updated=updated, host="elsewhere")
+    unread = Made(tmp_path / "runs", "unread").run("a")
+    (unread.path / "status.json").write_text("{")
+    # Made just now.
+    Made(tmp_path / "runs", "waits").run("a")
+    found = overview(tmp_path / "runs")
+    assert [row["sweep"] for row in found] == ["waits", "new", "middle", "old", "unread"]
+    assert [row["updated"] for row in found[1:]] == [*times.values(), None]
+
+
+def test_a_run_whose_processes_were_all_killed_gets_its_result_from_whoever_looks(tmp_path):
+    made = Made(tmp_path / "runs", "first")
+    direct, queued = made.run("direct"), made.run("queued", seed=1)
+    for run in (direct, queued):
+        begin(run)
+        # A process that is no more.
+        train(run, updated=time.time() - 60, pid=2**22 + 1)
+    # What becomes of it, its job's scheduler knows.
+    made.submit(queued)
+    (found,) = overview(tmp_path / "runs")
+    assert found["states"] == {"crash": 1, "running": 1}
+    assert direct.result().cause.startswith("its processes left no result: they were killed")
+    assert queued.result() is None
+
+
+def test_lines_leave_out_what_no_sweep_has():
+    rows = [row_of("a", updated=1000.0), row_of("bcd", runs=12, states={"done": 10, "oom": 2})]
+    assert overview_lines(rows, "runs", now=1075.0) == [
+        "sweep  runs  of which        last heard of",
+        "a         1  1 done               1:15 ago",
+        "bcd      12  10 done, 2 oom",
+    ]
+    assert overview_lines([row_of("a", dropped=3)], "runs", now=0.0) == [
+        "sweep  runs  of which  dropped",
+        "a         1  1 done          3",
+    ]
+
+
+def test_a_sweep_whose_plan_is_damaged_hides_no_other(tmp_path):
+    for name in ("first", "second"):
+        begin(run := Made(tmp_path / "runs", name).run("r", seed=1))
+        train(run)
+        end(run, "done")
+    (tmp_path / "runs" / "first" / "points.jsonl").write_text('{"point": ')
+    rows = {row["sweep"]: row["states"] for row in overview(tmp_path / "runs")}
+    assert rows == {"first": {"done": 1, "unreadable": 1}, "second": {"done": 1}}

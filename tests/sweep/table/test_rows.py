@@ -1,15 +1,186 @@
-"""The rows of a sweep: every state that a run can be in, from made folders."""
+"""The table of a sweep: its columns, its rows from made folders, repeated reads, and its files."""
 
+from __future__ import annotations
+
+import csv
+import dataclasses
 import json
 import time
+from pathlib import Path
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
-from tests.sweep.made import SUMMARY, begin, end, train, word
+from tests import tiny
+from tests.sweep.made import begin, end, train, word
 from titanlab.costs import AXES, meter
-from titanlab.sweep import NAMES, SweepTable, point_keys
+from titanlab.errors import ConfigError
+from titanlab.plan import machine_of
+from titanlab.plan.step_time import step_time
+from titanlab.recipe import Cluster, to_mapping
+from titanlab.sweep import (
+    NAMES,
+    SweepTable,
+    as_text,
+    figure_columns,
+    fitting_value,
+    look_at,
+    point_keys,
+    recipe_columns,
+    write_table,
+)
+from titanlab.sweep import rows as look
 from titanlab.sweep.listing import cells
+from titanlab.sweep.rows import COLUMNS, SCHEMA_KEY, SWEEP_KEY, estimate_columns, estimate_values, origin_columns
 from titanlab.sweep.watch import settled
+
+PAGE = (Path(__file__).parents[3] / "docs" / "comparing.md").read_text()
+
+
+def test_the_page_has_every_column_and_no_other():
+    section = PAGE.split("\n## Columns\n")[1].split("\n## ")[0]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines()]
+    told = {cells[0]: cells[1] for cells in lines if len(cells) == 3 and cells[0].startswith("`")}
+    expected = {f"`{name}`": kind for name, kind in COLUMNS.items()}
+    assert told == {**expected, "`point.KEY`": "text"}
+    assert all(cells[2] for cells in lines if len(cells) == 3 and cells[0].startswith("`"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("cause", "boom", "boom"),
+        ("cause", 3, None),
+        # The columns of a point are text.
+        ("point.seed", "3", "3"),
+        ("stale", False, False),
+        ("stale", 1, None),
+        ("step", 0, 0),
+        ("step", True, None),
+        ("step", 3.0, None),
+        ("step", 2**63 - 1, 2**63 - 1),
+        ("step", 2**63, None),
+        ("loss", 4.25, 4.25),
+        ("loss", 4, 4.0),
+        ("loss", "4", None),
+    ],
+)
+def test_a_value_of_another_kind_than_its_column_is_none(name, value, expected):
+    found = fitting_value(name, value)
+    assert (found, type(found)) == (expected, type(expected))
+
+
+def test_a_whole_number_in_a_column_of_numbers_is_one_that_a_float_holds():
+    """Parquet takes no whole number above 2**53 as a number: `titanlab collect` ended with a traceback."""
+    found = fitting_value("flops_per_token", 2**60 + 1)
+    assert (found, type(found)) == (float(2**60), float)
+    assert fitting_value("flops_per_token", 10**400) is None
+
+
+def test_text_that_no_file_holds_is_taken_as_far_as_it_goes():
+    """Half a pair of UTF-16, as a damaged JSON file has it: `titanlab collect` ended with a traceback."""
+    assert fitting_value("cause", "a\ud800b") == "a?b"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "null"),
+        (True, "true"),
+        (0.001, "0.001"),
+        ("fsdp_tp", "fsdp_tp"),
+        ([0.9, None, [True]], "[0.9, null, [true]]"),
+        ((1, 2), "[1, 2]"),
+    ],
+)
+def test_a_value_of_a_point_is_shown_as_one_types_it(value, text):
+    assert as_text(value) == text
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"shard": 2, "microbatch": 3}, {"pipeline": 2, "replicate": 2}, {"blocks": True, "loss": True}]
+)
+def test_sizes_are_those_of_the_recipe(tmp_path, given):
+    recipe = tiny.recipe(tmp_path, **given)
+    row = recipe_columns(to_mapping(recipe))
+    assert (row["microbatch"], row["tokens_per_step"]) == (recipe.microbatch, recipe.tokens_per_step)
+    assert row["layout.label"] == recipe.layout.label
+    assert row["compile"] == ("blocks+loss" if given.get("blocks") else "off")
+    assert row["schedule"] == ("1f1b" if "pipeline" in given else None)
+
+
+def test_each_figure_is_in_its_own_column():
+    """Figures of one kind and size, which nobody could tell apart by their values."""
+    metrics = {
+        meter.TOKENS_PER_SECOND: 10.0,
+        meter.STEP_SECONDS: 2.0,
+        meter.STEP_SECONDS_LOW: 1.0,
+        meter.STEP_SECONDS_HIGH: 3.0,
+        "first_loss": 9.0,
+        meter.LOSS: 4.0,
+        meter.VALIDATION_LOSS: 5.0,
+        meter.TRAIN_SECONDS: 60.0,
+        meter.PAUSED_SECONDS: 6.0,
+        meter.SKIPPED_STEPS: 3,
+    }
+    columns = figure_columns(metrics, world=4)
+    assert (columns["tokens_per_second"], columns["tokens_per_second_all"]) == (10.0, 40.0)
+    times = [columns[name] for name in ("step_seconds_q1", "step_seconds", "step_seconds_q3")]
+    assert (times, columns["train_seconds"], columns["paused_seconds"]) == ([1.0, 2.0, 3.0], 60.0, 6.0)
+    assert (columns["first_loss"], columns["loss"], columns["validation_loss"]) == (9.0, 4.0, 5.0)
+    assert columns["skipped_steps"] == 3
+    # A run under way has the last step's time and the median; the median is the figure.
+    assert figure_columns({**metrics, meter.STEP_SECONDS_MEDIAN: 2.5}, world=1)["step_seconds"] == 2.5
+    assert figure_columns({}, world=4)["tokens_per_second_all"] is None
+
+
+RESIDENT = "memory/max_resident(GiB)"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "world", "expected"),
+    [
+        ({RESIDENT: 0.5}, 1, (0.5, 0)),
+        # Nobody has compared the ranks.
+        ({RESIDENT: 0.5}, 2, (0.5, None)),
+        ({meter.MEMORY_RESERVED: 2.0, RESIDENT: 9.0}, 1, (2.0, 0)),
+        ({meter.MEMORY_RESERVED: 2.0, meter.MEMORY_MOST: 3.0, meter.MEMORY_MOST_RANK: 1}, 2, (3.0, 1)),
+        ({meter.MEMORY_RESERVED: 4.0, meter.MEMORY_MOST: 3.0, meter.MEMORY_MOST_RANK: 1}, 2, (4.0, None)),
+    ],
+)
+def test_memory_is_the_largest_peak_that_is_known(metrics, world, expected):
+    columns = figure_columns(metrics, world=world)
+    assert (columns["memory_gib"], columns["memory_rank"]) == expected
+
+
+def test_an_mfu_says_what_it_is_a_share_of():
+    known = {"peak_tflops": 989.4, "flops_convention": "6N", "peak_source": "data sheet"}
+    assert figure_columns(known, world=1)["mfu_convention"] == "6N FLOPs a token, over 989.4 TFLOP/s (data sheet)"
+    del known["peak_source"]
+    assert figure_columns(known, world=1)["mfu_convention"].endswith("(unknown source)")
+    assert figure_columns({"peak_tflops": 989.0}, world=1)["mfu_convention"] is None
+
+
+@pytest.mark.parametrize(
+    ("usable", "nodes", "world", "accelerator", "expected"),
+    [
+        (4, [], 4, "cpu", (1, 4, False)),
+        (4, [], 5, "cpu", (1, 4, True)),
+        (4, ["a.example.org", "b.example.org"], 8, "cpu", (2, 8, False)),
+        # Names that no machine has: all of them are this one.
+        (4, ["n1", "n2"], 8, "cpu", (1, 4, True)),
+        (None, [], 8, "cpu", (1, None, None)),
+        (1, [], 8, "cuda", (1, 1, False)),
+        ("many", [], 8, "cpu", (None, None, None)),
+    ],
+)
+def test_cores_are_those_of_all_hosts(usable, nodes, world, accelerator, expected):
+    env = {"host": {"name": "a.cluster", "usable_cores": usable}, "code": {"git": {"sha": "abc", "dirty": True}}}
+    columns = origin_columns(env, {"nodes": nodes}, {"world": world, "cluster": {"accelerator": accelerator}})
+    assert tuple(columns.get(name) for name in ("hosts", "cores", "oversubscribed")) == expected
+    assert (columns["git_commit"], columns["git_dirty"]) == ("abc", True)
+    assert columns["host_names"] == (",".join(nodes) or "a.cluster")
 
 
 def row_of(made, run, states=None, **given):
@@ -51,13 +222,6 @@ def test_a_run_that_is_done(made):
     assert (row["point.parallelism"], row["point.training.seq_len"]) == ("fsdp_tp", "32")
 
 
-def test_a_run_counts_the_steps_that_updated_nothing(made):
-    run = made.run("fp16")
-    begin(run)
-    end(run, metrics={**SUMMARY, meter.SKIPPED_STEPS: 3})
-    assert row_of(made, run)["skipped_steps"] == 3
-
-
 def test_a_run_under_way_has_the_figures_of_its_latest_row(made):
     run = made.run("a", shard=2)
     begin(run)
@@ -67,16 +231,6 @@ def test_a_run_under_way_has_the_figures_of_its_latest_row(made):
     assert (row["tokens_per_second"], row["step_seconds"], row["loss"]) == (900.0, 0.3, 4.25)
     assert (row["seconds_left"], row["measured_steps"], row["ended"]) == (75.0, None, None)
     assert row["updated"] == pytest.approx(time.time(), abs=60)
-
-
-def test_one_that_failed_says_why(made):
-    run = made.run("a")
-    begin(run)
-    end(run, "oom", rank=3, cause="CUDA out of memory", exit_code=70, traceback="Traceback …")
-    row = row_of(made, run)
-    assert (row["outcome"], row["rank"], row["step"], row["exit_code"]) == ("oom", 3, 4, 70)
-    assert row["cause"] == "CUDA out of memory"
-    assert (row["tokens_per_second"], row["tokens_per_second_all"]) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -102,13 +256,6 @@ def test_the_state_is_the_runs_own_but_for_what_only_the_scheduler_knows(made, s
     assert (row["launcher"], row["job_id"]) == ("slurm", "12_1")
     assert row["scheduler_state"] == (told.raw if told else None)
     assert row["queue_reason"] == (told.reason if told else None)
-
-
-def test_without_a_job_a_run_is_prepared(made):
-    run = made.run("a")
-    row = row_of(made, run)
-    assert (row["state"], row["job_id"], row["oversubscribed"], row["started"]) == ("prepared", None, None, None)
-    assert row["steps"] == 10
 
 
 def test_a_preempted_run_that_waits_to_go_on_has_not_ended(made):
@@ -180,33 +327,6 @@ def test_the_schedulers_word_for_an_end_stays(made):
     assert row_of(made, run)["scheduler_state"] == "NODE_FAIL"
 
 
-@pytest.mark.parametrize(
-    ("cores", "nodes", "given", "expected"),
-    [
-        (2, None, {"shard": 2}, (1, 2, False)),
-        (2, None, {"shard": 4}, (1, 2, True)),
-        (2, ["host1", "host2"], {"shard": 4}, (2, 4, False)),
-        # Names that no machine has: all of them are this one.
-        (2, ["n1", "n2"], {"shard": 4}, (1, 2, True)),
-    ],
-)
-def test_more_processes_than_cores_is_said(made, cores, nodes, given, expected):
-    run = made.run("a", **given)
-    begin(run, cores=cores, job=nodes and {"nodes": nodes})
-    end(run)
-    row = row_of(made, run)
-    assert (row["hosts"], row["cores"], row["oversubscribed"]) == expected
-
-
-def test_on_gpus_cores_do_not_matter(made):
-    run = made.run("a", shard=4)
-    config = run.config()
-    begin(run, cores=2, cluster={**config["cluster"], "accelerator": "cuda", "device": "NVIDIA H100 80GB HBM3"})
-    end(run)
-    row = row_of(made, run)
-    assert (row["oversubscribed"], row["device"]) == (False, "NVIDIA H100 80GB HBM3")
-
-
 def test_the_layout_is_that_of_the_latest_attempt(made):
     run = made.run("a", shard=2)
     begin(run)
@@ -231,12 +351,13 @@ def test_points_that_were_dropped_have_rows(made):
 
 
 def test_a_folder_that_is_gone_or_spoilt_hides_no_other(made):
-    gone, spoilt, torn, whole = (made.run(name, seed=place) for place, name in enumerate("abcd"))
-    for run in (spoilt, torn, whole):
+    gone, spoilt, torn, whole, strange = (made.run(name, seed=place) for place, name in enumerate("abcde"))
+    for run in (spoilt, torn, whole, strange):
         begin(run)
         end(run)
     (gone.path / "config.yaml").unlink()
     (spoilt.attempt_folder(1) / "config.yaml").write_text("a: [")
+    strange.attempt_folder(1).joinpath("config.yaml").write_text("world: 1\n")
     value = json.loads((torn.path / "result.json").read_text())
     (torn.path / "result.json").write_text(json.dumps({**value, "schema": 99}))
     rows = {row["run"]: row for row in SweepTable(made.folder).rows()}
@@ -245,6 +366,7 @@ def test_a_folder_that_is_gone_or_spoilt_hides_no_other(made):
     ]
     assert "cannot be read" in rows[spoilt.path.name]["cause"]
     assert "schema 99" in rows[torn.path.name]["cause"]
+    assert rows[strange.path.name]["state"] == "unreadable"
 
 
 def test_runs_that_the_plan_no_longer_has_come_last(made):
@@ -266,18 +388,6 @@ def test_a_table_sees_what_changes(made):
     assert table.rows()[0]["step"] == 4
     end(run)
     assert table.rows()[0]["outcome"] == "done"
-
-
-def test_a_thousand_runs_take_a_second_or_two(made):
-    run = made.run("a")
-    begin(run)
-    end(run)
-    # CPU time: other work on the machine does not count.
-    start = time.thread_time()
-    for _ in range(50):
-        assert row_of(made, run)["outcome"] == "done"
-    # A whole table of one row each time: dearer than a thousand rows of one.
-    assert (time.thread_time() - start) / 50 < 10e-3
 
 
 @pytest.mark.parametrize(
@@ -313,3 +423,187 @@ def test_a_run_that_goes_on_names_its_stopped_rank(made):
     assert cells(row, now=1400.0)[-1] == row["cause"]
     end(run)
     assert row_of(made, run)["cause"] is None
+
+
+H100 = Cluster(accelerator="cuda", device="NVIDIA H100 80GB HBM3")
+
+
+def recipe(tmp_path, **given):
+    return dataclasses.replace(tiny.recipe(tmp_path, shard=2), cluster=H100, **given)
+
+
+def test_an_estimate_has_figures_of_one_device(tmp_path):
+    made = recipe(tmp_path)
+    values = estimate_values(made)
+    assert values["note"] is None
+    assert values["step_seconds"] == pytest.approx(step_time(made, machine_of(made)).seconds)
+    assert values["tokens_per_second"] == pytest.approx(made.tokens_per_step / values["step_seconds"] / 2)
+    assert 0 < values["memory_gib"] < 80
+
+
+def test_without_an_estimate_the_reason_is_there(tmp_path):
+    values = estimate_values(tiny.recipe(tmp_path))
+    assert (values["step_seconds"], values["memory_gib"]) == (None, None)
+    assert "CPUs were not measured" in values["note"]
+    unknown = dataclasses.replace(recipe(tmp_path), cluster=Cluster(accelerator="cuda", device="Abacus 9"))
+    assert "cluster.device=Abacus 9: nothing is known of its speed" in estimate_values(unknown)["note"]
+
+
+def test_an_estimate_of_another_layout_is_not_shown():
+    kept = {"layout": "dp_s2", "step_seconds": 1.0, "tokens_per_second": 2.0, "memory_gib": 3.0, "note": None}
+    assert estimate_columns(kept, "dp_s2")["estimate.memory_gib"] == 3.0
+    (said,) = estimate_columns(kept, "tp2").values()
+    assert "dp_s2" in said
+    assert estimate_columns("damaged", "tp2") == {}
+
+
+def test_equal_recipes_are_estimated_once_and_a_damaged_one_says_so(made, monkeypatch):
+    asked = []
+    monkeypatch.setattr("titanlab.sweep.rows.estimate_values", lambda recipe: asked.append(recipe) or {"note": "made"})
+    for seed in range(3):
+        begin(made.run(f"a{seed}", seed=seed))
+    begin(other := made.run("b", seed=9))
+    config = other.attempt_folder(1) / "config.yaml"
+    config.write_text(config.read_text().replace("max_grad_norm:", "most:"))
+    rows = SweepTable(made.folder, estimates=True).rows()
+    assert [row["estimate.note"] for row in rows[:3]] == ["made"] * 3
+    assert "cannot be read" in rows[3]["estimate.note"]
+    assert len(asked) == 1
+
+
+def test_a_row_has_the_estimate_that_was_kept_or_a_late_one(made):
+    run = made.run("a", shard=2)
+    begin(run)
+    end(run)
+    made.points[0]["estimate"] = {"layout": "dp_s2", "step_seconds": 0.5, "tokens_per_second": 7.0, "memory_gib": 2.0}
+    made.write()
+    (row,) = SweepTable(made.folder).rows()
+    assert (row["estimate.step_seconds"], row["estimate.tokens_per_second"], row["estimate.memory_gib"]) == (
+        0.5,
+        7.0,
+        2.0,
+    )
+    del made.points[0]["estimate"]
+    made.write()
+    (row,) = SweepTable(made.folder).rows()
+    assert row["estimate.note"] is None
+    (row,) = SweepTable(made.folder, estimates=True).rows()
+    assert "CPUs were not measured" in row["estimate.note"]
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The times at which the scheduler was asked; it says that the first job runs, and that something is amiss."""
+    times = []
+
+    def reconcile(sweep, report):
+        times.append(now[0])
+        report("the scheduler is slow")
+        return {(submission.token, 0): word("running", "RUNNING") for submission in sweep.submissions()}
+
+    now = [0.0]
+    monkeypatch.setattr(look, "reconcile", reconcile)
+    return now, times
+
+
+def test_a_scheduler_is_asked_every_ten_seconds_and_files_are_read_always(made, asked):
+    now, times = asked
+    run = made.run("a")
+    made.submit(run, created=1500.0)
+    rows = look_at(made.folder, clock=lambda: now[0])
+    assert rows()[0]["state"] == "starting"
+    begin(run)
+    train(run, step=3)
+    now[0] = 9.9
+    assert (rows()[0]["state"], rows()[0]["step"]) == ("running", 3)
+    assert times == [0.0]
+    now[0] = 10.0
+    end(run)
+    assert rows()[0]["outcome"] == "done"
+    assert times == [0.0, 10.0]
+
+
+def test_a_message_is_told_once(made, asked):
+    now, times = asked
+    made.submit(made.run("a"))
+    told = []
+    rows = look_at(made.folder, told.append, clock=lambda: now[0])
+    for second in (0.0, 20.0, 40.0):
+        now[0] = second
+        rows()
+    assert (len(times), told) == (3, ["the scheduler is slow"])
+
+
+def full(made):
+    """A run that is done, one that failed, one that waits, one point that was dropped."""
+    for place, kind in enumerate(("done", "crash", None)):
+        run = made.run(f"r{place}", seed=place, point={"seed": place, "parallelism": "fsdp"}, shard=2)
+        if kind:
+            begin(run)
+            end(run, kind, cause=None if kind == "done" else "boom,\nwith a comma")
+    made.drop("rule", "no", seed=9)
+    return SweepTable(made.folder, code="c0de").rows()
+
+
+def test_parquet_and_csv_have_every_row_and_column(made, tmp_path):
+    rows = full(made)
+    files = write_table(rows, "layouts", tmp_path / "into")
+    assert [path.name for path in files] == ["layouts.parquet", "layouts.csv"]
+    table = parquet.read_table(files[0])
+    assert table.column_names == [*NAMES, "point.seed", "point.parallelism"]
+    assert table.to_pylist() == rows
+    assert (table.schema.metadata[SCHEMA_KEY.encode()], table.schema.metadata[SWEEP_KEY.encode()]) == (b"2", b"layouts")
+    with files[1].open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["run"] for line in lines] == [row["run"] or "" for row in rows]
+    assert lines[1]["cause"] == "boom,\nwith a comma"
+    assert (lines[0]["stale"], lines[0]["rank"], float(lines[0]["loss"])) == ("false", "", 4.25)
+    # Nothing else is left there.
+    assert sorted(path.name for path in (tmp_path / "into").iterdir()) == ["layouts.csv", "layouts.parquet"]
+
+
+def test_types_do_not_depend_on_values(made, tmp_path):
+    made.drop("rule", "no", seed=1, parallelism="fsdp")
+    write_table(SweepTable(made.folder).rows(), "empty", tmp_path)
+    only_dropped = parquet.read_table(tmp_path / "empty.parquet").schema
+    made.points.clear()
+    write_table(full(made), "full", tmp_path)
+    everything = parquet.read_table(tmp_path / "full.parquet").schema
+    assert {field.name: field.type for field in only_dropped} == {field.name: field.type for field in everything}
+    words = {pa.string(): "text", pa.int64(): "whole", pa.float64(): "number", pa.bool_(): "yes/no"}
+    points = {"point.seed": "text", "point.parallelism": "text"}
+    assert {field.name: words[field.type] for field in everything} == {**COLUMNS, **points}
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="--into=.*: cannot be written"):
+        write_table([], "s", tmp_path / "file" / "deeper")
+
+
+def test_a_value_of_another_kind_than_its_column_is_not_known(made, tmp_path):
+    run = made.run("a")
+    begin(run)
+    end(run)
+    git = {"sha": ["a"], "dirty": {}}
+    code, host = {"fingerprint": "c0de", "git": git}, {"name": "h", "usable_cores": 10**30}
+    damaged = {"time": "soon", "launcher": ["a"], "code": code, "packages": {"torch": ["b"]}, "host": host}
+    for path in run.path.rglob("env.json"):
+        path.write_text(json.dumps(damaged))
+    write_table(SweepTable(made.folder).rows(), "layouts", tmp_path)
+    (row,) = parquet.read_table(tmp_path / "layouts.parquet").to_pylist()
+    names = ("started", "launcher", "git_commit", "git_dirty", "torch", "cores")
+    assert [row[name] for name in names] == [None] * 6
+    assert (row["outcome"], row["loss"], row["code"], row["hosts"]) == ("done", 4.25, "c0de", 1)
+
+
+def test_a_cause_that_begins_like_a_formula_is_none_in_the_csv(made, tmp_path):
+    causes = ["=HYPERLINK(1)", "+1+cmd", "-1", "@sum", "\t=1", "plain = text"]
+    for place, cause in enumerate(causes):
+        begin(run := made.run(f"r{place}", seed=place))
+        end(run, "crash", cause=cause)
+    parquet_file, csv_file = write_table(SweepTable(made.folder).rows(), "s", tmp_path)
+    assert parquet.read_table(parquet_file)["cause"].to_pylist() == causes
+    with csv_file.open(newline="") as file:
+        found = [line["cause"] for line in csv.DictReader(file)]
+    assert found == ["'=HYPERLINK(1)", "'+1+cmd", "-1", "'@sum", "'\t=1", "plain = text"]

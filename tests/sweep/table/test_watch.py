@@ -1,12 +1,16 @@
 """A sweep on a terminal and in a pipe: what fits, what is cut, and when the watching ends."""
 
 import io
+import os
 import re
+import time
 
 import pytest
 
 from tests.sweep.made import begin, end, train
-from titanlab.sweep import Screen, SweepTable
+from titanlab.records import Status
+from titanlab.sweep import RunWatch, Screen, SweepTable, exit_code
+from titanlab.sweep import watch as run_watch
 from titanlab.sweep.watch import settled
 
 SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -143,18 +147,6 @@ def test_in_a_pipe_changes_are_lines(made):
     assert lines[5] == "layouts"
 
 
-def test_ctrl_c_ends_the_watching_and_nothing_else(made):
-    table = sweep_of(made, 1)
-
-    def sleep(seconds):
-        raise KeyboardInterrupt
-
-    stream = io.StringIO()
-    rows = Screen(stream, environ={}).follow("layouts", table.rows, sleep=sleep)
-    assert rows[0]["state"] == "running"
-    assert "1 run: 1 running" in stream.getvalue()
-
-
 def test_what_a_stream_cannot_show_is_replaced(made):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     run = made.run("a", shard=2, tensor=2)
@@ -165,3 +157,84 @@ def test_what_a_stream_cannot_show_is_replaced(made):
     said = stream.read()
     assert "dp_s2?tp2" in said
     assert "gr??er" in said
+
+
+DONE = {"state": "ended", "outcome": "done"}
+CRASH = {"state": "ended", "outcome": "crash"}
+OOM = {"state": "ended", "outcome": "oom"}
+DROPPED = {"state": "dropped", "outcome": None}
+RUNNING = {"state": "running", "outcome": None}
+
+
+@pytest.mark.parametrize(
+    ("rows", "code"),
+    [
+        ([], 0),
+        ([DONE, DONE], 0),
+        ([DROPPED, DONE], 0),
+        ([DONE, CRASH, OOM], 1),
+        ([DONE, RUNNING], 130),
+        ([RUNNING, CRASH], 130),
+        ([CRASH, RUNNING], 1),
+        ([{"state": "ended", "outcome": "infeasible"}], 2),
+    ],
+)
+def test_the_first_run_that_is_not_done_decides(rows, code):
+    assert exit_code(rows) == code
+
+
+def test_a_run_that_nobody_submitted(made):
+    run = made.run("one")
+    assert RunWatch(run).goes_on() == (False, "nobody has started it")
+    begin(run)
+    run.write_status(Status(state="running", attempt=1, pid=os.getpid()))
+    assert RunWatch(run).goes_on() == (True, "")
+    run.write_status(Status(state="running", attempt=1, host="another", updated=time.time()))
+    assert RunWatch(run).goes_on() == (True, "")
+    run.write_status(Status(state="running", attempt=1, host="another", updated=time.time() - 1000))
+    with run.claim():
+        assert RunWatch(run).goes_on() == (True, "")
+    assert RunWatch(run).goes_on() == (False, "ended: crash")
+    end(run, "walltime")
+    assert RunWatch(run).goes_on() == (False, "ended: walltime")
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"state": "queued", "queue_reason": "Resources"}, (True, "waits in the queue: Resources")),
+        ({"state": "queued", "queue_reason": None}, (True, "waits in the queue")),
+        ({"state": "running", "queue_reason": None}, (True, "")),
+        ({"state": "ended", "outcome": "preempted", "cause": None}, (False, "ended: preempted")),
+        ({"state": "missing", "outcome": None, "cause": "gone"}, (False, "missing: gone")),
+        (None, (False, "is not in its sweep any more")),
+    ],
+)
+def test_a_run_with_a_job_goes_on_as_its_queue_says(made, monkeypatch, row, expected):
+    run = made.run("one")
+    begin(run)
+    end(run, "preempted")
+    made.submit(run)
+    asked = []
+
+    def look():
+        asked.append(1)
+        return [] if row is None else [{"run": run.path.name, **row}]
+
+    monkeypatch.setattr(run_watch, "look_at", lambda sweep: look)
+    now = [0.0]
+    watch = RunWatch(run, clock=lambda: now[0])
+    assert watch.goes_on() == watch.goes_on() == expected
+    assert len(asked) == 1
+    now[0] += 10
+    watch.goes_on()
+    assert len(asked) == 2
+
+
+def test_an_end_that_is_final_asks_no_queue(made, monkeypatch):
+    run = made.run("one")
+    begin(run)
+    end(run, "done")
+    made.submit(run)
+    monkeypatch.setattr(run_watch, "look_at", lambda sweep: pytest.fail)
+    assert RunWatch(run).goes_on() == (False, "ended: done")

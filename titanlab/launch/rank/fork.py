@@ -20,12 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from titanlab.distributed import ALONE, STOP_SIGNALS, Ranks, joined
+from titanlab.distributed import ALONE, LOG, PARENT, PIDS_FILE, STOP_SIGNALS, Ranks, joined
 
-# The number of the open file to which the forking process writes the ranks' process numbers, as JSON.
-PIDS_FILE = "TITANLAB_PIDS_FILE"
-# The folder for the output of all ranks but rank 0, which has the launcher's.
-LOGS = "TITANLAB_LOGS"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
@@ -49,16 +45,17 @@ def adopting() -> Iterator[bool]:
             _prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
-def fork_ranks(prepare: Callable[[], T]) -> T:
+def fork_ranks(logs: Path, prepare: Callable[[], T]) -> T:
     """Fork every rank of this host. This process itself exits.
 
     Args:
+        logs: folder for the output of all ranks but rank 0, which has the launcher's.
         prepare: called before the fork, with the environment of rank 0.
 
     Returns:
         in each rank, with its environment set: what `prepare` has returned, which all ranks share.
     """
-    pids_file, logs = int(os.environ.pop(PIDS_FILE)), Path(os.environ.pop(LOGS))
+    pids_file = int(os.environ.pop(PIDS_FILE))
     end_with_parent()
     first = joined(os.environ) or ALONE
     prepared = prepare()
@@ -100,7 +97,7 @@ def fork_children(first: Ranks, logs: Path, act: Callable[[], int]) -> dict[int,
             code = 1
             try:
                 environment = replace(first, rank=rank, local_rank=rank).environment()
-                os.environ.update(environment, TITANLAB_PARENT=str(parent), TITANLAB_LOG=str(logs / f"rank-{rank}.log"))
+                os.environ.update(environment, **{PARENT: str(parent), LOG: str(logs / f"rank-{rank}.log")})
                 os.setsid()
                 _prctl(_PR_SET_NAME, f"rank {rank}".encode())
                 code = act()
@@ -113,19 +110,19 @@ def fork_children(first: Ranks, logs: Path, act: Callable[[], int]) -> dict[int,
 
 
 def hear_stop_signals() -> None:
-    """Deliver stop signals that were held back since the fork. Called when they are handled.
+    """Deliver the stop signals that were held back until they are handled.
 
     From now on the launcher's death is a stop request (`stop_request`), and not the end at once. A rank that is stopped
     by SIGSTOP is woken by it.
     """
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    if "TITANLAB_PARENT" in os.environ:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGHUP))
+    if PARENT in os.environ:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 def end_with_parent() -> None:
     """Ask Linux to kill this process when its launcher dies, so that no rank is left behind."""
-    parent = os.environ.get("TITANLAB_PARENT")
+    parent = os.environ.get(PARENT)
     if parent is None or sys.platform != "linux":
         return
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -145,7 +142,7 @@ def _become(environment: dict[str, str], rank: int, logs: Path, forking: int) ->
     """Be a rank of its own: environment, log, session and name; wait until the launcher is the parent."""
     os.environ.update(environment)
     if rank:
-        os.environ["TITANLAB_LOG"] = str(logs / f"rank-{rank}.log")
+        os.environ[LOG] = str(logs / f"rank-{rank}.log")
     # ps and top show it: the command line is the same for all ranks.
     _prctl(_PR_SET_NAME, f"rank {rank}".encode())
     while os.getppid() == forking:

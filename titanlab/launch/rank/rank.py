@@ -25,13 +25,16 @@ from titanlab.data import cache as data_cache
 from titanlab.data import source
 from titanlab.distributed import (
     ALONE,
+    ATTEMPT,
+    LOG,
+    PIDS_FILE,
     Ranks,
     StartUp,
     StoppedEarly,
     Watchdog,
     hangs_of_others,
     joined,
-    request_from_lines,
+    read_stop,
     share_of_cores,
     start_of_worker,
     stop_request,
@@ -39,7 +42,7 @@ from titanlab.distributed import (
     thread_variables,
 )
 from titanlab.errors import TitanlabError
-from titanlab.launch.rank.fork import PIDS_FILE, end_with_parent, fork_ranks, hear_stop_signals
+from titanlab.launch.rank.fork import end_with_parent, fork_ranks, hear_stop_signals
 from titanlab.recipe import Recipe, from_mapping
 from titanlab.records import (
     HangRecord,
@@ -119,7 +122,8 @@ def main(
     shared: Recipe | None = None
     if PIDS_FILE in os.environ:
         # Returns in each of the forked ranks.
-        shared = fork_ranks(prepare=lambda: _import_before_fork(open_run(Path(folder)), start_up))
+        run = open_run(Path(folder))
+        shared = fork_ranks(run.logs, lambda: _import_before_fork(run, start_up))
     end_with_parent()
     _write_to_own_log()
     ranks = joined(os.environ) or ALONE
@@ -134,7 +138,7 @@ def main(
         if ranks.rank == 0:
             start_up.show_by(console.phase)
         start_up.begin("recipe", "reading the recipe")
-        stop = stack.enter_context(request_from_lines(sys.stdin) if os.environ.get("TITANLAB_TOLD") else stop_request())
+        stop = stack.enter_context(stop_request(lambda: read_stop(run.attempt_folder(attempt)) if attempt else None))
         hear_stop_signals()
         try:
             stack.enter_context(stop.at_once(active=True, patience_seconds=EARLY_SECONDS))
@@ -219,7 +223,7 @@ def _import_before_fork(run: RunFolder, start_up: StartUp) -> Recipe | None:
 
 def _begun_attempt() -> int | None:
     """The attempt that the launcher has begun; None under torchrun, where a rank may start before the attempt."""
-    attempt = os.environ.get("TITANLAB_ATTEMPT")
+    attempt = os.environ.get(ATTEMPT)
     return None if attempt is None else int(attempt)
 
 
@@ -347,7 +351,7 @@ def _keep_freed_memory() -> None:
 
 def _write_to_own_log() -> None:
     """Append the output of this rank and its libraries to the log file that the launcher names."""
-    log = os.environ.get("TITANLAB_LOG")
+    log = os.environ.get(LOG)
     if log is None:
         return
     descriptor = open_to_write(Path(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND)

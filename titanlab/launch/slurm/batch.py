@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
-import io
 import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titanlab.distributed import MEETING
+from titanlab.distributed import MEETING, QUESTIONS
 from titanlab.errors import ConfigError
 from titanlab.launch.evidence import bad_hosts, host_names
 from titanlab.launch.launchers_schema import Slurm
-from titanlab.launch.slurm.command import QUESTIONS, answering_lines
+from titanlab.launch.slurm.command import answering_lines
 from titanlab.launch.submission import HANDING_OVER, JobShape, Submission, jobs_folder, submission_file
 
 # A longer call of sbatch is ended; then `find` looks whether its jobs are in the queue.
@@ -45,47 +44,39 @@ def submit(config: Slurm, sweep: Path, submission: Submission) -> str:
     Raises:
         ConfigError: sbatch refuses, or does not answer in time; then `find` looks whether the jobs are in the queue.
     """
-    # Imported here: the import is slow, and most verbs do not need it.
-    from submitit.core.utils import FailedJobError, FailedSubmissionError
-    from submitit.slurm.slurm import SlurmExecutor
-
-    class BatchExecutor(SlurmExecutor):
-        """Submits a command without a pickle, with titanlab's own call of sbatch.
-
-        submitit's public `submit` pickles a function for each job and moves the pickles after sbatch has answered: if
-        the process is killed in between, the jobs have nothing to run. Here the command contains everything that a job
-        needs. The subclass therefore defines and calls these two methods, as submitit's own executors do. They can go
-        when submitit can submit a command without pickles (`_submit_command` in submitit/core/core.py).
-        """
-
-        def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-            return _sbatch(config, submission_file_path, intent, lock)
-
-        def submit_command(self, command: str) -> str:
-            return str(self._submit_command(command).job_id)
-
-    intent, lock = submission_file(sweep, submission.token), sweep / HANDING_OVER
     folder = jobs_folder(sweep)
     folder.mkdir(parents=True, exist_ok=True)
-    executor = BatchExecutor(folder)
-    executor.update_parameters(**_parameters(config, sweep, submission))
-    executor.parameters["map_count"] = len(submission.runs)
-    try:
-        # submitit prints sbatch's message; the error below has it in one line.
-        with contextlib.redirect_stderr(io.StringIO()):
-            return executor.submit_command(_command(config, sweep, submission))
-    except (FailedJobError, FailedSubmissionError) as error:
-        raise _refused(str(error), _bad(config, sweep, submission.runs)) from None
+    file = folder / f"{submission.token}.sh"
+    file.write_text(batch_text(config, sweep, submission), encoding="utf-8")
+    words = _sbatch(config, file, submission_file(sweep, submission.token), sweep / HANDING_OVER)
+    done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
+    number = re.search(r"job (\d+)", done.stdout)
+    if done.returncode or number is None:
+        raise _refused(f"{done.stdout}\n{done.stderr}", _bad(config, sweep, submission.runs))
+    return number[1]
 
 
-def _parameters(config: Slurm, sweep: Path, submission: Submission) -> dict[str, Any]:
-    """The parameters that submitit writes into the head of the batch file; None omits a flag."""
-    shape = submission.shape
-    asks_for_gpus = config.ask_for_gpus and shape.gpus_per_node > 0
-    number = shape.gpus_per_node
-    gpus = number if config.gpu_type is None else f"{config.gpu_type}:{number}"
-    parameters = {
-        "job_name": submission.job_name(sweep.name),
+def batch_text(config: Slurm, sweep: Path, submission: Submission) -> str:
+    """The batch file: flags of sbatch, shell code that prepares the environment, and the call of srun."""
+    lines = [
+        f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={shlex.quote(str(value))}"
+        for name, value in _flags(config, sweep, submission).items()
+    ]
+    python = sys.executable if config.python is None else config.python
+    task = shlex.join([*_srun(config, sweep, submission.shape), *config.container, python, *submission.command(sweep)])
+    return "\n".join(["#!/bin/bash", *lines, *_setup(config, sweep, submission), task, ""])
+
+
+def _flags(config: Slurm, sweep: Path, submission: Submission) -> dict[str, Any]:
+    """Flags of sbatch; True stands for a flag without a value."""
+    shape, most = submission.shape, len(submission.runs)
+    flags: dict[str, Any] = {
+        "job-name": submission.job_name(sweep.name),
+        "array": f"0-{most - 1}%{min(most, config.array_parallelism or most)}",
+        "output": _log(sweep, "0", "out"),
+        "error": _log(sweep, "0", "err"),
+        "open-mode": "append",
+        "signal": f"USR2@{config.signal_seconds}",
         "partition": config.partition,
         "account": config.account,
         "qos": config.qos,
@@ -94,23 +85,23 @@ def _parameters(config: Slurm, sweep: Path, submission: Submission) -> dict[str,
         "exclude": ",".join([*filter(None, [config.exclude]), *_bad(config, sweep, submission.runs)]) or None,
         "time": shape.minutes,
         "nodes": shape.nodes,
-        "ntasks_per_node": shape.tasks_per_node,
-        "cpus_per_task": shape.cpus_per_task,
-        "gpus_per_node": gpus if asks_for_gpus and config.gpu_flag == "gpus-per-node" else None,
+        "ntasks-per-node": shape.tasks_per_node,
+        "cpus-per-task": shape.cpus_per_task,
         "mem": _memory(shape.memory_gib),
-        "signal_delay_s": config.signal_seconds,
-        "array_parallelism": config.array_parallelism or len(submission.runs),
-        # submitit would set a default of its own here.
-        "wckey": None,
-        "setup": _setup(config, sweep, submission),
-        "srun_args": _srun(config, shape),
+        "requeue" if config.requeue else "no-requeue": True,
     }
-    flags = {name: value for name, value in config.extra.items() if value is not None and value is not False}
+    if config.ask_for_gpus and shape.gpus_per_node > 0:
+        gpus = str(shape.gpus_per_node) if config.gpu_type is None else f"{config.gpu_type}:{shape.gpus_per_node}"
+        flags |= {"gres": f"gpu:{gpus}"} if config.gpu_flag == "gres" else {"gpus-per-node": gpus}
     if _survives(config, shape):
-        flags = {"no-kill": True, **flags}
-    if asks_for_gpus and config.gpu_flag == "gres":
-        flags = {"gres": f"gpu:{gpus}", **flags}
-    return {**parameters, "additional_parameters": {"requeue" if config.requeue else "no-requeue": True, **flags}}
+        flags["no-kill"] = True
+    flags |= {name.replace("_", "-"): value for name, value in config.extra.items()}
+    return {name: value for name, value in flags.items() if value is not None and value is not False}
+
+
+def _log(sweep: Path, task: str, suffix: str) -> Path:
+    """The file for the output of a task: ARRAY_INDEX_TASK_log.out, where Slurm fills in the numbers."""
+    return jobs_folder(sweep).absolute() / f"%A_%a_{task}_log.{suffix}"
 
 
 def _survives(config: Slurm, shape: JobShape) -> bool:
@@ -147,22 +138,17 @@ def _setup(config: Slurm, sweep: Path, submission: Submission) -> list[str]:
     return lines
 
 
-def _srun(config: Slurm, shape: JobShape) -> list[str]:
-    """Arguments of srun, so that Slurm does not end ranks: they watch each other, and rank 0 records their ends."""
+def _srun(config: Slurm, sweep: Path, shape: JobShape) -> list[str]:
+    """The call of srun, so that Slurm does not end ranks: they watch each other, and rank 0 records their ends."""
+    words = ["srun", "--unbuffered", f"--output={_log(sweep, '%t', 'out')}", f"--error={_log(sweep, '%t', 'err')}"]
     # The tasks find the code by variables that the batch file exports; under --export=NONE they would lose them.
-    words = ["--export=ALL", "--kill-on-bad-exit=0", f"--wait={_WAIT_SECONDS}"]
+    words += ["--export=ALL", "--kill-on-bad-exit=0", f"--wait={_WAIT_SECONDS}"]
     if shape.cpus_per_task is not None:
         # Since Slurm 22.05, srun does not inherit this from the job.
         words.append(f"--cpus-per-task={shape.cpus_per_task}")
     if _survives(config, shape):
         words.append("--no-kill")
     return [*words, *config.srun_arguments]
-
-
-def _command(config: Slurm, sweep: Path, submission: Submission) -> str:
-    python = sys.executable if config.python is None else config.python
-    words = [*config.container, python, *submission.command(sweep)]
-    return shlex.join(words)
 
 
 def _sbatch(config: Slurm, batch_file: Path, intent: Path, lock: Path) -> list[str]:

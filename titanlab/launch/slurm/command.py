@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from titanlab.distributed import QUESTIONS
 from titanlab.system import CommandResult, run_command
 
 # Slurm's commands give up after about 10 s (MessageTimeout) and say why; a command that does not is killed.
@@ -88,8 +89,6 @@ def seconds_of(text: str) -> float | None:
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
-# Environment variable: the folder in which the batch file looks for questions.
-QUESTIONS = "TITANLAB_SCONTROL"
 _POLL_SECONDS = 0.2
 _NODE_SECONDS = 30.0
 # The time zone of a container may differ from the node's.

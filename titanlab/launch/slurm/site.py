@@ -16,14 +16,18 @@ from titanlab.launch.submission import JobShape
 from titanlab.system import Finding, counted, fail, ok, warn
 
 COMMANDS = ("sbatch", "srun", "squeue", "sinfo")
+_SITE_COMMANDS = (*COMMANDS, "scontrol", "scancel", "sacct")
+_SITE_SECONDS = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Partition:
-    nodes: int
-    is_up: bool
-    minutes: float
-    cores: float
+    name: str = ""
+    nodes: int = 0
+    is_up: bool = False
+    minutes: float = 0.0
+    cores: float = 0.0
+    devices: frozenset[str] = frozenset()
 
 
 def check(jobs: Sequence[tuple[LaunchConfig, JobShape]]) -> None:
@@ -37,9 +41,12 @@ def check(jobs: Sequence[tuple[LaunchConfig, JobShape]]) -> None:
             rule = f"Slurm is not here: there is no {command} on PATH"
             raise ConfigError("launch", "slurm", rule, "submit from a login node of the cluster, or try launch=local")
     partitions = _partitions()
+    if isinstance(partitions, str):
+        cure = "try again when `sinfo` answers; nothing was submitted"
+        raise ConfigError("launch", "slurm", f"Slurm does not answer ({partitions})", cure)
     for config, shape in jobs:
         assert isinstance(config, Slurm)
-        # Without a name it is the default partition, which `_partitions` lists under the empty name.
+        # Without a name it is the default partition, which `_partitions` lists under the empty name too.
         partition = config.partition if config.partition is not None else ""
         names = [name for name in partition.split(",") if name in partitions or partition]
         for name in names:
@@ -77,35 +84,28 @@ def _refusal(config: Slurm, shape: JobShape, name: str, partition: _Partition) -
     return None
 
 
-def _partitions() -> dict[str, _Partition]:
-    """Every partition by its name; the empty name stands for the default partition.
-
-    Raises:
-        ConfigError: Slurm does not answer.
-    """
-    listed = ask_slurm("sinfo", "--noheader", "--all", "--format=%P %D %a %l %c")
+def _partitions() -> dict[str, _Partition] | str:
+    """Every partition by its name, the default one by the empty name too; why Slurm does not answer."""
+    listed = ask_slurm("sinfo", "--noheader", "--all", "--format=%P %D %a %l %c %G", seconds=_SITE_SECONDS)
     if listed.output is None:
-        cure = "try again when `sinfo` answers; nothing was submitted"
-        raise ConfigError("launch", "slurm", f"Slurm does not answer ({listed.problem})", cure)
+        return str(listed.problem)
     partitions: dict[str, _Partition] = {}
     for line in listed.output.splitlines():
-        name, count, state, limit, cores = (line.split() + [""] * 5)[:5]
+        name, count, state, limit, cores, devices = (line.split() + [""] * 6)[:6]
         if not count.isdecimal():
             continue
-        for key in {name.rstrip("*"), "" if name.endswith("*") else name}:
+        for key in [name.rstrip("*"), *([""] if name.endswith("*") else [])]:
             # A partition whose nodes differ has several lines; `8+` stands for nodes with at least 8 cores.
-            known = partitions.get(key, _Partition(nodes=0, is_up=False, minutes=0.0, cores=0.0))
+            known = partitions.get(key, _Partition())
             partitions[key] = _Partition(
+                name=name.rstrip("*"),
                 nodes=known.nodes + int(count),
                 is_up=known.is_up or state in ("up", ""),
                 minutes=max(known.minutes, (seconds_of(limit) or inf) / 60),
                 cores=max(known.cores, float(cores) if cores.isdecimal() else inf),
+                devices=known.devices | ({devices} - {"(null)", ""}),
             )
     return partitions
-
-
-_SITE_COMMANDS = ("sbatch", "srun", "squeue", "sinfo", "scontrol", "scancel", "sacct")
-_SITE_SECONDS = 15.0
 
 
 def check_slurm(config: Slurm) -> Iterator[Finding]:
@@ -117,11 +117,10 @@ def check_slurm(config: Slurm) -> Iterator[Finding]:
     if missing:
         yield fail("Slurm", f"lacks {', '.join(missing)} on PATH", "add Slurm's folder of programs to PATH")
         return
-    listed = ask_slurm("sinfo", "--noheader", "--all", "--format=%P|%a|%l|%D|%G", seconds=_SITE_SECONDS)
-    if listed.output is None:
-        yield fail("Slurm", str(listed.problem), "submit from a login node; ask the site if the controller is down")
+    partitions = _partitions()
+    if isinstance(partitions, str):
+        yield fail("Slurm", partitions, "submit from a login node; ask the site if the controller is down")
         return
-    partitions = _partition_rows(listed.output)
     if not partitions:
         yield fail("partitions", "sinfo lists none that can be read", "see `sinfo`")
         return
@@ -135,32 +134,19 @@ def check_slurm(config: Slurm) -> Iterator[Finding]:
     yield from check_settings(settings, config)
 
 
-def _partition_rows(text: str) -> dict[str, list[list[str]]]:
-    rows: dict[str, list[list[str]]] = {}
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.split("|")]
-        if len(cells) == 5 and cells[0] and cells[3].isdecimal():
-            rows.setdefault(cells[0], []).append(cells[1:])
-    return rows
-
-
-def _check_partitions(partitions: Mapping[str, list[list[str]]], config: Slurm) -> Iterator[Finding]:
-    names = [name.rstrip("*") for name in partitions]
-    default = next((name.rstrip("*") for name in partitions if name.endswith("*")), None)
-    nodes = {name.rstrip("*"): sum(int(row[2]) for row in rows) for name, rows in partitions.items()}
-    down = [name.rstrip("*") for name, rows in partitions.items() if all(row[0] != "up" for row in rows)]
-    shown = ", ".join(f"{name} ({nodes[name]})" for name in names[:8]) + (" …" if len(names) > 8 else "")
-    targets = (config.partition or default or "").split(",")
-    unknown = [name for name in targets if name and name not in names]
-    if unknown:
+def _check_partitions(partitions: Mapping[str, _Partition], config: Slurm) -> Iterator[Finding]:
+    names = [name for name in partitions if name]
+    shown = ", ".join(f"{name} ({partitions[name].nodes})" for name in names[:8]) + (" …" if len(names) > 8 else "")
+    targets = (config.partition or partitions.get("", _Partition()).name).split(",")
+    if any(name and name not in names for name in targets):
         yield fail("partitions", f"{shown}; launch.partition={config.partition} is none", f"try {names[0]}")
     elif not any(targets):
         yield warn("partitions", f"{shown}; none is the default", "give launch.partition")
-    elif any(name in down for name in targets):
+    elif not all(partitions[name].is_up for name in targets):
         yield fail("partitions", f"{shown}; {', '.join(targets)} is down", "choose another launch.partition, or wait")
     else:
         yield ok("partitions", f"{shown}; jobs go to {', '.join(targets)}")
-    devices = sorted({row[3] for rows in partitions.values() for row in rows} - {"(null)", ""})
+    devices = sorted(frozenset[str]().union(*(partition.devices for partition in partitions.values())))
     if devices:
         yield ok("devices of nodes", ", ".join(devices[:6]))
     elif config.ask_for_gpus:

@@ -89,11 +89,7 @@ class SelectedOperators:
         self._config = config
 
     def apply(self, blocks: Mapping[int, nn.Module]) -> None:
-        """See `ActivationCheckpointing`.
-
-        Raises:
-            ConfigError: torch lacks an operator, although the model has been imported.
-        """
+        # By now the model has been imported, and with it the operators of its package.
         self._config.check_known(self.known_operators(), all_imported=True)
         # Compilers compare the partial's arguments; they are plain values, so that all blocks share one compilation.
         contexts = functools.partial(_contexts, tuple(self._config.saved), self._config.every_other_matmul)
@@ -104,38 +100,28 @@ class SelectedOperators:
     def known_operators() -> frozenset[str]:
         """Names of all operators that are registered in this process, as torch prints them."""
         # Private in torch 2.11 to 2.13; no public function lists operators that have not been used yet.
-        return frozenset(_printed(name) for name in torch._C._dispatch_get_all_op_names())
-
-
-def _printed(name: str) -> str:
-    """`aten::max.dim` → `aten.max.dim`, `aten::mm` → `aten.mm.default`."""
-    operator, _, overload = name.partition(".")
-    return f"{operator.replace('::', '.')}.{overload or 'default'}"
+        names = (name.partition(".") for name in torch._C._dispatch_get_all_op_names())
+        # `aten::max.dim` → `aten.max.dim`, `aten::mm` → `aten.mm.default`.
+        return frozenset(f"{name.replace('::', '.')}.{overload or 'default'}" for name, _, overload in names)
 
 
 def _contexts(saved: tuple[str, ...], every_other: bool) -> tuple[Any, Any]:  # noqa: FBT001 (by a partial)
-    create: Any = create_selective_checkpoint_contexts  # untyped in torch 2.11 to 2.13
-    contexts: tuple[Any, Any] = create(_Policy(saved, every_other=every_other))
-    return contexts
+    # Products are counted separately in the forward and in its recomputation.
+    count = {False: 0, True: 0}
 
-
-class _Policy:
-    """Chooses the results that a block keeps; it counts products separately in the forward and in its recomputation."""
-
-    def __init__(self, saved: tuple[str, ...], *, every_other: bool) -> None:
-        self._saved = frozenset(saved)
-        self._counted = frozenset(MATMULS) if every_other else frozenset()
-        self._count = {False: 0, True: 0}
-
-    def __call__(self, context: Any, operator: Any, *inputs: Any, **named: Any) -> CheckpointPolicy:
+    def policy(context: Any, operator: Any, *inputs: Any, **named: Any) -> CheckpointPolicy:
         name = _name(operator)
-        if name not in self._saved:
+        if name not in saved:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        if name in self._counted:
-            self._count[context.is_recompute] += 1
-            if self._count[context.is_recompute] % 2 == 0:
+        if every_other and name in MATMULS:
+            count[context.is_recompute] += 1
+            if count[context.is_recompute] % 2 == 0:
                 return CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE
+
+    create: Any = create_selective_checkpoint_contexts  # untyped in torch 2.11 to 2.13
+    contexts: tuple[Any, Any] = create(policy)
+    return contexts
 
 
 @functools.cache

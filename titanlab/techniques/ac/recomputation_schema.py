@@ -219,16 +219,12 @@ class SelectiveOp(ACConfig):
         return operator not in self.saved
 
     def _saved_operators(self, block: Sequence[Operation]) -> list[Operator]:
-        saved, matmuls, chosen_operators = set(self.saved), 0, []
-        for operator in (operator for operation in block for operator in operation.operators):
-            chosen = saved.intersection(operator.names)
-            if self.every_other_matmul and chosen.intersection(MATMULS):
-                matmuls += 1
-                if matmuls % 2 == 0:
-                    continue
-            if chosen:
-                chosen_operators.append(operator)
-        return chosen_operators
+        operators = [operator for operation in block for operator in operation.operators]
+        chosen = [operator for operator in operators if not set(self.saved).isdisjoint(operator.names)]
+        counted = set(self.saved).intersection(MATMULS) if self.every_other_matmul else set()
+        matmuls = [operator for operator in chosen if not counted.isdisjoint(operator.names)]
+        left_out = {id(operator) for operator in matmuls[1::2]}
+        return [operator for operator in chosen if id(operator) not in left_out]
 
     def implementation(self) -> SelectedOperators:
         from titanlab.techniques.ac.recomputation import SelectedOperators
@@ -236,13 +232,9 @@ class SelectiveOp(ACConfig):
         return SelectedOperators(self)
 
     def check_known(self, known: frozenset[str], *, all_imported: bool) -> None:
-        """Check that the names are those of known operators.
+        """Raise ConfigError if a name is not that of a known operator.
 
-        Args:
-            all_imported: whether all packages have been imported; otherwise names of unknown namespaces pass.
-
-        Raises:
-            ConfigError: a name is unknown.
+        `all_imported`: whether all packages have been imported; otherwise names of unknown namespaces pass.
         """
         known = (known | {*PAPER, *OWN}) - SAME.keys()
         spaces = {name.partition(".")[0] for name in known}

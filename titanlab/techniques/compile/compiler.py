@@ -121,13 +121,9 @@ class FusionCheck:
         return sum(len(_CALL.findall(Path(file).read_text())) for file in files if file)
 
     def check_fused(self, gather: Callable[[int], list[int]]) -> None:
-        """Check that every rank has fused a product. All ranks call this together, after the first step.
+        """Raise ConfigError on every rank if one has fused no product. All call this together, after the first step.
 
-        Args:
-            gather: takes this rank's count and returns those of all ranks.
-
-        Raises:
-            ConfigError: a rank has fused nothing. Every rank raises the same.
+        `gather` takes this rank's count and returns those of all ranks.
         """
         counts = gather(self.count())
         without = [rank for rank, count in enumerate(counts) if count == 0]
@@ -150,11 +146,11 @@ _PATCHED = "titanlab_puts_states_first"
 def put_states_before_objects() -> None:
     """Patch torch's partitioner to return generator states first, as its runtime expects. Later calls do nothing.
 
-    A workaround for torch 2.13. A recomputation needs the generator's state of the forward pass; torch treats attention
-    as random even without dropout. On a CPU the forward graph returns this state. torch 2.13 returns it after objects
-    that are not tensors, such as the mesh of DTensor parameters, and then treats such an object as a tensor when it
-    saves them ("expected all tensors_saved_with_vc_check to be Tensors"), so that tensor parallelism with checkpointing
-    fails. No upstream issue is known. Delete this when tests/ac/test_parity.py passes without it.
+    A recomputation needs the generator's state of the forward pass; torch treats attention as random even without
+    dropout. On a CPU torch 2.13 returns this state after objects that are not tensors, such as the mesh of DTensor
+    parameters, and then saves such an object as if it were a tensor ("expected all tensors_saved_with_vc_check to be
+    Tensors"), so that tensor parallelism with checkpointing fails. No upstream issue is known. Delete this when
+    tests/ac/test_parity.py passes without it.
     """
     from torch._functorch import partitioners
 

@@ -78,11 +78,7 @@ class Compile:
             raise ConfigError("compile.mode", self.mode, rule, "try default, or compile.backend=inductor")
 
     def check(self, setting: Setting) -> None:
-        """Check that the rest of the recipe fits the backend.
-
-        Raises:
-            ConfigError: it does not fit.
-        """
+        """Raise ConfigError if the rest of the recipe does not fit the backend."""
         if not self.compiles:
             return
         if self.backend == "inductor":
@@ -101,17 +97,16 @@ class Compile:
 
 def _check_recording(setting: Setting, key: str, value: str, cure: str) -> None:
     """Check that parameters keep their addresses: a CUDA graph uses the addresses with which it was recorded."""
+    graphs, stay = "records CUDA graphs", "of parameters that stay where they are"
     if setting.accelerator != "cuda":
-        raise ConfigError(key, value, "records CUDA graphs, and this runs on a CPU", cure)
+        raise ConfigError(key, value, f"{graphs}, and this runs on a CPU", cure)
     if setting.model.experts is not None:
-        rule = "records CUDA graphs of fixed shapes, and the router decides how many rows an expert gets"
+        rule = f"{graphs} of fixed shapes, and the router decides how many rows an expert gets"
         raise ConfigError(key, value, rule, cure)
     if setting.layout.world > 1:
-        rule = f"records CUDA graphs of parameters that stay where they are, which {setting.layout.label} moves"
-        raise ConfigError(key, value, rule, cure)
+        raise ConfigError(key, value, f"{graphs} {stay}, which {setting.layout.label} moves", cure)
     if setting.computes_in != setting.rests_in:
-        precision = setting.kinds["precision"]
-        rule = f"records CUDA graphs of parameters that stay where they are, and {precision} casts them for each use"
+        rule = f"{graphs} {stay}, and {setting.kinds['precision']} casts them for each use"
         raise ConfigError(key, value, rule, f"{cure}, or precision=bf16_full")
 
 

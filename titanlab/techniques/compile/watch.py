@@ -30,7 +30,7 @@ class Compilation:
 
 
 class Watch:
-    """Reads torch's records of compilations and reports them.
+    """Reads torch's records of compilations since it was made, and reports them.
 
     The first compilation of a function is expected, and one more when it is first called without gradients, as in
     validation. Any other is a surprise: it costs seconds of a step, and may happen in every step.
@@ -48,7 +48,6 @@ class Watch:
         note: Callable[[str], None] = lambda line: None,
         warn: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Earlier compilations do not count."""
         self._active, self._note, self._warn = active, note, warn
         # Functions, and whether a validation ran them: without gradients everything is compiled once more.
         self._known: set[tuple[str, int, bool]] = set()
@@ -59,11 +58,7 @@ class Watch:
         self._new()
 
     def after_step(self, step: int, *, first: bool) -> float:
-        """Report the compilations of a step, and return their seconds.
-
-        Args:
-            first: whether it was the first step of the process.
-        """
+        """Report the compilations of a step, and return their seconds; `first`: the first step of the process."""
         seconds, compilations = self.look(first=first)
         if first and compilations:
             names = ", ".join(dict.fromkeys(compilation.function for compilation in compilations))
@@ -81,9 +76,7 @@ class Watch:
     def look(self, *, evaluating: bool = False, first: bool = False) -> tuple[float, list[Compilation]]:
         """The seconds of compilations since the last call, overlapping ones once, and the compilations in order.
 
-        Args:
-            evaluating: whether a validation has run since then.
-            first: whether the first step of the process has run since then.
+        `evaluating`, `first`: whether a validation, or the first step of the process, has run since then.
         """
         records = self._new()
         compilations = [self._compilation(r, evaluating=evaluating, first=first) for r in records if r.co_name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,8 +44,6 @@ def flash3_missing(capability: Capability | None) -> tuple[str, str] | None:
         named = ".".join(map(str, capability))
         return f"is a kernel of Hopper (compute capability 9.0), and this device has {named}", "try auto"
     if None in (_activate, _known, _current, _restore) or (_known is not None and _NAME not in _known()):
-        import torch
-
         return f"is no kernel that torch {torch.__version__} can take in, as 2.13 can", "try auto, or a newer torch"
     if importlib.util.find_spec(FLASH3_PACKAGE) is None:
         return f"is a kernel of the package {FLASH3_PACKAGE}, which is not installed", FLASH3_CURE
@@ -126,8 +124,14 @@ class InnerAttention(nn.Module):
             capability = torch.cuda.get_device_capability(device)
             has_flash3 = choose_flash(self.kernel, capability)
             if self.kernel == "auto":
-                *self._measured, rest = _orders(capability, has_flash3=has_flash3)
-                self._backends = rest.backends
+                measured = []
+                for rule in kernel_rules(capability):
+                    names = (*with_one_flash(rule.order, has_flash3=has_flash3), "math")
+                    # The last rule is that of all inputs for which no other order was measured.
+                    self._backends = tuple(BACKENDS[name] for name in names)
+                    dtype = None if rule.dtype is None else getattr(torch, rule.dtype)
+                    measured.append(_Measured(self._backends, dtype, rule.head_dim, rule.longest))
+                self._measured = measured[:-1]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
         if documents is not None:
@@ -156,7 +160,10 @@ class InnerAttention(nn.Module):
 
     def _named(self, q: Tensor, k: Tensor, v: Tensor, **mask: Any) -> Tensor:
         backends = self._chosen(q)
-        if _repeats(backends, q) and q.shape[1] != k.shape[1]:
+        efficient = SDPBackend.EFFICIENT_ATTENTION
+        # It computes if it is configured, or as the only fused kernel that supports float32.
+        repeats = backends[0] == efficient or (efficient in backends and q.dtype == torch.float32)
+        if repeats and q.shape[1] != k.shape[1]:
             # Only this kernel does not support shared key/value heads (torch's sdp_utils.cpp).
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         with sdpa_kernel(list(backends), set_priority=True):
@@ -209,17 +216,3 @@ class _Measured(NamedTuple):
     dtype: torch.dtype | None
     head_dim: int | None
     longest: int | None
-
-
-def _orders(capability: tuple[int, int], *, has_flash3: bool) -> Iterator[_Measured]:
-    """The rules of a device; the last one is that of all other inputs."""
-    for rule in kernel_rules(capability):
-        names = (*with_one_flash(rule.order, has_flash3=has_flash3), "math")
-        dtype = None if rule.dtype is None else getattr(torch, rule.dtype)
-        yield _Measured(tuple(BACKENDS[name] for name in names), dtype, rule.head_dim, rule.longest)
-
-
-def _repeats(backends: Sequence[SDPBackend], q: Tensor) -> bool:
-    """Whether `efficient` computes: it is configured, or is the only fused kernel that supports float32."""
-    fused = SDPBackend.EFFICIENT_ATTENTION
-    return backends[0] == fused or (fused in backends and q.dtype == torch.float32)

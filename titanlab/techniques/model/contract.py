@@ -125,11 +125,7 @@ class HuggingFaceFamily(Protocol[Model]):
 
     @abstractmethod
     def from_hf(self, config: Mapping[str, Any]) -> Model:
-        """The model that a config.json describes.
-
-        Raises:
-            ConfigError: the model is not supported, or its description is incomplete.
-        """
+        """The model that a config.json describes; ConfigError: it is not supported, or its description incomplete."""
 
     @abstractmethod
     def to_hf(self, model: Model, *, context: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titanlab.costs import (
     CONTEXT_ATTENTION,
@@ -70,6 +70,12 @@ def account(config: Llama) -> ModelAccount:
     parameters["norm.weight"] = (config.dim,)
     if not config.tied_embeddings:
         parameters[HEAD] = (config.vocab_size, config.dim)
+    # Without norms of heads, attention keeps only the values of this product: queries and keys are rotated first.
+    copied = () if config.has_head_norms else ("wv",)
+    joined = [
+        Joined(caller="layers.*.attention.projections", layers=("wq", "wk", "wv"), copied=copied),
+        Joined(caller="layers.*.feed_forward.projections", layers=("w1", "w3")),
+    ]
     return ModelAccount(
         parameters=parameters,
         embedding=EMBEDDING,
@@ -84,22 +90,20 @@ def account(config: Llama) -> ModelAccount:
         attention="attention.inner",
         tensor_plan=plan,
         experts=config.routed,
-        joined=_fused_projections(config) if config.fused else (),
+        joined=tuple(joined[: 1 if config.routed is not None else 2]) if config.fused else (),
         head="output",
     )
-
-
-def _fused_projections(config: Llama) -> tuple[Joined, ...]:
-    # Without norms of heads, attention keeps only the values of this product: queries and keys are rotated first.
-    copied = () if config.has_head_norms else ("wv",)
-    attention = Joined(caller="layers.*.attention.projections", layers=("wq", "wk", "wv"), copied=copied)
-    feed_forward = Joined(caller="layers.*.feed_forward.projections", layers=("w1", "w3"))
-    return (attention,) if config.routed is not None else (attention, feed_forward)
 
 
 def _block_parameters(config: Llama) -> dict[str, tuple[int, ...]]:
     dim, q_dim, kv_dim = config.dim, config.attention_dim, config.kv_heads * config.head_dim
     head_norms = {f"attention.{name}.weight": (config.head_dim,) for name in ("q_norm", "k_norm")}
+    up, down = (config.ffn_dim, dim), (dim, config.ffn_dim)
+    feed_forward: dict[str, tuple[int, ...]] = {"w1": up, "w2": down, "w3": up}
+    if config.routed is not None:
+        count = config.routed.count
+        stacks = {f"experts.{name}": (count, *shape) for name, shape in feed_forward.items()}
+        feed_forward = {"router": (count, dim), **stacks}
     return {
         "attention_norm.weight": (dim,),
         "attention.wq.weight": (q_dim, dim),
@@ -108,23 +112,7 @@ def _block_parameters(config: Llama) -> dict[str, tuple[int, ...]]:
         "attention.wo.weight": (dim, q_dim),
         **(head_norms if config.has_head_norms else {}),
         "ffn_norm.weight": (dim,),
-        **_feed_forward_parameters(config),
-    }
-
-
-def _feed_forward_parameters(config: Llama) -> dict[str, tuple[int, ...]]:
-    if config.routed is not None:
-        count = config.routed.count
-        return {
-            "feed_forward.router.weight": (count, config.dim),
-            "feed_forward.experts.w1.weight": (count, config.ffn_dim, config.dim),
-            "feed_forward.experts.w2.weight": (count, config.dim, config.ffn_dim),
-            "feed_forward.experts.w3.weight": (count, config.ffn_dim, config.dim),
-        }
-    return {
-        "feed_forward.w1.weight": (config.ffn_dim, config.dim),
-        "feed_forward.w2.weight": (config.dim, config.ffn_dim),
-        "feed_forward.w3.weight": (config.ffn_dim, config.dim),
+        **{f"feed_forward.{name}.weight": shape for name, shape in feed_forward.items()},
     }
 
 
@@ -228,43 +216,38 @@ def _experts_operations(experts: RoutedExperts, fed: Activation, *, ffn_dim: int
     """
     batch, seq_len, dim = fed.shape
     whole, rows = (batch, seq_len), (batch, seq_len * experts.active)
+
+    def like(activation: Activation, name: str, **changes: Any) -> Activation:
+        return replace(activation, name=f"feed_forward.{name}", **changes)
+
     # The router computes in float32; torch's softmax keeps its result, and top-k the places of the chosen.
-    logits = replace(fed, name="feed_forward.router", shape=(*whole, experts.count), element_bytes=4)
-    scores = replace(logits, name="feed_forward.scores")
-    chosen = replace(logits, name="feed_forward.chosen", shape=(*whole, experts.active), element_bytes=8)
-    best, weights = (replace(chosen, name=f"feed_forward.{name}", element_bytes=4) for name in ("best", "weights"))
-    total = replace(best, name="feed_forward.total", shape=(*whole, 1))
-    order, inverse = (replace(chosen, name=f"feed_forward.{name}", shape=(*rows, 1)) for name in ("order", "inverse"))
-    spread, down = (
-        Activation(name=f"feed_forward.{name}", shape=(*rows, dim), cut="whole", with_experts="stream")
-        for name in ("spread", "experts.w2")
-    )
+    logits = like(fed, "router", shape=(*whole, experts.count), element_bytes=4)
+    scores = like(logits, "scores")
+    chosen = like(logits, "chosen", shape=(*whole, experts.active), element_bytes=8)
+    best, weights = (like(chosen, name, element_bytes=4) for name in ("best", "weights"))
+    total = like(best, "total", shape=(*whole, 1))
+    order, inverse = (like(chosen, name, shape=(*rows, 1)) for name in ("order", "inverse"))
+    row = Activation(name="", shape=(*rows, dim), cut="whole", with_experts="stream")
+    spread, down = (like(row, name) for name in ("spread", "experts.w2"))
     gate, up, silu, mul = (
-        Activation(name=f"feed_forward.{name}", shape=(*rows, ffn_dim), cut="part", with_experts="stream")
-        for name in ("experts.w1", "experts.w3", "experts.silu", "experts.mul")
+        like(row, f"experts.{name}", shape=(*rows, ffn_dim), cut="part") for name in ("w1", "w3", "silu", "mul")
     )
     # What is counted and balanced in the backward pass.
     kept = [Activation(name="feed_forward.entropy", shape=(1,), cut="all", element_bytes=4)]
     if experts.balance.startswith("auxiliary"):
         sequences = batch if experts.balance == "auxiliary_sequence" else 1
-        kept.append(replace(kept[0], name="feed_forward.slope", shape=(sequences, experts.count)))
+        kept.append(like(kept[0], "slope", shape=(sequences, experts.count)))
     # Their order among the rows that other ranks have sent, and the inverse.
-    travelled = [replace(order, name=f"feed_forward.{name}", with_experts="only") for name in ("arrived", "returned")]
+    travelled = [like(order, name, with_experts="only") for name in ("arrived", "returned")]
     # The counts of rows that it sends and that it gets, on the host.
-    counts = Activation(
-        name="feed_forward.counts", shape=(2, experts.count), cut="all", element_bytes=8, with_experts="only"
-    )
-    theirs = replace(counts, name="feed_forward.theirs", shape=(experts.count,))
+    counts = like(kept[0], "counts", shape=(2, experts.count), element_bytes=8, with_experts="only")
+    theirs = like(counts, "theirs", shape=(experts.count,))
     only = replace(spread, with_experts="only")
-    combined = replace(fed, name="feed_forward.combine")
-    by_token = replace(down, name="feed_forward.by_token")
+    combined = like(fed, "combine")
+    by_token = like(down, "by_token")
     return [
-        Operation(
-            name="feed_forward.router",
-            kind="matmul",
-            flops=2 * dim * batch * seq_len * experts.count,
-            output=logits.shape,
-            keeps=(fed,),
+        replace(
+            matmul(logits.name, fed, experts.count, "whole"),
             operators=(Operator(names=("aten.mm.default",), results=(logits,)),),
         ),
         _pointwise(
@@ -274,9 +257,9 @@ def _experts_operations(experts: RoutedExperts, fed: Activation, *, ffn_dim: int
             passes=6.0,
             name="feed_forward.choose",
             later=(
-                Operator(names=("aten.topk.default",), results=(replace(best, name="feed_forward.ranked"), chosen)),
+                Operator(names=("aten.topk.default",), results=(like(best, "ranked"), chosen)),
                 Operator(names=("aten.gather.default",), results=(best,)),
-                Operator(names=("aten.mul.Tensor",), results=(replace(logits, name="feed_forward.entropies"),)),
+                Operator(names=("aten.mul.Tensor",), results=(like(logits, "entropies"),)),
                 Operator(names=_SUM, results=(total,)),
                 Operator(names=("aten.div.Tensor",), results=(weights,)),
             ),
@@ -286,21 +269,15 @@ def _experts_operations(experts: RoutedExperts, fed: Activation, *, ffn_dim: int
             *_SELECT,
             keeps=(order, inverse),
             passes=2.0,
-            first=(Operator(names=_SELECT, results=(replace(order, name="feed_forward.by_expert"),)),),
+            first=(Operator(names=_SELECT, results=(like(order, "by_expert"),)),),
         ),
-        _exchange(
-            "feed_forward.exchange",
-            spread,
-            (counts, *travelled[:1]),
-            theirs,
-            replace(only, name="feed_forward.received"),
-        ),
+        _exchange("feed_forward.exchange", spread, (counts, *travelled[:1]), theirs, like(only, "received")),
         _grouped(experts, "feed_forward.experts.w1", spread, gate),
         _grouped(experts, "feed_forward.experts.w3", spread, up),
         _pointwise(silu, "aten.silu.default", keeps=(gate,), passes=2.0),
         _pointwise(mul, "aten.mul.Tensor", keeps=(silu, up)),
         _grouped(experts, "feed_forward.experts.w2", mul, down),
-        _exchange("feed_forward.return", down, (counts, *travelled[1:]), replace(only, name="feed_forward.results")),
+        _exchange("feed_forward.return", down, (counts, *travelled[1:]), like(only, "results")),
         # Reads a row for each of a token's experts, and writes and reads it again with its weight.
         _pointwise(
             combined,
@@ -309,25 +286,19 @@ def _experts_operations(experts: RoutedExperts, fed: Activation, *, ffn_dim: int
             passes=4.0 * experts.active + 1,
             first=(
                 Operator(names=_SELECT, results=(by_token,)),
-                Operator(names=("aten.mul.Tensor",), results=(replace(down, name="feed_forward.weighted"),)),
+                Operator(names=("aten.mul.Tensor",), results=(like(down, "weighted"),)),
             ),
         ),
     ]
 
 
 def _grouped(experts: RoutedExperts, name: str, inputs: Activation, result: Activation) -> Operation:
-    width = inputs.shape[-1]
-    return Operation(
-        name=name,
-        kind="matmul",
-        flops=2 * width * result.shape[0] * result.shape[1] * result.shape[2],
-        output=result.shape,
-        keeps=(
-            inputs,
-            Activation(
-                name="feed_forward.ends", shape=(experts.count,), cut="all", element_bytes=4, with_experts="stream"
-            ),
-        ),
+    ends = Activation(
+        name="feed_forward.ends", shape=(experts.count,), cut="all", element_bytes=4, with_experts="stream"
+    )
+    return replace(
+        matmul(name, inputs, result.shape[-1], "part"),
+        keeps=(inputs, ends),
         operators=(Operator(names=(GROUPED_PRODUCT,), results=(result,)),),
         groups=experts.count,
     )

@@ -16,6 +16,7 @@ from titanlab.techniques.model.contract import Foreign, HuggingFaceFamily
 from titanlab.techniques.model.llama_account import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
+    from titanlab.costs import RoutedExperts
     from titanlab.techniques.model.llama_schema import Llama
 
 
@@ -131,10 +132,7 @@ class LlamaFamily(HuggingFaceFamily["Llama"]):
         return {}
 
     def to_hf(self, model: Llama, *, context: int) -> dict[str, Any]:
-        """config.json of a model in the style of transformers 4, which transformers 5 reads too.
-
-        `context` becomes `max_position_embeddings`.
-        """
+        """config.json in the style of transformers 4, which transformers 5 reads too."""
         scaling = {theirs: getattr(model, ours) for ours, theirs in _SCALING.items()}
         return {
             "architectures": list(self.architectures),
@@ -198,12 +196,11 @@ def _check_one_rope(config: Mapping[str, Any], parameters: Mapping[str, Any], sc
     if parameters and scaling:
         ropes = [{**mapping, "rope_type": _rope_type(mapping)} for mapping in (parameters, scaling)]
         for name in ("rope_type", *_SCALING.values(), "rope_theta", "partial_rotary_factor"):
-            values = [rope.get(name) for rope in ropes]
+            ours, theirs = (rope.get(name) for rope in ropes)
             # If only one of them has the key, the other takes the value from the rest of the file.
-            differs = values[0] != values[1] and (None not in values or name in _SCALING.values())
-            if differs:
-                rule = f"disagrees with rope_scaling, which has {name}={_json(values[1])}"
-                raise _wrong(f"rope_parameters.{name}", _json(values[0]), rule, cure)
+            if ours != theirs and (None not in (ours, theirs) or name in _SCALING.values()):
+                rule = f"disagrees with rope_scaling, which has {name}={_json(theirs)}"
+                raise _wrong(f"rope_parameters.{name}", _json(ours), rule, cure)
     for place, mapping in (("rope_parameters", parameters), ("rope_scaling", scaling)):
         for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
             inner, outer = mapping.get(name), config.get(name)
@@ -213,16 +210,14 @@ def _check_one_rope(config: Mapping[str, Any], parameters: Mapping[str, Any], sc
 
 
 def whole_number(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = config.get(name)
-    value = default if value is None else value
+    value = default if config.get(name) is None else config[name]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise _wrong(name, value, "must be a whole number of at least 1", "restore the file")
     return value
 
 
 def _number(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    value = config.get(name)
-    value = default if value is None else value
+    value = default if config.get(name) is None else config[name]
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise _wrong(name, value, "must be a number", "restore the file")
     return float(value)
@@ -258,7 +253,7 @@ class Qwen3Family(LlamaFamily):
         if kinds is not None and (not isinstance(kinds, list) or any(kind != _FULL for kind in kinds)):
             other = next((kind for kind in kinds if kind != _FULL), None) if isinstance(kinds, list) else kinds
             cure = f"import a model whose layers are all {_FULL}"
-            raise ConfigError("config.json:layer_types", other, "is not computed here", cure)
+            raise _wrong("layer_types", other, "is not computed here", cure)
         return super().from_hf(config)
 
     def head_fields(self, config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
@@ -269,10 +264,6 @@ class Qwen3Family(LlamaFamily):
         config = super().to_hf(model, context=context)
         del config["mlp_bias"]
         return {**config, "use_sliding_window": False, "sliding_window": None, "max_window_layers": model.layers}
-
-
-# Weight of the auxiliary loss, as the released files have it; inference does not read it.
-_QWEN3_AUXILIARY, _MIXTRAL_AUXILIARY = 0.001, 0.02
 
 
 @dataclass(frozen=True)
@@ -317,7 +308,8 @@ class Qwen3MoeFamily(Qwen3Family):
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
             "output_router_logits": False,
-            "router_aux_loss_coef": _QWEN3_AUXILIARY,
+            # As the released files have it; inference does not read it.
+            "router_aux_loss_coef": 0.001,
         }
 
 
@@ -348,12 +340,12 @@ class MixtralFamily(LlamaFamily):
             "num_experts_per_tok": routed.active,
             "router_jitter_noise": 0.0,
             "output_router_logits": False,
-            "router_aux_loss_coef": _MIXTRAL_AUXILIARY,
+            "router_aux_loss_coef": 0.02,
             "sliding_window": None,
         }
 
 
-def _routed(model: Llama) -> Any:
+def _routed(model: Llama) -> RoutedExperts:
     assert model.routed is not None
     return model.routed
 
@@ -362,6 +354,5 @@ def _active(config: Mapping[str, Any], default: int | None = None) -> int:
     active = whole_number(config, "num_experts_per_tok", default)
     count = config.get("num_experts", config.get("num_local_experts", active))
     if isinstance(count, int) and active > count:
-        rule = f"is more than the {count} experts"
-        raise ConfigError("config.json:num_experts_per_tok", active, rule, "restore the file")
+        raise _wrong("num_experts_per_tok", active, f"is more than the {count} experts", "restore the file")
     return active

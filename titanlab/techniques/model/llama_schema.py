@@ -109,22 +109,13 @@ class Llama(ModelConfig):
         return LlamaFamily(cls)
 
     def __post_init__(self) -> None:
-        self._check_sizes()
-        self._check_heads()
-        self._check_rope()
-        if not 0 < self.norm_eps < 1:
-            raise ConfigError("model.norm_eps", self.norm_eps, "must lie between 0 and 1", "try 1e-5")
-        if self.attention not in ATTENTION_BACKENDS:
-            known = ", ".join(ATTENTION_BACKENDS)
-            raise ConfigError("model.attention", self.attention, "no such attention kernel", f"choose one of {known}")
-
-    def _check_sizes(self) -> None:
         cures = {
             "dim": "try 256",
             "layers": "try 6",
             "heads": "try 8",
             "kv_heads": f"try {max(self.heads, 1)} (no sharing)",
-            "ffn_dim": f"try {_usual_ffn_dim(self.dim)}",
+            # Two thirds of 4·dim, rounded up to a multiple of 256 (arXiv 2302.13971, section 2.2).
+            "ffn_dim": f"try {max(math.ceil(8 * self.dim / 3 / 256), 1) * 256}",
             "vocab_size": "try 2048, or what the tokenizer has",
             "rope_original_context": "try 8192",
         }
@@ -133,8 +124,18 @@ class Llama(ModelConfig):
                 raise ConfigError(f"model.{name}", getattr(self, name), "must be at least 1", cure)
         if self.vocab_size < 2:
             raise ConfigError("model.vocab_size", self.vocab_size, "must be at least 2", cures["vocab_size"])
+        self._check_width_of_heads()
+        if self.heads % self.kv_heads:
+            cure = f"try {nearest(divisors(self.heads), self.kv_heads)}"
+            raise ConfigError("model.kv_heads", self.kv_heads, f"must divide {self.heads} query heads", cure)
+        self._check_rope()
+        if not 0 < self.norm_eps < 1:
+            raise ConfigError("model.norm_eps", self.norm_eps, "must lie between 0 and 1", "try 1e-5")
+        if self.attention not in ATTENTION_BACKENDS:
+            known = ", ".join(ATTENTION_BACKENDS)
+            raise ConfigError("model.attention", self.attention, "no such attention kernel", f"choose one of {known}")
 
-    def _check_heads(self) -> None:
+    def _check_width_of_heads(self) -> None:
         if self.dim % self.heads or self.head_dim % 2:
             # Rotary embedding rotates pairs of a head's elements, so a head needs an even width.
             usable = [n for n in divisors(self.dim) if (self.dim // n) % 2 == 0]
@@ -142,12 +143,6 @@ class Llama(ModelConfig):
                 raise ConfigError("model.dim", self.dim, "must be even: heads are turned in pairs", "try 256")
             rule = f"must divide dim={self.dim} into heads of even width"
             raise ConfigError("model.heads", self.heads, rule, f"try {nearest(usable, self.heads)}")
-        self._check_kv_heads()
-
-    def _check_kv_heads(self) -> None:
-        if self.heads % self.kv_heads:
-            cure = f"try {nearest(divisors(self.heads), self.kv_heads)}"
-            raise ConfigError("model.kv_heads", self.kv_heads, f"must divide {self.heads} query heads", cure)
 
     def _check_rope(self) -> None:
         if not (math.isfinite(self.rope_theta) and self.rope_theta > 1):
@@ -162,11 +157,6 @@ class Llama(ModelConfig):
         if not (math.isfinite(high) and high > low):
             rule = f"must be above rope_low_freq_factor={low:g}"
             raise ConfigError("model.rope_high_freq_factor", high, rule, f"try {4 * low:g}")
-
-
-def _usual_ffn_dim(dim: int) -> int:
-    """Two thirds of 4·dim, rounded up to a multiple of 256 (arXiv 2302.13971, section 2.2)."""
-    return max(math.ceil(8 * dim / 3 / 256), 1) * 256
 
 
 def nearest(usable: list[int], value: int) -> str:
@@ -212,27 +202,22 @@ class ExpertFields(ModelConfig):
 
     def check(self, setting: Setting) -> None:
         super().check(setting)
-        if self.balance == "auxiliary_sequence" and setting.layout.context > 1:
-            rule = f"counts by sequence, of which context={setting.layout.context} gives each process a part"
-            raise ConfigError("model.balance", self.balance, rule, "try auxiliary_batch or bias")
-        if self.balance == "auxiliary_sequence" and setting.layout.expert > 1 and setting.layout.tensor > 1:
+        layout, rule = setting.layout, ""
+        if layout.context > 1:
+            rule = f"counts by sequence, of which context={layout.context} gives each process a part"
+        elif layout.expert > 1 and layout.tensor > 1:
             rule = "counts by sequence, and with tensor > 1 and expert > 1 each process routes a part of the tokens"
+        if rule and self.balance == "auxiliary_sequence":
             raise ConfigError("model.balance", self.balance, rule, "try auxiliary_batch or bias")
 
     def check_routing(self) -> None:
-        """Check the fields above.
-
-        Raises:
-            ConfigError: one breaks a rule.
-        """
+        """Raise ConfigError if one of the fields above breaks a rule."""
         count, active = self.experts, self.active_experts
         if count < 2:
             rule = "must be at least 2: one expert is a dense feed-forward"
             raise ConfigError("model.experts", count, rule, "try 8, or a dense model")
         if active < 2:
-            rule = (
-                "must be at least 2: the weight of a single expert is always 1, so that its router would learn nothing"
-            )
+            rule = "must be at least 2: the weight of a single expert is always 1, so that its router learns nothing"
             raise ConfigError("model.active_experts", active, rule, "try 2")
         if active > count:
             raise ConfigError("model.active_experts", active, f"is more than the {count} experts", f"try {count}")
@@ -300,11 +285,10 @@ class Qwen3(Llama):
     def hugging_face(cls) -> Qwen3Family:
         return Qwen3Family(cls)
 
-    def _check_heads(self) -> None:
+    def _check_width_of_heads(self) -> None:
         if self.head_dim < 2 or self.head_dim % 2:
             rule = "must be an even number of at least 2: heads are turned in pairs"
             raise ConfigError("model.head_dim", self.head_dim, rule, "try 128")
-        self._check_kv_heads()
 
 
 @option("model", "qwen3_moe")

@@ -37,21 +37,13 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     Returns:
         [n, out].
     """
-    out = weight.shape[1]
-    if not rows.shape[0]:
-        return rows.new_empty((0, out))
-    product = _multiply(_aligned(rows), _aligned_rows(_aligned(weight)).transpose(1, 2), ends)
-    return _first(product, out)
+    return _of_rows(rows, _aligned_rows(_aligned(weight)).transpose(1, 2), ends, weight.shape[1])
 
 
 @torch.library.custom_op("titanlab::grouped_product_of_inputs", mutates_args=())
 def of_inputs(gradient: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """The gradient of `rows`: [n, out] → [n, in]."""
-    width = weight.shape[2]
-    if not gradient.shape[0]:
-        return gradient.new_empty((0, width))
-    product = _multiply(_aligned(gradient), _aligned_rows(_aligned(weight)), ends)
-    return _first(product, width)
+    return _of_rows(gradient, _aligned_rows(_aligned(weight)), ends, weight.shape[2])
 
 
 @torch.library.custom_op("titanlab::grouped_product_of_weight", mutates_args=())
@@ -62,6 +54,14 @@ def of_weight(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
         return rows.new_zeros((ends.shape[0], out, width))
     product = _multiply(_aligned(gradient).t(), _aligned(rows), ends)
     return product[:, :out, :width].contiguous()
+
+
+def _of_rows(rows: Tensor, weight: Tensor, ends: Tensor, columns: int) -> Tensor:
+    """Rows [n, in] · weight [groups, in, at least `columns`] → [n, columns]."""
+    if not rows.shape[0]:
+        return rows.new_empty((0, columns))
+    product = _multiply(_aligned(rows), weight, ends)
+    return product if product.shape[1] == columns else product[:, :columns].contiguous()
 
 
 @grouped_product.register_fake
@@ -95,14 +95,9 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | 
 grouped_product.register_autograd(_differentiate, setup_context=_keep)
 
 
-@register_flop_formula(torch.ops.titanlab.grouped_product)
+@register_flop_formula([torch.ops.titanlab.grouped_product, torch.ops.titanlab.grouped_product_of_inputs])
 def _(rows: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
     return 2 * rows[0] * weight[1] * weight[2]
-
-
-@register_flop_formula(torch.ops.titanlab.grouped_product_of_inputs)
-def _(gradient: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
-    return 2 * gradient[0] * weight[1] * weight[2]
 
 
 @register_flop_formula(torch.ops.titanlab.grouped_product_of_weight)
@@ -132,10 +127,6 @@ def _aligned_rows(weight: Tensor) -> Tensor:
     """The same for the number of rows, which become rows of the other operand or of the result."""
     missing = -weight.shape[1] % (_ALIGNMENT // weight.element_size())
     return F.pad(weight, (0, 0, 0, missing)) if missing else weight
-
-
-def _first(product: Tensor, columns: int) -> Tensor:
-    return product if product.shape[1] == columns else product[:, :columns].contiguous()
 
 
 class ExpertChoice(NamedTuple):

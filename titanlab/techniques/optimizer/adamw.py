@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -42,11 +43,9 @@ class Format:
 
 
 class LowBitAdamW(torch.optim.Optimizer):
-    """AdamW for this rank's parameters.
+    """AdamW for this rank's parameters, by name: plain tensors or DTensors.
 
     Args:
-        config: learning rate, betas and the rest; `rounding`.
-        parameters: by name, plain tensors or DTensors.
         states: format of the averages of matrices; None: the dtype of the parameter.
     """
 
@@ -111,18 +110,16 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     def _begin(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         state = {"step": torch.tensor(0.0)}
+        # The same on every rank.
+        few_bits = packs(parameter.shape, block_size=self._block_size, cuts_of_rows=_cuts_of_rows(parameter))
         for name in AVERAGES:
-            if self._format is not None and self._packs(parameter):
+            if self._format is not None and few_bits:
                 columns = parameter.shape[-1]
                 state[f"{name}{CODES}"] = _zeros(parameter, columns // self._format.per_code, self._format.dtype)
                 state[f"{name}{SCALE}"] = _zeros(parameter, columns // self._block_size, torch.float32)
             else:
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
-
-    def _packs(self, parameter: nn.Parameter) -> bool:
-        """Whether every rank's part of a row consists of complete blocks; the same on every rank."""
-        return packs(parameter.shape, block_size=self._block_size, cuts_of_rows=_cuts_of_rows(parameter))
 
     def _view(self, state: dict[str, Tensor], name: str, local: Tensor) -> Tensor:
         if name in state:
@@ -158,12 +155,10 @@ class LowBitAdamW(torch.optim.Optimizer):
 
 def _cuts_of_rows(parameter: Tensor) -> int:
     """Number of ranks over which each row is sharded."""
-    cuts = 1
-    if isinstance(parameter, DTensor):
-        for axis, placement in enumerate(parameter.placements):
-            if placement.is_shard(parameter.ndim - 1) and parameter.ndim > 1:
-                cuts *= parameter.device_mesh.size(axis)
-    return cuts
+    if not isinstance(parameter, DTensor) or parameter.ndim < 2:
+        return 1
+    axes = enumerate(parameter.placements)
+    return math.prod(parameter.device_mesh.size(axis) for axis, each in axes if each.is_shard(parameter.ndim - 1))
 
 
 def _zeros(parameter: Tensor, columns: int, dtype: torch.dtype) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,8 +98,7 @@ def _to_owner(locals_: Sequence[Tensor], sharding: _Sharding) -> Tensor:
         place.narrow(sharding.dim, 0, local.shape[sharding.dim]).copy_(local)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=sharding.group)
-    parts = [part.narrow(sharding.dim, 0, length) for part, length in zip(received, sharding.lengths, strict=True)]
-    return torch.cat(parts, sharding.dim)
+    return _joined(received, sharding)
 
 
 def _from_owner(whole: Tensor, sharding: _Sharding, count: int) -> list[Tensor]:
@@ -121,15 +120,17 @@ def _buffer(like: Tensor, sharding: _Sharding) -> Tensor:
 
 def _gathered(local: Tensor, sharding: _Sharding) -> Tensor:
     """The parts of all ranks of a group, concatenated."""
-    shape = list(local.shape)
-    shape[sharding.dim] = max(sharding.lengths)
-    sent = local.new_zeros(shape)
-    sent.narrow(sharding.dim, 0, local.shape[sharding.dim]).copy_(local)
-    parts = [torch.empty_like(sent) for _ in sharding.lengths]
-    dist.all_gather(parts, sent, group=sharding.group)
-    return torch.cat(
-        [part.narrow(sharding.dim, 0, n) for part, n in zip(parts, sharding.lengths, strict=True)], sharding.dim
-    )
+    parts = list(_buffer(local, sharding))
+    own = parts[sharding.group.rank()].clone()
+    own.narrow(sharding.dim, 0, local.shape[sharding.dim]).copy_(local)
+    dist.all_gather(parts, own, group=sharding.group)
+    return _joined(parts, sharding)
+
+
+def _joined(parts: Iterable[Tensor], sharding: _Sharding) -> Tensor:
+    """Parts of a matrix, which may be longer than their ranks' lengths, as the whole."""
+    pairs = zip(parts, sharding.lengths, strict=True)
+    return torch.cat([part.narrow(sharding.dim, 0, length) for part, length in pairs], sharding.dim)
 
 
 class MuonFactory:

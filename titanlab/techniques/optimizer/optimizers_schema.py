@@ -140,7 +140,7 @@ class LowBit(Rounded):
             if packs(shape, block_size=self.block_size, cuts_of_rows=1) and columns % self.block_size:
                 size = math.gcd(self.block_size, columns)
                 rule = (
-                    f"is no divisor of the {columns} columns of {name} on a rank of parallelism.tensor={degree}; "
+                    f"does not divide the {columns} columns of {name} on a rank of parallelism.tensor={degree}; "
                     "the rank would keep full averages, and one process has few bits"
                 )
                 cure = f"try {size}" if size > 1 and size % 2 == 0 else "try a smaller parallelism.tensor"

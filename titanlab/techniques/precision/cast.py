@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -148,16 +147,16 @@ def step_if(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
 
 
 class Cast:
-    """Does nothing in its methods: `parallelism/shard.py` casts. Other precisions inherit methods they do not need."""
+    """Changes nothing: `parallelism/shard.py` casts. Other precisions inherit the methods that they do not need."""
 
     def convert(self, model: nn.Module, device: torch.device) -> None:
-        """Does not change the model."""
+        return
 
     def loss_scale(self, device: torch.device) -> LossScale:
         return LossScale()
 
     def after_update(self, model: nn.Module) -> None:
-        """Does nothing."""
+        return
 
 
 class ScaledCast(Cast):
@@ -170,24 +169,10 @@ class ScaledCast(Cast):
         return DynamicLossScale(self._config, device)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dtypes:
-    """`titanlab.techniques.precision.contract.Formats` with torch's dtypes."""
-
-    master: torch.dtype
-    compute: torch.dtype
-    reduce: torch.dtype
-    fp32_parts: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, formats: Formats) -> Dtypes:
-        master, compute, reduce = (getattr(torch, name) for name in (formats.master, formats.compute, formats.reduce))
-        return cls(master=master, compute=compute, reduce=reduce, fp32_parts=formats.fp32_parts)
-
-    @property
-    def mixed(self) -> bool:
-        """Whether parameters are cast before they compute, or gradients before they are summed."""
-        return self.compute != self.master or self.reduce != self.master
+def dtype_named(name: str) -> torch.dtype:
+    """A dtype of torch by its name in `titanlab.techniques.precision.contract.Formats`."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 class Units(NamedTuple):
@@ -201,18 +186,18 @@ class Units(NamedTuple):
     apart: tuple[nn.Module, ...] = ()
 
 
-def keep_in_fp32(model: nn.Module, account: ModelAccount, dtypes: Dtypes) -> Units:
+def keep_in_fp32(model: nn.Module, account: ModelAccount, formats: Formats) -> Units:
     """Add casts around a model's float32 parts, in place, and return the units that FSDP2 must gather separately.
 
     Args:
         model: on the meta device; a pipeline stage has some of the account's pieces.
     """
     pieces = {piece: module for piece in account.pieces if (module := _piece(model, piece)) is not None}
-    parts = {piece: pieces[piece] for piece in matched(account, dtypes.fp32_parts) if piece in pieces}
+    parts = {piece: pieces[piece] for piece in matched(account, formats.fp32_parts) if piece in pieces}
     if not parts:
         return Units()
     for piece, part in parts.items():
-        _cast_around(part, dtypes.compute, keeps_output=piece == account.pieces[-1])
+        _cast_around(part, dtype_named(formats.compute), keeps_output=piece == account.pieces[-1])
     edges = [piece for piece in pieces if not is_in_block(piece) and any(True for _ in pieces[piece].parameters())]
     whole = tuple(parts.values())
     if not account.tied or not any(account.embedding.startswith(f"{piece}.") for piece in parts):
@@ -233,23 +218,16 @@ def _piece(model: nn.Module, piece: str) -> nn.Module | None:
 def _cast_around(part: nn.Module, compute: torch.dtype, *, keeps_output: bool) -> None:
     """Cast a module's inputs to float32, and its output to the compute dtype.
 
-    Hooks outside of the forward pass do this, so that compilation and recomputation do not repeat the casts.
-
-    Args:
-        keeps_output: whether the output stays in float32, as logits do.
+    Hooks outside of the forward pass do this, so that compilation and recomputation do not repeat the casts. With
+    `keeps_output` the output stays in float32, as logits do.
     """
 
-    def raise_inputs(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(_cast(value, compute, torch.float32) for value in inputs)
-
-    def lower_output(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-        return _cast(output, torch.float32, compute)
+    def cast(value: Any, before: torch.dtype, after: torch.dtype) -> Any:
+        return value.to(after) if isinstance(value, Tensor) and value.dtype == before else value
 
     # Before tensor parallelism's own hook on inputs.
-    part.register_forward_pre_hook(raise_inputs, prepend=True)
+    part.register_forward_pre_hook(
+        lambda _, inputs: tuple(cast(value, compute, torch.float32) for value in inputs), prepend=True
+    )
     if not keeps_output:
-        part.register_forward_hook(lower_output)
-
-
-def _cast(value: Any, before: torch.dtype, after: torch.dtype) -> Any:
-    return value.to(after) if isinstance(value, Tensor) and value.dtype == before else value
+        part.register_forward_hook(lambda _, __, output: cast(output, torch.float32, compute))

@@ -18,11 +18,6 @@ KEY = "precision.fp32_parts"
 _LAYER = re.compile(r"layers\.([^.]+)")
 
 
-def check_reduce(reduce: str, known: tuple[str, ...], why: str) -> None:
-    if reduce not in known:
-        raise ConfigError("precision.reduce", reduce, why, f"try {' or '.join(known)}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Parts(PrecisionConfig):
     """The config field of pieces that compute in float32 while the rest computes in 16 bits.
@@ -42,7 +37,8 @@ class Parts(PrecisionConfig):
             raise ConfigError(KEY, shown, "the model does not say what its pieces are", "try []")
         for part in self.fp32_parts:
             if not matched(account, [part]):
-                names = (EMBEDDING, HEAD, *dict.fromkeys(_family(piece) for piece in account.pieces))
+                families = (f"{BLOCKS}.*" if is_in_block(piece) else piece for piece in account.pieces)
+                names = (EMBEDDING, HEAD, *dict.fromkeys(families))
                 rule = f"no piece of the model is called {part or 'nothing'}"
                 raise ConfigError(KEY, shown, rule, f"choose from {', '.join(names)}")
         if account.tied:
@@ -74,11 +70,10 @@ def check_bf16(setting: Setting, kind: str) -> None:
         raise ConfigError("precision", kind, rule, "try precision=fp16 or precision=fp32")
 
 
-def _family(piece: str) -> str:
-    return f"{BLOCKS}.*" if is_in_block(piece) else piece
-
-
-_UNKNOWN_REDUCE = "is no dtype that bf16 gradients are summed in"
+def check_reduce(reduce: str, known: tuple[str, ...], why: str = "") -> None:
+    if reduce not in known:
+        rule = why or f"is not a dtype that {known[-1]} gradients are summed in"
+        raise ConfigError("precision.reduce", reduce, rule, f"try {' or '.join(known)}")
 
 
 @option("precision", "bf16")
@@ -95,7 +90,7 @@ class Bf16(Parts):
     reduce: str = field(default="fp32", metadata={"before": "fp32"})
 
     def __post_init__(self) -> None:
-        check_reduce(self.reduce, ("fp32", "bf16"), _UNKNOWN_REDUCE)
+        check_reduce(self.reduce, ("fp32", "bf16"))
 
     def formats(self) -> Formats:
         return Formats(
@@ -121,7 +116,7 @@ class Bf16Full(PrecisionConfig):
     reduce: str = "fp32"
 
     def __post_init__(self) -> None:
-        check_reduce(self.reduce, ("fp32", "bf16"), _UNKNOWN_REDUCE)
+        check_reduce(self.reduce, ("fp32", "bf16"))
 
     def formats(self) -> Formats:
         return Formats(master="bfloat16", compute="bfloat16", reduce=DTYPES[self.reduce])
@@ -160,7 +155,7 @@ class Fp16(Parts):
     max_skips: int = 20
 
     def __post_init__(self) -> None:
-        check_reduce(self.reduce, ("fp32", "fp16"), "is no dtype that fp16 gradients are summed in")
+        check_reduce(self.reduce, ("fp32", "fp16"))
         if not 0 < self.init_scale <= LARGEST:
             rule = "must be positive and at most 2¹²⁷, where float32 ends"
             raise ConfigError("precision.init_scale", self.init_scale, rule, "try 65536")

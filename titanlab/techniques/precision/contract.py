@@ -79,17 +79,10 @@ class ProductFormat:
 
 def matched(account: ModelAccount, parts: Sequence[str]) -> tuple[str, ...]:
     """The pieces of a model that names or patterns match, in the order of the forward pass."""
-    patterns = [_pattern(account, part) for part in parts]
+    named = {EMBEDDING: next((p for p in account.pieces if account.embedding.startswith(f"{p}.")), EMBEDDING)}
+    named |= {HEAD: account.pieces[-1]} if account.pieces else {}
+    patterns = [named.get(part, part) for part in parts]
     return tuple(piece for piece in account.pieces if any(fnmatch.fnmatchcase(piece, part) for part in patterns))
-
-
-def _pattern(account: ModelAccount, part: str) -> str:
-    """The piece of this model for `embedding` or `head`; other patterns are not changed."""
-    if part == HEAD and account.pieces:
-        return account.pieces[-1]
-    if part == EMBEDDING:
-        return next((piece for piece in account.pieces if account.embedding.startswith(f"{piece}.")), part)
-    return part
 
 
 class PrecisionConfig(OptionConfig, Protocol):
@@ -129,11 +122,7 @@ class PrecisionConfig(OptionConfig, Protocol):
         return self.kind
 
     def check_device(self, *, accelerator: str, device: str) -> None:
-        """Check that a device can compute in this precision, whatever else the recipe has.
-
-        Raises:
-            ConfigError: it cannot.
-        """
+        """Raise ConfigError if a device cannot compute in this precision, whatever else the recipe has."""
         return
 
     def emulated(self) -> PrecisionConfig:
@@ -141,11 +130,9 @@ class PrecisionConfig(OptionConfig, Protocol):
         return self
 
     def reduced(self, *, layers: int, note: Callable[[str], None]) -> PrecisionConfig:
-        """The same precision on a CPU, for a model of few blocks, in proofs and rehearsals; by default this one.
+        """The same precision on a CPU, for a model of `layers` blocks, in proofs and rehearsals; by default this one.
 
-        Args:
-            layers: number of blocks.
-            note: is called with each difference, in one line.
+        `note` is called with each difference, in one line.
         """
         return self
 

@@ -45,7 +45,9 @@ class Float8Layers(Cast):
             emulate=emulates(config, device),
             enable_fsdp_float8_all_gather=config.gathers_float8,
         )
-        float8.convert_to_float8_training(model, config=settings, module_filter_fn=layer_filter(config))
+        float8.convert_to_float8_training(
+            model, config=settings, module_filter_fn=lambda layer, name: config.converts(name, layer.weight.shape)
+        )
         layers = _layers(model)
         product = float8_product(layers[0].linear_mm_config, layers[0].config) if layers else None
         for layer in layers:
@@ -104,21 +106,10 @@ def emulates(config: Float8, device: torch.device) -> bool:
     return config.emulates(capability)
 
 
-def layer_filter(config: Float8) -> Callable[[nn.Module, str], bool]:
-    """A function that tells whether a linear layer is converted: the rule of `Float8.conversion`, for modules."""
-
-    def is_converted(layer: nn.Module, name: str) -> bool:
-        weight: Any = layer.weight
-        return not config.skips(name) and not any(size % config.multiple for size in weight.shape)
-
-    return is_converted
-
-
 def float8_product(multiplication: Any, config: Any) -> Product:
     """Torchao's product with a backward pass in halves; `matmul_with_hp_or_float8_args` computes both at once.
 
-    Args:
-        multiplication: `linear_mm_config` of a torchao layer.
+    `multiplication`: the `linear_mm_config` of a torchao layer.
     """
     multiply = import_quietly("torchao.float8.float8_linear").matmul_with_hp_or_float8_args
     scaling = import_quietly("torchao.float8.float8_scaling_utils")
@@ -241,9 +232,8 @@ class Mxfp8Layers(Cast):
 
         # torchao computes both gradients at once.
         product = Product(forward)
-        is_converted = layer_filter(self._config)
         for name, layer in list(model.named_modules()):
-            if isinstance(layer, nn.Linear) and is_converted(layer, name):
+            if isinstance(layer, nn.Linear) and self._config.converts(name, layer.weight.shape):
                 owner, _, leaf = name.rpartition(".")
                 with torch.device("meta"):
                     replacement = Mxfp8Linear(layer.in_features, layer.out_features, bias=False)

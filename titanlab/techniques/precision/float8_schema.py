@@ -21,11 +21,9 @@ EMULATE = ("auto", "true", "false")
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """The linear layers of a model, by path, in the model's order.
+    """The linear layers of a model, by path, in the model's order, with the shapes of their weights, [out, in].
 
-    Attributes:
-        converted: layers that compute in the new format → shape of the weight, [out, in].
-        uneven: layers that are not converted because a dim is not a multiple → shape of the weight.
+    `uneven` are not converted because a dim is not a multiple.
     """
 
     converted: Mapping[str, tuple[int, ...]]
@@ -106,18 +104,18 @@ class Float8(Bf16):
 
     def conversion(self, model: ModelAccount) -> Conversion:
         """The model's linear layers, sorted into converted and other layers."""
-        converted, uneven, skipped = {}, {}, []
-        for name, shape in linear_layers(model).items():
-            if self.skips(name):
-                skipped.append(name)
-            elif any(size % self.multiple for size in shape):
-                uneven[name] = shape
-            else:
-                converted[name] = shape
-        return Conversion(converted=converted, skipped=tuple(skipped), uneven=uneven)
+        layers = linear_layers(model)
+        skipped = tuple(name for name in layers if self.skips(name))
+        converted = {name: shape for name, shape in layers.items() if self.converts(name, shape)}
+        uneven = {name: shape for name, shape in layers.items() if name not in converted and name not in skipped}
+        return Conversion(converted=converted, skipped=skipped, uneven=uneven)
 
     def skips(self, name: str) -> bool:
         return any(path_matches(name, pattern) for pattern in self.skip)
+
+    def converts(self, name: str, shape: Sequence[int]) -> bool:
+        """Whether a linear layer with a weight of this shape is converted."""
+        return not self.skips(name) and not any(size % self.multiple for size in shape)
 
     def float8_gathered(self, model: ModelAccount) -> frozenset[str]:
         return frozenset(f"{name}.weight" for name in self.conversion(model).converted if self.gathers_float8)
@@ -165,19 +163,14 @@ class Float8(Bf16):
         )
 
     def check_capability(self, capability: tuple[int, int] | None, device: str) -> None:
-        """Check that a device can multiply in this format or emulates it.
-
-        Args:
-            capability: of the GPU; None: a CPU.
-        """
+        """Check that a device can multiply in this format or emulates it; `capability` None: it is a CPU."""
         if self.emulates(capability):
             return
         if capability is None:
             rule = f"a CPU has no {self.format} products"
             raise ConfigError("precision.emulate", self.emulate, rule, "try auto")
         if capability < self.capability:
-            needs = ".".join(map(str, self.capability))
-            has = ".".join(map(str, capability))
+            needs, has = (".".join(map(str, each)) for each in (self.capability, capability))
             rule = f"{device} is too old for {self.format} products: it has compute capability {has}, they need {needs}"
             key, value = ("precision", self.kind) if self.emulate == "auto" else ("precision.emulate", self.emulate)
             raise ConfigError(key, value, rule, "try precision=bf16, or precision.emulate=true, which is slow")

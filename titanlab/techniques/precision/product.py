@@ -85,9 +85,10 @@ def take_over(
     Raises:
         ConfigError: the module computes something else.
     """
-    how = "has hooks" if has_hooks(module) else departure(module, like)
+    hooked = has_hooks(module)
+    how = "has hooks" if hooked else departure(module, like)
     if how:
-        if like is nn.Linear and not has_hooks(module):
+        if like is nn.Linear and not hooked:
             cure += ", or let the layer name its product (docs/extending.md)"
         raise ConfigError(key, value, f"computes {path} as {like.__name__} does, and {path} {how}", cure)
     product = product_of(module)

@@ -41,12 +41,10 @@ class ActionList(list[Action]):
         """Append an action of the stage for each kind, with the next microbatch of that kind."""
         done = self._done[stage]
         for kind in kinds:
-            # A full backward counts as both halves.
-            first = Kind.INPUT if kind is Kind.BACKWARD else kind
-            number = done[first]
+            number = done[_result(kind)]
             # As `Action(stage, kind, number)` does it, in half the time.
             self.append(tuple.__new__(Action, (stage, kind, number)))
-            done[first] = number + 1
+            done[_result(kind)] = number + 1
             if kind is Kind.BACKWARD:
                 done[Kind.WEIGHT] += 1
 

@@ -79,7 +79,7 @@ def _actions(text: str, path: str | Path, place: str) -> Iterator[Action]:
             rule = f"{place}: {part.strip()} is communication, which follows from the order"
             raise ConfigError(KEY, path, rule, "leave the cell empty")
         elif part.strip():
-            rule = f"{place}: {part.strip()!r} is no action"
+            rule = f"{place}: {part.strip()!r} is not an action"
             raise ConfigError(KEY, path, rule, "write stage, F, B, I or W, and microbatch, as in 0F0")
 
 

@@ -56,7 +56,7 @@ def rows(timeline: Timeline, *, width: int | None, coloured: bool) -> list[str]:
 
 def _columns(timeline: Timeline, room: int | None, *, coloured: bool) -> int:
     """Number of columns of the timeline: the shortest action is as wide as its label, or as the room allows."""
-    widest = max((len(_label(event.action)) for event in _events(timeline)), default=1)
+    widest = max((len(_label(event.action)) for row in timeline.events for event in row), default=1)
     units = _cells(timeline)
     if room is None:
         return round(units * widest)
@@ -94,7 +94,7 @@ def _cell(event: Event | None, size: int, first: int, *, coloured: bool) -> str:
 
 
 def _legend(timeline: Timeline, *, coloured: bool) -> list[str]:
-    kinds = [kind for kind in Kind if any(event.action.kind is kind for event in _events(timeline))]
+    kinds = [kind for kind in Kind if kind in _kinds([timeline])]
     marks = [
         f"\x1b[38;5;16;48;5;{_TERMINAL_COLOURS[kind][0]}m {kind} {_OFF} {WORDS[kind]}"
         if coloured
@@ -105,14 +105,6 @@ def _legend(timeline: Timeline, *, coloured: bool) -> list[str]:
     if len(timeline.placement) > len(timeline.events):
         lines.append(("darker and small letters" if coloured else "small letters") + ": not the rank's first stage")
     return lines
-
-
-def _events(timeline: Timeline) -> list[Event]:
-    return [event for row in timeline.events for event in row]
-
-
-def _label(action: Action) -> str:
-    return f"{action.kind}{action.microbatch}"
 
 
 ENDINGS = (".png", ".svg", ".pdf")
@@ -180,15 +172,25 @@ def figure_size(timelines: Sequence[Timeline]) -> tuple[float, float]:
 
 def _cells(timeline: Timeline) -> float:
     """The timeline's duration in units of its shortest action."""
-    shortest = min((event.end - event.begin for event in _events(timeline) if event.end > event.begin), default=1.0)
-    return timeline.duration / shortest
+    lengths = (event.end - event.begin for row in timeline.events for event in row if event.end > event.begin)
+    return timeline.duration / min(lengths, default=1.0)
+
+
+def _kinds(timelines: Sequence[Timeline]) -> set[Kind]:
+    return {event.action.kind for timeline in timelines for row in timeline.events for event in row}
+
+
+def _label(action: Action) -> str:
+    return f"{action.kind}{action.microbatch}"
 
 
 def draw_panel(axis: Any, title: str, timeline: Timeline, *, longest: float, width: float) -> list[Any]:
     """Draw one timeline into a figure of some inches. Returns the boxes behind the ranks' rows."""
+    from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Rectangle
 
     labels = _labels(timeline, (width - _LABEL_INCHES) / longest)
+    colours = {kind: LinearSegmentedColormap.from_list(kind, ends) for kind, ends in _COLOURS.items()}
     boxes = []
     for rank, events in enumerate(timeline.events):
         stages = stages_of(timeline.placement, rank)
@@ -197,7 +199,7 @@ def draw_panel(axis: Any, title: str, timeline: Timeline, *, longest: float, wid
         for (stage, kind, microbatch), begin, end in events:
             shade = stages.index(stage) / max(1, len(stages) - 1)
             box = Rectangle((begin, rank - 0.4), end - begin, 0.8, linewidth=0.6, edgecolor="white")
-            box.set_facecolor(_mixed(*_COLOURS[kind], shade))
+            box.set_facecolor(colours[kind](shade))
             axis.add_patch(box)
             form, points = labels[kind]
             if points >= _LEAST_POINTS:
@@ -218,8 +220,8 @@ def draw_panel(axis: Any, title: str, timeline: Timeline, *, longest: float, wid
 def draw_legend(figure: Any, timelines: Sequence[Timeline]) -> None:
     from matplotlib.patches import Patch
 
-    used = {event.action.kind for timeline in timelines for row in timeline.events for event in row}
-    handles = [Patch(facecolor=_COLOURS[kind][0], label=f"{kind}: {WORDS[kind]}") for kind in Kind if kind in used]
+    kinds = [kind for kind in Kind if kind in _kinds(timelines)]
+    handles = [Patch(facecolor=_COLOURS[kind][0], label=f"{kind}: {WORDS[kind]}") for kind in kinds]
     handles.append(Patch(facecolor=_IDLE, label="idle"))
     if any(len(timeline.placement) > len(timeline.events) for timeline in timelines):
         handles.append(Patch(facecolor="none", label="darker: the rank's later stages"))
@@ -238,11 +240,3 @@ def _labels(timeline: Timeline, inches: float) -> dict[Kind, tuple[str, float]]:
         whole, number = (min(8.0, 72 * width * 0.9 / (0.64 * letters)) for letters in (1 + longest, longest))
         labels[kind] = ("{kind}{microbatch}", whole) if whole >= _LEAST_POINTS else ("{microbatch}", number)
     return labels
-
-
-def _mixed(first: str, last: str, share: float) -> tuple[float, float, float]:
-    def part(digit: int) -> float:
-        begin, end = (int(colour[digit : digit + 2], 16) for colour in (first, last))
-        return (begin + (end - begin) * share) / 255
-
-    return part(1), part(3), part(5)

@@ -45,7 +45,7 @@ def split(costs: Sequence[float], *, stages: int, placement: Sequence[int]) -> l
     if even_load <= load:
         return even
     while (width := _worst(best, costs, placement)[1]) > least_width * (1 + ROUNDING):
-        better = _Search(costs, placement, load=load, width=width * (1 - ROUNDING)).run()
+        better = _search(costs, placement, load=load, width=width * (1 - ROUNDING))
         if better is None:
             break
         best = better
@@ -56,7 +56,7 @@ def _lightest(best: list[int], costs: Sequence[float], placement: Sequence[int])
     """The cuts with the smallest largest load of a rank, searched from `best` on."""
     least = max(sum(costs) / len(set(placement)), max(costs))
     while (load := _worst(best, costs, placement)[0]) > least * (1 + ROUNDING):
-        better = _Search(costs, placement, load=load * (1 - ROUNDING), width=math.inf).run()
+        better = _search(costs, placement, load=load * (1 - ROUNDING), width=math.inf)
         if better is None:
             break
         best = better
@@ -133,77 +133,57 @@ def _fits(sums: Sequence[float], stages: int, width: float) -> bool:
     return False
 
 
-class _Search:
-    """A depth-first search for cuts under two bounds, which tries the stage nearest to an even share first."""
+def _search(costs: Sequence[float], placement: Sequence[int], *, load: float, width: float) -> list[int] | None:
+    """First pieces of stages under two bounds, the loads of ranks and the costs of stages.
 
-    def __init__(self, costs: Sequence[float], placement: Sequence[int], *, load: float, width: float) -> None:
-        self._placement = placement
-        self._stages, self._pieces = len(placement), len(costs)
-        self._load, self._width = load, width
-        self._sums = [0.0, *accumulate(costs)]
-        self._later = [placement[stage + 1 :].count(rank) for stage, rank in enumerate(placement)]
-        # By stage: the ranks that have it or a later one.
-        self._open = [tuple(dict.fromkeys(placement[stage:])) for stage in range(self._stages)]
-        # The number of pieces of median cost that fit into the remaining room is a sharper bound than sums of costs.
-        self._median = sorted(costs)[len(costs) // 2]
-        heavy = [cost >= self._median for cost in costs]
-        self._heavy = [sum(heavy[begin:]) for begin in range(self._pieces + 1)]
-        self._fewest = self._fewest_stages()
-        self._infeasible: set[tuple[object, ...]] = set()
-        self._tried = 0
+    Depth first, and the stage nearest to an even share first. None: there are none, or `PATIENCE` tries found none.
+    """
+    stages, pieces = len(placement), len(costs)
+    sums = [0.0, *accumulate(costs)]
+    later = [placement[stage + 1 :].count(rank) for stage, rank in enumerate(placement)]
+    # By stage: the ranks that have it or a later one.
+    open_ranks = [tuple(dict.fromkeys(placement[stage:])) for stage in range(stages)]
+    # The number of pieces of median cost that fit into the remaining room is a sharper bound than sums of costs.
+    median = sorted(costs)[pieces // 2]
+    heavy = list(accumulate((cost >= median for cost in reversed(costs)), initial=0))[::-1]
+    # By piece: the least number of stages for the pieces from this one on.
+    fewest: list[float] = [0.0] * (pieces + 1)
+    for begin in reversed(range(pieces)):
+        end = bisect_right(sums, sums[begin] + min(width, load)) - 1
+        fewest[begin] = 1 + fewest[end] if end > begin else math.inf
+    infeasible: set[tuple[object, ...]] = set()
+    tried = 0
 
-    def run(self) -> list[int] | None:
-        """First pieces of the stages; None if there are none, or after `PATIENCE` tries."""
-        return self._from(0, 0, dict.fromkeys(self._placement, self._load))
+    def may_fit(stage: int, begin: int, left: Sequence[float]) -> bool:
+        """Whether simple bounds allow the remaining pieces to fit into the room of the ranks that are left."""
+        if fewest[begin] > stages - stage or sums[pieces] - sums[begin] > sum(left):
+            return False
+        return median <= 0 or heavy[begin] <= sum([int(room / median) for room in left])
 
-    def _from(self, stage: int, begin: int, room: dict[int, float]) -> list[int] | None:
-        if stage == self._stages:
-            return [] if begin == self._pieces else None
-        if self._tried >= PATIENCE:
-            return None
-        left = [room[rank] for rank in self._open[stage]]
+    def possible_ends(stage: int, begin: int, room: float) -> list[int]:
+        """Possible ends of the stage, the likeliest first."""
+        if stage == stages - 1:
+            return [pieces] if sums[pieces] - sums[begin] <= min(room, width) else []
+        last = bisect_right(sums, sums[begin] + min(room, width)) - 1
+        ends = range(begin + 1, min(last, pieces - (stages - stage - 1)) + 1)
+        share = sums[begin] + room / (1 + later[stage])
+        return sorted(ends, key=lambda end: abs(sums[end] - share))
+
+    def search(stage: int, begin: int, room: dict[int, float]) -> list[int] | None:
+        nonlocal tried
+        if stage == stages:
+            return [] if begin == pieces else None
+        left = [room[rank] for rank in open_ranks[stage]]
         position = (stage, begin, *left)
-        if position in self._infeasible or not self._may_fit(stage, begin, left):
+        if tried >= PATIENCE or position in infeasible or not may_fit(stage, begin, left):
             return None
-        rank = self._placement[stage]
-        for end in self._ends(stage, begin, room[rank]):
-            self._tried += 1
-            rest = self._from(stage + 1, end, {**room, rank: room[rank] - (self._sums[end] - self._sums[begin])})
+        rank = placement[stage]
+        for end in possible_ends(stage, begin, room[rank]):
+            tried += 1
+            rest = search(stage + 1, end, {**room, rank: room[rank] - (sums[end] - sums[begin])})
             if rest is not None:
                 return [begin, *rest]
-        self._infeasible.add(position)
+        infeasible.add(position)
         return None
 
-    def _ends(self, stage: int, begin: int, room: float) -> list[int]:
-        """Possible ends of the stage, the likeliest first."""
-        if stage == self._stages - 1:
-            fits = self._cost(begin, self._pieces) <= min(room, self._width)
-            return [self._pieces] if fits else []
-        last = bisect_right(self._sums, self._sums[begin] + min(room, self._width)) - 1
-        ends = range(begin + 1, min(last, self._pieces - (self._stages - stage - 1)) + 1)
-        if len(ends) < 2:
-            return list(ends)
-        share, sums, before = room / (1 + self._later[stage]), self._sums, self._sums[begin]
-        return sorted(ends, key=lambda end: abs(sums[end] - before - share))
-
-    def _may_fit(self, stage: int, begin: int, left: Sequence[float]) -> bool:
-        """Whether simple bounds allow the remaining pieces to fit.
-
-        Args:
-            left: room of the ranks that have this stage or a later one.
-        """
-        if self._fewest[begin] > self._stages - stage or self._cost(begin, self._pieces) > sum(left):
-            return False
-        median = self._median
-        return median <= 0 or self._heavy[begin] <= sum([int(room / median) for room in left])
-
-    def _cost(self, begin: int, end: int) -> float:
-        return self._sums[end] - self._sums[begin]
-
-    def _fewest_stages(self) -> list[float]:
-        """By piece: the least number of stages for the pieces from this one on."""
-        fewest: list[float] = [0.0] * (self._pieces + 1)
-        for begin in reversed(range(self._pieces)):
-            end = bisect_right(self._sums, self._sums[begin] + min(self._width, self._load)) - 1
-            fewest[begin] = 1 + fewest[end] if end > begin else math.inf
-        return fewest
+    return search(0, 0, dict.fromkeys(placement, load))

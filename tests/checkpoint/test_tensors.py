@@ -1,0 +1,529 @@
+"""Tensors in files: every dtype under any layout, each block read at most once, no pickle, and any other byte is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import struct
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from titanlab.train.dcp_folder import read_saved
+from titanlab.train.dcp_tensors import DcpReader
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.checkpoint.one_process import ALONE
+from tests.checkpoint.storage import SHARDINGS, of_every_dtype, read, sharded_state, write
+from titanlab.checkpoint import ITEM_BYTES, DamagedCheckpoint, blocks, read_contents, read_into
+from titanlab.checkpoint import reader as shard_reader
+from titanlab.checkpoint.blocks import BLOCK, BlockReader, BlockWriter, checksum
+from titanlab.checkpoint.index import read_index
+from titanlab.checkpoint.reader import JsonPlanner, ShardReader, load_state
+from titanlab.checkpoint.storage import DamagedFile, folder_at
+from titanlab.checkpoint.store import Plans
+from titanlab.checkpoint.writer import HostBuffer, bytes_of, check_coverage, publish, shard_of, without_duplicates
+from titanlab.checkpoint.writer import write as write_file
+from titanlab.distributed import World
+from titanlab.errors import ConfigError
+
+# A run has a process group, also of one process.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+
+
+def test_a_file_is_one_of_safetensors_in_which_each_dtype_is_one_range(tmp_path):
+    state = {f"x.{number}": torch.full((3,), number, dtype=dtype) for number, dtype in enumerate(DTYPES * 3)}
+    write(state, tmp_path / "c")
+    path = tmp_path / "c" / "rank-00000.safetensors"
+    with safe_open(path, "pt") as file:
+        assert set(file.keys()) == {f"{name}[0]" for name in state}
+        assert all(torch.equal(file.get_tensor(f"{name}[0]"), tensor) for name, tensor in state.items())
+    with path.open("rb") as file:
+        header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+    order = [entry["dtype"] for entry in sorted(header.values(), key=lambda entry: entry["data_offsets"])]
+    assert order == [*["I64"] * 3, *["F32"] * 3, *["BF16"] * 3, *["U8"] * 3]
+
+
+DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.int64)
+
+
+def test_entries_that_are_no_tensors_are_json(tmp_path):
+    state = {"a": {"step": 3, "name": "x", "rates": [0.5, None]}, "b": torch.ones(2)}
+    write(state, tmp_path / "c")
+    found = {"a": {"step": 0, "name": "", "rates": [0.0, 1.0]}, "b": torch.zeros(2)}
+    read(found, tmp_path / "c")
+    assert (found["a"], found["b"].tolist()) == ({"step": 3, "name": "x", "rates": [0.5, None]}, [1.0, 1.0])
+    for value in (object(), float("nan"), 1 + 2j, {1, 2}):
+        with pytest.raises(TypeError, match="^x is .*: a checkpoint holds tensors and values of JSON only$"):
+            write({"x": value}, tmp_path / "d")
+
+
+def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path):
+    write(of_every_dtype(), tmp_path / "c")
+    for path in (tmp_path / "c").iterdir():
+        with pytest.raises((pickle.UnpicklingError, EOFError, ValueError, KeyError, IndexError, OverflowError)):
+            pickle.loads(path.read_bytes())
+        assert b"torch" not in path.read_bytes(), path.name
+
+
+def test_what_was_written_is_what_is_there(tmp_path):
+    staged = Plans().plan({"x": torch.arange(5.0), "n": 4}, tmp_path, ALONE).stage()
+    # A folder that this host does not see yet.
+    written = write_file(staged, tmp_path / "new" / "c")
+    path = tmp_path / "new" / "c" / "rank-00000.safetensors"
+    content = path.read_bytes()
+    assert (written.file.name, written.file.size) == (path.name, len(content))
+    assert written.file.checksums == checksum(content).to_bytes(8, "little")
+    assert written.objects == {"n": "4"}
+    # A second rank of the same number would write over it.
+    with pytest.raises(FileExistsError):
+        write_file(staged, tmp_path / "new" / "c")
+
+
+def test_a_copy_is_one_range_of_the_given_memory():
+    planned = Plans().plan({"x": torch.arange(3, dtype=torch.int16), "y": torch.ones(2)}, None, ALONE)
+    buffer = HostBuffer()
+    memory = buffer.reserve(4096)
+    staged = planned.stage(buffer)
+    assert staged.content.data_ptr() == memory.data_ptr()
+    assert len(staged.content) == staged.shard.size
+    content = bytes(staged.content.tolist())
+    assert content == staged.shard.header + struct.pack("<2f3h", 1, 1, 0, 1, 2)
+    assert [tensor.tolist() for tensor in staged.tensors] == [[1.0, 1.0], [0, 1, 2]]
+
+
+def test_a_tensor_that_has_changed_since_the_plan_is_refused():
+    plans = Plans()
+    planned = plans.plan({"x": torch.ones(3)}, None, ALONE)
+    planned.planner.state_dict["x"] = torch.ones(4)
+    with pytest.raises(ValueError, match=r"^x has the shape \[4\], and the plan says \[3\]$"):
+        planned.stage()
+
+
+def test_the_index_is_written_last(tmp_path, monkeypatch):
+    planned = Plans().plan({"x": torch.ones(3)}, tmp_path, ALONE)
+    written = write_file(planned.stage(), tmp_path)
+    names = []
+
+    def fails_at_the_second(path, content, **given):
+        names.append((path.name, given))
+        if len(names) == 2:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("titanlab.checkpoint.storage.write_bytes", fails_at_the_second)
+    with pytest.raises(OSError, match="No space left"):
+        publish(tmp_path, planned.shards, [written], planned.position)
+    assert names == [("position.json", {"durable": True}), ("index.json", {"durable": True})]
+
+
+def plan_of(state):
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, None, is_coordinator=True)
+    return planner.create_local_plan()
+
+
+def part(name, dtype, shape, offsets, sizes):
+    """An item of a plan: a part of a tensor."""
+    data = TensorWriteData(
+        chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
+        properties=TensorProperties(dtype=dtype),
+        size=torch.Size(shape),
+    )
+    return WriteItem(index=MetadataIndex(name, torch.Size(offsets)), type=WriteItemType.SHARD, tensor_data=data)
+
+
+def header_of(shard):
+    assert int.from_bytes(shard.header[:8], "little") == len(shard.header) - 8
+    return json.loads(shard.header[8:])
+
+
+def test_a_rank_without_tensors_has_a_file_of_a_header():
+    for plan in (SavePlan([]), plan_of({"step": 3})):
+        shard = shard_of(plan, 0)
+        assert (shard.name, list(shard.chunks), shard.size) == ("rank-00000.safetensors", [], 16)
+        assert shard.header == b"\x08\0\0\0\0\0\0\0{}      "
+
+
+def test_wide_elements_stand_first_in_the_order_of_the_plan():
+    state = {
+        "a": torch.zeros(3, dtype=torch.uint8),
+        "b": torch.zeros(2, dtype=torch.bfloat16),
+        "c": torch.zeros(2),
+        "d": torch.zeros(1, dtype=torch.int64),
+        "e": torch.zeros(1, dtype=torch.int32),
+        "f": torch.zeros(1),
+    }
+    shard = shard_of(plan_of(state), 1)
+    assert [chunk.name for chunk in shard.chunks] == ["d", "c", "f", "e", "b", "a"]
+    start = len(shard.header)
+    assert start % 8 == 0
+    for chunk, size in zip(shard.chunks, [8, 8, 4, 4, 4, 3], strict=True):
+        assert (chunk.start, chunk.size) == (start, size)
+        assert chunk.start % ITEM_BYTES[chunk.dtype] == 0
+        start += size
+    assert shard.size == start
+
+
+def test_the_header_names_each_part_by_its_offsets():
+    plan = SavePlan([
+        part("x", torch.float32, (4, 6), (2, 0), (2, 3)),
+        part("x", torch.float32, (4, 6), (2, 3), (2, 3)),
+        part("s", torch.float32, (), (), ()),
+        part("e", torch.float32, (0, 5), (0, 0), (0, 5)),
+    ])  # fmt: skip
+    shard = shard_of(plan, 0)
+    assert header_of(shard) == {
+        "x[2,0]": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+        "x[2,3]": {"dtype": "F32", "shape": [2, 3], "data_offsets": [24, 48]},
+        "s[]": {"dtype": "F32", "shape": [], "data_offsets": [48, 52]},
+        "e[0,0]": {"dtype": "F32", "shape": [0, 5], "data_offsets": [52, 52]},
+    }
+    first = shard.chunks[0]
+    assert (first.name, first.dtype, first.shape) == ("x", "float32", (4, 6))
+    assert (first.offsets, first.sizes) == ((2, 0), (2, 3))
+    assert first.index == MetadataIndex("x", torch.Size([2, 0]))
+
+
+def test_a_dtype_that_safetensors_lacks_is_written_as_bytes():
+    plan = plan_of({"x": torch.zeros(2, 3, dtype=torch.complex64)})
+    assert header_of(shard_of(plan, 0)) == {"x[0,0]": {"dtype": "U8", "shape": [48], "data_offsets": [0, 48]}}
+    assert shard_of(plan, 0).chunks[0].dtype == "complex64"
+
+
+def test_a_dtype_that_no_checkpoint_holds_is_refused():
+    with pytest.raises(TypeError, match=r"^x\.y has the dtype qint8, which a checkpoint cannot hold$"):
+        shard_of(SavePlan([part("x.y", torch.qint8, (2,), (0,), (2,))]), 0)
+
+
+def part_of(name, shape, offsets, sizes):
+    data = TensorWriteData(
+        chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
+        properties=TensorProperties(dtype=torch.float32),
+        size=torch.Size(shape),
+    )
+    return WriteItem(index=MetadataIndex(name, torch.Size(offsets)), type=WriteItemType.SHARD, tensor_data=data)
+
+
+def names(plan):
+    return [(each.index.fqn, tuple(each.index.offset)) for each in plan.items]
+
+
+def grid(shape, cuts):
+    """Parts of a tensor that is cut into equal ranges along each dim."""
+    parts = [((), ())]
+    for size, count in zip(shape, cuts, strict=True):
+        step = size // count
+        parts = [((*o, i * step), (*s, step)) for o, s in parts for i in range(count)]
+    return parts
+
+
+def test_replicas_write_equal_shares():
+    # Two replicas of two shards: each part is in two plans.
+    parts = [
+        part(f"x{number}", torch.float32, (4, 8), (2 * shard, 0), (2, 8)) for number in range(6) for shard in range(2)
+    ]
+    plans = [SavePlan([part for part in parts if part.index.offset[0] == 2 * shard]) for shard in (0, 1, 0, 1)]
+    found = without_duplicates(plans)
+    assert sorted(name for plan in found for name in names(plan)) == sorted(names(SavePlan(parts)))
+    assert [len(plan.items) for plan in found] == [3, 3, 3, 3]
+    check_coverage(found)
+
+
+def test_it_finds_what_torchs_planner_finds():
+    """On random layouts: the same entries, and every one of them once."""
+    chosen = random.Random(0)
+    for _ in range(50):
+        ranks, cuts = chosen.randint(1, 6), (chosen.choice([1, 2, 4]), chosen.choice([1, 2]))
+        parts = [part(f"x{n}", torch.float32, (8, 4), *cut) for n in range(3) for cut in grid((8, 4), cuts)]
+        homes = [chosen.sample(range(ranks), chosen.randint(1, ranks)) for _ in parts]
+        plans = [
+            SavePlan([part for part, home in zip(parts, homes, strict=True) if rank in home], planner_data={})
+            for rank in range(ranks)
+        ]
+        torchs, _ = DefaultSavePlanner().create_global_plan(plans)
+        found = without_duplicates(plans)
+        check_coverage(found)
+        assert sorted(n for plan in found for n in names(plan)) == sorted(n for plan in torchs for n in names(plan))
+
+
+def test_a_part_that_nobody_writes_is_named():
+    plans = [SavePlan([part("layers.3.weight", torch.float32, (4,), (0,), (2,))]), SavePlan([])]
+    with pytest.raises(ValueError, match=r"the parts of layers\.3\.weight on 2 ranks do not cover its shape \[4\]"):
+        check_coverage(plans)
+    plans[1] = SavePlan([part("layers.3.weight", torch.float32, (6,), (2,), (4,))])
+    with pytest.raises(ValueError, match=r"has the shape \[4\] on one rank, \[6\] on another"):
+        check_coverage(plans)
+
+
+def same_bytes(one, other):
+    return one.dtype == other.dtype and one.shape == other.shape and bytes_of(one) == bytes_of(other)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_every_dtype_and_shape_comes_back_byte_for_byte(tmp_path, copies):
+    state = of_every_dtype()
+    write(state, tmp_path / "c", copies=copies)
+    empty = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    read(empty, tmp_path / "c")
+    assert [name for name in state if not same_bytes(state[name], empty[name])] == []
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [
+        "index.json", "position.json", "rank-00000.safetensors",
+    ]  # fmt: skip
+
+
+def test_a_part_reads_the_blocks_that_hold_it_and_no_others(tmp_path):
+    rows = torch.arange(4 * BLOCK // 4, dtype=torch.float32).view(64, -1)
+    # Another tensor before it, so that rows do not begin at blocks.
+    write({"a": torch.zeros(100, dtype=torch.float64), "x": rows}, tmp_path / "c")
+    assert read({"x": torch.empty_like(rows)}, tmp_path / "c") == 5
+    assert read({"a": torch.zeros(100, dtype=torch.float64)}, tmp_path / "c") == 1
+    # Another dtype is converted.
+    converted = {"x": torch.empty(rows.shape, dtype=torch.float64)}
+    assert read(converted, tmp_path / "c") == 5
+    assert torch.equal(converted["x"], rows.double())
+
+
+def resharded(folder, saves, loads):
+    """As a rank: save under one sharding and load under another. Returns how often each block was read."""
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    world = World(rank=rank, world=size, local_rank=rank, device=torch.device("cpu"))
+    if saves is not None:
+        if rank == 0:
+            folder.mkdir()
+        world.share(None)
+        write(sharded_state(mesh, SHARDINGS[saves], filled=True)[0], folder, world=world)
+    counts = {}
+    original = blocks.BlockReader._read
+
+    def counted(self, number, target):
+        for block in range(number, number + blocks.blocks_of(len(target))):
+            counts[self._name, block] = counts.get((self._name, block), 0) + 1
+        original(self, number, target)
+
+    blocks.BlockReader._read = counted
+    try:
+        state, _ = sharded_state(mesh, SHARDINGS[loads], filled=False)
+        reader = ShardReader(folder, read_index(folder), "run")
+        dcp.load(state, storage_reader=reader, planner=JsonPlanner())
+    finally:
+        blocks.BlockReader._read = original
+    expected, _ = sharded_state(mesh, SHARDINGS[loads], filled=True)
+    wrong = [name for name in state if not torch.equal(state[name].to_local(), expected[name].to_local())]
+    assert reader.blocks_read == sum(counts.values())
+    return wrong, max(counts.values()), len(counts)
+
+
+@pytest.mark.parametrize(
+    ("saves", "loads"),
+    [("rows", "rows"), ("rows", "columns"), ("columns", "rows"), ("none", "columns"), ("columns", "none")],
+)
+def test_each_rank_reads_a_block_at_most_once_under_any_sharding(pool, tmp_path, saves, loads):
+    folder = tmp_path / "c"
+    for wrong, most, count in pool.run(2, resharded, folder, saves, loads):
+        assert (wrong, most) == ([], 1)
+        # 12 MiB in all; a rank of the same sharding needs its own half.
+        assert count <= (8 if saves == loads != "none" else 14)
+    ((wrong, most, _),) = pool.run(1, resharded, folder, None, "none")
+    assert (wrong, most) == ([], 1)
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (torch.zeros(3, 4, dtype=torch.float64), torch.arange(12, dtype=torch.float64).view(3, 4)),
+        (torch.zeros(4, 3).t(), torch.arange(12.0).view(3, 4)),
+        (torch.zeros(3, 8)[:, ::2], torch.arange(12.0).view(3, 4)),
+        (torch.zeros(3, 4, dtype=torch.int32), torch.arange(12, dtype=torch.int32).view(3, 4)),
+        (torch.zeros(3, 4, requires_grad=True), torch.arange(12.0).view(3, 4)),
+    ],
+)
+def test_tensors_of_another_dtype_or_order_are_filled(tmp_path, target, expected):
+    write({"x": torch.arange(12.0).view(3, 4)}, tmp_path / "c")
+    read({"x": target}, tmp_path / "c")
+    assert torch.equal(target, expected)
+
+
+DAMAGES = {
+    "another byte": (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"x"), "has other bytes than were saved"),
+    "a byte less": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "has 79 bytes, and had 80 when"),
+    "no file": (lambda path: path.unlink(), "is missing"),
+    "a folder": (lambda path: (path.unlink(), path.mkdir()), "is no file"),
+    "a link": (lambda path: (path.rename(path.with_name("x")), path.symlink_to("x")), "is a symbolic link"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_file_that_is_not_what_was_saved_is_damage(tmp_path, name):
+    folder = tmp_path / "step-00000002"
+    write({"x": torch.ones(2), "n": 1}, folder)
+    spoil, reason = DAMAGES[name]
+    spoil(folder / "rank-00000.safetensors")
+    with pytest.raises(
+        DamagedCheckpoint, match=rf"^run=.*step-00000002: is damaged: its (file )?rank-00000.safetensors {reason}"
+    ):
+        read({"x": torch.zeros(2)}, folder)
+    # What needs no tensor is not affected.
+    values = {"n": 0}
+    read(values, folder)
+    assert values == {"n": 1}
+
+
+STATE = {"model": {"x": torch.arange(6.0).view(2, 3)}, "n": {"rates": 0.5, "list": [1, None], "text": "é"}}
+
+
+def ours(folder, state):
+    write(state, folder)
+    return reader_of(folder)
+
+
+def plain(folder, state):
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    return DcpReader(folder, read_saved(folder, "run"), "run")
+
+
+def reader_of(checkpoint):
+    return read_contents(checkpoint, "run").reader(checkpoint, "run")
+
+
+def empty():
+    return {"model": {"x": torch.zeros(2, 3)}, "n": {"rates": 0.0, "list": [0, 0], "text": ""}}
+
+
+@pytest.mark.parametrize("make", [ours, plain])
+def test_a_state_comes_back(tmp_path, make):
+    reader, state = make(tmp_path / "c", STATE), empty()
+    load_state(state, reader)
+    assert torch.equal(state["model"]["x"], STATE["model"]["x"])
+    assert state["n"] == STATE["n"]
+
+
+@pytest.mark.parametrize("make", [ours, plain])
+def test_entries_are_read_by_their_names(tmp_path, make):
+    reader = make(tmp_path / "c", STATE)
+    state = {"model.x": torch.zeros(2, 3)}
+    read_into(state, reader, reader.read_metadata())
+    assert torch.equal(state["model.x"], STATE["model"]["x"])
+
+
+@pytest.mark.parametrize("make", [ours, plain])
+@pytest.mark.parametrize("state", [{"model": {"y": torch.zeros(2)}}, {"model": {"x": torch.zeros(3, 2)}}])
+def test_a_state_of_another_model_is_one_line(tmp_path, make, state):
+    reader = make(tmp_path / "c", STATE)
+    with pytest.raises(ConfigError) as caught:
+        load_state(state, reader)
+    assert not isinstance(caught.value, DamagedCheckpoint)
+    assert str(caught.value).startswith(f"run={tmp_path / 'c'}: cannot be read (")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "pattern", "said"),
+    [(ours, "*.safetensors", "rank-00000.safetensors is missing"), (plain, "*.distcp", "it has no file __0_0.distcp")],
+)
+def test_a_missing_file_is_damage(tmp_path, make, pattern, said):
+    reader = make(tmp_path / "c", STATE)
+    for path in (tmp_path / "c").glob(pattern):
+        path.unlink()
+    with pytest.raises(DamagedCheckpoint, match=said):
+        load_state(empty(), reader)
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError("out of memory")])
+def test_an_error_of_the_machine_says_nothing_about_the_checkpoint(tmp_path, monkeypatch, error):
+    reader = ours(tmp_path / "c", STATE)
+
+    def fails(*given):
+        raise error
+
+    monkeypatch.setattr(shard_reader, "BlockReader", fails)
+    with pytest.raises(dcp.CheckpointException) as caught:
+        load_state(empty(), reader)
+    ((failure, _),) = caught.value.failures.values()
+    assert failure is error
+
+
+SIZE = 9 * BLOCK + 1234
+CONTENT = bytes(range(256)) * (SIZE // 256) + bytes(SIZE % 256)
+
+
+@pytest.fixture
+def block_file(tmp_path):
+    with BlockWriter(tmp_path / "file") as file:
+        for start in range(0, SIZE, 700_001):
+            file.write(CONTENT[start : start + 700_001])
+        file.finish()
+    assert (tmp_path / "file").read_bytes() == CONTENT
+    assert (file.size, len(file.checksums)) == (SIZE, 80)
+    assert file.checksums[:8] == checksum(CONTENT[:BLOCK]).to_bytes(8, "little")
+    assert file.checksums[-8:] == checksum(CONTENT[9 * BLOCK :]).to_bytes(8, "little")
+    return tmp_path / "file", file.checksums
+
+
+def read_ranges(path, checksums, ranges):
+    with BlockReader(path, SIZE, checksums) as file:
+        for start, stop in ranges:
+            target = bytearray(stop - start)
+            file.read_into(start, memoryview(target))
+            assert target == CONTENT[start:stop]
+        return file.blocks_read
+
+
+@pytest.mark.parametrize(
+    ("ranges", "blocks"),
+    [
+        ([(0, SIZE)], 10),
+        ([(0, 0)], 0),
+        ([(5, 6)], 1),
+        ([(BLOCK - 1, BLOCK + 1)], 2),
+        ([(10, 20), (30, 40), (BLOCK - 5, BLOCK)], 1),
+        ([(10, 3 * BLOCK + 7), (3 * BLOCK + 7, 3 * BLOCK + 9), (3 * BLOCK + 9, 6 * BLOCK)], 6),
+        ([(2 * BLOCK, 3 * BLOCK), (5 * BLOCK, 5 * BLOCK + 1), (9 * BLOCK + 5, SIZE)], 3),
+        ([(start, min(start + 333_333, SIZE)) for start in range(0, SIZE, 333_333)], 10),
+    ],
+)
+def test_ranges_in_order_read_each_block_once(block_file, ranges, blocks):
+    assert read_ranges(*block_file, ranges) == blocks
+
+
+@pytest.mark.parametrize("at", [0, BLOCK - 1, BLOCK, 4 * BLOCK + 17, SIZE - 1])
+def test_another_byte_is_found_where_its_block_is_read_and_nowhere_else(block_file, at):
+    path, checksums = block_file
+    content = bytearray(CONTENT)
+    content[at] ^= 1
+    path.write_bytes(content)
+    block = at // BLOCK
+    for start, stop in [(at, at + 1), (0, SIZE), (block * BLOCK, min(block * BLOCK + BLOCK, SIZE))]:
+        with pytest.raises(DamagedFile, match=f"^its file file has other bytes than were saved, in its block {block} "):
+            read_ranges(path, checksums, [(start, stop)])
+    with pytest.raises(DamagedFile), BlockReader(path, SIZE, checksums) as file:
+        file.verify()
+    apart = (block + 2) % 9
+    assert read_ranges(path, checksums, [(apart * BLOCK, (apart + 1) * BLOCK)]) == 1
+
+
+def test_what_is_no_file_of_that_size_is_not_read(block_file, tmp_path):
+    path, checksums = block_file
+    (tmp_path / "link").symlink_to(path)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name, rule in [
+        ("link", "its file link is a symbolic link"),
+        ("pipe", "its pipe is no file"),
+        ("folder", "its folder is no file"),
+        ("missing", "its file missing is missing"),
+    ]:
+        with pytest.raises(DamagedFile, match=f"^{rule}$"):
+            BlockReader(tmp_path / name, SIZE, checksums)
+    with pytest.raises(DamagedFile, match=f"has {SIZE} bytes, and had {SIZE + 1} when it was saved"):
+        BlockReader(path, SIZE + 1, checksums)
+    with pytest.raises(DamagedFile, match="has more than 100 bytes"):
+        folder_at(tmp_path).read("file", 100)

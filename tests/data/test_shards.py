@@ -1,0 +1,426 @@
+"""Folders of token shards: every document once, an index that is checked, and sequences that are where they were."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from titanlab.data import shards
+from titanlab.data.contract import IGNORE, Separators
+from titanlab.data.indexed import Split, check_documents, check_tokens
+from titanlab.data.shards import (
+    ShardIndex,
+    TokenShard,
+    fingerprint_of,
+    is_whole,
+    pieces_of,
+    read_index,
+    write_documents,
+    write_index,
+)
+from titanlab.errors import ConfigError
+
+
+def made(folder: Path, **changes: Any) -> ShardIndex:
+    """Three files and their index."""
+    folder.mkdir(exist_ok=True)
+    train = (TokenShard(file="train-00000.bin", tokens=10, documents=2), TokenShard(file="train-00001.bin", tokens=1))
+    given: dict[str, Any] = {"dtype": "uint16", "vocab_size": 100, "bos_id": 1, "eos_id": 2}
+    index = ShardIndex(
+        **{**given, "train": train, "validation": (TokenShard(file="validation-00000.bin", tokens=5),), **changes}
+    )
+    for shard in (*index.train, *index.validation):
+        (folder / shard.file).write_bytes(bytes(shard.tokens * (2 if index.dtype == "uint16" else 4)))
+    write_index(folder, index)
+    return index
+
+
+def rewritten(folder: Path, **changes: Any) -> None:
+    """Other values in the index; a value of ... is left out."""
+    made(folder)
+    content = json.loads((folder / "index.json").read_text()) | changes
+    (folder / "index.json").write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_index(folder, "k")
+    assert not is_whole(folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_tokens_and_sequences_are_counted() -> None:
+    index = ShardIndex(
+        dtype="uint16",
+        vocab_size=9,
+        train=tuple(TokenShard(file=str(tokens), tokens=tokens) for tokens in (0, 1, 8, 9, 17)),
+        validation=(TokenShard(file="v", tokens=3),),
+    )
+    assert (index.tokens("train"), index.tokens("validation")) == (35, 3)
+    assert [shard.file for shard in index.split("validation")] == ["v"]
+    # A sequence of 8 needs 9 tokens.
+    assert (index.sequences("train", 8), index.sequences("validation", 8)) == (3, 0)
+    assert index.sequences("train", 1) == 0 + 0 + 7 + 8 + 16
+    empty = ShardIndex(dtype="uint16", vocab_size=9)
+    assert (empty.tokens("train"), empty.sequences("train", 8)) == (0, 0)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_an_index_comes_back(tmp_path: Path, dtype: str) -> None:
+    index = made(tmp_path, dtype=dtype, tokenizer="tokenizer.json", fingerprint="ab")
+    assert read_index(tmp_path) == index
+    assert is_whole(tmp_path)
+
+
+def test_four_lines_are_enough(tmp_path: Path) -> None:
+    left_out = dict.fromkeys(["bos_id", "eos_id", "tokenizer", "fingerprint", "train", "validation"], ...)
+    rewritten(tmp_path, **left_out)
+    assert read_index(tmp_path) == ShardIndex(dtype="uint16", vocab_size=100)
+    rewritten(tmp_path, validation=[], train=[{"file": "train-00000.bin", "tokens": 10}])
+    assert read_index(tmp_path).train == (TokenShard(file="train-00000.bin", tokens=10, documents=0),)
+
+
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "another format": ({"format": "x"}, "format 'x' version 1, not 'titanlab-tokens' 1"),
+    "another version": ({"version": 2}, "format 'titanlab-tokens' version 2, not 'titanlab-tokens' 1"),
+    "no version": ({"version": ...}, "format 'titanlab-tokens' version None, not 'titanlab-tokens' 1"),
+    "another dtype": ({"dtype": "int16"}, "dtype 'int16', neither uint16 nor uint32"),
+    "a dtype of a list": ({"dtype": []}, "Expected `str`, got `array` - at `$.dtype`"),
+    "no token": ({"vocab_size": 0}, "vocab_size 0 does not fit uint16"),
+    "too many tokens": ({"vocab_size": 65537}, "vocab_size 65537 does not fit uint16"),
+    "infinitely many": ({"vocab_size": float("inf")}, "Expected `int`, got `float` - at `$.vocab_size`"),
+    "a file of infinite length": ({"train": [{"file": "a", "tokens": float("inf")}]}, "Expected `int`, got `float`"),
+    "a token of infinity": ({"eos_id": float("-inf")}, "Expected `int | null`, got `float` - at `$.eos_id`"),
+    "a token of text": ({"bos_id": "x"}, "Expected `int | null`, got `str` - at `$.bos_id`"),
+    "no number of tokens": ({"train": [{"file": "a"}]}, "Object missing required field `tokens` - at `$.train[0]`"),
+    "a file of text": ({"train": ["a"]}, "Expected `object`, got `str` - at `$.train[0]`"),
+    "train of a number": ({"train": 5}, "Expected `array`, got `int` - at `$.train`"),
+    "a file elsewhere": ({"train": [{"file": "../a", "tokens": 1}]}, "'../a' is not in the folder"),
+    "a file of the root": ({"validation": [{"file": "/a", "tokens": 1}]}, "'/a' is not in the folder"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_value_that_no_index_has_is_named(tmp_path: Path, name: str) -> None:
+    changes, reason = BROKEN[name]
+    rewritten(tmp_path, **changes)
+    said = refusal(tmp_path)
+    assert said.startswith(f"k={tmp_path / 'index.json'}: is no index of token shards ({reason}"[:120])
+    assert said.endswith("; make the folder with `titanlab tokenize`")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000, b"1" * 5000])
+def test_what_is_no_json_is_one_line(tmp_path: Path, content: bytes) -> None:
+    made(tmp_path)
+    (tmp_path / "index.json").write_bytes(content)
+    assert refusal(tmp_path).startswith(f"k={tmp_path / 'index.json'}: cannot be read (")
+
+
+def test_a_folder_without_an_index_is_one_line(tmp_path: Path) -> None:
+    cure = "make the folder with `titanlab tokenize`"
+    assert refusal(tmp_path) == f"k={tmp_path}: has no index.json; {cure}"
+    assert refusal(tmp_path / "none") == f"k={tmp_path / 'none'}: is no folder; {cure}"
+    (tmp_path / "file").write_text("")
+    assert refusal(tmp_path / "file") == f"k={tmp_path / 'file'}: is no folder; {cure}"
+
+
+@pytest.mark.parametrize(
+    ("size", "fault"), [(None, "is missing"), (0, "has 0 bytes, not 10"), (9, "has 9 bytes, not 10"), (12, "has 12")]
+)
+def test_a_file_of_another_length_is_named(tmp_path: Path, size: int | None, fault: str) -> None:
+    made(tmp_path)
+    file = tmp_path / "validation-00000.bin"
+    file.unlink()
+    if size is not None:
+        file.write_bytes(bytes(size))
+    said = refusal(tmp_path)
+    assert said.startswith(f"k={file}: {fault}")
+    assert said.endswith(", so it is not what index.json describes; make the folder again")
+
+
+def test_the_fingerprint_is_of_the_tokens(tmp_path: Path) -> None:
+    index = made(tmp_path / "a")
+    first = fingerprint_of(tmp_path / "a", index)
+    assert len(first) == 32
+    made(tmp_path / "b")
+    assert fingerprint_of(tmp_path / "b", index) == first
+    (tmp_path / "b" / "train-00001.bin").write_bytes(b"\1\0")
+    assert fingerprint_of(tmp_path / "b", index) != first
+    # The same bytes, of which one file more is held out.
+    moved = made(tmp_path / "c", train=index.train[:1], validation=(index.train[1], *index.validation))
+    assert fingerprint_of(tmp_path / "c", moved) != first
+
+
+def test_a_fingerprint_that_the_index_has_is_taken(tmp_path: Path) -> None:
+    index = ShardIndex(dtype="uint16", vocab_size=9, fingerprint="ab", train=(TokenShard(file="none", tokens=3),))
+    other = ShardIndex(dtype="uint16", vocab_size=9, fingerprint="cd")
+    assert fingerprint_of(tmp_path, index) == fingerprint_of(tmp_path / "elsewhere", index)
+    assert fingerprint_of(tmp_path, index) != fingerprint_of(tmp_path, other)
+
+
+class Letters:
+    """A tokenizer whose tokens are the code points plus ten."""
+
+    vocab_size = 1000
+    bos_id: int | None = 1
+    eos_id: int | None = 2
+    separator = ""
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) + 10 for letter in text]
+
+    def encode_many(self, texts: list[str]) -> list[list[int]]:
+        self.calls.append(list(texts))
+        return [self.encode(text) for text in texts]
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.separator + "".join(chr(token - 10) for token in tokens)
+
+
+def written(
+    folder: Path,
+    texts: list[str],
+    *,
+    tokenizer: Letters | None = None,
+    held_out: Callable[[str], bool] = lambda text: False,
+    **given: float,
+) -> ShardIndex:
+    folder.mkdir(exist_ok=True)
+    file = folder.parent / "tokenizer.model"
+    file.write_bytes(b"its file")
+    tokenizer = tokenizer or Letters()
+    tokenizer.file = file
+    lines: list[str] = []
+    index = write_documents(
+        folder,
+        texts,
+        tokenizer=tokenizer,  # type: ignore[arg-type]
+        fingerprint="ab",
+        report=lines.append,
+        held_out=held_out,
+        **given,  # type: ignore[arg-type]
+    )
+    assert read_index(folder) == index
+    assert len(lines) == 1
+    assert "a document" in lines[0]
+    return index
+
+
+def tokens_of(folder: Path, index: ShardIndex, split: str) -> list[list[int]]:
+    """The tokens of each file."""
+    dtype = np.dtype(index.dtype).newbyteorder("<")
+    return [np.fromfile(folder / shard.file, dtype=dtype).tolist() for shard in index.split(split)]
+
+
+def of(text: str) -> list[int]:
+    return [1, *Letters().encode(text), 2]
+
+
+def test_each_document_has_its_beginning_and_its_end(tmp_path: Path) -> None:
+    index = written(tmp_path / "t", ["ab", "", "c"])
+    assert tokens_of(tmp_path / "t", index, "train") == [[*of("ab"), 1, 2, *of("c")]]
+    assert index.validation == ()
+    assert (index.dtype, index.vocab_size, index.bos_id, index.eos_id) == ("uint16", 1000, 1, 2)
+    assert (index.tokenizer, index.fingerprint) == ("tokenizer.model", "ab")
+    assert [(shard.file, shard.tokens, shard.documents) for shard in index.train] == [("train-00000.bin", 9, 3)]
+    assert (tmp_path / "t" / "tokenizer.model").read_bytes() == b"its file"
+
+
+@pytest.mark.parametrize(("bos", "eos", "expected"), [(None, 2, [107, 2]), (1, None, [1, 107]), (None, None, [107])])
+def test_a_token_that_the_tokenizer_lacks_is_left_out(
+    tmp_path: Path, bos: int | None, eos: int | None, expected: list[int]
+) -> None:
+    tokenizer = Letters()
+    tokenizer.bos_id, tokenizer.eos_id = bos, eos
+    index = written(tmp_path / "t", ["a"], tokenizer=tokenizer)
+    assert (index.bos_id, index.eos_id) == (bos, eos)
+    assert tokens_of(tmp_path / "t", index, "train") == [expected]
+
+
+def test_without_documents_there_is_no_file(tmp_path: Path) -> None:
+    index = written(tmp_path / "t", [], tail_fraction=0.5)
+    assert (index.train, index.validation) == ((), ())
+    assert sorted(path.name for path in (tmp_path / "t").iterdir()) == ["index.json", "tokenizer.model"]
+
+
+def test_documents_are_held_out(tmp_path: Path) -> None:
+    index = written(tmp_path / "t", ["a", "bx", "c", "dx"], held_out=lambda text: "x" in text, tail_fraction=0.5)
+    assert tokens_of(tmp_path / "t", index, "train") == [[*of("a"), *of("c")]]
+    assert tokens_of(tmp_path / "t", index, "validation") == [[*of("bx"), *of("dx")]]
+    assert (index.train[0].documents, index.validation[0].documents) == (2, 2)
+
+
+def test_a_file_ends_after_the_document_with_which_it_is_full(tmp_path: Path) -> None:
+    index = written(tmp_path / "t", ["ab", "c", "defgh", "i"], shard_tokens=7)
+    assert [(shard.tokens, shard.documents) for shard in index.train] == [(7, 2), (7, 1), (3, 1)]
+    assert tokens_of(tmp_path / "t", index, "train") == [[*of("ab"), *of("c")], of("defgh"), of("i")]
+    assert [shard.file for shard in index.train] == [f"train-{number:05d}.bin" for number in range(3)]
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_the_tail_is_held_out_where_the_documents_were_all_of_one_split(tmp_path: Path, held_out: bool) -> None:
+    texts = ["abc", "defgh"]
+    index = written(tmp_path / "t", texts, held_out=lambda text: held_out, tail_fraction=0.25, shard_tokens=5)
+    whole = [*of("abc"), *of("defgh")]
+    assert tokens_of(tmp_path / "t", index, "train") == [whole[:5], whole[5:-3]]
+    assert tokens_of(tmp_path / "t", index, "validation") == [whole[-3:]]
+    assert [shard.file for shard in index.train] == ["train-00000.bin", "train-00001.bin"]
+
+
+@pytest.mark.parametrize(("fraction", "kept"), [(0.01, 8), (0.3, 7), (0.5, 5), (0.9, 5), (1.0, 5)])
+def test_at_least_two_tokens_and_at_most_half_of_the_last_file_are_held_out(
+    tmp_path: Path, fraction: float, kept: int
+) -> None:
+    index = written(tmp_path / "t", ["abcdefgh"], tail_fraction=fraction)
+    assert (index.tokens("train"), index.tokens("validation")) == (kept, 10 - kept)
+    (first,), (second,) = (tokens_of(tmp_path / "t", index, split) for split in ("train", "validation"))
+    assert first + second == of("abcdefgh")
+
+
+def test_many_documents_are_encoded_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "_BATCH_CHARACTERS", 4)
+    tokenizer = Letters()
+    index = written(tmp_path / "t", ["ab", "cd", "e", "fghij", "k"], tokenizer=tokenizer)
+    assert tokenizer.calls == [["ab", "cd"], ["e", "fghij"], ["k"]]
+    assert index.train[0].documents == 5
+
+
+@pytest.mark.parametrize(("separator", "calls"), [("", [["a\n", "bcd"]]), (" ", [["a\nbcd"]])])
+def test_a_long_document_is_encoded_in_pieces_if_the_tokenizer_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separator: str, calls: list[list[str]]
+) -> None:
+    monkeypatch.setattr(pieces_of, "__defaults__", (3,))
+    tokenizer = Letters()
+    tokenizer.separator = separator
+    index = written(tmp_path / "t", ["a\nbcd"], tokenizer=tokenizer)
+    assert tokenizer.calls == calls
+    assert tokens_of(tmp_path / "t", index, "train") == [of("a\nbcd")]
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("", [""]),
+        ("abc", ["abc"]),
+        ("abcd", ["abc", "d"]),
+        ("a\nbc", ["a\n", "bc"]),
+        ("\n\n\n\n", ["\n\n\n", "\n"]),
+        ("ab\ncd\nef", ["ab\n", "cd\n", "ef"]),
+        ("abcdef\n", ["abc", "def", "\n"]),
+    ],
+)
+def test_pieces_end_after_lines(text: str, pieces: list[str]) -> None:
+    assert list(pieces_of(text, 3)) == pieces
+
+
+def test_long_documents_are_encoded_in_pieces_and_stay_whole() -> None:
+    for written in ("a\nbb\n\nccc" * 50, "x" * 95, "", "\n" * 40, "ab\n"):
+        pieces = list(pieces_of(written, 10))
+        assert "".join(pieces) == written
+        assert all(len(piece) <= 10 for piece in pieces)
+
+
+def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "_REPORT_TOKENS", 2_000_000)
+    lines: list[str] = []
+    folder = tmp_path / "t"
+    folder.mkdir()
+    (tmp_path / "tokenizer.json").write_text("{}")
+
+    class Many(Letters):
+        file = tmp_path / "tokenizer.json"
+
+        def encode_many(self, texts: list[str]) -> list[list[int]]:
+            return [[5] * 1_499_998 for _ in texts]
+
+    write_documents(
+        folder,
+        ["a", "b", "c"],
+        tokenizer=Many(),  # type: ignore[arg-type]
+        fingerprint="",
+        report=lines.append,
+        held_out=lambda text: text == "b",
+    )
+    assert lines[1:] == ["tokenised 3 million tokens", "tokenised 4 million tokens"]
+
+
+def files_of(folder: Path, *files: Sequence[int], dtype: str = "uint16", vocab_size: int = 1000) -> ShardIndex:
+    """Files of these tokens."""
+    shards = []
+    for number, tokens in enumerate(files):
+        np.array(tokens, dtype=np.dtype(dtype).newbyteorder("<")).tofile(folder / f"{number}.bin")
+        shards.append(TokenShard(file=f"{number}.bin", tokens=len(tokens)))
+    return ShardIndex(dtype=dtype, vocab_size=vocab_size, bos_id=1, eos_id=2, train=tuple(shards))
+
+
+def rows(split: Split, *numbers: int) -> tuple[list[list[int]], list[list[int]]]:
+    batch = split.gather(np.array(numbers, dtype=np.int64))
+    assert batch.tokens.dtype == batch.labels.dtype == np.int64
+    assert batch.tokens.shape == batch.labels.shape == (len(numbers), split.seq_len)
+    return batch.tokens.tolist(), batch.labels.tolist()
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_a_label_is_the_next_token(tmp_path: Path, dtype: str) -> None:
+    split = Split(tmp_path, files_of(tmp_path, range(10), dtype=dtype), "train", 3)
+    assert split.sequences == 3
+    assert rows(split, 0, 1, 2) == ([[0, 1, 2], [3, 4, 5], [6, 7, 8]], [[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    # In any order, and one of them twice.
+    assert rows(split, 2, 0, 2) == ([[6, 7, 8], [0, 1, 2], [6, 7, 8]], [[7, 8, 9], [1, 2, 3], [7, 8, 9]])
+    assert rows(split) == ([], [])
+
+
+def test_sequences_of_several_files_have_one_numbering(tmp_path: Path) -> None:
+    index = files_of(tmp_path, range(7), [50], [], range(100, 109), range(200, 203), range(300, 304))
+    split = Split(tmp_path, index, "train", 3)
+    # Files of 2, 0, 0, 2, 0 and 1 sequences.
+    assert split.sequences == 5
+    expected = [[0, 1, 2], [3, 4, 5], [100, 101, 102], [103, 104, 105], [300, 301, 302]]
+    assert rows(split, 0, 1, 2, 3, 4) == (expected, [[each + 1 for each in row] for row in expected])
+    assert rows(split, 4, 1, 2)[0] == [expected[4], expected[1], expected[2]]
+
+
+def test_a_split_of_nothing_has_no_sequence(tmp_path: Path) -> None:
+    for index in (ShardIndex(dtype="uint16", vocab_size=9), files_of(tmp_path, []), files_of(tmp_path, range(3))):
+        split = Split(tmp_path, index, "train", 3)
+        assert split.sequences == 0
+    assert Split(tmp_path, files_of(tmp_path, range(3)), "validation", 3).padded_rows() == 0
+
+
+def test_padded_rows_have_every_label_once(tmp_path: Path) -> None:
+    split = Split(tmp_path, files_of(tmp_path, range(6), [50], range(100, 104)), "train", 3)
+    assert split.padded_rows() == 3
+    found = [split.padded_row(number) for number in range(3)]
+    assert [tokens.tolist() for tokens, _ in found] == [[0, 1, 2], [3, 4, 0], [100, 101, 102]]
+    assert [labels.tolist() for _, labels in found] == [[1, 2, 3], [4, 5, IGNORE], [101, 102, 103]]
+    assert {part.dtype for row in found for part in row} == {np.dtype(np.int64)}
+
+
+def test_a_token_beyond_the_vocabulary_is_named(tmp_path: Path) -> None:
+    check_tokens(tmp_path, files_of(tmp_path, [5, 9], [], vocab_size=10))
+    index = files_of(tmp_path, [5, 9], [7, 10, 3], vocab_size=10)
+    with pytest.raises(ConfigError) as caught:
+        check_tokens(tmp_path, index, "k")
+    said = "has token 10, and index.json says vocab_size 10; check dtype and vocab_size in the index"
+    assert str(caught.value) == f"k={tmp_path / '1.bin'}: {said}"
+
+
+def test_documents_must_end_somewhere(tmp_path: Path) -> None:
+    both = Separators(begin=1, end=2)
+    check_documents(tmp_path, files_of(tmp_path, [5, 5, 5], [], [5, 2, 1, 5]), both, "k")
+    for files in ([], [[]], [[5, 5], [5, 5, 5]]):
+        with pytest.raises(ConfigError) as caught:
+            check_documents(tmp_path, files_of(tmp_path, *files), both, "k")
+        assert str(caught.value) == (
+            "k=true: no document ends in the first 1,048,576 tokens of any file; "
+            "check bos_id=1 and eos_id=2 in index.json, or try false"
+        )

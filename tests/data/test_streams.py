@@ -1,0 +1,264 @@
+"""Streams: one global order for every number of ranks and every resumption, no token lost or given twice, and states that are checked."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titanlab.data import source
+from titanlab.data.contract import check_state, is_count, merge_states
+from titanlab.data.indexed import keyed, mix, shuffled
+from titanlab.data.schema import TokenFolder
+from titanlab.data.shards import ShardIndex, TokenShard, write_index
+from titanlab.errors import ConfigError, DamagedPosition
+
+SEQ = 8
+
+
+def folder_of(folder: Path, train: Sequence[int], validation: Sequence[int] = (), dtype: str = "uint16") -> TokenFolder:
+    """Shards of so many tokens each; every token is its own place in the whole."""
+    folder.mkdir(parents=True)
+    shards: dict[str, list[TokenShard]] = {"train": [], "validation": []}
+    next_token = 0
+    for name, sizes in (("train", train), ("validation", validation)):
+        for number, size in enumerate(sizes):
+            np.arange(next_token, next_token + size).astype(dtype).tofile(folder / f"{name}-{number}.bin")
+            shards[name].append(TokenShard(file=f"{name}-{number}.bin", tokens=size))
+            next_token += size
+    write_index(
+        folder,
+        ShardIndex(
+            dtype=dtype, vocab_size=next_token, train=tuple(shards["train"]), validation=tuple(shards["validation"])
+        ),
+    )
+    return TokenFolder(folder=str(folder))
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> TokenFolder:
+    """38 sequences in three files, none of which ends with a whole one, and one file shorter than a sequence."""
+    return folder_of(tmp_path_factory.mktemp("tokens") / "folder", [123, 5, 90, 100], [50])
+
+
+def global_steps(
+    config: object, *, ranks: int, steps: int, batch: int = 12, seed: int = 3, state: source.State | None = None
+) -> tuple[list[np.ndarray], source.State]:
+    """Tokens of each global batch in the global order, and the merged state after them."""
+    streams = [
+        source.open_train(config, seed=seed, seq_len=SEQ, global_batch=batch, rank=rank, ranks=ranks, state=state)
+        for rank in range(ranks)
+    ]
+    start = 0 if state is None else state["samples"]
+    found = []
+    for step in range(steps):
+        whole = np.full((batch, SEQ), -1)
+        for rank, stream in enumerate(streams):
+            given_tokens, labels = stream.next_batch()
+            assert given_tokens.dtype == labels.dtype == np.int64
+            assert given_tokens.shape == labels.shape == (batch // ranks, SEQ)
+            assert np.array_equal(given_tokens[:, 1:], labels[:, :-1])
+            mine = [g for g in range(start + step * batch, start + (step + 1) * batch) if g % ranks == rank]
+            whole[np.array(mine) - start - step * batch] = given_tokens
+        found.append(whole)
+    state = source.merge_states([json.loads(json.dumps(stream.state())) for stream in streams])
+    for stream in streams:
+        stream.close()
+    return found, state
+
+
+@given(ranks=st.sampled_from([2, 3, 4, 6, 12]), seed=st.integers(0, 2**40))
+def test_order_is_the_same_for_any_number_of_ranks(tokens: TokenFolder, ranks: int, seed: int) -> None:
+    alone, _ = global_steps(tokens, ranks=1, steps=5, seed=seed)
+    together, _ = global_steps(tokens, ranks=ranks, steps=5, seed=seed)
+    assert np.array_equal(alone, together)
+
+
+@given(before=st.sampled_from([1, 2, 3, 4]), after=st.sampled_from([1, 2, 3, 4]), stop=st.integers(0, 8))
+def test_resumes_at_any_step_with_any_number_of_ranks(tokens: TokenFolder, before: int, after: int, stop: int) -> None:
+    whole, end = global_steps(tokens, ranks=1, steps=9)
+    first, state = global_steps(tokens, ranks=before, steps=stop)
+    second, same_end = global_steps(tokens, ranks=after, steps=9 - stop, state=state)
+    assert np.array_equal(whole, first + second)
+    assert same_end == end
+
+
+@given(first=st.sampled_from([1, 2, 5, 7]), second=st.sampled_from([3, 6, 9]), ranks=st.sampled_from([1, 3]))
+def test_resumes_with_another_global_batch(tokens: TokenFolder, first: int, second: int, ranks: int) -> None:
+    whole, _ = global_steps(tokens, ranks=1, steps=6 * second + first, batch=1)
+    begun, state = global_steps(tokens, ranks=1, steps=1, batch=first)
+    rest, _ = global_steps(tokens, ranks=ranks, steps=6, batch=second, state=state)
+    assert np.array_equal(np.concatenate(whole), np.concatenate(begun + rest))
+
+
+def test_epoch_has_every_sequence_once(tokens: TokenFolder) -> None:
+    n = 122 // SEQ + 89 // SEQ + 99 // SEQ
+    first, _ = global_steps(tokens, ranks=1, steps=n, batch=1)
+    starts = sorted(int(batch[0, 0]) for batch in first)
+    assert starts == [
+        begin + SEQ * row for begin, size in ((0, 123), (128, 90), (218, 100)) for row in range((size - 1) // SEQ)
+    ]
+    both, _ = global_steps(tokens, ranks=1, steps=2 * n, batch=1)
+    second = [int(batch[0, 0]) for batch in both[n:]]
+    assert sorted(second) == starts
+    assert second != [int(batch[0, 0]) for batch in first]
+
+
+@given(sequences=st.integers(1, 12), ranks=st.integers(1, 5))
+def test_held_out_rows(tokens: TokenFolder, sequences: int, ranks: int) -> None:
+    rows = [
+        list(source.open_validation(tokens, seq_len=SEQ, sequences=sequences, rank=rank, ranks=ranks))
+        for rank in range(ranks)
+    ]
+    # Equally many for each, so that no rank waits for another's last one.
+    assert {len(each) for each in rows} == {math.ceil(min(sequences, 7) / ranks)}
+    valid = [int(label) for each in rows for _, labels in each for label in labels if label != source.IGNORE]
+    assert len(valid) == len(set(valid))
+    # Training has tokens 0 … 317, validation 318 … 367, whose first is no label.
+    assert set(valid) <= set(range(319, 368))
+    if sequences >= 7:
+        assert set(valid) == set(range(319, 368))
+    inputs = {int(token) for each in rows for row, labels in each for token in row[labels != source.IGNORE]}
+    assert inputs == {label - 1 for label in valid}
+
+
+def test_few_held_out_rows_are_spread_over_all_of_them(tokens: TokenFolder) -> None:
+    rows = source.open_validation(tokens, seq_len=SEQ, sequences=3, rank=0, ranks=1)
+    # Of seven.
+    assert [int(labels[0]) for _, labels in rows] == [319 + SEQ * row for row in (0, 2, 4)]
+
+
+def test_large_tokens_are_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "large"
+    folder.mkdir()
+    np.array([0, 2**32 - 2, 70000, 5], dtype="<u4").tofile(folder / "a.bin")
+    write_index(folder, ShardIndex(dtype="uint32", vocab_size=2**32 - 1, train=(TokenShard(file="a.bin", tokens=4),)))
+    stream = source.open_train(TokenFolder(folder=str(folder)), seed=0, seq_len=3, global_batch=1, rank=0, ranks=1)
+    assert stream.next_batch().tokens.tolist() == [[0, 2**32 - 2, 70000]]
+
+
+def test_next_batch_costs_microseconds(tmp_path: Path) -> None:
+    config = folder_of(tmp_path / "big", [2**16 - 100])
+    stream = source.open_train(config, seed=0, seq_len=512, global_batch=8, rank=0, ranks=1)
+    times = []
+    for _ in range(300):
+        start = time.perf_counter()
+        stream.next_batch()
+        times.append(time.perf_counter() - start)
+    # Some 10 µs on an idle machine; the median, since others use the cores too.
+    assert sorted(times)[150] < 100e-6
+
+
+ANY_SEED = st.integers(0, 2**64)
+
+
+@given(n=st.integers(1, 3000), seed=ANY_SEED, epoch=st.integers(0, 5))
+def test_every_epoch_has_each_thing_once(n: int, seed: int, epoch: int) -> None:
+    order = shuffled(np.arange(epoch * n, (epoch + 1) * n), seed=seed, n=n)
+    assert np.array_equal(np.sort(order), np.arange(n))
+
+
+@given(n=st.integers(1, 10**12), seed=ANY_SEED, samples=st.lists(st.integers(0, 10**15), min_size=1, max_size=20))
+def test_a_place_does_not_depend_on_its_company(n: int, seed: int, samples: list[int]) -> None:
+    together = shuffled(np.array(samples), seed=seed, n=n)
+    alone = [int(shuffled(np.array([sample]), seed=seed, n=n)[0]) for sample in samples]
+    assert together.tolist() == alone
+    assert all(0 <= found < n for found in alone)
+
+
+def test_seeds_and_epochs_have_orders_of_their_own() -> None:
+    n = 500
+    orders = {
+        tuple(shuffled(np.arange(epoch * n, (epoch + 1) * n), seed=seed, n=n).tolist())
+        for seed in range(8)
+        for epoch in range(8)
+    }
+    assert len(orders) == 64
+
+
+def test_order_looks_random() -> None:
+    n = 20_000
+    order = shuffled(np.arange(n), seed=1, n=n)
+    # A random order keeps one thing in place, and one pair of neighbours a side, on average.
+    assert (order == np.arange(n)).sum() <= 8
+    assert (np.abs(np.diff(order)) == 1).sum() <= 12
+    # Correlation of place and thing is 0 ± 1/sqrt(n).
+    assert abs(np.corrcoef(order, np.arange(n))[0, 1]) < 5 / np.sqrt(n)
+    # Where the first thousandth goes: even over ten bins, 2,000 ± 4.5 sigma in each.
+    counts = np.histogram(order[: n // 2], bins=10, range=(0, n))[0]
+    assert np.all(np.abs(counts - n // 20) < 4.5 * np.sqrt(n / 20))
+
+
+def test_order_is_fixed_for_all_time() -> None:
+    # A change would silently give resumed runs other data.
+    assert shuffled(np.arange(12), seed=7, n=12).tolist() == [5, 10, 4, 11, 1, 9, 8, 2, 6, 3, 7, 0]
+    assert shuffled(np.array([10**12 + 5]), seed=7, n=999_983).tolist() == [310170]
+    assert int(keyed(0, np.array([0]))[0]) == 0x48218226FF3CD4BF
+
+
+def test_mix_is_splitmix64() -> None:
+    # First outputs of splitmix64 seeded with 0, as the reference implementation prints them.
+    stride = 0x9E3779B97F4A7C15
+    states = np.array([stride * step % 2**64 for step in (1, 2, 3)], dtype=np.uint64)
+    assert mix(states).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
+def test_parts_of_all_ranks_are_put_together() -> None:
+    states = [{"samples": 4, "parts": {"2": "c", "0": "a"}}, {"parts": {"1": "b"}, "samples": 4}]
+    merged = merge_states(states)
+    assert merged == {"samples": 4, "parts": {"0": "a", "1": "b", "2": "c"}}
+    assert list(merged["parts"]) == ["0", "1", "2"]
+    # What was given stays as it is.
+    assert states[0] == {"samples": 4, "parts": {"2": "c", "0": "a"}}
+    assert merge_states([{"parts": {}}, {"parts": {}}]) == {"parts": {}}
+
+
+@pytest.mark.parametrize("other", [{"samples": 5}, {"samples": 4, "seed": 0}, {}])
+def test_states_of_different_places_are_not_merged(other: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="data states of different positions cannot be merged: "):
+        merge_states([{"samples": 4}, other])
+
+
+@pytest.mark.parametrize(
+    ("name", "now", "key"),
+    [
+        ("seq_len", 8, "training.seq_len"),
+        ("seed", 8, "seed"),
+        ("streams", 8, "data.streams"),
+        ("fingerprint", "g", "data"),
+    ],
+)
+def test_a_state_of_another_stream_is_refused(name: str, now: object, key: str) -> None:
+    saved = 4 if isinstance(now, int) else "f"
+    with pytest.raises(ConfigError) as caught:
+        check_state({"samples": 0, name: saved}, **{name: now})
+    assert not isinstance(caught.value, DamagedPosition)
+    assert str(caught.value).startswith(
+        f"{key}={now}: the checkpoint stands in the data of {name} {saved}; resume with"
+    )
+
+
+@pytest.mark.parametrize("value", [None, "3", 3.0, True, [3]])
+def test_a_value_of_another_type_is_damage(value: object) -> None:
+    with pytest.raises(DamagedPosition, match=r"^data\.seed=.*: must be of the type of 3; resume from another"):
+        check_state({"samples": 0, "seed": value}, seed=3)
+
+
+def test_damage_is_said_before_a_difference() -> None:
+    with pytest.raises(DamagedPosition, match=r"^data\.seed=null"):
+        check_state({"samples": 0, "fingerprint": "f"}, fingerprint="g", seed=3)
+
+
+@pytest.mark.parametrize("value", [None, "3", 3.0, True, -1, 2**62])
+def test_samples_are_a_count(value: object) -> None:
+    assert not is_count(value)
+    with pytest.raises(DamagedPosition, match=r"^data\.samples=.*: must be a whole number from 0"):
+        check_state({"samples": value})

@@ -1,0 +1,398 @@
+"""Tokenizers: every text comes back exactly, the tokens around documents, training, and foreign files named as such."""
+
+from __future__ import annotations
+
+import base64
+import codecs
+import gzip
+import json
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tests.data.conftest import text
+from titanlab.data import keep
+from titanlab.data.contract import Separators
+from titanlab.data.new_tokenizer import train_sentencepiece
+from titanlab.data.tokenizers import Tokenizer, load, separators_in_words, separators_of
+from titanlab.errors import ConfigError
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+
+
+@given(written=TEXTS)
+@example("")
+@example(" \n\n  def f():\n\treturn\r\n\x00\n  ")
+@example("\u2581a \u2581\u2581b\u2581")
+@example("<s></s><unk><0x41>")
+@example("naïve 中文 🎉\u2028\ufeff")
+def test_trained_tokenizer_gives_every_text_back(model_file: Path, written: str) -> None:
+    tokenizer = load(model_file)
+    ids = tokenizer.encode(written)
+    assert tokenizer.decode(ids) == written
+    assert all(3 <= token < tokenizer.vocab_size for token in ids)
+    assert tokenizer.encode_many([written, "a", written]) == [ids, tokenizer.encode("a"), ids]
+
+
+@given(written=TEXTS)
+@example("<|begin|>a<|end|>")
+@example("  two  spaces \n\t")
+def test_json_tokenizer_gives_every_text_back(json_file: Path, written: str) -> None:
+    tokenizer = load(json_file)
+    ids = tokenizer.encode(written)
+    assert tokenizer.decode(ids) == written
+    assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids)
+    assert tokenizer.encode_many([written, "a"]) == [ids, tokenizer.encode("a")]
+
+
+def test_dropout_of_merges_is_off(json_file: Path, tmp_path: Path) -> None:
+    content = json.loads(json_file.read_text())
+    content["model"]["dropout"] = 0.9
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    written = Path(json.__file__).read_text()
+    assert load(tmp_path).encode(written) == load(json_file).encode(written)
+
+
+def test_python_source_comes_back(model_file: Path) -> None:
+    tokenizer = load(model_file)
+    for name in ("argparse.py", "tabnanny.py", "this.py", "html/entities.py"):
+        source = Path(sysconfig.get_path("stdlib"), name).read_bytes().decode()
+        assert tokenizer.decode(tokenizer.encode(source)) == source
+    # Indentation and line ends are pieces, not bytes.
+    assert len(tokenizer.encode("\n")) == 1
+
+
+def test_special_tokens(model_file: Path, json_file: Path, tmp_path: Path) -> None:
+    trained = load(model_file)
+    assert (trained.bos_id, trained.eos_id, trained.vocab_size) == (1, 2, 400)
+    made = load(json_file)
+    assert (made.bos_id, made.eos_id) == (0, 1)
+    # Without its config beside it, and with names nobody uses, it has none; with names many use, it does.
+    alone = tmp_path / "tokenizer.json"
+    alone.write_text(json_file.read_text())
+    assert (load(alone).bos_id, load(alone).eos_id) == (None, None)
+    alone.write_text(json_file.read_text().replace("<|end|>", "<|endoftext|>"))
+    assert (load(alone).bos_id, load(alone).eos_id) == (None, 1)
+
+
+WITH_NONE = {"None": 0, "<|endoftext|>": 1, "<s>": 2, "a": 3, "5": 4}
+LACKING = "warning: {role} is {name} beside {file}, whose vocabulary lacks it"
+NOTHING = "warning: no token begins or ends a document: nothing separates it from the next"
+
+
+@pytest.mark.parametrize(
+    ("config", "special_map", "ids", "separators", "lines"),
+    [
+        # Qwen: no text begins with a token, also where the vocabulary has the word "None".
+        ({"bos_token": None, "eos_token": "<|endoftext|>"}, None, (None, 1), (None, 1), ["a document ends with token 1"]),
+        # GPT-2 and SmolLM: one token separates documents, and begins a prompt.
+        ({"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "add_bos_token": False}, None, (1, 1), (None, 1), ["a document ends with token 1"]),
+        ({"bos_token": "<s>", "eos_token": "<|endoftext|>", "add_bos_token": True}, None, (2, 1), (2, 1), ["a document begins with token 2 and ends with token 1"]),
+        # Phi-3: the vocabulary has a token that transformers puts before no text.
+        ({"bos_token": "<s>", "eos_token": "<|endoftext|>", "add_bos_token": False}, None, (None, 1), (None, 1), ["a document ends with token 1"]),
+        ({"bos_token": "<s>", "eos_token": None}, None, (2, None), (2, None), ["a document begins with token 2"]),
+        ({"bos_token": "<b>", "eos_token": "</s>"}, None, (None, None), (None, None), [LACKING.format(role="bos_token", name="<b>", file="{file}"), LACKING.format(role="eos_token", name="</s>", file="{file}"), NOTHING]),
+        ({"bos_token": "<s>", "eos_token": {"content": "</s>"}}, None, (2, None), (2, None), ["a document begins with token 2", LACKING.format(role="eos_token", name="</s>", file="{file}")]),
+        # What is no text names no token.
+        ({"bos_token": 5, "eos_token": ["a"]}, None, (None, None), (None, None), [NOTHING]),
+        # The older file beside it, which counts as long as the config does not list the added tokens.
+        (None, {"bos_token": "<s>", "eos_token": {"content": "a"}, "add_bos_token": True}, (2, 3), (2, 3), ["a document begins with token 2 and ends with token 3"]),
+        ({"eos_token": "a", "added_tokens_decoder": {}}, {"eos_token": "5"}, (2, 3), (2, 3), ["a document begins with token 2 and ends with token 3"]),
+        (None, None, (2, 1), (2, 1), ["a document begins with token 2 and ends with token 1"]),
+        ({"add_bos_token": False}, None, (None, 1), (None, 1), ["a document ends with token 1"]),
+    ],
+    ids=["null", "one token for both", "two tokens", "not added", "no end", "both lacking", "end lacking", "no text", "map", "map not read", "usual names", "usual names not added"],
+)  # fmt: skip
+def test_the_tokens_around_documents_are_those_of_the_files_beside_the_tokenizer(
+    tmp_path: Path,
+    config: dict[str, object] | None,
+    special_map: dict[str, object] | None,
+    ids: tuple[int | None, int | None],
+    separators: tuple[int | None, int | None],
+    lines: list[str],
+) -> None:
+    model = {"type": "WordLevel", "vocab": WITH_NONE, "unk_token": "a"}
+    file, kept = tmp_path / "tokenizer.json", tmp_path / "kept"
+    file.write_text(json.dumps({"version": "1.0", "model": model}))
+    for name, content in (("tokenizer_config.json", config), ("special_tokens_map.json", special_map)):
+        if content is not None:
+            (tmp_path / name).write_text(json.dumps(content))
+    kept.mkdir()
+    keep(file, kept)
+    for place in (tmp_path, kept):
+        tokenizer = load(place)
+        assert (tokenizer.bos_id, tokenizer.eos_id) == ids
+        assert separators_of(tokenizer) == Separators(begin=separators[0], end=separators[1])
+        assert separators_in_words(tokenizer) == [line.format(file=place / "tokenizer.json") for line in lines]
+
+
+@pytest.mark.parametrize("flag", [None, True, False])
+@pytest.mark.parametrize("regex", [r"\d", r"[ab]x"], ids=["here", "in another process"])
+@pytest.mark.parametrize("post", ["template", "bytes", None])
+def test_a_document_begins_as_a_text_does_in_transformers(
+    tmp_path: Path, post: str | None, regex: str, flag: bool | None
+) -> None:
+    from transformers import AutoTokenizer
+
+    parts = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    posts = {
+        "template": {
+            "type": "TemplateProcessing",
+            "single": parts,
+            "pair": [*parts, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [2], "tokens": ["<s>"]}},
+        },
+        "bytes": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        None: None,
+    }
+    model = {"type": "WordLevel", "vocab": WITH_NONE, "unk_token": "a"}
+    cut = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    content = {"version": "1.0", "model": model, "pre_tokenizer": cut, "post_processor": posts[post]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**content, "added_tokens": []}))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|endoftext|>"}
+    if flag is not None:
+        config["add_bos_token"] = flag
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    # transformers 5 does not read the flag beside a tokenizer.json, transformers 4 does.
+    adds = AutoTokenizer.from_pretrained(tmp_path)("a")["input_ids"][0] == 2 if flag is None else flag
+    assert separators_of(load(tmp_path)) == Separators(begin=2 if adds else None, end=1)
+
+
+@pytest.mark.parametrize(
+    ("config", "ids", "lines"),
+    [
+        (None, (1, 2), ["a document begins with token 1 and ends with token 2"]),
+        ({"bos_token": "<s>", "eos_token": "</s>"}, (1, 2), ["a document begins with token 1 and ends with token 2"]),
+        ({"bos_token": None}, (None, 2), ["a document ends with token 2"]),
+        ({"add_bos_token": False, "add_eos_token": False}, (None, 2), ["a document ends with token 2"]),
+        (
+            {"eos_token": {"content": "<|end|>"}},
+            (1, None),
+            ["a document begins with token 1", LACKING.format(role="eos_token", name="<|end|>", file="{file}")],
+        ),
+        ({"bos_token": "<unk>", "eos_token": "<unk>"}, (0, 0), ["a document ends with token 0"]),
+    ],
+    ids=["alone", "the same", "null", "not added", "lacking", "one token for both"],
+)
+def test_the_files_beside_a_sentencepiece_model_name_its_special_tokens(
+    tmp_path: Path,
+    model_file: Path,
+    config: dict[str, object] | None,
+    ids: tuple[int | None, int | None],
+    lines: list[str],
+) -> None:
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.model").write_bytes(model_file.read_bytes())
+    tokenizer, alone = load(tmp_path), load(model_file)
+    assert (tokenizer.bos_id, tokenizer.eos_id) == ids
+    assert separators_in_words(tokenizer) == [line.format(file=tmp_path / "tokenizer.model") for line in lines]
+    # What is prepared with other tokens around documents is other data; the rest stays what it was.
+    assert (tokenizer.fingerprint == alone.fingerprint) == (ids == (1, 2))
+
+
+def test_other_tokens_around_documents_are_other_data(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": WITH_NONE, "unk_token": "a"}})
+    )
+    found = set()
+    for bos in ("None", None, "<s>"):
+        config = {"bos_token": bos, "eos_token": "<|endoftext|>", "add_bos_token": True}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        found.add(load(tmp_path).fingerprint)
+    assert len(found) == 3
+    # One token for both gives the same tokens as an end alone.
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"})
+    )
+    assert load(tmp_path).fingerprint in found
+
+
+def test_a_config_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+    model = {"type": "WordLevel", "vocab": WITH_NONE, "unk_token": "a"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text("{")
+    warning = f"warning: {config} names nothing that can be read: the usual names count"
+    assert warning in separators_in_words(load(tmp_path))
+    config.write_text('\ufeff{"bos_token": null, "eos_token": "a"}', encoding="utf-8")
+    assert separators_in_words(load(tmp_path)) == ["a document ends with token 3"]
+
+
+def test_decoding_leaves_special_tokens_out(model_file: Path, json_file: Path) -> None:
+    for file in (model_file, json_file):
+        tokenizer = load(file)
+        assert tokenizer.bos_id is not None
+        assert tokenizer.eos_id is not None
+        assert tokenizer.decode([tokenizer.bos_id, *tokenizer.encode("a b"), tokenizer.eos_id]) == "a b"
+
+
+def test_half_a_character_is_shown_as_incomplete(model_file: Path) -> None:
+    tokenizer = load(model_file)
+    ids = tokenizer.encode("🎉")
+    assert len(ids) == 4
+    assert tokenizer.decode(ids[:2]).endswith("\ufffd")
+
+
+def test_folder_with_a_tokenizer(model_file: Path, json_file: Path) -> None:
+    assert load(model_file.parent).fingerprint == load(model_file).fingerprint
+    assert load(json_file.parent).fingerprint == load(json_file).fingerprint
+    assert load(json_file).fingerprint != load(model_file).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        (b"", "no SentencePiece model"),
+        (b"not a model at all", "no SentencePiece model"),
+        (bytes(range(256)) * 20, "no SentencePiece model"),
+        (base64.b64encode(b"the") + b" 5\n" + base64.b64encode(b"a") + b" 6\n", "tiktoken"),
+        (b"{", "no tokenizer.json"),
+        (b'{"a": 1}', "no tokenizer.json"),
+        (b'{"model": ' + b"[" * 100_000, "no tokenizer.json"),
+        (json.dumps({"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}}).encode(), "has 2 tokens"),
+        (json.dumps({"model": {"type": "BPE", "vocab": {}, "merges": []}}).encode(), "vocabulary"),
+        (b"{\xff\xfe", "no tokenizer.json"),
+        (gzip.compress(b"{}", mtime=0), "is compressed with gzip; decompress it"),
+        ("{}".encode("utf-16"), "begins as UTF-16 text does; .*iconv"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", "is a pointer of Git LFS, .*`git lfs pull`"),
+    ],
+)
+def test_foreign_files_are_refused(tmp_path: Path, content: bytes, rule: str) -> None:
+    file = tmp_path / "tokenizer.model"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=rule) as caught:
+        load(file)
+    assert caught.value.key == "data.tokenizer"
+    assert str(file) in str(caught.value)
+    assert caught.value.cure
+
+
+@pytest.mark.parametrize("name", ["mine.json", "tokenizer.json"])
+def test_a_byte_order_mark_is_no_part_of_a_tokenizer(tmp_path: Path, json_file: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(codecs.BOM_UTF8 + json_file.read_bytes())
+    tokenizer, plain = load(tmp_path / name), load(json_file)
+    assert tokenizer.encode("def f(x):") == plain.encode("def f(x):")
+    # Other readers than titanlab take no mark.
+    (tmp_path / "kept").mkdir()
+    assert keep(tmp_path / name, tmp_path / "kept") == "tokenizer.json"
+    assert (tmp_path / "kept" / "tokenizer.json").read_bytes() == json_file.read_bytes()
+
+
+def test_missing_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"does not exist; give a \.model"):
+        load(tmp_path / "none.model")
+    with pytest.raises(ConfigError, match=r"has neither tokenizer\.json nor tokenizer\.model"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mine.json", "mine", "tokenizer.model", "tokenizer.json"])
+def test_a_tokenizer_is_kept_where_it_is_found(tmp_path: Path, json_file: Path, name: str) -> None:
+    for folder in ("mine", "kept"):
+        (tmp_path / folder).mkdir()
+    mine = tmp_path / "mine" / name
+    mine.write_bytes(json_file.read_bytes())
+    mine.with_name("tokenizer_config.json").write_bytes(json_file.with_name("tokenizer_config.json").read_bytes())
+    assert keep(mine, tmp_path / "kept") == "tokenizer.json"
+    assert sorted(each.name for each in (tmp_path / "kept").iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+    assert load(tmp_path / "kept").fingerprint == load(mine).fingerprint == load(json_file).fingerprint
+
+
+def test_a_model_of_another_name_is_kept_where_it_is_found(tmp_path: Path, model_file: Path) -> None:
+    (tmp_path / "mine.json").write_bytes(model_file.read_bytes())
+    (tmp_path / "kept").mkdir()
+    assert keep(tmp_path / "mine.json", tmp_path / "kept") == "tokenizer.model"
+    assert load(tmp_path / "kept").fingerprint == load(model_file).fingerprint
+    # It is there already.
+    assert keep(tmp_path / "kept" / "tokenizer.model", tmp_path / "kept") == "tokenizer.model"
+
+
+def test_a_link_where_a_tokenizer_is_kept_is_replaced(tmp_path: Path, model_file: Path) -> None:
+    """A stranger's run may have a link to any file of the user there."""
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "tokenizer.model").symlink_to(tmp_path / "precious")
+    assert keep(model_file, tmp_path / "kept") == "tokenizer.model"
+    assert load(tmp_path / "kept").fingerprint == load(model_file).fingerprint
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+def added(name: str, number: int) -> dict[str, object]:
+    flags = ("single_word", "lstrip", "rstrip", "normalized")
+    return {"id": number, "content": name, "special": True, **dict.fromkeys(flags, False)}
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "tokens", "rule"),
+    [
+        ({"a": 0, "b": 1, "c": 1}, [], "gives the id 1 to two tokens"),
+        ({"a": 0, "b": 1, "c": 9_000_000}, [], "has ids up to 9000000 and only 3 tokens"),
+        ({"a": 0, "b": 1, "c": 2**32 - 1}, [], "has ids up to 4294967295 and only 3 tokens"),
+        ({"a": 0, "b": 1, "c": 2**40}, [], r"is no tokenizer\.json .*expected u32"),
+        ({"a": 0, "b": 1, "c": -1}, [], r"is no tokenizer\.json .*expected u32"),
+        ({"a": 0, "b": 1, "c": 2}, [added("a", 500)], "'a' the id 500, and the tokenizers library gives it 0"),
+        ({"a": 0, "b": 1, "c": 2}, [added("d", 500)], "'d' the id 500, and the tokenizers library gives it 3"),
+    ],
+    ids=["one id for two", "a gap", "32 bits", "64 bits", "negative", "moved", "beyond"],
+)
+def test_a_vocabulary_that_no_model_can_use_is_refused(
+    tmp_path: Path, vocabulary: dict[str, int], tokens: list[dict[str, object]], rule: str
+) -> None:
+    model = {"type": "BPE", "vocab": vocabulary, "merges": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": tokens, "model": model}))
+    with pytest.raises(ConfigError, match=rule) as refused:
+        load(tmp_path)
+    assert refused.value.key == "data.tokenizer"
+
+
+def test_training_is_repeatable(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        train_sentencepiece((text(number) for number in range(30)), vocab_size=330, file=tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_training_reads_texts_of_any_kind(tmp_path: Path) -> None:
+    texts = ["\t\ttabs\n" * 20, "x" * 50_000, "\u2581 \x00 \r\n" * 20, "中文" * 500, *(text(n) for n in range(30))]
+    train_sentencepiece(texts, vocab_size=330, file=tmp_path / "any.model")
+    tokenizer: Tokenizer = load(tmp_path / "any.model")
+    assert all(tokenizer.decode(tokenizer.encode(each)) == each for each in texts)
+
+
+@pytest.mark.parametrize(
+    ("texts", "vocab_size", "key", "message"),
+    [
+        (["a few words"], 400, "data.vocab_size", r"too small for it: it has \d+ pieces; give more text"),
+        ([text(n) for n in range(20)], 5000, "data.vocab_size", r"it has \d+ pieces; try \d+"),
+        (["".join(map(chr, range(0x4E00, 0x5200)))], 400, "data.vocab_size", r"it needs \d+; try \d+"),
+        ([], 400, "data", "no text to train a tokenizer on"),
+    ],
+)
+def test_texts_that_cannot_train_a_tokenizer(
+    tmp_path: Path, texts: list[str], vocab_size: int, key: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        train_sentencepiece(texts, vocab_size=vocab_size, file=tmp_path / "t.model")
+    assert caught.value.key == key
+    assert not (tmp_path / "t.model").exists()
+
+
+def test_an_error_of_the_texts_is_the_callers_error(tmp_path: Path) -> None:
+    def broken() -> Iterator[str]:
+        yield text(1)
+        raise ConfigError("data.files", "x", "broke", "mend it")
+
+    with pytest.raises(ConfigError, match=r"^data\.files=x: broke; mend it$"):
+        train_sentencepiece(broken(), vocab_size=330, file=tmp_path / "t.model")
+    assert not (tmp_path / "t.model").exists()
+
+
+def test_a_trained_tokenizer_has_the_asked_size_and_special_tokens(tmp_path: Path) -> None:
+    train_sentencepiece([text(number) for number in range(30)], vocab_size=340, file=tmp_path / "t.model")
+    tokenizer = load(tmp_path / "t.model")
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (340, 1, 2)
+    # Digits are tokens of their own.
+    assert len(tokenizer.encode("1234")) == 4

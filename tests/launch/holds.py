@@ -1,0 +1,56 @@
+"""Points of a run's life at which a process waits until a test lets it go on: `HOLD=POINT` in its environment.
+
+The tests' data install them (tests/planted.py), in the launcher and in each rank. A process that has come to its point
+writes a file `held-PID` into the current folder, and goes on when there is a file `go`.
+"""
+
+import functools
+import os
+import time
+from pathlib import Path
+
+
+def install(point: str) -> None:
+    """Let this process wait at a point, if it comes there."""
+    if point in ("claim", "begin"):
+        from titanlab.launch import attempt
+
+        _around(attempt, "begin", before=point == "claim")
+    elif point == "rendezvous":
+        from titanlab.distributed import world
+
+        _around(world, "_join", when=lambda ranks, *_: ranks.rank == 1)
+    elif point == "save":
+        from titanlab.records import RunFolder
+
+        _around(RunFolder, "write_status", when=lambda run, status: status.state == "saving")
+    elif point == "conclude":
+        from titanlab.records import RunFolder
+
+        _around(RunFolder, "write_result")
+    elif point == "between restarts":
+        from titanlab.launch.restarts import Restarts
+
+        _around(Restarts, "after")
+
+
+def wait() -> None:
+    """Come to the point."""
+    Path(f"held-{os.getpid()}").touch()
+    while not Path("go").exists():
+        time.sleep(0.02)
+
+
+def _around(owner, name, *, before=True, when=lambda *arguments: True):
+    usual = getattr(owner, name)
+
+    @functools.wraps(usual)
+    def holding(*arguments, **named):
+        if before and when(*arguments):
+            wait()
+        value = usual(*arguments, **named)
+        if not before:
+            wait()
+        return value
+
+    setattr(owner, name, holding)

@@ -1,0 +1,51 @@
+"""Fields of `training` and `cluster`: which numbers there may be; tests/cli/test_refusals.py has the lines of mistakes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from titanlab.errors import ConfigError
+from titanlab.recipe import Cluster, Training
+from titanlab.records import canonical
+
+RATES = ("memory_gb", "link_gb_per_second", "network_gb_per_second", "peak_tflops", "memory_gb_per_second")
+RATES += ("allocator_excess", "message_excess", "process_gb")
+# The smallest value of each field, and what lies below it.
+LIMITS = [
+    *((Training, name, 1, 0) for name in ("steps", "seq_len", "global_batch", "microbatch", "log_every", "gc_every")),
+    (Training, "validation_sequences", 1, 0),
+    *((Training, name, 0, -1) for name in ("validate_every", "unmeasured_steps", "nan_limit", "check_every")),
+    (Training, "compare_ranks_every", 0, -1),
+    (Training, "step_timeout_seconds", 0.0, -0.5),
+    (Training, "first_step_timeout_seconds", 1e-9, 0.0),
+    (Training, "max_grad_norm", 1e-9, 0.0),
+    (Training, "loss_chunk", -1, -2),
+    *((Cluster, name, 1, 0) for name in ("per_node", "nodes", "linked_nodes")),
+    *((Cluster, name, 1e-3, value) for name in RATES for value in (0.0, math.nan, math.inf)),
+]
+
+
+@pytest.mark.parametrize(("schema", "name", "least", "below"), LIMITS)
+def test_a_field_has_a_least_value(schema, name, least, below):
+    assert getattr(schema(**{name: least}), name) == least
+    with pytest.raises(ConfigError) as refused:
+        schema(**{name: below})
+    assert (refused.value.key, str(refused.value.value)) == (f"{schema.__name__.lower()}.{name}", str(below))
+
+
+def test_null_leaves_a_limit_out():
+    names = ("microbatch", "max_grad_norm", "step_timeout_seconds", "first_step_timeout_seconds")
+    assert [getattr(Training(**dict.fromkeys(names)), name) for name in names] == [None] * 4
+    assert {getattr(Cluster(**dict.fromkeys(RATES)), name) for name in RATES} == {None}
+    # As a chunk it is 0, so that both have one name.
+    assert Training(loss_chunk=None).loss_chunk == Training(loss_chunk=0).loss_chunk == 0
+
+
+def test_a_run_is_named_after_its_device_and_not_after_what_is_known_of_it():
+    """What the planner takes from a cluster does not change what a run computes."""
+    facts = {**dict.fromkeys(RATES, 2.0), "per_node": 8, "nodes": 2, "linked_nodes": 2, "efficiencies": {"link": 0.5}}
+    plain = Cluster(accelerator="cuda", device="NVIDIA H200")
+    assert canonical(Cluster(accelerator="cuda", device="NVIDIA H200", **facts)) == canonical(plain)
+    assert canonical(Cluster(accelerator="cuda", device="NVIDIA H100 80GB HBM3")) != canonical(plain)
