@@ -114,6 +114,7 @@ class Reader:
         patch("titanlab.launch.execute.execute", began)
         patch("titanlab.cli.environment.checks", lambda *given, **more: [])
         patch("titanlab.cli.resume.find_run_or_checkpoint", found)
+        patch("titanlab.cli.resume.check_beginning", lambda recipe: None)
         patch("titanlab.cli.resume.continue_run", lambda *given, **more: Outcome(kind=OutcomeKind.DONE))
         patch("titanlab.cli.resume.resubmit", lambda *given, **more: None)
         patch("titanlab.cli.resume.prepare", prepared_run)

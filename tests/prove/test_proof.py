@@ -236,6 +236,13 @@ def test_another_packages_precision_has_the_tolerance_of_its_bits():
     assert tolerances.of_runs(Narrow()) == RUNS["float8"]
 
 
+def test_tolerances_in_fewer_bits_follow_the_distance_of_one_process_from_fp32():
+    distances = {"loss": 1e-4, "grad_norm": 1e-3, "gradient": 1e-2, "parameter": 0.0}
+    found = tolerances.in_fewer_bits(discover()["optimizer"]["adamw"].schema(), distances)
+    # Losses and norms may be near by chance, but not nearer than a quarter of the gradients' distance.
+    assert found == pytest.approx({"loss": 5e-3, "grad_norm": 5e-3, "gradient": 2e-2, "parameter": FP32})
+
+
 def test_an_optimizer_that_rounds_more_says_so():
     class Rounding(discover()["optimizer"]["adamw"].schema):
         tolerances: ClassVar[Mapping[str, float]] = {"parameter": 0.5}
