@@ -19,7 +19,7 @@ import importlib
 import importlib.metadata
 import keyword
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -77,11 +77,6 @@ def combines(group: str) -> Callable[[T], T]:
 
 def combining_groups() -> frozenset[str]:
     return frozenset(_combining_bases())
-
-
-def combined_name(options: Sequence[str]) -> str:
-    """The name of a combination of options; of one option, that option's name."""
-    return PLUS.join(options)
 
 
 @functools.cache

@@ -71,7 +71,7 @@ def test_completion_of_verbs_groups_options_and_keys(here, monkeypatch, capsys, 
         ("titanlab train --from ", ["again/one-1", "toy-0123abcd", "study/one-1", "two-2"]),
         ("titanlab train training.steps=3 --runs $ELSEWHERE --from ", ["three-3"]),
         ("titanlab train --from two-2 parallelism.sha", ["parallelism.shard="]),
-        ("titanlab train --from two-2 --", ["--from", "--help", "--runs"]),
+        ("titanlab train --from two-2 --", ["--cfg", "--from", "--help", "--runs"]),
         ("titanlab completion ", ["bash"]),
         ("titanlab schedule 'an open quotation mark", []),
     ],
@@ -124,7 +124,10 @@ def test_completion_of_flags_names_flags(monkeypatch, capsys):
     assert main(["completion", "query"]) == 0
     flags = capsys.readouterr().out.split()
     assert "--cfg" in flags
-    assert set(flags) <= {name for action in get_args_parser()._actions for name in action.option_strings} | {"--from"}
+    assert set(flags) <= {name for action in get_args_parser()._actions for name in action.option_strings} | {
+        "--from",
+        "--dry-run",
+    }
 
 
 def test_bash_completes(here, tmp_path):

@@ -1,10 +1,11 @@
 """`titanlab logs`: what ranks have printed, of runs that run, end, start again, or never started."""
 
+import contextlib
 import subprocess
 import sys
-import threading
 import time
 from datetime import datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 
@@ -100,32 +101,26 @@ def test_a_run_that_ended_without_logs_says_how(tmp_path, say):
 
 
 def test_following_goes_on_until_the_run_ends(run, say, monkeypatch):
-    monkeypatch.setattr(inspect_runs, "_POLL_SECONDS", 0.02)
     write(run, 0, "10:00:00 old\n10:00:01 half")
-    claimed, seen = threading.Event(), threading.Event()
 
-    def train():
-        with run.claim():
-            claimed.set()
-            time.sleep(0.15)
-            write(run, 0, " a line\n", "a")
-            write(run, 1, "rank 1 joins\n")
-            time.sleep(0.1)
-            write(run, 0, "cut\n")
-            time.sleep(0.1)
-            run.begin_attempt(run.config(), {"time": time.time()})
-            time.sleep(0.1)
-            (run.logs / "rank-1.log").unlink()
-            time.sleep(0.1)
-            write(run, 0, "last words without an end", "a")
-            end(run, "crash")
-        seen.set()
+    def ends():
+        write(run, 0, "last words without an end", "a")
+        end(run, "crash")
+        work.close()
 
-    thread = threading.Thread(target=train)
-    thread.start()
-    assert claimed.wait(5)
-    code, out, err = say(run.path, "--follow")
-    thread.join()
+    # What happens between two looks.
+    events = [
+        lambda: write(run, 0, " a line\n", "a"),
+        lambda: write(run, 1, "rank 1 joins\n"),
+        lambda: write(run, 0, "cut\n"),
+        lambda: run.begin_attempt(run.config(), {"time": time.time()}),
+        (run.logs / "rank-1.log").unlink,
+        ends,
+    ]
+    monkeypatch.setattr(inspect_runs, "time", SimpleNamespace(time=time.time, sleep=lambda _: events.pop(0)()))
+    with contextlib.ExitStack() as work:
+        work.enter_context(run.claim())
+        code, out, err = say(run.path, "--follow")
     assert code == 0
     assert out.splitlines() == [
         "[rank 0] 10:00:00 old",

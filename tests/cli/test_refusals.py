@@ -661,6 +661,9 @@ def test_no_mistake_is_there_twice():
 # What a cure offers: a key, or an override. Those of these keys want other files, another host or another flag.
 FOLLOWED = re.compile(r"did you mean (?P<key>\S+?)\?|\btry (?P<override>\S+?)[,;]?(?: |$)")
 NOT_HERE = ("-", "arguments", "data.data_files", "data.streams", "run", "sweep", "hydra", "cluster.accelerator")
+NOT_HERE += ("schedule.file", "tracker", "model.experts")
+# Of these, another key has to be changed too, or only the beginning of the cure is there.
+NOT_ALONE = re.compile(r"cannot cut|={|try \S*…")
 
 
 def cured() -> list[str]:
@@ -669,7 +672,13 @@ def cured() -> list[str]:
     for verb, typed, line in ROWS:
         key, value, cure = re.fullmatch(r"([^=]*)=(.*?): .*?(?:; (.*))?", line).groups()
         key, found = key.lstrip("+"), FOLLOWED.search(cure or "")
-        if verb != "train" or found is None or key.startswith(NOT_HERE) or re.search("launch=slurm|-m |^[A-Z]", typed):
+        if (
+            verb != "train"
+            or found is None
+            or NOT_ALONE.search(line)
+            or key.startswith(NOT_HERE)
+            or re.search("launch=slurm|-m |^[A-Z]|--cfg|--from|=fsdpp", typed)
+        ):
             continue
         override = found["override"] or f"{found['key']}={value}"
         override = override if re.match(r"\+?\w[\w.]*=", override) else f"{key}={override}"

@@ -11,7 +11,7 @@ from tests.sweep.made import Made, end
 from tests.tracker.test_wandb import inspect
 from tests.training.recording.test_rebuild import again
 from titanlab.errors import ConfigError
-from titanlab.options import combination, combined_name
+from titanlab.options import PLUS, combination
 from titanlab.recipe import from_mapping, to_mapping
 from titanlab.techniques.tracker.contract import FINISHED, OPEN, TrackedRun, open_tracker, records_in
 from titanlab.techniques.tracker.tensorboard import TensorBoardTracker
@@ -20,7 +20,7 @@ from titanlab.train import rebuild, tracker_gap
 
 
 def several(**configs):
-    made = combination("tracker", combined_name(list(configs)))
+    made = combination("tracker", PLUS.join(configs))
     return made.schema(**configs)
 
 

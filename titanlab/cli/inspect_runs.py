@@ -180,8 +180,13 @@ def _follow(
 
 def _without_logs(run: RunFolder) -> str:
     name = run.path.name
-    printed = [path for path in _job_files(run) if size_of(path)]
-    if printed:
+    # What the tasks of the run's jobs have printed, those of the latest job first.
+    sweep, files = run.path.parent, list[Path]()
+    for submission in reversed(submissions(sweep)):
+        for index in (index for index, submitted in enumerate(submission.runs) if submitted == name):
+            found = jobs_folder(sweep).glob(f"{submission.job_id}_{index}_*_log.*")
+            files += sorted(found, key=lambda path: (path.suffix != ".err", path.name))
+    if printed := [path for path in files if size_of(path)]:
         shown = [shown_path(path) for path in printed[:_MOST_NAMED]]
         more = f" and {len(printed) - _MOST_NAMED} more" if len(printed) > _MOST_NAMED else ""
         return f"{name}: no rank has printed anything; its job has: {' '.join(shown)}{more}"
@@ -194,19 +199,6 @@ def _without_logs(run: RunFolder) -> str:
     goes_on, why = RunWatch(run).goes_on()
     state = "unknown" if status is None else status.state
     return f"{name}: no rank has printed anything yet ({why or (state if goes_on else 'nobody has started it')})"
-
-
-def _job_files(run: RunFolder) -> list[Path]:
-    """What the tasks of the run's jobs have printed, those of the latest job first."""
-    sweep = run.path.parent
-    folder, files = jobs_folder(sweep), list[Path]()
-    for submission in reversed(submissions(sweep)):
-        for index, name in enumerate(submission.runs):
-            if name != run.path.name:
-                continue
-            found = folder.glob(f"{submission.job_id}_{index}_*_log.*")
-            files += sorted(found, key=lambda path: (path.suffix != ".err", path.name))
-    return files
 
 
 class LogOutput:

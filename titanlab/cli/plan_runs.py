@@ -5,6 +5,7 @@ Both write a file of the group `cluster` where `cluster=NAME` finds it.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -138,7 +139,10 @@ def check_out(path: Path) -> None:
     if (conf_folder() / "cluster" / path.name).exists():
         rule = f"has the name of a cluster that titanlab brings, and cluster={path.stem} would mean that one"
         raise ConfigError(OUT, path, rule, f"try {path.with_name('my_' + path.name)}")
-    if path.exists() and not _is_ours(path):
+    head = ""
+    with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
+        head = file.read(1000)
+    if path.exists() and not any(f"\n# {word} " in head for word in (CALIBRATED, MEASURED)):
         raise ConfigError(OUT, path, "is a file that titanlab has not written", "give another name")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,12 +167,3 @@ def write_cluster(path: Path, cluster: Cluster, comment: str) -> list[str]:
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(OUT, path, f"cannot be written: {error.strerror}", "choose another folder, or make room")
-
-
-def _is_ours(path: Path) -> bool:
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            head = file.read(1000)
-    except OSError:
-        return False
-    return any(f"\n# {word} " in head for word in (CALIBRATED, MEASURED))

@@ -112,7 +112,12 @@ _LARGEST = 10
 
 def clean_verb(args: Namespace) -> int:
     """Remove what the user agrees to. Returns 1 if something could not be removed, 130 after Ctrl-C."""
-    kinds = _kinds(args.what)
+    kinds = list(dict.fromkeys(word.strip() for word in args.what.split(",") if word.strip()))
+    kinds = list(KINDS) if args.what.strip() == "all" else kinds
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown or not kinds:
+        rule = f"{unknown[0]} is no kind" if unknown else "names no kind"
+        raise ConfigError("--what", args.what, rule, f"choose from {', '.join(KINDS)}, all")
     if args.name is not None and args.what.strip() != "all" and (shared := [kind for kind in kinds if kind in CACHES]):
         rule = f"{shared[0]} is of all runs, and {args.name} is named"
         raise ConfigError("--what", args.what, rule, "leave the run or the sweep out")
@@ -133,17 +138,6 @@ def clean_verb(args: Namespace) -> int:
             console.note("nothing was removed")
             return 0
         return _remove(console, items)
-
-
-def _kinds(text: str) -> list[str]:
-    if text.strip() == "all":
-        return list(KINDS)
-    kinds = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    unknown = [kind for kind in kinds if kind not in KINDS]
-    if unknown or not kinds:
-        rule = f"{unknown[0]} is no kind" if unknown else "names no kind"
-        raise ConfigError("--what", text, rule, f"choose from {', '.join(KINDS)}, all")
-    return kinds
 
 
 def _chosen(name: str | None, root: Path) -> tuple[list[SweepFolder], RunFolder | None, Path]:

@@ -175,7 +175,10 @@ def generate_verb(args: Namespace) -> int:
             raise ConfigError(
                 f"--{name.replace('_', '-')}", getattr(args, name), f"must be at least {least}", f"try {least}"
             )
-    _check_device(args.device)
+    if args.device not in ("cpu", "cuda"):
+        raise ConfigError("--device", args.device, "is no device", "try cpu or cuda")
+    if args.device == "cuda" and this_host().accelerator != "cuda":
+        raise ConfigError("--device", args.device, "this host shows no GPU", "try cpu")
     folder = user_path(args.run)
     if not is_weights(folder):
         folder = find_run(args.run, args.runs).path
@@ -197,10 +200,3 @@ def generate_verb(args: Namespace) -> int:
     for piece in pieces:
         print(harmless_lines(piece) if sys.stdout.isatty() else piece, end="", flush=True)
     return 0
-
-
-def _check_device(device: str) -> None:
-    if device not in ("cpu", "cuda"):
-        raise ConfigError("--device", device, "is no device", "try cpu or cuda")
-    if device == "cuda" and this_host().accelerator != "cuda":
-        raise ConfigError("--device", device, "this host shows no GPU", "try cpu")

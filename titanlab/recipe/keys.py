@@ -25,7 +25,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from titanlab.errors import ConfigError
-from titanlab.options import Option, combined_name, combining_groups, discover
+from titanlab.options import PLUS, Option, combining_groups, discover
 from titanlab.recipe.recipe import Recipe
 
 
@@ -249,7 +249,7 @@ def with_combinations(overrides: Sequence[str]) -> list[str]:
 def choice_of(group: str, value: Any) -> str:
     """The name of an option, or of the combination of a list of options."""
     if group in combining_groups() and isinstance(value, list) and value:
-        return combined_name(list(map(str, value)))
+        return PLUS.join(map(str, value))
     return str(value)
 
 
@@ -263,7 +263,7 @@ def _combined(text: str) -> str:
     if not isinstance(options, list) or not options or not all(isinstance(option, str) for option in options):
         known = ", ".join(sorted(str(kind) for kind in discover()[group]))
         raise ConfigError(group, value, "is no list of options", f"known: {known}; for none: {group}=jsonl")
-    return f"{key}={combined_name(list(map(str, options)))}"
+    return f"{key}={PLUS.join(options)}"
 
 
 _SWEEPER = "hydra.sweeper"
