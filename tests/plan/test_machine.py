@@ -46,6 +46,8 @@ def test_rates_are_those_of_the_datasheet():
     a100 = machine_of(made(device="NVIDIA A100-SXM4-80GB"))
     assert a100.product_rate("float8_e4m3fn") == a100.product_rate("bfloat16") == 271.2e12
     assert machine_of(made(device="NVIDIA H100 PCIe")).link_bytes_per_second == 50e9
+    with pytest.raises(ConfigError, match="has no bandwidth of memory in the table of devices"):
+        machine_of(made(device="NVIDIA A100-PCIE-40GB"))
 
 
 def test_what_was_not_measured_is_said():

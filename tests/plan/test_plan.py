@@ -11,6 +11,7 @@ from tests.plan.recipes import planned, ranking_of
 from titanlab.costs import Layout
 from titanlab.errors import ConfigError
 from titanlab.launch.launchers_schema import Slurm
+from titanlab.options import discover
 from titanlab.parallelism import Parallelism
 from titanlab.plan import for_planning, most_memory, no_collection, plan, space
 from titanlab.plan.ranking import RecipeGroup, least_memory
@@ -53,6 +54,12 @@ def test_machines_of_which_nothing_is_known_are_refused():
 @pytest.mark.parametrize("top", [0, -1, 1001])
 def test_how_many_are_wanted_has_limits(top):
     assert refusal(plan, for_planning(planned()), top=top) == f"--top={top}: must lie in 1 to 1,000; try 20"
+
+
+def test_a_precision_that_the_device_does_not_have_is_refused():
+    cluster = Cluster(accelerator="cuda", device="NVIDIA A100-SXM4-80GB", per_node=8, memory_gb=80)
+    recipe = for_planning(planned(precision=discover()["precision"]["mxfp8"].schema(), cluster=cluster))
+    assert refusal(plan, recipe).startswith("precision=mxfp8: ")
 
 
 def test_the_best_are_in_order_and_fit():

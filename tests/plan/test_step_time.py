@@ -25,6 +25,7 @@ from titanlab.recipe import step_of
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer, SelectiveOp
 from titanlab.techniques.model.llama_schema import Llama, Qwen3Moe
 from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8Tensorwise
+from titanlab.techniques.schedule.published_schema import ZBV, Interleaved1F1B, OneFOneB
 
 # A machine in which only products take time, at 1e12 FLOP/s.
 PERFECT = Efficiencies(
@@ -165,6 +166,19 @@ def test_a_ring_shows_only_what_attention_does_not_hide():
     assert step_time(long, machine_of(long)).parts["context"] == 0
     gathered = made(context=8, batch=1, context_method="all_gather", seq_len=8192 * 64)
     assert step_time(gathered, machine_of(gathered)).parts["context"] > 0
+
+
+@pytest.mark.parametrize("schedule", [OneFOneB(), Interleaved1F1B(), ZBV()], ids=lambda schedule: schedule.kind)
+def test_the_busiest_rank_of_a_pipeline_decides(schedule):
+    """The head makes one of two ranks busier than the other, which has less than half of the work."""
+    alone, piped = (
+        step_time(recipe, only_products(recipe)).parts["compute"]
+        for recipe in (
+            made(model=SMALL, batch=8, seq_len=256, microbatch=1),
+            made(model=SMALL, batch=8, seq_len=256, microbatch=1, pipeline=2, schedule=schedule),
+        )
+    )
+    assert alone / 2 < piped < alone
 
 
 def test_a_message_counts_where_it_is_sent_and_an_all_reduce_goes_around_twice():

@@ -22,7 +22,7 @@ from titanlab.system import counted, grouped, significant
 from titanlab.techniques.schedule.timeline import simulate
 
 if TYPE_CHECKING:
-    from titanlab.report.figures.svg import TracedFigure
+    from titanlab.report.figures.traced import TracedFigure
 
 
 _OVERSUBSCRIBED = (

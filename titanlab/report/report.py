@@ -23,7 +23,7 @@ from titanlab.system import counted, grouped, user_path, write_text
 _FOLDER = Path(__file__).parent
 
 if TYPE_CHECKING:
-    from titanlab.report.figures.svg import TracedFigure
+    from titanlab.report.figures.traced import TracedFigure
 
 
 class Report(NamedTuple):

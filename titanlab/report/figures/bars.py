@@ -15,7 +15,7 @@ from titanlab.system import counted, grouped, short_span, significant
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from titanlab.report.figures.svg import TracedFigure
+    from titanlab.report.figures.traced import TracedFigure
 
 
 # The axis is _ROOM times as long as the longest bar or interval, so that the texts fit; an interval is cut at

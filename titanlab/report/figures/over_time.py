@@ -19,7 +19,7 @@ from titanlab.techniques.schedule.timeline import Timeline
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from titanlab.report.figures.svg import TracedFigure
+    from titanlab.report.figures.traced import TracedFigure
 
 
 # More cannot be told from each other in a figure of 8 inches.

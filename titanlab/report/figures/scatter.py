@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from pandas import DataFrame
 
-    from titanlab.report.figures.svg import TracedFigure
+    from titanlab.report.figures.traced import TracedFigure
 
 
 SPEEDS = {

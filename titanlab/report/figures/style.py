@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-    from titanlab.report.figures.svg import TracedFigure
+    from titanlab.report.figures.traced import TracedFigure
 
 
 BLUE, ORANGE, GREEN, YELLOW = "#0072b2", "#e69f00", "#009e73", "#f0e442"
@@ -57,7 +57,7 @@ def new_bars(count: int, title: str, *, above: float = FRAME, bar: float = BAR) 
 def empty_figure(width: float, height: float) -> TracedFigure:
     """A figure without axes; sizes in inches."""
     # Imported here: matplotlib is an optional package.
-    from titanlab.report.figures.svg import TracedFigure
+    from titanlab.report.figures.traced import TracedFigure
 
     return TracedFigure(figsize=(width, height), layout="constrained", dpi=110)
 

@@ -1,4 +1,4 @@
-"""Figures whose marks name their sources, written as files for papers, and as elements of an HTML page.
+"""Writes figures as files for papers, and as elements of an HTML page.
 
 The colours of an element follow the page's. In both, a mark has the attributes `data-run` and `data-column`: the run
 folders and the columns that it is drawn from.
@@ -9,17 +9,16 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from xml.etree import ElementTree
 
 import matplotlib as mpl
-from matplotlib.artist import Artist
-from matplotlib.figure import Figure
 
 from titanlab.errors import ConfigError
 from titanlab.report.figures import style
+from titanlab.report.figures.traced import TracedFigure
 
 # Colours of figures, and the page's names for them; all other colours are the same on a light and on a dark page.
 COLOURS: Mapping[str, str] = {
@@ -46,38 +45,6 @@ _REFERENCE = re.compile(r"url\(#([^)]+)\)")
 _FONT_FAMILY = re.compile(r" ?font-family: [^;]*;?")
 _DECIMALS = re.compile(r"(\d+\.\d{2})\d+")
 _MOST_RUNS = 50  # named in one attribute; the table below the figure has all
-
-
-class Mark(NamedTuple):
-    """What one mark of a figure shows.
-
-    Attributes:
-        runs: names of the run folders.
-        columns: names of the table's columns, or of metrics.jsonl.
-    """
-
-    runs: tuple[str, ...]
-    columns: tuple[str, ...]
-    text: str
-
-
-class TracedFigure(Figure):
-    """A figure that knows the source of its marks; in an SVG file, the key of a mark is the id of its element.
-
-    Attributes:
-        has_heading: whether the title of its first axes is that of the whole figure, which a page does not repeat.
-    """
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        self.marks: dict[str, Mark] = {}
-        self.has_heading = False
-
-    def trace(self, artist: Artist, *, runs: Iterable[str], columns: Iterable[str], text: str = "") -> None:
-        """Record what an artist of this figure is drawn from."""
-        key = f"mark-{len(self.marks)}"
-        artist.set_gid(key)
-        self.marks[key] = Mark(tuple(runs), tuple(columns), text)
 
 
 def save(figure: TracedFigure, path: Path) -> None:
