@@ -33,7 +33,7 @@ def lives(site, tmp_path_factory):
             "seed": 40 + number,
             "data.seconds": 0.5,
             "checkpoint.every": 2,
-            "launch.environment": {"HOLD": case[0], "HOLD_FOLDER": str(folder)},
+            "launch.preamble": [f"export HOLD={case[0]} HOLD_FOLDER={folder}"],
         }
         for number, (case, folder) in enumerate(folders.items())
     ]
