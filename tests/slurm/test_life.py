@@ -11,15 +11,15 @@ from tests.until import until
 
 pytestmark = pytest.mark.slurm
 
-# Slurm says of a plain `scancel --signal` no more than the signal.
+# Slurm says of a plain `scancel --signal=TERM` no more than the signal; `--signal=KILL` cancels the job.
 ENDS = {
     ("compile", "TERM"): "cancelled",
     ("step", "TERM"): "cancelled",
     ("save", "TERM"): "cancelled",
     ("conclude", "TERM"): "done",
-    ("compile", "KILL"): "crash",
-    ("step", "KILL"): "crash",
-    ("save", "KILL"): "crash",
+    ("compile", "KILL"): "cancelled",
+    ("step", "KILL"): "cancelled",
+    ("save", "KILL"): "cancelled",
 }
 
 
