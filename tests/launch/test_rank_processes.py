@@ -64,7 +64,7 @@ def test_a_hang_ends_the_wait(start, monkeypatch):
 def test_without_ranks_there_is_nothing_to_wait_for():
     ranks = RankProcesses({})
     assert ranks.wait_for_failure(lambda: True, never) == (set(), set())
-    ranks.signal(signal.SIGTERM)
+    ranks.ask_to_stop(signal.SIGTERM)
     ranks.end(signal.SIGTERM, seconds=60.0)
     assert ranks.codes == {}
 
@@ -73,7 +73,7 @@ def test_a_signal_reaches_ranks_that_run(start):
     started, ranks = start("trap 'exit 7' USR1; echo ready; while :; do sleep 0.01; done", "exit 0")
     assert started[0].stdout.readline() == b"ready\n"
     until(lambda: 1 in ranks.codes, pause_seconds=0.01)
-    ranks.signal(signal.SIGUSR1)
+    ranks.show_stacks()
     until(lambda: 0 in ranks.codes, pause_seconds=0.01)
     assert ranks.codes == {0: 7, 1: 0}
 

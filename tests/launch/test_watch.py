@@ -148,10 +148,11 @@ def test_when_another_rank_hangs_it_shows_where_it_stands_first(run, watched, mo
     assert "exit code 3" in note.cause or "SIGUSR1" in note.cause
     (run.attempt_folder(1) / "failures" / "rank-0.json").unlink()
     monkeypatch.setattr(watch, "HANG_GRACE_SECONDS", 0.2)
-    note = watched(FOREVER, world=2, is_deaf=True)
+    # A worker that is stopped is not woken.
+    note = watched("kill -STOP $$", world=2, is_deaf=True)
     # It has noted nothing itself: that it does not answer is what is known.
     assert (note.kind, note.rank, note.echo, note.traceback) == (OutcomeKind.HANG, 0, False, None)
-    assert note.cause.startswith("a step did not end in time: rank 0 does not answer: its process ")
+    assert note.cause == "a step did not end in time: rank 0 does not answer: its process is stopped (SIGSTOP)"
 
 
 def test_a_reason_to_stop_is_passed_on(run, watched):

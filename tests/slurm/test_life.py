@@ -11,15 +11,15 @@ from tests.until import until
 
 pytestmark = pytest.mark.slurm
 
-# Slurm says of a plain `scancel --signal` no more than the signal.
+# Slurm says of a plain `scancel --signal=TERM` no more than the signal; `--signal=KILL` cancels the job.
 ENDS = {
     ("compile", "TERM"): "cancelled",
     ("step", "TERM"): "cancelled",
     ("save", "TERM"): "cancelled",
     ("conclude", "TERM"): "done",
-    ("compile", "KILL"): "crash",
-    ("step", "KILL"): "crash",
-    ("save", "KILL"): "crash",
+    ("compile", "KILL"): "cancelled",
+    ("step", "KILL"): "cancelled",
+    ("save", "KILL"): "cancelled",
 }
 
 
@@ -33,7 +33,7 @@ def lives(site, tmp_path_factory):
             "seed": 40 + number,
             "data.seconds": 0.5,
             "checkpoint.every": 2,
-            "launch.environment": {"HOLD": case[0], "HOLD_FOLDER": str(folder)},
+            "launch.preamble": [f"export HOLD={case[0]} HOLD_FOLDER={folder}"],
         }
         for number, (case, folder) in enumerate(folders.items())
     ]

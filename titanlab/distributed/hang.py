@@ -61,14 +61,17 @@ def hangs_of_others(run: RunFolder, rank: int | None, *, since: float) -> list[O
     return [note for note in notes if note.kind is OutcomeKind.HANG and note.rank != rank and note.ended >= since]
 
 
-def await_notes(run: RunFolder, pids: Mapping[int, int], *, since: float, world: int | None = None) -> None:
+def await_notes(run: RunFolder, pids: Mapping[int, int], *, since: float, world: int | None = None) -> bool:
     """If ranks hang, wait until every rank has a note; a rank of this host that writes none gets one from here.
 
     Args:
         pids: process by rank, for the ranks of this host that have not ended.
         world: number of ranks of the run; None: the others are not waited for.
+
+    Returns:
+        whether a rank of this host wrote none: it must not live on, and write another one.
     """
-    begin = time.monotonic()
+    begin, are_silent = time.monotonic(), False
     while hangs_of_others(run, None, since=since):
         noted = {note.rank for note in run.failures(run.newest_attempt())}
         states = {rank: process_state(pid) for rank, pid in pids.items() if rank not in noted}
@@ -77,10 +80,13 @@ def await_notes(run: RunFolder, pids: Mapping[int, int], *, since: float, world:
         # A stopped process will write nothing: nobody need wait for it.
         if quiet and (waited >= ANSWER_SECONDS or all(states[rank] in STOPPED for rank in quiet)):
             for rank in quiet:
-                note_silence(run, rank, pids[rank], since=since)
-        elif not quiet and (world is None or len(noted) >= world or waited >= 2 * ANSWER_SECONDS):
-            return
+                are_silent |= note_silence(run, rank, pids[rank], since=since)
+        elif not quiet and (world is None or len(noted) >= world):
+            break
+        if waited >= 2 * ANSWER_SECONDS:
+            break
         time.sleep(_POLL_SECONDS)
+    return are_silent
 
 
 def note_silence(run: RunFolder, rank: int, pid: int, *, since: float) -> bool:

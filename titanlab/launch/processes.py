@@ -255,10 +255,16 @@ class RankProcesses:
         self.running()
         return dict(sorted(self._codes.items()))
 
-    def signal(self, number: int) -> None:
+    def ask_to_stop(self, number: int) -> None:
         """Send a signal to every rank that has not ended, and wake those that are stopped, which would not hear it."""
         for pid in self.running().values():
-            _signal(pid, number)
+            _ask_to_stop(pid, number)
+
+    def show_stacks(self) -> None:
+        """Make ranks write the Python stacks of all their threads to their logs; those that are stopped stay so."""
+        for pid in self.running().values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
 
     def wait_for_failure(self, hangs: Callable[[], bool], is_due: Callable[[], bool]) -> tuple[set[int], set[int]]:
         """Wait until a rank fails, ranks hang or must be killed, or all ranks have ended well.
@@ -292,7 +298,7 @@ class RankProcesses:
             time.sleep(_POLL_SECONDS)
 
 
-def _signal(pid: int, number: int) -> None:
+def _ask_to_stop(pid: int, number: int) -> None:
     for each in (number, signal.SIGCONT):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, each)
@@ -334,7 +340,7 @@ def start_one(
     escalation = _escalation(run, attempt=attempt, ranks=ranks)
     with _forwarded_signals(escalation) as signals:
         started = start_worker(folder, ranks, attempt, config=config)
-        signals.forward_to(started.signal)
+        signals.forward_to(started.ask_to_stop)
         return wait_for(started, run, since=begin, escalation=escalation, world=ranks.world)
 
 
@@ -355,7 +361,7 @@ def _start_many(folder: Path, places: list[Ranks], attempt: int, logs: Path) -> 
                 started = _one_by_one(folder, places, attempt, logs)
         if isinstance(started, Failure):
             return [started]
-        signals.forward_to(started.signal)
+        signals.forward_to(started.ask_to_stop)
         return wait_for(started, run, since=begin, escalation=escalation)
 
 
@@ -381,8 +387,8 @@ def wait_for(
         started.end(signal.SIGKILL, seconds=GRACE_SECONDS)
     elif failed or hangs:
         others = {rank: pid for rank, pid in started.pids.items() if rank not in failed | left}
-        await_notes(run, others, since=since, world=world)
-        if hangs and world not in (None, len(started.pids)):
+        are_silent = await_notes(run, others, since=since, world=world)
+        if hangs and not are_silent and world not in (None, len(started.pids)):
             # Whoever starts the ranks of other hosts is told by the exit code that this one hangs.
             started.wait(_LINGER_SECONDS)
         # Ranks that hang save nothing: they get no time to end.
@@ -422,7 +428,7 @@ def _forked(
                 text += part
             if signals.waiting:
                 # It ends now if it has not begun to fork; otherwise its ranks get the signal.
-                _signal(forking.pid, signal.SIGTERM)
+                _ask_to_stop(forking.pid, signal.SIGTERM)
             if escalation.is_due({0: forking.pid}) or escalation.hangs:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(forking.pid, signal.SIGKILL)

@@ -183,7 +183,7 @@ class RankWatch:
         if self._reason is None and (reason := read_stop(self._folder)) is not None:
             self._reason = reason
             self._escalation.asked(reason.kind, reason.cause)
-            self._started.signal(signal.SIGHUP)
+            self._started.ask_to_stop(signal.SIGHUP)
 
     def _names(self) -> set[str]:
         """The names in the attempt's folder: one call of the file system instead of one for each file."""
@@ -203,7 +203,7 @@ class RankWatch:
             return None
         if any(note.kind is OutcomeKind.HANG for note in notes):
             self._others_hang = True
-            self._started.signal(signal.SIGUSR1)
+            self._started.show_stacks()
             return time.monotonic() + HANG_GRACE_SECONDS
         return time.monotonic() + GRACE_SECONDS
 
