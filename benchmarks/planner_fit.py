@@ -26,7 +26,7 @@ from published_runs import Published, published_runs
 
 from titanlab.plan import machine_of, most_memory
 from titanlab.plan.calibration import fit
-from titanlab.plan.machine import FILE, LIMITS, Efficiencies, Machine, file_text
+from titanlab.plan.machine import FILE, LIMITS, Efficiencies, Machine
 from titanlab.plan.pipeline_time import simulated_time
 from titanlab.plan.step_time import step_time
 
@@ -188,7 +188,9 @@ def main() -> None:
         RESULT.write_text(json.dumps(found, indent=1) + "\n")
         facts = {key: found[key] for key in ("date", "runs", "median_error", "cross_validated_median_error")}
         facts["allocator_excess"] = found["memory"]["allocator_excess"]
-        FILE.write_text(file_text(Efficiencies(**found["efficiencies"]), facts))
+        # Four digits: more are not known.
+        facts["efficiencies"] = {name: float(f"{value:.4g}") for name, value in found["efficiencies"].items()}
+        FILE.write_text(json.dumps(facts, indent=2) + "\n")
 
 
 if __name__ == "__main__":

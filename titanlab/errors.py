@@ -40,5 +40,5 @@ def _shown(value: object) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    text = " ".join(str(value).split())
+    text = " ".join(str(list(value) if isinstance(value, tuple) else value).split())
     return text if len(text) <= 120 else text[:117] + "..."

@@ -76,7 +76,6 @@ def combines(group: str) -> Callable[[T], T]:
 
 
 def combining_groups() -> frozenset[str]:
-    """Groups of which several options can be chosen at once."""
     return frozenset(_combining_bases())
 
 

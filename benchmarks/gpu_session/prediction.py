@@ -12,8 +12,7 @@ from titanlab.cli.compose import compose
 from titanlab.costs import Share, hardware, training_flops_per_token
 from titanlab.errors import ConfigError
 from titanlab.plan import explain, reserved_bytes
-from titanlab.plan.activations import saved_bytes
-from titanlab.plan.memory import added, stored_pieces
+from titanlab.plan.memory import added, saved_bytes, stored_pieces
 from titanlab.recipe import Recipe, check, resolve
 
 

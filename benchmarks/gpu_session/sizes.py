@@ -128,6 +128,6 @@ REHEARSAL = Sizes(
     sustained=0.01,
     copied=2**20,
     # Those of test_gpu.py are not selected where there is no GPU.
-    tests="tests/costs/test_divisors.py",
+    tests="tests/costs/test_layout.py",
     patience=3,
 )

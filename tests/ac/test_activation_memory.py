@@ -98,14 +98,14 @@ def test_what_an_earlier_pass_has_left_is_not_taken_from_a_later_one():
     assert held_bytes(LeavesGarbage(), torch.ones(8, requires_grad=True), times=2) == pytest.approx(4 << 20, rel=BAR)
 
 
+MM, MUL, SILU = "aten.mm.default", "aten.mul.Tensor", "aten.silu.default"
 LISTS = [
-    ["aten.mm.default"],
-    ["aten._scaled_dot_product_flash_attention_for_cpu.default"],
-    ["aten.silu.default"],
-    ["aten.mul.Tensor"],
-    ["aten.add.Tensor"],
+    *(
+        [each]
+        for each in (MM, "aten._scaled_dot_product_flash_attention_for_cpu.default", SILU, MUL, "aten.add.Tensor")
+    ),
     ["aten.pow.Tensor_Scalar", "aten.rsqrt.default"],
-    ["aten.mm.default", "aten.mul.Tensor", "aten.silu.default"],
+    [MM, MUL, SILU],
 ]
 
 
@@ -132,8 +132,10 @@ def test_attention_that_writes_out_its_scores(shape, precision, policy):
     assert held == pytest.approx(declared, rel=BAR)
 
 
-def cut(config, policy, *, tensor, context, sequence_parallel, method):
+def cut(config, policy, given):
     """What one rank's blocks hold, and what is declared for it."""
+    tensor, context = given.get("tensor", 1), given.get("context", 1)
+    sequence_parallel = given.get("sequence_parallel", True)
     from torch.distributed.device_mesh import init_device_mesh
 
     # Nothing is sent: gloo's threads free what they have sent when they come to it, which the profiler does not always
@@ -152,7 +154,7 @@ def cut(config, policy, *, tensor, context, sequence_parallel, method):
             stack, plan, TensorParallel(mesh=mesh, seq_len=seq, sequence_parallel=sequence_parallel, loss_parallel=True)
         )
     if context > 1:
-        spread_attention(stack, "attention.inner", method=method, group=mesh.get_group())
+        spread_attention(stack, "attention.inner", method=given["method"], group=mesh.get_group())
     policy.implementation().apply({int(number): block for number, block in stack.layers.items()})
     hidden, rope = inputs(config, batch=batch, seq=seq // context, dtype=torch.float32)
     if tensor > 1 and sequence_parallel:
@@ -164,13 +166,11 @@ def cut(config, policy, *, tensor, context, sequence_parallel, method):
 
 
 CUTS = {
-    "tensor": {"tensor": 2, "context": 1, "sequence_parallel": True, "method": ""},
-    "tensor, stream whole": {"tensor": 2, "context": 1, "sequence_parallel": False, "method": ""},
-    "ring": {"tensor": 1, "context": 2, "sequence_parallel": True, "method": "ring"},
-    "all_gather": {"tensor": 1, "context": 2, "sequence_parallel": True, "method": "all_gather"},
+    "tensor": {"tensor": 2},
+    "tensor, stream whole": {"tensor": 2, "sequence_parallel": False},
+    "ring": {"context": 2, "method": "ring"},
+    "all_gather": {"context": 2, "method": "all_gather"},
 }
-
-
 # Also in `make test`.
 ALWAYS = (("tensor", "selective_op"), ("ring", "none"))
 
@@ -185,12 +185,8 @@ ALWAYS = (("tensor", "selective_op"), ("ring", "none"))
 )
 def test_a_rank_holds_its_share(pool, layout, policy):
     config, *_ = SHAPES["shared heads"]
-    ((held, declared),) = pool.run(1, _cut, config, POLICIES[policy], CUTS[layout])
+    ((held, declared),) = pool.run(1, cut, config, POLICIES[policy], CUTS[layout])
     assert held == pytest.approx(declared, rel=BAR)
-
-
-def _cut(config, policy, layout):
-    return cut(config, policy, **layout)
 
 
 @pytest.mark.full

@@ -144,13 +144,6 @@ def header_of(shard):
     return json.loads(shard.header[8:])
 
 
-def test_a_rank_without_tensors_has_a_file_of_a_header():
-    for plan in (SavePlan([]), plan_of({"step": 3})):
-        shard = shard_of(plan, 0)
-        assert (shard.name, list(shard.chunks), shard.size) == ("rank-00000.safetensors", [], 16)
-        assert shard.header == b"\x08\0\0\0\0\0\0\0{}      "
-
-
 def test_wide_elements_stand_first_in_the_order_of_the_plan():
     state = {
         "a": torch.zeros(3, dtype=torch.uint8),

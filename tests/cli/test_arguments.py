@@ -51,7 +51,7 @@ def test_a_path_without_a_name_is_not_the_current_folder(kind, make, text):
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["a", "-n", "x\ny"], "--number/-n=x y: must be a whole number"),
+        (["a", "-n", "x\ny"], "--number/-n=x\\ny: must be a whole number"),
         (["a", "-n", "1.5"], "--number/-n=1.5: must be a whole number"),
         (["a", "-n"], "arguments=a -n: argument --number/-n: expected one argument"),
         # An abbreviation would change its meaning with a new option.

@@ -100,12 +100,6 @@ def test_a_run_that_is_done_keeps_its_newest_and_all_its_records(run, call):
     assert call("--yes")[1].startswith("nothing is to be removed")
 
 
-def test_a_run_that_may_go_on_keeps_what_its_recipe_says(run, call):
-    unfinished(run)
-    call("--yes")
-    assert steps(run) == ["6", "8"]
-
-
 @pytest.mark.parametrize(
     ("number", "every", "flags", "left"),
     [
@@ -128,22 +122,6 @@ def test_a_damaged_newest_checkpoint_keeps_the_one_before_it(run, call):
     index.write_text("{")
     call("--yes")
     assert steps(run) == ["6"]
-
-
-def test_damaged_tensors_are_found_where_asked(run, call):
-    (tensors,) = (run.checkpoints / "step-00000008").glob("*.safetensors")
-    content = bytearray(tensors.read_bytes())
-    content[-1] ^= 1
-    tensors.write_bytes(content)
-    call("--yes", "--verify")
-    assert steps(run) == ["6"]
-
-
-def test_without_a_whole_checkpoint_nothing_goes(run, call):
-    for index in run.checkpoints.glob("*/index.json"):
-        index.write_text("{")
-    call("--yes")
-    assert steps(run) == ["2", "4", "6", "8"]
 
 
 def test_what_is_put_aside_and_what_saves_have_left_goes(run, call):
@@ -328,11 +306,6 @@ def test_remote_checkpoints_are_named_and_left_alone(run, call):
     assert (code, err) == (0, "")
     assert "left alone; --remote looks there too" in out or "is left alone: " in out
     assert len(steps(run)) == 4
-
-
-def test_a_kind_that_is_given_twice_is_shown_once(run, call):
-    out = call("--dry-run", "--what", "checkpoints,checkpoints")[1]
-    assert out.count("checkpoints      3") == 1
 
 
 def test_ctrl_c_says_what_is_removed_and_the_same_command_removes_the_rest(run, call, monkeypatch):

@@ -93,9 +93,3 @@ def test_the_files_go_where_they_are_wanted(made, say, tmp_path, into):
     assert say("layouts", "--into", into).splitlines()[-1] == f"table: {shown}/layouts.csv"
     assert sorted(path.name for path in folder.iterdir()) == ["layouts.csv", "layouts.parquet"]
     assert list(made.folder.path.glob("layouts.*")) == []
-
-
-def test_a_sweep_in_another_folder_of_runs(made, say, tmp_path):
-    (tmp_path / "runs").rename(tmp_path / "older")
-    for arguments in (["layouts", "--runs", "older"], ["older/layouts"]):
-        assert say(*arguments).splitlines()[-1] == "table: older/layouts/layouts.csv"

@@ -22,7 +22,6 @@ from titanlab.launch.launchers_schema import Local
 from titanlab.options import discover
 from titanlab.parallelism import Parallelism
 from titanlab.recipe import conf_folder, from_mapping, read_flags, to_mapping
-from titanlab.records import OutcomeKind
 from titanlab.techniques.model.llama_schema import Llama
 from titanlab.techniques.optimizer.optimizers_schema import AdamW
 from titanlab.techniques.precision.cast_schema import Fp32
@@ -61,15 +60,6 @@ def test_a_recipe_of_the_group_sets_many_keys_and_arguments_come_after_it():
     recipe = the_recipe("+recipe=quickstart", "training.steps=50")
     assert (recipe.name, recipe.world, recipe.parallelism.shard, recipe.training.steps) == ("quickstart", 2, -1, 50)
     assert recipe.model == the_recipe("model=llama_2m").model
-
-
-def test_nothing_of_the_call_stays_behind(monkeypatch, here):
-    argv, environ = list(sys.argv), dict(os.environ)
-    compose(["-m", "seed=0,1"])
-    with pytest.raises(ConfigError):
-        compose(["seed=x"])
-    assert (sys.argv, dict(os.environ)) == (argv, environ)
-    assert list(here.iterdir()) == []
 
 
 # Hydra's own answers
@@ -149,13 +139,6 @@ def test_a_multirun_over_options_and_names_that_tell_its_points():
     assert [recipe.name for recipe in recipes] == ["p0", "p1", "p2", "p3"]
     assert [recipe.model.dim for recipe in recipes] == [64, 64, 256, 256]
     assert [recipe.parallelism.shard for recipe in recipes] == [1, -1, 1, -1]
-
-
-def test_the_first_run_that_ends_badly_gives_the_exit_code(command, monkeypatch):
-    ends = {"seed0": "done", "seed1": "nan", "seed2": "oom", "of-another-submission": "crash"}
-    rows = [{"run": run, "state": "ended", "outcome": outcome} for run, outcome in reversed(ends.items())]
-    monkeypatch.setattr("titanlab.cli.sweep.follow", lambda folder: rows[::-1])
-    assert command("train -m data=synthetic seed=0,1,2").code == OutcomeKind.NAN.exit_code
 
 
 # Options of others

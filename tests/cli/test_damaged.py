@@ -12,10 +12,8 @@ from tests import tiny
 from tests.sweep.made import Made, begin, end, train
 from titanlab.checkpoint.folders import step_folder
 from titanlab.cli import main
-from titanlab.errors import ConfigError
 from titanlab.launch import JobState
-from titanlab.records import CannotWriteError, RunFolder
-from titanlab.records.metrics_file import read_metrics
+from titanlab.records import RunFolder
 from titanlab.sweep import SweepFolder
 from titanlab.sweep import reconcile as reconciling
 
@@ -143,22 +141,6 @@ def test_a_key_that_is_typed_is_not_blamed_on_the_file(made, say):
     assert "config.yaml" not in err
 
 
-def test_rows_that_are_none_are_passed_over(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    rows = [
-        '{"kind": "attempt", "step": 0, "attempt": 1}',
-        '{"kind": "train", "step": 1, "attempt": 1, "loss": NaN}',
-        '{"kind": "train", "step": 2, "att',
-        '{"kind": "train", "step": 2, "attempt": "x"}',
-        '{"kind": ["train"], "step": 2, "attempt": 1}',
-        '{"kind": "train", "step": true, "attempt": 1}',
-        "[" * 100_000,
-        '{"kind": "train", "step": 3, "attempt": 1}',
-    ]
-    path.write_text("\n".join(rows))
-    assert [row["step"] for row in read_metrics(path, "train")] == [1, 3]
-
-
 # Another person's folder: for root, permissions count once its own rights over them are given up.
 OTHERS = """
 import ctypes, os, sys
@@ -243,11 +225,3 @@ def test_a_folder_that_goes_while_it_is_read(made, monkeypatch):
     reconciling.reconcile(SweepFolder(sweep.folder.path), told.append)
     assert len(told) == 1
     assert "No such file" in told[0]
-
-
-def test_a_claim_on_a_folder_that_is_none(tmp_path):
-    run = RunFolder(tmp_path / "gone")
-    assert not run.is_claimed()
-    with pytest.raises(CannotWriteError, match=r"cannot be written \(No such file or directory\)"), run.claim():
-        pass
-    assert issubclass(CannotWriteError, ConfigError)

@@ -1,6 +1,5 @@
 """`titanlab logs`: what ranks have printed, of runs that run, end, start again, or never started."""
 
-import os
 import subprocess
 import sys
 import threading
@@ -161,11 +160,19 @@ def test_ctrl_c_ends_only_the_looking(run, say, monkeypatch):
         assert say(run.path, "--follow") == (0, "[rank 0] text\n", "")
 
 
-def test_a_closed_pipe_ends_it_quietly(run):
-    write(run, 0, "10:00:00 a line\n" * 200_000)
-    command = f"{sys.executable} -m titanlab logs {run.path} | head -n 2; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True, env=dict(os.environ)
-    )
-    assert done.stdout.splitlines() == ["[rank 0] 10:00:00 a line"] * 2 + ["0"]
-    assert done.stderr == ""
+def test_a_terminal_gets_no_control_characters(run, capfdbinary, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    write(run, 0, b"\x1b]0;title\x07 \xff\x1b[2J\n")
+    assert main(["logs", str(run.path)]) == 0
+    assert capfdbinary.readouterr().out.decode() == "[rank 0] ^[]0;title^G \N{REPLACEMENT CHARACTER}^[[2J\n"
+
+
+@pytest.mark.parametrize(
+    ("shell", "code", "said"), [("| :", 0, ""), (">/dev/full", 1, "error: the disk is full: make room\n")]
+)
+def test_lines_that_cannot_be_written_end_it(saved_run, shell, code, said):
+    (saved_run / "logs").mkdir(exist_ok=True)
+    (saved_run / "logs" / "rank-0.log").write_text("a\n" * (1 << 18))
+    command = f'set -o pipefail; "$0" -m titanlab logs {saved_run} {shell}'
+    done = subprocess.run(["bash", "-c", command, sys.executable], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, said)

@@ -163,7 +163,7 @@ data=tokens data.folder=torn-tokens ⇒ data.folder=torn-tokens/train-00000.bin:
 data=hf data.path=json ⇒ data.data_files=[]: path=json needs files; try 'data.data_files=[corpus/*.jsonl]'
 --config-dir conf model=bare ⇒ model=bare: is made without a schema of this group; begin its YAML with defaults: [llama_schema, _self_] or [mixtral_schema, _self_] or [qwen3_schema, _self_] or [qwen3_moe_schema, _self_]
 --config-dir conf model=extra ⇒ model.foo=: is no key of this recipe, and model/extra.yaml sets it; keys of model: dim, layers, heads, kv_heads, ffn_dim, vocab_size, norm_eps,…
---config-dir conf model=torn ⇒ file=conf/model/torn.yaml:2: is no YAML (expected ',' or ']', but got ':'); mend that line
+--config-dir conf model=torn ⇒ file=conf/model/torn.yaml:2: is no YAML (…); mend that line
 --config-dir conf model=lost ⇒ model=nope_schema: there is no such config, which model/lost names; mend model/lost.yaml
 --config-dir conf --config-name other ⇒ --config-name=other: composes no recipe; begin its defaults with recipe_schema
 checkpoint.load_from=nope ⇒ checkpoint.load_from=nope: there is no such folder; give the folder of a run, or of one of its checkpoints

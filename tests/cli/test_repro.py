@@ -11,7 +11,6 @@ from tests.reproduction.repositories import git, make_repository
 from titanlab.cli import main
 from titanlab.recipe import Loader, from_mapping, read_flags, to_mapping
 from titanlab.records import code_fingerprint, collect, git_state, read_config
-from titanlab.sweep import composable, differences, pip_line, write_config
 from titanlab.sweep.repro import wrong_path
 
 PATCH = """\
@@ -95,15 +94,6 @@ def test_the_config_composes_to_the_recipe_of_the_run(made, call, tmp_path):
     composed = to_mapping(Loader(read_flags(words), []).recipe())
     expected = to_mapping(from_mapping(run.config()))
     assert {**composed, "runs": ""} == {**expected, "runs": ""}
-
-
-@pytest.mark.parametrize("text", ["${seed}", "a${b", "a\\${b}", "a\\\\${b}", "a\\"])
-def test_a_text_of_the_config_that_looks_like_an_interpolation_stays_a_text(tmp_path, text):
-    config = to_mapping(tiny.recipe(tmp_path / "runs"))
-    config["checkpoint"]["load_from"] = text
-    write_config(tmp_path, composable(config))
-    recipe = Loader(read_flags(["--config-dir", str(tmp_path), "--config-name", "run"]), []).recipe()
-    assert recipe.checkpoint.load_from == text
 
 
 def test_a_difference_that_is_not_whole_is_taken_from_the_snapshot(made, call, tmp_path, repository):
@@ -200,13 +190,6 @@ def test_what_differs_from_now_is_listed(made, call):
     assert "config, where its recipe composes to something else now:" in out
     assert "\n  seed " in out
     assert "next: " not in out
-
-
-def test_equal_environments_have_no_differences():
-    record = {"packages": {"torch": "2"}, "python": {"version": "3"}, "environment": {"SLURM_JOB_ID": "1"}}
-    assert differences(record, {**record, "environment": {}}) == []
-    assert pip_line(record, record) is None
-    assert differences({"packages": [], "python": 3}, record) == [("torch", "-", "2")]
 
 
 def test_a_folder_that_is_there_is_refused(made, call, tmp_path):

@@ -131,33 +131,6 @@ def test_what_may_change_is_changed(command, saved_run):
     assert (resumed.world, resumed.runs) == (2, str(saved_run.parent.parent))
 
 
-@pytest.mark.parametrize(
-    ("damage", "begins"),
-    [
-        ("training: {steps: many}", "training.steps=many: Value 'many' of type 'str' could not be converted"),
-        (
-            "model: {kind: gpt, dim: 3}",
-            "model.kind=gpt: no installed package offers this option (in {run}/config.yaml)",
-        ),
-        ("model: 3", "model=3: must be a mapping"),
-        ("colour: red", "colour=red: Key 'colour' not in 'Recipe'"),
-        ("name: [", "run={run}: its config.yaml cannot be read"),
-        ("- a list", "run={run}: its config.yaml holds no mapping"),
-    ],
-)
-def test_a_frozen_recipe_that_was_damaged(command, saved_run, damage, begins):
-    config = saved_run / "config.yaml"
-    key = damage.partition(":")[0]
-    kept = [] if damage in ("name: [", "- a list") else re.split(r"\n(?=\w)", config.read_text())
-    config.write_text("\n".join([*(part for part in kept if not part.startswith(f"{key}:")), damage]) + "\n")
-    said = command(f"resume {saved_run}")
-    assert said.refusal
-    # Of a long path, the beginning.
-    run = said.refusal["value"] if begins.startswith("run=") else str(saved_run)
-    assert str(saved_run).startswith(run.removesuffix("..."))
-    assert said.err.startswith("error: " + begins.format(run=run))
-
-
 @pytest.mark.parametrize("chosen", [["{}", "--step", "3"], ["{}/checkpoints/step-3", "parallelism.shard=1"]])
 def test_a_done_run_does_not_go_back_and_the_refusal_names_the_command_for_a_new_run(command, saved_run, chosen):
     run = RunFolder(saved_run)

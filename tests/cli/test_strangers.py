@@ -27,7 +27,7 @@ FILES = {
     "decoded text": ("name: '${oc.decode:\"{_target_: os.system, command: touch <ran>}\"}'", "name", "makes configs of text"),
     "a package": ("hydra: {searchpath: ['pkg://antigravity']}", "hydra.searchpath", "would import a module"),
     "a nest": ("name: " + "[" * 20_000, "file", "nested"),
-    "a bomb": (BOMB, "file", "values"),
+    "a bomb": (BOMB, "file", "aliases"),
     "a variable": ("name: ${oc.env:STRANGE}", "name", "may be a secret"),
     "a variable with a default": ("name: ${oc.env:STRANGE,x}", "name", "may be a secret"),
     "a variable inside of text": ("name: run-${oc.env:STRANGE}", "name", "may be a secret"),
@@ -85,6 +85,15 @@ def test_a_yaml_that_names_code_or_a_secret_is_refused(command, folder, text, ke
     if "names code" in rule:
         assert said["rule"].endswith(str(folder / "strange.yaml"))
     assert not (folder.parent / "ran").exists()
+
+
+def test_errors_that_are_linked_in_a_circle_are_read_once(command, folder, monkeypatch):
+    # OmegaConf links them so under a debugger too.
+    monkeypatch.setenv("OC_CAUSE", "1")
+    text, key, rule = FILES["a variable of Hydra's"]
+    said = command(["train", *written(folder, HEAD + text)]).refusal
+    assert said["key"] == key
+    assert rule in said["rule"]
 
 
 @pytest.mark.parametrize("verb", ["train", "train -m", "train --cfg all", "train --info", "sweep --dry-run"])

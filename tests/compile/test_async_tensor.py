@@ -1,10 +1,7 @@
 """AsyncTP: what inductor fuses on groups that the package has registered, and what a run says that gets none of it."""
 
 import dataclasses
-import importlib
 import os
-import pickle
-import sys
 import warnings
 from collections import Counter
 from contextlib import ExitStack
@@ -20,7 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests import tiny
-from tests.extending.test_extending import install, sections
 from tests.pool import Pool
 from titanlab.distributed import World
 from titanlab.errors import ConfigError
@@ -163,38 +159,6 @@ def test_a_run_gets_what_it_asks_for_or_ends_at_its_first_step(in_new_processes,
     for error, losses in run("unfused", made, fuses=False):
         assert error.startswith(f"parallelism.async_tensor=true: {NOTHING} on every rank; try false")
         assert losses == []
-
-
-def trained_with(site, pickled, cache, fuses):
-    """The same, with packages of a folder."""
-    sys.path.insert(0, site)
-    return trained(*pickle.loads(pickled), cache, fuses)
-
-
-@pytest.mark.full
-def test_what_is_fused_is_the_product_of_a_package(in_new_processes, tmp_path, monkeypatch):
-    """The precision of docs/extending.md replaces the forward of linear layers and names their product."""
-    install(sections()["A precision"].files, (tmp_path / "site").resolve())
-    monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    rounded = importlib.import_module("rounded_weights.precision_schema").RoundedWeights(bits=2)
-
-    def run(name, world=2, *, asked=False, **given):
-        made = tiny.recipe(tmp_path / "runs", name=name, steps=2, layers=1, at_end=False, **given)
-        # Recipes for a CPU are refused AsyncTP: asked for behind the rule's back.
-        made = dataclasses.replace(made, parallelism=dataclasses.replace(made.parallelism, async_tensor=asked))
-        pickled = pickle.dumps((made, tiny.begin(made)))
-        return in_new_processes(world, trained_with, str(tmp_path / "site"), pickled, str(tmp_path / name), True)[0]
-
-    try:
-        expected, _ = run("one", 1, precision=rounded)
-        exact, _ = run("exact", 1)
-        losses, calls = run("fused", asked=True, tensor=2, blocks=True, precision=rounded)
-    finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "rounded_weights"]:
-            del sys.modules[name]
-    assert calls == {"fused_all_gather_matmul": 8, "fused_matmul_reduce_scatter": 4}
-    assert losses == pytest.approx(expected, rel=1e-5)
-    assert losses != pytest.approx(exact, rel=1e-3)
 
 
 class Ranks(World):

@@ -1,30 +1,120 @@
-"""The sums that accounts answer themselves."""
+"""What an account says of a model: its parameters and FLOPs, its linear layers, and names that are those of torch."""
 
-from titanlab.costs import ModelAccount
+import dataclasses
+import importlib
+
+import pytest
+import torch
+
+from tests import tiny
+from titanlab.costs import (
+    BLOCKS,
+    CONTEXT_ATTENTION,
+    EXCHANGE,
+    GROUPED_PRODUCT,
+    ModelAccount,
+    Operation,
+    block_name,
+    divisors,
+    forward_flops,
+    is_in_block,
+    linear_layers,
+    part_shape,
+    path_matches,
+    training_flops_per_token,
+)
+from titanlab.techniques.model.llama_schema import Llama
 
 
-def test_counts():
-    untied = ModelAccount(
-        parameters={"table": (10, 4), "head": (10, 4), "scale": (4,)},
-        embedding="table",
-        tied={},
-        layers=0,
-        heads=1,
-        kv_heads=1,
-        head_dim=4,
-        dim=4,
-        vocab_size=10,
-    )
-    assert (untied.parameter_count, untied.embedding_count) == (84, 40)
-    tied = ModelAccount(
-        parameters={"table": (10, 4), "scale": (4,)},
-        embedding="table",
-        tied={"head": "table"},
-        layers=0,
-        heads=1,
-        kv_heads=1,
-        head_dim=4,
-        dim=4,
-        vocab_size=10,
-    )
-    assert (tied.parameter_count, tied.embedding_count) == (44, 0)
+def account(*, tied):
+    parameters = {"table": (10, 4), "layer": (4, 4), "norm": (4,)}
+    sizes = {"layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 2, "dim": 4, "vocab_size": 10}
+    if not tied:
+        parameters["head"] = (10, 4)
+    return ModelAccount(parameters=parameters, embedding="table", tied={"head": "table"} if tied else {}, **sizes)
+
+
+def test_a_table_is_left_out_unless_it_is_the_head():
+    tied, untied = account(tied=True), account(tied=False)
+    assert (untied.parameter_count, untied.embedding_count) == (100, 40)
+    assert (tied.parameter_count, tied.embedding_count) == (60, 0)
+    # Layer 16, norm 4, head 40: six times 60. Attention: 12 · 1 layer · 2 heads · 2 wide · 5 positions.
+    assert training_flops_per_token(untied, seq_len=5) == 6 * 60 + 12 * 1 * 2 * 2 * 5
+    assert training_flops_per_token(tied, seq_len=5) == training_flops_per_token(untied, seq_len=5)
+
+
+def test_forward_sums_operations():
+    operations = [
+        Operation(name="a", kind="matmul", flops=5, output=(2, 3)),
+        Operation(name="b", kind="pointwise", flops=0, output=(2, 3)),
+        Operation(name="c", kind="attention", flops=7, output=(2, 3)),
+    ]
+    assert forward_flops(operations) == 12
+    assert forward_flops([]) == 0
+
+
+MODEL = Llama(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=200, vocab_size=256).account()
+
+
+def test_layers_that_multiply_are_found_with_and_without_a_tensor_plan():
+    layers = linear_layers(MODEL)
+    assert len(layers) == 2 * 7 + 1
+    assert layers["layers.0.attention.wk"] == (32, 64)
+    assert not {MODEL.embedding.removesuffix(".weight"), "norm"} & set(layers)
+    assert linear_layers(dataclasses.replace(MODEL, tensor_plan={})) == layers
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_match"),
+    [
+        ("wk", True),
+        ("attention.w*", True),
+        ("layers.0", True),
+        ("layers.0.attention.wk", True),
+        ("k", False),
+        ("layers.1", False),
+        ("attention.wq", False),
+    ],
+)
+def test_a_pattern_matches_steps_of_a_path(pattern, is_match):
+    assert path_matches("layers.0.attention.wk", pattern) is is_match
+
+
+def test_a_part_has_its_share_of_the_dim_that_is_cut():
+    assert part_shape(MODEL, "layers.0.attention.wk", (32, 64), 2) == (16, 64)
+    assert part_shape(MODEL, "layers.0.attention.wo", (64, 64), 2) == (64, 32)
+    # Parts are uneven: the first is the largest.
+    assert part_shape(MODEL, "layers.0.feed_forward.w1", (200, 64), 3) == (67, 64)
+
+
+def test_the_modules_of_a_model_have_these_names(tmp_path):
+    recipe = tiny.recipe(tmp_path, layers=11)
+    with torch.device("meta"):
+        model = recipe.model.implementation().build(seq_len=8)
+    blocks = [block_name(number) for number in range(11)]
+    assert [f"{BLOCKS}.{name}" for name, _ in model.get_submodule(BLOCKS).named_children()] == blocks
+    inside = {name for name, _ in model.named_parameters() if is_in_block(name)}
+    outside = {name for name, _ in model.named_parameters()} - inside
+    assert {name.rpartition(".")[0] for name in outside} == {"tok_embeddings", "norm", "output"}
+    assert {".".join(name.split(".")[:2]) for name in inside} == {*blocks}
+    assert all(map(is_in_block, blocks))
+    assert not is_in_block("layers_of_another.0")
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        (CONTEXT_ATTENTION, "titanlab.parallelism.context"),
+        (GROUPED_PRODUCT, "titanlab.techniques.model.mixture_of_experts"),
+        (EXCHANGE, "titanlab.parallelism.expert"),
+    ],
+)
+def test_torch_has_an_operator_of_this_name(name, module):
+    importlib.import_module(module)
+    namespace, operator, overload = name.split(".")
+    assert str(getattr(getattr(getattr(torch.ops, namespace), operator), overload)) == name
+
+
+@pytest.mark.parametrize(("number", "found"), [(12, [1, 2, 3, 4, 6, 12]), (9, [1, 3, 9]), (1, [1])])
+def test_divisors(number, found):
+    assert divisors(number) == found

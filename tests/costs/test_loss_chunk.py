@@ -5,15 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanlab.costs import automatic_chunk, chunk_bytes, part_rows
-from titanlab.costs.setting import CHUNK_BYTES, chunks_of
-
-
-@pytest.mark.parametrize(
-    ("tokens", "columns", "chunk"),
-    [(4096, 128_256, 1024), (2048, 128_256, 0), (4096, 65_536, 0), (4097, 65_536, 2048), (2, 2**29, 1), (9, 2**27, 1)],
-)
-def test_the_rule_of_the_default(tokens, columns, chunk):
-    assert automatic_chunk(tokens=tokens, columns=columns) == chunk
+from titanlab.costs.setting import CHUNK_BYTES, LARGE_BYTES, chunks_of
 
 
 def test_bytes_of_chunks():
@@ -28,15 +20,10 @@ def test_bytes_of_chunks():
     assert chunk_bytes(**shape, chunk=2**20, width=4, compiled=False) == (4096 * 128_256 * 4 + rows + 4096 * 1024 * 4)
 
 
-def test_sizes_of_chunks():
-    assert chunks_of(10, 0, pads=False) == [10]
-    assert chunks_of(10, 4, pads=False) == [4, 4, 2]
-    assert chunks_of(10, 4, pads=True) == [4, 4, 4]
-
-
 @given(tokens=st.integers(1, 2**20), columns=st.integers(1, 2**30))
 def test_a_chunk_is_the_largest_power_of_two_within_its_bytes(tokens, columns):
     chunk = automatic_chunk(tokens=tokens, columns=columns)
+    assert bool(chunk) == (tokens * columns * 4 > LARGE_BYTES)
     if chunk:
         assert chunk & (chunk - 1) == 0
         assert chunk == 1 or chunk * columns * 4 <= CHUNK_BYTES
@@ -50,6 +37,7 @@ def test_chunks_have_all_tokens(tokens, chunk):
     assert set(sizes[:-1]) <= {chunk}
     assert 1 <= sizes[-1] <= chunk
     assert chunks_of(tokens, chunk, pads=True) == [chunk] * len(sizes)
+    assert chunks_of(tokens, 0, pads=False) == [tokens]
 
 
 @pytest.mark.parametrize(

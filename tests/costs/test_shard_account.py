@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.plan.layouts import SMALL
-from titanlab.costs import Layout, account_for, cuts_of, fsdp_dim, gathered_part, sharded_dim, stored_part, tensor_part
+from tests.plan.recipes import SMALL
+from titanlab.costs import Layout, account_for, cuts_of, fsdp_dim, gathered_part, stored_part, tensor_part
 from titanlab.costs.account import Cuts
 from titanlab.techniques.model.llama_schema import Mixtral
 
@@ -63,14 +62,6 @@ def test_the_first_ranks_have_the_largest_parts(name, tensor, number, shape):
     assert tensor_part(ACCOUNT, name, tensor=tensor, number=number) == shape
 
 
-def test_a_part_that_is_smaller_is_padded_to_equal_shards():
-    name = "tok_embeddings.weight"
-    gathered = [gathered_part(ACCOUNT, name, tensor=1, fsdp=5), stored_part(ACCOUNT, name, tensor=1, fsdp=5)]
-    assert gathered == [(2050, 256), (410, 256)]
-    assert gathered_part(ACCOUNT, "norm.weight", tensor=1, fsdp=100) == (300,)
-    assert stored_part(ACCOUNT, "norm.weight", tensor=1, fsdp=100) == (3,)
-
-
 @pytest.mark.parametrize(
     ("shape", "cut", "tensor", "fsdp", "dim"),
     [
@@ -105,22 +96,11 @@ def test_experts_are_cut_by_width_or_by_expert_parallelism():
     assert tensor_part(folded, "layers.0.attention.wq.weight", tensor=2) == (32, 64)
 
 
-def test_without_expert_parallelism_the_account_stays():
-    assert account_for(EXPERTS, Layout(tensor=2)) is EXPERTS
-    assert "experts" not in account_for(EXPERTS, Layout(tensor=2, expert=2)).tensor_plan.values()
-
-
 def test_degrees_that_cut_a_parameter():
+    assert account_for(EXPERTS, Layout(tensor=2)) is EXPERTS
     layout = Layout(shard=4, tensor=2, expert=4)
     account = account_for(EXPERTS, layout)
     assert cuts_of(account, "norm.weight", layout) == Cuts(tensor=2, fsdp=4)
     assert cuts_of(account, "norm.weight", layout, sharded=False) == Cuts(tensor=2, fsdp=1)
     assert cuts_of(account, UP, layout) == Cuts(tensor=4, fsdp=layout.expert_shard) == Cuts(tensor=4, fsdp=2)
     assert cuts_of(account, UP, layout, sharded=False) == Cuts(tensor=4, fsdp=1)
-
-
-def test_a_model_without_a_plan_is_not_cut():
-    bare = replace(ACCOUNT, tensor_plan={})
-    for name, shape in bare.parameters.items():
-        assert tensor_part(bare, name, tensor=4, number=3) == shape
-        assert sharded_dim(bare, name, tensor=4, fsdp=3) == 0

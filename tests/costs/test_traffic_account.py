@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 
 from tests import tiny
-from titanlab.costs import Coordinate, Layout, Step, step_traffic, traffic_metrics
+from titanlab.costs import Coordinate, step_traffic, traffic_metrics
 from titanlab.data import source
 from titanlab.distributed import axis_groups, build_mesh, joined, open_world, traced
 from titanlab.parallelism import Gradients
 from titanlab.recipe import Recipe, step_of
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveLayer, SelectiveOp
-from titanlab.techniques.model import llama_account
 from titanlab.techniques.precision.cast_schema import Bf16, Bf16Full, Fp16
 from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8Tensorwise
 from titanlab.techniques.schedule.published_schema import ZBV, GPipe, Interleaved1F1B, LoopedBFS
@@ -204,66 +203,3 @@ def test_tracing_changes_no_bit(pool, tmp_path):
     without, within = (pool.run(2, gradients_of, made, trace) for trace in (False, True))
     for bare, seen in zip(without, within, strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(bare, seen, strict=True))
-
-
-def table(**given):
-    """The traffic of a Llama of two blocks with a dim of 64: (axis, kind) → count and bytes."""
-    account = llama_account.account(tiny.Llama(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=192, vocab_size=256))
-    place = given.pop("place", Coordinate())
-    step = Step(account=account, **{"seq_len": 32, "microbatch": 2, **given})
-    return {(row.axis, row.kind): (row.count, row.bytes) for row in step_traffic(step, place)}
-
-
-BLOCK, REST = 2 * 64 + 64 * (64 + 32 + 32 + 64) + 3 * 64 * 192, 2 * 256 * 64 + 64
-WORLD = (1, 56)
-
-
-def test_sums_by_hand():
-    whole = 2 * BLOCK + REST
-    fsdp = table(layout=Layout(shard=4), microbatches=3, mixed=True, compute_bytes=2)
-    assert fsdp == {
-        ("shard", "all_gather"): (3 * 2 + 2, 2 * (3 * 2 * BLOCK + BLOCK + REST)),
-        ("shard", "reduce_scatter"): (3, 4 * whole),
-        ("shard", "all_reduce"): WORLD,
-    }
-    hsdp = table(layout=Layout(replicate=2, shard=4), reshards=False)
-    assert hsdp == {
-        ("replicate", "all_reduce"): (3, whole),
-        ("shard", "all_gather"): (3, 4 * whole),
-        ("shard", "reduce_scatter"): (3, 4 * whole),
-        ("world", "all_reduce"): WORLD,
-    }
-    assert table(layout=Layout(replicate=2)) == {("replicate", "all_reduce"): (2, 4 * whole + 56)}
-    hidden, loss = 4 * 2 * 32 * 64, 2 * 2 * 32 * 2 * 4
-    tensor = table(layout=Layout(tensor=2), microbatches=3)
-    # Forward, each block gathers and scatters twice, the embedding scatters, the head gathers; backward the reverse.
-    assert tensor == {
-        ("tensor", "all_gather"): (3 * 11, 3 * (10 * hidden + loss)),
-        ("tensor", "reduce_scatter"): (3 * 10, 3 * 10 * hidden),
-        ("tensor", "all_reduce"): (2, 4 * 5 * 64 + 56),
-    }
-    # Keys and values there twice and their gradients back once, two messages each.
-    block = 4 * 2 * 16 * 2 * 16
-    context = table(layout=Layout(context=2), place=Coordinate(context=1))
-    assert context["context", "send"] == (2 * 6, 2 * 2 * (2 * block + block // 2))
-    assert context["context", "recv"] == (2 * 6, 2 * 2 * (2 * block // 2 + block))
-
-
-def test_what_nobody_needs_is_not_sent():
-    assert table(layout=Layout()) == {}
-    assert table(layout=Layout(), mixed=True, compute_bytes=2) == {}
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-@pytest.mark.parametrize("method", ["ring", "all_gather"])
-def test_what_is_sent_along_the_context_arrives(ranks, method):
-    layout = Layout(context=ranks)
-    tables = [
-        table(layout=layout, place=Coordinate(context=rank), seq_len=48, context_method=method) for rank in range(ranks)
-    ]
-    sent, received = (sum(each.get(("context", kind), (0, 0))[1] for each in tables) for kind in ("send", "recv"))
-    assert sent == received
-    if method == "ring":
-        # In a whole ring, the blocks that go on past rank 0 are halves.
-        block = 4 * 2 * 48 // ranks * 2 * 16
-        assert sent == 2 * 2 * 3 * block * ranks * (ranks - 1) * 3 // 4

@@ -62,11 +62,6 @@ def test_fetches_what_the_model_has(hub: Any, json_file: Path, tmp_path: Path) -
     assert not any("secret" in line for line in lines)
 
 
-def test_fetches_a_sentencepiece_model(hub: Any, model_file: Path, tmp_path: Path) -> None:
-    hub(folder=model_file.parent)
-    assert load(download_tokenizer("owner/model", tmp_path)).fingerprint == load(model_file).fingerprint
-
-
 def test_prefers_the_file_it_can_read(hub: Any, json_file: Path, tmp_path: Path) -> None:
     shutil.copytree(json_file.parent, tmp_path / "hub")
     (tmp_path / "hub" / "tokenizer.model").write_bytes(b"dGhl 0\nYQ== 1\n")

@@ -306,22 +306,6 @@ def test_a_long_document_is_encoded_in_pieces_if_the_tokenizer_allows(
     assert tokens_of(tmp_path / "t", index, "train") == [of("a\nbcd")]
 
 
-@pytest.mark.parametrize(
-    ("text", "pieces"),
-    [
-        ("", [""]),
-        ("abc", ["abc"]),
-        ("abcd", ["abc", "d"]),
-        ("a\nbc", ["a\n", "bc"]),
-        ("\n\n\n\n", ["\n\n\n", "\n"]),
-        ("ab\ncd\nef", ["ab\n", "cd\n", "ef"]),
-        ("abcdef\n", ["abc", "def", "\n"]),
-    ],
-)
-def test_pieces_end_after_lines(text: str, pieces: list[str]) -> None:
-    assert list(pieces_of(text, 3)) == pieces
-
-
 def test_long_documents_are_encoded_in_pieces_and_stay_whole() -> None:
     for written in ("a\nbb\n\nccc" * 50, "x" * 95, "", "\n" * 40, "ab\n"):
         pieces = list(pieces_of(written, 10))

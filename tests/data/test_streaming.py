@@ -190,15 +190,6 @@ def test_streams_must_divide_among_the_ranks() -> None:
         global_order([3], ranks=5, steps=1, batch=10)
 
 
-def test_a_part_of_a_state_is_refused() -> None:
-    _, state = global_order([3], ranks=1, steps=1)
-    del state["parts"]["3"]
-    with pytest.raises(DamagedPosition, match="must map the numbers of all 12 streams to their states"):
-        global_order([3], ranks=1, steps=1, state=state)
-    with pytest.raises(ConfigError, match="the checkpoint stands in the data of streams 24"):
-        global_order([3], ranks=1, steps=1, state=state | {"streams": 24})
-
-
 DAMAGED: dict[str, tuple[Callable[[State], Any], str]] = {
     "no parts": (lambda state: state.pop("parts"), "data.parts=null: must map the numbers of all 12 streams"),
     "a list of parts": (lambda state: state.update(parts=[]), "must map the numbers of all 12 streams"),
@@ -233,15 +224,6 @@ def test_each_rank_opens_its_own_streams_only() -> None:
     given_: dict[str, Any] = {"streams": 6, "fingerprint": "f", "seq_len": SEQ, "global_batch": 3, "ranks": 3}
     stream = StreamingStream(noted, rank=1, state=None, **given_)
     assert opened == [(1, None), (4, None)]
-    tokens, labels = stream.next_batch()
-    assert tokens.tolist() == [[1_000_000 + each for each in range(SEQ)]]
-    assert labels.tolist() == [[1_000_001 + each for each in range(SEQ)]]
-    # The next step has samples 3 to 5, of which this rank has the one of stream 4.
-    assert stream.next_batch().tokens[0, 0] == 4_000_000
-    state = stream.state()
-    assert state == {
-        "fingerprint": "f", "seq_len": SEQ, "streams": 6, "samples": 6, "parts": {
-            "1": {"position": {"document": 0, "token": 0}, "offset": SEQ},
-            "4": {"position": {"document": 0, "token": 0}, "offset": SEQ},
-        },
-    }  # fmt: skip
+    # The second step has samples 3 to 5, of which this rank has the one of stream 4.
+    assert [stream.next_batch().tokens[0, 0] for _ in range(2)] == [1_000_000, 4_000_000]
+    assert list(stream.state()["parts"]) == ["1", "4"]

@@ -136,15 +136,6 @@ def test_few_held_out_rows_are_spread_over_all_of_them(tokens: TokenFolder) -> N
     assert [int(labels[0]) for _, labels in rows] == [319 + SEQ * row for row in (0, 2, 4)]
 
 
-def test_large_tokens_are_kept(tmp_path: Path) -> None:
-    folder = tmp_path / "large"
-    folder.mkdir()
-    np.array([0, 2**32 - 2, 70000, 5], dtype="<u4").tofile(folder / "a.bin")
-    write_index(folder, ShardIndex(dtype="uint32", vocab_size=2**32 - 1, train=(TokenShard(file="a.bin", tokens=4),)))
-    stream = source.open_train(TokenFolder(folder=str(folder)), seed=0, seq_len=3, global_batch=1, rank=0, ranks=1)
-    assert stream.next_batch().tokens.tolist() == [[0, 2**32 - 2, 70000]]
-
-
 def test_next_batch_costs_microseconds(tmp_path: Path) -> None:
     config = folder_of(tmp_path / "big", [2**16 - 100])
     stream = source.open_train(config, seed=0, seq_len=512, global_batch=8, rank=0, ranks=1)
@@ -250,11 +241,6 @@ def test_a_state_of_another_stream_is_refused(name: str, now: object, key: str) 
 def test_a_value_of_another_type_is_damage(value: object) -> None:
     with pytest.raises(DamagedPosition, match=r"^data\.seed=.*: must be of the type of 3; resume from another"):
         check_state({"samples": 0, "seed": value}, seed=3)
-
-
-def test_damage_is_said_before_a_difference() -> None:
-    with pytest.raises(DamagedPosition, match=r"^data\.seed=null"):
-        check_state({"samples": 0, "fingerprint": "f"}, fingerprint="g", seed=3)
 
 
 @pytest.mark.parametrize("value", [None, "3", 3.0, True, -1, 2**62])

@@ -55,14 +55,6 @@ def test_one_token_in_so_many_ends_a_document() -> None:
     assert (numbered(*range(9), document_tokens=1) == 0).all()
 
 
-def test_a_label_is_the_next_token() -> None:
-    whole = numbered(0, 1, 2, 3, 4, 5, seq_len=4)
-    tokens, labels = stream().next_batch()
-    assert (tokens.tolist(), labels.tolist()) == (whole[:, :-1].tolist(), whole[:, 1:].tolist())
-    labels.fill(IGNORE)
-    assert (tokens == whole[:, :-1]).all()
-
-
 def test_labels_of_gaps_do_not_count() -> None:
     plain, gaps = stream(), stream(gaps=True)
     tokens, labels = gaps.next_batch()

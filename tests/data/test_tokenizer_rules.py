@@ -1,6 +1,5 @@
 """A tokenizer whose regular expression never ends on a short trial is refused."""
 
-import itertools
 import json
 import os
 import sys
@@ -20,7 +19,7 @@ from titanlab.errors import ConfigError
 ENDLESS = r"(a+)+b"
 # Read twice over, from every place: the time grows with the cube of a run's length, and no limit of the library's acts.
 SLOW = r"\w*\w*[^\w\s]{40}"
-TEXT = "qz" * 50_000
+TEXT = "a" * 60 + "!"
 TEXT = "a" * 60 + "!"
 
 
@@ -145,7 +144,7 @@ def changed(made):
 
 @pytest.mark.parametrize(
     ("part", "pattern"),
-    [(added_through, ENDLESS), *itertools.product([normalised_by, split_by, decoded_by], [ENDLESS, SLOW])],
+    [(added_through, ENDLESS), (normalised_by, ENDLESS), (split_by, ENDLESS), (decoded_by, ENDLESS), (split_by, SLOW)],
 )
 def test_a_pattern_of_any_part_is_found_when_it_is_read(changed, part, pattern, monkeypatch, capfd):
     monkeypatch.setattr(tokenizer_rules, "TRIAL_SECONDS", 0.3)

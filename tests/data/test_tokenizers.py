@@ -388,11 +388,3 @@ def test_an_error_of_the_texts_is_the_callers_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^data\.files=x: broke; mend it$"):
         train_sentencepiece(broken(), vocab_size=330, file=tmp_path / "t.model")
     assert not (tmp_path / "t.model").exists()
-
-
-def test_a_trained_tokenizer_has_the_asked_size_and_special_tokens(tmp_path: Path) -> None:
-    train_sentencepiece([text(number) for number in range(30)], vocab_size=340, file=tmp_path / "t.model")
-    tokenizer = load(tmp_path / "t.model")
-    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (340, 1, 2)
-    # Digits are tokens of their own.
-    assert len(tokenizer.encode("1234")) == 4

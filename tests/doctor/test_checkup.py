@@ -1,10 +1,13 @@
-"""Which checks there are, and what they ask the launchers that are installed."""
+"""Which checks there are, what they ask the launchers, and that one which hangs or fails is a line of the report."""
 
+import threading
+import time
 from dataclasses import dataclass
 
 import pytest
 
 from titanlab.doctor import checks, checkup, run_checks
+from titanlab.doctor.checkup import Check
 from titanlab.errors import ConfigError
 from titanlab.launch import LaunchConfig, Launcher
 from titanlab.launch.launchers_schema import Local, Slurm
@@ -63,8 +66,8 @@ def test_a_launcher_of_another_package_says_what_it_finds_with_the_settings_of_t
 def test_a_folder_of_runs_that_only_this_host_sees_is_a_warning_where_jobs_run_elsewhere(
     tmp_path, monkeypatch, launch, state
 ):
-    monkeypatch.setattr(checkup.storage, "_SHARED", ())
-    monkeypatch.setattr(checkup.storage, "_IN_MEMORY", ())
+    monkeypatch.setattr(checkup.host, "_SHARED", ())
+    monkeypatch.setattr(checkup.host, "_IN_MEMORY", ())
     (check,) = [check for check in checks(tmp_path, launch) if check.name == "folder of runs"]
     assert {each.name: each.state for each in check.find()}["file system"] == state
 
@@ -80,3 +83,32 @@ def test_a_launcher_whose_config_cannot_be_made_is_a_warning(tmp_path, monkeypat
     own = [check for check in checks(tmp_path, None) if check.section == "pager"]
     ((_, (finding,)),) = run_checks(own)
     assert (finding.state, finding.text) == ("warn", "launch=pager: cannot be made; give it defaults")
+
+
+def test_a_check_that_hangs_or_raises_is_a_finding_and_delays_nobody():
+    forever = threading.Event()
+
+    def hang():
+        forever.wait(60)
+        return []
+
+    def broken():
+        yield ok("first", "is lost with the rest")
+        raise OSError(5, "Input/output error")
+
+    checks = [
+        Check(section="a", name="disk", find=hang, seconds=0.2),
+        Check(section="a", name="clock", find=hang, seconds=0.2, is_needed=False),
+        Check(section="b", name="driver", find=broken),
+        Check(section="b", name="good", find=lambda: [ok("good", "works")]),
+    ]
+    begin = time.monotonic()
+    found = [(check.name, [(each.state, each.text) for each in findings]) for check, findings in run_checks(checks)]
+    forever.set()
+    assert time.monotonic() - begin < 5
+    assert found == [
+        ("disk", [("fail", "gave no answer within 0.2 s")]),
+        ("clock", [("warn", "gave no answer within 0.2 s")]),
+        ("driver", [("fail", "could not be checked (OSError: [Errno 5] Input/output error)")]),
+        ("good", [("ok", "works")]),
+    ]

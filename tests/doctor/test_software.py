@@ -36,11 +36,14 @@ def test_packages_that_differ_are_missing_or_are_too_old(monkeypatch):
         ({"HOME": "/nowhere"}, "ok", "no API key"),
     ],
 )
-def test_wandb(environ, state, text):
+def test_wandb(monkeypatch, environ, state, text):
     (finding,) = software.check_wandb(environ)
     assert finding.state == state
     assert finding.text.startswith(text)
     assert "secret" not in finding.text
+    monkeypatch.setattr(software, "versions", lambda names: {})
+    (finding,) = software.check_wandb(environ)
+    assert (finding.state, finding.text) == ("ok", "is not installed; only tracker=wandb needs it")
 
 
 @pytest.mark.parametrize(
@@ -65,11 +68,6 @@ def test_code_that_runs_cannot_keep_is_a_warning(monkeypatch, state, level, text
     (found,) = software.check_code()
     assert (found.name, found.state) == ("code", level)
     assert found.text.startswith(text)
-
-
-def test_an_old_python_is_a_failure(monkeypatch):
-    monkeypatch.setattr(software.sys, "version_info", (3, 10, 14))
-    assert states(software.check_python())["Python"] == FAIL
 
 
 def packaged(monkeypatch, tmp_path, constraints):
@@ -127,7 +125,7 @@ def test_the_constraints_in_a_package_go_before_those_beside_it(monkeypatch, tmp
 )
 def test_packages_are_held_against_what_the_installation_requires(monkeypatch, installed, required, found):
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
-    findings = list(software._check_bounds(installed))
+    findings = list(software.check_bounds(installed))
     assert {each.name: each.text for each in findings} == found
     assert all(each.state == FAIL for each in findings)
 
@@ -137,17 +135,13 @@ def test_code_that_runs_from_a_folder_has_no_requirements(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "requires", missing)
-    assert states(software._check_bounds({})) == {"installation": "ok"}
+    assert states(software.check_bounds({})) == {"installation": "ok"}
 
 
-def test_without_constraints_nothing_is_said_of_other_versions(monkeypatch):
+def test_an_old_python_and_a_set_that_is_not_known_are_told(monkeypatch):
+    monkeypatch.setattr(software.sys, "version_info", (3, 10, 14))
     monkeypatch.setattr(software, "tested_versions", dict)
     found = {each.name: each for each in software.check_python()}
+    assert found["Python"].state == FAIL
     assert found["packages"].text == "the set that was tested is not in this installation"
     assert found["titanlab"].text.endswith(str(Path(software.__file__).parents[1]))
-
-
-def test_only_the_tracker_needs_wandb(monkeypatch):
-    monkeypatch.setattr(software, "versions", lambda names: {})
-    (found,) = software.check_wandb({"WANDB_MODE": "disabled"})
-    assert (found.state, found.text) == ("ok", "is not installed; only tracker=wandb needs it")

@@ -22,7 +22,7 @@ from titanlab.launch import JobShape, Submission, launcher_named, write_submissi
 from titanlab.launch import group as rendezvous
 from titanlab.launch.contract import ProcessPlace
 from titanlab.launch.group import MEETING_FILE, Rendezvous, await_meeting, find_meeting, publish_meeting
-from titanlab.launch.job import Job, address_of, claim_run, port_of, received_signals, say, submitted
+from titanlab.launch.job import Job, address_of, claim_run, port_of, say, submitted
 from titanlab.launch.slurm import launcher as slurm_launcher
 from titanlab.recipe import to_mapping
 from titanlab.records import Outcome, OutcomeKind, RunFolder
@@ -122,16 +122,6 @@ def test_a_submission_is_found_by_its_token(tmp_path):
     told = f"submission=cc: is not in {tmp_path}; submit the sweep again"
     with pytest.raises(ConfigError, match=re.escape(told)):
         submitted(tmp_path, "cc")
-
-
-def test_stop_signals_are_collected_in_their_order():
-    before = signal.getsignal(signal.SIGTERM)
-    with received_signals() as signals:
-        for number in (signal.SIGTERM, signal.SIGUSR2):
-            os.kill(os.getpid(), number)
-    assert [number for number, _ in signals] == [signal.SIGTERM, signal.SIGUSR2]
-    assert signals[0][1] <= signals[1][1]
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_log_that_is_closed_stops_nothing(monkeypatch):

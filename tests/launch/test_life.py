@@ -20,6 +20,8 @@ from titanlab.distributed import free_port
 from titanlab.records import list_runs
 
 STEPS = 6
+# Of a step: ranks look every second whether their launcher lives.
+SECONDS = 0.5
 LEFT_SECONDS = 20.0
 TERM, KILL, STOP = signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP
 TWO_RANKS = ("rendezvous", "compile", "step", "save")
@@ -55,12 +57,18 @@ def life(command, tmp_path):
         world = 2 if launcher != "local" or point in TWO_RANKS else 1
         fault = ["data.fault=raise", "data.step=3", "data.attempt=1"] if point == "between restarts" else []
         if launcher == "job":
-            run, folder = jobs.run(world, steps=STEPS, every=2), jobs.folder
+            run, folder = jobs.run(world, steps=STEPS, every=2, seconds=SECONDS), jobs.folder
 
             def start():
                 return jobs.start(run, world)
         else:
-            how = [f"training.steps={STEPS}", "checkpoint.every=2", "launch.restarts=1", *fault]
+            how = [
+                f"training.steps={STEPS}",
+                f"data.seconds={SECONDS}",
+                "checkpoint.every=2",
+                "launch.restarts=1",
+                *fault,
+            ]
             how += ["parallelism=ddp", "world=2"] if world == 2 and launcher == "local" else []
             folder = command.folder
 

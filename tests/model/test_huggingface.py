@@ -1,6 +1,7 @@
 """Models in the form of transformers: what a config.json means, and what is not computed here."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -21,17 +22,9 @@ PLAIN = {
     "rms_norm_eps": 1e-5,
 }
 STRETCHED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-LONG = Llama(
-    **{name: getattr(SMALL, name) for name in ("dim", "layers", "heads", "kv_heads", "ffn_dim", "vocab_size")},
-    norm_eps=1e-5,
-    rope_theta=500000.0,
-    rope_factor=8.0,
-    rope_low_freq_factor=1.0,
-    rope_high_freq_factor=4.0,
-    rope_original_context=64,
-)
-
-
+SCALED = {"rope_factor": 8.0, "rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0, "rope_original_context": 64}
+LONG = replace(SMALL, rope_theta=500000.0, **SCALED)
+TIED = replace(SMALL, tied_embeddings=True)
 MODELS = {name: load(name) for name in ("qwen3_moe_debug", "mixtral_debug")}
 # The keys of the numbers of experts.
 COUNT = {"qwen3_moe_debug": "num_experts", "mixtral_debug": "num_local_experts"}
@@ -52,7 +45,7 @@ def read_experts(name, **changes):
     return MODELS[name].hugging_face().from_hf(config_of(name, **changes))
 
 
-@pytest.mark.parametrize("model", [SMALL, LONG, Llama(**{**vars(SMALL), "tied_embeddings": True})])
+@pytest.mark.parametrize("model", [SMALL, LONG, TIED])
 def test_what_is_written_is_read(model):
     config = FAMILY.to_hf(model, context=512)
     assert FAMILY.from_hf(config) == model
@@ -171,9 +164,8 @@ def test_tensors_have_the_order_of_rows_that_transformers_rotates():
 
 
 def test_a_tied_head_may_be_in_a_folder_as_a_copy():
-    tied = Llama(**{**vars(SMALL), "tied_embeddings": True})
-    assert "output.weight" not in FAMILY.tensors(tied)
-    assert FAMILY.copies(tied) == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert "output.weight" not in FAMILY.tensors(TIED)
+    assert FAMILY.copies(TIED) == {"lm_head.weight": "model.embed_tokens.weight"}
     assert FAMILY.copies(SMALL) == {}
 
 
@@ -182,27 +174,34 @@ def test_frequencies_in_files_can_be_computed():
     assert not re.fullmatch(FAMILY.derived, "model.layers.x.self_attn.rotary_emb.inv_freq")
 
 
+EXPERTS = MODELS["qwen3_moe_debug"]
+
+
 @pytest.mark.parametrize(
-    ("changes", "name"),
+    ("model", "changes", "name"),
     [
-        ({}, ""),
-        ({"vocab_size": 256}, "vocab_size"),
-        ({"kv_heads": 4}, "kv_heads"),
-        ({"norm_eps": 1e-6}, "norm_eps"),
-        ({"rope_theta": 5.0}, "rope_theta"),
+        (SMALL, {}, ""),
+        (SMALL, {"vocab_size": 256}, "vocab_size"),
+        (SMALL, {"kv_heads": 4}, "kv_heads"),
+        (SMALL, {"norm_eps": 1e-6}, "norm_eps"),
+        (SMALL, {"rope_theta": 5.0}, "rope_theta"),
         # It computes nothing as long as there is no scaling.
-        ({"rope_original_context": 128}, ""),
-        ({"attention": "math"}, ""),
+        (SMALL, {"rope_original_context": 128}, ""),
+        (LONG, {"rope_original_context": 128}, "rope_original_context"),
+        (SMALL, {"attention": "math"}, ""),
+        (EXPERTS, {"active_experts": 3}, "active_experts"),
+        (EXPERTS, {"head_dim": 2 * EXPERTS.head_dim}, "head_dim"),
+        (MODELS["mixtral_debug"], {"active_experts": 3}, "active_experts"),
+        (EXPERTS, {"balance": "none"}, ""),
     ],
 )
-def test_what_computes_differently_is_named(changes, name):
-    assert FAMILY.difference(SMALL, Llama(**{**vars(SMALL), **changes})) == name
+def test_what_computes_differently_is_named(model, changes, name):
+    assert model.hugging_face().difference(model, replace(model, **changes)) == name
 
 
-def test_scaled_models_differ_by_their_scaling():
-    other = Llama(**{**vars(LONG), "rope_original_context": 128})
-    assert FAMILY.difference(LONG, other) == "rope_original_context"
-    assert (FAMILY.stretched_context(LONG), FAMILY.stretched_context(other)) == (512, 1024)
+def test_scaled_frequencies_are_for_a_longer_context():
+    other = replace(LONG, rope_original_context=128)
+    assert [FAMILY.stretched_context(each) for each in (SMALL, LONG, other)] == [0, 512, 1024]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -214,7 +213,7 @@ def test_what_is_written_of_experts_is_read(name):
 
 
 def test_the_width_of_an_expert_is_not_that_of_a_dense_feed_forward():
-    model, config = MODELS["qwen3_moe_debug"], config_of("qwen3_moe_debug")
+    model, config = EXPERTS, config_of("qwen3_moe_debug")
     assert config["moe_intermediate_size"] == model.ffn_dim
     assert config["intermediate_size"] == model.ffn_dim * model.active_experts
     assert model.hugging_face().from_hf({**config, "intermediate_size": 12345}).ffn_dim == model.ffn_dim
@@ -235,13 +234,10 @@ def test_every_expert_has_tensors_of_its_own(name):
     assert len(set(there)) == len(there)
 
 
-def test_both_names_of_the_number_of_experts_are_read():
-    count = MODELS["qwen3_moe_debug"].experts
-    for changes in (
-        {"num_experts": ..., "num_local_experts": count},
-        {"num_experts": None, "num_local_experts": count},
-    ):
-        assert read_experts("qwen3_moe_debug", **changes).experts == count
+@pytest.mark.parametrize("number", [..., None])
+def test_both_names_of_the_number_of_experts_are_read(number):
+    changes = {"num_experts": number, "num_local_experts": EXPERTS.experts}
+    assert read_experts("qwen3_moe_debug", **changes).experts == EXPERTS.experts
 
 
 def test_missing_keys_of_a_mixtral_have_the_defaults_of_transformers():
@@ -250,18 +246,3 @@ def test_missing_keys_of_a_mixtral_have_the_defaults_of_transformers():
     assert (model.experts, model.active_experts) == (8, 2)
     # A Llama's would be 1e-6 and 10,000.
     assert (model.norm_eps, model.rope_theta) == (1e-5, 1_000_000.0)
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(
-    ("changes", "differs"),
-    [
-        ({}, ""),
-        ({"active_experts": 3}, "active_experts"),
-        ({"vocab_size": 64}, "vocab_size"),
-        ({"balance": "none"}, ""),
-    ],
-)
-def test_what_computes_differently_with_experts_is_named(name, changes, differs):
-    model = MODELS[name]
-    assert model.hugging_face().difference(model, load(name, **changes)) == differs

@@ -1,11 +1,17 @@
-"""A mixture of experts is a loop over tokens and their experts; no token is dropped."""
+"""A mixture of experts is a loop over tokens and their experts, and a grouped product one over groups."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from titanlab.costs import RoutedExperts
-from titanlab.techniques.model.mixture_of_experts import MixtureOfExperts, sort_by_expert
+from titanlab.techniques.model.mixture_of_experts import (
+    MixtureOfExperts,
+    grouped_product,
+    of_inputs,
+    of_weight,
+    sort_by_expert,
+)
 
 
 def model(count=5, active=2, dim=12, ffn_dim=20, seed=0):
@@ -91,3 +97,64 @@ def _gradients(made, forward, hidden):
     made.zero_grad()
     forward(hidden).square().sum().backward()
     return [p.grad.clone() for p in made.parameters()]
+
+
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+# Rows, groups, in, out. Sizes whose rows do not begin at multiples of 16 bytes; more groups than rows; no rows.
+SHAPES = [(40, 4, 16, 24), (37, 4, 10, 7), (5, 8, 12, 9), (0, 3, 8, 8), (33, 1, 3, 1)]
+
+
+def grouped(n, groups):
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randint(0, groups, (n,), generator=generator).sort()[0]
+    return torch.searchsorted(chosen, torch.arange(groups), right=True, out_int32=True), generator
+
+
+def loop(rows, weight, ends):
+    begins = [0, *ends.tolist()[:-1]]
+    parts = [rows[b:e] @ w.t() for b, e, w in zip(begins, ends.tolist(), weight, strict=True)]
+    return torch.cat(parts)
+
+
+def compared(n, groups, width, out, dtype, reduce):
+    ends, generator = grouped(n, groups)
+    rows, weight = (
+        torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+        for shape in ((n, width), (groups, out, width))
+    )
+    found = []
+    for function in (grouped_product, loop):
+        rows.grad = weight.grad = None
+        product = function(rows, weight, ends)
+        reduce(product).backward()
+        found.append((product.detach(), rows.grad, weight.grad))
+    return found
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_grouped_product_is_a_loop(shape, dtype):
+    for one, other in zip(*compared(*shape, dtype, lambda product: product.float().square().sum()), strict=True):
+        assert one.shape == other.shape
+        assert (one - other).norm() <= TOLERANCE[dtype] * other.norm()
+
+
+def test_an_expanded_gradient_is_taken():
+    """The gradient of a plain sum has strides of 0, which torch's function refuses."""
+    for one, other in zip(*compared(40, 4, 16, 24, torch.float32, torch.sum), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_operators_have_shapes_without_data():
+    """In float32 too, for which torch 2.13 has none."""
+    rows, weight, ends = torch.empty(6, 10, device="meta"), torch.empty(2, 7, 10, device="meta"), torch.empty(2)
+    product = grouped_product(rows, weight, ends)
+    assert product.shape == (6, 7)
+    assert of_inputs(product, weight, ends).shape == rows.shape
+    assert of_weight(product, rows, ends).shape == weight.shape
+
+
+def test_the_operator_keeps_the_rules_of_torch():
+    ends, generator = grouped(12, 3)
+    rows, weight = (torch.randn(shape, generator=generator, requires_grad=True) for shape in ((12, 4), (3, 8, 4)))
+    torch.library.opcheck(grouped_product, (rows, weight, ends))

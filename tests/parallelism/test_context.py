@@ -10,7 +10,7 @@ from torch import distributed as dist
 
 from benchmarks.context_memory import measure, model_config
 from titanlab.errors import ConfigError
-from titanlab.parallelism import attention_kernels, check_attention, head_tail, positions, spread_attention
+from titanlab.parallelism import attention_kernels, check_attention, positions
 from titanlab.parallelism import exchanges as ring
 from titanlab.parallelism.context import EXCHANGES, ContextAttention, attention
 from titanlab.parallelism.schema import CHOICES
@@ -140,9 +140,9 @@ def test_parts_are_merged_by_their_denominators():
             return out, scores[chosen].logsumexp(0).view(1, 1, 1)
 
         out, lse = part(slice(0, 1))
-        head_tail.merge(out, lse, *part(slice(1, 4)))
+        ring.merge(out, lse, *part(slice(1, 4)))
         torch.testing.assert_close((out, lse), part(slice(0, 4)), rtol=1e-12, atol=1e-12)
-        head_tail.merge(out, lse, torch.full_like(out, 7.0), torch.full_like(lse, -torch.inf))
+        ring.merge(out, lse, torch.full_like(out, 7.0), torch.full_like(lse, -torch.inf))
         torch.testing.assert_close((out, lse), part(slice(0, 4)), rtol=1e-12, atol=1e-12)
 
 
@@ -243,35 +243,6 @@ def checked_operator():
 @pytest.mark.filterwarnings("default")
 def test_the_operator_is_what_it_says_it_is(pool):
     pool.run(1, checked_operator)
-
-
-def llama_errors(method, tied):
-    group = opened()
-    config = Llama(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=96, vocab_size=64, tied_embeddings=tied)
-    tokens = torch.randint(64, (3, SEQ + 1), generator=torch.Generator().manual_seed(1))
-    results = []
-    for spread in (False, True):
-        torch.manual_seed(0)
-        model = llama.LlamaModel(config, seq_len=SEQ)
-        places = own(torch.arange(SEQ)[None])[0] if spread else torch.arange(SEQ)
-        if spread:
-            spread_attention(model, "attention.inner", method=method, group=group)
-            assert all(isinstance(layer.attention.inner, ContextAttention) for layer in model.layers.values())
-        logits = model(tokens[:, :-1][:, places], places)
-        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:][:, places].flatten(), reduction="sum").backward()
-        gradients = [parameter.grad for parameter in model.parameters()]
-        if spread:
-            for gradient in gradients:
-                dist.all_reduce(gradient)
-        results.append((logits.detach() if spread else own(logits.detach()), gradients))
-    (expected, reference), (found, gradients) = results
-    pairs = [(found, expected), *zip(gradients, reference, strict=True)]
-    return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
-
-
-@pytest.mark.parametrize(("ranks", "method", "tied"), [(2, "ring", False), (4, "ring", True), (3, "all_gather", False)])
-def test_a_llama_is_the_same_with_its_sequences_spread(pool, ranks, method, tied):
-    assert max(pool.run(ranks, llama_errors, method, tied)) <= 2e-6
 
 
 class Causal(torch.nn.Module):

@@ -13,7 +13,7 @@ from titanlab.costs import Joined, meter
 from titanlab.data import Synthetic
 from titanlab.distributed import ALONE, joined
 from titanlab.parallelism import join_products
-from titanlab.parallelism.joined import JoinedProjections
+from titanlab.parallelism.pipeline_weights import JoinedProjections
 from titanlab.prove import parity
 from titanlab.prove.parity import compare
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing

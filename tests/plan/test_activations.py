@@ -7,8 +7,9 @@ import pytest
 from tests import tiny
 from tests.plan.kept import LOG_PROBABILITY_BYTES, allocated_before_backward, most_between_actions
 from titanlab.costs import Share
-from titanlab.plan.activations import deferred_bytes
-from titanlab.plan.memory import _Ranks, memory
+from titanlab.errors import ConfigError
+from titanlab.options import discover
+from titanlab.plan.memory import _Ranks, all_peaks, deferred_bytes, memory, peaks, totals
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer, SelectiveOp
 from titanlab.techniques.schedule.published_schema import (
     ZBV,
@@ -17,6 +18,7 @@ from titanlab.techniques.schedule.published_schema import (
     InterleavedZeroBubble,
     OneFOneB,
 )
+from titanlab.techniques.schedule.timeline import peak_in_flight
 
 BAR = 0.05
 POLICIES = {
@@ -55,7 +57,7 @@ def test_a_step_on_a_cpu_keeps_what_is_planned(pool, tmp_path, policy, microbatc
         tmp_path, **MODEL, seq_len=256, global_batch=2, microbatch=2 // microbatches, ac=POLICIES[policy]
     )
     (held,) = pool.run(1, allocated_before_backward, made)
-    assert held - log_probabilities(made) == pytest.approx(_Ranks(made)._stage(0), rel=BAR)
+    assert held - log_probabilities(made) == pytest.approx(_Ranks(made).saved(0), rel=BAR)
 
 
 # In `make test`; the others are rows of the same product.
@@ -93,3 +95,29 @@ def test_between_its_halves_a_backward_keeps_the_factors_of_its_products():
     halved = deferred_bytes(model, Share(element_bytes=2, tensor=2), 2, 32)
     # Tensor parallelism cuts heads, columns and the vocabulary; what the products read and write in common is whole.
     assert halved[""] == 2 * tokens * ((64 + 32 + 64 + 96) + (32 + 16 + 16 + 64) + (96 + 96 + 64))
+
+
+KINDS = sorted(kind for kind in discover()["schedule"] if kind != "csv")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_moments_are_those_of_all_actions(kind):
+    schedule = discover()["schedule"][kind].schema()
+    for microbatches in (13, 16, 30):
+        of = {"schedule": schedule, "ranks": 3, "microbatches": microbatches}
+        assert [peaks(**of, rank=rank) for rank in range(3)] == [all_peaks(**of, rank=rank) for rank in range(3)]
+    of = {"schedule": schedule, "ranks": 4, "microbatches": 8}
+    stages = len(schedule.placement(ranks=4)) // 4
+    for rank, order in enumerate(schedule.actions(ranks=4, microbatches=8)):
+        moments = peaks(**of, rank=rank)
+        assert max(sum(moment) for moment in moments) / stages == peak_in_flight(order)
+        # Where stages are alike, sums say as much.
+        for saved, deferred in ((5, 0), (5, 3), (3, 5)):
+            own = [saved] * stages + [deferred] * stages
+            most = max(sum(n * bytes_ for n, bytes_ in zip(moment, own, strict=True)) for moment in moments)
+            assert most == max(passes * saved + halves * deferred for passes, halves in totals(**of, rank=rank))
+
+
+def test_too_few_microbatches_are_the_schedules_error():
+    with pytest.raises(ConfigError, match="at least 8 microbatches"):
+        peaks(DualPipeV(), ranks=4, microbatches=4, rank=0)

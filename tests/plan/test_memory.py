@@ -1,4 +1,4 @@
-"""The memory of each rank: items, moments, and what a technique takes away or adds."""
+"""The memory of each rank: items, moments, what a technique takes away or adds, and what the device gives for it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import pytest
 
 from tests.plan.recipes import SMALL, made
 from titanlab.errors import ConfigError
-from titanlab.plan import ITEMS, machine_of, most_memory
-from titanlab.plan.memory import RankMemory, memory
-from titanlab.plan.stages import model_facts
+from titanlab.plan import ITEMS, machine_of, most_memory, reserved_bytes
+from titanlab.plan.memory import exchanged_bytes, memory
+from titanlab.recipe import Cluster
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing
+from titanlab.techniques.precision.cast_schema import Fp32
 from titanlab.techniques.schedule.published_schema import Interleaved1F1B, OneFOneB
+
+COUNT = SMALL.account().parameter_count
 
 
 def small(**given):
@@ -21,13 +24,6 @@ def small(**given):
 
 def parameters(recipe):
     return sum(rank.items["parameters"] for rank in memory(recipe))
-
-
-def test_reserved_is_what_is_allocated_with_the_excess_and_the_process():
-    rank = RankMemory(rank=0, moment="loss", items={"parameters": 100, "activations": 50})
-    assert rank.allocated == 150
-    machine = dataclasses.replace(machine_of(small()), allocator_excess=1.5, process_bytes=25.0)
-    assert machine.reserved_bytes(rank.allocated) == 250
 
 
 @pytest.mark.parametrize("degrees", [{}, {"shard": 4}, {"replicate": 2}, {"tensor": 2, "shard": 2}, {"pipeline": 2}])
@@ -43,25 +39,27 @@ def test_each_rank_of_a_pipeline_has_all_items(degrees):
 
 
 def test_parameters_are_exact_and_shared_out():
-    account = model_facts(SMALL).account
-    count = sum(_product(shape) for shape in account.parameters.values())
-    assert parameters(small()) == 4 * count
-    assert parameters(small(shard=4)) == pytest.approx(4 * count / 4, rel=1e-3)
-    assert parameters(small(replicate=4)) == 4 * count
-    assert parameters(small(pipeline=2)) == 4 * count
+    assert parameters(small()) == 4 * COUNT
+    assert parameters(small(shard=4)) == pytest.approx(4 * COUNT / 4, rel=1e-3)
+    assert parameters(small(replicate=4)) == 4 * COUNT
+    assert parameters(small(pipeline=2)) == 4 * COUNT
+    # Two averages, and a count of updates for each tensor.
+    (rank,) = memory(small())
+    assert rank.items["optimizer"] == 8 * COUNT + 4 * len(SMALL.account().parameters)
 
 
-def _product(shape):
-    size = 1
-    for length in shape:
-        size *= length
-    return size
+def test_what_is_gathered_has_the_width_of_the_precision():
+    kept = {"shard": 8, "reshard_after_forward": "never"}
+    widths = [most_memory(small(**kept, precision=own)).items["gathered parameters"] for own in (None, Fp32())]
+    assert [width // COUNT for width in widths] == [2, 4]
 
 
 def test_recomputation_keeps_less_and_a_longer_sequence_more():
     kept = {ac.kind: most_memory(small(ac=ac)).items["activations"] for ac in (NoCheckpointing(), FullCheckpointing())}
     assert kept["full"] < kept["none"] / 3
     assert most_memory(small(seq_len=2048)).allocated > most_memory(small()).allocated
+    # Without a pipeline, more microbatches keep as much.
+    assert most_memory(small(batch=64)).items["activations"] == kept["none"]
 
 
 @pytest.mark.parametrize("degrees", [{}, {"replicate": 2}, {"shard": 4}])
@@ -73,30 +71,60 @@ def test_at_the_end_of_the_backward_pass_all_gradients_exist(degrees):
 
 def test_offloaded_states_take_nothing_of_the_device():
     kept, offloaded = (most_memory(small(shard=2, cpu_offload=flag)) for flag in (False, True))
-    assert {name: offloaded.items[name] for name in ("parameters", "gradients", "optimizer")} == {
-        "parameters": 0, "gradients": 0, "optimizer": 0,
-    }  # fmt: skip
+    states = ("parameters", "gradients", "optimizer")
+    assert {name: offloaded.items[name] for name in states} == dict.fromkeys(states, 0)
     assert kept.items["parameters"] > 0
 
 
-def test_the_first_rank_of_1f1b_keeps_most_activations():
+def test_ranks_of_a_pipeline_keep_what_their_stages_do():
     found = [rank.items["activations"] for rank in memory(small(pipeline=3, schedule=OneFOneB()))]
     assert found[0] > found[1] > found[2]
-
-
-def test_ranks_of_several_stages_are_summed():
     recipe = small(pipeline=3, schedule=Interleaved1F1B(stages_per_rank=2))
     assert parameters(recipe) == parameters(small())
     assert len({rank.items["parameters"] for rank in memory(recipe)}) > 1
-
-
-def test_a_pipeline_with_more_stages_than_pieces_is_refused():
     with pytest.raises(ConfigError) as caught:
         memory(small(pipeline=16, batch=64))
     assert "\n" not in str(caught.value)
 
 
-def test_microbatches_do_not_change_what_one_rank_without_a_pipeline_keeps():
-    recipe = small()
-    more = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, global_batch=64))
-    assert most_memory(recipe).items["activations"] == most_memory(more).items["activations"]
+@pytest.mark.parametrize("reshard", ["auto", "never"])
+def test_buffers_of_symmetric_memory_count_at_every_moment(reshard):
+    """They are a pool of their own, which lends nothing to other tensors."""
+    given = {"batch": 64, "shard": 8, "seq_len": 512, "microbatch": None, "reshard_after_forward": reshard}
+    plain, found = (most_memory(small(**given, symmetric_memory=flag)) for flag in (False, True))
+    names = "communication buffers"
+    assert found.allocated - plain.allocated == found.items[names] - plain.items[names] > 0
+    dim, ffn, vocabulary, kv = 256, 768, 2048, 128
+    block = 2 * (2 * dim * dim + 2 * dim * kv + 3 * dim * ffn + 2 * dim)
+    edges = 2 * (2 * vocabulary * dim + dim)
+    in_backward = plain.moment in ("backward", "end")
+    assert plain.moment == found.moment
+    assert plain.items[names] == (block if in_backward and reshard != "never" else 0)
+    assert found.items[names] == 2 * block + edges + (0 if in_backward else 2 * edges)
+
+
+CPU = Cluster(
+    accelerator="cpu", device="cpu", process_gb=0.4, allocator_excess=1.5, message_excess=2.0, memory_gb_per_second=9.0
+)
+
+
+def on_cpu(**given):
+    return dataclasses.replace(made(model=SMALL, seq_len=128, **given), cluster=CPU)
+
+
+def reserved(recipe):
+    return reserved_bytes(recipe, machine_of(recipe), most_memory(recipe))
+
+
+def test_the_allocator_the_process_and_messages_take_more_than_the_tensors():
+    alone, pair = on_cpu(), on_cpu(shard=2)
+    assert reserved(alone) == round(1.5 * most_memory(alone).allocated + 0.4e9)
+    assert exchanged_bytes(pair, 0) > 3 * 2 * COUNT
+    own = 1.5 * most_memory(pair).allocated + 0.4e9
+    assert reserved(pair) == pytest.approx(own + 2.0 * exchanged_bytes(pair, 0), abs=2)
+    # A pipeline sends more in a step with more microbatches, and as much in each of them.
+    few, many = (on_cpu(pipeline=2, batch=batch, microbatch=1) for batch in (8, 16))
+    assert exchanged_bytes(few, 0) == pytest.approx(exchanged_bytes(many, 0), rel=0.01)
+    # On a GPU only the allocator counts.
+    recipe = made(shard=8)
+    assert reserved(recipe) == round(most_memory(recipe).allocated * machine_of(recipe).allocator_excess)

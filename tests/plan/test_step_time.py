@@ -1,4 +1,4 @@
-"""The time of a step: limits, monotony, sums by hand, and the bytes of the formulas for communication."""
+"""The time of a step and of its pieces: sums by hand, monotony, the bytes of the formulas, and honest caches."""
 
 import dataclasses
 import math
@@ -6,17 +6,24 @@ import math
 import pytest
 
 from tests.plan.recipes import LLAMA_8B, SMALL, made
-from titanlab.costs import EXCHANGE, Coordinate, step_traffic, training_flops_per_token
-from titanlab.plan import machine_of
-from titanlab.plan.block_time import context_rows, tensor_rows
+from titanlab.costs import (
+    EXCHANGE,
+    Coordinate,
+    add_context,
+    add_tensor,
+    step_traffic,
+    sum_whole_gradients,
+    training_flops_per_token,
+)
+from titanlab.plan import block_time, machine_of
+from titanlab.plan.block_time import RankWork, exposed, model_time, rows_of, work_of
 from titanlab.plan.machine import Efficiencies
 from titanlab.plan.stages import model_facts
 from titanlab.plan.step_time import freed_and_kept, sharding_of, step_time
 from titanlab.recipe import step_of
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer, SelectiveOp
-from titanlab.techniques.model.llama_schema import Qwen3Moe
+from titanlab.techniques.model.llama_schema import Llama, Qwen3Moe
 from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8Tensorwise
-from titanlab.techniques.schedule.published_schema import Interleaved1F1B
 
 # A machine in which only products take time, at 1e12 FLOP/s.
 PERFECT = Efficiencies(
@@ -85,17 +92,6 @@ def test_full_recomputation_repeats_all_but_the_last_product():
     assert times["full"] - times["none"] == pytest.approx(32 * again / 1e12, rel=1e-9)
     # Every second of 32 blocks.
     assert times["selective_layer"] - times["none"] == pytest.approx(16 * again / 1e12, rel=1e-9)
-
-
-def test_selective_recomputation_repeats_every_second_product():
-    block = LLAMA_8B.block_operations(batch=1, seq_len=8192)
-    again = SelectiveOp().recomputed(block, number=0)
-    assert {name for name in again if "w" in name.split(".")[-1]} == {"attention.wk", "attention.wo", "feed_forward.w3"}
-    assert "attention.inner" not in again
-    assert {"attention_norm", "ffn_norm", "feed_forward.silu"} <= set(again)
-    keeps_all = SelectiveOp(every_other_matmul=False).recomputed(block, number=0)
-    assert not any(".w" in name for name in keeps_all)
-    assert NoCheckpointing().recomputed(block, number=0) == ()
 
 
 @pytest.mark.parametrize(
@@ -215,22 +211,14 @@ def test_bytes_are_those_of_the_formulas(recipe):
     reduced = next(row.bytes for row in fsdp if row.kind == "reduce_scatter")
     assert layers * block.scattered_bytes + rest.scattered_bytes == reduced
     if recipe.layout.tensor > 1:
-        pieces = [facts.block] * layers + list(edges)
-        sent = sum(row.bytes for piece in pieces for rows in tensor_rows(step, piece) for row in rows)
+        sent = 0
+        for piece in [facts.block] * layers + list(edges):
+            sent += sum(row.bytes for row in rows_of(add_tensor, step, (piece,)))
+            sent += sum(row.bytes for row in rows_of(sum_whole_gradients, step, Coordinate(), (piece,)))
         assert sent == sum(row.bytes for row in expected if row.axis == "tensor")
     if recipe.layout.context > 1:
-        sent = layers * sum(row.bytes for row in context_rows(step, facts.block))
+        sent = layers * sum(row.bytes for row in rows_of(add_context, step, Coordinate(), (facts.block,)))
         assert sent == sum(row.bytes for row in expected if row.axis == "context")
-
-
-def test_an_estimate_does_not_depend_on_those_before():
-    recipe = made(shard=4, tensor=2, pipeline=2, batch=32, schedule=Interleaved1F1B())
-    machine = machine_of(recipe)
-    alone = step_time(recipe, machine)
-    for shard in (2, 8):
-        step_time(made(shard=shard, tensor=2, pipeline=2, batch=32), machine)
-    assert step_time(recipe, machine) == alone
-    assert step_time(recipe, machine_of(recipe)) == alone
 
 
 def test_an_exchange_that_is_kept_is_not_repeated():
@@ -245,3 +233,89 @@ def test_an_exchange_that_is_kept_is_not_repeated():
     once, twice = sent(NoCheckpointing()), sent(FullCheckpointing())
     assert twice == pytest.approx(once * 3 / 2)
     assert (sent(kept), sent(SelectiveOp())) == (pytest.approx(once), pytest.approx(twice))
+
+
+# A machine is equal only to itself: with one for all recipes the caches are shared, as in a search.
+MACHINE = machine_of(made())
+
+
+def test_what_runs_beside_a_computation_is_never_free_and_never_more_than_one_after_the_other():
+    for compute, exchange in ((1.0, 0.5), (0.5, 1.0), (1.0, 1.0)):
+        assert 0 < exposed(compute, exchange, MACHINE) <= exchange
+    assert (exposed(1.0, 0.0, MACHINE), exposed(0.0, 1.0, MACHINE)) == (0.0, 1.0)
+
+
+def test_blocks_that_are_recomputed_differ_from_others():
+    times = {ac.kind: model_time(made(model=SMALL, ac=ac), MACHINE) for ac in (NoCheckpointing(), FullCheckpointing())}
+    assert [kind.recomputed > 0 for kind in times["full"].kinds] == [True]
+    assert times["none"].kinds[0].recomputed == 0
+    halves = model_time(made(model=SMALL, ac=SelectiveLayer(every=2)), MACHINE)
+    assert len(halves.kinds) == 2
+    assert sorted(halves.kind_of) == [0, 0, 0, 1, 1, 1]
+    mean = (times["none"].whole.recomputed + times["full"].whole.recomputed) / 2
+    assert halves.whole.recomputed == pytest.approx(mean)
+
+
+def test_a_loss_in_chunks_has_all_its_time_ahead():
+    recipe = made(model=SMALL)
+    chunked = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, loss_chunk=256))
+    whole, chunks = (list(model_time(each, MACHINE).edges.values())[-1] for each in (recipe, chunked))
+    assert (chunks.inputs, chunks.weights) == (0.0, 0.0)
+    assert chunks.compute == pytest.approx(whole.compute)
+
+
+DEGREES = (
+    {},
+    {"tensor": 2},
+    {"tensor": 2, "sequence_parallel": False},
+    {"tensor": 2, "sequence_parallel": True},
+    {"tensor": 2, "async_tensor": True},
+    {"tensor": 2, "loss_parallel": False},
+    {"context": 2},
+    {"context": 2, "context_method": "all_gather"},
+    {"shard": 4, "tensor": 2},
+)
+
+
+def test_a_cache_never_answers_for_another_recipe():
+    recipes = [
+        made(model=SMALL, batch=8, seq_len=1024, ac=ac, compiled=compiled, microbatch=microbatch, **degrees)
+        for degrees in DEGREES
+        for ac in (NoCheckpointing(), FullCheckpointing())
+        for compiled in (False, True)
+        for microbatch in (None, 2)
+    ]
+    cached = [plain(model_time(recipe, MACHINE)) for recipe in recipes]
+    fresh = []
+    for recipe in recipes:
+        for cache in (block_time._shaped, block_time._model_time):
+            cache.cache_clear()
+        fresh.append(plain(model_time(recipe, MACHINE)))
+    assert cached == fresh
+    assert len(set(map(str, cached))) > len(DEGREES) * 4
+
+
+def plain(times):
+    return times.kinds, times.kind_of, dict(times.edges), times.once, times.whole
+
+
+def forward_kernels(*, fused, tensor):
+    """Kernels of the products that may be fused."""
+    model = Llama(dim=128, layers=1, heads=4, kv_heads=2, ffn_dim=256, vocab_size=64, fused=fused)
+    part = RankWork(tensor=tensor, context=1, sequence_parallel=False, expert=1, dtype="bfloat16", width=2, fused=False,
+                plan=model.account().plan, prefix="layers.0.", products={})  # fmt: skip
+    operations = model.block_operations(batch=2, seq_len=256)
+    names = ("wq", "wk", "wv", "wqkv", "w1", "w3", "w13")
+    chosen = [each for each in operations if each.name.rpartition(".")[2] in names]
+    return [kernel for work in work_of(chosen, part) for kernel in work[2]]
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_fused_projections_are_fewer_products_and_a_copy_of_their_weights(tensor):
+    apart, fused = (forward_kernels(fused=fused, tensor=tensor) for fused in (False, True))
+    products, copies = [kernel for kernel in fused if kernel.flops], [kernel for kernel in fused if not kernel.flops]
+    assert (len(apart), len(products), len(copies)) == (5, 2, 2)
+    rows = 128 + 64 + 64 + 256 + 256
+    assert sum(kernel.moved for kernel in copies) == 2 * 2 * rows * 128 / tensor
+    # Tiles at the edges are counted whole, so that one product computes no more than several.
+    assert sum(kernel.flops for kernel in products) <= sum(kernel.flops for kernel in apart)

@@ -29,7 +29,7 @@ def test_there_is_something_to_learn(curves):
         (Bf16(), {}, 0.005, 0.001),
         (Bf16(reduce="bf16", fp32_parts=["embedding", "head"]), {}, 0.005, 0.001),
         (Fp16(), {}, 0.005, 0.001),
-        pytest.param(Fp16(growth_interval=25), {}, 0.005, 0.001, marks=pytest.mark.full),
+        (Fp16(growth_interval=25), {}, 0.005, 0.001),
         (Bf16Full(), {}, 0.01, 0.002),
         (Bf16Full(reduce="bf16"), {}, 0.01, 0.002),
         (Float8Tensorwise(), {}, *FLOAT8),
@@ -38,9 +38,9 @@ def test_there_is_something_to_learn(curves):
     ],
 )
 def test_a_precision_learns_as_fp32_does(curves, precision, layout, largest, final):
-    losses, gap = curves(precision, **layout), curves.gap(precision, **layout)
-    assert gap.largest <= largest, gap
-    assert abs(gap.final) <= final, gap
+    losses, found = curves(precision, **layout), curves.gap(precision, **layout)
+    assert found[0] <= largest
+    assert abs(found[1]) <= final
     assert losses[-1] < losses[0] * 0.75
     if precision.layer_class:
         # It did compute in float8: its rounding is seen at once.

@@ -14,13 +14,13 @@ from torch import nn
 
 from tests import tiny
 from tests.pool import Pool
+from tests.training.test_resume import same_bits
 from titanlab.checkpoint import latest
 from titanlab.checkpoint.folders import checkpoints
 from titanlab.distributed import ALONE, build_mesh, joined, open_world
 from titanlab.errors import ConfigError
 from titanlab.parallelism import ChunkedLoss
 from titanlab.parallelism.pipeline_weights import linear
-from titanlab.plan.block_time import RankWork, work_of
 from titanlab.prove import parity
 from titanlab.recipe import Cluster
 from titanlab.techniques.model import llama_account
@@ -107,20 +107,6 @@ def test_experts_multiply_in_bf16(kind):
     assert {type(part) for name, part in model.named_modules() if name.endswith("experts.w1")} == {ExpertLinear}
     told = kind().describe(account, accelerator="cpu", device="cpu")
     assert told == f"{kind().kind}: 8 linear layers, not output, experts in bfloat16, emulated"
-    # The planner's time is that of the same formats.
-    assert set(kind().products(account)) == set(attention)
-    part = RankWork(
-        tensor=1, context=1, sequence_parallel=True, expert=2, dtype="bfloat16", width=2, fused=False,
-        plan=account.plan, prefix="layers.0.", products=kind().products(account),
-    )  # fmt: skip
-    rates = {
-        work.name: {kernel.rate for kernels in work[2:] for kernel in kernels if kernel.flops}
-        for work in work_of(config.block_operations(batch=2, seq_len=32), part)
-        if work.kind == "matmul"
-    }
-    assert {name for name, own in rates.items() if own == {"bfloat16"}} == {
-        "feed_forward.router", "feed_forward.experts.w1", "feed_forward.experts.w2", "feed_forward.experts.w3"
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", RECIPES)
@@ -253,21 +239,20 @@ def test_scales_are_those_of_whole_weights(pool, tmp_path, layout):
 
 
 def what_is_gathered(made):
-    """Types and bytes of the weights while a block computes."""
+    """Types of the weights while a block computes."""
     with open_world(joined(os.environ) or ALONE, accelerator="cpu", seed=0, deterministic=False) as world:
         built = assemble.assemble(made, world, build_mesh(made.layout, "cpu"))
         built.after_update()
         block = built.model.layers["0"]
         block.unshard()
         layers = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
-        return {name: (type(layer.weight.data).__name__, layer.weight.shape) for name, layer in layers.items()}
+        return {name: type(layer.weight.data).__name__ for name, layer in layers.items()}
 
 
 def test_weights_are_gathered_in_float8(pool, tmp_path):
     made = tiny.recipe(tmp_path, precision=Float8Tensorwise(skip=["output", "wo"]), shard=2)
-    told = pool.run(2, what_is_gathered, made)[0]
-    kinds = {name: "Tensor" if name == "attention.wo" else "Float8TrainingTensor" for name in LAYERS}
-    assert {name: kind for name, (kind, _) in told.items()} == kinds
+    expected = {name: "Tensor" if name == "attention.wo" else "Float8TrainingTensor" for name in LAYERS}
+    assert pool.run(2, what_is_gathered, made) == [expected] * 2
 
 
 def traced(made, run):
@@ -295,8 +280,7 @@ def test_float8_starts_from_fp32s_parameters(pool, tmp_path):
     for number, (config, layout) in enumerate([(tiny.Fp32(), {}), (Float8Tensorwise(), {"shard": 2})]):
         made = tiny.recipe(tmp_path, name=f"run-{number}", precision=config, steps=2, **layout)
         values.append(pool.run(made.world, begun, made, tiny.begin(made))[0][0])
-    assert values[0].keys() == values[1].keys()
-    assert all(torch.equal(values[0][name], values[1][name]) for name in values[0])
+    assert same_bits(*values)
     assert all(type(each) is torch.Tensor for each in values[1].values())
 
 
@@ -321,8 +305,7 @@ def test_a_run_goes_on_under_another_layout_and_precision(pool, tmp_path, before
     second = tiny.recipe(tmp_path, precision=after, steps=3, name="second", load_from=str(run.path), **keys, **other)
     parameters, trace = pool.run(second.world, begun, second, tiny.begin(second))[0]
     assert len(trace.losses) == 1
-    assert parameters.keys() == saved.parameters.keys()
-    assert all(torch.equal(saved.parameters[name], parameters[name]) for name in parameters)
+    assert same_bits(parameters, saved.parameters)
 
 
 def test_a_checkpoint_knows_nothing_of_float8(pool, tmp_path):
@@ -340,20 +323,14 @@ def test_a_checkpoint_knows_nothing_of_float8(pool, tmp_path):
 
 def test_a_run_resumes_in_float8_as_if_it_had_not_stopped(pool, tmp_path):
     """To the bit: scales are computed before the first step, too."""
-    straight = tiny.recipe(tmp_path, precision=Float8Tensorwise(), steps=3, name="straight", shard=2, every=2, keep=0)
+    given = {"precision": Float8Tensorwise(), "steps": 3, "shard": 2}
+    straight = tiny.recipe(tmp_path, name="straight", every=2, keep=0, **given)
     run = tiny.begin(straight)
     whole = pool.run(2, traced, straight, run)[0]
-    again = tiny.recipe(
-        tmp_path,
-        precision=Float8Tensorwise(),
-        steps=3,
-        name="again",
-        shard=2,
-        load_from=str(checkpoints(run.checkpoints)[0]),
-    )
+    again = tiny.recipe(tmp_path, name="again", load_from=str(checkpoints(run.checkpoints)[0]), **given)
     rest = pool.run(2, traced, again, tiny.begin(again))[0]
     assert rest.losses == whole.losses[2:]
-    assert all(torch.equal(whole.parameters[name], rest.parameters[name]) for name in whole.parameters)
+    assert same_bits(rest.parameters, whole.parameters)
 
 
 @pytest.mark.parametrize("error", [ImportError("No module\nnamed x"), AttributeError("no mx_mm")])

@@ -38,46 +38,30 @@ def told(scale, *norms):
     return steps, optimizer.taken
 
 
-def test_it_grows_after_so_many_good_steps_in_a_row():
-    steps, taken = told(scale_of(), *[1.0] * 7)
-    assert [scale for scale, *_ in steps] == [8, 8, 8, 16, 16, 16, 32]
-    assert taken == 7
-    steps, taken = told(scale_of(growth_factor=4.0), 1.0, 1.0, math.inf, 1.0, 1.0, 1.0, 1.0)
-    # A skipped step starts the count anew.
-    assert [scale for scale, *_ in steps] == [8, 8, 8, 4, 4, 4, 16]
-    assert taken == 6
+INF = math.inf
+# Fields, norms of gradients; by step the scale, the number of skipped steps, and whether the run may continue.
+STEPS = [
+    # It grows after three good steps in a row; a skipped step starts the count anew.
+    ({}, [1.0] * 7, [(scale, 0, 1) for scale in (8, 8, 8, 16, 16, 16, 32)]),
+    ({"growth_factor": 4.0}, [1.0, 1.0, INF, 1.0, 1.0, 1.0, 1.0], [(8, 0, 1), (8, 0, 1), (8, 1, 1), (4, 1, 1), (4, 1, 1), (4, 1, 1), (16, 1, 1)]),
+    # It shrinks after an overflow.
+    *(({"backoff_factor": 0.25}, [1.0, bad, 1.0, bad], [(8, 0, 1), (8, 1, 1), (2, 1, 1), (2, 2, 1)]) for bad in (INF, math.nan, -INF)),
+    # At the smallest scale an overflow is the end, and so are too many skips in a row.
+    ({"min_scale": 3.0}, [INF] * 4, [(8, 1, 1), (4, 2, 1), (3, 3, 0), (3, 4, 0)]),
+    ({"max_skips": 2, "min_scale": 2**-6}, [INF, 1.0, INF, INF, 1.0, INF], [(8, 1, 1), (4, 1, 1), (4, 2, 1), (2, 3, 0), (1, 3, 1), (1, 4, 1)]),
+    # A constant scale stays.
+    ({"dynamic": False, "max_skips": 3, "min_scale": 8.0, "growth_interval": 1}, [1.0, INF, INF, INF], [(8, 0, 1), (8, 1, 1), (8, 2, 1), (8, 3, 0)]),
+    # It does not grow out of float32.
+    ({"init_scale": LARGEST, "growth_interval": 1}, [1.0] * 3, [(LARGEST, 0, 1)] * 3),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("bad", [math.inf, math.nan, -math.inf])
-def test_it_shrinks_after_an_overflow_and_the_step_updates_nothing(bad):
-    steps, taken = told(scale_of(backoff_factor=0.25), 1.0, bad, 1.0, bad)
-    assert steps == [(8, 0, 1), (8, 1, 1), (2, 1, 1), (2, 2, 1)]
-    assert taken == 2
-
-
-def test_at_the_smallest_scale_an_overflow_is_the_end():
-    steps, taken = told(scale_of(min_scale=3.0), *[math.inf] * 4)
-    assert steps == [(8, 1, 1), (4, 2, 1), (3, 3, 0), (3, 4, 0)]
-    assert taken == 0
-
-
-def test_too_many_skips_in_a_row_are_the_end():
-    steps, _ = told(scale_of(max_skips=2, min_scale=2**-6), math.inf, 1.0, math.inf, math.inf, 1.0, math.inf)
-    assert [tolerated for *_, tolerated in steps] == [1, 1, 1, 0, 1, 1]
-    steps, _ = told(scale_of(dynamic=False, max_skips=3, min_scale=8.0), 1.0, *[math.inf] * 3)
-    assert steps == [(8, 0, 1), (8, 1, 1), (8, 2, 1), (8, 3, 0)]
-
-
-def test_a_scale_that_stays_stays():
-    steps, _ = told(scale_of(dynamic=False, growth_interval=1), 1.0, 1.0, math.inf, 1.0)
-    assert [scale for scale, *_ in steps] == [8] * 4
-
-
-def test_it_never_grows_out_of_float32():
-    scale = scale_of(init_scale=LARGEST, growth_interval=1)
-    steps, taken = told(scale, *[1.0] * 3)
-    assert [each for each, *_ in steps] == [LARGEST] * 3
-    assert taken == 3
+@pytest.mark.parametrize(("fields", "norms", "steps"), STEPS)
+def test_when_it_grows_and_shrinks_and_when_it_is_the_end(fields, norms, steps):
+    found, taken = told(scale_of(**fields), *norms)
+    assert found == steps
+    # A step with an overflow updates nothing.
+    assert taken == sum(map(math.isfinite, norms))
 
 
 def test_multipliers_keep_up():

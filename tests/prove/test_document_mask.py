@@ -5,9 +5,7 @@ largest; and layouts train on them as one process does. docs/document-masks.md s
 writes it.
 """
 
-import os
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -17,6 +15,7 @@ import torch
 from tests import tiny
 from tests.prove import documents
 from tests.prove import test_experts as experts
+from tests.prove.pages import Table, columns
 from tests.prove.parity_rows import COMMON, OnLayout, traced
 from tests.weights.huggingface import made as folders
 from titanlab.data import Synthetic
@@ -32,7 +31,6 @@ from titanlab.train.weights_tensors import fill
 
 pytestmark = pytest.mark.on_page
 BAR = tolerances.FP32
-PAGE = Path(__file__).parents[2] / "docs" / "document-masks.md"
 FULL = [pytest.mark.full]
 ROWS = [
     ({}, []),
@@ -64,6 +62,9 @@ TRAINED = [
 ]
 
 
+TABLE = Table("document-masks.md", [[OnLayout(given).label, str(OnLayout(given).layout.world)] for given, _ in TRAINED])
+
+
 def params(rows):
     return [pytest.param(given, id=OnLayout(given).label, marks=marks) for given, marks in rows]
 
@@ -92,17 +93,6 @@ def recipe(folder, hub, given):
     keys.pop("layers")
     data = Synthetic(vocab_size=256, document_mask=True)
     return tiny.recipe(folder, model=open_folder(hub, "x").model, data=data, init_from=str(hub), **keys)
-
-
-@pytest.fixture(scope="module")
-def measured():
-    """Differences by the row's label; written to the page where all have been measured."""
-    found = {}
-    yield found
-    if os.environ.get("TITANLAB_WRITE_PARITY") == "1" and len(found) == len(TRAINED):
-        head, rule, _ = PAGE.read_text().rpartition("|---|---|---|---|---|---|\n")
-        lines = [line_of(given, found[OnLayout(given).label]) for given, _ in TRAINED]
-        PAGE.write_text(head + rule + "".join(lines))
 
 
 def distance(found, wanted):
@@ -186,25 +176,18 @@ def traced_with(made, run, fault):
         return traced(made, run)
 
 
-@pytest.mark.parametrize("given", params(TRAINED))
-def test_layouts_train_as_one_process(traces, measured, given):
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=each.id, marks=each.marks) for row, each in enumerate(params(TRAINED))]
+)
+def test_layouts_train_as_one_process(traces, row):
+    given, _ = TRAINED[row]
     difference = compare(traces(**keys_of(REFERENCE)), traces(**keys_of(given)))
     assert difference.largest <= BAR, difference
-    measured[OnLayout(given).label] = difference
+    TABLE.add(row, columns(difference))
 
 
 def test_the_page_shows_these_rows():
-    shown = [line.split(" | ")[:2] for line in PAGE.read_text().splitlines() if line.startswith("| ") and "e-" in line]
-    assert shown == [cells_of(given) for given, _ in TRAINED]
-
-
-def cells_of(given):
-    return [f"| {OnLayout(given).label}", str(OnLayout(given).layout.world)]
-
-
-def line_of(given, difference):
-    numbers = (difference.loss, difference.grad_norm, difference.gradient[0], difference.parameter[0])
-    return " | ".join([*cells_of(given), *(f"{number:.1e}" for number in numbers)]) + " |\n"
+    TABLE.check()
 
 
 EXPERTS = [

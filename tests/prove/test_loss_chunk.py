@@ -7,20 +7,17 @@ docs/loss-in-chunks.md shows the rows that CI does not always run too; `make tes
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 
 from tests import tiny
 from tests.planted_schema import Planted
+from tests.prove.pages import Table, columns
 from tests.prove.parity_rows import COMMON, OnLayout
 from titanlab.prove import tolerances
-from titanlab.prove.parity import TraceDifference, compare
+from titanlab.prove.parity import compare
 
 pytestmark = pytest.mark.on_page
 BAR = tolerances.FP32
-PAGE = Path(__file__).parents[2] / "docs" / "loss-in-chunks.md"
 FULL = [pytest.mark.full]
 # What a row and its reference have in common.
 KINDS = {
@@ -57,28 +54,21 @@ ROWS = [
 """Rows: what they have in common with the reference, the layout, marks."""
 
 
+TABLE = Table(
+    "loss-in-chunks.md",
+    [[kind, OnLayout(given).label, str(OnLayout(given).layout.world)] for kind, given, _ in ROWS],
+)
+
+
 def keys(kind, given):
     return {**OnLayout(given).keys(COMMON), **KINDS[kind]}
-
-
-@pytest.fixture(scope="module")
-def found():
-    """Differences by number of the row; written to the page where all have been measured."""
-    measured: dict[int, TraceDifference] = {}
-    yield measured
-    if os.environ.get("TITANLAB_WRITE_PARITY") == "1" and len(measured) == len(ROWS):
-        text = PAGE.read_text()
-        head = text[: text.index("|---|---|---|---|---|---|---|\n")]
-        PAGE.write_text(
-            head + "|---|---|---|---|---|---|---|\n" + "".join(line(row, measured[row]) for row in sorted(measured))
-        )
 
 
 @pytest.mark.parametrize(
     "row",
     [pytest.param(row, id=f"{given[0]}, {OnLayout(given[1]).label}", marks=given[2]) for row, given in enumerate(ROWS)],
 )
-def test_chunks_train_as_whole_logits(traces, found, tmp_path, row):
+def test_chunks_train_as_whole_logits(traces, tmp_path, row):
     kind, given, _ = ROWS[row]
     # Where a process has 16 tokens of a microbatch, chunks are smaller.
     chunk = 6 if given.get("pipeline", 1) * given.get("context", 1) > 2 else 12
@@ -87,20 +77,8 @@ def test_chunks_train_as_whole_logits(traces, found, tmp_path, row):
     assert tiny.recipe(tmp_path, **keys(kind, {})).loss_chunk == 0
     difference = compare(traces(**keys(kind, {})), traces(**keys(kind, given), loss_chunk=chunk))
     assert difference.largest <= BAR, difference
-    found[row] = difference
+    TABLE.add(row, columns(difference))
 
 
 def test_the_page_shows_these_rows():
-    shown = [line.split(" | ")[:3] for line in PAGE.read_text().splitlines() if line.startswith("| ") and "e-" in line]
-    assert shown == [cells(row) for row in range(len(ROWS))]
-
-
-def cells(row):
-    kind, given, _ = ROWS[row]
-    layout = OnLayout(given)
-    return [f"| {kind}", layout.label, str(layout.layout.world)]
-
-
-def line(row, difference):
-    numbers = (difference.loss, difference.grad_norm, difference.gradient[0], difference.parameter[0])
-    return " | ".join([*cells(row), *(f"{number:.1e}" for number in numbers)]) + " |\n"
+    TABLE.check()

@@ -1,8 +1,6 @@
 """Reduced recipes keep their structure in small layouts and sizes, share them where they train the same, and pass every rule."""
 
 import dataclasses
-import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -15,7 +13,7 @@ from titanlab.checkpoint.schema import AsyncPinned
 from titanlab.costs import AXES, Layout
 from titanlab.errors import ConfigError
 from titanlab.prove import Candidate, plan_proofs, reduce_all
-from titanlab.prove.reduction import Folded, common_sizes, fold_recipe, folded
+from titanlab.prove.reduction import Folded, fold_recipe, folded
 from titanlab.techniques.ac.recomputation_schema import SelectiveLayer
 from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.model.llama_schema import Qwen3
@@ -81,14 +79,6 @@ def test_recipes_of_one_model_and_data_get_the_same_sizes(tmp_path):
     # Another batch is another training, with sizes of its own.
     other = large(tmp_path, shard=2, global_batch=32)
     assert reduced(large(tmp_path, pipeline=4, microbatch=1), other)[1].recipe.model.layers == 2
-
-
-def test_the_number_of_microbatches_is_one_that_the_schedule_runs(tmp_path):
-    (made,) = reduced(
-        large(tmp_path, pipeline=8, shard=4, global_batch=64, microbatch=1, pipeline_schedule=DualPipeV())
-    )
-    assert made.recipe.layout.label == "dp_s2·pp2"
-    assert made.recipe.microbatches >= 4
 
 
 def test_what_a_cpu_lacks_is_replaced_and_said(tmp_path):
@@ -199,110 +189,55 @@ def test_a_small_model_of_another_package_is_taken_as_it_is(tmp_path, monkeypatc
     assert made.recipe.data.vocab_size == recipe.model.vocab_size
 
 
-def cases_of(runs, *, most=16, precision=None, **given):
-    recipe = large(runs, **given).recipe
-    if precision is not None:
-        recipe = replace(recipe, precision=precision)
-    return fold_recipe("run", recipe, most=most)
-
-
-def sizes_of(runs, **given):
-    return common_sizes(cases_of(runs, **given)[:1])
-
-
-def test_one_process_needs_least(tmp_path):
-    sizes = sizes_of(tmp_path)
-    model = sizes.model
-    assert (model.layers, model.kv_heads, model.vocab_size) == (2, 2, 256)
-    assert model.heads * model.head_dim >= 64
-    assert model.head_dim % 2 == 0
-    assert model.ffn_dim == 2 * model.heads * model.head_dim
-    assert (sizes.seq_len, sizes.global_batch) == (32, 4)
-
-
-@pytest.mark.parametrize(
-    ("given", "layers"),
-    [
-        ({"shard": 8}, 2),
-        ({"shard": 2, "tensor": 4}, 2),
-        ({"context": 4, "tensor": 2}, 2),
-        # Each stage has a block, and few stages have two.
-        ({"pipeline": 2, "microbatch": 1}, 4),
-        ({"pipeline": 4, "microbatch": 1}, 4),
-        ({"pipeline": 2, "microbatch": 1, "pipeline_schedule": Interleaved1F1B(stages_per_rank=4)}, 8),
-        ({"shard": 3, "global_batch": 12}, 2),
-    ],
-)
-def test_every_size_can_be_cut_by_the_layout(tmp_path, given, layers):
-    sizes, layout = sizes_of(tmp_path, **given), Layout(**{k: v for k, v in given.items() if k in Layout().degrees()})
-    model = sizes.model
-    assert model.kv_heads % layout.tensor == 0
-    assert model.heads % model.kv_heads == 0
-    assert model.ffn_dim % (layout.tensor * layout.fsdp) == 0
-    assert sizes.seq_len % (2 * layout.context) == sizes.seq_len % (layout.context * layout.tensor) == 0
-    assert sizes.global_batch % layout.data == 0
-    assert model.layers == layers
-
-
-@pytest.mark.parametrize(
-    ("given", "microbatches"),
-    [
-        # Accumulation stays accumulation, of two.
-        ({"global_batch": 16}, 1),
-        ({"global_batch": 16, "microbatch": 1}, 2),
-        ({"global_batch": 16, "microbatch": 8}, 2),
-        # Two for each rank of a pipeline, if there are so many.
-        ({"pipeline": 4, "microbatch": 1}, 8),
-        ({"pipeline": 4, "microbatch": 4}, 4),
-        ({"pipeline": 4, "microbatch": 8, "pipeline_schedule": GPipe()}, 2),
-        ({"pipeline": 4, "microbatch": 1, "global_batch": 64, "pipeline_schedule": DualPipeV()}, 8),
-    ],
-)
-def test_microbatches_are_few_and_as_many_as_the_schedule_needs(tmp_path, given, microbatches):
-    assert cases_of(tmp_path, **given)[0].microbatches == microbatches
-
-
-def test_products_in_8_bits_need_multiples(tmp_path):
-    plain = sizes_of(tmp_path, tensor=2).model
-    for precision in (Float8Rowwise(), Float8Tensorwise()):
-        model = sizes_of(tmp_path, tensor=2, precision=precision).model
-        assert model.unit % 16 == 0
-        assert model.kv_heads * model.head_dim // 2 % 16 == model.ffn_dim // 2 % 16 == 0
-    assert plain.unit == 2
-    # Weights that are gathered in float8 are cut into equal parts, too.
-    assert sizes_of(tmp_path, shard=3, global_batch=12, precision=Float8Tensorwise()).model.unit % 48 == 0
-
-
-def test_recipes_that_are_compared_share_sizes_that_fit_each(tmp_path):
-    group = [
-        *cases_of(tmp_path, tensor=4),
-        *cases_of(tmp_path, shard=3, global_batch=12),
-        *cases_of(tmp_path, context=4),
-    ]
-    sizes = common_sizes(group)
-    assert sizes.model.kv_heads % 4 == 0
-    assert sizes.model.unit % 3 == 0
-    assert sizes.seq_len % 8 == 0
-    assert sizes.global_batch % math.lcm(*(case.layout.data * case.microbatches for case in group)) == 0
-
-
-def test_a_schedule_for_so_many_ranks_keeps_them(tmp_path):
-    recipe = large(tmp_path, pipeline=4, microbatch=1).recipe
-
-    class Fixed(GPipe):
-        def fixed_size(self):
-            return 4, 16
-
-    recipe = replace(recipe, schedule=Fixed(), parallelism=replace(recipe.parallelism, shard=4))
-    cases = fold_recipe("run", recipe, most=8)
-    assert {case.layout.pipeline for case in cases} == {4}
-    assert cases[0].microbatches == recipe.microbatches == 4
-
-
 def test_inductor_is_kept_if_it_is_wanted(tmp_path):
     recipe = large(tmp_path).recipe
     assert fold_recipe("run", recipe, most=4) == [Folded(run="run", recipe=recipe, layout=recipe.layout)]
     assert fold_recipe("run", recipe, most=4, inductor=True)[0].inductor
+
+
+@pytest.mark.parametrize(
+    ("given", "layers", "microbatches"),
+    [
+        ({}, 2, 1),
+        ({"shard": 8}, 2, 1),
+        ({"shard": 2, "tensor": 4}, 2, 1),
+        ({"context": 4, "tensor": 2}, 2, 1),
+        ({"shard": 3, "global_batch": 12}, 2, 1),
+        ({"shard": 8, "tensor": 2, "precision": Float8Rowwise()}, 2, 1),
+        ({"shard": 4, "tensor": 2, "precision": Float8Tensorwise()}, 2, 1),
+        # Accumulation stays accumulation, of two.
+        ({"microbatch": 1}, 2, 2),
+        ({"microbatch": 8}, 2, 2),
+        # Each stage has a block, and few stages have two; two microbatches for each rank, if there are so many.
+        ({"pipeline": 2, "microbatch": 1}, 4, 4),
+        ({"pipeline": 4, "microbatch": 1}, 4, 8),
+        ({"pipeline": 4, "microbatch": 4}, 4, 4),
+        ({"pipeline": 4, "microbatch": 8, "pipeline_schedule": GPipe()}, 4, 2),
+        ({"pipeline": 4, "microbatch": 1, "global_batch": 64, "pipeline_schedule": DualPipeV()}, 8, 8),
+        ({"pipeline": 2, "microbatch": 1, "pipeline_schedule": Interleaved1F1B(stages_per_rank=4)}, 8, 4),
+    ],
+)
+def test_sizes_are_the_least_that_the_layout_can_cut(tmp_path, given, layers, microbatches):
+    (made,) = reduced(large(tmp_path, **given))
+    recipe = made.recipe
+    model, layout, multiple = recipe.model, recipe.layout, recipe.precision.multiple
+    assert (model.layers, recipe.microbatches, model.vocab_size % (layout.tensor * layout.fsdp)) == (
+        layers,
+        microbatches,
+        0,
+    )
+    assert (model.kv_heads % layout.tensor, model.heads % model.kv_heads, model.dim // model.heads % 2) == (0, 0, 0)
+    assert model.dim >= 64
+    assert layout.tensor == 1 or model.dim % (layout.fsdp * multiple) == 0
+    # Every process's part of a matrix has a multiple of so many rows.
+    assert model.dim // model.heads * model.kv_heads // layout.tensor % multiple == 0
+    assert model.ffn_dim % (layout.tensor * layout.fsdp * multiple) == 0
+    seq_len = recipe.training.seq_len
+    assert seq_len % (2 * layout.context) == seq_len % (layout.context * layout.tensor) == 0
+    assert recipe.training.global_batch % layout.data == 0
+    if given == {}:
+        assert (model.kv_heads, model.vocab_size, model.ffn_dim, seq_len) == (2, 256, 2 * model.dim, 32)
+        assert recipe.training.global_batch == 4
 
 
 def test_every_axis_of_a_large_layout_keeps_a_degree_of_two():

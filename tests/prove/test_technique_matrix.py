@@ -10,38 +10,36 @@ row and writes docs/techniques.md.
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 
 from tests.cover import marks
+from tests.prove.pages import Table, columns
 from tests.prove.technique_rows import ALWAYS, COVERING, ROWS, Row
 from titanlab.prove import tolerances
-from titanlab.prove.parity import TraceDifference, compare
+from titanlab.prove.parity import compare
 
 pytestmark = pytest.mark.on_page
+TABLE = Table(
+    "techniques.md",
+    [[row.label, row.precision, row.ac, row.backend or "eager", str(row.layout.world)] for row in ROWS],
+)
 BAR = tolerances.FP32
 ROUNDINGS = tolerances.ROUNDINGS
-PAGE = Path(__file__).parents[2] / "docs" / "techniques.md"
-
-
-@pytest.fixture(scope="module")
-def found():
-    """Differences by row; written to the page where all have been measured."""
-    measured: dict[Row, tuple[TraceDifference, TraceDifference | None]] = {}
-    yield measured
-    if os.environ.get("TITANLAB_WRITE_PARITY") == "1" and len(measured) == len(ROWS):
-        PAGE.write_text(page([(row, *measured[row]) for row in ROWS]))
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, id=row.name, marks=marks(row, always=ALWAYS, covering=COVERING)) for row in ROWS]
+    "number",
+    [
+        pytest.param(number, id=row.name, marks=marks(row, always=ALWAYS, covering=COVERING))
+        for number, row in enumerate(ROWS)
+    ],
 )
-def test_a_combination_trains_as_one_plain_process(traces, found, row):
+def test_a_combination_trains_as_one_plain_process(traces, number):
+    row = ROWS[number]
     trace, reference = (traces(**each.recipe_keys()) for each in (row, Row({}, row.precision)))
     assert len(trace.losses) == 3
-    difference, rounding = compare(reference, trace), None
+    difference = compare(reference, trace)
+    cells = columns(difference)
     if row.precision == "fp32":
         assert difference.largest <= BAR, difference
     else:
@@ -53,10 +51,12 @@ def test_a_combination_trains_as_one_plain_process(traces, found, row):
         assert max(difference.loss, difference.grad_norm) <= ROUNDINGS * scalar, (difference, rounding)
         assert difference.gradient[0] <= ROUNDINGS * rounding.gradient[0], (difference, rounding)
         assert difference.parameter[0] <= ROUNDINGS * rounding.parameter[0], (difference, rounding)
-    found[row] = difference, rounding
+        cells[2] += f" ({rounding.gradient[0]:.1e})"
+        cells[3] += f" ({rounding.parameter[0]:.1e})"
+    TABLE.add(number, cells)
 
 
-def test_the_matrix_is_complete():
+def test_the_matrix_is_complete_and_on_its_page():
     assert len(ROWS) >= 30
     assert len({row.name for row in ROWS}) == len(ROWS)
     assert {row.ac for row in ROWS} == {"none", "full", "selective_layer", "selective_op", "memory_budget"}
@@ -66,37 +66,4 @@ def test_the_matrix_is_complete():
         used = [row for row in ROWS if {axis for axis, degree in row.layout.degrees().items() if degree > 1} == axes]
         assert {row.precision for row in used} >= {"fp32", "bf16", "fp16", "float8_tensorwise"}
         assert {row.backend for row in used} >= {"", "aot_eager"}
-
-
-def test_the_page_shows_these_rows():
-    shown = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and "e-" in line]
-    assert [[cell.strip() for cell in line.split("|")[1:6]] for line in shown] == [cells(row) for row in ROWS]
-
-
-def cells(row: Row) -> list[str]:
-    return [row.label, row.precision, row.ac, row.backend or "eager", str(row.layout.world)]
-
-
-def page(rows: list[tuple[Row, TraceDifference, TraceDifference | None]]) -> str:
-    lines = [
-        "# Parity of techniques",
-        "",
-        "Every row trains three steps of a four-layer Llama on the CPU and is held to one process with the same precision",
-        "that keeps all activations and compiles nothing: the largest relative difference of losses and gradient norms, and",
-        "the largest ‖Δ‖/‖reference‖ of a tensor among the first step's gradients and the final parameters. In fp32 the bar",
-        "is 1e-5. In fewer bits the bar is twice what is shown as rounding: how far the one-process run in that precision is",
-        "from fp32 (two runs that round other sums are √2 of that apart). Float8 is emulated on the CPU.",
-        "",
-        "Axes: dp_r replicate, dp_s shard, cp context, tp tensor, pp pipeline (1f1b where no schedule is named). Written by",
-        "`make test-full`.",
-        "",
-        "| layout | precision | ac | compile | processes | loss | grad norm | gradient (rounding) | parameter (rounding) |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row, difference, rounding in rows:
-        numbers = [f"{number:.1e}" for number in (difference.loss, difference.grad_norm)]
-        for name in ("gradient", "parameter"):
-            of = "" if rounding is None else f" ({getattr(rounding, name)[0]:.1e})"
-            numbers.append(f"{getattr(difference, name)[0]:.1e}{of}")
-        lines.append(f"| {' | '.join([*cells(row), *numbers])} |")
-    return "\n".join(lines) + "\n"
+    TABLE.check()

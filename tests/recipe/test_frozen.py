@@ -7,7 +7,7 @@ import pytest
 
 from tests import tiny
 from titanlab.errors import ConfigError
-from titanlab.recipe import check_changeable, check_unedited, frozen_recipe, to_mapping
+from titanlab.recipe import check_unedited, frozen_recipe, to_mapping
 from titanlab.recipe.next_attempt import overridden
 from titanlab.records import config_text, create_run, identify
 
@@ -18,65 +18,6 @@ MEND = "mend that file; if another version of titanlab made it, use that version
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     return to_mapping(tiny.recipe(tmp_path_factory.mktemp("runs")))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "changeable", "given"),
-    [
-        ([], [], {}),
-        (["seed=1"], ["seed"], {}),
-        (["launch.threads=1", "seed="], ["launch.", "seed"], {}),
-        (["launch=slurm"], ["launch."], {"presets": ["launch"]}),
-    ],
-)
-def test_what_may_change_is_taken(overrides, changeable, given):
-    check_changeable(overrides, changeable, **given)
-
-
-@pytest.mark.parametrize(
-    ("override", "changeable", "branch", "error"),
-    [
-        ("seed", ["seed"], "", "overrides=seed: is no override; write key=value"),
-        ("+seed=1", ["seed"], "", "+seed=1: is not to be changed in a run that has begun; changeable: seed"),
-        # A key that only begins like one that may change.
-        ("seeds=1", ["seed"], "", "seeds=1: is not to be changed in a run that has begun; changeable: seed"),
-        ("launchx=1", ["launch."], "", "launchx=1: is not to be changed in a run that has begun; changeable: launch"),
-        (
-            "model=debug",
-            ["launch."],
-            "",
-            "model=debug: is not to be changed in a run that has begun; changeable: launch",
-        ),
-        (
-            "model.dim=1",
-            ["launch.", "seed"],
-            "titanlab train --from RUN",
-            (
-                "model.dim=1: is not to be changed in a run that has begun; a new run from its checkpoint: "
-                "titanlab train --from RUN model.dim=1; changeable: launch, seed"
-            ),
-        ),
-        (
-            "launch=slurm",
-            ["launch."],
-            "",
-            (
-                "launch=slurm: is another preset, and a run that has begun has values; "
-                "give keys of launch, such as launch.threads=1"
-            ),
-        ),
-        (
-            "tracker=wandb",
-            ["tracker.mode"],
-            "",
-            "tracker=wandb: is another preset, and a run that has begun has values; give keys of tracker",
-        ),
-    ],
-)
-def test_what_may_not_change_is_refused(override, changeable, branch, error):
-    with pytest.raises(ConfigError) as raised:
-        check_changeable([override], changeable, branch=branch)
-    assert str(raised.value) == error
 
 
 def test_without_overrides_the_recipe_is_that_of_the_run(config):
@@ -94,25 +35,6 @@ def test_nothing_in_a_value_is_looked_up(config, text):
     assert overridden({**config, "name": text}, ["seed=1"], file=FILE).name == text
 
 
-@pytest.mark.parametrize(
-    ("override", "error"),
-    [
-        ("seed=x", "seed=x: must be a whole number; try 0"),
-        ("seed", "seed=: must be a whole number; try 0"),
-        ("training.steps=null", "training.steps=null: must be a whole number; try 1000"),
-        ("training.steps=2.5", "training.steps=2.5: must be a whole number; try 1000"),
-        ("training.stepz=1", "training.stepz=1: is no key of this recipe; did you mean training.steps?"),
-        ("nope=1", "nope=1: is no key of this recipe; see `titanlab train --cfg job` for all keys"),
-        ("training=3", "training=3: must be a mapping; compare it with `titanlab train --cfg job`"),
-        ("seed=[", "overrides=seed=[: cannot be read (while parsing a flow node); write key=value"),
-    ],
-)
-def test_an_override_that_does_not_fit_is_named(config, override, error):
-    with pytest.raises(ConfigError) as raised:
-        overridden(config, ["name=a", override], file=FILE)
-    assert str(raised.value) == error.replace("overrides=", "overrides=name=a ")
-
-
 @pytest.mark.parametrize("overrides", [[], ["seed=3"], ["training.seq_len=3"]])
 def test_what_is_wrong_with_the_file_is_not_blamed_on_the_override(config, overrides):
     damaged = {**config, "training": {**config["training"], "steps": "x"}}
@@ -121,16 +43,6 @@ def test_what_is_wrong_with_the_file_is_not_blamed_on_the_override(config, overr
     assert raised.value.cure == MEND
     # An override may mend it.
     assert overridden(damaged, ["training.steps=3"], file=FILE).training.steps == 3
-
-
-def test_a_config_of_another_version_is_named(config):
-    for changed, key in (
-        ({**config, "later": 1}, "later"),
-        ({name: value for name, value in config.items() if name != "model"}, "model"),
-    ):
-        with pytest.raises(ConfigError, match=r"\(in run/config.yaml\)") as raised:
-            overridden(changed, [], file=FILE)
-        assert (raised.value.key, raised.value.cure) == (key, MEND)
 
 
 def test_an_attempt_has_a_recipe_of_its_own(tmp_path):

@@ -41,15 +41,6 @@ def test_an_option_that_one_of_the_same_name_hides_is_refused(tmp_path):
         loader(f"hydra.searchpath=[{folder}]").recipe()
 
 
-def test_an_option_is_refused_that_a_recipe_chooses_and_another_folder_hides(tmp_path):
-    folder = with_option(
-        tmp_path, "recipe/mine.yaml", "# @package _global_\ndefaults:\n  - override /model: llama_2m\n"
-    )
-    with_option(tmp_path, "model/llama_2m.yaml", DEBUG)
-    with pytest.raises(ConfigError, match="^model=llama_2m: "):
-        loader("--config-dir", folder, "+recipe=mine").recipe()
-
-
 @pytest.mark.parametrize(
     ("file", "text", "chosen", "hidden"),
     [

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 import titanlab
 from titanlab.errors import ConfigError
-from titanlab.recipe import Loader, Recipe, hydra_internal, read_flags, register
+from titanlab.recipe import VERSION_BASE, Loader, Recipe, hydra_internal, read_flags, register
 
 PACKAGE = Path(titanlab.__file__).parent
 
@@ -104,7 +104,7 @@ def folder(tmp_path):
 
 
 def composed(folder, *overrides):
-    with initialize_config_dir(str(folder), version_base="1.3"):
+    with initialize_config_dir(str(folder), **VERSION_BASE):
         return compose("config", overrides=list(overrides))
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests import tiny
 from titanlab.distributed import Host, host
 from titanlab.errors import ConfigError
-from titanlab.recipe import Cluster, Training, check_addressable, check_host_memory
+from titanlab.recipe import Cluster, Training, check_host_memory
 from titanlab.recipe.recipe_rules import PROCESS_BYTES
 from titanlab.techniques.model.llama_schema import Llama
 
@@ -22,17 +22,6 @@ def with_memory(gib: float) -> Host:
 
 def of_size(tmp_path, **given):
     return replace(tiny.recipe(tmp_path), model=Llama(**{**vars(tiny.recipe(tmp_path).model), **given}))
-
-
-def test_a_model_without_addresses_is_refused_wherever_it_is_to_run(tmp_path):
-    with pytest.raises(ConfigError, match=r"model.dim=1000000000: makes a model of 6.0e\+18 parameters"):
-        check_addressable(of_size(tmp_path, dim=10**9))
-
-
-def test_the_largest_published_model_and_one_a_thousand_times_as_large_have_addresses(tmp_path):
-    for scale in (1, 32):
-        sizes = {"dim": 16384 * scale, "layers": 126, "heads": 128, "kv_heads": 8, "ffn_dim": 53248 * scale}
-        check_addressable(of_size(tmp_path, **sizes))
 
 
 def test_parameters_and_gradients_have_to_fit(tmp_path):

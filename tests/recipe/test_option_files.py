@@ -62,15 +62,3 @@ def test_an_option_repeats_no_default():
     assert len(FILES) > 90
     found = [f"conf/{path.parent.name}/{path.name}: {key}" for path in FILES for key in repeated(path)]
     assert not found, "delete these keys, whose values are the defaults:\n" + "\n".join(found)
-
-
-def test_a_repeated_key_is_found_in_nested_keys_and_in_a_file_that_builds_on_another(tmp_path):
-    (tmp_path / "optimizer").mkdir()
-    below, above = tmp_path / "optimizer" / "below.yaml", tmp_path / "optimizer" / "above.yaml"
-    below.write_text(
-        "defaults: [adamw_schema, _self_]\nlr: 3.0e-4\neps: 1.0e-7\nbetas: [0.9, 0.95]\n"
-        "weight_decay: ${optimizer.eps}\nschedule: {floor: 0.1, decay: sqrt, warmup_steps: null}\n"
-    )
-    above.write_text("defaults: [below, _self_]\nlr: 3.0e-4\neps: 1.0e-8\nschedule: {decay: sqrt}\n")
-    assert repeated(below) == ["lr", "betas", "schedule.floor", "schedule.warmup_steps"]
-    assert repeated(above) == ["lr", "schedule.decay"]

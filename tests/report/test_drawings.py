@@ -62,10 +62,6 @@ def test_efficiencies_are_bars_and_oversubscribed_ones_are_hatched():
     assert figure.axes[0].texts[1].get_text() == "50%  (2.00 times as fast as a)"
 
 
-def test_a_reference_that_looks_like_a_formula_is_drawn_as_it_is():
-    legend(draw_scaling(frame(SCALING, (50.0, False, 2.0, FORMULA, "b", 4))))
-
-
 @pytest.mark.parametrize("measured", [8.0, None, math.nan])
 def test_items_of_memory_are_stacked_up_to_the_estimate(measured):
     items = [0.0, *range(1, len(ITEMS))]

@@ -1,20 +1,24 @@
-"""The page of a report: what is in it, in which order, and where each figure comes from."""
+"""Reports as files: what is in the page, in which order, where each figure comes from, and figures for papers."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
+import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from tests.report.sweeps import NAMES, SCRIPT, hostile, losses, mixed, summary
+from tests.report.sweeps import NAMES, SCRIPT, hostile, losses, many, mixed, summary
 from tests.sweep.made import Made, begin, end, train
+from titanlab.errors import ConfigError
 from titanlab.report import write_report
+from titanlab.report.report import sweep_figures
 from titanlab.sweep import NAMES as COLUMNS
-from titanlab.sweep import SweepTable
+from titanlab.sweep import SweepFolder, SweepTable
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 METRICS = re.compile(r"(loss_metrics|breakdown)/\S+|n_tokens_seen|config\.yaml")
@@ -139,16 +143,6 @@ def test_nothing_of_a_strangers_files_is_a_part_of_the_page(made):
     assert all(re.match(r"#|\./|\.\./", link) for link in links), links
 
 
-def test_links_lead_to_run_folders_wherever_the_page_lies(made, tmp_path):
-    one_run(made)
-    into = tmp_path / "elsewhere" / "my report.html"
-    write_report(made.folder, SweepTable(made.folder).rows(), into=into)
-    page = Page(into.read_text())
-    links = {attributes["href"] for attributes in page.all("a") if not attributes["href"].startswith("#")}
-    assert links
-    assert all((into.parent / link / "config.yaml").is_file() for link in links)
-
-
 def test_tables_and_figures_are_accessible(page):
     assert all(attributes.get("scope") in ("row", "col") for attributes in page.all("th"))
     assert len(page.all("table")) == len(page.all("caption"))
@@ -162,10 +156,6 @@ def test_tables_and_figures_are_accessible(page):
 
 def without_runs(made):
     made.write()
-
-
-def waiting(made):
-    made.run("a")
 
 
 def dropped_only(made):
@@ -184,62 +174,60 @@ def one_run(made):
     end(run)
 
 
-def nothing_measured(made):
+def odd_runs(made):
+    """Without a measured step, with steps that updated nothing, with figures that are none or 0, and with no config."""
     begin(run := made.run("short"))
     end(run, metrics={**dict.fromkeys(summary(1.0, 1.0)), "measured_steps": 0})
-
-
-def steps_skipped(made):
     for name, skipped in (("some", 2), ("one", 1), ("none", 0)):
-        begin(run := made.run(name, seed=skipped))
+        begin(run := made.run(name, seed=1 + skipped))
         end(run, metrics={**summary(1.0, 1.0), "skipped_steps": skipped})
-    begin(run := made.run("never", seed=7))
-    end(run)
-
-
-def not_finite(made):
-    begin(run := made.run("nan"))
+    begin(run := made.run("nan", seed=4))
     train(run, losses=[5.0, float("nan"), float("inf")])
     end(run, "nan", metrics={"loss_metrics/global_avg_loss": None})
-
-
-def unreadable(made):
-    (made.run("broken").path / "config.yaml").write_text("{")
-
-
-def zeros(made):
-    begin(run := made.run("zero"))
+    begin(run := made.run("zero", seed=5))
     train(run, losses=[0.0])
     end(run, metrics=summary(1e-300, 0.0))
+    (made.run("broken", seed=6).path / "config.yaml").write_text("{")
+    made.run("waits", seed=7)
 
 
 @pytest.mark.parametrize(
     ("fill", "words"),
     [
-        (without_runs, ""),
-        (waiting, ""),
-        (dropped_only, "1 point came to no run"),
-        (failures_only, "2 runs: 2 oom"),
-        (one_run, "Only single"),
-        (nothing_measured, "without a step after the warm-up"),
-        (steps_skipped, "3 steps of 2 runs updated nothing, since their gradients were not finite."),
-        (not_finite, "the loss or the gradient is not a finite number"),
-        (unreadable, "1 run folder cannot be read"),
-        (zeros, ""),
+        (without_runs, []),
+        (dropped_only, ["1 point came to no run"]),
+        (failures_only, ["2 runs: 2 oom"]),
+        (
+            odd_runs,
+            [
+                "without a step after the warm-up",
+                "3 steps of 2 runs updated nothing, since their gradients were not finite.",
+                "the loss or the gradient is not a finite number",
+                "1 run folder cannot be read",
+            ],
+        ),
     ],
 )
 def test_sweeps_of_which_little_is_known(made, fill, words):
     fill(made)
     page = written(made)
-    assert words in " ".join(page.words.values())
+    shown = " ".join(page.words.values())
+    assert all(each in shown for each in words)
     assert len(page.all("section")) == 10
 
 
-def test_runs_that_belong_to_no_sweep(made):
+def test_runs_that_belong_to_no_sweep_and_a_page_elsewhere(made, tmp_path):
     one_run(made)
     for name in ("sweep.json", "points.jsonl"):
         (made.folder.path / name).unlink()
-    assert "titanlab sweep" not in written(made).words["provenance"]
+    into = tmp_path / "elsewhere" / "my report.html"
+    write_report(made.folder, SweepTable(made.folder).rows(), into=into)
+    page = Page(into.read_text())
+    assert "Only single" in page.words["header"]
+    assert "titanlab sweep" not in page.words["provenance"]
+    links = {attributes["href"] for attributes in page.all("a") if not attributes["href"].startswith("#")}
+    assert links
+    assert all((into.parent / link / "config.yaml").is_file() for link in links)
 
 
 def test_configs_are_compared_with_the_best(page):
@@ -248,36 +236,6 @@ def test_configs_are_compared_with_the_best(page):
     assert "parallelism.tensor: 1 → 2" in words
     assert "optimizer.lr: 0.001 → 1.0" in words
     assert "repeat:" not in words
-
-
-def test_estimates_that_the_rows_have(made):
-    rows = SweepTable(mixed(made).folder).rows()
-    for row in rows:
-        row["estimate.step_seconds"] = row["step_seconds"]
-        row["estimate.memory_gib"] = 0.5
-    page = written(made, rows=rows)
-    assert "time of a step: 10 of 10 runs within 20 %" in page.words["estimate"]
-    assert "estimate.memory_gib" in page.words["pareto"]
-    for row in rows:
-        row.update({"estimate.step_seconds": None, "estimate.memory_gib": None, "estimate.note": "no figures of <cpu>"})
-    assert "Without an estimate: no figures of <cpu>." in written(made, rows=rows).words["estimate"]
-
-
-def test_measured_parts_of_a_step_go_before_estimates(made):
-    mixed(made)
-    run = next(run for run in made.folder.runs() if run.name == "fsdp")
-    with run.open_metrics(1) as metrics:
-        metrics.write(
-            "breakdown", 8, {"breakdown/step(s)": 0.3, "breakdown/forward(s)": 0.1, "breakdown/exposed_shard(s)": 0.2}
-        )
-    page = written(made)
-    words = page.words["step-time"]
-    assert "Measured with profiler=breakdown" in words
-    assert "exposed: shard 67 %" in words
-    assert "Without a bar, for lack of figures" in words
-    assert "breakdown/exposed_shard(s) breakdown/forward(s)" in {
-        " ".join(sorted(c.split())) for c in page.with_attribute("data-column")
-    }
 
 
 PARITY = {
@@ -293,30 +251,39 @@ PARITY = {
 }  # fmt: skip
 
 
-def test_parity_is_shown(made):
-    one_run(made)
+def test_what_rows_and_files_add(made):
+    """Estimates, the measured parts of a step, loads of experts, and parity; each has its section."""
+    mixed(made)
+    rows = SweepTable(made.folder).rows()
+    run = made.folder.run(next(row["run"] for row in rows if row["name"] == "fsdp"))
+    with run.open_metrics(1) as metrics:
+        metrics.write(
+            "breakdown", 8, {"breakdown/step(s)": 0.3, "breakdown/forward(s)": 0.1, "breakdown/exposed_shard(s)": 0.2}
+        )
+        metrics.write("experts", 8, {"steps": 2, "counts": [[40, 0, 0, 0]]})
     (made.folder.path / "parity.json").write_text(json.dumps(PARITY))
-    words = written(made).words["parity"]
+    for row in rows:
+        row["estimate.step_seconds"] = row["step_seconds"]
+        row["estimate.memory_gib"] = 0.5
+    page = written(made, rows=rows)
+    assert "time of a step: 10 of 10 runs within 20 %" in page.words["estimate"]
+    assert "estimate.memory_gib" in page.words["pareto"]
+    words = page.words["parity"]
     assert "2 comparisons with single in fp32, 2026-11-24 20:00: 1 not within the tolerance." in words
     for word in ("PASS", "FAIL", "1e-06 (layers.0.wq)", "norm weights are not summed"):
         assert word in words
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{",
-        *(
-            pytest.param(text, marks=pytest.mark.full)
-            for text in ("[]", "null", '{"schema": 2}', '{"schema": 1}', '{"schema": 1, "rows": [1]}')
-        ),
-        '{"schema": 1, "rows": [{"loss": {}, "gradient": [], "passed": "yes", "tolerance": {"a": []}}]}',
-    ],
-)
-def test_damaged_parity_is_a_note(made, text):
-    one_run(made)
-    (made.folder.path / "parity.json").write_text(text)
-    assert written(made).words["parity"]
+    # The picture of a map is in the page, and names its run.
+    start = page.text.index("<image", page.text.index('id="experts"'))
+    picture = page.text[start : page.text.index(">", start)]
+    assert 'href="data:image/png;base64' in picture
+    assert f'data-run="{run.path.name}"' in picture
+    words = page.words["step-time"]
+    assert "Measured with profiler=breakdown" in words
+    assert "exposed: shard 67 %" in words
+    assert "Without a bar, for lack of figures" in words
+    assert "breakdown/exposed_shard(s) breakdown/forward(s)" in {
+        " ".join(sorted(c.split())) for c in page.with_attribute("data-column")
+    }
 
 
 def test_the_rows_need_not_be_of_the_right_types(made):
@@ -326,7 +293,11 @@ def test_the_rows_need_not_be_of_the_right_types(made):
         row.update(
             {"tokens_per_second": "fast", "memory_gib": float("nan"), "loss": {}, "mfu_percent": True, "cause": 3}
         )
-    assert written(made, rows=rows).words["throughput"]
+    # Files may change while they are read.
+    shutil.rmtree(next(iter(made.folder.runs())).path)
+    page = written(made, rows=rows)
+    assert page.words["throughput"]
+    assert page.words["provenance"]
 
 
 def test_packages_of_the_page_are_in_the_wheel():
@@ -334,8 +305,46 @@ def test_packages_of_the_page_are_in_the_wheel():
     assert {path.name for path in folder.iterdir() if path.suffix in (".html", ".css")} == {"page.html", "style.css"}
 
 
-def test_files_that_change_while_they_are_read(made):
-    one_run(made)
-    rows = SweepTable(made.folder).rows()
-    shutil.rmtree(next(iter(made.folder.runs())).path)
-    assert written(made, rows=rows).words["provenance"]
+def test_figures_for_papers(shared, tmp_path):
+    made, figures = shared, sweep_figures(shared.folder.path)
+    assert list(figures) == ["pareto", "throughput", "step-time", "loss", "timeline"]
+    into, folder = tmp_path / "report.html", tmp_path / "figures"
+    report = write_report(made.folder, SweepTable(made.folder).rows(), into=into, figures=folder, format="svg")
+    assert report.figures == [folder / f"{name}.svg" for name in figures]
+    assert {path.name for path in folder.iterdir()} == {path.name for path in report.figures}
+    assert report.sentence in into.read_text().replace("&gt;", ">")
+    # A title is in the file, which stands alone, and not in the page, which has a heading.
+    assert "memory against tokens per second" in figures["pareto"].axes[0].get_title(loc="left")
+
+
+def test_what_is_no_sweep_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match="is no sweep's folder"):
+        sweep_figures(tmp_path)
+
+
+def test_without_matplotlib_there_is_one_line(made, tmp_path, monkeypatch):
+    made.write()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"needs matplotlib, which is not installed; pip install 'titanlab\[plots\]'"):
+        write_report(made.folder, [], into=tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_an_older_report_is_replaced_whole(made, tmp_path):
+    made.write()
+    into = tmp_path / "report.html"
+    into.write_text("old")
+    write_report(made.folder, [], into=into)
+    assert into.read_text().endswith("</html>")
+    assert list(tmp_path.glob(".*")) == []
+
+
+@pytest.mark.full
+def test_a_thousand_runs_in_ten_seconds_and_five_megabytes(tmp_path):
+    sweep = many(tmp_path / "runs", 1000).folder
+    write_report(SweepFolder(sweep.path), [], into=tmp_path / "empty.html")  # what is imported once
+    begin = time.process_time()
+    into = tmp_path / "report.html"
+    write_report(SweepFolder(sweep.path), SweepTable(sweep).rows(), into=into)
+    assert time.process_time() - begin < 10
+    assert into.stat().st_size < 5_000_000

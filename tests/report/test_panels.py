@@ -1,4 +1,6 @@
-"""The figures of a report: their captions, descriptions in words, notes, and the values behind them."""
+"""The sections with a figure: captions, descriptions in words, notes, the values behind; and damaged rows."""
+
+import json
 
 import pytest
 
@@ -8,6 +10,7 @@ from tests.sweep.table.plain import row
 from titanlab.report import panels
 from titanlab.report.facts import answer_of
 from titanlab.report.figures import bars, over_time, scatter
+from titanlab.report.panels import estimated_splits, figure_sections, measured_splits, pipelines
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +29,12 @@ def drawn(monkeypatch):
     return given
 
 
+def section(facts, name, by="tps"):
+    """The section of this name; None: there is none."""
+    found = {each.id: each for each in figure_sections(facts, answer_of(facts, by=by), by=by)}
+    return found.get(name)
+
+
 def shown(table):
     return [[cell.text for cell in line] for line in table.rows]
 
@@ -38,8 +47,8 @@ def test_memory_against_speed_is_described_in_words():
         run("d", "pp2", None, outcome="oom", memory_gib=9.0),
         run("e", "pp4", None, state="running", outcome=None),
     )
-    panel = panels.pareto_panel(facts, speed="tokens_per_second")
-    assert (panel.name, panel.title) == ("pareto", "Memory against speed")
+    panel = section(facts, "pareto")
+    assert panel.title == "Memory against speed"
     assert panel.description == (
         "Scatter of 3 recipes. Memory from 1.00 to 3.00 GiB, tokens per second of one device from 5.00 to 1,000. "
         "Not beaten in both: tp2 (12.3 at 1.00 GiB); dp_s2 (1,000 at 2.00 GiB). 1 run failed."
@@ -49,57 +58,43 @@ def test_memory_against_speed_is_described_in_words():
     assert [line[0] for line in shown(panel.values)] == ["a", "b", "c", "d", "e"]
 
 
-def test_memory_against_speed_of_nothing():
-    panel = panels.pareto_panel(facts_of(), speed="mfu_percent")
-    assert (panel.title, panel.description) == ("Memory against MFU", "Scatter of 0 recipes.")
-    assert panel.columns == ["memory_gib", "mfu_percent", "outcome"]
-    assert "red cross" not in panel.caption
-    assert shown(panel.values) == []
-
-
 @pytest.mark.parametrize("oversubscribed", [True, False])
 def test_runs_that_took_turns_are_explained(oversubscribed):
     facts = facts_of(run("a", oversubscribed=oversubscribed))
-    for panel in (
-        panels.pareto_panel(facts, speed="tokens_per_second"),
-        panels.throughput_panel(facts, answer_of(facts, by="tps")),
-    ):
+    for name in ("pareto", "throughput"):
+        panel = section(facts, name)
         assert ("more processes than cores, which took turns" in panel.caption) is oversubscribed
 
 
-def test_speeds_without_repeats_say_nothing_of_noise(drawn):
-    facts = facts_of(run("a", "dp_s2", 1000.0), run("b", "tp2", None))
-    panel = panels.throughput_panel(facts, answer_of(facts, by="tps"))
-    assert panel.description == "Bars of tokens per second of one device. dp_s2 1,000."
-    assert panel.caption.endswith(
-        "No recipe was run more than once, so that nothing is known of the noise between runs."
-    )
+@pytest.mark.parametrize(
+    ("other", "caption", "described"),
+    [
+        (
+            run("b", "tp2", None),
+            "No recipe was run more than once, so that nothing is known of the noise",
+            "dp_s2 1,000.",
+        ),
+        (run("b", "dp_s2", 1010.0), "interval of 95 % around a recipe's mean", "dp_s2 1,005."),
+    ],
+)
+def test_speeds_have_intervals_where_there_are_repeats(drawn, other, caption, described):
+    panel = section(facts_of(run("a", "dp_s2", 1000.0), other), "throughput", by="memory")
+    assert caption in panel.caption
+    assert panel.description == f"Bars of tokens per second of one device. {described}"
     assert panel.notes == []
-    assert drawn["throughput_by_layout"][1]["bands"] == {}
-
-
-def test_speeds_with_repeats_have_intervals(drawn):
-    facts = facts_of(run("a", "dp_s2", 1000.0), run("b", "dp_s2", 1010.0))
-    panel = panels.throughput_panel(facts, answer_of(facts, by="memory"))
-    assert "interval of 95 % around a recipe's mean" in panel.caption
-    low, high = drawn["throughput_by_layout"][1]["bands"]["dp_s2"]
-    assert low < 1005 < high
+    bands = drawn["throughput_by_layout"][1]["bands"]
+    assert [low < 1005 < high for low, high in bands.values()] == [True] * len(bands)
+    assert bool(bands) == ("interval" in caption)
 
 
 def test_of_many_recipes_the_fastest_are_drawn(drawn):
     facts = facts_of(*(run(f"r{place}", f"l{place}", 1000.0 - place) for place in range(42)))
-    panel = panels.throughput_panel(facts, answer_of(facts, by="tps"))
+    panel = section(facts, "throughput")
     assert panel.notes == ["The figure has the 40 fastest of 42 recipes."]
     rows = drawn["throughput_by_layout"][0][0]
     assert [each["run"] for each in rows] == [f"r{place}" for place in range(40)]
     assert panel.description.endswith("l0 1,000; l1 999; l2 998; l3 997; and 38 more.")
     assert len(panel.values.rows) == 42
-
-
-def test_without_a_measured_run_there_are_no_speeds():
-    facts = facts_of(run("a", speed=None))
-    panel = panels.throughput_panel(facts, answer_of(facts, by="tps"))
-    assert panel.description == "Bars of tokens per second of one device. No run was measured."
 
 
 def windows(run_folder, **seconds):
@@ -113,12 +108,12 @@ def test_parts_of_a_step_are_measured_or_estimated_or_left_out(made, drawn):
         begin(made_run)
         train(made_run, step=2)
         end(made_run)
-    panel = panels.split_panel(facts_in(made.folder))
+    panel = section(facts_in(made.folder), "step-time")
     assert panel.title == "Where the time of a step goes (estimate)"
     assert panel.caption.startswith("An estimate of the planner, and no measurement")
     assert (panel.columns, panel.notes) == (["config.yaml"], [])
     windows(runs[0], forward=0.1, exposed_shard=0.3)
-    panel = panels.split_panel(facts_in(made.folder))
+    panel = section(facts_in(made.folder), "step-time")
     assert panel.title == "Where the time of a step goes"
     assert panel.caption.startswith("Measured with profiler=breakdown")
     assert panel.description == "Stacked bars of the seconds of a step. dp_s2: exposed: shard 75 %, forward 25 %."
@@ -126,7 +121,7 @@ def test_parts_of_a_step_are_measured_or_estimated_or_left_out(made, drawn):
     assert panel.values.headings == ["run", "forward", "exposed: shard"]
     assert [line[1:] for line in shown(panel.values)] == [["0.100", "0.300"]]
     assert panel.notes == ["Without a bar, for lack of figures: tp2."]
-    assert panels.split_panel(facts_of(run("gone"))) is None
+    assert section(facts_of(run("gone")), "step-time").figure is None
 
 
 def test_one_run_of_each_recipe_has_a_curve(made, drawn):
@@ -137,7 +132,7 @@ def test_one_run_of_each_recipe_has_a_curve(made, drawn):
         end(made_run, metrics={"loss_metrics/global_avg_loss": 4.0})
         runs.append(made_run.path.name)
     made.run("waits", seed=3, tensor=2)
-    panel = panels.loss_panel(facts_in(made.folder))
+    panel = section(facts_in(made.folder), "loss")
     first = runs[0]
     (steps,), more = drawn["loss_by_tokens"]
     assert [(step["run"], step["step"]) for step in steps] == [(first, 1), (first, 2)]
@@ -153,7 +148,7 @@ def test_runs_that_diverged_are_drawn_first_and_told_apart(drawn, monkeypatch):
         run("other", "tp2", loss=3.0, repeat=0),
     )
     monkeypatch.setattr(type(facts), "metrics", lambda self, row, kind: [{"step": 1}])
-    panel = panels.loss_panel(facts)
+    panel = section(facts, "loss")
     (steps,), more = drawn["loss_by_tokens"]
     assert [step["run"] for step in steps] == ["bad", "good", "other"]
     assert more["labels"] == {"bad": "dp_s2 · repeat 1", "good": "dp_s2 · repeat 0", "other": "tp2"}
@@ -161,16 +156,10 @@ def test_runs_that_diverged_are_drawn_first_and_told_apart(drawn, monkeypatch):
     assert panel.notes == []
 
 
-def test_without_a_step_there_is_no_curve():
-    panel = panels.loss_panel(facts_of(run("a", step=0)))
-    assert panel.description == "Lines of the training loss of 0 runs. Last loss: none."
-    assert panel.notes == []
-
-
 def test_pipelines_are_told_with_their_bubbles(made):
     begin(made_run := made.run("pp", pipeline=2, microbatch=6))
     end(made_run)
-    panel = panels.timeline_panel(facts_in(made.folder))
+    panel = section(facts_in(made.folder), "timeline")
     assert panel.caption.endswith("Durations are the planner's estimates.")
     assert panel.description.startswith("Timelines of 1 pipeline. pp2 · 1f1b, 2 microbatches: idle ")
     assert panel.values.headings == [
@@ -180,7 +169,7 @@ def test_pipelines_are_told_with_their_bubbles(made):
     ((name, schedule, ranks, microbatch, bubble, peaks),) = shown(panel.values)
     assert (name, schedule, ranks, microbatch, peaks) == (made_run.path.name, "1f1b", "2", "6", "2, 1")
     assert panel.description.endswith(f"idle {bubble} of all ranks' time.")
-    assert panels.timeline_panel(facts_of(run("a"))) is None
+    assert section(facts_of(run("a")), "timeline").figure is None
 
 
 def test_estimates_are_held_against_measurements():
@@ -191,9 +180,158 @@ def test_estimates_are_held_against_measurements():
         run("c", step_seconds=1.0),
         run("d", outcome="oom", **column),
     )
-    panel = panels.estimate_panel(facts)
+    panel = section(facts, "estimate")
     assert panel.description == (
         "Scatter of estimates and measurements. time of a step: 1 of 2 runs within 20 %, worst 50 %."
     )
     assert [line[0] for line in shown(panel.values)] == ["a", "b"]
-    assert panels.estimate_panel(facts_of(run("a", step_seconds=1.0), row(**{"estimate.step_seconds": 1.0}))) is None
+    assert (
+        section(facts_of(run("a", step_seconds=1.0), row(**{"estimate.step_seconds": 1.0})), "estimate").figure is None
+    )
+
+
+def done(made, name, **given):
+    begin(made_run := made.run(name, **given))
+    end(made_run)
+    return made_run
+
+
+def write_windows(run_folder, *metrics):
+    with (run_folder.path / "metrics.jsonl").open("a") as file:
+        for step, values in enumerate(metrics, 1):
+            row = {"kind": "breakdown", "step": step, "attempt": 1}
+            file.write(json.dumps(row | {f"breakdown/{name}": value for name, value in values.items()}) + "\n")
+
+
+def test_the_parts_of_a_step_are_those_of_the_latest_window(made):
+    write_windows(
+        first := done(made, "fsdp", shard=2),
+        {"step(s)": 9.0, "forward(s)": 9.0},
+        {"step(s)": 0.3, "forward(s)": 0.1, "exposed_shard(s)": 0.2, "optimizer(s)": 0.0, "data(s)": None},
+    )
+    done(made, "tp", tensor=2)
+    (split,) = measured_splits(facts_in(made.folder))
+    assert (split.run, split.label, split.is_measured) == (first.path.name, "dp_s2", True)
+    assert split.seconds == {"forward": 0.1, "shard": 0.2}
+    assert split.columns == ["breakdown/forward(s)", "breakdown/exposed_shard(s)"]
+
+
+@pytest.mark.parametrize("value", [0, -1.0, "0.1", [0.1], {}])
+def test_a_window_without_a_part_that_took_time_is_none(made, value):
+    write_windows(done(made, "fsdp", shard=2), {"step(s)": 0.3, "forward(s)": value})
+    assert measured_splits(facts_in(made.folder)) == []
+
+
+def test_of_repeats_the_first_with_windows_counts(made):
+    done(made, "fsdp", shard=2)
+    write_windows(second := done(made, "fsdp", shard=2, repeat=1), {"forward(s)": 0.1})
+    write_windows(done(made, "fsdp", shard=2, repeat=2), {"forward(s)": 0.2})
+    (split,) = measured_splits(facts_in(made.folder))
+    assert (split.run, split.seconds) == (second.path.name, {"forward": 0.1})
+
+
+@pytest.mark.parametrize("text", ["{", "model: 3", "seed: x"])
+def test_a_recipe_that_cannot_be_read_has_neither(made, text):
+    made_run = done(made, "pp", pipeline=2)
+    facts = facts_in(made.folder)
+    assert len(facts.runs) == 1
+    (made_run.path / "attempts/1/config.yaml").write_text(text)
+    assert estimated_splits(facts) == []
+    assert pipelines(facts) == ([], ["pp2: its config.yaml cannot be read"])
+
+
+def test_each_form_of_a_pipeline_is_drawn_once(made):
+    first = done(made, "pp", pipeline=2, microbatch=3)
+    done(made, "pp_bf16", pipeline=2, microbatch=3, bf16=True)
+    second = done(made, "pp1", pipeline=2, microbatch=6)
+    done(made, "fsdp", shard=2)
+    drawn, left_out = pipelines(facts_in(made.folder))
+    assert {pipeline.run for pipeline in drawn} == {first.path.name, second.path.name}
+    assert {pipeline.label.partition(" · ")[0] for pipeline in drawn} == {"pp2"}
+    assert sorted(pipeline.label.rpartition(" · ")[2] for pipeline in drawn) == [
+        "1f1b, 2 microbatches",
+        "1f1b, 4 microbatches",
+    ]
+    assert sorted(sum(map(len, pipeline.timeline.events)) for pipeline in drawn) == [8, 16]
+    assert left_out == []
+
+
+def test_a_pipeline_with_too_many_actions_is_left_out(made, monkeypatch):
+    done(made, "pp", pipeline=2, microbatch=1)
+    monkeypatch.setattr(panels, "MOST_CELLS", 47)
+    assert pipelines(facts_in(made.folder)) == ([], ["pp2: 48 actions are too many for a page"])
+    monkeypatch.setattr(panels, "MOST_CELLS", 48)
+    assert len(pipelines(facts_in(made.folder))[0]) == 1
+
+
+def test_without_figures_of_the_machine_a_backward_pass_takes_two_forward_passes(made, monkeypatch):
+    done(made, "pp", pipeline=2, microbatch=6)
+    facts = facts_in(made.folder)
+    (estimated,) = pipelines(facts)[0]
+    assert estimated.unit == "s, estimated"
+    monkeypatch.setattr(panels, "timeline_of", lambda recipe, machine: None)
+    (plain,) = pipelines(facts)[0]
+    assert plain.unit == ""
+    # Two microbatches through two stages: (2 + 1) forward and as many backward passes of twice the time.
+    assert (plain.timeline.duration, plain.timeline.bubble_share) == (9.0, pytest.approx(1 / 3))
+
+
+EVEN = [[10, 10, 10, 10], [10, 10, 10, 10]]
+SKEWED = [[40, 0, 0, 0], [5, 15, 10, 10]]
+
+
+def run_of(made, name, *rows, **given):
+    run = made.run(name, **given)
+    begin(run)
+    train(run)
+    with (run.path / "metrics.jsonl").open("a") as file:
+        for step, counts in rows:
+            file.write(json.dumps({"kind": "experts", "step": step, "attempt": 1, "steps": 2, "counts": counts}) + "\n")
+    end(run)
+    return run
+
+
+def experts(made):
+    made.write()
+    return section(facts_in(made.folder), "experts")
+
+
+def test_the_newest_row_of_each_recipe_is_drawn_and_equal_ones_once(made):
+    first = run_of(made, "fsdp", (2, SKEWED), (4, EVEN), shard=2)
+    second = run_of(made, "tp", (4, EVEN), tensor=2)
+    run_of(made, "single", (4, SKEWED))
+    panel = experts(made)
+    assert panel is not None
+    marks = list(panel.figure.marks.values())
+    assert len(marks) == 2
+    equal = next(mark for mark in marks if len(mark.runs) == 2)
+    assert {*equal.runs} == {first.path.name, second.path.name}
+    assert "and 1 recipe with the same counts, steps 3 to 4: at most 1.00 of an equal share" in equal.text
+    (skewed,) = (mark for mark in marks if mark is not equal)
+    assert "at most 4.00 of an equal share (block 0, expert 0), at least 0.00 (block 0, expert 1)" in skewed.text
+    assert "3 experts without a token" in skewed.text
+    assert "3 experts without a token" in panel.description
+    # A row for each block of each map.
+    assert len(panel.values.rows) == 4
+    assert [cell.text for cell in panel.values.rows[-2]][-5:] == ["0", "4.000", "1", "0.000", "3"]
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        None,
+        3,
+        [],
+        [[]],
+        [[1, 2], [3]],
+        [[1, "x"]],
+        [[1, -1]],
+        [[float("inf"), 1]],
+        [[1e308, 1e308]],
+        [{"a": 1}],
+    ],
+)
+def test_counts_that_no_run_writes_are_passed_over(made, counts):
+    run = run_of(made, "fsdp", (4, counts), shard=2)
+    assert run.metrics("experts")
+    assert experts(made) is None

@@ -1,6 +1,7 @@
 """The sections of a report: their order, their tables, and what stands where there is nothing to show."""
 
 import json
+import math
 
 import pytest
 
@@ -8,22 +9,27 @@ from tests.report.plain import facts_in, facts_of, run
 from tests.sweep.made import begin, end
 from tests.sweep.table.plain import row
 from titanlab.report.facts import answer_of
-from titanlab.report.panels import PageTable, Panel
-from titanlab.report.sections import panels_of, sections_of
+from titanlab.report.figures import bars, over_time, scatter
+from titanlab.report.panels import Cell, cell
+from titanlab.report.sections import sections_of
 
 
-def panel(name, **given):
-    """A panel of which only the words are looked at."""
-    words = {"title": name.title(), "caption": "", "description": "", "columns": [], "figure": None}
-    return Panel(name=name, values=PageTable(caption="", headings=[], rows=[]), **{**words, **given})
+@pytest.fixture(autouse=True)
+def without_figures(monkeypatch):
+    """They take longer than all else, and have tests of their own."""
+    for module, name in (
+        (scatter, "pareto"),
+        (scatter, "estimate_against_measurement"),
+        (bars, "throughput_by_layout"),
+        (bars, "step_time_split"),
+        (over_time, "loss_by_tokens"),
+        (over_time, "pipeline_timelines"),
+    ):
+        monkeypatch.setattr(module, name, lambda *values, **more: object())
 
 
-# Those that every report has.
-PANELS = {name: panel(name) for name in ("pareto", "throughput", "loss")}
-
-
-def sections(facts, *, figures=PANELS):
-    return {section.id: section for section in sections_of(facts, answer_of(facts, by="tps"), figures)}
+def sections(facts, by="tps"):
+    return {section.id: section for section in sections_of(facts, answer_of(facts, by=by), by=by)}
 
 
 def cells(table):
@@ -54,28 +60,12 @@ def test_a_sweep_of_nothing_has_all_sections_which_say_why(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("by", "figures", "title"),
-    [
-        ("mfu", 40.0, "Memory against MFU"),
-        # Without a peak of the device there is no MFU to draw.
-        ("mfu", None, "Memory against speed"),
-    ],
+    ("by", "mfu", "title"),
+    # Without a peak of the device there is no MFU to draw.
+    [("mfu", 40.0, "Memory against MFU"), ("mfu", None, "Memory against speed"), ("tps", 40.0, "Memory against speed")],
 )
-def test_the_first_figure_is_by_what_the_recipes_are_ranked(by, figures, title):
-    facts = facts_of(run("a", mfu_percent=figures))
-    found = panels_of(facts, answer_of(facts, by=by), by=by)
-    assert found["pareto"].title == title
-    # What there is nothing to draw of is left out.
-    assert list(found) == ["pareto", "throughput", "loss"]
-
-
-def test_a_figure_stands_in_its_section_and_experts_have_one_only_with_a_figure():
-    figures = {**PANELS, **{name: panel(name) for name in ("experts", "timeline", "step-time", "estimate")}}
-    found = sections(facts_of(), figures=figures)
-    assert list(found) == [*ORDER[:4], "experts", *ORDER[4:]]
-    for name, own in figures.items():
-        assert (found[name].panel, found[name].title) == (own, own.title)
-        assert found[name].texts == ()
+def test_the_first_figure_is_by_what_the_recipes_are_ranked(by, mfu, title):
+    assert sections(facts_of(run("a", mfu_percent=mfu)), by=by)["pareto"].title == title
 
 
 def test_recipes_are_rows_in_the_order_of_their_places():
@@ -116,8 +106,7 @@ def test_recipes_within_noise_are_marked():
 def test_oversubscribed_recipes_are_marked_and_the_mark_is_explained():
     facts = facts_of(run("a", oversubscribed=True), run("b", "tp2", 50.25))
     (table,) = sections(facts)["throughput"].tables
-    assert [line[0] for line in cells(table)] == ["tp2", "dp_s2 *"]
-    assert [line[4] for line in cells(table)] == ["50.25", "1,000"]
+    assert [(line[0], line[4]) for line in cells(table)] == [("tp2", "50.25"), ("dp_s2 *", "1,000")]
     assert table.caption.endswith("; * more processes than cores")
 
 
@@ -176,7 +165,7 @@ def test_failures_are_told_with_step_rank_and_cause():
 def test_of_runs_with_one_cause_one_traceback_is_shown(made):
     for place, cause in enumerate(["ValueError: no", "ValueError: no", "KeyError: x"]):
         begin(made_run := made.run(f"r{place}", seed=place))
-        text = "key=hf_abcdefghijklmnop\n" + "x" * 5000 if place == 2 else f"Traceback {place}"
+        text = "x" * 5000 if place == 2 else f"Traceback {place}, token hf_abcdefghijklmnop"
         end(made_run, "crash", cause=cause, rank=place, traceback=text, metrics={})
     details = sections(facts_in(made.folder))["failures"].details
     names = [run_folder.path.name for run_folder in made.folder.runs()]
@@ -184,16 +173,10 @@ def test_of_runs_with_one_cause_one_traceback_is_shown(made):
         f"{names[0]}: traceback of rank 0",
         f"{names[2]}: traceback of rank 2",
     ]
-    assert details[0][1] == "Traceback 0"
+    assert details[0][1].startswith("Traceback 0, token ")
+    assert "hf_abcdefghijklmnop" not in details[0][1]
     # Of a long one the end is shown.
     assert details[1][1] == "…" + "x" * 4000
-
-
-def test_a_short_traceback_has_no_secret(made):
-    begin(made_run := made.run("a"))
-    end(made_run, "crash", cause="no", rank=0, traceback="token hf_abcdefghijklmnop", metrics={})
-    ((_, text),) = sections(facts_in(made.folder))["failures"].details
-    assert "hf_abcdefghijklmnop" not in text
 
 
 def test_without_a_run_that_is_done_configs_are_compared_with_the_first(made):
@@ -245,27 +228,77 @@ def test_of_many_differences_the_first_are_visible(made):
     assert cell.items[20] == f"and {count - 20} {'key' if count == 21 else 'keys'} more"
 
 
-def test_a_parity_file_is_a_section_before_the_last(made):
-    begin(made_run := made.run("a"))
-    end(made_run)
-    path = made.folder.path / "parity.json"
-    plain = {"schema": 1, "time": "", "reference": ""}
+def parity_of(folder):
+    return sections(facts_of(folder=folder)).get("parity")
+
+
+def written(folder, *rows, **given):
+    value = {"schema": 1, "time": "2026-11-24 20:00", "reference": "single in fp32", "rows": list(rows), **given}
+    (folder / "parity.json").write_text(json.dumps(value))
+    return folder
+
+
+def row_of(folder):
+    (table,) = parity_of(folder).tables
+    (row,) = table.rows
+    return dict(zip(table.headings, (each.text for each in row), strict=True))
+
+
+def test_a_parity_file_is_a_section_before_the_last(tmp_path):
+    assert parity_of(tmp_path) is None
     rows = [{"run": "a", "passed": True}, {"run": "b", "passed": False, "reason": "r" * 301}, {"run": "c"}]
     for own, text in (
-        (rows[:1], "1 comparison with the reference: all within their tolerances."),
-        (rows, "3 comparisons with the reference: 2 not within the tolerance."),
+        ([], "0 comparisons with single in fp32, 2026-11-24 20:00: all within their tolerances."),
+        (rows[:1], "1 comparison with single in fp32, 2026-11-24 20:00: all within their tolerances."),
+        (rows, "3 comparisons with single in fp32, 2026-11-24 20:00: 2 not within the tolerance."),
     ):
-        path.write_text(json.dumps({**plain, "rows": own}))
-        found = sections(facts_in(made.folder))
+        found = sections(facts_of(folder=written(tmp_path, *own)))
         assert list(found)[-2:] == ["parity", "provenance"]
         assert found["parity"].texts == [text]
     (table,) = found["parity"].tables
     assert [(line[0].run, line[3].text) for line in table.rows] == [("a", "PASS"), ("b", "FAIL"), ("c", "unknown")]
     assert table.rows[1][-1].text == "r" * 300 + "…"
-    path.write_text("{")
-    found = sections(facts_in(made.folder))["parity"]
-    assert found.texts[0].startswith("parity.json cannot be read")
-    assert found.tables == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "column", "text"),
+    [
+        ({}, "verdict", "unknown"),
+        ({"passed": False}, "verdict", "FAIL"),
+        ({"passed": "yes"}, "verdict", "unknown"),
+        ({"passed": 1}, "verdict", "unknown"),
+        ({"loss": None}, "loss", ""),
+        ({"loss": 1.234e-7}, "loss", "1.2e-07"),
+        ({"gradient": [1e-6, "layers.0.wq"]}, "gradient", "1e-06 (layers.0.wq)"),
+        ({"tolerance": {"loss": 1e-5, "parameter": 2}}, "tolerance", "loss 1e-05, parameter 2"),
+        ({"loss": "small"}, "loss", "small"),
+        ({"loss": True}, "loss", "True"),
+        ({"loss": float("nan")}, "loss", "nan"),
+        ({"gradient": 0.5}, "gradient", "0.5"),
+        ({"gradient": [1, 2, 3]}, "gradient", "[1, 2, 3]"),
+        ({"gradient": []}, "gradient", "[]"),
+        ({"tolerance": 1e-5}, "tolerance", "1e-05"),
+        ({"tolerance": {}}, "tolerance", ""),
+        ({"tolerance": {"a": []}}, "tolerance", "a []"),
+        ({"layout": None, "reason": None}, "layout", ""),
+        ({"reason": 3}, "reason", "3"),
+    ],
+)
+def test_values_of_other_types_are_shown_as_they_are(tmp_path, given, column, text):
+    assert row_of(written(tmp_path, {"run": "a", **given}))[column] == text
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"schema": 2}', '{"schema": 1}', "\xff"])
+def test_a_damaged_file_is_a_note(tmp_path, text):
+    (tmp_path / "parity.json").write_text(text)
+    section = parity_of(tmp_path)
+    assert section.texts[0].startswith("parity.json cannot be read: ")
+    assert section.tables == ()
+
+
+@pytest.mark.parametrize("given", [{"rows": {}}, {"rows": [1]}, {"rows": [{"run": 1}]}, {"time": 3}, {"schema": "1"}])
+def test_a_file_of_other_types_is_a_note(tmp_path, given):
+    assert parity_of(written(tmp_path, **given)).texts[0].startswith("parity.json cannot be read: ")
 
 
 @pytest.mark.parametrize("count", [1, 4, 5])
@@ -303,3 +336,34 @@ def test_the_origin_of_a_sweep_is_told_unless_it_is_the_command_line(made, origi
     made.folder.write_manifest({"name": "a", "origin": origin, "overrides": ["seed=1"]}, made.points)
     section = sections(facts_in(made.folder))["provenance"]
     assert (section.texts, section.command) == (texts, "titanlab sweep seed=1")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown", "is_number"),
+    [
+        (None, "", False),
+        (True, "yes", False),
+        (False, "no", False),
+        (0, "0", True),
+        (12345678, "12,345,678", True),
+        (999.96, "1000", True),
+        (1000.4, "1,000", True),
+        (0.00001234, "0.00001234", True),
+        (1e-9, "1.000e-09", True),
+        (-1234.5, "-1,234", True),
+        (math.nan, "nan", True),
+        (-math.inf, "-inf", True),
+        ("", "", False),
+        ("12", "12", False),
+        ("<b>", "<b>", False),
+        (["a", 1], "['a', 1]", False),
+    ],
+)
+def test_a_plain_value_has_a_text(value, shown, is_number):
+    assert cell(value) == Cell(text=shown, is_number=is_number)
+
+
+def test_long_texts_and_texts_of_parts_need_a_wide_column():
+    assert [Cell(text="x" * letters).is_long for letters in (40, 41)] == [False, True]
+    assert Cell(text="a", items=["a"]).is_long
+    assert cell(0.123456, digits=2).text == "0.12"

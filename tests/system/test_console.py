@@ -1,11 +1,7 @@
 """The console in a pipe, on a terminal, and where nobody listens."""
 
 import io
-import os
-import pty
 import re
-import subprocess
-import sys
 import threading
 import time
 
@@ -14,6 +10,7 @@ import pytest
 from tests.until import until
 from titanlab.system import Console, Progress, error_line
 from titanlab.system.progress import plain_line
+from titanlab.system.terminal import Phase
 
 TERMINAL = {"TERM": "xterm-256color"}
 ROWS = [("model", "llama [debug]"), ("parameters", "5,769,472"), ("folder", "runs/single/toy-abcd1111")]
@@ -134,14 +131,6 @@ def test_what_is_done_before_the_first_step_is_named_with_its_seconds():
     assert screen(out.getvalue())[0] == "a note"
     assert "the end" not in "".join(screen(out.getvalue()))
     assert not [thread for thread in threading.enumerate() if thread.name == "terminal"]
-
-
-def test_a_phase_leaves_nothing_behind():
-    out = Terminal()
-    with Console(out, environ=TERMINAL, clock=Clock()) as console:
-        console.phase("composing the recipe")
-        console.phase(None)
-    assert screen(out.getvalue()) == []
 
 
 def test_a_pipe_hears_of_a_phase_only_if_it_lasts():
@@ -318,20 +307,6 @@ def test_the_log_file_has_the_plain_lines_with_their_time(tmp_path):
     assert len(path.read_text().splitlines()) == 14
 
 
-def test_a_quiet_console_only_warns():
-    out, errors = Terminal(), io.StringIO()
-    console = Console(out, errors=errors, environ=TERMINAL, quiet=True)
-    console.start("toy", ROWS)
-    console.step(at(1))
-    console.log(at(1))
-    console.note("saved")
-    console.end("done", ROWS, next_steps=["x"])
-    console.warn("careful")
-    console.close()
-    assert out.getvalue() == ""
-    assert errors.getvalue() == "warning: careful\n"
-
-
 class Gone(Terminal):
     """A stream whose other end is lost."""
 
@@ -360,53 +335,6 @@ def test_output_that_nobody_takes_does_not_end_a_run(error, environ):
     assert out.getvalue() == ""
 
 
-PRINTER = """
-from titanlab.system.terminal import Console
-from titanlab.system.progress import Progress
-console = Console()
-for step in range(2000):
-    console.log(Progress(step=step, steps=2000, loss=1.0))
-console.end("done", [])
-"""
-
-
-def test_a_reader_that_leaves_early_does_not_spoil_the_exit_code():
-    printer = subprocess.Popen([sys.executable, "-c", PRINTER], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    with printer:
-        assert b"step" in printer.stdout.readline()
-        printer.stdout.close()
-        assert printer.stderr.read() == b""
-    assert printer.returncode == 0
-
-
-def test_on_a_real_terminal():
-    leader, follower = pty.openpty()
-    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "60"}
-    environ.pop("NO_COLOR", None)
-    code = (
-        "from titanlab.system.terminal import Console\nfrom titanlab.system.progress import Progress\nc = Console()\n"
-        + ("assert c.is_live\nc.step(Progress(step=5, steps=9, loss=2.0))\nc.note('saved')\nc.close()")
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], stdout=follower, stderr=subprocess.PIPE, env=environ, check=False, timeout=60
-    )
-    os.close(follower)
-    assert done.stderr == b""
-    text = b""
-    while True:
-        try:
-            piece = os.read(leader, 4096)
-        except OSError:  # How Linux says that the other end is closed.
-            break
-        if not piece:
-            break
-        text += piece
-    os.close(leader)
-    shown = screen(text.decode().replace("\r\n", "\n"))
-    assert shown[0] == "saved"
-    assert "5/9  loss 2.0000" in shown[1]
-
-
 def test_error_line_is_one_line():
     errors = io.StringIO()
     error_line("a=1: must\nbe 2", errors=errors)
@@ -416,17 +344,19 @@ def test_error_line_is_one_line():
     assert coloured.getvalue() == "\x1b[31merror:\x1b[0m no\n"
 
 
-def test_a_step_costs_nothing_worth_mentioning():
-    console = Console(Terminal(), environ=TERMINAL)
-    progress = at(1)
-    # CPU time: other work on the machine does not count.
-    start = time.thread_time()
-    for _ in range(2000):
-        console.step(progress)
-    assert (time.thread_time() - start) / 2000 < 100e-6
+def test_no_thread_of_an_earlier_phase_is_left():
+    """One that draws when its phase ends is waited for, though another phase has begun since."""
+    drawing, may_end = threading.Event(), threading.Event()
 
+    def tick():
+        drawing.set()
+        may_end.wait(5)
 
-def test_importing_it_is_light():
-    code = "import sys, titanlab.system.terminal; print('rich' in sys.modules, 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False False\n"
+    phase = Phase(tick)
+    phase.begin("first")
+    assert drawing.wait(5)
+    phase.begin(None)
+    phase.begin("second")
+    threading.Timer(0.1, may_end.set).start()
+    phase.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "terminal"]

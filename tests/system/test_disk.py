@@ -10,11 +10,10 @@ import pytest
 
 from tests import tiny
 from titanlab.checkpoint.folders import step_folder
-from titanlab.cli import main
 from titanlab.launch import attempt
 from titanlab.launch.execute import _recorded
 from titanlab.records import OutcomeKind, RunFolder, Status, classify, from_exception, run_folder
-from titanlab.system import Console, disk_fault, refusal, tells_of_disk, write_json, write_text
+from titanlab.system import Console, disk_fault, refusal, tells_of_disk, write_json
 
 
 def full(path=None):
@@ -68,33 +67,6 @@ def test_it_is_found_behind_other_errors():
     hidden.__cause__ = full()
     assert disk_fault(hidden).startswith("the disk is full:")
     assert disk_fault(Checkpoint()).startswith("the disk is full:")
-
-
-@pytest.mark.parametrize(
-    "error", [OSError(errno.EIO, "Input/output error"), PermissionError(13, "x"), LookupError("x"), MemoryError()]
-)
-def test_other_errors_are_no_full_disk(error):
-    assert disk_fault(error) is None
-
-
-def test_a_full_cache_of_data_is_no_fault_of_the_data(monkeypatch):
-    def read(*given):
-        raise full("/cache")
-
-    # As raised by code of titanlab.data.
-    scope = {"__name__": "titanlab.data.cache", "read": read}
-    exec("def prepare(): read()", scope)
-    with pytest.raises(OSError, match="No space left") as raised:
-        scope["prepare"]()
-    assert classify(raised.value) is OutcomeKind.CRASH
-
-
-def test_a_file_that_cannot_be_replaced_is_what_it_was(tmp_path):
-    write_text(tmp_path / "a.json", "before")
-    with tiny_files(), pytest.raises(OSError, match="File too large"):
-        write_text(tmp_path / "a.json", "after")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
-    assert (tmp_path / "a.json").read_text() == "before"
 
 
 def test_what_refuses_a_checkpoint_is_found_by_lengthening_its_files(tmp_path):
@@ -170,19 +142,6 @@ def test_an_attempt_that_cannot_be_begun_leaves_all_as_it_was(run, monkeypatch):
         run.begin_attempt(run.config(), {})
     assert (run.attempts(), run.result().cause) == ([1], "LookupError: x")
     assert (run.path / "status.json").read_text() == before
-
-
-@pytest.mark.parametrize(("verb", "trains"), [("status", False), ("resume nope", True)])
-def test_a_verb_says_it_in_a_line(monkeypatch, capsys, verb, trains):
-    def verb_main(arguments):
-        raise full("/runs/x")
-
-    name, *_ = words = verb.split()
-    monkeypatch.setattr(f"titanlab.cli.{name}.{name}_verb", verb_main)
-    assert main(words) == 1
-    said = capsys.readouterr().err
-    assert said == f"error: {disk_fault(full('/runs/x'), ends_run=trains)}\n"
-    assert ("titanlab resume" in said) is trains
 
 
 def test_metrics_that_cannot_be_written_are_whole_rows_again_in_the_next_attempt(run):

@@ -54,11 +54,6 @@ def test_what_is_not_known_is_not_shown():
     assert plain_line(Progress(step=1, steps=9, loss=float("nan"), warming_up=True)) == "step 1/9  loss nan  (warm-up)"
 
 
-def test_with_several_devices_the_speed_is_one_devices():
-    line = plain_line(Progress(step=1, steps=9, tokens_per_second=10, devices=2))
-    assert line == "step 1/9  10 tok/s/device"
-
-
 def test_a_wide_terminal_shows_everything():
     line = live_line(FULL, [3.0, 2.0, 1.0], columns=140)
     assert line == (
@@ -115,13 +110,6 @@ def test_the_line_never_reaches_the_last_column(progress, losses, columns, colou
     assert line.count("\x1b[0m") == len(SEQUENCE.findall(line)) / 2
 
 
-@given(PROGRESS)
-def test_a_line_of_a_log_is_one_line_of_plain_text(progress):
-    line = plain_line(progress)
-    assert "\n" not in line
-    assert "\x1b" not in line
-
-
 @pytest.mark.parametrize(
     ("step", "steps", "expected"),
     [
@@ -135,11 +123,6 @@ def test_a_line_of_a_log_is_one_line_of_plain_text(progress):
 )
 def test_bars(step, steps, expected):
     assert bar(step, steps, 10) == expected
-
-
-def test_a_bar_without_unicode():
-    assert bar(5, 10, 12, unicode=False) == "[======....]"
-    assert bar(10, 10, 12, unicode=False) == "[==========]"
 
 
 def test_the_curve_of_the_loss():

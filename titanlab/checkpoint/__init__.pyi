@@ -2,6 +2,7 @@ from .address_schema import Place as Place
 from .address_schema import StorePath as StorePath
 from .address_schema import check_address as check_address
 from .address_schema import is_address as is_address
+from .blocks import ITEM_BYTES as ITEM_BYTES
 from .contents import ListedCheckpoint as ListedCheckpoint
 from .contents import Readable as Readable
 from .contents import check_checkpoint as check_checkpoint
@@ -30,7 +31,6 @@ from .folders import read_while_kept as read_while_kept
 from .folders import remove as remove
 from .folders import remove_unfinished as remove_unfinished
 from .folders import step_of as step_of
-from .index import ITEM_BYTES as ITEM_BYTES
 from .position import POSITION as POSITION
 from .position import Position as Position
 from .position import SavedPosition as SavedPosition

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from msgspec import Meta, Struct
 
 from titanlab.checkpoint.address_schema import Place
-from titanlab.checkpoint.blocks import blocks_of, checksum
+from titanlab.checkpoint.blocks import ITEM_BYTES, blocks_of, checksum
 from titanlab.checkpoint.position import parsed
 from titanlab.checkpoint.storage import INDEX, DamagedFile, folder_at, one_line
 
@@ -43,31 +43,6 @@ _PREFIX = re.compile(rb'\{"checksum":"([0-9a-f]{16})",')
 _MOST_CUT_DIMS = 6
 
 FORMAT = 1
-
-ITEM_BYTES: Mapping[str, int] = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "complex64": 8,
-    "complex128": 16,
-    "bool": 1,
-    "uint8": 1,
-    "uint16": 2,
-    "uint32": 4,
-    "uint64": 8,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
-    "float4_e2m1fn_x2": 1,
-}
-"""Bytes of an element, by the dtype's name in torch."""
 
 FILE, START, BYTES, FIRST_OFFSET = range(4)
 """Columns of a chunk."""

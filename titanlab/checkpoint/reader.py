@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from titanlab.checkpoint.address_schema import Place
-from titanlab.checkpoint.blocks import BLOCK, BlockReader
+from titanlab.checkpoint.blocks import BLOCK, ITEM_BYTES, BlockReader
 from titanlab.checkpoint.folders import damaged, earlier_hint
-from titanlab.checkpoint.index import BYTES, FILE, ITEM_BYTES, START, CheckpointIndex, IndexedTensor, needed_spans
+from titanlab.checkpoint.index import BYTES, FILE, START, CheckpointIndex, IndexedTensor, needed_spans
 from titanlab.checkpoint.storage import DamagedFile
 from titanlab.checkpoint.writer import bytes_of, dtype_named
 from titanlab.errors import ConfigError

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from titanlab.checkpoint.address_schema import Place
-from titanlab.checkpoint.blocks import BlockWriter
-from titanlab.checkpoint.index import ITEM_BYTES, IndexedFile, IndexEntry, fills, index_bytes
+from titanlab.checkpoint.blocks import ITEM_BYTES, BlockWriter
+from titanlab.checkpoint.index import IndexedFile, IndexEntry, fills, index_bytes
 from titanlab.checkpoint.position import POSITION, SavedPosition, position_bytes
 from titanlab.checkpoint.storage import INDEX, folder_at
 from titanlab.dtensor import local_part

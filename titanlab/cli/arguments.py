@@ -56,11 +56,9 @@ class Arguments(argparse.ArgumentParser):
         return parsed
 
     def options(self) -> dict[str, argparse.Action]:
-        """The argparse actions of all options, by name; an option may have several names."""
         return {name: action for action in self._actions for name in action.option_strings}
 
     def positionals(self) -> list[argparse.Action]:
-        """The argparse actions of the positional arguments, in their order."""
         return [action for action in self._actions if not action.option_strings]
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
@@ -100,7 +98,6 @@ def bytes_of(text: str, key: str) -> int:
 
 
 def check_number(key: str, value: int, most: int, usual: int) -> None:
-    """Check that a flag's number lies in 1 to `most`."""
     if not 1 <= value <= most:
         raise ConfigError(key, value, f"must lie in 1 to {most}", f"try {usual}")
 

@@ -69,7 +69,6 @@ def is_name(argument: str) -> bool:
 
 
 def is_recipe(name: str) -> bool:
-    """Whether `conf` has a recipe of this name."""
     return (conf_folder() / "recipe" / f"{name}.yaml").is_file()
 
 
@@ -126,7 +125,6 @@ def _of_command_line(arguments: Sequence[str]) -> ProofCandidates:
 
 
 def _of_folder(sweep: SweepFolder) -> ProofCandidates:
-    """The recipes of the runs in a sweep's folder, as they were submitted."""
     chosen = ProofCandidates(title=f"{sweep.name} ({sweep.path})", candidates=[], folder=sweep.path)
     for run in sweep.runs():
         try:
@@ -150,7 +148,6 @@ _HEADINGS = ("", "run", "layout", "precision", "loss", "grad norm", "gradient", 
 
 
 def left_out_lines(chosen: ProofCandidates) -> list[str]:
-    """A line about the points that a sweep leaves out on purpose."""
     if not chosen.left_out:
         return []
     reasons = list(dict.fromkeys(reason for _, reason in chosen.left_out))
@@ -159,7 +156,6 @@ def left_out_lines(chosen: ProofCandidates) -> list[str]:
 
 
 def sizes_and_notes(proofs: Sequence[Reduced], steps: int) -> list[str]:
-    """Lines about the reduced sizes, and about what is not as in the originals."""
     sizes: dict[str, None] = {}
     notes: dict[str, None] = {}
     unfit: list[str] = []

@@ -137,7 +137,6 @@ def _expanded(text: str) -> str:
 
 
 def _run_names(runs: str) -> list[str]:
-    """Folder names of all runs, in the form `sweep/folder` if several sweeps have a run of that name."""
     known = list_runs(runs)
     counts = Counter(run.path.name for run in known)
     return [run.path.name if counts[run.path.name] == 1 else f"{run.sweep}/{run.path.name}" for run in known]

@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 from titanlab.errors import ConfigError
 from titanlab.recipe import (
     ARGUMENTS,
+    VERSION_BASE,
     Flags,
     Loader,
     Recipe,
@@ -89,7 +90,7 @@ def answer(flags: Flags) -> None:
         with composition_errors(flags.overrides, flags.values):
             sys.argv = ["titanlab train", *map(as_typed, with_combinations(flags.overrides)), *flags.flags]
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-                hydra.main(config_path=str(conf_folder()), config_name="config", version_base="1.3")(_never_called)()
+                hydra.main(config_path=str(conf_folder()), config_name="config", **VERSION_BASE)(_never_called)()
     except SystemExit as end:
         if end.code not in (None, 0):
             lines = errors.getvalue().strip().splitlines() or ["Hydra gave up"]

@@ -25,7 +25,6 @@ from titanlab.records import RunFolder, collect, find_run
 from titanlab.sweep import (
     NAME,
     RecordedCode,
-    Restored,
     aligned,
     composable,
     composed_now,
@@ -104,16 +103,24 @@ def repro_verb(args: Namespace) -> int:
     code = recorded_code(run, attempt)
     into = Path(os.path.abspath(user_path(args.into or Path(f"repro-{run.path.name}"))))
     if not args.dry_run:
-        _check_folder(into)
+        if os.path.lexists(into) and (not into.is_dir() or into.is_symlink() or any(into.iterdir())):
+            raise ConfigError("--into", into, "is there already", "give a new folder")
+        parent = next(path for path in into.parents if os.path.lexists(path))
+        if not parent.is_dir():
+            raise ConfigError("--into", into, f"cannot be made ({parent} is no folder)", "give another folder")
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise ConfigError("--into", into, f"cannot be made (no permission in {parent})", "give another folder")
     text = composable(run.config(attempt) if attempt else run.config())
     with Console() as console:
         if not args.dry_run:
             repository = repository_of(args.repo or Path(titanlab.__file__).parent)
             restored = restore(code, repository, into, run=run.path.name)
             write_config(into / _FOLDER, text)
-            _show_code(console, code, restored, into)
-        _show_environment(console, code)
-        _show_config(console, run, code)
+            branch = f", branch {code.branch}" if code.branch else ""
+            console.note(f"code: {shown_path(into)} from {restored.source}{branch}; {_SAME[restored.is_same]}")
+            for line in restored.notes:
+                console.warn(line)
+        _show_differences(console, run, code)
         if args.dry_run:
             return 0
         console.note(f"next: cd {shlex.quote(shown_path(into))}")
@@ -121,48 +128,28 @@ def repro_verb(args: Namespace) -> int:
         return 1 if restored.is_same is False else 0
 
 
-def _check_folder(into: Path) -> None:
-    if os.path.lexists(into) and not (into.is_dir() and not into.is_symlink() and not any(into.iterdir())):
-        raise ConfigError("--into", into, "is there already", "give a new folder")
-    parent = next(path for path in into.parents if os.path.lexists(path))
-    if not parent.is_dir():
-        raise ConfigError("--into", into, f"cannot be made ({parent} is no folder)", "give another folder")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise ConfigError("--into", into, f"cannot be made (no permission in {parent})", "give another folder")
+_SAME = {
+    True: "its Python files are those of the run",
+    False: "its Python files are NOT those of the run",
+    None: "whether it is the run's code is not known: the run has recorded no fingerprint",
+}
 
 
-def _show_code(console: Console, code: RecordedCode, restored: Restored, into: Path) -> None:
-    same = {
-        True: "its Python files are those of the run",
-        False: "its Python files are NOT those of the run",
-        None: "whether it is the run's code is not known: the run has recorded no fingerprint",
-    }[restored.is_same]
-    branch = f", branch {code.branch}" if code.branch else ""
-    console.note(f"code: {shown_path(into)} from {restored.source}{branch}; {same}")
-    for line in restored.notes:
-        console.warn(line)
+def _show_differences(console: Console, run: RunFolder, code: RecordedCode) -> None:
+    def show(rows: Sequence[Sequence[str]], same: str, heading: str) -> None:
+        cells = [[harmless(cell) for cell in row] for row in rows]
+        lines = [heading, *(f"  {line}" for line in aligned(("", "then", "now"), cells))]
+        console.note("\n".join(lines) if rows else same)
 
-
-def _show_environment(console: Console, code: RecordedCode) -> None:
     host = this_host()
     devices = {"accelerator": host.accelerator, "name": host.device, "count": host.count}
     now = collect(devices=devices, launcher="", arguments=[]).record
-    _show_differences(console, differences(code.env, now), "environment: as it was", "environment, where it differs:")
+    show(differences(code.env, now), "environment: as it was", "environment, where it differs:")
     if (line := pip_line(code.env, now)) is not None:
         console.note(f"packages as they were: {line}")
-
-
-def _show_differences(console: Console, rows: Sequence[Sequence[str]], same: str, heading: str) -> None:
-    cells = [[harmless(cell) for cell in row] for row in rows]
-    lines = [heading, *(f"  {line}" for line in aligned(("", "then", "now"), cells))]
-    console.note("\n".join(lines) if rows else same)
-
-
-def _show_config(console: Console, run: RunFolder, code: RecordedCode) -> None:
     composed, problem = composed_now(run, code.env)
     if composed is None:
         console.note(f"config: cannot be compared with its recipe of now: {problem}")
-        return
-    heading = "config, where its recipe composes to something else now:"
-    rows = config_differences(run.config(), composed)
-    _show_differences(console, rows, "config: the same recipe composes to it now", heading)
+    else:
+        heading = "config, where its recipe composes to something else now:"
+        show(config_differences(run.config(), composed), "config: the same recipe composes to it now", heading)

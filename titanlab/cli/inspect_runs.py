@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from titanlab.checkpoint import checkpoints_of, list_checkpoints
 from titanlab.cli.arguments import json_text
@@ -76,7 +76,6 @@ def logs_verb(args: Namespace) -> int:
 
 
 def _chosen(run: RunFolder, rank: int | None, *, is_followed: bool) -> dict[int, Path]:
-    """The logs by rank."""
     logs = rank_logs(run)
     if rank is None:
         return logs
@@ -110,7 +109,6 @@ def _lines(
     tail: int | None,
     pattern: re.Pattern[bytes] | None,
 ) -> Iterable[Line]:
-    """The lines that are there now."""
     by_rank = {
         rank: log_parts(run, rank, path) if attempt is None else [part_of(run, rank, path, attempt)]
         for rank, path in logs.items()
@@ -144,7 +142,6 @@ def _last(of_rank: Sequence[LogPart], tail: int, pattern: re.Pattern[bytes] | No
 def _follow(
     run: RunFolder, rank: int | None, ends: Mapping[int, int], pattern: re.Pattern[bytes] | None, output: LogOutput
 ) -> None:
-    """Print what is added, until the run ends."""
     # Imported here, as below: the other verbs of this file need no table of a sweep.
     from titanlab.sweep import RunWatch
 
@@ -171,7 +168,7 @@ def _follow(
                 new_lines.append(timed_from_end(kept, number, end=time.time()))
         for line in merged(new_lines):
             output.line(line)
-        output.flush()
+        sys.stdout.buffer.flush()
         if not goes_on:
             output.note(f"{run.path.name} {why}")
             return
@@ -182,7 +179,6 @@ def _follow(
 
 
 def _without_logs(run: RunFolder) -> str:
-    """One line that says what there is instead of logs."""
     name = run.path.name
     printed = [path for path in _job_files(run) if size_of(path)]
     if printed:
@@ -213,23 +209,16 @@ def _job_files(run: RunFolder) -> list[Path]:
     return files
 
 
-_FLUSH_BYTES = 1 << 16
-
-
 class LogOutput:
     """Standard output of `titanlab logs`: bytes, as the logs have them; on a terminal harmless text.
 
     Args:
         width: of the number of a rank before each line; None: lines have no number.
-        stream: None: standard output.
     """
 
-    def __init__(self, *, width: int | None, stream: TextIO | None = None) -> None:
-        self._stream = sys.stdout if stream is None else stream
+    def __init__(self, *, width: int | None) -> None:
         self._width = width
-        self._is_terminal = self._stream.isatty()
-        self._waiting: list[bytes] = []
-        self._bytes = 0
+        self._is_terminal = sys.stdout.isatty()
 
     def widen(self, width: int) -> None:
         """Make room for the number of a higher rank, where lines have one."""
@@ -237,47 +226,25 @@ class LogOutput:
             self._width = max(self._width, width)
 
     def line(self, line: Line) -> None:
-        """Write a line, now or with later ones."""
+        """Write a line, now or with later ones; an OSError: a disk is full, or nobody reads the output any more."""
         head = b"" if self._width is None else f"[rank {line.rank:>{self._width}}] ".encode()
         text = harmless(line.text.decode(errors="replace")).encode(errors="replace") if self._is_terminal else line.text
-        self._waiting.append(head + text + b"\n")
-        self._bytes += len(text)
-        if self._bytes > _FLUSH_BYTES:
-            self.flush()
+        sys.stdout.buffer.write(head + text + b"\n")
 
     def note(self, text: str) -> None:
         """Say something about the logs, on standard error, so that the output has only lines of the logs."""
-        self.flush()
+        sys.stdout.buffer.flush()
         Console(sys.stderr).note(text)
 
-    def flush(self) -> None:
-        """Write what waits.
-
-        Raises:
-            OSError: a disk is full, or nobody reads the output any more.
-        """
-        content = b"".join(self._waiting)
-        self._waiting, self._bytes = [], 0
-        if not content:
-            return
-        buffer = getattr(self._stream, "buffer", None)
-        if buffer is None:
-            self._stream.write(content.decode(errors="replace"))
-        else:
-            self._stream.flush()
-            buffer.write(content)
-            buffer.flush()
-        self._stream.flush()
-
     def __enter__(self) -> LogOutput:
+        sys.stdout.flush()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.flush()
+        sys.stdout.buffer.flush()
 
 
 def diagnose_verb(args: Namespace) -> int:
-    """Print the diagnosis of a run's newest attempt, or of the given attempt."""
     run = find_run(args.run, args.runs)
     attempt = run.chosen_attempt(args.attempt)
     with Console() as console:
@@ -293,7 +260,6 @@ def diagnose_verb(args: Namespace) -> int:
 
 
 def _without_hang(run: RunFolder, attempt: int) -> str:
-    """One line that says how the attempt ended."""
     result = run.result(attempt) if attempt else run.result()
     if result is None:
         state = run.status()
@@ -365,7 +331,6 @@ _HOST_HEADINGS = ("host", "when", "outcome", "run", "cause")
 
 
 def hosts_verb(args: Namespace) -> int:
-    """Print a line for each failure, or forget some."""
     if args.clear is not None and args.all:
         raise ConfigError("--clear", args.clear, "is one host, and --all is given", "leave one of the two out")
     runs = user_path(args.runs)

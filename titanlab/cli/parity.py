@@ -96,7 +96,6 @@ def _runs(pair: tuple[str, str], runs: str) -> tuple[Any, Any] | None:
 
 
 def _of_pair(pair: tuple[str, str]) -> ProofCandidates:
-    """Two recipes, which train the same model on the same data."""
     first, second = map(one_recipe, pair)
     cure = "compare recipes that differ in layout or technique only"
     check_same(first.run, comparable(first.recipe), comparable(second.recipe), cure)
@@ -208,7 +207,6 @@ def _kept(chosen: ProofCandidates, rows: Sequence[ProofRow], console: Console) -
 
 
 def _line(row: ProofRow) -> str:
-    """One row as a line of progress."""
     word = "PASS" if row.passed else "FAIL"
     named = "  ".join(part for part in (word, row.run, row.layout, row.precision) if part)
     return named if row.passed else f"{named}: {row.reason}"

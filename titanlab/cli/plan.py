@@ -8,7 +8,7 @@ import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titanlab.cli.arguments import json_text
 from titanlab.cli.compose import compose_one
@@ -52,7 +52,6 @@ def plan_verb(args: Namespace) -> int:
 
 
 def _answered(args: Namespace) -> int:
-    """Do what a command line asks for; returns the exit code."""
     if args.measure:
         # Imported here, as below: a plan needs neither sweeps nor jobs.
         from titanlab.cli.plan_runs import measure
@@ -80,23 +79,22 @@ def _answered(args: Namespace) -> int:
 
 
 def _check(args: Namespace) -> None:
-    """Check that the flags go together."""
     args.vary = args.vary.split(",") if args.vary else []
-    if args.plot is not None and not args.explain:
+    # 0 is given, though it equals False.
+    given = [name for name, value in vars(args).items() if value is not None and value is not False and value != []]
+    if "plot" in given and not args.explain:
         raise ConfigError("--plot", args.plot, "draws the timeline of one recipe", "add --explain")
     if args.rank and not args.trace:
         raise ConfigError("--rank", args.rank, "names ranks that are traced", "add --trace")
     if args.explain and args.trace:
         raise ConfigError("--trace", "true", "has an answer of its own, and so has --explain", "leave one out")
-    for about_one in (name for name in ("explain", "trace") if getattr(args, name)):
-        for about_many in ("why", "vary", "top"):
-            if _is_given(getattr(args, about_many)):
-                rule = f"is about one recipe, and --{about_many} about many"
-                raise ConfigError(f"--{about_one}", "true", rule, "leave one out")
+    about_many = [name for name in ("why", "vary", "top") if name in given]
+    if (args.explain or args.trace) and about_many:
+        rule = f"is about one recipe, and --{about_many[0]} about many"
+        raise ConfigError("--explain" if args.explain else "--trace", "true", rule, "leave one out")
     # --calibrate and --measure stand without flags of a plan, --out and --runs with them only.
     verb = "--calibrate" if args.calibrate is not None else "--measure" if args.measure else None
-    of_plan = ("top", "why", "explain", "trace", "json", "vary", "plot")
-    other = [name for name in of_plan if _is_given(getattr(args, name))]
+    other = [name for name in ("top", "why", "explain", "trace", "json", "vary", "plot") if name in given]
     if verb is None:
         for name in ("out", "runs"):
             if getattr(args, name) is not None:
@@ -112,11 +110,6 @@ def _check(args: Namespace) -> None:
         raise ConfigError("arguments", " ".join(args.rest), rule, "leave it out")
     if args.measure and args.runs is not None:
         raise ConfigError("--runs", args.runs, "belongs to --calibrate", f"write runs={args.runs}")
-
-
-def _is_given(value: Any) -> bool:
-    """Whether a flag has a value that is not its default; 0 is one, though it equals False."""
-    return value is not None and value is not False and value != []
 
 
 def _recipe(arguments: Sequence[str]) -> Recipe:
@@ -200,19 +193,16 @@ def _trace(recipe: Recipe, ranks: str, console: Console, *, as_json: bool) -> in
     # Imported here: a plan traces nothing.
     from titanlab.prove import comparison_values, trace
 
-    comparison = trace(recipe, _ranks(ranks))
+    try:
+        numbers = [int(part) for part in ranks.split(",")] if ranks else None
+    except ValueError:
+        raise ConfigError("--rank", ranks, "must be whole numbers with commas between them", "try --rank 0") from None
+    comparison = trace(recipe, numbers)
     if as_json:
         console.note(json_text(comparison_values(comparison)))
     else:
         console.note("\n".join(_trace_lines(comparison)))
     return 1 if comparison.differing else 0
-
-
-def _ranks(text: str) -> list[int] | None:
-    try:
-        return [int(part) for part in text.split(",")] if text else None
-    except ValueError:
-        raise ConfigError("--rank", text, "must be whole numbers with commas between them", "try --rank 0") from None
 
 
 def _trace_lines(comparison: TraceComparison) -> Sequence[str]:

@@ -35,7 +35,6 @@ def rehearse_verb(args: Namespace) -> int:
 
 
 def _made(folder: Path) -> Path:
-    """The folder of `--keep`, which is made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         is_empty = not any(folder.iterdir())
@@ -106,7 +105,6 @@ def _rehearse_in(folder: Path, chosen: ProofCandidates, results: list[Result], a
 
 
 def _line(result: Result) -> str:
-    """One result as a line of progress."""
     named = "  ".join(part for part in (result.state, result.run, result.layout) if part)
     if result.same_as is not None:
         named += f"  the same as {result.same_as}"

@@ -16,7 +16,6 @@ _ENDINGS = (".html", ".htm")
 
 
 def collect_verb(args: Namespace) -> int:
-    """Write the table, print where it is, and compare the recipes."""
     sweep = open_sweep(args.sweep, args.runs)
     # Imported here, as below: the planner and the table take time to import, and `--help` needs neither.
     from titanlab.sweep import drift_lines, listing, look_at, write_table
@@ -33,7 +32,6 @@ def collect_verb(args: Namespace) -> int:
 
 
 def best_verb(args: Namespace) -> int:
-    """Print the answer in one sentence, the ranked recipes, and those that are left out."""
     from titanlab.sweep import COLUMN_OF, dropped, look_at, rank, ranking_lines
 
     if args.by not in COLUMN_OF:
@@ -54,7 +52,6 @@ def best_verb(args: Namespace) -> int:
 
 
 def report_verb(args: Namespace) -> int:
-    """Write the report, and print its answer and where it is."""
     if args.format is not None and args.figures is None:
         raise ConfigError("--format", args.format, "is that of figures", "add --figures FOLDER")
     sweep = open_sweep(args.sweep, args.runs)

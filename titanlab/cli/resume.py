@@ -15,7 +15,7 @@ from titanlab.data import source
 from titanlab.errors import ConfigError
 from titanlab.launch import continue_run, directly, joined, launch_of, prepare
 from titanlab.launch.execute import execute
-from titanlab.recipe import LAYOUT, Recipe, adapted, check_unedited, from_mapping, new_recipe, next_recipe, to_mapping
+from titanlab.recipe import LAYOUT, Recipe, adapted, check_unedited, from_mapping, next_recipe, to_mapping
 from titanlab.records import OutcomeKind, RunFolder, config_text, create_run, identify
 from titanlab.sweep import FAILED, checked, open_sweep, resubmit, submitted_with
 from titanlab.sweep.retry import retry
@@ -92,7 +92,6 @@ def resume_verb(args: Namespace) -> int:
 
 
 def _changed(run: RunFolder, overrides: Sequence[str], console: Console) -> Recipe:
-    """The recipe of the next attempt."""
     check_unedited(run)
     config, branch = run.config(), f"titanlab train --from {shown_path(run.path)}"
     if (launch := submitted_with(run)) is not None:
@@ -133,7 +132,6 @@ def train_from(args: Namespace) -> int:
 
 
 def _branched(parent: RunFolder, checkpoint: Place, overrides: Sequence[str]) -> tuple[Recipe, list[str]]:
-    """The recipe of the new run, and lines for the user."""
     check_unedited(parent)
     config = parent.config()
     for override in overrides:
@@ -143,7 +141,7 @@ def _branched(parent: RunFolder, checkpoint: Place, overrides: Sequence[str]) ->
     # Not under another path the next time: the path is part of the new run's identity.
     start = {"load_from": str(checkpoint.resolve() if isinstance(checkpoint, Path) else checkpoint)}
     begun = {**config, "init_from": None, "checkpoint": {**config["checkpoint"], **start}}
-    recipe = new_recipe(begun, overrides, file=parent.path / "config.yaml")
+    recipe = next_recipe(begun, overrides, None, file=parent.path / "config.yaml")
     recipe, line = adapted(recipe, from_mapping(config), overrides)
     step = step_of(checkpoint)
     # The schedule spans all steps of the new run, also those of its parent.

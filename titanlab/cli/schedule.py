@@ -64,7 +64,6 @@ class Made:
 
 
 def schedule_verb(args: Namespace) -> int:
-    """Show one schedule, or compare all schedules."""
     _check_arguments(args)
     try:
         made, refused = _made(args)
@@ -93,7 +92,6 @@ def schedule_verb(args: Namespace) -> int:
 
 
 def _check_arguments(args: Namespace) -> None:
-    """Check that the numbers are in range and that the flags can be combined."""
     kinds = [*sorted(str(kind) for kind in discover()["schedule"]), ALL]
     if args.kind not in kinds:
         near = "".join(f"try {kind}; " for kind in difflib.get_close_matches(args.kind, kinds, n=1))

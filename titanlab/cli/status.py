@@ -38,7 +38,6 @@ from titanlab.system import Console, counted, data_size, shown_path, user_path
 
 
 def status_verb(args: Namespace) -> int:
-    """Show all sweeps, one sweep, or one run of a sweep."""
     if args.watch and (args.json or args.sweep is None or args.run is not None):
         raise ConfigError("--watch", True, "is for the table of one sweep", "give a sweep, and nothing else")
     if args.sweep is None:
@@ -148,7 +147,6 @@ def _kinds(text: str) -> list[str]:
 
 
 def _chosen(name: str | None, root: Path) -> tuple[list[SweepFolder], RunFolder | None, Path]:
-    """The sweeps, the only run that is wanted, and the folder of runs that they are in."""
     if name is None:
         if os.path.lexists(root) and not root.is_dir():
             raise ConfigError("--runs", root, "is no folder", "name the folder of runs")

@@ -16,7 +16,6 @@ _PIECES = 32768
 
 
 def tokenize_verb(args: Namespace) -> int:
-    """Tokenise, and print how to train on the result."""
     if args.tokenizer is not None and args.vocab_size is not None:
         rule = "is of a tokenizer that is trained, and --tokenizer names one that has its size"
         raise ConfigError("--vocab-size", args.vocab_size, rule, "leave one of them out")
@@ -47,7 +46,6 @@ def _tokenise(args: Namespace, console: Console) -> int:
 
 
 def download_tokenizer_verb(args: Namespace) -> int:
-    """Fetch the tokenizer and print where it is."""
     with Console() as console:
         path = download_tokenizer(args.repo, args.folder / Path(args.repo).name, args.token, report=console.note)
         console.note(shlex.quote(path_override("data.tokenizer", path)))

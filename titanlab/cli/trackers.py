@@ -85,7 +85,6 @@ def _rebuild(run: RunFolder, console: Console) -> None:
 
 
 def _write(kind: str, runs: Sequence[RunFolder], console: Console) -> None:
-    """Write a tracker's files for the runs that have ended and have none of it."""
     config = Wandb() if kind == Wandb.kind else TensorBoard()
     from titanlab.train import rebuild
 
@@ -105,7 +104,6 @@ def _is_lacking(run: RunFolder) -> bool:
 
 
 def workspace_verb(args: Namespace) -> int:
-    """Save both and print their addresses; without a key, or with --json, print them."""
     sweep = open_sweep(args.sweep, args.runs)
     wandb_workspace.check_installed()
     with Console() as console:

@@ -132,7 +132,6 @@ def call(words: Sequence[str]) -> int:
 
 
 def main_of(verb: str) -> Callable[[argparse.Namespace], int]:
-    """The function of a verb, whose module is imported for it."""
     with kept_imports():
         module = importlib.import_module(f"titanlab.cli.{VERBS[verb].module}")
     verb_main: Callable[[argparse.Namespace], int] = getattr(module, f"{verb.replace('-', '_')}_verb")

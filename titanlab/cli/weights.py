@@ -37,7 +37,6 @@ _KEY = "source"
 
 
 def import_verb(args: Namespace) -> int:
-    """Convert the weights, and print how to train from them."""
     shard_bytes = bytes_of(args.shard_size, "--shard-size")
     name = option_name(args.name, args.source)
     into = args.into or Path("weights", name)
@@ -96,7 +95,6 @@ _PREFIXES = {"titanlab": "model.", "torchtitan": ""}
 
 
 def export_verb(args: Namespace) -> int:
-    """Write the weights, and print how to open them."""
     for key, known in (("format", _FORMATS), ("dtype", DTYPES.values()), ("names", _PREFIXES)):
         value = getattr(args, key)
         if value is not None and value not in known:
@@ -117,7 +115,6 @@ def export_verb(args: Namespace) -> int:
 
 
 def _export(args: Namespace, console: Console) -> int:
-    """Write the model's weights."""
     shard_bytes = bytes_of(args.shard_size or _SHARD_SIZE, "--shard-size")
     name = option_name(args.name, str(args.into))
     check_target(args.into, is_weights, force=args.force)
@@ -172,7 +169,6 @@ def _export_dcp(args: Namespace, console: Console) -> int:
 
 
 def generate_verb(args: Namespace) -> int:
-    """Print the prompt, and then the generated text as it is sampled."""
     for name, least in (("tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
         # `not … >=`, because `nan < least` is False.
         if not getattr(args, name) >= least:

@@ -204,7 +204,7 @@ class TensorPlan(dict[str, str]):
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """Linear layers with the same input that the trainer computes as one product; see `titanlab.parallelism.joined`.
+    """Linear layers with the same input that the trainer computes as one product (`parallelism/pipeline_weights.py`).
 
     Attributes:
         caller: path of the `Projections` that calls them; `layers.*` matches every block.
@@ -266,11 +266,11 @@ class ModelAccount:
     def plan(self) -> TensorPlan:
         return TensorPlan(self.tensor_plan)
 
-    @property
+    @functools.cached_property
     def parameter_count(self) -> int:
         return sum(math.prod(shape) for shape in self.parameters.values())
 
-    @property
+    @functools.cached_property
     def active_count(self) -> int:
         """Number of scalars that compute one token: of experts only the share that is chosen."""
         if self.experts is None:
@@ -281,7 +281,7 @@ class ModelAccount:
     def is_of_experts(self, name: str) -> bool:
         return self.experts is not None and f".{self.experts.module}." in name
 
-    @property
+    @functools.cached_property
     def embedding_count(self) -> int:
         """Number of scalars that are only looked up: those of all tables except a table shared with the head."""
         tables = {self.embedding, *self.lookups} - set(self.tied.values())

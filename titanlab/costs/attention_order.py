@@ -37,11 +37,8 @@ class Rule:
 
     def fits(self, dtype: str | None, head_dim: int | None, seq_len: int | None) -> bool:
         """Whether the rule is about these inputs; None: unknown, which fits only a rule about all inputs."""
-        if self.dtype is not None and self.dtype != dtype:
-            return False
-        if self.head_dim is not None and self.head_dim != head_dim:
-            return False
-        return self.longest is None or (seq_len is not None and seq_len <= self.longest)
+        is_alike = self.dtype in (None, dtype) and self.head_dim in (None, head_dim)
+        return is_alike and (self.longest is None or (seq_len is not None and seq_len <= self.longest))
 
 
 def order(

@@ -214,11 +214,19 @@ class Meter:
         return seconds
 
     def window(self) -> Speed:
-        if self._window_start == self.steps:
+        start, self._window_start = self._window_start, self.steps
+        if start == self.steps:
             raise RuntimeError("no step since the last window")
-        speed = self._speed(self._window_start, self.steps)
-        self._window_start = self.steps
-        return speed
+        seconds = self._seconds[start:]
+        total = sum(seconds)
+        return self._as_speed(
+            len(seconds),
+            mean=total / len(seconds),
+            median=statistics.median(seconds),
+            data=sum(self._data_seconds[start:]) / len(seconds),
+            rate=sum(self._tokens[start:]) / max(total, 1e-12),
+            warming_up=start < self._warmup_steps,
+        )
 
     def measured(self) -> Speed | None:
         """Medians over all steps after warm-up; None if there is no such step."""
@@ -265,18 +273,6 @@ class Meter:
             "peak_tflops": None if self._work.peak_flops is None else self._work.peak_flops / 1e12,
             "peak_source": self._work.peak_source,
         }
-
-    def _speed(self, start: int, end: int) -> Speed:
-        seconds = self._seconds[start:end]
-        total = sum(seconds)
-        return self._as_speed(
-            end - start,
-            mean=total / len(seconds),
-            median=statistics.median(seconds),
-            data=sum(self._data_seconds[start:end]) / len(seconds),
-            rate=sum(self._tokens[start:end]) / max(total, 1e-12),
-            warming_up=start < self._warmup_steps,
-        )
 
     def _as_speed(self, steps: int, *, mean: float, median: float, data: float, rate: float, warming_up: bool) -> Speed:
         """The speed, with TFLOP/s and MFU from `rate`, the tokens per second of all devices."""

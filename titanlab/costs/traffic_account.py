@@ -43,7 +43,9 @@ def step_traffic(step: Step, rank: Coordinate) -> list[TrafficRow]:
     traffic = Traffic()
     for number, pieces in step.stages_of(rank):
         if step.replicas_by_ddp:
-            add_replicas(step, traffic)
+            # In a run's first step DDP has one bucket, later buckets of 25 MiB.
+            size = step.account.parameter_count * step.master_bytes
+            traffic.add(step.axis("replicate"), "all_reduce", size, ranks=step.layout.replicate)
         else:
             add_sharding(step, rank, number, pieces, traffic)
         add_tensor(step, pieces, traffic)
@@ -57,12 +59,6 @@ def step_traffic(step: Step, rank: Coordinate) -> list[TrafficRow]:
     counts = 0 if experts is None else step.account.layers * (experts.count + 1) * 8
     traffic.add(step.axis("world"), "all_reduce", TOTALS_BYTES + counts, ranks=step.layout.world)
     return traffic.rows()
-
-
-def add_replicas(step: Step, traffic: Traffic) -> None:
-    """All gradients once per step. In a run's first step DDP has one bucket, later buckets of 25 MiB."""
-    size = step.account.parameter_count * step.master_bytes
-    traffic.add(step.axis("replicate"), "all_reduce", size, ranks=step.layout.replicate)
 
 
 def add_sharding(step: Step, rank: Coordinate, number: int, pieces: Sequence[str], traffic: Traffic) -> None:
@@ -440,21 +436,19 @@ class Traffic:
         sums[2] += times * (size - own if own is not None else wire_bytes(kind, size, ranks=ranks))
 
     def rows(self) -> list[TrafficRow]:
-        """The rows of the table: axes from outermost to innermost, kinds in alphabetical order."""
-        return sorted(
-            (
-                TrafficRow(axis=axis, kind=kind, count=count, bytes=size, wire_bytes=wire)
-                for (axis, kind), (count, size, wire) in self._sums.items()
-            ),
-            key=lambda row: (_order(row.axis), row.axis, row.kind),
+        """The rows of the table: axes from outermost to innermost, then the world and others; kinds by name."""
+        names = (*AXES, "world")
+
+        def order(row: TrafficRow) -> tuple[int, int, str, str]:
+            # Joint axes stand after their first axis.
+            first, *others = row.axis.split(FOLD)
+            return (names.index(first) if first in names else len(names), len(others), row.axis, row.kind)
+
+        rows = (
+            TrafficRow(axis=axis, kind=kind, count=count, bytes=size, wire_bytes=wire)
+            for (axis, kind), (count, size, wire) in self._sums.items()
         )
-
-
-def _order(axis: str) -> tuple[int, int]:
-    """Sort key: axes from outermost to innermost, joint axes after their first axis, then the world, then others."""
-    first, *others = axis.split(FOLD)
-    names = (*AXES, "world")
-    return (names.index(first) if first in names else len(names), len(others))
+        return sorted(rows, key=order)
 
 
 def wire_bytes(kind: str, size: int, *, ranks: int) -> int:

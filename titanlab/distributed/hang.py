@@ -112,7 +112,6 @@ def judged(notes: Collection[Outcome], world: int, records: Mapping[int, HangRec
     """The outcome of an attempt from its ranks' notes: the first cause, and for a hang the verdict of the diagnosis.
 
     Args:
-        world: number of ranks; 0: unknown.
         records: of the hang, by rank. Without them a rank that does not wait for others is named by its own note.
     """
     first, has_to_name = first_cause(notes), True

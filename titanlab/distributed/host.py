@@ -26,9 +26,7 @@ class Host:
     """Accelerator of this host.
 
     Attributes:
-        accelerator: `cuda` or `cpu`.
         device: the accelerator's name as its driver prints it, or `cpu`.
-        count: accelerators visible to this process, or CPU cores.
         memory_bytes: memory and swap that this process may use (host and cgroup limits); None: unknown.
     """
 
@@ -52,7 +50,6 @@ def check_host(host: Host, *, accelerator: str, device: str | None, processes: i
     Args:
         accelerator, device: of the recipe's cluster; any name of the same entry in `titanlab.costs.hardware` is valid.
         processes: number of processes on this host, one per device.
-        has_own_gpu: see `Ranks`.
 
     Raises:
         ConfigError: the host has no GPU, another one, or too few.
@@ -92,7 +89,6 @@ def thread_variables(environ: Mapping[str, str], share: int, given: int | None) 
 
     Args:
         environ: a number in here stays if it is not larger than the share; more threads than cores are much slower.
-        share: cores of the process.
         given: `launch.threads`, which replaces every other number.
     """
     is_kept = {name: given is None and _threads(environ.get(name, "")) <= share for name in _THREADS}

@@ -21,7 +21,6 @@ class Mesh:
     """All ranks by the axes of their layout.
 
     Attributes:
-        layout: the degrees.
         root: one named dimension per axis, outermost first, degrees of 1 included; the axes over which FSDP2 shards
             share one dimension, `layout.fsdp_name`.
         folded: one mesh for each axis of that dimension if it has several; else empty.

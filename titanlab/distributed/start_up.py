@@ -20,12 +20,7 @@ PHASES = (
 
 
 class StartUp:
-    """What an attempt does before its first step ends, as rank 0 sees it.
-
-    Args:
-        begun: phases that have begun already, in their order, with times in seconds since the epoch.
-        clock: seconds since the epoch.
-    """
+    """What an attempt does before its first step ends, as rank 0 sees it."""
 
     def __init__(self, begun: Mapping[str, float] | None = None, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock

@@ -197,24 +197,26 @@ def handled_signals(numbers: Sequence[int], handler: Handler) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def held_signals() -> Iterator[list[int]]:
-    """Note stop signals inside the block, in their order, instead of ending the process. Main thread only.
+def held_signals(
+    numbers: Sequence[int] | None = None, *, is_impatient: bool = True
+) -> Iterator[list[tuple[int, float]]]:
+    """Note stop signals inside the block with their times, in their order, instead of ending the process.
 
-    A Ctrl-C over a second after the first signal raises Impatient, in case the block waits for a file server that is
-    gone.
+    Main thread only.
+
+    Args:
+        numbers: None: those of `caught_signals`.
+        is_impatient: whether a Ctrl-C over a second after the first signal raises Impatient, in case the block waits
+            for a file server that is gone.
     """
-    held: list[int] = []
-    first = 0.0
+    held: list[tuple[int, float]] = []
 
     def handler(number: int, frame: FrameType | None) -> None:
-        nonlocal first
-        if not held:
-            first = time.monotonic()
-        held.append(number)
-        if number == signal.SIGINT and time.monotonic() - first > ONE_REQUEST_SECONDS:
+        held.append((number, time.monotonic()))
+        if is_impatient and number == signal.SIGINT and held[-1][1] - held[0][1] > ONE_REQUEST_SECONDS:
             raise Impatient
 
-    with handled_signals(caught_signals(), handler):
+    with handled_signals(caught_signals() if numbers is None else numbers, handler):
         yield held
 
 

@@ -127,10 +127,7 @@ def hang(
     Args:
         where: the phase, such as `step 3`.
         limit: seconds that the phase may take.
-        frame: the innermost frame of the main thread.
-        busy: whether the main thread computes.
         since: seconds since the phase began, if another rank reached its limit first.
-        advice: text to append to the cause.
     """
     cause = f"{where} did not end within {limit:g} s"
     if since is not None:
@@ -206,7 +203,6 @@ class Topology:
     """A rank's place among the others, as far as it is known yet.
 
     Attributes:
-        groups: by torch's name of a process group.
         coordinates: the rank's number on each axis whose degree is above 1.
         messages: returns the state of the pipeline's sends and receives; None without a pipeline.
         collectives: returns the last collectives of this process.
@@ -309,7 +305,6 @@ class Watchdog:
         first_seconds: limit of the start, of the first step and of pauses; None: no limit.
         note: is called with the outcome of a rank that hangs, and with its record for the diagnosis (None: there is
             none), before the process ends.
-        rank, attempt: for that outcome.
         world: number of ranks that look for notes of others.
         is_asked: whether another rank hangs, so that this rank has to write its note too.
         idle_waits: whether a rank that waits for others leaves its CPU core idle; with a GPU it polls.

@@ -32,7 +32,6 @@ class World:
     Attributes:
         rank, world: its number among all processes, and the number of processes.
         local_rank: its number on its host.
-        device: where it computes.
         group: of its collectives; None: the group of all training.
         without_data: the context in which parameters become tensors without data, for a trace; None: they are real.
     """
@@ -129,7 +128,6 @@ def open_world(
         waits: called with the ranks that have not come, as a text, when they keep this rank waiting.
 
     Raises:
-        ConfigError: the accelerator that the recipe names is missing.
         AbsentRanks: other ranks did not come in time.
     """
     device = _select_device(accelerator, ranks)

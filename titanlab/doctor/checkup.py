@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from titanlab.data import cache as data_cache
-from titanlab.doctor import limits, software, storage
+from titanlab.doctor import host, software
 from titanlab.errors import ConfigError
 from titanlab.launch import LaunchConfig, default_config
 from titanlab.options import discover
@@ -51,17 +51,17 @@ def checks(runs: Path, launch: LaunchConfig | None) -> list[Check]:
         Check("software", "wandb", software.check_wandb, is_needed=False),
         Check("devices", "torch", software.check_torch_here, seconds=torch_seconds),
         Check("devices", "GPUs", software.check_gpus, seconds=50.0),
-        Check("host", "cores", limits.check_cores),
-        Check("host", "shared memory", limits.check_shared_memory),
-        Check("host", "limits", limits.check_ulimits),
-        Check("host", "network", limits.check_network, is_needed=False),
-        Check("host", "clock", limits.check_clock, is_needed=False),
-        Check("storage", "folder of runs", lambda: storage.check_runs(runs, needs_shared=needs_shared), seconds=60.0),
-        Check("storage", "data cache", lambda: storage.check_cache("data cache", data_cache.location())),
+        Check("host", "cores", host.check_cores),
+        Check("host", "shared memory", host.check_shared_memory),
+        Check("host", "limits", host.check_ulimits),
+        Check("host", "network", host.check_network, is_needed=False),
+        Check("host", "clock", host.check_clock, is_needed=False),
+        Check("storage", "folder of runs", lambda: host.check_runs(runs, needs_shared=needs_shared), seconds=60.0),
+        Check("storage", "data cache", lambda: host.check_cache("data cache", data_cache.location())),
         Check(
             "storage",
             "compile cache",
-            lambda: storage.check_cache("compile cache", compile_cache.own_folder(), is_executed=True),
+            lambda: host.check_cache("compile cache", compile_cache.own_folder(), is_executed=True),
         ),
         *(_of_launcher(str(kind), launch) for kind in discover()["launch"]),
     ]
@@ -76,8 +76,8 @@ def _of_launcher(kind: str, launch: LaunchConfig | None) -> Check:
         problem = [warn("config", str(error), "mend or remove its package")]
         return Check(kind, kind, lambda: problem, is_needed=False)
     # Made inside the check: a launcher of another package may raise anything.
-    title, find = config.title, lambda: config.implementation().findings()
-    return Check(title, title, find, seconds=90.0, is_needed=is_chosen)
+    find = lambda: config.implementation().findings()  # noqa: E731
+    return Check(config.title, config.title, find, seconds=90.0, is_needed=is_chosen)
 
 
 def run_checks(checks: Sequence[Check]) -> Iterator[tuple[Check, list[Finding]]]:
@@ -87,12 +87,15 @@ def run_checks(checks: Sequence[Check]) -> Iterator[tuple[Check, list[Finding]]]
     """
     found: dict[int, list[Finding]] = {}
 
+    def unknown(check: Check, text: str, hint: str = "") -> list[Finding]:
+        return [Finding(name=check.name, state=FAIL if check.is_needed else WARN, text=text, hint=hint)]
+
     def run(number: int, check: Check) -> None:
         try:
             found[number] = list(check.find())
         except Exception as error:
             text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            found[number] = [_unknown(check, f"could not be checked ({text})", "")]
+            found[number] = unknown(check, f"could not be checked ({text})")
 
     begin = time.monotonic()
     # A daemon that hangs does not keep the process alive.
@@ -101,10 +104,5 @@ def run_checks(checks: Sequence[Check]) -> Iterator[tuple[Check, list[Finding]]]
         thread.start()
     for number, (check, thread) in enumerate(zip(checks, threads, strict=True)):
         thread.join(max(0.0, begin + check.seconds - time.monotonic()))
-        text = f"gave no answer within {check.seconds:g} s"
         hint = "it hangs: look for a network, a disk or a driver that does not answer"
-        yield check, found.get(number, [_unknown(check, text, hint)])
-
-
-def _unknown(check: Check, text: str, hint: str) -> Finding:
-    return Finding(name=check.name, state=FAIL if check.is_needed else WARN, text=text, hint=hint)
+        yield check, found.get(number, unknown(check, f"gave no answer within {check.seconds:g} s", hint))

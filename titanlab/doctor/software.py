@@ -9,14 +9,15 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
-import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import titanlab
 from titanlab.distributed import loopback_interface
@@ -25,11 +26,7 @@ from titanlab.system import Finding, fail, ok, run_command, warn
 from titanlab.techniques.tracker.wandb import has_key
 
 _LEAST = (3, 11)
-_NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)==(\S+)")
-
-
-_REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_BOUND = re.compile(r"(>=|<)\s*([0-9][0-9.]*)")
+_PINNED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)==(\S+)")
 
 
 def check_python() -> Iterator[Finding]:
@@ -41,12 +38,12 @@ def check_python() -> Iterator[Finding]:
         yield ok("Python", f"{version}, {sys.executable}")
     yield ok("titanlab", f"{titanlab.__version__}, {Path(titanlab.__file__).parent}")
     tested, installed = tested_versions(), versions(PACKAGES)
-    yield from _check_bounds(installed)
+    yield from check_bounds(installed)
     # Without the local part of versions: 2.13.0+cpu is built from 2.13.0.
     others = [
-        f"{name} {have} (tested: {tested[_plain(name)]})"
+        f"{name} {have} (tested: {tested[canonicalize_name(name)]})"
         for name, have in installed.items()
-        if have.partition("+")[0] != tested.get(_plain(name), have).partition("+")[0]
+        if have.partition("+")[0] != tested.get(canonicalize_name(name), have).partition("+")[0]
     ]
     if not tested:
         yield ok("packages", "the set that was tested is not in this installation")
@@ -61,44 +58,33 @@ def tested_versions() -> dict[str, str]:
     """The versions in constraints.txt, which a clone has beside the package and a wheel inside; empty: neither."""
     package = Path(titanlab.__file__).parent
     for path in (package / "constraints.txt", package.parent / "constraints.txt"):
-        try:
-            text = path.read_text(encoding="utf-8")
-        except OSError:
-            continue
-        return {_plain(match[1]): match[2] for match in map(_NAME.match, text.splitlines()) if match}
+        with contextlib.suppress(OSError):
+            matches = map(_PINNED.match, path.read_text(encoding="utf-8").splitlines())
+            return {canonicalize_name(match[1]): match[2] for match in matches if match}
     return {}
 
 
-def _check_bounds(installed: Mapping[str, str]) -> Iterator[Finding]:
+def check_bounds(installed: Mapping[str, str]) -> Iterator[Finding]:
     """The packages that are missing, or older or newer than titanlab's code needs."""
     try:
-        required = importlib.metadata.requires("titanlab") or []
+        required = map(Requirement, importlib.metadata.requires("titanlab") or [])
     except importlib.metadata.PackageNotFoundError:
         yield ok("installation", "the code runs from a folder; its requirements are not known")
         return
-    known = {_plain(name): version for name, version in installed.items()}
-    for text in required:
-        match = _REQUIREMENT.match(text)
-        bounds = {} if match is None else dict(_BOUND.findall(text.partition(";")[0]))
-        if match is None or not bounds or "extra ==" in text:
+    known = {canonicalize_name(name): version for name, version in installed.items()}
+    for need in required:
+        name, bounds = need.name, {bound.operator: bound.version for bound in need.specifier}
+        if not bounds or (need.marker is not None and not need.marker.evaluate({"extra": ""})):
             continue
-        name = match[0]
-        have = known.get(_plain(name)) or versions([name]).get(name)
-        cure = f'pip install "{name}{",".join(map("".join, bounds.items()))}"'
+        have = known.get(canonicalize_name(name)) or versions([name]).get(name)
+        cure = f'pip install "{name}{need.specifier}"'
         if have is None:
             yield fail(name, "is not installed", cure)
-        elif ">=" in bounds and _numbers(have) < _numbers(bounds[">="]):
+        # By their numbers alone: a version before a release has what the code needs of it.
+        elif ">=" in bounds and Version(have).release < Version(bounds[">="]).release:
             yield fail(name, f"{have} is older than {bounds['>=']}", cure)
-        elif "<" in bounds and _numbers(have) >= _numbers(bounds["<"]):
+        elif "<" in bounds and Version(have).release >= Version(bounds["<"]).release:
             yield fail(name, f"{have} is too new: titanlab needs a version below {bounds['<']}", cure)
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", re.split(r"[a-z+]", version)[0]))
 
 
 def check_code() -> Iterator[Finding]:
@@ -135,24 +121,29 @@ SCRIPT = Path(__file__).with_name("torch_script.py")
 # Importing torch from a slow shared file system takes long.
 FACTS_SECONDS = 90.0
 REDUCE_SECONDS = 120.0
-_KILL_SECONDS = 5.0
 
 
 def torch_facts(*, python: str = sys.executable, seconds: float = FACTS_SECONDS) -> tuple[dict[str, Any], str]:
     """What torch knows, from a process of its own; or nothing, and why."""
-    answer = run_command(python, "-P", str(SCRIPT), "facts", seconds=seconds)
+    return _run_script("facts", python=python, seconds=seconds)
+
+
+def _run_script(
+    *words: str, python: str, seconds: float, environ: Mapping[str, str] | None = None
+) -> tuple[dict[str, Any], str]:
+    """The values that the script prints; or nothing, and why: empty if it has not answered in time."""
+    answer = run_command(python, "-P", str(SCRIPT), *words, seconds=seconds, environ=environ)
     if answer is None:
         return {}, f"gave no answer within {seconds:g} s"
     with contextlib.suppress(ValueError, IndexError):
-        facts = json.loads(answer.output.splitlines()[-1])
-        if isinstance(facts, dict):
-            return facts, ""
+        values = json.loads(answer.output.splitlines()[-1])
+        if isinstance(values, dict):
+            return values, ""
     lines = answer.errors.strip().splitlines() or [f"exit code {answer.code}"]
     return {}, " ".join(lines[-1].split())[:300]
 
 
 def check_torch_here() -> Iterator[Finding]:
-    """What torch says of itself, and whether ranks can exchange gradients."""
     facts, problem = torch_facts()
     yield from check_torch(facts, problem)
     if facts.get("gloo"):
@@ -162,7 +153,6 @@ def check_torch_here() -> Iterator[Finding]:
 
 
 def check_torch(facts: Mapping[str, Any], problem: str) -> Iterator[Finding]:
-    """The lines about torch, from what `torch_facts` has returned."""
     if not facts:
         yield fail("torch", f"cannot be used: {problem}", "install it again: see docs/torch.md for builds that fit")
         return
@@ -216,50 +206,17 @@ def _runs_on(architecture: str, major: int, minor: int) -> bool:
 def check_all_reduce(
     backend: str, world: int, *, python: str = sys.executable, seconds: float = REDUCE_SECONDS
 ) -> Finding:
-    """Start processes that add up a tensor over all of them."""
-    name = f"{backend} all-reduce"
-    interface = loopback_interface()
+    """Processes that add up a tensor over all of them."""
+    name, interface = f"{backend} all-reduce", loopback_interface()
     own = {"GLOO_SOCKET_IFNAME": interface} if interface and "GLOO_SOCKET_IFNAME" not in os.environ else {}
-    with tempfile.TemporaryDirectory(prefix="titanlab-doctor-", ignore_cleanup_errors=True) as folder:
-        command = [python, "-P", str(SCRIPT), "all_reduce", backend]
-        ranks = [
-            subprocess.Popen(
-                [*command, str(rank), str(world), f"{folder}/store"],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **own, "OMP_NUM_THREADS": "1"},
-            )
-            for rank in range(world)
-        ]
-        end, outputs, hung = time.monotonic() + seconds, [], False
-        for process in ranks:
-            try:
-                outputs.append(process.communicate(timeout=max(0.1, end - time.monotonic())))
-            except subprocess.TimeoutExpired:
-                hung = True
-                for rank_process in ranks:
-                    rank_process.kill()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.communicate(timeout=_KILL_SECONDS)
-    if hung:
+    environ = {**os.environ, **own, "OMP_NUM_THREADS": "1"}
+    result, problem = _run_script("all_reduce", backend, str(world), python=python, seconds=seconds, environ=environ)
+    if problem.startswith("gave no answer"):
         hint = "a firewall, a proxy or a wrong network interface: see GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         return fail(name, f"{world} processes did not meet within {seconds:g} s", hint)
-    failed = [process.returncode for process in ranks if process.returncode]
-    results = [_result(output) for output, _ in outputs]
-    if failed or any(result.get("total") != result.get("expected", 0) for result in results):
-        lines = [line for _, errors in outputs for line in errors.decode(errors="replace").strip().splitlines()]
-        text = " ".join(lines[-1].split())[:200] if lines else "the sum is wrong"
-        return fail(name, text, "ranks of a run could not exchange gradients here either")
-    return ok(name, f"{world} processes in {max(result['seconds'] for result in results):.2f} s")
-
-
-def _result(output: bytes) -> dict[str, Any]:
-    with contextlib.suppress(ValueError, IndexError):
-        value = json.loads(output.decode(errors="replace").splitlines()[-1])
-        if isinstance(value, dict):
-            return value
-    return {}
+    if problem or result.get("totals") != [world * (world + 1) / 2] * world:
+        return fail(name, problem or "the sum is wrong", "ranks of a run could not exchange gradients here either")
+    return ok(name, f"{world} processes in {result['seconds']:.2f} s")
 
 
 _SECONDS = 20.0

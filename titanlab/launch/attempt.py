@@ -70,7 +70,6 @@ class Group(Protocol):
     """The ranks of a claimed run, as the process sees them that makes its attempts.
 
     Attributes:
-        started_by: who starts the ranks, as env.json has it.
         processes: of the run on this host; None: all of them.
         checkpoint: the checkpoint that the user has chosen for the next attempt; None: the newest.
     """
@@ -83,11 +82,7 @@ class Group(Protocol):
         """Tell the user something."""
 
     def next_recipe(self) -> Recipe:
-        """The recipe of the next attempt, after every check.
-
-        Raises:
-            ConfigError: a rule is broken.
-        """
+        """The recipe of the next attempt, after every check."""
 
     def refused(self, error: Exception) -> Outcome:
         """Record that the next attempt cannot begin, or raise the error."""
@@ -135,9 +130,7 @@ def begin(
     """Begin the next attempt at a claimed run. Returns its number.
 
     Args:
-        report: called with a line for each damaged checkpoint that the run passes over.
         processes: of the run on this host; None: all of them.
-        environ: with which its ranks start.
         checkpoint: that the user has chosen, and the run's newest: if it is damaged, there is no falling back.
 
     Raises:
@@ -325,15 +318,7 @@ def keep_tokenizer(run: RunFolder, recipe: Recipe) -> None:
 
 
 def conclude(run: RunFolder, attempt: int, exits: Mapping[int, int], *, memory: KillEvidence | None = None) -> Outcome:
-    """Record and return the outcome of an attempt whose ranks ended without recording one.
-
-    Args:
-        exits: exit codes of the ranks that failed, by rank; a rank's own record of its failure has priority.
-        memory: evidence about a SIGKILL; None: there is none.
-
-    Raises:
-        OSError: the outcome cannot be written.
-    """
+    """Record and return the outcome of an attempt whose ranks ended without recording one."""
     notes = {note.rank or 0: note for note in run.failures(attempt)}
     for rank, code in exits.items():
         if rank not in notes:

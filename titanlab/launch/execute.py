@@ -75,12 +75,7 @@ def prepare(
     """Resolve and check recipes, and prepare their data; no run folder is created and nothing starts.
 
     Args:
-        report: called with a line before each slow action.
         started: the runs resume from their own checkpoints; the weights from which they first started may be gone.
-        environ: says whether a scheduler has started this process as a rank.
-
-    Raises:
-        ConfigError: a rule is broken.
     """
     host = this_host()
     ranks = joined(environ)
@@ -149,7 +144,6 @@ class RanksHere:
 
     Args:
         recipe: prepared; None: the job's, which is prepared first.
-        started_by: who starts the ranks, as env.json has it.
         put_aside: the checkpoints after the chosen one, which were renamed.
         job: of this process, which runs all ranks: what prevents its attempt is a result too.
     """
@@ -176,7 +170,7 @@ class RanksHere:
         self.processes = ranks.local_world if ranks else None
         self._restarts: Restarts | None = None
         self._restart: Restart | None = None
-        self._held: list[int] = []
+        self._held: list[tuple[int, float]] = []
         self.report = console.warn
 
     def next_recipe(self) -> Recipe:
@@ -203,7 +197,7 @@ class RanksHere:
         with held_signals() as self._held:
             if self._job is not None:
                 self._job.note(attempt)
-                self._held += [number for number, _ in self._job.signals]
+                self._held += self._job.signals
             if self._restart is not None:
                 note(self._run, attempt, self._restart, attempt - 1)
             outcome = self._with_person(self._ended(attempt, recipe))
@@ -236,7 +230,7 @@ class RanksHere:
         # From here on, rank 0 has the terminal.
         console.phase(None)
         if self._held:
-            outcome = with_progress(run, stopped_before_start(self._held[0], attempt=attempt))
+            outcome = with_progress(run, stopped_before_start(self._held[0][0], attempt=attempt))
             run.write_result(outcome)
             console.note(f"{outcome.kind.value}: {outcome.cause}")
             return outcome
@@ -306,7 +300,6 @@ def _recorded(
 
     Args:
         terminal: ranks whose output is on the terminal already.
-        memory: evidence about a SIGKILL.
     """
     recorded = run.result(attempt)
     if recorded is not None:

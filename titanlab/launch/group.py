@@ -53,7 +53,6 @@ class Rendezvous:
         start: of the job, with its token; see `Place.start`.
         attempt: the number of the attempt that rank 0 has begun; 0: it has begun none, see `reason`.
         address, port: where rank 0 listens; port 0: the attempt has ended already.
-        reason: why there is nothing to do.
         members: ranks of the job that take part, in the order of their ranks in the attempt; empty: all of them.
     """
 
@@ -115,7 +114,6 @@ class Loss:
     """The ranks of a job that are lost.
 
     Attributes:
-        ranks: their numbers in the job.
         nodes: the nodes of which every rank is lost.
         words: one clause for people; empty if no rank is lost.
     """

@@ -6,14 +6,13 @@ import contextlib
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import titanlab
-from titanlab.distributed import ONE_REQUEST_SECONDS, STOP_SIGNALS, free_port, handled_signals
+from titanlab.distributed import ONE_REQUEST_SECONDS, free_port
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import Launcher, ProcessPlace
 from titanlab.launch.launchers import default_config, launcher_named
@@ -27,13 +26,9 @@ class Job:
     """One process of one start of a job.
 
     Attributes:
-        run: the run that the job trains.
-        place: of the process.
-        token, index: of the submission, and of the run in it.
         launch: config of the launcher with which the job was submitted; the run may have been created with another one.
         changes: groups and values of the run's recipe that this job replaces: another layout.
         code: folder of the code that was submitted; None: no particular code is required.
-        signals: number and time of each signal received, oldest first.
     """
 
     run: RunFolder
@@ -141,18 +136,6 @@ def submitted(sweep: Path, token: str) -> Submission:
             return submission
     # The file of the submission was removed: another job has its runs.
     raise ConfigError("submission", token, f"is not in {sweep}", "submit the sweep again")
-
-
-@contextlib.contextmanager
-def received_signals() -> Iterator[list[tuple[int, float]]]:
-    """Collect stop signals in a list instead of dying of them."""
-    signals: list[tuple[int, float]] = []
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        signals.append((number, time.monotonic()))
-
-    with handled_signals(STOP_SIGNALS, handler):
-        yield signals
 
 
 def say(text: str) -> None:

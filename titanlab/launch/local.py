@@ -270,12 +270,7 @@ class _RunningJob:
 
 
 class Supervisor:
-    """Runs the jobs of one sweep on this host.
-
-    Args:
-        sweep: its folder.
-        devices: accelerators that the jobs share, as in CUDA_VISIBLE_DEVICES; None: those of this host.
-    """
+    """Runs the jobs of one sweep on this host."""
 
     def __init__(self, sweep: Path, *, devices: Sequence[str] | None = None) -> None:
         self._sweep = sweep

@@ -223,7 +223,6 @@ class RankProcesses:
     """Child processes of this process, each the leader of a session, by rank.
 
     Args:
-        pids: process number by rank.
         started: those that this process has started itself; the others were adopted.
     """
 
@@ -263,10 +262,6 @@ class RankProcesses:
 
     def wait_for_failure(self, hangs: Callable[[], bool], is_due: Callable[[], bool]) -> tuple[set[int], set[int]]:
         """Wait until a rank fails, ranks hang or must be killed, or all ranks have ended well.
-
-        Args:
-            hangs: whether ranks have noted that they hang.
-            is_due: whether the ranks must be killed for another reason; it is asked at every poll.
 
         Returns:
             the ranks that failed, and those that ended with exit code 0.
@@ -376,8 +371,6 @@ def wait_for(
 
     Args:
         world: number of ranks of the run; None: all of them were started here.
-        since: when the attempt began, in seconds since the epoch.
-        escalation: has heard of stop requests; None: there are none.
     """
     watch = escalation or Escalation(run, attempt=None, world=len(started.pids), say=Console().note)
     failed, left = started.wait_for_failure(
@@ -465,8 +458,6 @@ def start_worker(
 
     Args:
         config: the recipe as plain values, which the rank gets as the first line of its input; None: it has no input.
-        variables: further environment variables.
-        set_up: called in the new process.
     """
     child = subprocess.Popen(
         [*worker_command(folder), *(["-"] if config else [])],

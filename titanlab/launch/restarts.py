@@ -31,7 +31,6 @@ class Restart:
 
     Attributes:
         recipe: resolved and checked; its layout may be smaller.
-        number: of this restart, from 1.
         why: one line: how the last attempt ended, and what happens now.
         left_out: the rank of the last attempt that is left out because it has failed twice; None: no rank is.
         lost: what is known of ranks that are left out because they are lost, in one clause; empty: none is lost.
@@ -49,7 +48,6 @@ class Restarts:
     """Decides, after each attempt of one start of a run, whether the group starts again.
 
     Args:
-        launch: the launcher's config, which has the limits.
         fixed: ranks that cannot be left out.
     """
 

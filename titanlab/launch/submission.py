@@ -32,11 +32,8 @@ class JobShape:
     """The resources of a job; jobs of one shape are submitted together.
 
     Attributes:
-        processes: of the run, its world size.
         nodes, tasks_per_node: their product is `processes`.
-        cpus_per_task: cores of one process; None: the site's default.
         gpus_per_node: devices of one node; 0 on CPU.
-        memory_gib: host memory of one node; None: the site's default.
         minutes: time limit of the job; None: the site's default, or no limit.
     """
 
@@ -143,15 +140,10 @@ class Submission:
 
     Attributes:
         token: unique; the name of the jobs ends with it.
-        launcher: kind of the launcher.
-        created: seconds since the epoch.
         state: `intent` before the jobs are in the queue, `submitted` afterwards.
         job_id: the scheduler's number of the jobs; None in an intent.
         code: folder of the code that the jobs run, relative to the sweep's folder.
         folder: the folder from which it was submitted; relative paths in recipes are relative to it.
-        shape: the resources of each job.
-        launch: the launcher's config, as plain values.
-        runs: folders of the runs, by index.
         changes: by run, the groups and values of its recipe that its next attempts replace: another layout.
         batch: the same for all arrays that were submitted together; empty: it was submitted alone.
         places: by index, the run's place among the runs of the batch, in the order in which they should start. A

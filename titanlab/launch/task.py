@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlab.checkpoint import checkpoints_of, latest
-from titanlab.distributed import LOG
+from titanlab.distributed import LOG, STOP_SIGNALS, held_signals
 from titanlab.errors import TitanlabError
 from titanlab.launch.attempt import close_earlier, make_attempts, with_progress
 from titanlab.launch.contract import launch_of
@@ -34,7 +34,7 @@ from titanlab.launch.group import (
     survives,
     watched,
 )
-from titanlab.launch.job import Job, claim_run, received_signals, say, submitted
+from titanlab.launch.job import Job, claim_run, say, submitted
 from titanlab.launch.launchers import launcher_named
 from titanlab.launch.watch import RESULT_SECONDS, StopCheck, await_result
 from titanlab.recipe import from_mapping
@@ -53,7 +53,7 @@ ALONE_SECONDS = 30.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one rank. Returns the exit code of the outcome, so that the scheduler recognises a failure."""
     folder, token, *rest = sys.argv[1:] if arguments is None else arguments
-    with received_signals() as signals:
+    with held_signals(STOP_SIGNALS, is_impatient=False) as signals:
         try:
             submission = submitted(Path(folder), token)
             place = launcher_named(submission.launcher).place_in(os.environ)

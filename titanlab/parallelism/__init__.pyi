@@ -6,7 +6,6 @@ from .expert import spread_experts as spread_experts
 from .gradients import Gradients as Gradients
 from .gradients import scale_gradients as scale_gradients
 from .gradients import sum_gradients as sum_gradients
-from .joined import join_products as join_products
 from .loss import IGNORE as IGNORE
 from .loss import ChunkedLoss as ChunkedLoss
 from .loss import Columns as Columns
@@ -15,6 +14,7 @@ from .loss import SplitLoss as SplitLoss
 from .loss import loss_sum as loss_sum
 from .loss import of_logits as of_logits
 from .pipeline import Pipeline as Pipeline
+from .pipeline_weights import join_products as join_products
 from .schema import Parallelism as Parallelism
 from .shard import ExpertModules as ExpertModules
 from .shard import Sharded as Sharded

@@ -53,7 +53,6 @@ def reduce_scatter(output: torch.Tensor, summand: torch.Tensor, group: dist.Proc
 
 
 def sum_all(summand: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum over ranks, as a new tensor."""
     total = summand.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total

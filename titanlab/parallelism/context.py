@@ -16,11 +16,10 @@ from torch.distributed import ProcessGroup
 
 from titanlab.costs import BLOCKS, ModelAccount
 from titanlab.errors import ConfigError
-from titanlab.parallelism import head_tail
+from titanlab.parallelism import exchanges
 from titanlab.parallelism.attention_kernels import choose
 from titanlab.parallelism.collectives import group_named
-from titanlab.parallelism.exchanges import GatherKv, Ring
-from titanlab.parallelism.head_tail import DocumentChunks
+from titanlab.parallelism.exchanges import DocumentChunks, GatherKv, Ring
 from titanlab.techniques.model.attention import InnerAttention
 from titanlab.techniques.model.documents import HostStarts, result_like
 from titanlab.techniques.precision.product import departure, has_hooks
@@ -39,7 +38,7 @@ def positions(seq_len: int, *, ranks: int, rank: int) -> Tensor:
     if seq_len % (2 * ranks) or not seq_len:
         raise ValueError(f"a sequence of {seq_len} tokens has no {2 * ranks} equal chunks, two a rank")
     chunks = torch.arange(seq_len).view(2 * ranks, -1)
-    return torch.cat([chunks[number] for number in head_tail.owned(rank, ranks)])
+    return torch.cat([chunks[number] for number in exchanges.owned(rank, ranks)])
 
 
 class ContextAttention(nn.Module):
@@ -127,7 +126,7 @@ def attention(
     chosen = choose(kernel, q, k, v, shapes_vary=starts is not None)
     q, k, v = map(_sequence_first, (q, k, v))
     exchange = EXCHANGES[method]((k, v), group_named(group))
-    out, lse = head_tail.forward(exchange, q, k, v, chosen, _documents(starts, group))
+    out, lse = exchanges.forward(exchange, q, k, v, chosen, _documents(starts, group))
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
@@ -147,13 +146,13 @@ def attention_backward(
     chosen = choose(kernel, q, k, v, shapes_vary=starts is not None)
     grad, q, k, v, out, lse = map(_sequence_first, (grad, q, k, v, out, lse))
     exchange = EXCHANGES[method]((k, v), group_named(group))
-    dq, dk, dv = head_tail.backward(exchange, grad, q, k, v, out, lse, chosen, _documents(starts, group))
+    dq, dk, dv = exchanges.backward(exchange, grad, q, k, v, out, lse, chosen, _documents(starts, group))
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 @attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=head_tail.accumulator(q.dtype))
+    lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=exchanges.accumulator(q.dtype))
     return result_like(q), lse.transpose(1, 2)
 
 

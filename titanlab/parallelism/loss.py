@@ -205,7 +205,6 @@ class ChunkedLoss:
     def in_chunks(
         self, tokens: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, gradients: _Gradients | None
     ) -> Tensor:
-        """The loss of all chunks; with `gradients`, those too."""
         weight, total = local_part(weight), torch.zeros((), dtype=torch.float32, device=tokens.device)
         # Cast once, not for each chunk.
         factors = self._product.for_forward(weight), None if gradients is None else self._product.for_inputs(weight)

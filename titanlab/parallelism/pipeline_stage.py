@@ -110,7 +110,8 @@ class ScheduledStage(PipelineStage):
         if self._deferred is not None:
             self._deferred.clear()
 
-    # The runtime calls the following methods; names and arguments are torch's.
+    # The runtime calls the following methods; names and arguments are torch's. Sends and receives are started at once,
+    # so that the runtime gets no operations to run. Neighbouring stages may be on this rank.
 
     def forward_one_chunk(
         self,
@@ -171,38 +172,30 @@ class ScheduledStage(PipelineStage):
         bwd_chunk_id: int,
         last_backward: bool = False,  # noqa: FBT001, FBT002 (torch's)
     ) -> None:
-        """Compute the deferred gradients of weights."""
         assert self._deferred is not None
         with self._phase("backward"):
             self._deferred.compute(bwd_chunk_id)
         _sum_in_reduce_dtype(self.submod)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Start sending the hidden state; the runtime gets no operations to run."""
         return self._send(self._computed.pop(fwd_chunk_id), fwd_chunk_id, self.stage_index + 1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Start sending the gradient; the runtime gets no operations to run."""
         return self._send(self._computed_gradients.pop(bwd_chunk_id), bwd_chunk_id, self.stage_index - 1)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Start receiving a hidden state; the runtime gets no operations to run."""
         return self._receive(self._arrived, fwd_chunk_id, self.stage_index - 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Start receiving a gradient; the runtime gets no operations to run."""
         return self._receive(self._arrived_gradients, bwd_chunk_id, self.stage_index + 1)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Take the hidden state of the previous stage, which is on this rank."""
         self._arrived[mb_index] = self._checked(prev_stage_outputs, "hidden state"), None
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor]:
-        """The gradient for the previous stage, which is on this rank."""
         return (self._computed_gradients.pop(mb_index),)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
-        """Take the gradient of the next stage, which is on this rank."""
         (gradient,) = next_stage_bwd_outputs
         assert gradient is not None
         self._arrived_gradients[mb_index] = gradient, None

@@ -1,6 +1,7 @@
-"""Products of linear layers, and their deferred gradients of weights: the W of zero-bubble schedules.
+"""Products of linear layers, of one or several with the same input, and their deferred gradients of weights.
 
-Source: arXiv 2401.10241; see docs/decisions/0011. Only linear layers, which have nearly all of the work, defer their
+Layers with the same input keep their parameters (docs/decisions/0040). Deferred gradients are the W of zero-bubble
+schedules (arXiv 2401.10241; docs/decisions/0011). Only linear layers, which have nearly all of the work, defer their
 product; everything else is computed at once. Compiled code must not have side effects, so in compiled blocks a block
 gets two more input tensors (taps) for each of its linear layers, with the shapes of the layer's output and input. The
 layer's backward returns the two factors of its weight's gradient as the gradients of the taps; the weight itself gets
@@ -10,9 +11,10 @@ none there.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import types
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +22,14 @@ from torch import Tensor, nn
 # Private, the same in torch 2.11 to 2.13.
 from torch.utils._python_dispatch import _disable_current_modes
 
+from titanlab.costs import Joined
 from titanlab.dtensor import distributed_like, in_gradient_dtype, local_part
-from titanlab.techniques.precision.product import PLAIN, Product, departure, product_of, rows
+from titanlab.errors import ConfigError
+from titanlab.techniques.model.language_model import Projections
+from titanlab.techniques.precision.product import JOINED, PLAIN, Product, departure, product_of, rows, take_over
+
+if TYPE_CHECKING:
+    from titanlab.parallelism.tensor import TensorParallel
 
 # Attributes of a layer: what defers the gradient of its weight, and in compiled code its two taps.
 _DEFERRED, _TAPS = "deferred_weights", "weight_taps"
@@ -140,6 +148,53 @@ class _Products(torch.autograd.Function):
             else:
                 of_weights.append(deferred.weight_gradient(product, weight, inputs, gradient))
         return of_inputs, None, None, of_bias, None, *of_weights
+
+
+def join_products(model: nn.Module, joined: Iterable[Joined], cut: TensorParallel | None) -> None:
+    """Compute layers of a model or stage as one product, in place.
+
+    Args:
+        cut: how tensor parallelism has cut the layers; None: it has not.
+
+    Raises:
+        ConfigError: a layer has a forward or a product of its own.
+    """
+    for product in joined:
+        for path, module in list(model.named_modules()):
+            if path.count(".") == product.caller.count(".") and fnmatch.fnmatchcase(path, product.caller):
+                assert isinstance(module, Projections), path
+                owner, _, own_name = path.rpartition(".")
+                parent = model.get_submodule(owner)
+                setting: Any = {"key": "model.fused", "value": "true", "cure": "try false"}
+                take_over(module, path, like=Projections, **setting)
+                layers = {name: parent.get_submodule(name) for name in product.layers}
+                found = [take_over(layer, f"{owner}.{name}", **setting) for name, layer in layers.items()]
+                if any(other is not found[0] for other in found) or not found[0].splits:
+                    rule = f"multiplies {', '.join(layers)} of {owner} as one, and they have no product in common"
+                    raise ConfigError(**setting, rule=rule)
+                for name, layer in layers.items():
+                    # A bias would be added to each part, for which there is no code.
+                    assert getattr(layer, "bias", None) is None, f"{owner}.{name}"
+                    setattr(layer, JOINED, path)
+                copied = tuple(name in product.copied for name in product.layers)
+                parent.add_module(own_name, JoinedProjections(copied, cut))
+
+
+class JoinedProjections(Projections):
+    """Multiplies an input with the weights of all layers at once.
+
+    Args:
+        copied: for each layer, whether its output gets its own memory; the others are parts of one tensor.
+    """
+
+    def __init__(self, copied: tuple[bool, ...], cut: TensorParallel | None) -> None:
+        super().__init__()
+        self.copied, self.cut = copied, cut
+
+    def forward(self, inputs: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+        outputs = products(layers, inputs, self.copied)
+        cut = self.cut
+        return outputs if cut is None else tuple(cut.by_sequence(output) for output in outputs)
 
 
 class DeferredWeights:

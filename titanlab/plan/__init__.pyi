@@ -1,7 +1,11 @@
+from .calibration import KEY as KEY
 from .calibration import Measured as Measured
 from .calibration import calibrate as calibrate
 from .calibration import calibration_lines as calibration_lines
 from .calibration import cluster_file as cluster_file
+from .calibration import doubts as doubts
+from .calibration import measured_cluster as measured_cluster
+from .calibration import rate_lines as rate_lines
 from .explanation import MEMORY_ERROR as MEMORY_ERROR
 from .explanation import Explanation as Explanation
 from .explanation import estimate_of as estimate_of
@@ -13,10 +17,6 @@ from .explanation import time_rows as time_rows
 from .explanation import timeline_of as timeline_of
 from .explanation import traffic_rows as traffic_rows
 from .machine import machine_of as machine_of
-from .measured_machine import KEY as KEY
-from .measured_machine import doubts as doubts
-from .measured_machine import measured_cluster as measured_cluster
-from .measured_machine import rate_lines as rate_lines
 from .memory import ITEMS as ITEMS
 from .memory import most_memory as most_memory
 from .memory import reserved_bytes as reserved_bytes

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from titanlab.costs import (
     EXCHANGE,
@@ -17,7 +17,6 @@ from titanlab.costs import (
     Coordinate,
     Layout,
     Operation,
-    Step,
     TensorPlan,
     Traffic,
     TrafficRow,
@@ -27,7 +26,7 @@ from titanlab.costs import (
     is_in_block,
     sum_whole_gradients,
 )
-from titanlab.plan.machine import AxisPlacement, Machine, axis_of, expert_axis
+from titanlab.plan.machine import AxisPlacement, Machine, axis_of
 from titanlab.plan.stages import Seen, block_operations, edge_operations, model_facts, treatments
 from titanlab.recipe import Recipe, repeats_in_block, step_of
 from titanlab.techniques.ac.contract import ACConfig
@@ -113,58 +112,42 @@ def kernel_seconds(kernels: Sequence[KernelGroup], machine: Machine) -> float:
 
 def work_of(operations: Sequence[Operation], part: RankWork) -> list[OperationWork]:
     """The kernels of operations that follow each other."""
-    work = []
-    follows, cast = False, set[str]()
+    work, follows, cast = [], False, set[str]()
     for operation in operations:
+        elements = math.prod(operation.output)
+        kernels: _Passes
         if operation.kind == "matmul":
             # A compiler casts an input once for all products that read it.
             source = operation.keeps[0].name if operation.keeps and part.fused else operation.name
             kernels = _product(operation, part, casts_input=source not in cast)
             cast.add(source)
         elif operation.kind == "attention":
-            kernels = _attention(operation, part)
+            flops = operation.flops / 2 / (part.tensor * part.context)  # causal: half of the square
+            moved = 4 * elements * part.width / (part.tensor * part.context)
+            backward = KernelGroup(_ATTENTION_BACKWARD * flops, "attention", 2 * moved, 3, True)
+            kernels = [KernelGroup(flops, "attention", moved, 1, True)], [backward], []
         elif operation.kind == "exchange":
-            work.append(OperationWork(operation.name, operation.kind, *_sorting(operation, part)))
-            continue
+            kernels = [], [], []
+            if part.expert > 1:
+                # Rows that travel are sorted beside it, in the backward pass too.
+                moved = operation.passes * elements * part.width / (part.context * part.tensor)
+                sorting = [KernelGroup(0.0, "", moved, 1, part.fused)]
+                kernels = sorting, sorting, []
         else:
-            kernel = _memory_kernel(operation, part, follows=follows)
+            results = [tensor for operator in operation.operators for tensor in operator.results]
+            cut = results[0].cut if results else "stream"
+            moves = part.expert > 1 and bool(results and results[0].with_experts)
+            is_cut = moves or cut == "part" or (cut == "stream" and part.sequence_parallel)
+            ranks = part.context * (part.tensor if is_cut else 1)
+            # A fused operation writes its result, and the first of a group also reads its input.
+            passes = min(operation.passes, 1.0 if follows else 2.0) if part.fused else operation.passes
+            launches = 0.5 if part.fused else max(1.0, operation.passes / 2.5)
+            kernel = KernelGroup(0.0, "", passes * elements * part.width / ranks, launches, part.fused)
             kernels = [kernel], [kernel._replace(moved=_POINTWISE_BACKWARD * kernel.moved)], []
-        follows = operation.kind in ("norm", "pointwise")
+        if operation.kind != "exchange":
+            follows = operation.kind in ("norm", "pointwise")
         work.append(OperationWork(operation.name, operation.kind, *kernels))
     return work
-
-
-def _attention(operation: Operation, part: RankWork) -> _Passes:
-    flops = operation.flops / 2 / (part.tensor * part.context)  # causal: half of the square
-    moved = 4 * math.prod(operation.output) * part.width / (part.tensor * part.context)
-    backward = KernelGroup(_ATTENTION_BACKWARD * flops, "attention", 2 * moved, 3, True)
-    return [KernelGroup(flops, "attention", moved, 1, True)], [backward], []
-
-
-def _sorting(operation: Operation, part: RankWork) -> _Passes:
-    """Rows that travel are sorted beside it, in the backward pass too; without expert parallelism none travels."""
-    if part.expert == 1:
-        return [], [], []
-    moved = operation.passes * math.prod(operation.output) * part.width / (part.context * part.tensor)
-    kernels = [KernelGroup(0.0, "", moved, 1, part.fused)]
-    return kernels, kernels, []
-
-
-def _memory_kernel(operation: Operation, part: RankWork, *, follows: bool) -> KernelGroup:
-    """An operation that memory bandwidth bounds; `follows`: it stands after another one.
-
-    A fused operation writes its result, and the first of a group also reads its input.
-    """
-    results = [tensor for operator in operation.operators for tensor in operator.results]
-    cut = results[0].cut if results else "stream"
-    moves = part.expert > 1 and bool(results and results[0].with_experts)
-    is_cut = moves or cut == "part" or (cut == "stream" and part.sequence_parallel)
-    ranks = part.context * (part.tensor if is_cut else 1)
-    passes = operation.passes
-    if part.fused:
-        passes = min(passes, 1.0 if follows else 2.0)
-    launches = 0.5 if part.fused else max(1.0, operation.passes / 2.5)
-    return KernelGroup(0.0, "", passes * math.prod(operation.output) * part.width / ranks, launches, part.fused)
 
 
 def _product(operation: Operation, part: RankWork, *, casts_input: bool) -> _Passes:
@@ -215,7 +198,6 @@ def _waste(rows: float, columns: float) -> float:
 
 
 def seconds_of(rows: Iterable[TrafficRow], axis: AxisPlacement, machine: Machine) -> float:
-    """Time of collectives and messages of one axis."""
     total = 0.0
     for row in rows:
         if row.kind == "recv":
@@ -225,26 +207,10 @@ def seconds_of(rows: Iterable[TrafficRow], axis: AxisPlacement, machine: Machine
     return total
 
 
-def exchange_rows(step: Step, piece: str) -> list[TrafficRow]:
-    """Communication of expert parallelism in the forward pass of one block for one microbatch."""
+def rows_of(formula: Callable[..., None], *inputs: Any, **options: Any) -> list[TrafficRow]:
+    """The rows of one of the formulas for communication."""
     traffic = Traffic()
-    add_exchange(step, (piece,), traffic, only_forward=True)
-    return traffic.rows()
-
-
-def tensor_rows(step: Step, piece: str) -> tuple[list[TrafficRow], list[TrafficRow]]:
-    """Communication of tensor parallelism in one piece: for each microbatch, and for each step."""
-    traffic = Traffic()
-    add_tensor(step, (piece,), traffic)
-    once = Traffic()
-    sum_whole_gradients(step, Coordinate(), (piece,), once)
-    return traffic.rows(), once.rows()
-
-
-def context_rows(step: Step, piece: str) -> list[TrafficRow]:
-    """Communication of context parallelism in one block for one microbatch."""
-    traffic = Traffic()
-    add_context(step, Coordinate(), (piece,), traffic)
+    formula(*inputs, traffic, **options)
     return traffic.rows()
 
 
@@ -310,11 +276,8 @@ class ModelTime:
 def total(times: ModelTime, kind_of: Sequence[int], edges: Iterable[str]) -> PieceTime:
     """Sums over some blocks, by their kinds, and other pieces."""
     parts = [PieceTime(*(kind_of.count(kind) * part for part in piece)) for kind, piece in enumerate(times.kinds)]
-    return _sum([*parts, *(times.edges[name] for name in edges if name in times.edges)])
-
-
-def _sum(pieces: Iterable[PieceTime]) -> PieceTime:
-    return PieceTime(*map(sum, zip(*pieces, strict=True)))
+    parts += [times.edges[name] for name in edges if name in times.edges]
+    return PieceTime(*map(sum, zip(*parts, strict=True)))
 
 
 class _OperationTime(NamedTuple):
@@ -356,9 +319,13 @@ class _Shaped:
         self.context = self._context(*self.ring)
         self.exchange = 0.0
         if layout.expert > 1:
-            axis = expert_axis(layout, "expert", machine.per_node)
-            self.exchange = seconds_of(exchange_rows(self.step, self.facts.block), axis, machine)
-        self.tensor_rows = tensor_rows(self.step, self.facts.block) if layout.tensor > 1 else ([], [])
+            rows = rows_of(add_exchange, self.step, (self.facts.block,), only_forward=True)
+            self.exchange = seconds_of(rows, axis_of(layout, "expert", machine.per_node), machine)
+        self.tensor_rows: list[TrafficRow] = []
+        self.once = 0.0
+        if layout.tensor > 1:
+            self.tensor_rows = rows_of(add_tensor, self.step, (self.facts.block,))
+            self.once = self.tensor_seconds(rows_of(sum_whole_gradients, self.step, Coordinate(), (self.facts.block,)))
         edges = edge_operations(model, recipe.microbatch, recipe.training.seq_len)
         last = self.facts.after[-1] if self.facts.after else edges[-1].name
         self.edges = {edge.name: self.edge(edge, last=edge.name == last) for edge in edges}
@@ -370,7 +337,6 @@ class _Shaped:
         ]
 
     def block(self, number: int, ac: ACConfig) -> PieceTime:
-        """One block."""
         recomputed = frozenset(ac.recomputed(self.operations, number=number))
         forward, inputs, weights = (sum(column) for column in list(zip(*self.times, strict=True))[2:])
         again = [time for time in self.times if time.name in recomputed]
@@ -397,8 +363,7 @@ class _Shaped:
             part = replace(part, dtype="float32", width=4)
         (time,) = self._times([operation], part)
         forward, inputs = time.forward, time.inputs
-        rows, _ = tensor_rows(self.step, operation.name) if self.layout.tensor > 1 else ([], [])
-        tensor = self.tensor_seconds(rows) / 2
+        tensor = self.tensor_seconds(rows_of(add_tensor, self.step, (operation.name,))) / 2
         if last:
             logits = math.prod(operation.output) / self.layout.context
             logits /= self.layout.tensor if self.recipe.parallelism.loss_parallel else 1
@@ -416,7 +381,7 @@ class _Shaped:
         """Communication of tensor parallelism in the forward and the backward pass, with that of recomputation."""
         if self.layout.tensor == 1:
             return 0.0, 0.0
-        by_kind = {row.kind: self.tensor_seconds([row]) for row in self.tensor_rows[0]}
+        by_kind = {row.kind: self.tensor_seconds([row]) for row in self.tensor_rows}
         half = sum(by_kind.values()) / 2
         styles = [style for path, style in self.step.account.tensor_plan.items() if is_in_block(path)]
         last = int(self.layout.expert == 1)  # a block ends with a sum
@@ -441,7 +406,8 @@ class _Shaped:
         if ranks == 1:
             return 0.0, 0.0
         axis = axis_of(self.layout, "context", self.machine.per_node)
-        sent = seconds_of(context_rows(self.step, self.facts.block), axis, self.machine)
+        rows = rows_of(add_context, self.step, Coordinate(), (self.facts.block,))
+        sent = seconds_of(rows, axis, self.machine)
         if self.recipe.parallelism.context_method != "ring":
             return sent / 3, sent * 2 / 3
         # One of three transfers is in the forward pass; the backward sends keys, values and their gradients.
@@ -460,7 +426,6 @@ def _inside(layout: Layout) -> Layout:
 
 
 def model_time(recipe: Recipe, machine: Machine) -> ModelTime:
-    """The times of all pieces of a resolved recipe."""
     config = recipe.parallelism
     key = (
         *(recipe.model, recipe.precision, recipe.compile, recipe.microbatch, recipe.training.seq_len),
@@ -479,6 +444,5 @@ def _shaped(seen: Seen, machine: Machine) -> _Shaped:
 def _model_time(shaped: _Shaped, ac: ACConfig) -> ModelTime:
     first, kind_of = treatments(ac, shaped.facts.account.layers)
     kinds = tuple(shaped.block(number, ac) for number in first)
-    once = shaped.tensor_seconds(shaped.tensor_rows[1])
-    times = ModelTime(kinds=kinds, kind_of=kind_of, edges=shaped.edges, once=once, whole=kinds[0])
+    times = ModelTime(kinds=kinds, kind_of=kind_of, edges=shaped.edges, once=shaped.once, whole=kinds[0])
     return replace(times, whole=total(times, kind_of, shaped.edges))

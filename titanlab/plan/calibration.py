@@ -1,4 +1,4 @@
-"""Calibration: the efficiencies of a cluster, fitted to measured runs by robust least squares."""
+"""A cluster's facts from measurements: from rates of its parts (`--measure`), or from whole runs (`--calibrate`)."""
 
 from __future__ import annotations
 
@@ -7,21 +7,193 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from titanlab.costs import AXES
 from titanlab.errors import ConfigError
-from titanlab.plan.machine import LIMITS, Efficiencies, Machine, machine_of
+from titanlab.plan.machine import LIMITS, AxisPlacement, Efficiencies, Machine, machine_of
 from titanlab.plan.memory import exchanged_bytes, most_memory, reserved_bytes
 from titanlab.plan.pipeline_time import simulated_time
 from titanlab.plan.step_time import step_time
 from titanlab.ranges import plain
 from titanlab.recipe import Cluster, Recipe, literal
 from titanlab.records import config_text
+from titanlab.techniques.profiler import profilers_schema as names
 
-KEY = "--calibrate"
+KEY = "--measure"
+_RUNS = "--calibrate"
+# The efficiency that collectives of a group say.
+_LINKS = {names.NODE: "link", names.WORLD: "network"}
+# How figures are shown: divisor, unit, digits.
+_UNITS: Mapping[str, tuple[float, str, int]] = {
+    names.PRODUCT: (1e9, "GFLOP/s", 1),
+    names.ATTENTION: (1e9, "GFLOP/s", 1),
+    names.COPY: (1e9, "GB/s", 1),
+    names.POINTWISE: (1e9, "GB/s", 1),
+    names.LAUNCH: (1e-6, "µs", 2),
+    names.PROCESS: (1e9, "GB", 2),
+}
+# By which share the largest collective must take longer than one of no bytes: a smaller one is noise.
+_LEAST_GROWTH = 0.02
+# Squares that are too small to say how fast a model's products are.
+_SMALL_SQUARES = 2
+
+
+class MeasuredCollective(NamedTuple):
+    """One measured collective.
+
+    Attributes:
+        group: `node`, or `world` where the ranks are on several nodes.
+        kind: `all_reduce`, `all_gather` or `all_to_all`.
+        size: bytes of the whole tensor.
+    """
+
+    group: str
+    ranks: int
+    kind: str
+    size: int
+    seconds: float
+
+    @property
+    def trips(self) -> int:
+        """How often its ring is gone around."""
+        return 2 if self.kind == "all_reduce" else 1
+
+
+def measured_cluster(recipe: Recipe, row: Mapping[str, Any]) -> Cluster:
+    """The cluster of a recipe with what `profiler=rates` has measured on it.
+
+    Raises:
+        ConfigError: a figure is missing, or is no positive number.
+    """
+    figures, collectives = _figures(row)
+    cluster = dataclasses.replace(recipe.cluster, efficiencies={})
+    is_cpu = cluster.accelerator == "cpu"
+    products = [rate for name, rate in figures.items() if name.startswith(names.PRODUCT)]
+    # The fastest product, and the median of those that have the size of a model's.
+    best, typical = max(products), statistics.median(products[_SMALL_SQUARES:] or products)
+    memory = max(figures[names.COPY], figures[names.POINTWISE])
+    if cluster.peak_tflops is None and (is_cpu or _is_unknown(recipe)):
+        cluster = dataclasses.replace(cluster, peak_tflops=best / 1e12, memory_gb_per_second=memory / 1e9)
+    machine = machine_of(dataclasses.replace(recipe, cluster=cluster))
+    memory = max(memory, 0.0 if is_cpu else machine.memory_bytes_per_second)
+    shares = {
+        "product": typical / machine.product_rate("bfloat16"),
+        "attention": figures[names.ATTENTION] / machine.attention_flops,
+        "eager_memory": figures[names.POINTWISE] / memory,
+        "fused_memory": figures[names.COPY] / memory,
+        "launch_seconds": figures[names.LAUNCH],
+    }
+    cluster = dataclasses.replace(cluster, memory_gb_per_second=memory / 1e9)
+    if is_cpu:
+        cluster = dataclasses.replace(cluster, process_gb=figures[names.PROCESS] / 1e9, allocator_excess=1.0)
+    for group in _LINKS:
+        if own := [each for each in collectives if each.group == group]:
+            cluster = _with_link(cluster, shares, own, machine)
+    limited = {name: min(max(share, LIMITS[name][0]), LIMITS[name][1]) for name, share in shares.items()}
+    return dataclasses.replace(cluster, efficiencies=limited)
+
+
+def _is_unknown(recipe: Recipe) -> bool:
+    try:
+        machine_of(recipe)
+    except ConfigError:
+        return True
+    return False
+
+
+def _with_link(
+    cluster: Cluster, shares: dict[str, float], collectives: Sequence[MeasuredCollective], machine: Machine
+) -> Cluster:
+    """The cluster with the bandwidth of measured collectives; adds their efficiency and latency to `shares`.
+
+    seconds = latency · nominal + bytes / bandwidth: divided by the nominal fixed time, a line.
+    """
+    group, nodes = collectives[0].group, 1 if collectives[0].group == names.NODE else 2
+    sizes, times = [], []
+    for own in collectives:
+        axis, hops = AxisPlacement(ranks=own.ranks, in_node=own.ranks, nodes=nodes), own.trips * (own.ranks - 1)
+        fixed = machine.collective_seconds(axis, 0.0, hops=hops)
+        sizes.append(own.trips * own.size * (own.ranks - 1) / own.ranks / fixed)
+        times.append(own.seconds / fixed)
+    constant, slope = fit_sum([[1.0] * len(sizes), sizes], times)
+    shares["latency"] = max(shares.get("latency", 0.0), constant)
+    if slope * max(sizes) <= _LEAST_GROWTH * constant:
+        return cluster
+    nominal = (machine.link_bytes_per_second if nodes == 1 else machine.network_bytes_per_second) / 1e9
+    reached = 1 / slope / 1e9
+    if nodes > 1:
+        # A ring that leaves its node uses the adapters of all its ranks there.
+        reached /= max(1, min(collectives[0].ranks, machine.per_node))
+    shares[_LINKS[group]] = reached / max(nominal, reached)
+    if nodes == 1:
+        return dataclasses.replace(cluster, link_gb_per_second=max(nominal, reached))
+    return dataclasses.replace(cluster, network_gb_per_second=max(nominal, reached))
+
+
+def doubts(row: Mapping[str, Any], cluster: Cluster) -> list[str]:
+    """A line for each link of a measured cluster that has no bandwidth although collectives were measured on it."""
+    groups = {each.group for each in _figures(row)[1]}
+    return [
+        f"no bandwidth of the {name}: the times of its collectives do not grow with their sizes; measure again "
+        "while nothing else runs, or with larger ones: profiler.megabytes=64"
+        for group, name in _LINKS.items()
+        if group in groups and name not in cluster.efficiencies
+    ]
+
+
+def rate_lines(row: Mapping[str, Any]) -> list[str]:
+    """What was measured, as text.
+
+    Raises:
+        ConfigError: a figure is missing, or is no positive number.
+    """
+    figures, collectives = _figures(row)
+    text = []
+    for name, value in figures.items():
+        unit = next((unit for start, unit in _UNITS.items() if name.startswith(start)), None)
+        if unit is not None:
+            label = name.removeprefix("rates/").partition("(")[0]
+            text.append(f"{label:22} {value / unit[0]:9,.{unit[2]}f} {unit[1]}")
+    if not collectives:
+        return [*text, "one process: no collective was measured"]
+    for group, ranks in dict.fromkeys((each.group, each.ranks) for each in collectives):
+        own = [each for each in collectives if (each.group, each.ranks) == (group, ranks)]
+        kinds = list(dict.fromkeys(each.kind for each in own))
+        where = "of a node" if group == names.NODE else "of several nodes"
+        text += ["", f"µs, {ranks} ranks {where:13}" + "".join(f"{kind:>12}" for kind in kinds)]
+        for size in dict.fromkeys(each.size for each in own):
+            times = {each.kind: each.seconds for each in own if each.size == size}
+            cells = "".join(f"{times[kind] * 1e6:12,.0f}" if kind in times else " " * 12 for kind in kinds)
+            text.append(f"{size / 1024:20,.0f} KiB  {cells}")
+    return text
+
+
+def _figures(row: Mapping[str, Any]) -> tuple[dict[str, float], list[MeasuredCollective]]:
+    """The figures of a row by name, and the collectives among them.
+
+    Raises:
+        ConfigError: one is missing, or is no positive number.
+    """
+    figures = {name: value for name, value in row.items() if name.startswith("rates/")}
+    for name in (names.PRODUCT, names.ATTENTION, names.COPY, names.POINTWISE, names.LAUNCH):
+        if not any(known.startswith(name) for known in figures):
+            raise ConfigError(KEY, name, "is missing in the measurement", "measure again")
+    collectives = []
+    for name, value in figures.items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise ConfigError(KEY, value, f"is no figure of {name}", "measure again")
+        if name.startswith(names.COLLECTIVE):
+            try:
+                group, ranks, kind, size = name.removeprefix(names.COLLECTIVE).split()
+                collectives.append(MeasuredCollective(group, int(ranks), kind, int(size), value))
+            except ValueError:
+                raise ConfigError(KEY, name, "is no name of a collective", "measure again") from None
+    return figures, collectives
+
+
 # Rates of CPUs are fitted from this multiple downwards: no efficiency is above 1, and caches are faster than memory.
 _WIDER = 5.0
 # Values of a cluster are positive.
@@ -32,7 +204,7 @@ LEAST_RUNS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One measured run: median of its steps, and the largest memory of a rank (None: not measured)."""
+    """One measured run: median of its steps, and the largest memory of a rank if it was measured."""
 
     name: str
     recipe: Recipe
@@ -65,16 +237,26 @@ class Calibration:
 
 
 def calibrate(runs: Sequence[Measured]) -> Calibration:
-    """Fit the cluster of measured runs to them, from its own values on.
+    """Fit the cluster of measured runs to them, starting at its own values.
 
     Raises:
         ConfigError: there are too few runs, a measured time is no positive number, or the runs have several clusters.
     """
-    _check(runs)
+    if len(runs) < LEAST_RUNS:
+        rule = f"a calibration needs at least {LEAST_RUNS} measured runs"
+        raise ConfigError(_RUNS, f"{len(runs)} runs", rule, "submit a sweep with more points")
+    for run in runs:
+        if not 0 < run.step_seconds < math.inf:
+            raise ConfigError(_RUNS, run.step_seconds, f"is no time of a step of {run.name}", "leave the run out")
+        if run.memory_bytes is not None and not 0 < run.memory_bytes < math.inf:
+            raise ConfigError(_RUNS, run.memory_bytes, f"is no memory of {run.name}", "leave the run out")
+    first, *others = {repr(run.recipe.cluster): run for run in runs}.values()
+    if others:
+        rule = f"{first.name} and {others[0].name} have different clusters, and a calibration is of one"
+        raise ConfigError(_RUNS, f"{1 + len(others)} clusters", rule, "choose the runs of one cluster")
     original = runs[0].recipe.cluster
-    calibrated = _with_times(runs, _widened(runs, original) if original.accelerator == "cpu" else original)
-    calibrated = _with_memory(runs, calibrated)
-    return Calibration(cluster=calibrated, before=by_family(runs, original), after=by_family(runs, calibrated))
+    calibrated = _with_memory(runs, _with_times(runs, original))
+    return Calibration(cluster=calibrated, before=_by_family(runs, original), after=_by_family(runs, calibrated))
 
 
 def time_errors(runs: Sequence[Measured], cluster: Cluster) -> list[float]:
@@ -95,8 +277,7 @@ def memory_errors(runs: Sequence[Measured], cluster: Cluster) -> list[float]:
     ]
 
 
-def by_family(runs: Sequence[Measured], cluster: Cluster) -> dict[str, Errors]:
-    """Errors of estimates on a cluster, by family."""
+def _by_family(runs: Sequence[Measured], cluster: Cluster) -> dict[str, Errors]:
     times = [abs(math.expm1(error)) for error in time_errors(runs, cluster)]
     memories = [abs(error) for error in memory_errors(runs, cluster)]
     errors = {}
@@ -122,46 +303,37 @@ def _errors(runs: Sequence[Measured], machine: Machine) -> list[float]:
 
 
 def _with_times(runs: Sequence[Measured], cluster: Cluster) -> Cluster:
-    """The cluster with efficiencies that fit the times of its runs."""
-    machine = _machine(runs, cluster)
+    """The cluster with efficiencies that fit the times of its runs; of CPUs also with the rates that were reached."""
+    machine, is_cpu = _machine(runs, cluster), cluster.accelerator == "cpu"
+    if is_cpu:
+        # A fit from larger rates, of which efficiencies are smaller shares.
+        shares = dataclasses.asdict(machine.efficiencies)
+        narrow = {
+            name: max(LIMITS[name][0], shares[name] / _WIDER) for name in ("eager_memory", "fused_memory", "link")
+        }
+        cluster = dataclasses.replace(
+            cluster,
+            memory_gb_per_second=_WIDER * machine.memory_bytes_per_second / 1e9,
+            link_gb_per_second=_WIDER * machine.link_bytes_per_second / 1e9,
+            efficiencies=shares | narrow,
+        )
+        machine = _machine(runs, cluster)
 
     def errors(values: Efficiencies) -> list[float]:
         return _errors(runs, dataclasses.replace(machine, efficiencies=values))
 
-    values = dataclasses.asdict(fit(errors, machine.efficiencies, list(LIMITS)))
-    fitted = dataclasses.replace(cluster, efficiencies=values)
-    return _narrowed(fitted) if cluster.accelerator == "cpu" else fitted
-
-
-def _widened(runs: Sequence[Measured], cluster: Cluster) -> Cluster:
-    """A cluster of CPUs with larger rates, and efficiencies that are smaller by as much."""
-    machine = _machine(runs, cluster)
-    shares = dataclasses.asdict(machine.efficiencies)
-    narrow = {name: max(LIMITS[name][0], shares[name] / _WIDER) for name in ("eager_memory", "fused_memory", "link")}
-    return dataclasses.replace(
-        cluster,
-        memory_gb_per_second=_WIDER * machine.memory_bytes_per_second / 1e9,
-        link_gb_per_second=_WIDER * machine.link_bytes_per_second / 1e9,
-        efficiencies=shares | narrow,
-    )
-
-
-def _narrowed(cluster: Cluster) -> Cluster:
-    """The cluster with the rates that were reached; efficiencies are shares of these."""
+    shares = dataclasses.asdict(fit(errors, machine.efficiencies, list(LIMITS)))
+    if not is_cpu:
+        return dataclasses.replace(cluster, efficiencies=shares)
     assert cluster.memory_gb_per_second is not None
     assert cluster.link_gb_per_second is not None
-    shares = cluster.efficiencies
     memory = max(shares["eager_memory"], shares["fused_memory"])
+    reached = {name: shares[name] / memory for name in ("eager_memory", "fused_memory")}
     return dataclasses.replace(
         cluster,
         memory_gb_per_second=cluster.memory_gb_per_second * memory,
         link_gb_per_second=cluster.link_gb_per_second * shares["link"],
-        efficiencies={
-            **shares,
-            "eager_memory": shares["eager_memory"] / memory,
-            "fused_memory": shares["fused_memory"] / memory,
-            "link": 1.0,
-        },
+        efficiencies={**shares, **reached, "link": 1.0},
     )
 
 
@@ -188,7 +360,6 @@ def _with_memory(runs: Sequence[Measured], cluster: Cluster) -> Cluster:
 
 
 def calibration_lines(calibration: Calibration) -> list[str]:
-    """The result as text: a table of errors, and the values."""
     heading = f"{'layouts':24} {'runs':>4}  {'time':>7} {'after':>7}  {'memory':>7} {'after':>7}"
     rows = [heading]
     for family, after in calibration.after.items():
@@ -205,36 +376,16 @@ def calibration_lines(calibration: Calibration) -> list[str]:
 
 
 def cluster_file(cluster: Cluster, comment: str) -> str:
-    """Content of a file of the group `cluster`.
+    """Content of a file of the group `cluster`; the comment is a line that says how the values were found."""
 
-    Args:
-        comment: one line, how the values were found.
-    """
-    values = {name: _rounded(value) for name, value in plain(cluster).items() if value not in (None, {})}
+    def rounded(value: Any) -> Any:
+        # Six digits: more are not known.
+        if isinstance(value, dict):
+            return {name: rounded(inner) for name, inner in value.items()}
+        return float(f"{value:.6g}") if isinstance(value, float) else value
+
+    values = {name: rounded(value) for name, value in plain(cluster).items() if value not in (None, {})}
     return f"defaults: [schema, _self_]\n# {comment}\n{config_text(literal(values))}"
-
-
-def _rounded(value: Any) -> Any:
-    """Six digits: more are not known."""
-    if isinstance(value, dict):
-        return {name: _rounded(inner) for name, inner in value.items()}
-    return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
-def _check(runs: Sequence[Measured]) -> None:
-    if len(runs) < LEAST_RUNS:
-        rule = f"a calibration needs at least {LEAST_RUNS} measured runs"
-        raise ConfigError(KEY, f"{len(runs)} runs", rule, "submit a sweep with more points")
-    for run in runs:
-        if not 0 < run.step_seconds < math.inf:
-            raise ConfigError(KEY, run.step_seconds, f"is no time of a step of {run.name}", "leave the run out")
-        if run.memory_bytes is not None and not 0 < run.memory_bytes < math.inf:
-            raise ConfigError(KEY, run.memory_bytes, f"is no memory of {run.name}", "leave the run out")
-    clusters = {repr(run.recipe.cluster): run for run in runs}
-    if len(clusters) > 1:
-        first, second = list(clusters.values())[:2]
-        rule = f"{first.name} and {second.name} have different clusters, and a calibration is of one"
-        raise ConfigError(KEY, f"{len(clusters)} clusters", rule, "choose the runs of one cluster")
 
 
 # Errors beyond this one count by their size and not by their square (Huber 1964): a row that the model cannot explain
@@ -264,13 +415,17 @@ def fit(errors: Callable[[Efficiencies], Sequence[float]], start: Efficiencies, 
 
     origin = np.array([_coordinate(name, getattr(start, name)) for name in names])
 
+    def values(at: np.ndarray) -> Efficiencies:
+        changed = {name: _value(name, float(coordinate)) for name, coordinate in zip(names, at, strict=True)}
+        return dataclasses.replace(start, **changed)
+
     def residuals(at: np.ndarray) -> np.ndarray:
-        raw = np.asarray(errors(_values(start, names, at)), dtype=float)
+        raw = np.asarray(errors(values(at)), dtype=float)
         # Pseudo-Huber: the square of this grows as the error beyond _HUBER.
         robust = np.sign(raw) * _HUBER * np.sqrt(2 * (np.sqrt(1 + (raw / _HUBER) ** 2) - 1))
         return np.concatenate([robust, _PRIOR * (at - origin)])
 
-    return _values(start, names, least_squares(residuals, origin, ftol=_SMALL, max_nfev=_ITERATIONS).x)
+    return values(least_squares(residuals, origin, ftol=_SMALL, max_nfev=_ITERATIONS).x)
 
 
 def fit_sum(
@@ -301,12 +456,6 @@ def fit_sum(
         weights = 1 / np.sqrt(np.maximum(np.abs(columns @ factors - 1), _SMALL))
         solution[used] = factors / scales[used]
     return [float(factor) for factor in solution]
-
-
-def _values(start: Efficiencies, names: Sequence[str], point: np.ndarray) -> Efficiencies:
-    return dataclasses.replace(
-        start, **{name: _value(name, float(coordinate)) for name, coordinate in zip(names, point, strict=True)}
-    )
 
 
 def _coordinate(name: str, value: float) -> float:

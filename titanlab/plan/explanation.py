@@ -52,7 +52,6 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the memory of a device suffices, as far as it is known."""
         return self.limit_bytes is None or self.reserved_bytes <= self.limit_bytes
 
     @property
@@ -61,7 +60,6 @@ class Estimate:
         return self.limit_bytes is not None and self.reserved_bytes > self.limit_bytes * (1 + MEMORY_ERROR)
 
     def to_mapping(self) -> dict[str, Any]:
-        """Plain values by the names of the fields."""
         return asdict(self)
 
 
@@ -162,7 +160,6 @@ def memory_rows(explanation: Explanation) -> tuple[list[str], list[list[str]]]:
 
 
 def time_rows(time: StepTime) -> list[list[str]]:
-    """A row for each part of a step: seconds and share."""
     rows = [
         [name, f"{seconds:.4g}", f"{100 * seconds / time.seconds:.1f}%"]
         for name, seconds in time.parts.items()
@@ -172,7 +169,6 @@ def time_rows(time: StepTime) -> list[list[str]]:
 
 
 def traffic_rows(rows: Sequence[TrafficRow]) -> list[list[str]]:
-    """A row for each kind of collective on each axis."""
     return [[row.axis, row.kind, f"{row.count:,}", f"{row.bytes:,}", f"{row.wire_bytes:,}"] for row in rows]
 
 

@@ -20,6 +20,11 @@ FILE = Path(__file__).with_name("efficiencies.json")
 KEY = "cluster.efficiencies"
 
 
+def _within(default: float, *, least: float = 0.01, most: float = 1.0) -> Any:
+    """A field of `Efficiencies` with its physical limits: no share is above 1."""
+    return field(default=default, metadata={"limits": (least, most)})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Efficiencies:
     """Parameters of the time model.
@@ -32,48 +37,35 @@ class Efficiencies:
         link: share of the bandwidth between devices of a node that collectives reach.
         network: the same between nodes.
         overlap: κ, time of computation and communication that run together, as a multiple of the shorter of both,
-            κ·min(C, X) + |C − X|: they share memory bandwidth and multiprocessors. At least 1.
+            κ·min(C, X) + |C − X|: they share memory bandwidth and multiprocessors.
         stragglers: additional time for each doubling of the number of nodes, as a share of the step.
         latency: fixed time of a collective and of the hops of its ring, as a multiple of the machine's.
         launch_seconds: of a kernel, between the end of the one before it and its own full speed.
     """
 
-    product: float = 0.9
-    attention: float = 0.8
-    eager_memory: float = 0.6
-    fused_memory: float = 0.8
-    link: float = 0.7
-    network: float = 0.7
-    overlap: float = 1.15
-    stragglers: float = 0.005
-    latency: float = 1.0
-    launch_seconds: float = 5e-6
+    product: float = _within(0.9)
+    attention: float = _within(0.8)
+    eager_memory: float = _within(0.6)
+    fused_memory: float = _within(0.8)
+    link: float = _within(0.7)
+    network: float = _within(0.7)
+    # Between perfect overlap and running one after the other.
+    overlap: float = _within(1.15, least=1.0, most=2.0)
+    stragglers: float = _within(0.005, least=0.0, most=0.2)
+    latency: float = _within(1.0, most=1000.0)
+    launch_seconds: float = _within(5e-6, least=0.0, most=1e-2)
 
     def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            least, most = LIMITS[name]
+        for each in dataclasses.fields(self):
+            value, (least, most) = getattr(self, each.name), LIMITS[each.name]
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not (is_number and least <= value <= most):
                 rule = f"must lie between {least:g} and {most:g}"
-                raise ConfigError(f"{KEY}.{name}", value, rule, f"try {DEFAULTS[name]:g}, or leave it out")
+                raise ConfigError(f"{KEY}.{each.name}", value, rule, f"try {each.default:g}, or leave it out")
 
 
-# Physical limits: no share is above 1, and κ lies between perfect overlap and running one after the other.
 LIMITS: Mapping[str, tuple[float, float]] = {
-    "product": (0.01, 1.0),
-    "attention": (0.01, 1.0),
-    "eager_memory": (0.01, 1.0),
-    "fused_memory": (0.01, 1.0),
-    "link": (0.01, 1.0),
-    "network": (0.01, 1.0),
-    "overlap": (1.0, 2.0),
-    "stragglers": (0.0, 0.2),
-    "latency": (0.01, 1000.0),
-    "launch_seconds": (0.0, 1e-2),
-}
-DEFAULTS: Mapping[str, float] = {
-    field.name: float(field.default)  # type: ignore[arg-type]
-    for field in dataclasses.fields(Efficiencies)
+    each.name: each.metadata["limits"] for each in dataclasses.fields(Efficiencies)
 }
 
 
@@ -89,22 +81,14 @@ def changed(base: Efficiencies, values: Mapping[str, Any]) -> Efficiencies:
     return dataclasses.replace(base, **values)
 
 
-def file_text(efficiencies: Efficiencies, facts: Mapping[str, Any]) -> str:
-    """Content of the file: how the values were found, and the values."""
-    # Four digits: more are not known.
-    values = {name: float(f"{value:.4g}") for name, value in dataclasses.asdict(efficiencies).items()}
-    return json.dumps({**facts, "efficiencies": values}, indent=2) + "\n"
-
-
 @functools.cache
 def fitted() -> Efficiencies:
-    """The efficiencies that were fitted to published runs."""
     return changed(Efficiencies(), json.loads(FILE.read_text())["efficiencies"])
 
 
 @functools.cache
 def allocator_excess() -> float:
-    """Reserved bytes for each allocated byte: what published runs had over the estimate of their tensors."""
+    """Reserved bytes for each byte that the planner estimates for tensors: the median of published runs."""
     return float(json.loads(FILE.read_text())["allocator_excess"])
 
 
@@ -120,11 +104,11 @@ _LATER_ATTENTION = 0.34
 # (systems/h100_80g_nvl8.json), the others those of NCCL's model of rings (tuning.cc, LL128 and Simple).
 _LINK_SECONDS, _NETWORK_SECONDS = 10e-6, 20e-6
 _LINK_HOP, _NETWORK_HOP = 1.9e-6, 14e-6
-# Memory and link of a core whose rates nobody has measured, in GB/s; memory of a process with torch imported, in GB.
-_CPU_MEMORY, _CPU_LINK, _CPU_PROCESS = 20.0, 4.0, 0.45
+# Memory of a process with torch imported, in GB.
+_CPU_PROCESS = 0.45
 _ROUGH = "no rates of these CPUs were measured, times are rough: titanlab plan --measure, or --calibrate SWEEP"
-# A network adapter of 400 Gb/s for each device, where the cluster does not say it.
-_NETWORK = 50e9
+# GB/s: an adapter of 400 Gb/s for each device, where the cluster does not say it.
+_NETWORK = 50.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -220,22 +204,16 @@ def axis_of(layout: Layout, name: str, per_node: int) -> AxisPlacement:
     """The ranks of an axis: inner axes are neighbours, so they fill nodes first.
 
     Args:
-        name: an axis of the layout, `fsdp` for those over which FSDP2 shards, or `world`.
+        name: an axis of the layout; `world`; `fsdp`, the axes over which FSDP2 shards; `expert`, the ranks that share
+            experts, which are neighbours; or `expert_shard`, those that share a part of them.
     """
-    if name == "world":
-        names: tuple[str, ...] = tuple(AXES)
+    if name in ("expert", "expert_shard"):
+        ranks, inner = (layout.expert, 1) if name == "expert" else (max(1, layout.expert_shard), layout.expert)
     else:
-        names = tuple(FSDP_AXES) if name == "fsdp" else (name,)
-    ranks = math.prod(getattr(layout, axis) for axis in names)
-    last = max(AXES.index(axis) for axis in names)
-    inner = math.prod(getattr(layout, axis) for axis in AXES[last + 1 :])
-    in_node = max(1, min(ranks, per_node // inner))
-    return AxisPlacement(ranks=ranks, in_node=in_node, nodes=-(-ranks // in_node))
-
-
-def expert_axis(layout: Layout, name: str, per_node: int) -> AxisPlacement:
-    """The ranks that share experts, `expert`, which are neighbours; or those that share a part, `expert_shard`."""
-    ranks, inner = (layout.expert, 1) if name == "expert" else (max(1, layout.expert_shard), layout.expert)
+        names = {"world": AXES, "fsdp": FSDP_AXES}.get(name, (name,))
+        ranks = math.prod(getattr(layout, axis) for axis in names)
+        last = max(AXES.index(axis) for axis in names)
+        inner = math.prod(getattr(layout, axis) for axis in AXES[last + 1 :])
     in_node = max(1, min(ranks, per_node // inner))
     return AxisPlacement(ranks=ranks, in_node=in_node, nodes=-(-ranks // in_node))
 
@@ -246,17 +224,8 @@ def machine_of(recipe: Recipe) -> Machine:
     Raises:
         ConfigError: the cluster names no device, or nothing is known of the device.
     """
-    cluster = recipe.cluster
-    if cluster.accelerator == "cpu":
-        return _cpu(cluster)
-    if cluster.device is None:
-        raise ConfigError("cluster.device", None, "an estimate needs a device", "try cluster=h100, or cluster=cpu")
-    device = hardware.find_device(cluster.device)
-    if device is None and cluster.peak_tflops is not None and cluster.memory_gb_per_second is not None:
-        device = _measured(cluster)
-    if device is None:
-        known = ", ".join(other.name for other in hardware.DEVICES)
-        raise ConfigError("cluster.device", cluster.device, "nothing is known of its speed", f"known are {known}")
+    cluster, is_cpu = recipe.cluster, recipe.cluster.accelerator == "cpu"
+    device = _device_of(cluster)
     bandwidth = cluster.memory_gb_per_second or device.memory_gb_per_second
     if bandwidth is None:
         rule = "has no bandwidth of memory in the table of devices"
@@ -265,69 +234,57 @@ def machine_of(recipe: Recipe) -> Machine:
     # A device may have no figure in float8: it computes those products in bfloat16.
     products = {dtype: _ATTAINABLE * peak for dtype, peak in peaks.items()}
     products.update({dtype: rate * 1e12 for dtype, rate in device.product_tflops.items()})
-    if cluster.peak_tflops is not None:
+    if cluster.peak_tflops is not None and not is_cpu:
         scale = cluster.peak_tflops * 1e12 / peaks["bfloat16"]
         peaks = {dtype: rate * scale for dtype, rate in peaks.items()}
         products = {dtype: rate * scale for dtype, rate in products.items()}
-    attention = next((share for word, share in _ATTENTION.items() if word in device.words), _LATER_ATTENTION)
-    link = (cluster.link_gb_per_second or device.link_gb_per_second or 0.0) * 1e9
-    network = cluster.network_gb_per_second * 1e9 if cluster.network_gb_per_second else _NETWORK
     memory = cluster.memory_gb or device.memory_gb
+    link = cluster.link_gb_per_second or device.link_gb_per_second
+    network = cluster.network_gb_per_second or (link if is_cpu else None) or _NETWORK
+    if is_cpu:
+        attention, notes = peaks["float32"], () if cluster.memory_gb_per_second else (_ROUGH,)
+        seconds = {"link_seconds": 100e-6, "network_seconds": 100e-6}
+        seconds |= {"link_hop_seconds": 50e-6, "network_hop_seconds": 50e-6}
+    else:
+        share = next((share for word, share in _ATTENTION.items() if word in device.words), _LATER_ATTENTION)
+        attention, seconds = share * peaks["bfloat16"], {}
+        notes = () if device.product_tflops else (_NOT_MEASURED.format(device=device.name, share=_ATTAINABLE),)
     return Machine(
         name=device.name,
         memory_bytes=memory * 1e9 if memory else math.inf,
         peak_flops=peaks,
         product_flops=products,
-        attention_flops=attention * peaks["bfloat16"],
+        attention_flops=attention,
         memory_bytes_per_second=bandwidth * 1e9,
-        per_node=(cluster.per_node or 8) * cluster.linked_nodes,
+        per_node=(cluster.per_node or 8) * (1 if is_cpu else cluster.linked_nodes),
         # Devices without a link of their own use the network also inside a node.
-        link_bytes_per_second=link or network,
-        network_bytes_per_second=network,
-        efficiencies=changed(fitted(), cluster.efficiencies),
-        allocator_excess=cluster.allocator_excess or allocator_excess(),
-        message_excess=cluster.message_excess or 0.0,
-        process_bytes=(cluster.process_gb or 0.0) * 1e9,
-        notes=() if device.product_tflops else (_NOT_MEASURED.format(device=device.name, share=_ATTAINABLE),),
-    )
-
-
-def _measured(cluster: Cluster) -> hardware.Device:
-    """A device that is in no table: its peak is the rate that its products were measured to reach."""
-    assert cluster.peak_tflops is not None
-    rates = {"bfloat16": cluster.peak_tflops}
-    return hardware.Device(
-        name=str(cluster.device), words="", peak_tflops=rates, product_tflops=rates, source="measured",
-        memory_gb_per_second=cluster.memory_gb_per_second, link_gb_per_second=cluster.link_gb_per_second,
-    )  # fmt: skip
-
-
-def _cpu(cluster: Cluster) -> Machine:
-    """A core or several for each process, and gloo over loopback.
-
-    What the cluster does not say is what a fast core could do: 3 GHz with two fused products and sums of sixteen
-    float32 numbers in a cycle, 20 GB/s of memory, 4 GB/s and 100 µs for a collective.
-    """
-    peak = cluster.peak_tflops * 1e12 if cluster.peak_tflops is not None else 3e9 * 2 * 16 * 2
-    link = cluster.link_gb_per_second or _CPU_LINK
-    network = cluster.network_gb_per_second or link
-    return Machine(
-        name="CPU",
-        memory_bytes=cluster.memory_gb * 1e9 if cluster.memory_gb else math.inf,
-        peak_flops={"float32": peak},
-        product_flops={"float32": peak},
-        attention_flops=peak,
-        memory_bytes_per_second=(cluster.memory_gb_per_second or _CPU_MEMORY) * 1e9,
-        per_node=cluster.per_node or 8,
-        link_bytes_per_second=link * 1e9,
+        link_bytes_per_second=(link or network) * 1e9,
         network_bytes_per_second=network * 1e9,
-        link_seconds=100e-6,
-        network_seconds=100e-6,
-        link_hop_seconds=50e-6,
-        network_hop_seconds=50e-6,
+        **seconds,
         efficiencies=changed(fitted(), cluster.efficiencies),
-        allocator_excess=cluster.allocator_excess or 1.0,
+        allocator_excess=cluster.allocator_excess or (1.0 if is_cpu else allocator_excess()),
         message_excess=cluster.message_excess or 0.0,
-        process_bytes=(cluster.process_gb or _CPU_PROCESS) * 1e9,
-        notes=() if cluster.memory_gb_per_second else (_ROUGH,),
+        process_bytes=(cluster.process_gb or (_CPU_PROCESS if is_cpu else 0.0)) * 1e9,
+        notes=notes,
     )
+
+
+def _device_of(cluster: Cluster) -> hardware.Device:
+    """The device in the table; the one that was measured, whose peak is the rate of its products; or a CPU.
+
+    What the cluster does not say of a CPU is what a fast core could do: 3 GHz with two fused products and sums of
+    sixteen float32 numbers in a cycle, 20 GB/s of memory, gloo over loopback with 4 GB/s and 100 µs for a collective.
+    """
+    measured = cluster.peak_tflops
+    if cluster.accelerator == "cpu":
+        rates = {"float32": 3 * 2 * 16 * 2 / 1000 if measured is None else measured}
+        return hardware.Device("CPU", "", "", None, 20.0, 4.0, rates, rates)
+    if cluster.device is None:
+        raise ConfigError("cluster.device", None, "an estimate needs a device", "try cluster=h100, or cluster=cpu")
+    device = hardware.find_device(cluster.device)
+    if device is not None:
+        return device
+    if measured is not None and cluster.memory_gb_per_second is not None:
+        return hardware.Device(cluster.device, "", "", None, None, None, {"bfloat16": measured}, {"bfloat16": measured})
+    known = ", ".join(other.name for other in hardware.DEVICES)
+    raise ConfigError("cluster.device", cluster.device, "nothing is known of its speed", f"known are {known}")

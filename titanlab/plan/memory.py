@@ -10,37 +10,45 @@ import functools
 import math
 import operator
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from titanlab.costs import (
+    Activation,
     Coordinate,
     Layout,
+    Operation,
     Share,
     account_for,
+    chunk_bytes,
     cuts_of,
     gathered_part,
     hidden_shape,
     is_in_block,
+    kept_activations,
     step_traffic,
     stored_part,
 )
-from titanlab.plan.activations import (
-    block_bytes,
-    deferred_bytes,
-    edge_bytes,
-    gradients_together,
-    loss_bytes,
-    peaks,
-    totals,
-)
 from titanlab.plan.machine import Machine
-from titanlab.plan.stages import model_facts, parts_of, placement_of, stages_of
+from titanlab.plan.pipeline_time import shorter
+from titanlab.plan.stages import (
+    actions_of,
+    block_operations,
+    edge_operations,
+    model_facts,
+    parts_of,
+    placement_of,
+    stages_of,
+    treatments,
+)
 from titanlab.recipe import Recipe, step_of
+from titanlab.techniques.ac.contract import ACConfig
 from titanlab.techniques.model.contract import ModelConfig
 from titanlab.techniques.optimizer.contract import OptimizerConfig, Stored
 from titanlab.techniques.precision.contract import PrecisionConfig, matched
+from titanlab.techniques.schedule.action import Kind
+from titanlab.techniques.schedule.contract import PipelineSchedule
 
 ITEMS = (
     "parameters",
@@ -61,6 +69,11 @@ _GATHER_BUFFERS = 1
 _SYMMETRIC_GATHERS = 2
 # A block's gradients in the precision of the reduction: those that are sent, and those of the block before.
 _REDUCED_BLOCKS = 2
+# Bytes for each logit while the loss is computed, beside the logits' own width c. Eager: in the forward pass logits,
+# their copy in float32 and log-probabilities; in the backward pass log-probabilities, their gradient, and that of the
+# copy. A compiled loss keeps the logits and writes their gradient. Logits that are split over the vocabulary
+# (`titanlab.parallelism.loss.SplitLoss`): log-probabilities, their gradient, and its copy in the logits' precision.
+_FLOAT = 4
 # Bytes of activations, where all that a rank keeps still exist: no rank keeps as many.
 _ALL_KEPT = sys.maxsize
 
@@ -81,7 +94,6 @@ class RankMemory:
 
     @property
     def allocated(self) -> int:
-        """Bytes of all tensors."""
         return sum(self.items.values())
 
 
@@ -95,13 +107,10 @@ def memory(recipe: Recipe) -> tuple[RankMemory, ...]:
 
 
 def most_memory(recipe: Recipe) -> RankMemory:
-    """The memory of the rank that needs most."""
     return max(memory(recipe), key=lambda rank: rank.allocated)
 
 
 class _Ranks:
-    """The ranks of one recipe."""
-
     def __init__(self, recipe: Recipe) -> None:
         layout, formats, config = recipe.layout, recipe.precision.formats(), recipe.parallelism
         self.recipe, self.layout, self.config = recipe, layout, config
@@ -136,14 +145,20 @@ class _Ranks:
         self.hidden = shape[0] * shape[1] * shape[2] * formats.compute_bytes
 
     def memory(self) -> tuple[RankMemory, ...]:
-        """By rank of the pipeline."""
         placement = placement_of(self.schedule, self.layout.pipeline)
         memories = []
         # Stages with pieces that are alike need the same; a pipeline has few different ones.
         kinds = [(*map(self.blocks.__getitem__, parts.blocks), *parts.edges) for parts in self.parts]
         known: dict[object, dict[str, dict[str, int]]] = {}
-        saved = [self._stage(number) for number in range(len(placement))]
-        deferred = [self._deferred(number) for number in range(len(placement))]
+        saved = list(map(self.saved, range(len(placement))))
+        known_deferred = deferred_bytes(*self.shape)
+        if self.recipe.loss_chunk:
+            # The forward pass has computed the gradient of the head's weight.
+            known_deferred = {**known_deferred, self.account.head: 0}
+        deferred = [
+            len(parts.blocks) * known_deferred[""] + sum([known_deferred.get(piece, 0) for piece in parts.edges])
+            for parts in self.parts
+        ]
         for rank in range(self.layout.pipeline):
             stages = [number for number, owner in enumerate(placement) if owner == rank]
             kept = self._kept(rank, [saved[number] for number in stages], [deferred[number] for number in stages])
@@ -203,6 +218,10 @@ class _Ranks:
         # Without FSDP2 gradients are summed where they are.
         gradients = 0 if fsdp or not accumulates else whole.parameters
         loss = self._loss(own)
+        # Of pipeline and tensor parallelism: what arrives, and a gathered or a not yet summed stream.
+        messages = 2 * self.hidden if self.layout.pipeline > 1 else 0
+        if self.layout.tensor > 1 and self.config.sequence_parallel:
+            messages += 2 * self.hidden * self.layout.tensor
         backward = max((block.again for block in blocks), default=0) + gradients_together(*self.shape)
         start = {**stored, "gathered parameters": gathered, "activations": _ALL_KEPT}
         before = unreduced if accumulates else 0
@@ -212,14 +231,14 @@ class _Ranks:
                 "gradients": gradients,
                 "unreduced gradients": before,
                 "logits and loss": loss,
-                "communication buffers": kept + self._messages(),
+                "communication buffers": kept + messages,
             },
             "backward": {
                 **start,
                 "gradients": gradients,
                 "unreduced gradients": unreduced + (0 if accumulates else reducing),
                 "backward of a block": backward,
-                "communication buffers": buffers + self._messages(),
+                "communication buffers": buffers + messages,
             },
             "end": {
                 **start,
@@ -228,7 +247,7 @@ class _Ranks:
                 "gradients": gradients if fsdp and accumulates else whole.parameters,
                 "unreduced gradients": unreduced + reducing,
                 "backward of a block": backward,
-                "communication buffers": buffers + self._messages(),
+                "communication buffers": buffers + messages,
             },
             "optimizer": {**stored, "gradients": whole.parameters, "activations": 0, "communication buffers": kept},
         }
@@ -237,7 +256,7 @@ class _Ranks:
                 items.update(dict.fromkeys(("parameters", "gradients", "optimizer"), 0))
         return moments
 
-    def _stage(self, number: int) -> int:
+    def saved(self, number: int) -> int:
         """Bytes that a stage keeps of one microbatch."""
         parts = self.parts[number]
         saved = sum([self.blocks[block].saved for block in parts.blocks])
@@ -245,34 +264,33 @@ class _Ranks:
         # The output of a stage is kept until its gradient comes.
         return saved + (self.hidden if number < len(self.stages) - 1 else 0)
 
-    def _deferred(self, number: int) -> int:
-        """Bytes that a stage keeps of one microbatch between the halves of a split backward."""
-        known, parts = deferred_bytes(*self.shape), self.parts[number]
-        if self.recipe.loss_chunk:
-            # The forward pass has computed the gradient of the head's weight.
-            known = {**known, self.account.head: 0}
-        return len(parts.blocks) * known[""] + sum([known.get(piece, 0) for piece in parts.edges])
-
     def _loss(self, pieces: Sequence[str]) -> int:
+        """Largest sum of bytes of logits, log-probabilities and their gradients in one microbatch."""
+        recipe, share = self.recipe, self.share
         last = (self.account.pieces or ("",))[-1]
-        if last not in pieces:
+        edges = {edge.name: edge for edge in edge_operations(self.model, recipe.microbatch, recipe.training.seq_len)}
+        edge = edges.get(last or next(reversed(edges), ""))
+        if last not in pieces or edge is None:
             return 0
-        edge = last or next(reversed(self.edges), "")
-        return loss_bytes(
-            *self.shape,
-            last=edge,
-            loss_parallel=self.config.loss_parallel,
-            compiled=self.recipe.compile.fuses_loss,
-            chunk=self.recipe.loss_chunk,
-        )
-
-    def _messages(self) -> int:
-        """Buffers of pipeline and tensor parallelism: what arrives, and a gathered or a not yet summed stream."""
-        layout = self.layout
-        size = 2 * self.hidden if layout.pipeline > 1 else 0
-        if layout.tensor > 1 and self.config.sequence_parallel:
-            size += 2 * self.hidden * layout.tensor
-        return size
+        (*positions, columns), width, compiled = edge.output, share.element_bytes, recipe.compile.fuses_loss
+        tokens = math.prod(positions) // share.context
+        if recipe.loss_chunk:
+            return chunk_bytes(
+                tokens=tokens,
+                chunk=recipe.loss_chunk,
+                columns=-(-columns // share.tensor),
+                dim=self.account.dim,
+                width=width,
+                accelerator=share.accelerator,
+                compiled=compiled,
+            )
+        splits = share.tensor if self.config.loss_parallel else 1
+        logits = tokens * -(-columns // splits)
+        copy = _FLOAT if width != _FLOAT else 0
+        if splits > 1:
+            forward = width + (0 if compiled else copy) + _FLOAT
+            return logits * max(forward, 2 * _FLOAT + (width if copy else 0))
+        return logits * (2 * width if compiled else max(width + copy + _FLOAT, 3 * _FLOAT))
 
 
 class PieceBytes(NamedTuple):
@@ -297,7 +315,6 @@ NOTHING = PieceBytes(0, 0, 0, 0, 0)
 
 
 def added(parts: Iterable[PieceBytes]) -> PieceBytes:
-    """The sum of several pieces."""
     return PieceBytes(*(sum(column) for column in zip(*parts, strict=True))) if (parts := list(parts)) else NOTHING
 
 
@@ -374,3 +391,134 @@ def exchanged_bytes(recipe: Recipe, pipeline: int) -> float:
         return 0.0
     rows = step_traffic(step_of(recipe), Coordinate(pipeline=pipeline))
     return sum(row.bytes for row in rows) / recipe.microbatches
+
+
+# Gradients of a block's activations that exist together, in units of its largest tensor: of a product of two tensors,
+# its own gradient and those of both.
+_LARGEST_TOGETHER = 3
+
+
+class BlockBytes(NamedTuple):
+    """Bytes of a block: kept between forward and backward, and recomputed before its backward begins."""
+
+    saved: int
+    again: int
+
+
+@functools.lru_cache(maxsize=8192)
+def block_bytes(
+    ac: ACConfig, model: ModelConfig, share: Share, microbatch: int, seq_len: int
+) -> tuple[tuple[BlockBytes, ...], tuple[int, ...]]:
+    """The different blocks, and the number in them of each block."""
+    block = block_operations(model, microbatch, seq_len)
+    first, kind_of = treatments(ac, model_facts(model).account.layers)
+    kinds = []
+    for number in first:
+        saved = ac.saved_bytes(block, share, number=number)
+        # Without checkpointing autograd keeps all of these.
+        again = max(0, share.bytes_of(kept_activations(block)) - saved) if ac.recomputed(block, number=number) else 0
+        kinds.append(BlockBytes(saved, again))
+    return tuple(kinds), kind_of
+
+
+def saved_bytes(ac: ACConfig, model: ModelConfig, share: Share, microbatch: int, seq_len: int) -> int:
+    """Bytes that all blocks keep between forward and backward."""
+    kinds, kind_of = block_bytes(ac, model, share, microbatch, seq_len)
+    return sum(block.saved * kind_of.count(kind) for kind, block in enumerate(kinds))
+
+
+@functools.lru_cache(maxsize=4096)
+def gradients_together(model: ModelConfig, share: Share, microbatch: int, seq_len: int) -> int:
+    block = block_operations(model, microbatch, seq_len)
+    tensors = [tensor for operation in block for tensor in operation.keeps]
+    tensors += [result for operation in block for operator in operation.operators for result in operator.results]
+    return _LARGEST_TOGETHER * max((share.bytes_of([tensor]) for tensor in tensors), default=0)
+
+
+@functools.lru_cache(maxsize=4096)
+def edge_bytes(model: ModelConfig, share: Share, microbatch: int, seq_len: int) -> dict[str, int]:
+    """Bytes that pieces before and after the blocks keep, by name."""
+    return {edge.name: share.bytes_of(kept_activations([edge])) for edge in edge_operations(model, microbatch, seq_len)}
+
+
+@functools.lru_cache(maxsize=4096)
+def deferred_bytes(model: ModelConfig, share: Share, microbatch: int, seq_len: int) -> dict[str, int]:
+    """Bytes between the two halves of a split backward, by name of an edge; a block has an empty name.
+
+    The gradients of weights need the inputs of linear layers, and the gradients of their outputs; all else is freed
+    (`titanlab.parallelism.pipeline_weights`). So it does not depend on checkpointing.
+    """
+
+    def factors(operations: Iterable[Operation]) -> Iterator[Activation]:
+        for operation in operations:
+            if operation.kind == "matmul":
+                yield from operation.keeps
+                for result in (result for operator in operation.operators for result in operator.results):
+                    yield replace(result, name=f"{result.name}.gradient")
+
+    pieces = {"": block_operations(model, microbatch, seq_len)}
+    pieces |= {edge.name: (edge,) for edge in edge_operations(model, microbatch, seq_len)}
+    return {name: share.bytes_of(factors(operations)) for name, operations in pieces.items()}
+
+
+# For each moment of a rank with most microbatches, the number of each of its stages between their forward and the
+# gradient of their input; then of each between the two halves of a split backward.
+Moments = tuple[tuple[int, ...], ...]
+# Each moment is compared with so many of the largest ones. More would find more that are covered, and take longer than
+# they save.
+_COMPARED = 4
+
+
+@functools.lru_cache(maxsize=4096)
+def peaks(schedule: PipelineSchedule, *, ranks: int, microbatches: int, rank: int) -> Moments:
+    """The moments of a rank in which its memory may be largest: no much larger one has as many of every stage.
+
+    The order of numbers is that of the rank's stages.
+    """
+    few = shorter(ranks, microbatches)
+    if few < microbatches:
+        # If more microbatches change nothing, still more do not either, and are not listed.
+        of_few = all_peaks(schedule, ranks, few, rank)
+        if of_few == all_peaks(schedule, ranks, min(microbatches, few + ranks), rank):
+            return of_few
+    return all_peaks(schedule, ranks, microbatches, rank)
+
+
+@functools.lru_cache(maxsize=4096)
+def totals(schedule: PipelineSchedule, *, ranks: int, microbatches: int, rank: int) -> tuple[tuple[int, int], ...]:
+    """The same of a rank whose stages are alike: each moment's two kinds of numbers, added up over its stages."""
+    moments = peaks(schedule, ranks=ranks, microbatches=microbatches, rank=rank)
+    half = len(moments[0]) // 2
+    largest: list[tuple[int, int]] = []
+    for pair in sorted({(sum(moment[:half]), sum(moment[half:])) for moment in moments}, reverse=True):
+        if not largest or pair[1] > largest[-1][1]:
+            largest.append(pair)
+    return tuple(largest)
+
+
+@functools.lru_cache(maxsize=4096)
+def all_peaks(schedule: PipelineSchedule, ranks: int, microbatches: int, rank: int) -> Moments:
+    """The moments of `peaks`, from all actions of a rank."""
+    stages = [stage for stage, owner in enumerate(placement_of(schedule, ranks)) if owner == rank]
+    place = {stage: number for number, stage in enumerate(stages)}
+    alive, maxima, rose = [0] * 2 * len(stages), set(), False
+    for stage, kind, _ in actions_of(schedule, ranks, microbatches)[rank]:
+        number = place[stage]
+        if kind is Kind.FORWARD:
+            alive[number] += 1
+            rose = True
+            continue
+        # Only before a number falls can it have been largest.
+        if rose:
+            maxima.add(tuple(alive))
+        alive[number + len(stages) if kind is Kind.WEIGHT else number] -= 1
+        rose = kind is Kind.INPUT
+        if rose:
+            alive[number + len(stages)] += 1
+    maxima.add(tuple(alive))
+    largest: list[tuple[int, ...]] = []
+    # A moment that another one covers has a smaller sum.
+    for moment in sorted(maxima, key=sum, reverse=True):
+        if not any(all(map(operator.ge, other, moment)) for other in largest[:_COMPARED]):
+            largest.append(moment)
+    return tuple(sorted(largest))

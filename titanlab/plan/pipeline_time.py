@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from titanlab.plan.block_time import ModelTime, total
-from titanlab.plan.stages import actions_of, parts_of, placement_of, stages_of
+from titanlab.plan.stages import actions_of, parts_of, placement_of, splits_backward, stages_of
 from titanlab.techniques.model.contract import ModelConfig
 from titanlab.techniques.schedule.action import Kind, executed
 from titanlab.techniques.schedule.contract import PipelineSchedule
@@ -21,8 +21,6 @@ _ROUNDING = 0.005
 _ROUNDS = 2
 # Time of a transfer, in units of a stage's mean time, with which transfers on the longest path are counted.
 _SMALL = 1e-4
-
-
 _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 
 
@@ -104,8 +102,7 @@ class RankTime(NamedTuple):
     block_backward: float
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RankStages:
+class RankStages(NamedTuple):
     """The stages of a recipe: those of the rank that computes longest, and all of them if there is a pipeline."""
 
     busiest: RankTime
@@ -169,23 +166,13 @@ def _different(
     return tuple(different), tuple(map(different.index, parts))
 
 
-class PipelineEstimate(Protocol):
-    """Gives the time of a pipeline: `simulated_time`, `pipeline_time` or `least_time`."""
-
-    def __call__(
-        self, schedule: PipelineSchedule, stages: Stages, *, ranks: int, microbatches: int, transfer: float
-    ) -> PipelineTime:
-        """Time of all microbatches.
-
-        Args:
-            schedule: config of the schedule.
-            transfer: time to send a tensor from one rank to another.
-        """
-        ...
+# The time of all microbatches, from the schedule, its stages, the numbers of ranks and microbatches, and the seconds
+# that sending a tensor to another rank takes.
+PipelineEstimate = Callable[[PipelineSchedule, Stages, int, int, float], PipelineTime]
 
 
 def simulated_time(
-    schedule: PipelineSchedule, stages: Stages, *, ranks: int, microbatches: int, transfer: float
+    schedule: PipelineSchedule, stages: Stages, ranks: int, microbatches: int, transfer: float
 ) -> PipelineTime:
     """Every action is simulated with the times of its stage."""
     orders = schedule.actions(ranks=ranks, microbatches=microbatches)
@@ -196,7 +183,7 @@ def simulated_time(
 
 
 def pipeline_time(
-    schedule: PipelineSchedule, stages: Stages, *, ranks: int, microbatches: int, transfer: float
+    schedule: PipelineSchedule, stages: Stages, ranks: int, microbatches: int, transfer: float
 ) -> PipelineTime:
     """Few microbatches are simulated, once for all recipes with similar stages; the others come at their pace."""
     few = shorter(ranks, microbatches)
@@ -212,7 +199,7 @@ def pipeline_time(
 
 
 def least_time(
-    schedule: PipelineSchedule, stages: Stages, *, ranks: int, microbatches: int, transfer: float
+    schedule: PipelineSchedule, stages: Stages, ranks: int, microbatches: int, transfer: float
 ) -> PipelineTime:
     """A bound: `pipeline_time` is never less. Nothing is simulated, and messages take no time."""
     idle = least_idle(schedule, stages.placement, stages.rounded, microbatches)
@@ -226,30 +213,23 @@ def shorter(ranks: int, microbatches: int) -> int:
     return microbatches if microbatches < least + ranks else least + microbatches % ranks
 
 
-class _ActionGraph(NamedTuple):
+@functools.lru_cache(maxsize=1024)
+def _program(schedule: PipelineSchedule, ranks: int, microbatches: int) -> list[tuple[int, int, int]]:
     """The actions of all ranks in an order in which they can run.
 
-    Attributes:
-        actions: rank, number of stage and kind in a table of times, and number of the action of another rank that it
-            waits for, or -1. The actions of one rank run one after the other and need not wait for each other.
+    Of each: its rank, the number of stage and kind in a table of times, and the number of the action of another rank
+    that it waits for, or -1. The actions of one rank run one after the other and need not wait for each other.
     """
-
-    actions: list[tuple[int, int, int]]
-    placement: tuple[int, ...]
-
-
-@functools.lru_cache(maxsize=1024)
-def _program(schedule: PipelineSchedule, ranks: int, microbatches: int) -> _ActionGraph:
-    placement = placement_of(schedule, ranks)
     index = {kind: number for number, kind in enumerate(_KINDS)}
     actions: list[tuple[int, int, int]] = []
-    for rank, (stage, kind, _), needs in executed(actions_of(schedule, ranks, microbatches), stages=len(placement)):
+    stages = len(placement_of(schedule, ranks))
+    for rank, (stage, kind, _), needs in executed(actions_of(schedule, ranks, microbatches), stages=stages):
         waits = -1
         for need in needs:
             if actions[need][0] != rank:
                 waits = need
         actions.append((rank, stage * len(_KINDS) + index[kind], waits))
-    return _ActionGraph(actions, placement)
+    return actions
 
 
 @functools.lru_cache(maxsize=16384)
@@ -257,34 +237,31 @@ def _short(
     schedule: PipelineSchedule, ranks: int, microbatches: int, stages: tuple[StageTime, ...]
 ) -> tuple[float, float]:
     """Idle time of the busiest rank in a step, and the number of transfers that the step waits for."""
-    program = _program(schedule, ranks, microbatches)
-    by_rank = [0.0] * ranks
-    for stage, rank in enumerate(program.placement):
-        by_rank[rank] += sum(stages[stage])
-    without = _duration(program, ranks, stages, 0.0)
-    small = _SMALL / _ROUNDING
-    return without - max(by_rank) * microbatches, (_duration(program, ranks, stages, small) - without) / small
-
-
-def _duration(program: _ActionGraph, ranks: int, stages: Sequence[StageTime], transfer: float) -> float:
-    """End of the last action; as `techniques.schedule.timeline.simulate` has it, whose order is found once."""
-    durations = durations_of(stages)
+    program, durations = _program(schedule, ranks, microbatches), durations_of(stages)
     times = [durations[kind][stage] for stage in range(len(stages)) for kind in _KINDS]
-    free = [0.0] * ranks
-    ends: list[float] = []
-    for rank, place, need in program.actions:
-        begin = free[rank]
-        if need >= 0:
-            arrival = ends[need] + transfer
-            if arrival > begin:
-                begin = arrival
-        free[rank] = end = begin + times[place]
-        ends.append(end)
-    return max(free)
+
+    def duration(transfer: float) -> float:
+        # The end of the last action, as `techniques.schedule.timeline.simulate` has it; the order is found once.
+        free = [0.0] * ranks
+        ends: list[float] = []
+        for rank, place, need in program:
+            begin = free[rank]
+            if need >= 0:
+                arrival = ends[need] + transfer
+                if arrival > begin:
+                    begin = arrival
+            free[rank] = end = begin + times[place]
+            ends.append(end)
+        return max(free)
+
+    by_rank = [0.0] * ranks
+    for stage, rank in enumerate(placement_of(schedule, ranks)):
+        by_rank[rank] += sum(stages[stage])
+    without, small = duration(0.0), _SMALL / _ROUNDING
+    return without - max(by_rank) * microbatches, (duration(small) - without) / small
 
 
 def durations_of(stages: Sequence[StageTime]) -> dict[Kind, list[float]]:
-    """Seconds of each stage, by kind of action."""
     return {
         Kind.FORWARD: [stage.forward for stage in stages],
         Kind.BACKWARD: [stage.inputs + stage.weights for stage in stages],
@@ -329,10 +306,3 @@ def least_idle(
         busy[rank] = microbatches * sum(sum(stages[number]) for number in numbers)
     longest: float = max(busy[rank] + idle[rank] for rank in own)
     return longest - max(busy.values())
-
-
-@functools.lru_cache(maxsize=4096)
-def splits_backward(schedule: PipelineSchedule, ranks: int, microbatches: int) -> bool:
-    """See `PipelineSchedule`."""
-    splits: bool = ranks > 1 and schedule.splits_backward(ranks=ranks, microbatches=microbatches)
-    return splits

@@ -19,20 +19,21 @@ from typing import Any, NamedTuple
 
 from titanlab.costs import Layout, Share
 from titanlab.errors import ConfigError
-from titanlab.plan.activations import deferred_bytes, saved_bytes
 from titanlab.plan.block_time import ModelTime, model_time
 from titanlab.plan.machine import Machine, axis_of
 from titanlab.plan.memory import (
     PieceBytes,
     RankMemory,
     added,
+    deferred_bytes,
     most_memory,
     reserved_bytes,
+    saved_bytes,
     stored_pieces,
 )
-from titanlab.plan.pipeline_time import least_time, splits_backward
+from titanlab.plan.pipeline_time import least_time
 from titanlab.plan.space import Choice, LayoutSpace, SpacePoint
-from titanlab.plan.stages import model_facts, placement_of
+from titanlab.plan.stages import model_facts, placement_of, splits_backward
 from titanlab.plan.step_time import StepTime, least_seconds, step_time
 from titanlab.recipe import Recipe
 from titanlab.techniques.ac.contract import ACConfig
@@ -50,7 +51,6 @@ class RecipeGroup(NamedTuple):
     compile: Choice
 
     def point(self, layout: Layout, schedule: Choice) -> SpacePoint:
-        """One of its recipes."""
         return SpacePoint(layout, self.microbatch, schedule, self.ac, self.precision, self.compile)
 
 
@@ -150,7 +150,6 @@ class RecipeRanking:
     refused: Counter[str] = field(default_factory=Counter)
 
     def best(self, count: int) -> list[Ranked]:
-        """The fastest recipes, at most `count`."""
         return list(itertools.islice(self._in_order(), count))
 
     def estimate(self, point: SpacePoint) -> Ranked | None:
@@ -191,7 +190,6 @@ class RecipeRanking:
             self.least = (needed, recipe)
 
     def _groups(self) -> Iterator[RecipeGroup]:
-        """All groups of the space."""
         by_degrees: dict[tuple[int, ...], list[Layout]] = {}
         for layout in self.space.layouts():
             by_degrees.setdefault((layout.pipeline, layout.context, layout.tensor, layout.expert), []).append(layout)

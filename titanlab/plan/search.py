@@ -235,7 +235,6 @@ def table_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def title(plan: Plan) -> str:
-    """What was planned."""
     base, machine = plan.base, plan.machine
     limit = "memory not known" if math.isinf(plan.limit) else (
         f"{machine.memory_bytes / 1e9:.0f} GB each, {100 * MARGIN:.0f} % of it left free"
@@ -254,7 +253,6 @@ def split_text(time: StepTime) -> str:
 
 
 def left_out(plan: Plan) -> list[str]:
-    """How many layouts rules forbid, and how many recipes do not fit."""
     lines = [f"{plan.listed:,} recipes; {plan.too_large:,} of those looked at do not fit"]
     if plan.dropped:
         lines.append("layouts that no recipe can have, by rule:")
@@ -291,7 +289,6 @@ def _difference(above: Ranked, ranked: Ranked) -> str:
 
 
 def plan_values(plan: Plan) -> dict[str, Any]:
-    """The same content as plain values; bytes and seconds."""
     return {
         "world": plan.base.layout.world,
         "device": plan.machine.name,
@@ -350,7 +347,6 @@ def _chosen(group: str, option: Any) -> list[str]:
 
 
 def _fields(group: str, option: Any, types: Any) -> list[str]:
-    """The fields of these types, as arguments."""
     values = {field.name: getattr(option, field.name) for field in dataclasses.fields(option)}
     return [f"{group}.{name}={str(value).lower()}" for name, value in values.items() if isinstance(value, types)]
 

@@ -220,11 +220,9 @@ class LayoutSpace:
         return legal
 
     def others(self) -> Iterator[tuple[Choice, Choice, Choice]]:
-        """Policies of checkpointing, precisions and compilations."""
         return itertools.product(self.choices.acs, self.choices.precisions, self.choices.compiles)
 
     def _recipe_of(self, point: SpacePoint) -> Recipe:
-        """The recipe of a point."""
         return dataclasses.replace(
             self.recipe,
             world=point.layout.world,
@@ -333,7 +331,6 @@ class LayoutSpace:
 
 
 def all_layouts(world: int) -> Iterator[Layout]:
-    """Every layout of a number of processes."""
     for pipeline in divisors(world):
         for tensor in divisors(world // pipeline):
             left = world // pipeline // tensor

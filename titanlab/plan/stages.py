@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from titanlab.costs import ModelAccount, Operation, block_name, is_in_block, training_flops_per_token
+from titanlab.costs import ModelAccount, Operation, block_name, is_in_block
 from titanlab.recipe import Recipe, stage_pieces
 from titanlab.techniques.ac.contract import ACConfig
 from titanlab.techniques.model.contract import ModelConfig
@@ -18,7 +18,6 @@ from titanlab.techniques.schedule.contract import PipelineSchedule
 # Long lists: few of them are kept.
 @functools.lru_cache(maxsize=64)
 def actions_of(schedule: PipelineSchedule, ranks: int, microbatches: int) -> Sequence[Sequence[Action]]:
-    """Actions by rank."""
     actions: Sequence[Sequence[Action]] = schedule.actions(ranks=ranks, microbatches=microbatches)
     return actions
 
@@ -49,7 +48,6 @@ class ModelFacts:
 
 @functools.lru_cache(maxsize=256)
 def model_facts(model: ModelConfig) -> ModelFacts:
-    """The facts of the model with this config."""
     account: ModelAccount = model.account()
     block = block_name(account.layers // 2)
     pieces = account.pieces or ("",)
@@ -65,20 +63,12 @@ def model_facts(model: ModelConfig) -> ModelFacts:
 
 
 @functools.lru_cache(maxsize=1024)
-def flops_per_token(model: ModelConfig, seq_len: int) -> int:
-    """See `titanlab.costs.account.training_flops_per_token`."""
-    return training_flops_per_token(model_facts(model).account, seq_len=seq_len)
-
-
-@functools.lru_cache(maxsize=1024)
 def block_operations(model: ModelConfig, microbatch: int, seq_len: int) -> tuple[Operation, ...]:
-    """The operations of a block for a microbatch."""
     return tuple(model.block_operations(batch=microbatch, seq_len=seq_len))
 
 
 @functools.lru_cache(maxsize=1024)
 def edge_operations(model: ModelConfig, microbatch: int, seq_len: int) -> tuple[Operation, ...]:
-    """The operations outside blocks for a microbatch."""
     return tuple(model.edge_operations(batch=microbatch, seq_len=seq_len))
 
 
@@ -99,11 +89,17 @@ class StagePieces(NamedTuple):
 
 @functools.lru_cache(maxsize=16384)
 def parts_of(pieces: tuple[str, ...]) -> StagePieces:
-    """The blocks and the other pieces of a stage."""
     return StagePieces(
         tuple(int(piece.rpartition(".")[2]) for piece in pieces if is_in_block(piece)),
         tuple(piece for piece in pieces if not is_in_block(piece)),
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def splits_backward(schedule: PipelineSchedule, ranks: int, microbatches: int) -> bool:
+    """Whether gradients of weights are computed apart from those of inputs."""
+    splits: bool = ranks > 1 and schedule.splits_backward(ranks=ranks, microbatches=microbatches)
+    return splits
 
 
 def stages_of(
@@ -136,5 +132,4 @@ def _stages(
 
 @functools.lru_cache(maxsize=4096)
 def placement_of(schedule: PipelineSchedule, ranks: int) -> tuple[int, ...]:
-    """The rank of each stage."""
     return (0,) if ranks == 1 else tuple(schedule.placement(ranks=ranks))

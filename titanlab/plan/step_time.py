@@ -12,17 +12,17 @@ from titanlab.costs import (
     TOTALS_BYTES,
     Coordinate,
     Step,
-    Traffic,
     TrafficRow,
     add_sharding,
     hidden_shape,
     parameter_elements,
+    training_flops_per_token,
 )
-from titanlab.plan.block_time import exposed, model_time, seconds_of
-from titanlab.plan.machine import AxisPlacement, Machine, axis_of, expert_axis
+from titanlab.plan.block_time import exposed, model_time, rows_of, seconds_of
+from titanlab.plan.machine import AxisPlacement, Machine, axis_of
 from titanlab.plan.memory import stored_pieces
 from titanlab.plan.pipeline_time import PipelineEstimate, RankTime, Stages, least_time, pipeline_time, rank_stages
-from titanlab.plan.stages import Seen, flops_per_token, model_facts
+from titanlab.plan.stages import Seen, model_facts
 from titanlab.recipe import Recipe, step_of
 
 # How often a step reads or writes the gradients outside of the optimizer: for their norm 1, to scale them 2, to set
@@ -73,8 +73,6 @@ def least_seconds(recipe: Recipe, machine: Machine) -> float:
 
 
 class _Estimate:
-    """The estimate of one recipe."""
-
     def __init__(self, recipe: Recipe, machine: Machine) -> None:
         self.recipe, self.machine, self.layout = recipe, machine, recipe.layout
         self.model, self.precision = recipe.model, recipe.precision
@@ -83,21 +81,17 @@ class _Estimate:
         self.times = model_time(recipe, machine)
         self.microbatches = recipe.microbatches
         self.fsdp = self.layout.data_parallelism(mixed=self.formats.mixed) == "fsdp2"
-        reshards = recipe.parallelism.frees_after_forward
-        self.reshards = reshards and self.fsdp
+        self.reshards = recipe.parallelism.frees_after_forward and self.fsdp
 
     def least(self) -> float:
-        """Seconds without what data parallelism and the optimizer add."""
         parts, _ = self._blocks(least_time)
         seconds = sum(parts.values())
         return seconds + self._straggling(seconds)
 
     def step(self, pipeline: PipelineEstimate) -> StepTime:
-        """The estimate."""
         recipe, machine, layout = self.recipe, self.machine, self.layout
         parts, busiest = self._blocks(pipeline)
-        block, edges = self._unit((self.facts.block,)), self._unit(busiest.edges)
-        self._data_parallel(busiest, block, edges, parts)
+        self._data_parallel(busiest, parts)
         parts["optimizer"] = self._optimizer(busiest)
         world = self._world
         parts["optimizer"] += machine.collective_seconds(world, 2 * TOTALS_BYTES, hops=2 * (world.ranks - 1))
@@ -106,7 +100,7 @@ class _Estimate:
         tokens = recipe.training.global_batch * recipe.training.seq_len
         rate = tokens / seconds / layout.world
         peak = machine.peak_flops.get(self.formats.compute, math.nan)
-        flops = flops_per_token(self.model, recipe.training.seq_len)
+        flops = training_flops_per_token(self.facts.account, seq_len=recipe.training.seq_len)
         return StepTime(seconds=seconds, parts=parts, tokens_per_second=rate, mfu=rate * flops / peak)
 
     @property
@@ -150,25 +144,26 @@ class _Estimate:
         )
         bytes_sent = math.prod(shape) * self.formats.compute_bytes
         axis = axis_of(self.layout, "pipeline", self.machine.per_node)
-        estimate = pipeline(
-            self.recipe.schedule,
-            stages,
-            ranks=self.layout.pipeline,
-            microbatches=self.microbatches,
-            transfer=self.machine.collective_seconds(axis, bytes_sent, hops=1),
-        )
+        transfer = self.machine.collective_seconds(axis, bytes_sent, hops=1)
+        estimate = pipeline(self.recipe.schedule, stages, self.layout.pipeline, self.microbatches, transfer)
         parts["pipeline"] = estimate.sending
         parts["bubble"] = max(0.0, estimate.seconds - estimate.sending - stages.busy * self.microbatches)
 
-    def _data_parallel(
-        self, stage: RankTime, block: ShardingTraffic, edges: ShardingTraffic, parts: dict[str, float]
-    ) -> None:
+    def _data_parallel(self, stage: RankTime, parts: dict[str, float]) -> None:
         """Add what summing gradients and gathering parameters adds."""
+        machine, blocks = self.machine, stage.blocks
         if not self.fsdp:
             if self.layout.replicate > 1:
-                self._ddp(stage, parts)
+                # Buckets are summed while the backward of the last microbatch runs; the last bucket is exposed.
+                axis = axis_of(self.layout, "replicate", machine.per_node)
+                size = self.facts.account.parameter_count * self.formats.master_bytes
+                wire = 2 * size * (axis.ranks - 1) / axis.ranks
+                buckets = max(1.0, size / (25 * 2**20))
+                whole = machine.collective_seconds(axis, wire, count=buckets, hops=2 * (axis.ranks - 1))
+                back = stage.time.inputs + stage.time.weights
+                parts["replicate"] += exposed(back, whole * (1 - 1 / buckets), machine) + whole / buckets
             return
-        machine, blocks = self.machine, stage.blocks
+        block, edges = self._unit((self.facts.block,)), self._unit(stage.edges)
         ahead, back = stage.block_forward / max(1, blocks), stage.block_backward / max(1, blocks)
         freed, kept = freed_and_kept(blocks, reshards=self.reshards)
         gather, reduce = block.gather, block.scatter + block.replicas
@@ -182,32 +177,18 @@ class _Estimate:
         share = block.replicas / (gather * (1 + (freed > 0)) + reduce) if reduce else 0.0
         parts["replicate"] += share * hidden + block.replicas + edges.replicas
         parts["shard"] += (1 - share) * hidden + edges.gather + gather + block.scatter + edges.scatter
-        gathers = 2 * self.microbatches * freed + kept
-        copies = self._copies(block, edges)
-        parts["compute"] += gathers * copies[0] + blocks * copies[1] + copies[2]
-
-    def _copies(self, block: ShardingTraffic, edges: ShardingTraffic) -> tuple[float, float, float]:
-        """Seconds to cast and copy around collectives: for a gather of a block, its reduction, and the edges."""
         if self.layout.fsdp == 1 and not self.formats.mixed:
-            return 0.0, 0.0, 0.0
-        rate = self.machine.memory_bytes_per_second * self.machine.efficiencies.fused_memory
+            return
+        # Casts and copies around collectives.
+        gathers = 2 * self.microbatches * freed + kept
+        rate = machine.memory_bytes_per_second * machine.efficiencies.fused_memory
         cast = (self.formats.master_bytes + self.formats.compute_bytes) / self.layout.fsdp
-        reduce = self.formats.compute_bytes + self.formats.reduce_bytes
-
-        def gather(unit: ShardingTraffic) -> float:
-            return (2 * unit.gathered_bytes + unit.elements * cast) / rate
-
-        return gather(block), block.elements * reduce / rate, gather(edges) + edges.elements * reduce / rate
-
-    def _ddp(self, stage: RankTime, parts: dict[str, float]) -> None:
-        """Buckets are summed while the backward of the last microbatch runs; the last bucket is exposed."""
-        axis = axis_of(self.layout, "replicate", self.machine.per_node)
-        size = self.facts.account.parameter_count * self.formats.master_bytes
-        wire = 2 * size * (axis.ranks - 1) / axis.ranks
-        buckets = max(1.0, size / (25 * 2**20))
-        whole = self.machine.collective_seconds(axis, wire, count=buckets, hops=2 * (axis.ranks - 1))
-        back = stage.time.inputs + stage.time.weights
-        parts["replicate"] += exposed(back, whole * (1 - 1 / buckets), self.machine) + whole / buckets
+        reduced = self.formats.compute_bytes + self.formats.reduce_bytes
+        gather_block, gather_edges = (
+            (2 * unit.gathered_bytes + unit.elements * cast) / rate for unit in (block, edges)
+        )
+        reduce_block, reduce_edges = (unit.elements * reduced / rate for unit in (block, edges))
+        parts["compute"] += gathers * gather_block + blocks * reduce_block + (gather_edges + reduce_edges)
 
     def _optimizer(self, rank: RankTime) -> float:
         """Time to read and write parameters, gradients and states, on the busiest rank."""
@@ -253,11 +234,9 @@ class ShardingTraffic(NamedTuple):
 
 def sharding_of(step: Step, pieces: tuple[str, ...], machine: Machine) -> ShardingTraffic:
     """FSDP2's communication for some pieces that are one stage."""
-    traffic = Traffic()
-    add_sharding(step, Coordinate(), 0, pieces, traffic)
-    rows, layout = traffic.rows(), step.layout
+    rows, layout = rows_of(add_sharding, step, Coordinate(), 0, pieces), step.layout
     fsdp, replicate = (axis_of(layout, name, machine.per_node) for name in ("fsdp", "replicate"))
-    experts = expert_axis(layout, "expert_shard", machine.per_node)
+    experts = axis_of(layout, "expert_shard", machine.per_node)
     gathers = [row for row in rows if row.kind == "all_gather"]
     scatters = [row for row in rows if row.kind not in ("all_gather", "all_reduce")]
 

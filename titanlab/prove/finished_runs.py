@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,18 @@ class Logged:
     recipe: Recipe
     rows: dict[int, tuple[float | None, float | None]]
     ended_as_nan: str = ""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What runs must have in common to be compared."""
+        identity = self.run.identity()
+        content: Mapping[str, Any] = {} if identity is None else identity.content
+        return {
+            **comparable(self.recipe),
+            "training.steps": self.recipe.training.steps,
+            "fingerprint of the data": content.get("data"),
+            "starting weights": content.get("weights"),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +72,43 @@ def compare_runs(first: RunFolder, second: RunFolder) -> RunComparison:
         raise ConfigError("run", second.path.name, "is both runs", "name two runs, or a recipe for a proof")
     a, b = _read(first), _read(second)
     # By their recipes they train the same model on the same tokens in the same order.
-    check_same(first.path.name, _facts(a), _facts(b), "compare runs that differ in layout or technique only")
+    check_same(first.path.name, a.facts, b.facts, "compare runs that differ in layout or technique only")
     tokens = sorted(a.rows.keys() & b.rows.keys())
     if not tokens:
         rule = f"has no logged step at a number of tokens at which {first.path.name} has one"
         raise ConfigError("run", second.path.name, rule, "log the same steps: training.log_every")
-    return _compared(a, b, tokens)
+    losses = [_relative(a.rows[at][0], b.rows[at][0]) for at in tokens]
+    norms = [_relative(a.rows[at][1], b.rows[at][1]) for at in tokens]
+    limits = max((of_runs(logged.recipe.precision) for logged in (a, b)), key=lambda limit: limit.loss)
+    parts = [f"{logged.run.path.name} ended as nan: {logged.ended_as_nan}" for logged in (a, b) if logged.ended_as_nan]
+    bounds = [
+        ("the first logged loss", losses[0], limits.first_step),
+        ("the first logged grad norm", norms[0], limits.first_step),
+        ("a loss", max(losses), limits.loss),
+        ("the median grad norm", statistics.median(norms), limits.grad_norm),
+    ]
+    for name, number, limit in bounds:
+        if not math.isfinite(number):
+            parts.append(f"{name} is not finite")
+        elif number > limit:
+            parts.append(f"{name} differs by {number:.1e}, more than {limit:.0e}")
+    row = ProofRow(
+        run=second.path.name,
+        layout=f"{b.recipe.layout.label} against {a.recipe.layout.label}",
+        precision=b.recipe.precision.kind,
+        passed=not parts,
+        reason="; ".join(parts),
+        loss=max(losses),
+        grad_norm=statistics.median(norms),
+        tolerance=limits._asdict(),
+    )
+    return RunComparison(
+        row=row,
+        compared=len(tokens),
+        logged=len(a.rows.keys() | b.rows.keys()),
+        tokens=tokens[losses.index(max(losses))],
+        first=(losses[0], norms[0]),
+    )
 
 
 def _read(run: RunFolder) -> Logged:
@@ -92,52 +136,6 @@ def _read(run: RunFolder) -> Logged:
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _facts(logged: Logged) -> dict[str, Any]:
-    identity = logged.run.identity()
-    content: Any = {} if identity is None else identity.content
-    return {
-        **comparable(logged.recipe),
-        "training.steps": logged.recipe.training.steps,
-        "fingerprint of the data": content.get("data"),
-        "starting weights": content.get("weights"),
-    }
-
-
-def _compared(a: Logged, b: Logged, tokens: list[int]) -> RunComparison:
-    losses = [_relative(a.rows[at][0], b.rows[at][0]) for at in tokens]
-    norms = [_relative(a.rows[at][1], b.rows[at][1]) for at in tokens]
-    limits = max((of_runs(logged.recipe.precision) for logged in (a, b)), key=lambda limit: limit.loss)
-    parts = [f"{logged.run.path.name} ended as nan: {logged.ended_as_nan}" for logged in (a, b) if logged.ended_as_nan]
-    bounds = [
-        ("the first logged loss", losses[0], limits.first_step),
-        ("the first logged grad norm", norms[0], limits.first_step),
-        ("a loss", max(losses), limits.loss),
-        ("the median grad norm", statistics.median(norms), limits.grad_norm),
-    ]
-    for name, number, limit in bounds:
-        if not math.isfinite(number):
-            parts.append(f"{name} is not finite")
-        elif number > limit:
-            parts.append(f"{name} differs by {number:.1e}, more than {limit:.0e}")
-    row = ProofRow(
-        run=b.run.path.name,
-        layout=f"{b.recipe.layout.label} against {a.recipe.layout.label}",
-        precision=b.recipe.precision.kind,
-        passed=not parts,
-        reason="; ".join(parts),
-        loss=max(losses),
-        grad_norm=statistics.median(norms),
-        tolerance=limits._asdict(),
-    )
-    return RunComparison(
-        row=row,
-        compared=len(tokens),
-        logged=len(a.rows.keys() | b.rows.keys()),
-        tokens=tokens[losses.index(max(losses))],
-        first=(losses[0], norms[0]),
-    )
 
 
 def _relative(first: float | None, second: float | None) -> float:

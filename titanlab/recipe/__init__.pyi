@@ -12,6 +12,7 @@ from .flags import read_flags as read_flags
 from .hydra_errors import ARGUMENTS as ARGUMENTS
 from .hydra_errors import composition_errors as composition_errors
 from .hydra_errors import value_error as value_error
+from .hydra_internal import VERSION_BASE as VERSION_BASE
 from .hydra_internal import flag_parser as flag_parser
 from .hydra_internal import is_hydras_own as is_hydras_own
 from .hydra_internal import plain_value as plain_value
@@ -28,7 +29,6 @@ from .next_attempt import adapted as adapted
 from .next_attempt import check_changeable as check_changeable
 from .next_attempt import check_unedited as check_unedited
 from .next_attempt import frozen_recipe as frozen_recipe
-from .next_attempt import new_recipe as new_recipe
 from .next_attempt import next_recipe as next_recipe
 from .next_attempt import recipe_changes as recipe_changes
 from .recipe import Recipe as Recipe

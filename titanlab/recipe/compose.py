@@ -206,9 +206,11 @@ def _hydra_loader(flags: Flags) -> ConfigLoader:
     GlobalHydra.instance().clear()
     with PackagesOnSearchPath.extended_by(added):
         if "://" in folder:
-            context: Any = initialize(config_path=folder, job_name="titanlab", version_base="1.3")
+            context: Any = initialize(config_path=folder, job_name="titanlab", **hydra_internal.VERSION_BASE)
         else:
-            context = initialize_config_dir(str(Path(folder).absolute()), job_name="titanlab", version_base="1.3")
+            context = initialize_config_dir(
+                str(Path(folder).absolute()), job_name="titanlab", **hydra_internal.VERSION_BASE
+            )
     with context:
         return GlobalHydra.instance().config_loader()
 

@@ -130,12 +130,14 @@ def value_error(cause: OmegaConfBaseException, overrides: Sequence[str]) -> Conf
     key = _full_key(cause, values)
     value = values.get(key, cause.value)
     if isinstance(cause, InterpolationResolutionError | UnsupportedInterpolationType):
-        refusal: BaseException | None = cause
-        while refusal is not None and not isinstance(refusal, ConfigError):
-            refusal = refusal.__cause__ or refusal.__context__
-        if refusal is not None:
-            # A resolver of titanlab has raised it, and OmegaConf has wrapped it.
-            return ConfigError(key, f"${{{refusal.key}:{refusal.value}}}", refusal.rule, refusal.cure)
+        # With OC_CAUSE=1 or under a debugger OmegaConf links its errors as causes, in a circle too.
+        chain: list[BaseException] = [cause]
+        for error in chain:
+            if isinstance(error, ConfigError):
+                # A resolver of titanlab has raised it, and OmegaConf has wrapped it.
+                return ConfigError(key, f"${{{error.key}:{error.value}}}", error.rule, error.cure)
+            linked = (error.__cause__, error.__context__)
+            chain += [each for each in linked if each is not None and each not in chain]
         rule, cure = first_line(cause), "name a key as in ${model.dim}, or a resolver"
         if rule.startswith("RecursionError"):
             # `override_dirname` has the text of all overrides, also of the one that refers to it.

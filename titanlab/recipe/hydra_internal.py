@@ -48,6 +48,8 @@ if not hydra.__version__.startswith(("1.3.", "1.4.")):
     cure = 'pip install "hydra-core>=1.3.2,<1.5"'
     raise ConfigError("hydra-core", hydra.__version__, "titanlab needs Hydra 1.3 or 1.4", cure)
 
+VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
+"""What Hydra 1.3 wants to be told of its version, and 1.4 warns of."""
 _SCHEMA = "_schema"
 # Before the names of the classes of Hydra's own sweeper and launcher, `_target_` in their configs.
 _OWN_PLUGINS = "hydra._internal.core_plugins.basic_"
@@ -235,8 +237,8 @@ def check_hidden(sources: Iterable[Any], used: Callable[[], Iterable[str]]) -> N
     first: dict[str, ConfigSource] = {}
     hidden: dict[str, ConfigSource] = {}
     for folder in folders if len(folders) > 1 else ():
-        root = Path(folder.path if folder.scheme() == "file" else str(importlib.resources.files(folder.path)))
-        for file in root.glob("*/**/*.yaml"):
+        root: Any = Path(folder.path) if folder.scheme() == "file" else importlib.resources.files(folder.path)
+        for file in root.glob("*/**/*.yaml") if isinstance(root, Path) else ():
             path = file.relative_to(root).with_suffix("").as_posix()
             read = first.setdefault(path, folder)
             if read is not folder and not path.startswith("hydra/") and _content(folder, path) != _content(read, path):

@@ -33,29 +33,25 @@ LAYOUT = ("world", "parallelism.", "schedule.", "ac.", "training.microbatch", "t
 
 
 def next_recipe(
-    config: Mapping[str, Any], overrides: Sequence[str], changeable: Sequence[str], *, file: Path, branch: str = ""
+    config: Mapping[str, Any],
+    overrides: Sequence[str],
+    changeable: Sequence[str] | None,
+    *,
+    file: Path,
+    branch: str = "",
 ) -> Recipe:
-    """The unresolved recipe of the next attempt: `key=value` of what `check_changeable` allows, or presets of PRESETS.
+    """The unresolved recipe of a run's next attempt, or of a new run that changes another one's.
 
     Args:
+        overrides: `key=value`; or other presets, of PRESETS for the next attempt, of any group for a new run.
+        changeable: what `check_changeable` allows; None: any key, as in a new run.
         file: the config's file, for errors that no override has caused.
 
     Raises:
         ConfigError: an override sets a key that may not change, or cannot be read; a preset does not exist.
     """
+    groups = PRESETS if changeable is not None else tuple(map(str, discover()))
     check_changeable(overrides, changeable, presets=PRESETS, branch=branch)
-    return _overridden(config, overrides, PRESETS, file=file)
-
-
-def new_recipe(config: Mapping[str, Any], overrides: Sequence[str], *, file: Path) -> Recipe:
-    """The unresolved recipe of a new run that changes another one's: any key, and any preset; as `next_recipe`."""
-    for override in overrides:
-        if "=" not in override:
-            raise ConfigError("overrides", override, "is no override", "write key=value")
-    return _overridden(config, overrides, tuple(map(str, discover())), file=file)
-
-
-def _overridden(config: Mapping[str, Any], overrides: Sequence[str], groups: Sequence[str], *, file: Path) -> Recipe:
     chosen = [override for override in overrides if override.partition("=")[0] in groups]
     values = [override for override in overrides if override not in chosen]
     changed = dict(config)
@@ -135,12 +131,12 @@ _EXAMPLES = {"parallelism": ", such as parallelism.shard=2", "launch": ", such a
 
 
 def check_changeable(
-    overrides: Sequence[str], changeable: Sequence[str], *, presets: Sequence[str] = (), branch: str = ""
+    overrides: Sequence[str], changeable: Sequence[str] | None, *, presets: Sequence[str] = (), branch: str = ""
 ) -> None:
     """Check that arguments are overrides of keys that may change.
 
     Args:
-        changeable: keys, and prefixes of keys, which end in a dot.
+        changeable: keys, and prefixes of keys, which end in a dot; None: all.
         presets: groups of which another preset may be chosen, if any of their keys may change.
         branch: the command that begins a new run with the other keys; empty: there is none.
     """
@@ -148,6 +144,8 @@ def check_changeable(
         key, equals, value = override.partition("=")
         if not equals:
             raise ConfigError("overrides", override, "is no override", "write key=value")
+        if changeable is None:
+            continue
         is_group = key in discover() and any(name.startswith(f"{key}.") for name in changeable)
         if is_group and key in presets:
             continue

@@ -94,7 +94,6 @@ class Recipe:
 
     @property
     def layout(self) -> Layout:
-        """The degrees of a resolved recipe."""
         return self.parallelism.layout
 
     @property
@@ -123,7 +122,6 @@ class Recipe:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step, over all processes."""
         return self.training.global_batch * self.training.seq_len
 
 
@@ -393,7 +391,6 @@ def _increasing(account: ModelAccount, split: Sequence[object], first: list[int]
 
 
 def as_typed(split: Sequence[object]) -> str:
-    """A split as it is written in an override."""
     return f"[{','.join(map(str, split))}]"
 
 

@@ -52,7 +52,6 @@ def check(recipe: Recipe) -> None:
 
 
 def check_all_but_data(recipe: Recipe) -> None:
-    """Check a resolved recipe by every rule that needs no data."""
     _names(recipe)
     check_addressable(recipe)
     _batch(recipe)
@@ -103,7 +102,6 @@ def _batch(recipe: Recipe) -> None:
 
 
 def check_processes(world: int) -> None:
-    """Check that a layout may have so many processes."""
     if world > MOST_PROCESSES:
         rule = f"a layout has at most {MOST_PROCESSES:,} processes"
         raise ConfigError("world", world, rule, "give fewer, by smaller degrees of parallelism")
@@ -224,7 +222,6 @@ MOST_ACTIONS = 1_000_000
 
 
 def check_tensor(layout: Layout, config: Parallelism, account: ModelAccount, *, seq_len: int, microbatch: int) -> None:
-    """Check that tensor parallelism can split heads, matrices and the sequence."""
     degree = layout.tensor
     if degree == 1:
         return
@@ -363,7 +360,6 @@ def check_context(layout: Layout, account: ModelAccount, *, seq_len: int, kernel
 def check_pipeline(
     layout: Layout, config: Parallelism, account: ModelAccount, schedule: PipelineSchedule, *, microbatches: int
 ) -> None:
-    """Check that the model has enough blocks for the stages, and that the schedule supports them."""
     degree = layout.pipeline
     if degree == 1:
         if config.split is not None:
@@ -419,7 +415,6 @@ def check_async_tensor(layout: Layout, config: Parallelism, *, accelerator: str,
 
 
 def check_symmetric_memory(layout: Layout, config: Parallelism, *, accelerator: str) -> None:
-    """Check that FSDP2 can use symmetric memory."""
     if not config.symmetric_memory:
         return
     _check_flag(
@@ -447,12 +442,10 @@ def _check_flag(key: str, *rules: tuple[bool, str, str]) -> None:
 
 
 def _try(key: str, usable: list[int], degree: int) -> str:
-    """The advice to try the two usable degrees that are nearest to the given degree."""
     return f"try {key}={_nearest(usable, degree)}"
 
 
 def _nearest(usable: Iterable[int], wanted: int) -> str:
-    """The two usable numbers that are nearest to the wanted one."""
     return " or ".join(map(str, sorted(sorted(usable, key=lambda n: (abs(n - wanted), n))[:2])))
 
 

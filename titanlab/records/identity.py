@@ -28,7 +28,6 @@ from pathlib import PurePath
 from typing import Any
 
 SCHEMA = 1
-_NOTHING = object()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +90,13 @@ def canonical(value: Any) -> Any:
 
 def _plain(value: Any, declared: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
-            name: plain
-            for name, kind, before in _hashed_fields(type(value))
-            if not _same(plain := _plain(getattr(value, name), kind), before)
-        }
+        values = {}
+        for name, kind, before in _hashed_fields(type(value)):
+            plain = _plain(getattr(value, name), kind)
+            # Compared as text, because in Python True == 1 == 1.0.
+            if not before or canonical_json(plain) != before:
+                values[name] = plain
+        return values
     if isinstance(value, enum.Enum):
         return _plain(value.value, Any)
     if value is None or isinstance(value, (bool, str)):
@@ -114,21 +115,18 @@ def _plain(value: Any, declared: Any) -> Any:
 
 
 @functools.cache
-def _hashed_fields(schema: type) -> tuple[tuple[str, Any, Any], ...]:
-    """Name, declared type and `before` value of each field of the identity."""
+def _hashed_fields(schema: type) -> tuple[tuple[str, Any, str], ...]:
+    """Name, declared type and `before` value as JSON of each field of the identity; empty: it has no such value."""
     declared = typing.get_type_hints(schema)
     return tuple(
-        (field.name, declared[field.name], _plain(field.metadata["before"], declared[field.name]))
-        if "before" in field.metadata
-        else (field.name, declared[field.name], _NOTHING)
-        for field in dataclasses.fields(schema)
-        if field.metadata.get("identity", True)
+        (
+            each.name,
+            declared[each.name],
+            canonical_json(_plain(each.metadata["before"], declared[each.name])) if "before" in each.metadata else "",
+        )
+        for each in dataclasses.fields(schema)
+        if each.metadata.get("identity", True)
     )
-
-
-def _same(plain: Any, before: Any) -> bool:
-    # Text, because in Python True == 1 == 1.0.
-    return before is not _NOTHING and canonical_json(plain) == canonical_json(before)
 
 
 def _number(value: int | float, declared: Any) -> int | float | str:

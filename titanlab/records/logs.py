@@ -222,7 +222,10 @@ def log_parts(run: RunFolder, rank: int, path: Path) -> list[LogPart]:
     starts = starts or [(run.newest_attempt(), 0)]
     begins = [_begin(run, attempt) for attempt, _ in starts]
     ends = [start for _, start in starts[1:]] + [size]
-    written = [*begins[1:], _written(path)]
+    try:
+        written = [*begins[1:], path.stat().st_mtime]
+    except OSError:
+        written = [*begins[1:], 0.0]
     return [
         LogPart(attempt=attempt, rank=rank, span=FileSpan(path=path, start=start, end=end), begin=begin, end=last)
         for (attempt, start), end, begin, last in zip(starts, ends, begins, written, strict=True)
@@ -258,14 +261,6 @@ def _begin(run: RunFolder, attempt: int) -> float:
             time = run.created()
     # The file may be a stranger's: no date has a year of a thousand digits.
     return float(time) if isinstance(time, int | float) and 0 <= time < _MOST_SECONDS else 0.0
-
-
-def _written(path: Path) -> float:
-    """When a file was written last; 0 if it is missing."""
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 # `12:30:00  text` of titanlab, `W1124 12:30:00.123` of torch, `2026-11-24 12:30:00,123` of Python's logging.

@@ -145,9 +145,10 @@ def memory_frame(path: Path | str) -> DataFrame:
 DURATIONS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
 # Its order comes from a file.
 _OF_A_FILE = "csv"
+_IDLE = ("bubble_percent", "peak_in_flight")
 _PIPELINES = (
-    *("run", "name", "layout.label", "schedule", "ranks", "stages", "microbatches", "bubble_percent"),
-    *("peak_in_flight", "step_seconds", "busy_seconds", "oversubscribed"),
+    *("run", "name", "layout.label", "schedule", "ranks", "stages", "microbatches", *_IDLE),
+    *("step_seconds", "busy_seconds", "oversubscribed"),
 )
 
 
@@ -171,7 +172,6 @@ def timeline_of(
 
 
 def schedules() -> dict[str, PipelineSchedule]:
-    """Every schedule by name, with its own defaults."""
     options = discover()["schedule"].items()
     by_name = {str(kind): option.schema() for kind, option in options if kind not in (None, _OF_A_FILE)}
     return dict(sorted(by_name.items()))
@@ -202,18 +202,9 @@ def schedules_frame(
                     timeline = _simulated(schedule, size, count, DURATIONS, transfer)
                 except ConfigError:
                     continue
-                rows.append(
-                    {
-                        "schedule": name,
-                        "ranks": size,
-                        "microbatches": count,
-                        "stages_per_rank": len(timeline.placement) // size,
-                        "step": timeline.duration,
-                        "bubble_percent": 100 * timeline.bubble_share,
-                        "peak_in_flight": max(timeline.peak_in_flight),
-                    }
-                )
-    names = ["schedule", "ranks", "microbatches", "stages_per_rank", "step", "bubble_percent", "peak_in_flight"]
+                own = {"schedule": name, "ranks": size, "microbatches": count, "step": timeline.duration}
+                rows.append({**own, "stages_per_rank": len(timeline.placement) // size, **_idle(timeline)})
+    names = ["schedule", "ranks", "microbatches", "stages_per_rank", "step", *_IDLE]
     return pd.DataFrame(rows, columns=names)
 
 
@@ -241,19 +232,15 @@ def pipelines_frame(path: Path | str) -> DataFrame:
         recipe = from_mapping(run.config(int(row["attempt"])))
         size, count = recipe.layout.pipeline, recipe.microbatches
         timeline = _simulated(recipe.schedule, size, count, DURATIONS, 0.0)
-        rows.append(
-            {
-                **{name: row[name] for name in ("run", "name", "layout.label", "schedule", "oversubscribed")},
-                "ranks": size,
-                "stages": len(timeline.placement),
-                "microbatches": count,
-                "bubble_percent": 100 * timeline.bubble_share,
-                "peak_in_flight": max(timeline.peak_in_flight),
-                "step_seconds": row["step_seconds"],
-                "busy_seconds": row["step_seconds"] * (1 - timeline.bubble_share),
-            }
-        )
+        names = ("run", "name", "layout.label", "schedule", "oversubscribed", "step_seconds")
+        own = {"ranks": size, "stages": len(timeline.placement), "microbatches": count, **_idle(timeline)}
+        busy = row["step_seconds"] * (1 - timeline.bubble_share)
+        rows.append({**{name: row[name] for name in names}, **own, "busy_seconds": busy})
     return pd.DataFrame(rows, columns=list(_PIPELINES))
+
+
+def _idle(timeline: Timeline) -> dict[str, float]:
+    return dict(zip(_IDLE, (100 * timeline.bubble_share, max(timeline.peak_in_flight)), strict=True))
 
 
 def _simulated(

@@ -48,7 +48,6 @@ class Facts:
 
     @cached_property
     def done(self) -> list[Mapping[str, Any]]:
-        """Rows of the runs that are done."""
         return [row for row in self.runs if row["outcome"] == "done" and row["state"] == "ended"]
 
     @cached_property
@@ -66,7 +65,6 @@ class Facts:
         return [(group, representative(group)) for group in self.groups[:_MOST_RECIPES]]
 
     def run(self, row: Mapping[str, Any]) -> RunFolder:
-        """The folder of a row's run."""
         return self.sweep.run(str(row["run"]))
 
     def config(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -130,7 +128,6 @@ class Answer:
 
     @property
     def sentence(self) -> str:
-        """The answer in one sentence."""
         return sentence_of(self.ranking)
 
     @property

@@ -1,10 +1,10 @@
-"""The figures of a report: each with a caption, a description in words, and a table of the values behind it."""
+"""The sections of a report that have a figure: with a caption, a description in words, and a table of the values."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -69,8 +69,38 @@ class PageTable:
     columns: bool = False
 
 
-def text(value: Any, *, digits: int = 4) -> Cell:
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One section.
+
+    Attributes:
+        id: also the name of the figure's file.
+        caption: how to read the figure.
+        description: what the figure shows, for people who do not see it.
+        columns: names of the table's columns, or of metrics, that the figure is drawn from.
+        values: behind the figure, by run folder.
+        notes: what is not in the figure, and why.
+        details: texts that are shown on demand, by their summary.
+    """
+
+    id: str
+    title: str
+    texts: Sequence[str] = ()
+    command: str = ""
+    figure: TracedFigure | None = None
+    caption: str = ""
+    description: str = ""
+    columns: Sequence[str] = ()
+    values: PageTable | None = None
+    notes: Sequence[str] = ()
+    tables: Sequence[PageTable] = ()
+    details: Sequence[tuple[str, str]] = ()
+
+
+def cell(value: Any, *, digits: int = 4) -> Cell:
     """A cell of a text or a plain value; numbers are rounded to significant digits, None is empty."""
+    if isinstance(value, Cell):
+        return value
     if isinstance(value, bool):
         return Cell(text="yes" if value else "no")
     if isinstance(value, int | float):
@@ -79,93 +109,78 @@ def text(value: Any, *, digits: int = 4) -> Cell:
     return Cell(text="" if value is None else str(value))
 
 
-def speed_text(value: float) -> str:
-    """Tokens per second, or a share."""
-    return grouped(value) if value >= 100 else significant(value)
-
-
 def run_cell(name: object) -> Cell:
     """A cell that links to a run's folder."""
     return Cell(text=str(name), run=str(name))
 
 
-def values_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], *, caption: str) -> PageTable:
+def table(caption: str, headings: Sequence[str], rows: Iterable[Iterable[Any]], *, columns: bool = False) -> PageTable:
+    """A table of cells or plain values."""
+    return PageTable(caption=caption, headings=headings, rows=[list(map(cell, row)) for row in rows], columns=columns)
+
+
+def _by_run(caption: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> PageTable:
     """The values of some columns of the sweep's table, a row for each run."""
-    return PageTable(
-        caption=caption,
-        headings=["run", *columns],
-        rows=[[run_cell(row["run"]), *(text(row.get(name)) for name in columns)] for row in rows],
-        columns=True,
-    )
+    values = ([run_cell(row["run"]), *(row.get(name) for name in columns)] for row in rows)
+    return table(caption, ["run", *columns], values, columns=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Panel:
-    """One figure.
-
-    Attributes:
-        name: of its file, and of its place in the page.
-        caption: how to read it.
-        description: what it shows, for people who do not see it.
-        columns: names of the table's columns, or of metrics, that it is drawn from.
-        values: behind the figure, by run folder.
-        notes: what is not in it, and why.
-    """
-
-    name: str
-    title: str
-    figure: TracedFigure
-    caption: str
-    description: str
-    columns: Sequence[str]
-    values: PageTable
-    notes: Sequence[str] = field(default=())
+def speed_text(value: float) -> str:
+    """Tokens per second, or a share."""
+    return grouped(value) if value >= 100 else significant(value)
 
 
-def pareto_panel(facts: Facts, *, speed: str) -> Panel:
-    """Memory against speed."""
+def figure_sections(facts: Facts, answer: Answer, *, by: str) -> list[Section]:
+    """The sections with a figure, or with the reason why there is none. Only models with experts have one for these."""
+    has_mfu = any(row["mfu_percent"] is not None for row in facts.done)
+    return [
+        _pareto(facts, speed="mfu_percent" if by == "mfu" and has_mfu else "tokens_per_second"),
+        _throughput(facts, answer),
+        _step_time(facts),
+        _loss(facts),
+        *_experts(facts),
+        _timelines(facts),
+        _estimates(facts),
+    ]
+
+
+def _pareto(facts: Facts, *, speed: str) -> Section:
     points = scatter.points_of(facts.rows, speed)
-    front = scatter.front_of(points)
     failed = [row for row in facts.runs if row["state"] == "ended" and state_tone(row) in ("bad", "halted")]
     caption = (
         "Each point is a recipe: of its runs that are done, the geometric mean of the speed and the median of the "
         "memory. Less memory is left, more speed is up. "
         "A diamond is a recipe that no other one beats in both."
     )
+    columns = [scatter.MEMORY, speed, "outcome"]
     if failed:
         caption += (
             " A red cross is a run that failed; in the strip below where its speed was never measured, at the memory "
             "that was measured or estimated."
         )
+        columns += [scatter.ESTIMATED_MEMORY] if scatter.ESTIMATED_MEMORY in failed[0] else []
     description = f"Scatter of {counted(len(points), 'recipe')}."
     if points:
         memory, rate = [point.memory for point in points], [point.speed for point in points]
         description += f" Memory from {min(memory):.2f} to {max(memory):.2f} GiB, {scatter.SPEEDS[speed]} from "
         description += f"{speed_text(min(rate))} to {speed_text(max(rate))}."
-    if front:
+    if front := scatter.front_of(points):
         named = [f"{p.group.label} ({speed_text(p.speed)} at {p.memory:.2f} GiB)" for p in front]
         description += f" Not beaten in both: {_listed(named)}."
     if failed:
         description += f" {counted(len(failed), 'run')} failed."
-    columns = [
-        scatter.MEMORY,
-        speed,
-        "outcome",
-        *([scatter.ESTIMATED_MEMORY] if failed and scatter.ESTIMATED_MEMORY in failed[0] else []),
-    ]
-    return Panel(
-        name="pareto",
+    return Section(
+        id="pareto",
         title=f"Memory against {'MFU' if speed == 'mfu_percent' else 'speed'}",
         figure=scatter.pareto(facts.rows, speed=speed),
         caption=caption + _oversubscribed(facts),
         description=description,
         columns=columns,
-        values=values_table(facts.runs, columns, caption="Memory and speed of every run"),
+        values=_by_run("Memory and speed of every run", facts.runs, columns),
     )
 
 
-def throughput_panel(facts: Facts, answer: Answer) -> Panel:
-    """Speed of each recipe."""
+def _throughput(facts: Facts, answer: Answer) -> Section:
     kept = {id(row) for group in facts.groups[:_MOST_RECIPES] for row in group.rows}
     rows = facts.rows if len(facts.groups) <= _MOST_RECIPES else [row for row in facts.rows if id(row) in kept]
     measured = [(group, group.typical("tokens_per_second")) for group in facts.groups]
@@ -179,25 +194,25 @@ def throughput_panel(facts: Facts, answer: Answer) -> Panel:
     if len(facts.groups) > _MOST_RECIPES:
         notes.append(f"The figure has the {_MOST_RECIPES} fastest of {counted(len(facts.groups), 'recipe')}.")
     columns = ["tokens_per_second", "mfu_percent", "measured_steps", "oversubscribed", "outcome"]
-    return Panel(
-        name="throughput",
+    return Section(
+        id="throughput",
         title="Throughput by layout",
         figure=bars.throughput_by_layout(rows, ranked=True, bands=answer.bands),
         caption=caption + _oversubscribed(facts),
         description=f"Bars of tokens per second of one device. {_listed(shown) or 'No run was measured'}.",
         columns=columns,
-        values=values_table(facts.runs, columns, caption="Speed of every run"),
+        values=_by_run("Speed of every run", facts.runs, columns),
         notes=notes,
     )
 
 
-def split_panel(facts: Facts) -> Panel | None:
-    """Parts of a step; None: neither measured nor estimated."""
+def _step_time(facts: Facts) -> Section:
+    id, title = "step-time", "Where the time of a step goes"  # noqa: A001
     splits = measured_splits(facts)
     is_measured = bool(splits)
     splits = splits or estimated_splits(facts)
     if not splits:
-        return None
+        return Section(id=id, title=title, texts=["Neither measured nor estimated for any recipe."])
     if is_measured:
         caption = (
             "Measured with profiler=breakdown: the mean over ranks of the latest window of steps. "
@@ -220,26 +235,66 @@ def split_panel(facts: Facts) -> Panel | None:
     notes = [f"Without a bar, for lack of figures: {_listed(missing)}."] if missing else []
     if len(facts.groups) > len(facts.shown):
         notes.append(f"Only the {len(facts.shown)} fastest of {counted(len(facts.groups), 'recipe')} are looked at.")
-    return Panel(
-        name="step-time",
-        title="Where the time of a step goes" + ("" if is_measured else " (estimate)"),
+    values = ([run_cell(each.run), *(cell(each.seconds.get(part), digits=3) for part in parts)] for each in splits)
+    return Section(
+        id=id,
+        title=title + ("" if is_measured else " (estimate)"),
         figure=bars.step_time_split(splits),
         caption=caption,
         description=f"Stacked bars of the seconds of a step. {_listed(clauses)}.",
         columns=sorted({column for split in splits for column in split.columns}),
-        values=PageTable(
-            caption="Seconds of a step by part" + ("" if is_measured else ", estimated"),
-            headings=["run", *map(bars.part_name, parts)],
-            rows=[
-                [run_cell(split.run), *(text(split.seconds.get(part), digits=3) for part in parts)] for split in splits
-            ],
+        values=table(
+            "Seconds of a step by part" + ("" if is_measured else ", estimated"),
+            ["run", *map(bars.part_name, parts)],
+            values,
         ),
         notes=notes,
     )
 
 
-def loss_panel(facts: Facts) -> Panel:
-    """Loss against tokens."""
+_BREAKDOWN = "breakdown/"
+
+
+def measured_splits(facts: Facts) -> list[bars.StepSplit]:
+    """The parts of a step of the runs with `profiler=breakdown`: of their latest window."""
+    splits = []
+    for group, _ in facts.shown:
+        windows = ((row, facts.metrics(row, "breakdown")) for row in group.rows if row["step"])
+        row, own = next(((row, own) for row, own in windows if own), ({}, []))
+        seconds = {
+            name: float(value)
+            for name, value in (own[-1] if own else {}).items()
+            if name.startswith(_BREAKDOWN) and isinstance(value, int | float) and value > 0
+        }
+        seconds.pop(f"{_BREAKDOWN}step(s)", None)
+        if seconds:
+            parts = {
+                name.removeprefix(_BREAKDOWN).removesuffix("(s)").removeprefix("exposed_"): value
+                for name, value in seconds.items()
+            }
+            splits.append(bars.StepSplit(run=str(row["run"]), label=group.label, seconds=parts, columns=list(seconds)))
+    return splits
+
+
+def estimated_splits(facts: Facts) -> list[bars.StepSplit]:
+    """The planner's parts of a step, of the recipes for whose machine it has figures."""
+    splits = []
+    for group, row in facts.shown:
+        recipe = _recipe(facts, row)
+        if recipe is None:
+            continue
+        try:
+            parts = dict(step_time(recipe, machine_of(recipe)).parts)
+        except (TitanlabError, ArithmeticError, ValueError, LookupError):
+            continue
+        run = str(row["run"])
+        splits.append(
+            bars.StepSplit(run=run, label=group.label, seconds=parts, columns=["config.yaml"], is_measured=False)
+        )
+    return splits
+
+
+def _loss(facts: Facts) -> Section:
     # One run of each recipe, those that diverged before the others.
     begun = [row for _, row in facts.shown if row["step"]]
     diverged = [row for row in facts.runs if row["outcome"] == "nan" and row not in begun]
@@ -256,206 +311,22 @@ def loss_panel(facts: Facts) -> Panel:
         for metrics in facts.metrics(row, "train")
     ]
     drawn = len({step["run"] for step in steps})
-    columns = [meter.LOSS, meter.TOKENS_SEEN]
     last = [f"{row['run']} {significant(row['loss'], 5)}" for row in chosen if row["loss"] is not None]
     left = len(facts.runs) - drawn
-    more = f"{counted(left, 'run')} more are in the table"
-    notes = [f"One run of each recipe is drawn, {style.MOST_LINES} at most; {more}."]
-    table_columns = ["first_loss", "loss", "validation_loss", "tokens_seen", "step"]
-    return Panel(
-        name="loss",
+    notes = [
+        f"One run of each recipe is drawn, {style.MOST_LINES} at most; {counted(left, 'run')} more are in the table."
+    ]
+    columns = ["first_loss", "loss", "validation_loss", "tokens_seen", "step"]
+    return Section(
+        id="loss",
         title="Loss against tokens",
         figure=over_time.loss_by_tokens(steps, labels=labels, colours=style.recipe_colours(facts.rows)),
         caption="Recipes that train the same have one curve; a wider line then shows on both sides of a narrower one.",
         description=f"Lines of the training loss of {counted(drawn, 'run')}. Last loss: {_listed(last) or 'none'}.",
-        columns=columns,
-        values=values_table(facts.runs, table_columns, caption="First and last loss of every run"),
+        columns=[meter.LOSS, meter.TOKENS_SEEN],
+        values=_by_run("First and last loss of every run", facts.runs, columns),
         notes=notes if left > 0 and drawn else [],
     )
-
-
-def timeline_panel(facts: Facts) -> Panel | None:
-    """Timelines of pipelines; None: no recipe has a pipeline that can be drawn."""
-    drawn, left_out = pipelines(facts)
-    if not drawn:
-        return None
-    estimated = any(pipeline.unit for pipeline in drawn)
-    caption = "Simulated from the schedule: a row is a rank of the pipeline, a box one action; grey is idle. " + (
-        "Durations are the planner's estimates." if estimated else "A backward pass takes two forward passes."
-    )
-    by_name = {row["run"]: row for row in facts.runs}
-    clauses, rows = [], []
-    for pipeline in drawn:
-        idle = f"{100 * pipeline.timeline.bubble_share:.1f} %"
-        clauses.append(f"{pipeline.label}: idle {idle} of all ranks' time")
-        peaks = ", ".join(f"{peak:.3g}" for peak in pipeline.timeline.peak_in_flight)
-        values = (*(by_name[pipeline.run][name] for name in over_time.TIMELINE_COLUMNS), idle, peaks)
-        rows.append([run_cell(pipeline.run), *map(text, values)])
-    return Panel(
-        name="timeline",
-        title="Pipeline timelines",
-        figure=over_time.pipeline_timelines(drawn),
-        caption=caption,
-        description=f"Timelines of {counted(len(drawn), 'pipeline')}. {_listed(clauses)}.",
-        columns=over_time.TIMELINE_COLUMNS,
-        values=PageTable(
-            caption="Pipelines",
-            headings=[
-                "run",
-                *over_time.TIMELINE_COLUMNS,
-                "idle, of all ranks' time",
-                "most microbatches in flight, by rank",
-            ],
-            rows=rows,
-        ),
-        notes=[f"Not drawn: {line}." for line in left_out[:_MOST_RECIPES]],
-    )
-
-
-def estimate_panel(facts: Facts) -> Panel | None:
-    """Estimates against measurements; None: no run has both."""
-    comparisons = {
-        measured: scatter.compared(facts.rows, measured, estimated) for measured, estimated, _, _ in scatter.PAIRS
-    }
-    if not any(comparisons.values()):
-        return None
-    clauses = []
-    for measured, _, title, _ in scatter.PAIRS:
-        errors = [abs(estimate / value - 1) for _, value, estimate in comparisons[measured]]
-        if errors:
-            within = sum(error <= 0.2 for error in errors)
-            clauses.append(
-                f"{title}: {within} of {counted(len(errors), 'run')} within 20 %, worst {100 * max(errors):.0f} %"
-            )
-    columns = [column for measured, estimated, _, _ in scatter.PAIRS for column in (measured, estimated)]
-    rows = [row for row in facts.done if any(row.get(estimated) is not None for _, estimated, _, _ in scatter.PAIRS)]
-    return Panel(
-        name="estimate",
-        title="Estimate against measurement",
-        figure=scatter.estimate_against_measurement(facts.rows),
-        caption="A point is a run. On the line the planner's estimate is right; the dashed lines are 20 % away."
-        + _oversubscribed(facts),
-        description=f"Scatter of estimates and measurements. {'; '.join(clauses)}.",
-        columns=columns,
-        values=values_table(rows, columns, caption="Estimates and measurements of every run"),
-    )
-
-
-def _oversubscribed(facts: Facts) -> str:
-    return _OVERSUBSCRIBED if any(row["oversubscribed"] for row in facts.done) else ""
-
-
-def _listed(texts: Sequence[str]) -> str:
-    """The first texts, and how many more there are."""
-    more = len(texts) - _MOST_NAMED
-    return "; ".join(texts[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
-
-
-_BREAKDOWN = "breakdown/"
-# Cells of all timelines of a report; a larger one would have megabytes.
-MOST_CELLS = 3000
-
-
-def measured_splits(facts: Facts) -> list[bars.StepSplit]:
-    """The parts of a step of the runs with `profiler=breakdown`: of their latest window."""
-    splits = []
-    for group, _ in facts.shown:
-        for row in group.rows:
-            windows = facts.metrics(row, "breakdown") if row["step"] else []
-            if not windows:
-                continue
-            seconds = {
-                name: float(value)
-                for name, value in windows[-1].items()
-                if name.startswith(_BREAKDOWN) and isinstance(value, int | float) and value > 0
-            }
-            seconds.pop(f"{_BREAKDOWN}step(s)", None)
-            if seconds:
-                parts = {
-                    name.removeprefix(_BREAKDOWN).removesuffix("(s)").removeprefix("exposed_"): value
-                    for name, value in seconds.items()
-                }
-                splits.append(
-                    bars.StepSplit(run=str(row["run"]), label=group.label, seconds=parts, columns=list(seconds))
-                )
-            break
-    return splits
-
-
-def estimated_splits(facts: Facts) -> list[bars.StepSplit]:
-    """The planner's parts of a step, of the recipes for whose machine it has figures."""
-    splits = []
-    for group, row in facts.shown:
-        recipe = _recipe(facts, row)
-        if recipe is None:
-            continue
-        try:
-            parts = step_time(recipe, machine_of(recipe)).parts
-        except (TitanlabError, ArithmeticError, ValueError, LookupError):
-            continue
-        split = bars.StepSplit(run=str(row["run"]), label=group.label, seconds=dict(parts), columns=["config.yaml"])
-        splits.append(replace(split, is_measured=False))
-    return splits
-
-
-def pipelines(facts: Facts) -> tuple[list[over_time.PipelineTimeline], list[str]]:
-    """Timelines of the recipes with a pipeline, one for each schedule; and why others have none."""
-    timelines: list[over_time.PipelineTimeline] = []
-    left_out: list[str] = []
-    seen = set[tuple[Any, ...]]()
-    cells = 0
-    for group, row in facts.shown:
-        if (row["layout.pipeline"] or 1) == 1:
-            continue
-        # Other recipes with the same pipeline have a timeline of the same form.
-        key = tuple(
-            row[name] for name in ("schedule", "layout.pipeline", "layout.label", "microbatch", "global_batch", "model")
-        )
-        if key in seen:
-            continue
-        seen.add(key)
-        recipe = _recipe(facts, row)
-        if recipe is None:
-            left_out.append(f"{group.label}: its config.yaml cannot be read")
-            continue
-        try:
-            count = sum(
-                map(len, recipe.schedule.actions(ranks=recipe.layout.pipeline, microbatches=recipe.microbatches))
-            )
-            if cells + count > MOST_CELLS:
-                left_out.append(f"{group.label}: {count:,} actions are too many for a page")
-                continue
-            timelines.append(_pipeline(recipe, group, str(row["run"])))
-            cells += count
-        except (TitanlabError, ArithmeticError, ValueError, LookupError) as error:
-            left_out.append(f"{group.label}: {error}")
-    return timelines, left_out
-
-
-def _pipeline(recipe: Recipe, group: RecipeRuns, run: str) -> over_time.PipelineTimeline:
-    """The timeline with the planner's times; where it has none, with a backward pass of two forward passes."""
-    label = f"{group.label} · {recipe.schedule.kind}, {counted(recipe.microbatches, 'microbatch', 'microbatches')}"
-    try:
-        timeline = timeline_of(recipe, machine_of(recipe))
-        if timeline is not None:
-            return over_time.PipelineTimeline(run=run, label=label, timeline=timeline, unit="s, estimated")
-    except TitanlabError:
-        pass
-    ranks = recipe.layout.pipeline
-    orders = recipe.schedule.actions(ranks=ranks, microbatches=recipe.microbatches)
-    return over_time.PipelineTimeline(
-        run=run, label=label, timeline=simulate(orders, recipe.schedule.placement(ranks=ranks))
-    )
-
-
-def _recipe(facts: Facts, row: Mapping[str, Any]) -> Recipe | None:
-    config = facts.config(row)
-    if config is None:
-        return None
-    try:
-        return from_mapping(config)
-    except (TitanlabError, AssertionError, TypeError, ValueError, LookupError):
-        return None
 
 
 # A row of a stranger's run may have any numbers.
@@ -468,44 +339,50 @@ _CAPTION = (
 )
 
 
-def expert_panel(facts: Facts) -> Panel | None:
-    """The newest load of each recipe's experts; None: no run has recorded one."""
-    loads = _loads(facts)
+def _experts(facts: Facts) -> list[Section]:
+    """The newest load of each recipe's experts; empty: no run has recorded one."""
+    # Recipes with the same load are one map.
+    same: dict[str, tuple[over_time.ExpertLoad, list[str]]] = {}
+    for group, row in facts.shown:
+        run = str(row["run"])
+        rows = [load for metrics in facts.metrics(row, EXPERTS) if (load := _load(metrics)) is not None]
+        if rows:
+            newest = replace(rows[-1], runs=[run], label=group.label)
+            load, labels = same.get(key := repr((newest.step, newest.steps, newest.counts)), (newest, []))
+            same[key] = replace(load, runs=[*dict.fromkeys([*load.runs, run])]), [*labels, group.label]
+    loads = []
+    for load, (first, *others) in same.values():
+        more = f" and {counted(len(others), 'recipe')} with the same counts" if others else ""
+        loads.append(replace(load, label=first + more))
     if not loads:
-        return None
+        return []
     drawn = loads[: over_time.MOST_MAPS]
     notes = []
     if len(loads) > len(drawn):
         notes.append(f"The figure has the first {len(drawn)} of {len(loads)} different loads; all are in the table.")
+    values = []
+    for load in loads:
+        for block, shares in enumerate(load.shares):
+            cells: list[Any] = [run_cell(load.runs[0]), load.step, load.steps, block]
+            for expert in (int(shares.argmax()), int(shares.argmin())):
+                cells += [expert, Cell(text=f"{shares[expert]:.3f}", is_number=True)]
+            values.append([*cells, int((shares == 0).sum())])
+    headings = [
+        *("run", "after step", "steps", "block", "most loaded", "its share", "least loaded", "its share"),
+        "experts without a token",
+    ]
     clauses = "; ".join(map(str, drawn[:_MOST_BLOCKS_NAMED]))
-    return Panel(
-        name="experts",
+    section = Section(
+        id="experts",
         title="Load of the experts",
         figure=over_time.expert_load(drawn),
         caption=_CAPTION,
         description=f"{counted(len(drawn), 'map')} of tokens by block and expert. {clauses}.",
         columns=over_time.EXPERT_COLUMNS,
-        values=_table(loads),
+        values=table("Loads by block: shares relative to an equal one", headings, values),
         notes=notes,
     )
-
-
-def _loads(facts: Facts) -> list[over_time.ExpertLoad]:
-    """The newest load of each recipe; recipes with the same are one."""
-    loads: dict[str, tuple[over_time.ExpertLoad, list[str]]] = {}
-    for group, row in facts.shown:
-        rows = [load for metrics in facts.metrics(row, EXPERTS) if (load := _load(metrics)) is not None]
-        if not rows:
-            continue
-        newest = replace(rows[-1], runs=[str(row["run"])], label=group.label)
-        key = repr((newest.step, newest.steps, newest.counts))
-        load, labels = loads.get(key, (newest, []))
-        loads[key] = replace(load, runs=[*dict.fromkeys([*load.runs, str(row["run"])])]), [*labels, group.label]
-    named = []
-    for load, (first, *others) in loads.values():
-        more = f" and {counted(len(others), 'recipe')} with the same counts" if others else ""
-        named.append(replace(load, label=first + more))
-    return named
+    return [section]
 
 
 def _load(metrics: Mapping[str, Any]) -> over_time.ExpertLoad | None:
@@ -521,17 +398,126 @@ def _load(metrics: Mapping[str, Any]) -> over_time.ExpertLoad | None:
     return over_time.ExpertLoad(runs=[], label="", step=metrics["step"], steps=steps, counts=counts.tolist())
 
 
-def _table(loads: list[over_time.ExpertLoad]) -> PageTable:
-    """A row for each block of each load."""
-    rows = []
-    for load in loads:
-        for block, shares in enumerate(load.shares):
-            cells = [run_cell(load.runs[0]), *(text(value) for value in (load.step, load.steps, block))]
-            for expert in (int(shares.argmax()), int(shares.argmin())):
-                cells += [text(expert), Cell(text=f"{shares[expert]:.3f}", is_number=True)]
-            rows.append([*cells, text(int((shares == 0).sum()))])
-    headings = [
-        *("run", "after step", "steps", "block", "most loaded", "its share", "least loaded", "its share"),
-        "experts without a token",
-    ]
-    return PageTable(caption="Loads by block: shares relative to an equal one", headings=headings, rows=rows)
+def _timelines(facts: Facts) -> Section:
+    id, title = "timeline", "Pipeline timelines"  # noqa: A001
+    drawn, left_out = pipelines(facts)
+    if not drawn:
+        return Section(id=id, title=title, texts=["No recipe has a pipeline that can be drawn."])
+    caption = "Simulated from the schedule: a row is a rank of the pipeline, a box one action; grey is idle. "
+    estimated = any(pipeline.unit for pipeline in drawn)
+    caption += "Durations are the planner's estimates." if estimated else "A backward pass takes two forward passes."
+    by_name = {row["run"]: row for row in facts.runs}
+    clauses, values = [], []
+    for pipeline in drawn:
+        idle = f"{100 * pipeline.timeline.bubble_share:.1f} %"
+        clauses.append(f"{pipeline.label}: idle {idle} of all ranks' time")
+        peaks = ", ".join(f"{peak:.3g}" for peak in pipeline.timeline.peak_in_flight)
+        known = (by_name[pipeline.run][name] for name in over_time.TIMELINE_COLUMNS)
+        values.append([run_cell(pipeline.run), *known, idle, peaks])
+    headings = ["run", *over_time.TIMELINE_COLUMNS, "idle, of all ranks' time", "most microbatches in flight, by rank"]
+    return Section(
+        id=id,
+        title=title,
+        figure=over_time.pipeline_timelines(drawn),
+        caption=caption,
+        description=f"Timelines of {counted(len(drawn), 'pipeline')}. {_listed(clauses)}.",
+        columns=over_time.TIMELINE_COLUMNS,
+        values=table("Pipelines", headings, values),
+        notes=[f"Not drawn: {line}." for line in left_out[:_MOST_RECIPES]],
+    )
+
+
+# Cells of all timelines of a report; a larger one would have megabytes.
+MOST_CELLS = 3000
+
+
+def pipelines(facts: Facts) -> tuple[list[over_time.PipelineTimeline], list[str]]:
+    """Timelines of the recipes with a pipeline, one for each schedule; and why others have none."""
+    timelines: list[over_time.PipelineTimeline] = []
+    left_out: list[str] = []
+    seen = set[tuple[Any, ...]]()
+    cells = 0
+    for group, row in facts.shown:
+        # Other recipes with the same pipeline have a timeline of the same form.
+        names = ("schedule", "layout.pipeline", "layout.label", "microbatch", "global_batch", "model")
+        key = tuple(row[name] for name in names)
+        if (row["layout.pipeline"] or 1) == 1 or key in seen:
+            continue
+        seen.add(key)
+        recipe = _recipe(facts, row)
+        if recipe is None:
+            left_out.append(f"{group.label}: its config.yaml cannot be read")
+            continue
+        try:
+            ranks, microbatches = recipe.layout.pipeline, recipe.microbatches
+            count = sum(map(len, recipe.schedule.actions(ranks=ranks, microbatches=microbatches)))
+            if cells + count > MOST_CELLS:
+                left_out.append(f"{group.label}: {count:,} actions are too many for a page")
+                continue
+            timelines.append(_pipeline(recipe, group, str(row["run"])))
+            cells += count
+        except (TitanlabError, ArithmeticError, ValueError, LookupError) as error:
+            left_out.append(f"{group.label}: {error}")
+    return timelines, left_out
+
+
+def _pipeline(recipe: Recipe, group: RecipeRuns, run: str) -> over_time.PipelineTimeline:
+    """The timeline with the planner's times; where it has none, with a backward pass of two forward passes."""
+    label = f"{group.label} · {recipe.schedule.kind}, {counted(recipe.microbatches, 'microbatch', 'microbatches')}"
+    try:
+        timeline, unit = timeline_of(recipe, machine_of(recipe)), "s, estimated"
+    except TitanlabError:
+        timeline = None
+    if timeline is None:
+        ranks = recipe.layout.pipeline
+        orders = recipe.schedule.actions(ranks=ranks, microbatches=recipe.microbatches)
+        timeline, unit = simulate(orders, recipe.schedule.placement(ranks=ranks)), ""
+    return over_time.PipelineTimeline(run=run, label=label, timeline=timeline, unit=unit)
+
+
+def _recipe(facts: Facts, row: Mapping[str, Any]) -> Recipe | None:
+    try:
+        config = facts.config(row)
+        return None if config is None else from_mapping(config)
+    except (TitanlabError, AssertionError, TypeError, ValueError, LookupError):
+        return None
+
+
+def _estimates(facts: Facts) -> Section:
+    id, title = "estimate", "Estimate against measurement"  # noqa: A001
+    clauses = []
+    for measured, estimated, what, _ in scatter.PAIRS:
+        compared = scatter.compared(facts.rows, measured, estimated)
+        errors = [abs(estimate / value - 1) for _, value, estimate in compared]
+        if errors:
+            within = sum(error <= 0.2 for error in errors)
+            clauses.append(
+                f"{what}: {within} of {counted(len(errors), 'run')} within 20 %, worst {100 * max(errors):.0f} %"
+            )
+    if not clauses:
+        notes = Counter(str(row["estimate.note"]) for row in facts.runs if row.get("estimate.note"))
+        why = "".join(f" Without an estimate: {note}." for note, _ in notes.most_common(1))
+        text = f"No run that is done has both an estimate and a measurement.{why}"
+        return Section(id=id, title=title, texts=[text])
+    columns = [column for measured, estimated, _, _ in scatter.PAIRS for column in (measured, estimated)]
+    rows = [row for row in facts.done if any(row.get(estimated) is not None for _, estimated, _, _ in scatter.PAIRS)]
+    return Section(
+        id=id,
+        title=title,
+        figure=scatter.estimate_against_measurement(facts.rows),
+        caption="A point is a run. On the line the planner's estimate is right; the dashed lines are 20 % away."
+        + _oversubscribed(facts),
+        description=f"Scatter of estimates and measurements. {'; '.join(clauses)}.",
+        columns=columns,
+        values=_by_run("Estimates and measurements of every run", rows, columns),
+    )
+
+
+def _oversubscribed(facts: Facts) -> str:
+    return _OVERSUBSCRIBED if any(row["oversubscribed"] for row in facts.done) else ""
+
+
+def _listed(texts: Sequence[str]) -> str:
+    """The first texts, and how many more there are."""
+    more = len(texts) - _MOST_NAMED
+    return "; ".join(texts[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")

@@ -15,8 +15,8 @@ from titanlab.errors import ConfigError
 from titanlab.report.facts import Answer, Facts, answer_of, checked, moment
 from titanlab.report.figures.style import printable
 from titanlab.report.frames import folder_of
-from titanlab.report.panels import Panel
-from titanlab.report.sections import panels_of, sections_of
+from titanlab.report.panels import Section, figure_sections
+from titanlab.report.sections import sections_of
 from titanlab.sweep import SweepFolder, SweepTable, notes_of, state_counts
 from titanlab.system import counted, grouped, user_path, write_text
 
@@ -58,16 +58,16 @@ def write_report(
 
     facts = Facts(sweep, checked(rows), time.time())
     answer = answer_of(facts, by=by)
-    panels = panels_of(facts, answer, by=by)
+    sections = sections_of(facts, answer, by=by)
     written = []
     if figures is not None:
         _make_folder(figures, key="--figures")
-        for name, panel in panels.items():
-            path = figures / f"{name}.{format}"
-            svg.save(panel.figure, path)
-            written.append(path)
+        for section in sections:
+            if section.figure is not None:
+                written.append(figures / f"{section.id}.{format}")
+                svg.save(section.figure, written[-1])
     _make_folder(into.parent, key="--into")
-    page = html(facts, answer, panels, into=into.parent)
+    page = html(facts, answer, sections, into=into.parent)
     try:
         write_text(into, page)
     except OSError as error:
@@ -88,7 +88,8 @@ def sweep_figures(path: Path | str, *, by: str = "tps") -> dict[str, TracedFigur
     sweep = folder_of(user_path(path))
     check_matplotlib(sweep.name)
     facts = Facts(sweep, checked(SweepTable(sweep).rows()), time.time())
-    return {name: panel.figure for name, panel in panels_of(facts, answer_of(facts, by=by), by=by).items()}
+    sections = figure_sections(facts, answer_of(facts, by=by), by=by)
+    return {section.id: section.figure for section in sections if section.figure is not None}
 
 
 def check_matplotlib(sweep: str) -> None:
@@ -110,7 +111,7 @@ def _make_folder(folder: Path, *, key: str) -> None:
         raise ConfigError(key, folder, rule, "name a folder of yours") from error
 
 
-def html(facts: Facts, answer: Answer, figures: Mapping[str, Panel], *, into: Path) -> str:
+def html(facts: Facts, answer: Answer, sections: Sequence[Section], *, into: Path) -> str:
     """The page.
 
     Args:
@@ -134,15 +135,18 @@ def html(facts: Facts, answer: Answer, figures: Mapping[str, Panel], *, into: Pa
     )
     # Figures are markup: their texts are escaped when they are drawn.
     drawn = {
-        name: Markup(svg.element(panel.figure, name=name, title=panel.title, description=printable(panel.description)))
-        for name, panel in figures.items()
+        each.id: Markup(
+            svg.element(each.figure, name=each.id, title=each.title, description=printable(each.description))
+        )
+        for each in sections
+        if each.figure is not None
     }
     return environment.get_template("page.html").render(
         name=facts.sweep.name,
         sentence=answer.sentence,
         facts=_facts(facts),
         notes=[*notes_of(answer.ranking), *_notes(facts)],
-        sections=sections_of(facts, answer, figures),
+        sections=sections,
         drawn=drawn,
         css=Markup((_FOLDER / "style.css").read_text(encoding="utf-8")),
         version=titanlab.__version__,

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from titanlab.errors import TitanlabError
 from titanlab.prove import PARITY_FILE, read_parity
 from titanlab.records import OutcomeKind, redact
-from titanlab.report import panels
 from titanlab.report.facts import Answer, Facts, command_line, differences, representative, sources
-from titanlab.report.panels import Cell, PageTable, Panel, run_cell, speed_text, text
+from titanlab.report.panels import Cell, PageTable, Section, cell, figure_sections, run_cell, speed_text, table
 from titanlab.sweep import failure_text, state_tone, state_word
 from titanlab.system import counted
 
@@ -23,62 +22,19 @@ _MOST_KEYS = 20
 _MOST_SOURCES = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """One section.
-
-    Attributes:
-        details: texts that are shown on demand, by their summary.
-    """
-
-    id: str
-    title: str
-    texts: Sequence[str] = field(default=())
-    command: str = ""
-    panel: Panel | None = None
-    tables: Sequence[PageTable] = field(default=())
-    details: Sequence[tuple[str, str]] = field(default=())
-
-
-def sections_of(facts: Facts, answer: Answer, figures: Mapping[str, Panel]) -> list[Section]:
+def sections_of(facts: Facts, answer: Answer, *, by: str) -> list[Section]:
     """All sections; the ones without a content say why."""
-    notes = Counter(str(row["estimate.note"]) for row in facts.runs if row.get("estimate.note"))
-    why = "".join(f" Without an estimate: {note}." for note, _ in notes.most_common(1))
-    # Title and text of a figure that a report may lack. Only models with experts have a section for these.
-    lacking = {
-        "step-time": ("Where the time of a step goes", "Neither measured nor estimated for any recipe."),
-        "timeline": ("Pipeline timelines", "No recipe has a pipeline that can be drawn."),
-        "estimate": (
-            "Estimate against measurement",
-            f"No run that is done has both an estimate and a measurement.{why}",
+    return [
+        *(
+            replace(section, tables=[_recipes(facts, answer)]) if section.id == "throughput" else section
+            for section in figure_sections(facts, answer, by=by)
         ),
-    }
-    sections = []
-    for name in ("pareto", "throughput", "step-time", "loss", "experts", "timeline", "estimate"):
-        if (panel := figures.get(name)) is not None:
-            tables = [_recipes(facts, answer)] if name == "throughput" else []
-            sections.append(Section(id=name, title=panel.title, panel=panel, tables=tables))
-        elif name in lacking:
-            title, text_of_it = lacking[name]
-            sections.append(Section(id=name, title=title, texts=[text_of_it]))
-    sections += [_differences(facts, answer), _dropped(facts), _failures(facts)]
-    return [*sections, *_parity(facts.sweep.path), _provenance(facts)]
-
-
-def panels_of(facts: Facts, answer: Answer, *, by: str) -> dict[str, Panel]:
-    """The figures of a report by their names; those for which there is nothing to draw are left out."""
-    has_mfu = any(row["mfu_percent"] is not None for row in facts.done)
-    speed = "mfu_percent" if by == "mfu" and has_mfu else "tokens_per_second"
-    all_panels = [
-        panels.pareto_panel(facts, speed=speed),
-        panels.throughput_panel(facts, answer),
-        panels.split_panel(facts),
-        panels.loss_panel(facts),
-        panels.expert_panel(facts),
-        panels.timeline_panel(facts),
-        panels.estimate_panel(facts),
+        _differences(facts, answer),
+        _dropped(facts),
+        _failures(facts),
+        *_parity(facts.sweep.path),
+        _provenance(facts),
     ]
-    return {panel.name: panel for panel in all_panels if panel is not None}
 
 
 def _recipes(facts: Facts, answer: Answer) -> PageTable:
@@ -99,17 +55,17 @@ def _recipes(facts: Facts, answer: Answer) -> PageTable:
         rows.append(
             {
                 "recipe": Cell(text=label, run=str(representative(group)["run"])),
-                "place": text("control" if entry.group.is_control else standing),
-                "processes": text(group.world),
-                "runs": text(len(group.rows)),
-                "tokens/s": text(round(speed) if speed is not None and speed >= 100 else speed),
+                "place": cell("control" if entry.group.is_control else standing),
+                "processes": cell(group.world),
+                "runs": cell(len(group.rows)),
+                "tokens/s": cell(round(speed) if speed is not None and speed >= 100 else speed),
                 "95% interval": Cell(text=interval, is_number=True),
-                "MFU %": text(group.typical("mfu_percent"), digits=3),
-                "GiB": text(group.typical("memory_gib"), digits=3),
-                "loss": text(group.typical("loss"), digits=5),
-                "validation": text(group.typical("validation_loss"), digits=5),
-                "outcomes": text(", ".join(ends)),
-                "not ranked": text((entry.left_out or "").partition(":")[0]),
+                "MFU %": cell(group.typical("mfu_percent"), digits=3),
+                "GiB": cell(group.typical("memory_gib"), digits=3),
+                "loss": cell(group.typical("loss"), digits=5),
+                "validation": cell(group.typical("validation_loss"), digits=5),
+                "outcomes": cell(", ".join(ends)),
+                "not ranked": cell((entry.left_out or "").partition(":")[0]),
             }
         )
     # A column without a value says nothing.
@@ -117,80 +73,72 @@ def _recipes(facts: Facts, answer: Answer) -> PageTable:
     caption = "Recipes by place: geometric means of tokens/s and MFU, medians of the rest, of the runs that are done"
     if any(row["oversubscribed"] for row in facts.done):
         caption += "; * more processes than cores"
-    return PageTable(caption=caption, headings=kept, rows=[[row[name] for name in kept] for row in rows])
+    return table(caption, kept, [[row[name] for name in kept] for row in rows])
 
 
 def _differences(facts: Facts, answer: Answer) -> Section:
-    title = "Configuration against the best"
-    id = "configuration"  # noqa: A001
+    section = Section(id="configuration", title="Configuration against the best")
     reference = representative(answer.best) if answer.best is not None else next(iter(facts.runs), None)
     if reference is None:
-        return Section(id=id, title=title, texts=["The sweep has no run."])
+        return replace(section, texts=["The sweep has no run."])
     comparison = differences(facts, reference)
     name = str(reference["run"])
     if comparison is None:
-        return Section(id=id, title=title, texts=[f"The config.yaml of {name} cannot be read."])
+        return replace(section, texts=[f"The config.yaml of {name} cannot be read."])
     which = "the best" if answer.best is not None else "the first one, because no run is done"
     intro = f"Compared with {name}, {which}. Names, paths and the number of the repeat are left out."
     rows = []
     for group, items in comparison:
         lines = [f"{key}: {ours} → {theirs}" for key, ours, theirs in items or ()]
         left = len(lines) - _MOST_KEYS
+        shown: Cell | str
         if lines:
             more = [f"and {counted(left, 'key')} more"] if left > 0 else []
             shown = Cell(text="", items=[*lines[:_MOST_KEYS], *more], more="\n".join(lines) if left > 0 else "")
         elif items is None:
-            shown = text("config.yaml cannot be read")
+            shown = "config.yaml cannot be read"
         else:
             is_reference = name in (row["run"] for row in group.rows)
-            shown = text("the recipe that the others are compared with" if is_reference else "the same")
-        rows.append([Cell(text=group.label, run=str(group.rows[0]["run"])), text(len(group.rows)), shown])
-    table = PageTable(caption="Keys that differ", headings=["recipe", "runs", "key: best → here"], rows=rows)
-    return Section(id=id, title=title, texts=[intro], tables=[table])
+            shown = "the recipe that the others are compared with" if is_reference else "the same"
+        rows.append([Cell(text=group.label, run=str(group.rows[0]["run"])), len(group.rows), shown])
+    keys = table("Keys that differ", ["recipe", "runs", "key: best → here"], rows)
+    return replace(section, texts=[intro], tables=[keys])
 
 
 def _dropped(facts: Facts) -> Section:
+    section = Section(id="dropped", title="Dropped points")
     reasons = Counter(
         (row["dropped_stage"] or "", row["cause"] or "") for row in facts.rows if row["state"] == "dropped"
     )
     if not reasons:
-        return Section(id="dropped", title="Dropped points", texts=["No point was dropped."])
-    rows = [[text(stage), text(count), _cut(reason)] for (stage, reason), count in reasons.most_common()]
-    intro = f"{counted(sum(reasons.values()), 'point')} came to no run."
-    table = PageTable(caption="Dropped points by reason", headings=["stage", "points", "reason"], rows=rows)
-    return Section(id="dropped", title="Dropped points", texts=[intro], tables=[table])
+        return replace(section, texts=["No point was dropped."])
+    rows = ([stage, count, _cut(reason)] for (stage, reason), count in reasons.most_common())
+    by_reason = table("Dropped points by reason", ["stage", "points", "reason"], rows)
+    return replace(section, texts=[f"{counted(reasons.total(), 'point')} came to no run."], tables=[by_reason])
 
 
 def _failures(facts: Facts) -> Section:
+    section = Section(id="failures", title="Failures")
     bad = [row for row in facts.runs if state_tone(row) in ("bad", "halted")]
     if not bad:
-        return Section(id="failures", title="Failures", texts=["No run has failed."])
-    kinds = Counter(map(state_word, bad))
+        return replace(section, texts=["No run has failed."])
     meanings = [
         f"{count} {kind}" + (f" ({OutcomeKind(kind).meaning})" if kind in list(OutcomeKind) else "")
-        for kind, count in kinds.most_common()
+        for kind, count in Counter(map(state_word, bad)).most_common()
     ]
-    rows = [
+    rows = (
         [
-            run_cell(row["run"]),
-            text(row["layout.label"]),
-            text(state_word(row)),
-            text(None if row["step"] is None else f"{row['step']} of {row['steps']}"),
-            text(row["rank"]),
-            _cut(redact(row["cause"] or "")),
+            *(run_cell(row["run"]), row["layout.label"], state_word(row)),
+            None if row["step"] is None else f"{row['step']} of {row['steps']}",
+            *(row["rank"], _cut(redact(row["cause"] or ""))),
         ]
         for row in bad
-    ]
-    table = PageTable(
-        caption="Runs that did not end as done",
-        headings=["run", "layout", "outcome", "step", "rank", "cause"],
-        rows=rows,
     )
-    return Section(
-        id="failures",
-        title="Failures",
+    headings = ["run", "layout", "outcome", "step", "rank", "cause"]
+    return replace(
+        section,
         texts=[f"{counted(len(bad), 'run')}: {'; '.join(meanings)}."],
-        tables=[table],
+        tables=[table("Runs that did not end as done", headings, rows)],
         details=_tracebacks(facts, bad),
     )
 
@@ -215,11 +163,11 @@ def _tracebacks(facts: Facts, bad: Sequence[Mapping[str, Any]]) -> list[tuple[st
 
 def _parity(folder: Path) -> list[Section]:
     """The section of the sweep's parity.json; none without that file."""
-    title = "Do the recipes train the same?"
+    section = Section(id="parity", title="Do the recipes train the same?")
     try:
         parity = read_parity(folder)
     except TitanlabError as error:
-        return [Section(id="parity", title=title, texts=[f"{PARITY_FILE} cannot be read: {error}"])]
+        return [replace(section, texts=[f"{PARITY_FILE} cannot be read: {error}"])]
     if parity is None:
         return []
     failed = sum(row.get("passed") is not True for row in parity["rows"])
@@ -227,27 +175,21 @@ def _parity(folder: Path) -> list[Section]:
     intro += f", {parity['time']}: " if parity["time"] else ": "
     intro += "all within their tolerances." if not failed else f"{failed} not within the tolerance."
     headings = ["run", "layout", "precision", "verdict", "loss", "gradient norm", "gradient", "parameter", "tolerance"]
-    rows = [
+    rows = (
         [
             run_cell(row["run"]),
-            *(_plain(row.get(name)) for name in ("layout", "precision")),
-            text("PASS" if passed is True else "FAIL" if passed is False else "unknown"),
-            *(_plain(row.get(name)) for name in ("loss", "grad_norm", "gradient", "parameter", "tolerance")),
+            *(_plain_text(row.get(name)) for name in ("layout", "precision")),
+            "PASS" if row.get("passed") is True else "FAIL" if row.get("passed") is False else "unknown",
+            *(_plain_text(row.get(name)) for name in ("loss", "grad_norm", "gradient", "parameter", "tolerance")),
             _cut(str(row.get("reason") or "")),
         ]
         for row in parity["rows"]
-        for passed in [row.get("passed")]
-    ]
-    table = PageTable(caption="Largest differences", headings=[*headings, "reason"], rows=rows)
-    return [Section(id="parity", title=title, texts=[intro], tables=[table])]
-
-
-def _plain(value: Any) -> Cell:
-    """A value of parity.json: a text, a difference, a difference with its tensor, or tolerances by name."""
-    return Cell(text=_plain_text(value))
+    )
+    return [replace(section, texts=[intro], tables=[table("Largest differences", [*headings, "reason"], rows)])]
 
 
 def _plain_text(value: Any) -> str:
+    """A value of parity.json: a text, a difference, a difference with its tensor, or tolerances by name."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_plain_text(inner)}" for key, inner in value.items())
     if isinstance(value, list) and len(value) == 2:
@@ -258,24 +200,22 @@ def _plain_text(value: Any) -> str:
 
 
 def _provenance(facts: Facts) -> Section:
-    source_list = sources(facts)
-    columns = [
-        [_runs(value) if name == "runs" else text(value) for name, value in source.items()] for source in source_list
+    found = [
+        {name: _runs(value) if name == "runs" else cell(value) for name, value in source.items()}
+        for source in sources(facts)
     ]
-    caption = "Runs by the code, the versions and the machines that made them"
-    tables = []
-    if source_list:
-        names = list(source_list[0])
-        if len(source_list) <= _MOST_SOURCES:
-            headings = ["fact", *(f"source {place}" for place, _ in enumerate(source_list, 1))]
-            rows = [[text(name), *cells] for name, *cells in zip(names, *columns, strict=True)]
-        else:
-            headings, rows = names, columns
-        tables = [PageTable(caption=caption, headings=headings, rows=rows)]
     origin = facts.sweep.manifest().get("origin")
     texts = [f"The sweep is {origin}."] if isinstance(origin, str) and origin != "command line" else []
-    if not source_list:
+    tables = []
+    if not found:
         texts.append("No run has begun, so that nothing is recorded of code and machines.")
+    else:
+        names = list(found[0])
+        headings, rows = names, [list(source.values()) for source in found]
+        if len(found) <= _MOST_SOURCES:
+            headings = ["fact", *(f"source {place}" for place, _ in enumerate(found, 1))]
+            rows = [[cell(name), *(source[name] for source in found)] for name in names]
+        tables = [table("Runs by the code, the versions and the machines that made them", headings, rows)]
     return Section(id="provenance", title="Provenance", texts=texts, command=command_line(facts), tables=tables)
 
 

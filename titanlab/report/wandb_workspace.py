@@ -75,7 +75,6 @@ def view_of(
 
 
 def workspace(view: View) -> Any:
-    """The workspace, which is not saved yet."""
     module = import_quietly(f"{_PACKAGE}.workspaces")
     throughput, memory, loss, coordinates = _panels(view)
     return module.Workspace(
@@ -92,7 +91,6 @@ def workspace(view: View) -> Any:
 
 
 def report(view: View) -> Any:
-    """The report, which is not saved yet."""
     module = import_quietly(f"{_PACKAGE}.reports.v2")
     # Without a project of its own, it is the report's; one would be looked up in a network.
     runs = module.Runset(name=view.sweep, filters=_filter(view))

@@ -36,7 +36,6 @@ from .ranking import ranking_lines as ranking_lines
 from .ranking import sentence_of as sentence_of
 from .repro import NAME as NAME
 from .repro import RecordedCode as RecordedCode
-from .repro import Restored as Restored
 from .repro import composable as composable
 from .repro import composed_now as composed_now
 from .repro import config_differences as config_differences

@@ -235,6 +235,8 @@ def exit_code(rows: Sequence[Mapping[str, Any]]) -> int:
 
 # How often the table of the sweep is read, and with it the scheduler's queue.
 _LOOK_SECONDS = 5.0
+# A run without a job on another host, whose processes and locks are not seen here, is given up after this time.
+_SILENT_SECONDS = 300.0
 
 
 class RunWatch:
@@ -273,5 +275,6 @@ class RunWatch:
         if row["state"] == "prepared":
             return False, "nobody has started it"
         if row["state"] in ACTIVE:
-            return True, ""
+            is_silent = row["job_id"] is None and time.time() - (row["updated"] or 0.0) > _SILENT_SECONDS
+            return not is_silent, "nobody works on it any more, and it left no result" if is_silent else ""
         return False, f"{row['state']}: {row['outcome'] or row['cause'] or 'unknown'}"

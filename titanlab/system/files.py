@@ -239,7 +239,6 @@ def refusal(folder: Path) -> OSError | None:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and all its causes, without duplicates."""
     waiting, seen = [error], set[int]()
     while waiting:
         current = waiting.pop(0)

@@ -119,7 +119,6 @@ def unreachable(name: str, key: str = "repo") -> ConfigError | None:
 
 
 def check_reachable(name: str, key: str = "repo") -> None:
-    """Check that the hub answers."""
     problem = unreachable(name, key)
     if problem is not None:
         raise problem

@@ -27,7 +27,6 @@ class CommandResult:
 
     @property
     def complaint(self) -> str:
-        """The program's error message, in one line."""
         return " ".join((self.errors or self.output).split())
 
 

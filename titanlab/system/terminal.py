@@ -107,7 +107,6 @@ def shown_width(line: str) -> int:
 
 
 def can_show(stream: TextIO, text: str) -> bool:
-    """Whether the stream's encoding has all characters of a text."""
     try:
         text.encode(stream.encoding or "utf-8")
     except (UnicodeEncodeError, LookupError):
@@ -235,7 +234,6 @@ class Console:
 
     @property
     def is_live(self) -> bool:
-        """Whether the progress line is redrawn in place."""
         return self._capable and not self._quiet
 
     def phase(self, text: str | None) -> None:
@@ -283,7 +281,6 @@ class Console:
             self._write(self._stream, line + "\n")
 
     def validated(self, step: int, steps: int, loss: float) -> None:
-        """Print the validation loss after a step."""
         self.note(f"step {step:>{len(str(steps))}}/{steps}  validation loss {loss_text(loss)}")
 
     def note(self, text: str, *, coloured: bool = False) -> None:
@@ -294,11 +291,9 @@ class Console:
             self._above(self._stream, text + "\n")
 
     def warn(self, text: str) -> None:
-        """Print a warning in one line on standard error."""
         self._message("warning", text)
 
     def error(self, text: str) -> None:
-        """Print an error in one line on standard error."""
         self._message("error", text)
 
     def end(self, title: str, rows: Rows, *, tone: Tone = "good", next_steps: Sequence[str] = ()) -> None:
@@ -367,7 +362,6 @@ class Console:
                 self.note(slow)
 
     def _above(self, stream: TextIO, text: str) -> None:
-        """Write whole lines above the line that is redrawn."""
         with self._lock:
             was_drawn = self._drawn
             if was_drawn:
@@ -380,7 +374,9 @@ class Console:
     def _message(self, word: str, text: str) -> None:
         line = harmless(" ".join(text.split()))
         self._to_log(f"{word}: {line}")
-        self._above(self._errors, _message_line(word, line, self._errors, self._environ))
+        has_colours = is_capable(self._errors, self._environ) and not self._environ.get("NO_COLOR")
+        shown = f"{_SIGNS[word]}{word}:{COLOURS.off}" if has_colours else f"{word}:"
+        self._above(self._errors, f"{shown} {line}\n")
 
     def _block(self, title: str, rows: Rows, *, border: str) -> None:
         title, rows = harmless(title), [(harmless(label), harmless_lines(str(value))) for label, value in rows]
@@ -442,18 +438,7 @@ class Console:
 
 def error_line(text: str, *, errors: TextIO | None = None, environ: Mapping[str, str] | None = None) -> None:
     """Print an error in one line on standard error, for a process that has no `Console`."""
-    stream = sys.stderr if errors is None else errors
-    line = harmless(" ".join(text.split()))
-    line = _message_line("error", line, stream, os.environ if environ is None else environ)
-    with contextlib.suppress(OSError, ValueError):
-        stream.write(line if can_show(stream, line) else simplified(line, stream))
-        stream.flush()
-
-
-def _message_line(word: str, line: str, stream: TextIO, environ: Mapping[str, str]) -> str:
-    if is_capable(stream, environ) and not environ.get("NO_COLOR"):
-        return f"{_SIGNS[word]}{word}:{COLOURS.off} {line}\n"
-    return f"{word}: {line}\n"
+    Console(errors=errors, environ=environ).error(text)
 
 
 def _plain_block(title: str, rows: Rows) -> str:

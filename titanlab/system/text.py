@@ -152,15 +152,12 @@ class Finding:
 
 
 def ok(name: str, text: str) -> Finding:
-    """A line without fault."""
     return Finding(name=name, state=OK, text=text)
 
 
 def warn(name: str, text: str, hint: str) -> Finding:
-    """A line about something that works, or would work better."""
     return Finding(name=name, state=WARN, text=text, hint=hint)
 
 
 def fail(name: str, text: str, hint: str) -> Finding:
-    """A line about something that does not work."""
     return Finding(name=name, state=FAIL, text=text, hint=hint)

@@ -42,10 +42,6 @@ def test_a_row_for_each_proof():
     ]
 
 
-def test_columns_without_a_value_are_left_out():
-    assert table([FAILED]) == ["      run   layout  precision", "FAIL  tp-1  tp2     bf16"]
-
-
 def test_a_narrow_terminal_gets_no_names_of_tensors(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
@@ -82,11 +78,3 @@ def test_sizes_and_notes_are_told_once(tmp_path):
         "b: tensor did not fit into dp_s2; another layout has what is missing",
     ]
     assert sizes_and_notes([], 1) == []
-
-
-@pytest.mark.parametrize(("count", "last"), [(4, "layers of 64"), (5, "and 2 more sizes"), (6, "and 3 more sizes")])
-def test_of_many_sizes_the_first_are_told(tmp_path, count, last):
-    proofs = [proof(tiny.recipe(tmp_path, layers=number)) for number in range(1, count + 1)]
-    lines = sizes_and_notes(proofs, 3)
-    assert len(lines) == 4
-    assert last in lines[-1]

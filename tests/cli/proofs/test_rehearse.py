@@ -96,14 +96,6 @@ def test_an_interruption_shows_what_is_known(says, ranks, monkeypatch):
     assert "[1/1]" not in out
 
 
-@pytest.mark.parametrize(
-    "arguments", ["nonesuch", "+recipe=quickstart --only nonesuch", "+recipe=quickstart --steps 0"]
-)
-def test_a_mistake_makes_no_folder(says, here, arguments):
-    code, _, _ = says("rehearse", *arguments.split(), "--keep", "new")
-    assert (code, list(here.iterdir())) == (2, [])
-
-
 def test_a_folder_of_the_home_is_kept_there(says, here, ranks, monkeypatch):
     monkeypatch.setenv("HOME", str(here / "home"))
     code, _, _ = says("rehearse", "+recipe=quickstart", "--keep=~/kept")
@@ -148,15 +140,6 @@ def test_steps_are_those_of_the_flag(says, ranks, temporary):
     assert says("rehearse", "+recipe=quickstart")[1].splitlines()[1].endswith(", 3 steps")
     assert [recipe.training.steps for recipe in ranks[0]] == [1, 3]
     assert list(temporary.iterdir()) == []
-
-
-def test_paths_may_have_spaces_and_equals_signs(says, here, ranks):
-    made = Made(here / "my lr=3 runs")
-    made.run("one")
-    made.run("two")
-    code, out, err = says("rehearse", "my lr=3 runs/layouts")
-    assert (code, err) == (0, "")
-    assert out.splitlines()[-1] == "ok: 2 recipes in 2 rehearsals"
 
 
 @pytest.mark.full

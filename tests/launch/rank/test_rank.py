@@ -167,7 +167,7 @@ def fail():
 def test_forked_ranks_do_not_read_the_recipe_again(failing, monkeypatch):
     made, run = failing
     monkeypatch.setenv(worker.PIDS_FILE, "0")
-    monkeypatch.setattr(worker, "fork_ranks", lambda prepare: made)
+    monkeypatch.setattr(worker, "fork_ranks", lambda logs, prepare: made)
     monkeypatch.setattr(worker, "from_mapping", lambda mapping: pytest.fail("read again"))
     assert worker.main([str(run.path)]) == 1
     assert [note.cause for note in run.failures(1)] == ["LookupError: a planted fault"]

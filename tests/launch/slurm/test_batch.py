@@ -1,6 +1,7 @@
 """The batch file, and the call of sbatch; sbatch is a script that notes what it gets."""
 
 import errno
+import fcntl
 import os
 import re
 import shlex
@@ -216,44 +217,37 @@ def test_what_sbatch_says_against_it_is_the_error(sbatch, sweep, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(("error", "held"), [(None, True), (errno.EWOULDBLOCK, True), (errno.ENOSYS, False)])
-def test_sbatch_is_called_under_a_lock_where_there_are_locks(tmp_path, monkeypatch, error, held):
-    def flock(descriptor, how):
+@pytest.mark.parametrize("error", [None, errno.ENOSYS])
+def test_sbatch_has_the_lock_where_there_are_locks(sbatch, sweep, monkeypatch, error):
+    """Also after the death of the process that has called it."""
+    usual = fcntl.flock
+
+    def flock(file, how):
         if error is not None:
             raise OSError(error, "no")
+        usual(file, how)
 
     monkeypatch.setattr(batch.fcntl, "flock", flock)
-    words = batch._sbatch(SLURM, tmp_path / "batch.sh", tmp_path / "intent.json", tmp_path / "lock")
-    assert (words[0] == "flock") is held
-    # Also without one: an intent that is gone is not submitted.
-    assert ["sh", "-c", 'test -e "$0" && exec "$@"', str(tmp_path / "intent.json"), "env"] == words[2 * held :][:5]
+    sbatch(f"flock --nonblock {sweep}/.sbatch true; echo $? > {sweep}/code; echo Submitted batch job 123")
+    write_submission(sweep, submission())
+    assert batch.submit(SLURM, sweep, submission()) == "123"
+    assert (sweep / "code").read_text() == ("1\n" if error is None else "0\n")
 
 
-def test_variables_that_would_change_the_job_are_unset(monkeypatch, tmp_path):
-    for name in list(os.environ):
-        if name.startswith(("SLURM_", "SBATCH_")):
-            monkeypatch.delenv(name)
-    kept = (
-        "SLURM_CONF",
-        "SLURM_CLUSTERS",
-        "SLURM_JWT",
-        "SLURM_TIME_FORMAT",
-        "SBATCH_QOS",
-        "SBATCH_WCKEY",
-        "MY_SLURM_X",
-    )
-    for name in (*kept, "SLURM_JOB_ID", "SBATCH_PARTITION", "SBATCH_ACCOUNT", "MASTER_ADDR"):
+def test_variables_that_would_change_the_job_are_unset(sbatch, sweep, monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))]:
+        monkeypatch.delenv(name)
+    kept = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT", "SBATCH_QOS", "MY_SLURM_X"}
+    for name in (*kept, "SLURM_JOB_ID", "SBATCH_PARTITION", "SBATCH_ACCOUNT", "SBATCH_WCKEY", "MASTER_ADDR"):
         monkeypatch.setenv(name, "theirs")
-    words = batch._sbatch(Slurm(account="mine"), tmp_path / "file", tmp_path / "intent", tmp_path / "lock")
-    unset = {word.removeprefix("--unset=") for word in words if word.startswith("--unset=")}
-    assert unset == {"SLURM_JOB_ID", "SBATCH_PARTITION", "SBATCH_ACCOUNT", "MASTER_ADDR"}
-    assert words[-2:] == ["sbatch", str(tmp_path / "file")]
-
-
-def test_a_key_of_extra_wins_over_the_shell_as_well(monkeypatch):
-    monkeypatch.setenv("SBATCH_WCKEY", "theirs")
-    assert "SBATCH_WCKEY" in batch._unwanted(Slurm(extra={"wckey": "mine"}))
-    assert "SBATCH_WCKEY" not in batch._unwanted(Slurm(extra={"wckey": None}))
+    sbatch(f"env > {sweep}/env; echo Submitted batch job 123")
+    write_submission(sweep, submission())
+    # What `extra` sets wins over the shell as well.
+    batch.submit(Slurm(account="mine", extra={"wckey": "mine"}), sweep, submission())
+    lines = (sweep / "env").read_text().splitlines()
+    assert {line.partition("=")[0] for line in lines if line.endswith("=theirs")} == kept
+    batch.submit(Slurm(extra={"wckey": None}), sweep, submission())
+    assert "SBATCH_WCKEY=theirs" in (sweep / "env").read_text().splitlines()
 
 
 # Refusals

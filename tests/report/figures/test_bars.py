@@ -1,18 +1,28 @@
-"""Throughput and memory of recipes as bars."""
+"""A bar for each recipe: throughput, memory, outcomes of its runs, and the parts of its step."""
 
 import pytest
 from matplotlib.colors import to_hex
 
-from tests.report.figures.drawn import bars, texts
 from tests.sweep.table.plain import row
 from titanlab.costs.meter import LOSS, TOKENS_SEEN
 from titanlab.report import figures
-from titanlab.report.figures.bars import memory_by_layout, throughput_by_layout
+from titanlab.report.figures.bars import StepSplit, memory_by_layout, outcomes, step_time_split, throughput_by_layout
 from titanlab.report.figures.over_time import loss_by_tokens
 from titanlab.report.figures.scatter import pareto, points_of
 from titanlab.report.figures.style import recipe_colours
 from titanlab.report.frames import sweep_frame
 from titanlab.sweep import rank
+
+
+def bars(figure):
+    """Lengths of the bars, from top to bottom, and which are hatched."""
+    axis = figure.axes[0]
+    return [(round(patch.get_y() + 0.36), patch.get_width(), patch.get_hatch()) for patch in axis.patches]
+
+
+def texts(figure):
+    """Texts in the axes."""
+    return [text.get_text() for text in figure.axes[0].texts]
 
 
 def test_throughput(mixed):
@@ -31,6 +41,8 @@ def test_throughput(mixed):
     assert legend.get_texts()[0].get_text().startswith("oversubscribed")
     together = figures.throughput_by_layout(runs, together=True)
     assert lengths(together) == pytest.approx([2 * (900 * 1000 * 1100) ** (1 / 3), 3000.0])
+    assert texts(together)[:2] == ["1,993", "3,000"]
+    assert "all devices" in together.axes[0].get_xlabel()
 
 
 def test_memory(mixed):
@@ -143,12 +155,6 @@ def test_an_interval_is_a_line_with_ends(bands, drawn):
     assert text.get_position()[0] > (25.0 if drawn else 20.0)
 
 
-def test_speeds_of_all_devices_have_no_mfu():
-    figure = throughput_by_layout([run("a", tokens_per_second_all=2345.6)], together=True)
-    assert texts(figure) == ["2,346"]
-    assert "all devices" in figure.axes[0].get_xlabel()
-
-
 @pytest.mark.parametrize(
     ("accelerators", "words"),
     [(["cuda"], "reserved by the allocator"), (["cpu"], "resident memory"), (["cuda", "cpu"], "resident memory")],
@@ -158,5 +164,65 @@ def test_memory_says_what_was_measured(accelerators, words):
     assert words in memory_by_layout(rows).axes[0].get_xlabel()
 
 
-def test_a_bar_of_nothing_is_drawn():
-    assert lengths(memory_by_layout([run("a", memory_gib=0.0)])) == [0.0]
+def test_outcomes(mixed):
+    figure = figures.outcomes(sweep_frame(mixed.folder.path))
+    axis = figure.axes[0]
+    labels = [label.get_text() for label in axis.get_yticklabels()]
+    assert labels == ["dp_s2", "single", "tp2", "cp2", "(dropped: rule)", "(dropped: where)"]
+    assert told(figure) == ["done (4)", "oom (1)", "running (1)", "dropped (2)"]
+    lengths = {}
+    for place, length, _ in bars(figure):
+        lengths[place] = lengths.get(place, 0) + length
+    assert lengths == {0: 3, 1: 1, 2: 1, 3: 1, 4: 1, 5: 1}
+
+
+def told(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_runs_without_a_folder_and_dropped_points_have_bars_of_their_own():
+    rows = [
+        row(),
+        row(recipe=None, state="missing", outcome=None),
+        row(recipe=None, state="unreadable", outcome=None),
+        row(recipe=None, state="dropped", outcome="infeasible", dropped_stage="rule"),
+        row(recipe=None, state="dropped", outcome=None, dropped_stage=None),
+    ]
+    figure = outcomes(rows)
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert labels == ["dp_s2", "(no folder)", "(dropped: rule)", "(dropped: None)"]
+    assert told(figure) == ["done (1)", "missing (1)", "unreadable (1)", "dropped (2)"]
+
+
+def test_ends_stand_in_their_order_beside_each_other():
+    rows = [row(outcome="crash"), row(outcome="oom"), row(), row(), row(state="queued", outcome=None)]
+    figure = outcomes(rows)
+    assert told(figure) == ["done (2)", "oom (1)", "crash (1)", "queued (1)"]
+    drawn = [(patch.get_x(), patch.get_width(), patch.get_hatch()) for patch in figure.axes[0].patches]
+    assert drawn == [(0, 2, None), (2, 1, "//"), (3, 1, "xx"), (4, 1, None)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "hatch"), [("done", None), ("hang", "\\\\"), ("node_fail", "oo"), ("cancelled", None)]
+)
+def test_bad_ends_differ_in_black_and_white(kind, hatch):
+    ((_, length, found),) = bars(outcomes([row(outcome=kind)]))
+    assert (length, found) == (1, hatch)
+
+
+def test_parts_are_stacked_and_estimates_say_so():
+    parts = {"forward": 0.2, "backward": 0.4, "shard": 0.1, "data": 0.0, "strange": 0.05}
+    splits = [
+        StepSplit(run="a", label="dp_s2", seconds=parts, columns=["breakdown/forward(s)"]),
+        StepSplit(run="b", label="tp2", seconds={"compute": 0.5}, columns=["config.yaml"], is_measured=False),
+    ]
+    figure = step_time_split(splits)
+    assert {mark.text for mark in figure.marks.values()} == {
+        "dp_s2: forward 200 ms",
+        "dp_s2: backward 400 ms",
+        "dp_s2: exposed: shard 100 ms",
+        "dp_s2: strange 50.0 ms",
+        "tp2: compute 500 ms, estimated",
+    }
+    assert texts(figure) == ["750 ms", "500 ms (estimate)"]
+    assert sum(length for place, length, _ in bars(figure) if place == 0) == sum(parts.values())

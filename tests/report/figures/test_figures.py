@@ -5,7 +5,7 @@ import sys
 import matplotlib as mpl
 import pytest
 
-from tests.report.figures.drawn import bars, texts
+from tests.report.figures.test_bars import bars, texts
 from tests.sweep.made import begin, end, train
 from titanlab.report import figures
 from titanlab.report.frames import metrics_frame, sweep_frame

@@ -194,6 +194,9 @@ def test_a_run_that_nobody_submitted(made):
     run.write_status(Status(state="running", attempt=1, host="another", updated=time.time() - 1000))
     with run.claim():
         assert RunWatch(run).goes_on() == (True, "")
+    assert RunWatch(run).goes_on() == (False, "nobody works on it any more, and it left no result")
+    # Of this host it is known that its process has ended.
+    run.write_status(Status(state="running", attempt=1, pid=2**22 + 1, updated=time.time() - 60))
     assert RunWatch(run).goes_on() == (False, "ended: crash")
     end(run, "walltime")
     assert RunWatch(run).goes_on() == (False, "ended: walltime")
@@ -204,7 +207,7 @@ def test_a_run_that_nobody_submitted(made):
     [
         ({"state": "queued", "queue_reason": "Resources"}, (True, "waits in the queue: Resources")),
         ({"state": "queued", "queue_reason": None}, (True, "waits in the queue")),
-        ({"state": "running", "queue_reason": None}, (True, "")),
+        ({"state": "running", "queue_reason": None, "job_id": "7"}, (True, "")),
         ({"state": "ended", "outcome": "preempted", "cause": None}, (False, "ended: preempted")),
         ({"state": "missing", "outcome": None, "cause": "gone"}, (False, "missing: gone")),
         (None, (False, "is not in its sweep any more")),

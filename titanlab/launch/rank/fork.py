@@ -82,7 +82,6 @@ def fork_children(first: Ranks, logs: Path, act: Callable[[], int]) -> dict[int,
     """Fork every rank of a run as a child of this process, which has imported torch. Returns process numbers by rank.
 
     Args:
-        first: rank 0.
         act: called in each rank, with its environment; returns its exit code.
     """
     for stream in (sys.stdout, sys.stderr):

@@ -111,12 +111,7 @@ EARLY_SECONDS = 1.0
 def main(
     arguments: Sequence[str] | None = None, *, observe: Callable[[Recipe, RunFolder, Ranks], Observer] | None = None
 ) -> int:
-    """Train the run in a folder as the rank that the environment names. Returns the process's exit code.
-
-    Args:
-        arguments: the folder, and perhaps `-`.
-        observe: makes the observer of the training; None: it has none.
-    """
+    """Train the run in a folder as the rank that the environment names. Returns the process's exit code."""
     folder, *rest = sys.argv[1:] if arguments is None else arguments
     start_up = start_of_worker()
     shared: Recipe | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import fcntl
 import os
 import re
@@ -48,8 +48,23 @@ def submit(config: Slurm, sweep: Path, submission: Submission) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{submission.token}.sh"
     file.write_text(batch_text(config, sweep, submission), encoding="utf-8")
-    words = _sbatch(config, file, submission_file(sweep, submission.token), sweep / HANDING_OVER)
-    done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
+    limit = ["timeout", str(_SBATCH_SECONDS)] if shutil.which("timeout") is not None else []
+    intent = submission_file(sweep, submission.token)
+    # If this process is killed, its sbatch may live on, and has the lock. The next process takes the lock and so knows
+    # that no sbatch runs; an sbatch that starts later finds that the intent's file is gone, and does nothing.
+    with (sweep / HANDING_OVER).open("a") as lock:
+        # Not every file system has locks: Lustre without -o flock.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        done = subprocess.run(
+            ["sh", "-c", 'test -e "$0" && exec "$@"', str(intent), *limit, "sbatch", str(file)],
+            env={name: value for name, value in os.environ.items() if not _is_unwanted(config, name)},
+            pass_fds=(lock.fileno(),),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
     number = re.search(r"job (\d+)", done.stdout)
     if done.returncode or number is None:
         raise _refused(f"{done.stdout}\n{done.stderr}", _bad(config, sweep, submission.runs))
@@ -151,45 +166,18 @@ def _srun(config: Slurm, sweep: Path, shape: JobShape) -> list[str]:
     return [*words, *config.srun_arguments]
 
 
-def _sbatch(config: Slurm, batch_file: Path, intent: Path, lock: Path) -> list[str]:
-    """The call of sbatch under a lock, without variables that would change the job.
-
-    If this process is killed, its sbatch may live on. The next process takes the lock and so knows that no sbatch runs;
-    an sbatch that starts later finds that the intent's file is gone, and does nothing.
-    """
-    limit = ["timeout", str(_SBATCH_SECONDS)] if shutil.which("timeout") is not None else []
-    plain = ["env", *(f"--unset={name}" for name in _unwanted(config)), *limit, "sbatch", str(batch_file)]
-    locked = ["flock", str(lock)] if shutil.which("flock") is not None and _has_locks(lock) else []
-    return [*locked, "sh", "-c", 'test -e "$0" && exec "$@"', str(intent), *plain]
-
-
-def _unwanted(config: Slurm) -> list[str]:
-    """Variables of this process that must not reach the new job.
+def _is_unwanted(config: Slurm, name: str) -> bool:
+    """Whether a variable of this process must not reach the new job.
 
     For sbatch, SBATCH_* variables win over the batch file: they could set a name by which the job is not found again,
     or a partition and a time limit that nobody has checked. SRUN_* variables would change the job's call of srun. They
     are also removed for keys that the file does not set: a recipe then requests the same from every shell, and the site
     decides what launch leaves open.
     """
-    set_by_launch = {name for name, value in config.extra.items() if value is not None}
-    set_by_launch |= {name for name in _ON_BEHALF if vars(config).get(name) is not None}
-    kept = {*_KEPT, *(f"SBATCH_{name.upper()}" for name in _ON_BEHALF if name not in set_by_launch)}
-    unwanted = ("SLURM_", "SBATCH_", "SRUN_", *MEETING, QUESTIONS)
-    return [name for name in os.environ if name not in kept and name.startswith(unwanted)]
-
-
-def _has_locks(lock: Path) -> bool:
-    """Whether the file system supports locks: flock(1) fails without, as on Lustre without -o flock."""
-    descriptor = os.open(lock, os.O_RDONLY | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True  # Another process holds the lock.
-    except OSError as error:
-        return error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
-    finally:
-        os.close(descriptor)
-    return True
+    set_by_launch = {key for key, value in config.extra.items() if value is not None}
+    set_by_launch |= {key for key in _ON_BEHALF if vars(config).get(key) is not None}
+    kept = {*_KEPT, *(f"SBATCH_{key.upper()}" for key in _ON_BEHALF if key not in set_by_launch)}
+    return name not in kept and name.startswith(("SLURM_", "SBATCH_", "SRUN_", *MEETING, QUESTIONS))
 
 
 def _refused(text: str, bad: Sequence[str]) -> ConfigError:

@@ -38,9 +38,7 @@ class Reply:
 
     Attributes:
         output: what the command printed; None if it failed or did not answer.
-        errors: what it printed to standard error.
         problem: why there is no output, in one line; None if there is output.
-        is_here: whether the command is installed.
     """
 
     output: str | None

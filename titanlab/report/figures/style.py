@@ -81,14 +81,12 @@ def add_legend(figure: Figure, place: str, **more: Any) -> None:
 
 
 def explain_hatches(figure: Figure) -> None:
-    """Say in a legend what hatched bars are."""
     from matplotlib.patches import Patch
 
     add_legend(figure, "lower left", handles=[Patch(label=OVERSUBSCRIBED_TEXT, **OVERSUBSCRIBED)])
 
 
 def hollow_mark() -> Any:
-    """The key of a legend for marks of oversubscribed runs."""
     from matplotlib.lines import Line2D
 
     return Line2D([], [], ls="none", marker="o", ms=6, color=PALE, markeredgecolor=BLUE, markeredgewidth=0.8)
@@ -104,7 +102,6 @@ def line_look(place: int, count: int) -> dict[str, Any]:
 
 
 def show_text(axis: Axes, text: str) -> None:
-    """Show a text in the middle of empty axes."""
     axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", va="center", color=MUTED)
 
 

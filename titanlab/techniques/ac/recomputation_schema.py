@@ -90,7 +90,6 @@ class SelectiveLayer(ACConfig):
 
     @property
     def _for_none(self) -> str:
-        """The policy that is the same as this one without any n-th block."""
         return "full" if self.keep else "none"
 
 

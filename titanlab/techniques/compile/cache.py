@@ -134,7 +134,6 @@ def _remove_if_unused(lock: Path) -> None:
 
 @contextlib.contextmanager
 def _alone(attempts: Path) -> Iterator[None]:
-    """Let one process of this host in at a time."""
     with (attempts / ".begin").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -44,27 +44,18 @@ class TorchCompiler:
     ) -> None:
         if not self._config.blocks:
             return
-        options = inductor_options(self._config)
+        options: dict[str, Any] = {}
         if async_group is not None:
             enable_async_tensor(async_group)
-            options |= ASYNC_OPTIONS
+            options = ASYNC_OPTIONS
         for block in blocks:
             block.forward = _compiled(block.forward, self._config, options, memory_budget)
 
     def compile_loss(self, function: F) -> F:
         if not self._config.loss:
             return function
-        compiled: F = _compiled(function, self._config, inductor_options(self._config), None)
+        compiled: F = _compiled(function, self._config, {}, None)
         return compiled
-
-
-def inductor_options(config: Compile) -> dict[str, Any]:
-    """The inductor options of the mode, to which others can be added; empty for other backends."""
-    if config.backend != "inductor" or config.mode == "default":
-        return {}
-    from torch._inductor import list_mode_options
-
-    return dict(list_mode_options(config.mode))
 
 
 def _compiled(function: Any, config: Compile, options: dict[str, Any], memory_budget: float | None) -> Any:
@@ -82,6 +73,10 @@ def _compiled(function: Any, config: Compile, options: dict[str, Any], memory_bu
     # The router's counts become variables of the graph; otherwise reading one would break it.
     torch._dynamo.config.capture_scalar_outputs = True
     backend: Any = config.backend
+    if config.backend == "inductor" and config.mode != "default":
+        from torch._inductor import list_mode_options
+
+        options = {**list_mode_options(config.mode), **options}
     if memory_budget is not None:
         backend, options = Budgeted(config.backend, tuple(options.items()), memory_budget), {}
     # Every microbatch has the same shape, so torch need not write a slower graph for all shapes.

@@ -48,7 +48,6 @@ class Compile:
 
     @property
     def records_graphs(self) -> bool:
-        """Whether what is compiled is recorded as CUDA graphs."""
         return self.compiles and (self.backend == "cudagraphs" or self.mode in RECORDING)
 
     @property
@@ -58,7 +57,6 @@ class Compile:
 
     @property
     def fuses_loss(self) -> bool:
-        """Whether the operations of the loss become few kernels."""
         return self.loss and self.backend == "inductor"
 
     def __post_init__(self) -> None:

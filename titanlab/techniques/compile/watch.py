@@ -86,7 +86,6 @@ class Watch:
         return seconds, compilations
 
     def _report(self, step: int, compilations: list[Compilation]) -> None:
-        """Warn of the first surprise; the others are only counted."""
         for compilation in compilations:
             if compilation.surprise and self.surprises == 0:
                 reason = compilation.reason or "no reason given"

@@ -33,7 +33,7 @@ class LanguageModel(nn.Module):
 class Projections(nn.Module):
     """Calls linear layers with one input: inputs [..., in] and layers → a tuple of their outputs [..., out].
 
-    It is a separate module so that the trainer can compute one product instead; see `titanlab.parallelism.joined`.
+    It is a separate module so that the trainer can compute one product instead: `parallelism/pipeline_weights.py`.
     """
 
     def forward(self, inputs: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:

@@ -407,7 +407,6 @@ def _pointwise(
 
 
 def _rotation(name: str, shape: tuple[int, ...]) -> Operation:
-    """A rotation in float32, which is cast back."""
     result = Activation(name=name, shape=shape, cut="part")
     rotated = replace(result, name=f"{name}.turned", element_bytes=4, copy_of=name)
     operators = (Operator(names=("aten.mul.Tensor",), results=(rotated,)),)

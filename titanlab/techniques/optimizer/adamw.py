@@ -22,7 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from titanlab.dtensor import local_part
 from titanlab.system import import_quietly
 from titanlab.techniques.optimizer.contract import groups_by_decay
-from titanlab.techniques.optimizer.optimizers_schema import CODES, SCALE, AdamW, LowBit, Rounded, packs
+from titanlab.techniques.optimizer.optimizers_schema import CODES, SCALE, LowBit, Rounded, packs
 
 AVERAGES = {"exp_avg": True, "exp_avg_sq": False}  # name → has a sign
 
@@ -144,7 +144,6 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _own_randomness(self) -> Iterator[None]:
-        """Restore torch's random generators after a step."""
         if not self._stochastic:
             yield
             return
@@ -177,18 +176,6 @@ def _zeros(parameter: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     return sharded.to(parameter.device)
 
 
-class LowBitFactory:
-    """AdamW with averages in few bits for matrices whose rows consist of complete blocks."""
-
-    def __init__(self, config: LowBit) -> None:
-        self._config = config
-
-    def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        config, device = self._config, next(iter(parameters.values())).device
-        states = format_of(config.kind, config.block_size, device)
-        return LowBitAdamW(config, parameters, states=states, block_size=config.block_size)
-
-
 # Module and class of torchao's tensor.
 _PACKED = {
     "adamw_8bit": ("subclass_8bit", "OptimState8bit"),
@@ -218,11 +205,14 @@ def format_of(kind: str, block_size: int, device: torch.device) -> Format:
 class AdamWFactory:
     """AdamW; matrices decay, vectors do not."""
 
-    def __init__(self, config: AdamW) -> None:
+    def __init__(self, config: Rounded) -> None:
         self._config = config
 
     def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        config = self._config
+        config, device = self._config, next(iter(parameters.values())).device
+        if isinstance(config, LowBit):
+            states = format_of(config.kind, config.block_size, device)
+            return LowBitAdamW(config, parameters, states=states, block_size=config.block_size)
         in_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in parameters.values())
         if in_bf16 and config.rounding != "nearest":
             return LowBitAdamW(config, parameters)

@@ -224,7 +224,6 @@ class Together(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let the parts use this optimizer's groups and state."""
         start = 0
         for part in self._parts:
             part.param_groups = self.param_groups[start : start + len(part.param_groups)]

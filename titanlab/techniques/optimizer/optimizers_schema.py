@@ -71,6 +71,11 @@ class Rounded(Averaged):
         if self.rounding != "nearest" and in_bf16:
             needs_torchao("optimizer.rounding", self.rounding, cure="try nearest")
 
+    def implementation(self) -> OptimizerFactory:
+        from titanlab.techniques.optimizer.adamw import AdamWFactory
+
+        return AdamWFactory(self)
+
 
 @option("optimizer", "adamw")
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +83,6 @@ class AdamW(Rounded):
     """torch's AdamW, fused."""
 
     kind: str = "adamw"
-
-    def implementation(self) -> OptimizerFactory:
-        from titanlab.techniques.optimizer.adamw import AdamWFactory
-
-        return AdamWFactory(self)
 
 
 def needs_torchao(key: str, value: object, *, cure: str) -> None:
@@ -155,11 +155,6 @@ class LowBit(Rounded):
             return super().state_bytes(parameter)
         elements = math.prod(parameter.part)
         return 2 * (elements // self.per_byte + elements // self.block_size * _SCALE_BYTES) + STEP_BYTES
-
-    def implementation(self) -> OptimizerFactory:
-        from titanlab.techniques.optimizer.adamw import LowBitFactory
-
-        return LowBitFactory(self)
 
 
 @option("optimizer", "adamw_8bit")

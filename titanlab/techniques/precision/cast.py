@@ -208,7 +208,6 @@ def keep_in_fp32(model: nn.Module, account: ModelAccount, formats: Formats) -> U
 
 
 def _piece(model: nn.Module, piece: str) -> nn.Module | None:
-    """A piece of a model; None in a stage that does not have it."""
     module: Any = model
     for step in piece.split("."):
         module = module[step] if isinstance(module, nn.ModuleDict) and step in module else getattr(module, step, None)

@@ -114,7 +114,6 @@ class Float8(Bf16):
         return any(path_matches(name, pattern) for pattern in self.skip)
 
     def converts(self, name: str, shape: Sequence[int]) -> bool:
-        """Whether a linear layer with a weight of this shape is converted."""
         return not self.skips(name) and not any(size % self.multiple for size in shape)
 
     def float8_gathered(self, model: ModelAccount) -> frozenset[str]:
@@ -222,7 +221,6 @@ class Float8(Bf16):
                 raise ConfigError("precision.fp32_parts", _typed(self.fp32_parts), rule, cure)
 
     def _check_joined(self, model: ModelAccount) -> None:
-        """Check that layers which are multiplied as one are all converted, or none."""
         converted = self.conversion(model).converted
         for layers in (paths for joined in model.joined for paths in joined.paths(model.layers)):
             others = [name for name in layers if name not in converted]

@@ -77,11 +77,7 @@ class OrderError(TitanlabError):
 
 
 def placement_of(orders: Orders) -> list[int]:
-    """Rank of each stage in the lists.
-
-    Raises:
-        OrderError: a stage is on two ranks or on none, or a rank has no stage.
-    """
+    """Rank of each stage in the lists. OrderError: a stage is on two ranks or on none, or a rank has no stage."""
     owners: dict[int, int] = {}
     for rank, index, action in _all(orders):
         owner = owners.setdefault(action.stage, rank)

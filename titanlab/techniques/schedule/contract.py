@@ -55,11 +55,7 @@ class PipelineSchedule(OptionConfig, Protocol):
 
     @abstractmethod
     def placement(self, *, ranks: int) -> list[int]:
-        """Rank of each stage.
-
-        Raises:
-            ConfigError: the schedule does not support this number of ranks.
-        """
+        """Rank of each stage. ConfigError: the schedule does not support this number of ranks."""
 
     def check_pipeline(self, *, ranks: int, microbatches: int) -> None:
         """Check that the schedule supports these numbers; by default it supports all.
@@ -71,11 +67,7 @@ class PipelineSchedule(OptionConfig, Protocol):
 
     @abstractmethod
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
-        """Actions by rank, in the order in which each rank runs them.
-
-        Raises:
-            ConfigError: as `check_pipeline` does.
-        """
+        """Actions by rank, in the order in which each rank runs them. ConfigError: as `check_pipeline` does."""
 
 
 KEY = "schedule.stages_per_rank"
@@ -139,7 +131,6 @@ class VShaped(PipelineSchedule):
 
 
 def looped(*, ranks: int, stages_per_rank: int = 1) -> list[int]:
-    """Rank of each stage, round-robin: 0 1 2 0 1 2."""
     return [stage % ranks for stage in range(ranks * stages_per_rank)]
 
 

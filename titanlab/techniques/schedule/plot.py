@@ -161,7 +161,6 @@ def draw(panels: Sequence[tuple[str, Timeline]], path: Path) -> None:
 
 
 def figure_size(timelines: Sequence[Timeline]) -> tuple[float, float]:
-    """Width and height in inches of a figure with a panel for each timeline."""
     rows = sum(len(timeline.events) for timeline in timelines)
     longest_row = max(_cells(timeline) for timeline in timelines)
     return (

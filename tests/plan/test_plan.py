@@ -1,0 +1,217 @@
+"""The plan of a world: the request, resolved without this host; the fastest recipes; what would work if there is none."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+
+import pytest
+
+from tests.plan.recipes import planned, ranking_of
+from titanlab.costs import Layout
+from titanlab.errors import ConfigError
+from titanlab.launch.launchers_schema import Slurm
+from titanlab.parallelism import Parallelism
+from titanlab.plan import for_planning, most_memory, no_collection, plan, space
+from titanlab.plan.ranking import RecipeGroup, least_memory
+from titanlab.plan.search import MARGIN, overrides, summary
+from titanlab.plan.space import all_layouts, choices_of
+from titanlab.recipe import Cluster
+from titanlab.techniques.ac.recomputation_schema import SelectiveLayer
+from titanlab.techniques.schedule.published_schema import Interleaved1F1B
+
+
+def refusal(call, *arguments, **given):
+    with pytest.raises(ConfigError) as caught:
+        call(*arguments, **given)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_only_the_product_of_degrees_matters_unless_they_stand():
+    recipe = planned(parallelism=Parallelism(shard=2, tensor=2, pipeline=2))
+    assert for_planning(recipe).layout.degrees() == {**Parallelism().degrees(), "shard": 8}
+    assert for_planning(recipe, stands=True).layout.tensor == 2
+    alone = dataclasses.replace(recipe, world=None)
+    assert for_planning(alone).layout.world == 8
+
+
+@pytest.mark.parametrize("world", [1_000_001, 99_999_999, 0, -1])
+def test_a_world_that_no_recipe_may_have_is_refused_at_once(world):
+    rule = "must be at least 1; " if world < 1 else "a layout has at most 1,000,000 processes; "
+    assert refusal(for_planning, dataclasses.replace(planned(), world=world)).startswith(f"world={world}: {rule}")
+
+
+def test_machines_of_which_nothing_is_known_are_refused():
+    elsewhere = planned(cluster=Cluster(accelerator="auto"), launch=Slurm(minutes=10))
+    assert refusal(for_planning, elsewhere).startswith("cluster.accelerator=auto: is whatever a node has")
+    for device in (None, "cpu"):
+        nameless = planned(cluster=Cluster(accelerator="cuda", device=device))
+        assert refusal(for_planning, nameless).startswith(f"cluster.device={device or 'null'}: names no GPU")
+
+
+@pytest.mark.parametrize("top", [0, -1, 1001])
+def test_how_many_are_wanted_has_limits(top):
+    assert refusal(plan, for_planning(planned()), top=top) == f"--top={top}: must lie in 1 to 1,000; try 20"
+
+
+def test_the_best_are_in_order_and_fit():
+    found = plan(for_planning(planned()), top=3)
+    assert len(found.best) == 3
+    assert found.advice == []
+    seconds = [each.time.seconds for each in found.best]
+    assert seconds == sorted(seconds)
+    assert found.limit == pytest.approx(80e9 * (1 - MARGIN))
+    assert {each.recipe.layout.world for each in found.best} == {8}
+
+
+def test_where_nothing_fits_the_next_world_that_does_is_named():
+    found = plan(for_planning(planned(memory_gb=0.01)), top=1)
+    assert found.best == []
+    assert found.advice[0].startswith("the smallest needs ")
+    assert " GB of the 0.0 GB that a device has: " in found.advice[0]
+    assert len(found.advice) == 2
+
+
+def test_where_no_layout_divides_the_batch_others_are_named():
+    found = plan(for_planning(planned(world=7, batch=10, seq_len=2047)), top=1)
+    assert (found.listed, found.best) == (0, [])
+    assert [line.partition(": ")[0] for line in found.advice] == [
+        "the nearest smaller world that works", "or another batch",
+    ]  # fmt: skip
+
+
+def test_the_neighbours_of_a_large_prime_are_not_searched_whole(monkeypatch):
+    """It took minutes: 256 worlds with up to 30,000 layouts each."""
+    searched = []
+    monkeypatch.setattr(space, "all_layouts", lambda world: (searched.append(world), all_layouts(world))[1])
+    found = plan(for_planning(planned(world=100_003)), top=1)
+    assert (found.listed, found.best, len(found.advice)) == (0, [], 1)
+    assert found.advice[0].startswith("or another batch: training.global_batch=100003")
+    assert set(searched) == {100_003}
+
+
+def test_the_collector_rests_and_is_as_before():
+    assert gc.isenabled()
+    with pytest.raises(ValueError), no_collection():
+        assert not gc.isenabled()
+        raise ValueError
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with no_collection():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+TOP = 20
+
+
+def exhaustive(ranking):
+    """The times of all recipes that fit and break no rule, fastest first."""
+    found = []
+    for layout in ranking.space.layouts():
+        for point in ranking.space.points(layout):
+            one = ranking.estimate(point)
+            if one is not None and not ranking.space.broken_rule(one.recipe):
+                found.append(one.time.seconds)
+    return sorted(found)
+
+
+@pytest.mark.parametrize(("world", "limit"), [(4, None), (8, None), (8, 6e7)], ids=["four", "eight", "little memory"])
+def test_pruning_keeps_the_first_twenty(world, limit):
+    recipe = planned(world=world, batch=8)
+    choices = choices_of(recipe)
+    few = [choice for choice in choices.schedules if choice.name in ("1f1b", "interleaved_1f1b ×2", "zbv ×2", "gpipe")]
+    assert len(few) == 4
+    acs = [choice for choice in choices.acs if choice.name in ("none", "full")]
+    best = ranking_of(recipe, limit=limit, schedules=few, acs=acs).best(TOP)
+    wanted = exhaustive(ranking_of(recipe, limit=limit, schedules=few, acs=acs))[:TOP]
+    assert len(wanted) == TOP
+    assert [one.time.seconds for one in best] == pytest.approx(wanted, rel=1e-12)
+
+
+def test_a_limit_that_nothing_meets_names_the_smallest():
+    ranking = ranking_of(planned(batch=8), limit=1e6)
+    assert ranking.best(3) == []
+    assert ranking.too_large == ranking.listed > 0
+    needed, recipe = ranking.least
+    assert needed > 1e6
+    assert recipe.layout.world == 8
+
+
+def groups(space):
+    """Each layout of the space with each microbatch and each other choice, and its schedules."""
+    for layout in space.layouts():
+        for microbatch, schedules in space.microbatches(layout):
+            for ac, precision, compiled in space.others():
+                yield RecipeGroup((layout,), microbatch, ac, precision, compiled), schedules
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"parallelism": Parallelism(shard=8, cpu_offload=True)},
+        {"parallelism": Parallelism(shard=8, reshard_after_forward="never")},
+    ],
+    ids=["bf16", "offloaded", "kept gathered"],
+)
+def test_no_recipe_needs_less(given):
+    space = ranking_of(planned(batch=8, **given)).space
+    compared = 0
+    for group, schedules in groups(space):
+        everyone = least_memory(space.recipe, group, schedules)
+        for schedule in schedules:
+            least = least_memory(space.recipe, group, [schedule])
+            needed = most_memory(space.recipe_of(group.point(group.layouts[0], schedule))).allocated
+            assert everyone <= least <= needed
+            compared += 1
+    assert compared > 500
+
+
+def test_more_microbatches_in_flight_need_more():
+    space = ranking_of(planned(batch=32)).space
+    group, schedules = next((group, schedules) for group, schedules in groups(space) if group.layouts[0].pipeline == 4)
+    by_name = {schedule.name: least_memory(space.recipe, group, [schedule]) for schedule in schedules}
+    assert by_name["1f1b"] < by_name["gpipe"]
+
+
+def printed(recipe, *, pipeline, ac, schedule):
+    """The arguments of the first recipe of the space with these choices."""
+    ranking = ranking_of(recipe)
+    layout = next(layout for layout in ranking.space.layouts() if layout.pipeline == pipeline)
+    points = ranking.space.points(layout)
+    point = next(one for one in points if (one.ac.name, one.schedule.name) == (ac, schedule))
+    return overrides(ranking.estimate(point), recipe)
+
+
+def test_options_have_their_numbers_also_those_that_are_defaults():
+    """The recipe of the request has every=4 and four stages, and keeps them unless they are said."""
+    recipe = planned(ac=SelectiveLayer(every=4), schedule=Interleaved1F1B(stages_per_rank=4))
+    arguments = printed(recipe, pipeline=2, ac="selective_layer", schedule="interleaved_1f1b ×2")
+    assert {"ac=selective_layer", "ac.every=2", "ac.keep=false"} < set(arguments)
+    assert {"schedule=interleaved_1f1b", "schedule.stages_per_rank=2"} < set(arguments)
+
+
+def test_a_layout_without_a_pipeline_needs_no_schedule():
+    arguments = printed(planned(), pipeline=1, ac="none", schedule="")
+    assert "ac=none" in arguments
+    assert not [one for one in arguments if one.startswith("schedule")]
+
+
+def test_what_varies_is_said_if_it_is_not_the_requests():
+    recipe = planned()
+    choices = choices_of(recipe, vary=("precision", "compile"))
+    ranking = ranking_of(recipe, precisions=choices.precisions, compiles=choices.compiles)
+    points = {(one.precision.name, one.compile.name): one for one in ranking.space.points(Layout(shard=8))}
+    own = overrides(ranking.estimate(points["bf16", "off"]), recipe)
+    assert not [one for one in own if one.startswith(("precision", "compile"))]
+    other = overrides(ranking.estimate(points["float8_rowwise", "block+loss"]), recipe)
+    assert {"precision=float8_rowwise", "compile.blocks=true", "compile.loss=true", "compile.mode=default"} < set(other)
+
+
+def test_the_summary_counts_what_it_leaves_out():
+    assert summary({"a": 3, "b": 5, "c": 1}, 2) == ["5: b", "3: a", "1: 1 other rules"]

@@ -1,0 +1,284 @@
+"""What this process may use of the host: cores, memory, open files; its name, clock and network; and its folders."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import resource
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+from titanlab.distributed import cores, memory_bytes
+from titanlab.system import Finding, fail, ok, output_of, user_path, warn
+
+_GIB = 1 << 30
+_FEW_FILES, _ENOUGH_FILES = 1024, 4096
+_LOW_SHARED, _NO_SHARED = 1 * _GIB, 128 << 20
+# No clock of a working host is before this version was written.
+_EARLIEST = 1_750_000_000
+_CGROUPS = Path("/sys/fs/cgroup")
+_INFINIBAND = Path("/sys/class/infiniband")
+_SECONDS = 10.0
+
+
+def graded(name: str, text: str, hint: str, *, fails: bool = False, warns: bool = False) -> Finding:
+    """A finding of the state that the rules give it; it has the hint if it is not ok."""
+    return fail(name, text, hint) if fails else warn(name, text, hint) if warns else ok(name, text)
+
+
+def check_cores() -> Iterator[Finding]:
+    """Cores that this process may use, against those of the host and its cgroup's share."""
+    usable, all_cores = cores(), os.cpu_count() or 1
+    share = cpu_share()
+    text = f"{usable} of the host's {all_cores} may be used"
+    if share is not None and share < usable:
+        hint = f"the cgroup gives less time than that: set launch.threads, or OMP_NUM_THREADS={max(1, int(share))}"
+        yield warn("cores", f"{text}, and the cgroup gives the time of {share:g}", hint)
+    elif usable < all_cores:
+        yield ok("cores", f"{text} (affinity)")
+    else:
+        yield ok("cores", text)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        threads = os.environ.get(name, "")
+        if threads.isdecimal() and int(threads) > usable:
+            yield warn("threads", f"{name}={threads} is more than {usable} cores: runs use fewer", "unset it")
+    memory = memory_bytes()
+    if memory is None:
+        yield warn("memory", "is not known", "this system has no /proc/meminfo")
+    else:
+        yield ok("memory", f"{memory / _GIB:,.1f} GiB, swap and limits counted in")
+
+
+def cpu_share(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> float | None:
+    """The cores whose time this process's cgroup, or one above it, gives; None: no limit is known."""
+    folders, shares = [root], []
+    with contextlib.suppress(OSError, ValueError):
+        for line in own.read_text(encoding="utf-8", errors="replace").splitlines():
+            number, _, path = line.split(":", 2)
+            if number == "0":
+                folder = root / path.lstrip("/")
+                folders += [ancestor for ancestor in (folder, *folder.parents) if ancestor.is_relative_to(root)]
+    for folder in folders:
+        for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+            # `max`, which is not a number: no limit.
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                quota, period, *_ = (float(word) for name in files for word in (folder / name).read_text().split())
+                if quota > 0 and period > 0:
+                    shares.append(quota / period)
+    return min(shares, default=None)
+
+
+def check_shared_memory(folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
+    """Shared memory, which NCCL and data readers use between processes of a host."""
+    if not folder.is_dir():
+        yield warn("shared memory", f"there is no {folder}", "NCCL and data readers then use slower ways")
+        return
+    status = os.statvfs(folder)
+    size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    text = f"{free / _GIB:,.2f} of {size / _GIB:,.2f} GiB of {folder} free"
+    hint = "give the container more: docker run --shm-size=16g, or --ipc=host; remove what ended processes have left"
+    yield graded("shared memory", text, hint, fails=free < _NO_SHARED, warns=free < _LOW_SHARED)
+
+
+def check_ulimits() -> Iterator[Finding]:
+    """Limits of this process: open files, locked memory, processes, size of files."""
+    unlimited = resource.RLIM_INFINITY
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    numbers = ["unlimited" if number == unlimited else f"{number:,}" for number in (soft, hard)]
+    hint = "raise it before the start: ulimit -n 65536; on Slurm, see PropagateResourceLimits"
+    text = f"{numbers[0]} (up to {numbers[1]})"
+    yield graded("open files", text, hint, fails=0 <= soft < _FEW_FILES, warns=0 <= soft < _ENOUGH_FILES)
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    text = "unlimited" if soft == unlimited else f"{soft / 2**20:,.1f} MiB"
+    hint = "InfiniBand pins memory: ulimit -l unlimited, also for slurmd's jobs"
+    yield graded("locked memory", text, hint, warns=bool(_infiniband_ports()) and soft != unlimited)
+    for name, which, of, hint in (
+        ("size of files", resource.RLIMIT_FSIZE, "", "a checkpoint may be larger: ulimit -f unlimited"),
+        (
+            "address space",
+            resource.RLIMIT_AS,
+            " of addresses",
+            "CUDA reserves far more than it uses: ulimit -v unlimited",
+        ),
+    ):
+        soft, _ = resource.getrlimit(which)
+        if soft != unlimited:
+            yield warn(name, f"at most {soft / _GIB:,.1f} GiB{of}", hint)
+
+
+def check_network() -> Iterator[Finding]:
+    """The host's name, the interfaces that variables name, InfiniBand."""
+    name = socket.gethostname()
+    try:
+        addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None)})
+        yield ok("host name", f"{name} is {', '.join(addresses[:4])}")
+    except (OSError, UnicodeError) as error:
+        hint = "add it to /etc/hosts; runs on one host work without, runs on several need it"
+        yield warn("host name", f"{name} cannot be resolved ({error})", hint)
+    interfaces = {interface for _, interface in socket.if_nameindex()}
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+        value = os.environ.get(variable, "")
+        names = [interface for interface in value.lstrip("^=").split(",") if interface]
+        exact = variable != "NCCL_SOCKET_IFNAME" or value.startswith("=")
+        missing = [
+            interface
+            for interface in names
+            if not value.startswith("^")
+            and not (interface in interfaces if exact else any(known.startswith(interface) for known in interfaces))
+        ]
+        if missing:
+            hint = f"ranks cannot meet; the host has {', '.join(sorted(interfaces))}"
+            yield fail(variable, f"{value}: there is no interface {', '.join(missing)}", hint)
+    ports = _infiniband_ports()
+    down = sorted(port for port, state in ports.items() if "ACTIVE" not in state)
+    if down:
+        hint = "have the links looked at, or leave them out: NCCL_IB_HCA=^" + down[0]
+        yield warn("InfiniBand", f"{len(ports) - len(down)} of {len(ports)} ports active; not: {', '.join(down)}", hint)
+    elif ports:
+        yield ok("InfiniBand", f"{len(ports)} ports active")
+
+
+def _infiniband_ports() -> dict[str, str]:
+    """The state of each port."""
+    states = {}
+    for path in sorted(_INFINIBAND.glob("*/ports/*/state")):
+        try:
+            states[f"{path.parts[-4]}:{path.parts[-2]}"] = path.read_text(errors="replace").strip()
+        except OSError:
+            continue
+    return states
+
+
+def check_clock() -> Iterator[Finding]:
+    if time.time() < _EARLIEST:
+        text = time.strftime("%Y-%m-%d", time.localtime())
+        yield fail("clock", f"says {text}", "set it: certificates, tokens and the order of files depend on it")
+        return
+    output = output_of("timedatectl", "show", "--property=NTPSynchronized", seconds=_SECONDS)
+    if output is not None and re.search(r"=no\b", output):
+        yield warn("clock", "is not synchronised (timedatectl)", "run an NTP service: hosts' logs are compared by time")
+    else:
+        yield ok("clock", time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime()))
+
+
+_LOW_BYTES, _NO_BYTES = 20 * _GIB, 1 * _GIB
+_LOW_INODES = 10_000
+_WRITTEN_BYTES = 64 << 20
+_PIECE_BYTES = 4 << 20
+_SLOW = 100.0  # MiB/s
+_CLOCK_SECONDS = 5.0
+_SHARED = {
+    *("nfs", "nfs4", "lustre", "gpfs", "beegfs", "beegfs_nodev", "ceph", "cephfs", "glusterfs", "fuse.glusterfs"),
+    *("wekafs", "panfs", "orangefs", "pvfs2", "afs", "cifs", "smb3", "9p", "virtiofs", "fuse.sshfs", "fuse.juicefs"),
+}
+_IN_MEMORY = {"tmpfs", "ramfs"}
+
+
+def check_runs(runs: Path, *, needs_shared: bool) -> Iterator[Finding]:
+    """The folder of runs, or where it would be made.
+
+    Args:
+        needs_shared: whether jobs run on other hosts.
+    """
+    folder = existing(runs)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        yield fail("folder of runs", f"{folder} cannot be written", "give a folder of yours: runs=~/runs")
+        return
+    yield from _check_room("folder of runs", folder)
+    kind, mount = file_system(folder)
+    if kind in _IN_MEMORY:
+        yield warn("file system", f"{kind} at {mount}: in memory", "runs are lost when the host restarts")
+    elif kind in _SHARED:
+        yield ok("file system", f"{kind} at {mount}: other hosts can see it")
+    else:
+        text = f"{kind or 'unknown'} at {mount or '?'}: probably seen by this host only"
+        hint = "the nodes of jobs must see the folder of runs: give a shared one (runs=…)"
+        yield graded("file system", text, hint, warns=needs_shared)
+    try:
+        yield from _check_writing(folder)
+    except OSError as error:
+        yield fail("writing", f"{folder}: {error.strerror or error}", "make room, or give another folder: runs=…")
+
+
+def check_cache(name: str, folder: Path, *, is_executed: bool = False) -> Iterator[Finding]:
+    """A folder of a cache, which may not exist yet.
+
+    Args:
+        is_executed: whether libraries in it are loaded.
+    """
+    there = existing(folder)
+    if not os.access(there, os.W_OK | os.X_OK):
+        yield fail(name, f"{there} cannot be written", "give another folder (TITANLAB_CACHE, TMPDIR)")
+        return
+    if is_executed and os.statvfs(there).f_flag & os.ST_NOEXEC:
+        yield fail(name, f"{there} is mounted noexec: compiled code cannot be loaded", "set TORCHINDUCTOR_CACHE_DIR")
+        return
+    yield from _check_room(name, there, shown=folder)
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest folder above it that exists."""
+    absolute = Path(os.path.abspath(user_path(folder)))
+    return next(path for path in (absolute, *absolute.parents) if path.is_dir())
+
+
+def file_system(folder: Path) -> tuple[str, str]:
+    """The kind of the file system that has a folder, and where it is mounted; empty if that is not known."""
+    best, real = ("", ""), os.path.realpath(folder)
+    with contextlib.suppress(OSError):
+        for each in psutil.disk_partitions(all=True):
+            is_above = real == each.mountpoint or real.startswith(each.mountpoint.rstrip("/") + "/")
+            # The later of two mounts in one place hides the earlier one.
+            if is_above and len(each.mountpoint) >= len(best[1]):
+                best = (each.fstype, each.mountpoint)
+    return best
+
+
+def _check_room(name: str, folder: Path, *, shown: Path | None = None) -> Iterator[Finding]:
+    status = os.statvfs(folder)
+    free, size = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+    text = f"{shown or folder}: {free / _GIB:,.1f} of {size / _GIB:,.1f} GiB free"
+    hint = "make room: titanlab clean --dry-run shows what could go"
+    yield graded(name, text, hint, fails=free < _NO_BYTES, warns=free < _LOW_BYTES)
+    # Some file systems have no fixed number, and say 0.
+    if status.f_files and status.f_favail < _LOW_INODES:
+        yield warn(f"files, {name}", f"only {status.f_favail:,} more files can be made", "remove small files there")
+
+
+def _check_writing(folder: Path) -> Iterator[Finding]:
+    path = folder / f".titanlab-doctor.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    piece = os.urandom(_PIECE_BYTES)
+    try:
+        with path.open("xb", buffering=0) as file:
+            begin = time.monotonic()
+            for _ in range(_WRITTEN_BYTES // _PIECE_BYTES):
+                file.write(piece)
+            os.fsync(file.fileno())
+            seconds = max(time.monotonic() - begin, 1e-6)
+            now, written = time.time(), os.fstat(file.fileno()).st_mtime
+            has_locks = True
+            try:
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                has_locks = False
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    speed = _WRITTEN_BYTES / 2**20 / seconds
+    hint = "checkpoints take long: checkpoint=async, or a faster folder (runs=…)"
+    yield graded("writing", f"{speed:,.0f} MiB/s, with fsync", hint, warns=speed < _SLOW)
+    if not has_locks:
+        hint = "two processes could work on one run: start each run once, or mount with locks (Lustre: -o flock)"
+        yield warn("locks", "this file system has none", hint)
+    else:
+        yield ok("locks", "flock works")
+    if abs(now - written) > _CLOCK_SECONDS:
+        text = f"the file server's differs from this host's by {written - now:+,.0f} s"
+        yield warn("clock", text, "set both by NTP: ages and orders of files are wrong")
