@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from titanlab.train.dcp_folder import read_saved
-from titanlab.train.dcp_tensors import DcpReader
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
@@ -33,6 +31,7 @@ from titanlab.checkpoint.writer import HostBuffer, bytes_of, check_coverage, pub
 from titanlab.checkpoint.writer import write as write_file
 from titanlab.distributed import World
 from titanlab.errors import ConfigError
+from titanlab.train.dcp import DcpReader, read_saved
 
 # A run has a process group, also of one process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
