@@ -63,6 +63,7 @@ def test_load_and_entropy_are_those_of_a_token_and_of_the_fullest_expert():
     assert (load.most, load.entropy) == (1.5, pytest.approx(0.4))
 
 
+@pytest.mark.full
 def test_biases_move_against_the_load(tmp_path):
     found = {}
     for rate in (0.0, 1e-3):
