@@ -210,9 +210,11 @@ def test_damage_leaves_the_generators_as_they_were(tmp_path):
     contents = read_contents(checkpoint, "run")
     broken = {"cpu": contents.saved.generators[0]["cpu"], "python": b"[3, [], null]"}
     planted = replace(contents, saved=structs.replace(contents.saved, generators={0: broken}))
+    made = trained()
+    torch.rand(5)
     before = generator_states(ALONE)
     with pytest.raises(DamagedCheckpoint, match="holds no state of a generator"):
-        loaded(checkpoint, trained(), read=lambda *named: planted)
+        loaded(checkpoint, made, read=lambda *named: planted)
     # The first state is whole, and was not kept either.
     assert generator_states(ALONE) == before
 
