@@ -47,9 +47,9 @@ def measure() -> dict[str, float]:
     composed = time.process_time()
     planned = plan.plan_study(SWEEP)
     whole = time.process_time()
-    data = plan.DataOnce()
+    checks = plan.Checks()
     for each in planned.planned:
-        data.identify(each.recipe)
+        checks.identify(each.recipe)
     hashed = time.process_time()
     survivors = len(recipes)
     return {

@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from tests.checkpoint.test_contents import made as saved
+from tests.checkpoint.test_folders import made as saved
 
 from tests.sweep.conftest import quiet
 from tests.sweep.made import Made, begin, end
