@@ -167,3 +167,13 @@ def test_an_operator_that_takes_anothers_place_is_kept_as_that_is(printed, like)
         forward, _ = block.checkpoint_contexts()
         context = type("Context", (), {"is_recompute": False})
         assert forward.policy_fn(context, printed).name == kept
+
+
+def test_the_recomputation_counts_products_for_itself_so_that_it_finds_the_same():
+    block = torch.nn.Linear(2, 2)
+    SelectiveOp(saved=[MM, SILU]).implementation().apply({0: block})
+    policy = block.checkpoint_contexts()[0].policy_fn
+    for again in (False, True):
+        context = type("Context", (), {"is_recompute": again})
+        kept = [policy(context, name).name == "MUST_SAVE" for name in (MM, SILU, MM, "aten.mul.Tensor", MM)]
+        assert kept == [True, True, False, False, True]

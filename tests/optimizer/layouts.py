@@ -71,8 +71,11 @@ def spread(tensor, mesh, placements):
         placements = [Replicate() if each.is_shard(1) else each for each in placements]
     if not any(isinstance(each, _StridedShard) for each in placements):
         return distribute_tensor(tensor, mesh, placements)
-    # The second axis cuts first.
-    part = tensor.chunk(mesh.size(1))[mesh.get_local_rank(1)].chunk(mesh.size(0))[mesh.get_local_rank(0)]
+    part = tensor
+    # The second axis cuts first. The last ranks may have no rows.
+    for axis in (1, 0):
+        parts, rank = part.chunk(mesh.size(axis)), mesh.get_local_rank(axis)
+        part = parts[rank] if rank < len(parts) else part[:0]
     return DTensor.from_local(part, mesh, placements, shape=tensor.shape, stride=tensor.stride())
 
 
