@@ -9,8 +9,8 @@ import threading
 import time
 
 import pytest
-from tests.checkpoint.test_folders import made as saved
 
+from tests.checkpoint.test_folders import made as saved
 from tests.sweep.conftest import quiet
 from tests.sweep.made import Made, begin, end
 from titanlab.records import RECORD, Status

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from titanlab.distributed import cores, memory_bytes
 from titanlab.system import Finding, fail, ok, output_of, user_path, warn

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import io
 import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,54 +45,47 @@ def submit(config: Slurm, sweep: Path, submission: Submission) -> str:
     Raises:
         ConfigError: sbatch refuses, or does not answer in time; then `find` looks whether the jobs are in the queue.
     """
+    # Imported here: the import is slow, and most verbs do not need it.
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+    from submitit.slurm.slurm import SlurmExecutor
+
+    class BatchExecutor(SlurmExecutor):
+        """Submits a command without a pickle, with titanlab's own call of sbatch.
+
+        submitit's public `submit` pickles a function for each job and moves the pickles after sbatch has answered: if
+        the process is killed in between, the jobs have nothing to run. Here the command contains everything that a job
+        needs. The subclass therefore defines and calls these two methods, as submitit's own executors do. They can go
+        when submitit can submit a command without pickles (`_submit_command` in submitit/core/core.py).
+        """
+
+        def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+            return _sbatch(config, submission_file_path, intent, lock)
+
+        def submit_command(self, command: str) -> str:
+            return str(self._submit_command(command).job_id)
+
+    intent, lock = submission_file(sweep, submission.token), sweep / HANDING_OVER
     folder = jobs_folder(sweep)
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{submission.token}.sh"
-    file.write_text(batch_text(config, sweep, submission), encoding="utf-8")
-    limit = ["timeout", str(_SBATCH_SECONDS)] if shutil.which("timeout") is not None else []
-    intent = submission_file(sweep, submission.token)
-    # If this process is killed, its sbatch may live on, and has the lock. The next process takes the lock and so knows
-    # that no sbatch runs; an sbatch that starts later finds that the intent's file is gone, and does nothing.
-    with (sweep / HANDING_OVER).open("a") as lock:
-        # Not every file system has locks: Lustre without -o flock.
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        done = subprocess.run(
-            ["sh", "-c", 'test -e "$0" && exec "$@"', str(intent), *limit, "sbatch", str(file)],
-            env={name: value for name, value in os.environ.items() if not _is_unwanted(config, name)},
-            pass_fds=(lock.fileno(),),
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-        )
-    number = re.search(r"job (\d+)", done.stdout)
-    if done.returncode or number is None:
-        raise _refused(f"{done.stdout}\n{done.stderr}", _bad(config, sweep, submission.runs))
-    return number[1]
+    executor = BatchExecutor(folder)
+    executor.update_parameters(**_parameters(config, sweep, submission))
+    executor.parameters["map_count"] = len(submission.runs)
+    try:
+        # submitit prints sbatch's message; the error below has it in one line.
+        with contextlib.redirect_stderr(io.StringIO()):
+            return executor.submit_command(_command(config, sweep, submission))
+    except (FailedJobError, FailedSubmissionError) as error:
+        raise _refused(str(error), _bad(config, sweep, submission.runs)) from None
 
 
-def batch_text(config: Slurm, sweep: Path, submission: Submission) -> str:
-    """The batch file: flags of sbatch, shell code that prepares the environment, and the call of srun."""
-    lines = [
-        f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={shlex.quote(str(value))}"
-        for name, value in _flags(config, sweep, submission).items()
-    ]
-    python = sys.executable if config.python is None else config.python
-    task = shlex.join([*_srun(config, sweep, submission.shape), *config.container, python, *submission.command(sweep)])
-    return "\n".join(["#!/bin/bash", *lines, *_setup(config, sweep, submission), task, ""])
-
-
-def _flags(config: Slurm, sweep: Path, submission: Submission) -> dict[str, Any]:
-    """Flags of sbatch; True stands for a flag without a value."""
-    shape, most = submission.shape, len(submission.runs)
-    flags: dict[str, Any] = {
-        "job-name": submission.job_name(sweep.name),
-        "array": f"0-{most - 1}%{min(most, config.array_parallelism or most)}",
-        "output": _log(sweep, "0", "out"),
-        "error": _log(sweep, "0", "err"),
-        "open-mode": "append",
-        "signal": f"USR2@{config.signal_seconds}",
+def _parameters(config: Slurm, sweep: Path, submission: Submission) -> dict[str, Any]:
+    """The parameters that submitit writes into the head of the batch file; None omits a flag."""
+    shape = submission.shape
+    asks_for_gpus = config.ask_for_gpus and shape.gpus_per_node > 0
+    number = shape.gpus_per_node
+    gpus = number if config.gpu_type is None else f"{config.gpu_type}:{number}"
+    parameters = {
+        "job_name": submission.job_name(sweep.name),
         "partition": config.partition,
         "account": config.account,
         "qos": config.qos,
@@ -100,23 +94,23 @@ def _flags(config: Slurm, sweep: Path, submission: Submission) -> dict[str, Any]
         "exclude": ",".join([*filter(None, [config.exclude]), *_bad(config, sweep, submission.runs)]) or None,
         "time": shape.minutes,
         "nodes": shape.nodes,
-        "ntasks-per-node": shape.tasks_per_node,
-        "cpus-per-task": shape.cpus_per_task,
+        "ntasks_per_node": shape.tasks_per_node,
+        "cpus_per_task": shape.cpus_per_task,
+        "gpus_per_node": gpus if asks_for_gpus and config.gpu_flag == "gpus-per-node" else None,
         "mem": _memory(shape.memory_gib),
-        "requeue" if config.requeue else "no-requeue": True,
+        "signal_delay_s": config.signal_seconds,
+        "array_parallelism": config.array_parallelism or len(submission.runs),
+        # submitit would set a default of its own here.
+        "wckey": None,
+        "setup": _setup(config, sweep, submission),
+        "srun_args": _srun(config, shape),
     }
-    if config.ask_for_gpus and shape.gpus_per_node > 0:
-        gpus = str(shape.gpus_per_node) if config.gpu_type is None else f"{config.gpu_type}:{shape.gpus_per_node}"
-        flags |= {"gres": f"gpu:{gpus}"} if config.gpu_flag == "gres" else {"gpus-per-node": gpus}
+    flags = {name: value for name, value in config.extra.items() if value is not None and value is not False}
     if _survives(config, shape):
-        flags["no-kill"] = True
-    flags |= {name.replace("_", "-"): value for name, value in config.extra.items()}
-    return {name: value for name, value in flags.items() if value is not None and value is not False}
-
-
-def _log(sweep: Path, task: str, suffix: str) -> Path:
-    """The file for the output of a task: ARRAY_INDEX_TASK_log.out, where Slurm fills in the numbers."""
-    return jobs_folder(sweep).absolute() / f"%A_%a_{task}_log.{suffix}"
+        flags = {"no-kill": True, **flags}
+    if asks_for_gpus and config.gpu_flag == "gres":
+        flags = {"gres": f"gpu:{gpus}", **flags}
+    return {**parameters, "additional_parameters": {"requeue" if config.requeue else "no-requeue": True, **flags}}
 
 
 def _survives(config: Slurm, shape: JobShape) -> bool:
@@ -153,11 +147,10 @@ def _setup(config: Slurm, sweep: Path, submission: Submission) -> list[str]:
     return lines
 
 
-def _srun(config: Slurm, sweep: Path, shape: JobShape) -> list[str]:
-    """The call of srun, so that Slurm does not end ranks: they watch each other, and rank 0 records their ends."""
-    words = ["srun", "--unbuffered", f"--output={_log(sweep, '%t', 'out')}", f"--error={_log(sweep, '%t', 'err')}"]
+def _srun(config: Slurm, shape: JobShape) -> list[str]:
+    """Arguments of srun, so that Slurm does not end ranks: they watch each other, and rank 0 records their ends."""
     # The tasks find the code by variables that the batch file exports; under --export=NONE they would lose them.
-    words += ["--export=ALL", "--kill-on-bad-exit=0", f"--wait={_WAIT_SECONDS}"]
+    words = ["--export=ALL", "--kill-on-bad-exit=0", f"--wait={_WAIT_SECONDS}"]
     if shape.cpus_per_task is not None:
         # Since Slurm 22.05, srun does not inherit this from the job.
         words.append(f"--cpus-per-task={shape.cpus_per_task}")
@@ -166,18 +159,51 @@ def _srun(config: Slurm, sweep: Path, shape: JobShape) -> list[str]:
     return [*words, *config.srun_arguments]
 
 
-def _is_unwanted(config: Slurm, name: str) -> bool:
-    """Whether a variable of this process must not reach the new job.
+def _command(config: Slurm, sweep: Path, submission: Submission) -> str:
+    python = sys.executable if config.python is None else config.python
+    words = [*config.container, python, *submission.command(sweep)]
+    return shlex.join(words)
+
+
+def _sbatch(config: Slurm, batch_file: Path, intent: Path, lock: Path) -> list[str]:
+    """The call of sbatch under a lock, without variables that would change the job.
+
+    If this process is killed, its sbatch may live on. The next process takes the lock and so knows that no sbatch runs;
+    an sbatch that starts later finds that the intent's file is gone, and does nothing.
+    """
+    limit = ["timeout", str(_SBATCH_SECONDS)] if shutil.which("timeout") is not None else []
+    plain = ["env", *(f"--unset={name}" for name in _unwanted(config)), *limit, "sbatch", str(batch_file)]
+    locked = ["flock", str(lock)] if shutil.which("flock") is not None and _has_locks(lock) else []
+    return [*locked, "sh", "-c", 'test -e "$0" && exec "$@"', str(intent), *plain]
+
+
+def _unwanted(config: Slurm) -> list[str]:
+    """Variables of this process that must not reach the new job.
 
     For sbatch, SBATCH_* variables win over the batch file: they could set a name by which the job is not found again,
     or a partition and a time limit that nobody has checked. SRUN_* variables would change the job's call of srun. They
     are also removed for keys that the file does not set: a recipe then requests the same from every shell, and the site
     decides what launch leaves open.
     """
-    set_by_launch = {key for key, value in config.extra.items() if value is not None}
-    set_by_launch |= {key for key in _ON_BEHALF if vars(config).get(key) is not None}
-    kept = {*_KEPT, *(f"SBATCH_{key.upper()}" for key in _ON_BEHALF if key not in set_by_launch)}
-    return name not in kept and name.startswith(("SLURM_", "SBATCH_", "SRUN_", *MEETING, QUESTIONS))
+    set_by_launch = {name for name, value in config.extra.items() if value is not None}
+    set_by_launch |= {name for name in _ON_BEHALF if vars(config).get(name) is not None}
+    kept = {*_KEPT, *(f"SBATCH_{name.upper()}" for name in _ON_BEHALF if name not in set_by_launch)}
+    unwanted = ("SLURM_", "SBATCH_", "SRUN_", *MEETING, QUESTIONS)
+    return [name for name in os.environ if name not in kept and name.startswith(unwanted)]
+
+
+def _has_locks(lock: Path) -> bool:
+    """Whether the file system supports locks: flock(1) fails without, as on Lustre without -o flock."""
+    descriptor = os.open(lock, os.O_RDONLY | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True  # Another process holds the lock.
+    except OSError as error:
+        return error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def _refused(text: str, bad: Sequence[str]) -> ConfigError:
