@@ -142,7 +142,8 @@ def test_following_a_run_that_nobody_works_on_ends(run, say, monkeypatch):
     run.write_status(Status(state="running", attempt=1, pid=2**22 + 1, updated=time.time() - 1000))
     code, out, err = say(run.path, "--follow", "--rank", 0)
     assert (code, out) == (0, "text\n")
-    assert err == f"{run.path.name} nobody works on it any more, and it left no result\n"
+    assert err == f"{run.path.name} ended: crash\n"
+    assert run.result().cause.startswith("its processes left no result")
 
 
 def test_ctrl_c_ends_only_the_looking(run, say, monkeypatch):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests import tiny
-from titanlab.distributed import Host, host
+from titanlab.distributed import Host
 from titanlab.errors import ConfigError
 from titanlab.recipe import Cluster, Training, check_host_memory
 from titanlab.recipe.recipe_rules import PROCESS_BYTES
@@ -74,20 +74,3 @@ def test_nothing_is_said_of_a_gpu_and_of_a_host_that_is_not_known(tmp_path):
     check_host_memory(recipe, replace(with_memory(1), memory_bytes=None), processes=1)
     on_gpu = replace(recipe, cluster=Cluster(accelerator="cuda", device="NVIDIA H200"))
     check_host_memory(on_gpu, with_memory(1), processes=1)
-
-
-def test_a_host_knows_its_memory_and_the_limits_of_its_cgroups(tmp_path, monkeypatch):
-    whole = host.memory_bytes()
-    assert whole is not None
-    assert 2**28 < whole < 2**50
-    monkeypatch.setattr(host, "_CGROUP", tmp_path / "cgroup")
-    monkeypatch.setattr(host, "_CGROUPS", tmp_path / "fs")
-    inner = tmp_path / "fs" / "system.slice" / "job_7" / "step_0"
-    inner.mkdir(parents=True)
-    (tmp_path / "cgroup").write_text("1:name=systemd:/old\n0::/system.slice/job_7/step_0\n")
-    (inner / "memory.max").write_text("max\n")
-    (inner.parent / "memory.max").write_text("1048576\n")
-    swap = host.memory_bytes() - 2**20
-    assert 0 <= swap < 2**50
-    (inner.parent / "memory.max").unlink()
-    assert host.memory_bytes() >= whole
