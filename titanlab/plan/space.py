@@ -223,8 +223,9 @@ class LayoutSpace:
         return itertools.product(self.choices.acs, self.choices.precisions, self.choices.compiles)
 
     def _recipe_of(self, point: SpacePoint) -> Recipe:
-        return dataclasses.replace(
-            self.recipe,
+        # A copy: a new recipe would check each of its numbers again.
+        recipe = copy.copy(self.recipe)
+        vars(recipe).update(
             world=point.layout.world,
             parallelism=self._parallelism(point.layout),
             training=self._training(point.microbatch),
@@ -233,6 +234,7 @@ class LayoutSpace:
             precision=point.precision.value,
             compile=point.compile.value,
         )
+        return recipe
 
     def broken_rule(self, recipe: Recipe) -> str:
         """The first rule of recipes that a recipe of the space breaks; empty: none."""
