@@ -49,7 +49,7 @@ class Watch:
         warn: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._active, self._note, self._warn = active, note, warn
-        # (name, line, whether in a validation): without gradients torch compiles each function once more.
+        # (file, first line, whether in a validation): without gradients torch compiles each function once more.
         self._known: set[tuple[str, int, bool]] = set()
         self._last: Any = None
         self._limited = True
