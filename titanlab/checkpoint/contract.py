@@ -73,7 +73,7 @@ class Saver(Protocol):
         """Save; when it returns, training may go on. `wait` must have been called since the last save.
 
         Raises:
-            OSError: the disk takes no more.
+            OSError: the disk is full.
         """
 
     def wait(self) -> None:
@@ -97,7 +97,7 @@ class Saver(Protocol):
             only_model: None: save everything.
 
         Raises:
-            OSError: the disk takes no more.
+            OSError: the disk is full.
         """
 
     def before_update(self) -> None:

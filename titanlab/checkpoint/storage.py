@@ -171,7 +171,7 @@ class StoreFolder:
         self._path = path
 
     def objects(self) -> dict[str, dict[str, Any]]:
-        """fsspec's information on each object, by name relative to this folder; empty if there are no objects."""
+        """The information of fsspec on each object, by name relative to this folder; empty if there are no objects."""
 
         def listed(store: Any, root: str) -> dict[str, dict[str, Any]]:
             # Other processes write there too: do not use fsspec's cache.

@@ -75,7 +75,7 @@ def save(
         the folder of the complete checkpoint.
 
     Raises:
-        OSError: the disk takes no more; nothing of the checkpoint is left.
+        OSError: the disk is full; the partial checkpoint is removed.
     """
     planned = begin(target, position, plans=plans, only_model=only_model)
     complete(planned, planned.stage, target)
@@ -123,7 +123,7 @@ def complete(planned: PlannedSave, staged: Callable[[], Staged], target: Target)
         target: as for `begin`; another thread needs its own `world` and `warn`.
 
     Raises:
-        OSError: the disk takes no more; nothing of the checkpoint is left.
+        OSError: the disk is full; the partial checkpoint is removed.
     """
 
     def finish() -> None:
