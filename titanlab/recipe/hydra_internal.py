@@ -5,8 +5,8 @@
   change: a composition reads some forty. The classes have the names of Hydra's own, so that Hydra does not register
   its own again and finds the source of schemas by its name.
 - In Hydra 1.3, the choices to which `${group}` in a defaults list can refer: collecting them takes half of the time of
-a composition, and few lists refer to a choice. - The names of Hydra's own sweeper and launcher, and the conversion of
-one value of a sweep: there is no public way.
+  a composition, and few lists refer to a choice.
+- The names of Hydra's own sweeper and launcher, and the conversion of one value of a sweep: there is no public way.
 
 Other modules use the public API only. Each part can go when Hydra makes the same function public.
 """
