@@ -22,7 +22,7 @@ class Text(DataConfig):
             a SentencePiece BPE on the text itself.
         vocab_size: of the tokenizer to train; not used if `tokenizer` names one.
         validation_fraction: fraction of the documents to hold out of training, chosen by a hash of their content.
-            document_mask: attention stays within each document, and positions restart at its first token; a part of a
+        document_mask: attention stays within each document, and positions restart at its first token; a part of a
             document that a sequence cuts off counts as a separate document.
     """
 
@@ -190,9 +190,10 @@ class TokenFolder(DataConfig):
     """Existing token shards, made by `titanlab tokenize` or by another tool.
 
     Attributes:
-        folder: contains `index.json` and the shards that it names. document_mask: attention stays within each document,
-            and positions restart at its first token; a part of a document that a sequence cuts off counts as a separate
-            document. `bos_id` and `eos_id` of the index separate documents.
+        folder: contains `index.json` and the shards that it names.
+        document_mask: attention stays within each document, and positions restart at its first token; a part of a
+            document that a sequence cuts off counts as a separate document. `bos_id` and `eos_id` of the index separate
+            documents.
     """
 
     kind: str = "tokens"

@@ -1,4 +1,6 @@
-"""What ranks store, keep and send in a step of the real assembly, traced on a CPU and as declared. Torch-free."""
+"""The bytes that ranks store, keep and send in a step, traced in the real assembly on a CPU and as declared.
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ class DeclaredFigure:
 
     @property
     def difference(self) -> int:
-        """Traced less declared."""
+        """Traced minus declared."""
         return self.traced - self.declared
 
 
@@ -42,7 +44,7 @@ class TraceComparison:
     """The ranks of one recipe.
 
     Attributes:
-        notes: one line for each difference to the recipe that was asked for.
+        notes: one line for each difference from the requested recipe.
         pairs: for each rank, its account as declared and as traced.
     """
 
@@ -124,7 +126,7 @@ def comparison_values(comparison: TraceComparison) -> dict[str, Any]:
 
 # The first microbatch accumulates gradients, and after the last one they are reduced.
 _MICROBATCHES = 2
-# An interpreter that has imported torch and holds a stage's modules.
+# Limits memory: each process has imported torch and holds a stage's modules.
 _MOST_PROCESSES = 8
 
 
@@ -184,10 +186,10 @@ def different_ranks(recipe: Recipe) -> tuple[list[int], tuple[str, ...]]:
 
 
 def for_tracing(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
-    """The recipe as it is traced, and one line for each difference to the recipe itself.
+    """The recipe that is traced, and one line for each difference from the given one.
 
     Raises:
-        ConfigError: it cannot be traced.
+        ConfigError: the recipe cannot be traced.
     """
     is_gpu = recipe.cluster.accelerator == "cuda"
     notes = ["attention and norms are those of a CPU, and so is what they keep"] if is_gpu else []
@@ -217,7 +219,7 @@ def for_tracing(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
     recipe = replace(recipe, precision=recipe.precision.emulated())
     if is_gpu and recipe.model.attention not in ("auto", "math"):
         recipe = replace(recipe, model=replace(recipe.model, attention="auto"))
-    # A step of the smallest number of microbatches that the recipe may have: the others repeat what these do.
+    # The smallest number of microbatches that the recipe may have: more would repeat the same.
     count = recipe.microbatches
     for fewer in range(_MICROBATCHES, count):
         batch = fewer * recipe.microbatch * recipe.layout.data

@@ -69,9 +69,7 @@ def replace_sources() -> None:
 
 
 def flag_parser() -> argparse.ArgumentParser:
-    """A parser of Hydra's flags that raises errors, and rejects abbreviations because a new flag could change their
-    meaning.
-    """
+    """A parser of Hydra's flags that raises errors and rejects abbreviations (new flags could change their meaning)."""
     parser = get_args_parser()
     parser.exit_on_error = False
     parser.allow_abbrev = False
@@ -89,9 +87,7 @@ def is_hydras_own(target: str) -> bool:
 
 
 def _choices_if_needed(overrides: Any, defaults: list[Any], self_added: bool) -> Any:  # noqa: FBT001 (Hydra's)
-    """The result of Hydra's function if an entry of a defaults list refers to a choice; else None, which is never
-    read.
-    """
+    """The result of Hydra's function if a defaults list refers to a choice; else None, which is never read."""
     refers = any(entry.is_interpolation() for entry in defaults if not (self_added and entry.is_self()))
     return _hydras_choices(overrides, defaults, self_added) if refers and _hydras_choices is not None else None
 
