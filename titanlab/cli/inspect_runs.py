@@ -183,9 +183,10 @@ def _without_logs(run: RunFolder) -> str:
     # The output of the tasks of the run's jobs, the latest job first.
     sweep, files = run.path.parent, list[Path]()
     for submission in reversed(submissions(sweep)):
-        for index in (index for index, submitted in enumerate(submission.runs) if submitted == name):
-            found = jobs_folder(sweep).glob(f"{submission.job_id}_{index}_*_log.*")
-            files += sorted(found, key=lambda path: (path.suffix != ".err", path.name))
+        for index, submitted in enumerate(submission.runs):
+            if submitted == name:
+                found = jobs_folder(sweep).glob(f"{submission.job_id}_{index}_*_log.*")
+                files += sorted(found, key=lambda path: (path.suffix != ".err", path.name))
     if printed := [path for path in files if size_of(path)]:
         shown = [shown_path(path) for path in printed[:_MOST_NAMED]]
         more = f" and {len(printed) - _MOST_NAMED} more" if len(printed) > _MOST_NAMED else ""

@@ -110,8 +110,12 @@ def printed_lines(path: Path, *, begin: int = 0) -> list[str]:
         begin: skip lines before this byte.
     """
     text = text_at_end(path, begin=begin)
-    lines = [" ".join("".join(c if c.isprintable() else " " for c in line).split()) for line in text.splitlines()]
-    return [line if len(line) <= _LIMIT else f"{line[: _LIMIT - 3]}..." for line in lines if line]
+    lines = []
+    for line in text.splitlines():
+        printable = "".join(character if character.isprintable() else " " for character in line)
+        if words := " ".join(printable.split()):
+            lines.append(words if len(words) <= _LIMIT else f"{words[: _LIMIT - 3]}...")
+    return lines
 
 
 def _rank(path: Path) -> int:

@@ -82,8 +82,11 @@ def prepare(
     # All quick checks of all recipes come before the data of any recipe is prepared.
     resolved = [_resolved(recipe, host, ranks, started=started) for recipe in recipes]
     if ranks is None or ranks.rank == 0:
-        left_aside = [line for recipe in recipes for line in (() if started else not_read(recipe))]
-        for notice in dict.fromkeys(filter(None, [*map(shortened_warmup, recipes), *left_aside])):
+        notices = list(map(shortened_warmup, recipes))
+        if not started:
+            for recipe in recipes:
+                notices += not_read(recipe)
+        for notice in dict.fromkeys(filter(None, notices)):
             report(notice)
     return [_with_data(recipe, ranks, report, started=started) for recipe in resolved]
 

@@ -317,7 +317,8 @@ NOTHING = PieceBytes(0, 0, 0, 0, 0)
 
 
 def added(parts: Iterable[PieceBytes]) -> PieceBytes:
-    return PieceBytes(*(sum(column) for column in zip(*parts, strict=True))) if (parts := list(parts)) else NOTHING
+    columns = list(zip(*parts, strict=True))
+    return PieceBytes(*map(sum, columns)) if columns else NOTHING
 
 
 @functools.lru_cache(maxsize=4096)

@@ -69,7 +69,7 @@ def _recipes(facts: Facts, answer: Answer) -> PageTable:
             }
         )
     # Leave out columns without any value.
-    kept = [name for name in (rows[0] if rows else ["recipe"]) if not rows or any(row[name].text for row in rows)]
+    kept = [name for name in rows[0] if any(row[name].text for row in rows)] if rows else ["recipe"]
     caption = "Recipes by place: geometric means of tokens/s and MFU, medians of the rest, of the runs that are done"
     if any(row["oversubscribed"] for row in facts.done):
         caption += "; * more processes than cores"

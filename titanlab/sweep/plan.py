@@ -271,7 +271,9 @@ def starting_order(points: Sequence[SweepPoint]) -> list[int]:
             rounds.append([])
         rounds[seen[recipe]].append(number)
         seen[recipe] += 1
-    order = [number for index, round_ in enumerate(rounds) for number in (reversed(round_) if index % 2 else round_)]
+    order: list[int] = []
+    for index, numbers in enumerate(rounds):
+        order += reversed(numbers) if index % 2 else numbers
     controls = [number for number, point in enumerate(points) if point.is_control]
     if not controls:
         return order

@@ -258,7 +258,9 @@ def _check_keys(request: Request) -> None:
 def _check_options(loader: Loader, group: str, choices: Sequence[Any]) -> None:
     options = loader.options(group.partition("@")[0])
     several = group in combining_groups()
-    names = (name for choice in choices for name in (choice if several and isinstance(choice, list) else [choice]))
+    names: list[Any] = []
+    for choice in choices:
+        names += choice if several and isinstance(choice, list) else [choice]
     for value in names:
         if isinstance(value, str) and value in options:
             continue

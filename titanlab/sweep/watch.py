@@ -159,7 +159,11 @@ class Screen:
 
 def _harmless(rows: Sequence[Row]) -> list[Row]:
     """Rows whose texts cannot control the terminal."""
-    return [{key: harmless(value) if isinstance(value, str) else value for key, value in row.items()} for row in rows]
+    return [_without_control(row) for row in rows]
+
+
+def _without_control(row: Row) -> Row:
+    return {key: harmless(value) if isinstance(value, str) else value for key, value in row.items()}
 
 
 def settled(rows: Sequence[Row]) -> bool:

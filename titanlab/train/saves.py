@@ -203,17 +203,19 @@ class RepeatedStep:
         if self._first is None:
             return
         (loss, gradients), self._first = self._first, None
-        different = {
-            name: count
-            for name, gradient in self._gradients()
-            if (count := _different(gradients[name], gradient) if name in gradients else gradient.numel())
-        }
+        different = {}
+        for name, gradient in self._gradients():
+            count = _different(gradients[name], gradient) if name in gradients else gradient.numel()
+            if count:
+                different[name] = count
         finding = _Finding(
-            bool(_different(loss, sums.loss_sum)), next(iter(different), ""), len(different), sum(different.values())
+            loss=bool(_different(loss, sums.loss_sum)),
+            name=next(iter(different), ""),
+            parameters=len(different),
+            values=sum(different.values()),
         )
-        findings = {
-            rank: of_rank for rank, of_rank in enumerate(self._world.gather(finding)) if of_rank.loss or of_rank.name
-        }
+        of_ranks = enumerate(self._world.gather(finding))
+        findings = {rank: of_rank for rank, of_rank in of_ranks if of_rank.loss or of_rank.name}
         if findings:
             raise SilentCorruption(_sentence(step, findings))
 
