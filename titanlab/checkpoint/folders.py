@@ -198,9 +198,7 @@ def remove_unfinished(folder: Place) -> None:
 
 
 def put_aside(folder: Place, *, after: int) -> list[Place]:
-    """Rename the checkpoints after a step, so that the run's newest is no longer one of them. Returns their new
-    names.
-    """
+    """Rename the checkpoints after a step, so that an earlier one is the newest. Returns their new names."""
     return [_renamed(path, ASIDE) for path in checkpoints(folder) if step_of(path) > after]
 
 

@@ -132,9 +132,7 @@ class DiskFolder:
         sync_folder(self._path.parent)
 
     def rename(self, to: Place) -> None:
-        """Give a checkpoint another name. If the process dies meanwhile, at least one of the two names is a whole
-        checkpoint.
-        """
+        """Give a checkpoint another name. If the process dies meanwhile, one of the names is a whole checkpoint."""
         self._path.rename(str(to))
 
     def remove(self) -> None:

@@ -40,9 +40,7 @@ _Part = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def without_duplicates(plans: list[SavePlan]) -> list[SavePlan]:
-    """The plans of all ranks; an entry that several ranks have is in only one plan, the one with the fewest bytes so
-    far.
-    """
+    """The plans of all ranks; an entry of several ranks is in only one plan, the one with the fewest bytes so far."""
     first: dict[_Key, int] = {}
     several: dict[_Key, list[int]] = {}
     for number, plan in enumerate(plans):

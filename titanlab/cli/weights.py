@@ -75,9 +75,7 @@ def _origin(args: Namespace, into: Path, console: Console) -> WeightsOrigin:
 
 
 def option_name(name: str | None, source: str) -> str:
-    """A name for the model's option that Hydra accepts and that no option of titanlab has, because those are found
-    first.
-    """
+    """A name for the model's option that Hydra accepts, and that no option of titanlab would hide."""
     own = {path.stem for path in (conf_folder() / "model").glob("*.yaml")}
     if name is not None:
         if not re.fullmatch(r"[A-Za-z0-9_]+", name):

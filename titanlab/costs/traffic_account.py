@@ -377,9 +377,7 @@ class Step:
         return ((number, pieces) for number, pieces in enumerate(stages) if self.placement[number] == rank.pipeline)
 
     def axis(self, name: str) -> str:
-        """The name of an axis's group in the traced table; a group of all ranks has the name of the one axis with all
-        ranks.
-        """
+        """The name of an axis's group in the traced table; a group of all ranks has the name of its only axis."""
         return _axis_name(self.layout, name)
 
 

@@ -108,9 +108,7 @@ class DataSource(Protocol):
 
     @property
     def has_documents(self) -> bool:
-        """Whether `separators` can be called, also before `prepare`; by default, whether the class defines that
-        method.
-        """
+        """Whether `separators` may be called, also before `prepare`; by default whether the class defines it."""
         return type(self).separators is not DataSource.separators
 
     def separators(self) -> Separators | None:
@@ -212,9 +210,7 @@ class SampleStream:
 
 
 class Rows(Protocol):
-    """Held-out sequences for one rank; each rank has the same number of sequences, and each pass gives the same
-    sequences.
-    """
+    """Held-out sequences for one rank; all ranks have equally many, and all passes give the same sequences."""
 
     def __len__(self) -> int:
         """Rows of this rank."""

@@ -349,9 +349,7 @@ _PACKED_SIGNATURES = (
 
 
 def other_format(content: bytes) -> tuple[str, str, str] | None:
-    """The format of a file with this beginning, the ending with which a corpus reads it, and a cure; None: it may be
-    text.
-    """
+    """The format that begins like this, the ending with which a corpus reads it, and a cure; None: perhaps text."""
     for signature, name, ending in _PACKED_SIGNATURES:
         # Text can begin with "BZh"; the magic number of a block follows in bzip2.
         if content.startswith(signature) and (name != "bzip2" or content[4:7] in (b"1AY", b"\x17rE")):

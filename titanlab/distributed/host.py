@@ -80,9 +80,7 @@ def cores() -> int:
 
 
 def share_of_cores(processes: int, environ: Mapping[str, str]) -> int:
-    """Number of cores for each of several processes on this host, at least 1: the launcher's number, or an equal
-    share.
-    """
+    """Cores for each of several processes on this host, at least 1: the launcher's number, or an equal share."""
     return int(environ[CORES]) if CORES in environ else max(1, cores() // processes)
 
 

@@ -29,9 +29,7 @@ class StartUp:
         self._ended = False
 
     def show_by(self, show: Callable[[str | None], None]) -> None:
-        """Set the function that shows phases: called with a phase's text, and with None when the recorder takes
-        over.
-        """
+        """Set the function that shows a phase's text; it is called with None when the recorder takes over."""
         self._show = show
 
     def begin(self, phase: str, text: str | None = None) -> None:

@@ -78,9 +78,7 @@ class _Tracer(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """True: otherwise torch would not compile inside the block, and would never compile functions that it had seen
-        there.
-        """
+        """True: otherwise torch would not compile inside the block, and never compile functions seen there."""
         return True
 
     def __torch_dispatch__(

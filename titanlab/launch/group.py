@@ -368,9 +368,7 @@ class RankGroup:
         return bool(self._loss.nodes)
 
     def config(self) -> dict[str, Any]:
-        """The recipe of the next attempt as plain values, before the layout is fitted to a job that has become
-        smaller.
-        """
+        """The recipe of the next attempt as plain values, before it is fitted to a job that has become smaller."""
         return self._job.config() if self._restart is None else to_mapping(self._restart.recipe)
 
     def recipe(self) -> Recipe:

@@ -151,9 +151,7 @@ class TokenExchange:
         return by_expert, theirs.sum(0).cumsum(0).int(), way
 
     def gather(self, rows: Tensor, way: Way) -> Tensor:
-        """Results for the rows of all ranks → the results of this rank's own rows, in the order in which it sent
-        them.
-        """
+        """Results for the rows of all ranks → the results of this rank's own rows, in the order of sending."""
         by_rank = Reorder.apply(rows, way.inverse, way.order)  # type: ignore[no-untyped-call]
         own: Tensor = exchange(by_rank, way.received, way.sent, way.rows, self._group)
         return own

@@ -101,9 +101,7 @@ def _outputs(
 
 
 class _Products(torch.autograd.Function):
-    """Forward: one product; backward: for each weight two products, and the one for the weight's gradient may be
-    deferred.
-    """
+    """Forward: one product; backward: two products for each weight, whose own gradient may be deferred."""
 
     @staticmethod
     def forward(
@@ -354,9 +352,7 @@ class _Tap(torch.autograd.Function):
 
 
 class _Taps(torch.autograd.Function):
-    """Creates two taps per layer outside compiled code; the backward computes weights' gradients from the taps'
-    gradients.
-    """
+    """Creates two taps per layer outside compiled code; the taps' gradients are the factors of weights' gradients."""
 
     @staticmethod
     def forward(

@@ -401,9 +401,7 @@ class _Shaped:
         return seconds_of(rows, axis_of(self.layout, "tensor", self.machine.per_node), self.machine) if rows else 0.0
 
     def _context(self, attention: float, backward: float) -> tuple[float, float]:
-        """Exposed communication of a ring, max(0, X − A/c) for each hop, or of a gather, which is exposed
-        completely.
-        """
+        """Exposed communication of a ring, max(0, X − A/c) for each hop, or of a gather, which is never hidden."""
         ranks = self.layout.context
         if ranks == 1:
             return 0.0, 0.0
@@ -423,9 +421,7 @@ def exposed(compute: float, exchange: float, machine: Machine) -> float:
 
 
 def _inside(layout: Layout) -> Layout:
-    """The degrees that cut a block; they also give the placement of its ranks on nodes, because other axes are further
-    out.
-    """
+    """The degrees that cut a block; they also place its ranks on nodes, because other axes are further out."""
     return Layout(context=layout.context, tensor=layout.tensor, expert=layout.expert)
 
 

@@ -338,9 +338,7 @@ def _with_times(runs: Sequence[Measured], cluster: Cluster) -> Cluster:
 
 
 def _with_memory(runs: Sequence[Measured], cluster: Cluster) -> Cluster:
-    """The cluster with the allocator's excess of its runs; for CPUs also with the memory of a process and of
-    messages.
-    """
+    """The cluster with the allocator's excess of its runs; for CPUs also the memory of a process and messages."""
     known = [(run.recipe, most_memory(run.recipe), run.memory_bytes) for run in runs if run.memory_bytes is not None]
     if not known:
         return cluster

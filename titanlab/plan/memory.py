@@ -191,9 +191,7 @@ class _Ranks:
         return most
 
     def _moments(self, stages: Sequence[int]) -> dict[str, dict[str, int]]:
-        """The items at each moment of a step that may have the largest memory, with the most activations of that
-        moment.
-        """
+        """The items at each moment of a step that may be the largest, with the most activations of that moment."""
         own = [piece for number in stages for piece in self.stages[number]]
         blocks = [self.blocks[number] for stage in stages for number in self.parts[stage].blocks]
         others = [piece for stage in stages for piece in self.parts[stage].edges]

@@ -1,6 +1,4 @@
-"""The plan of a world, as text and as values: the fastest recipes that fit, or why no recipe fits and what would
-work.
-"""
+"""The plan of a world, as text and as values: the fastest recipes that fit, or why none fits, and what would."""
 
 from __future__ import annotations
 
@@ -128,9 +126,7 @@ def plan(recipe: Recipe, *, vary: Sequence[str] = (), top: int = 20) -> Plan:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Pause Python's garbage collector, a tenth of a search's time: a search makes many small objects, but no
-    cycles.
-    """
+    """Pause Python's garbage collector (a tenth of the time): a search makes many small objects, but no cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -147,9 +143,7 @@ def _ranking(recipe: Recipe, machine: Machine, limit: float, vary: Sequence[str]
 
 
 def _check_precisions(space: LayoutSpace) -> None:
-    """Check that the devices can compute in one of the precisions; otherwise the search would try every recipe in
-    vain.
-    """
+    """Check that the devices can compute in one of the precisions, instead of trying every recipe in vain."""
     refusal: ConfigError | None = None
     for choice in space.choices.precisions:
         try:

@@ -1,6 +1,4 @@
-"""Values that all recipes of a search share, computed once: facts of a model, its pieces by stage, the actions of
-schedules.
-"""
+"""Values that all recipes of a search share: facts of a model, its pieces by stage, the actions of schedules."""
 
 from __future__ import annotations
 

@@ -405,9 +405,7 @@ def on_one_process(recipe: Recipe) -> Recipe:
 
 
 def comparable(recipe: Recipe) -> dict[str, Any]:
-    """The facts that must be equal for recipes to train the same: model, data, batch, optimizer, clipping, order of
-    data.
-    """
+    """The facts that must be equal for equal training: model, data, batch, optimizer, clipping, order of data."""
     training = recipe.training
     return {
         **{f"model.{key}": value for key, value in plain(recipe.model).items() if key != "attention"},

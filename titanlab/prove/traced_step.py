@@ -1,6 +1,4 @@
-"""The bytes that ranks store, keep and send in a step, traced in the real assembly on a CPU and as declared.
-Torch-free.
-"""
+"""The bytes that ranks store, keep and send in a step: traced on a CPU, and as declared. Torch-free."""
 
 from __future__ import annotations
 

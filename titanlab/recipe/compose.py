@@ -238,9 +238,7 @@ def _value_text(value: Any) -> str:
 
 
 def register() -> None:
-    """Register schemas and folders of other packages with Hydra, and prevent Hydra from running code that a YAML
-    names.
-    """
+    """Register schemas and folders of other packages with Hydra, and keep it from running code that a YAML names."""
     hydra_internal.replace_sources()
     strangers.replace_resolvers()
     store = ConfigStore.instance()
@@ -338,9 +336,7 @@ def _is_combination(schema: type | None, group: str) -> bool:
 
 
 def _check_kind(config: Any, group: str, kinds: Mapping[str | None, Option]) -> None:
-    """Check that a group's `kind` is its schema's: `kind` only informs readers of a frozen recipe, and selects
-    nothing.
-    """
+    """Check that a group's `kind` is its schema's: it only informs readers of a frozen recipe, selects nothing."""
     expected = next((option.kind for option in kinds.values() if option.schema is type(config)), None)
     if _is_combination(type(config), group):
         expected = type(config).__dataclass_fields__["kind"].default

@@ -145,9 +145,7 @@ def _account(model: ModelConfig) -> ModelAccount:
 
 @functools.lru_cache(maxsize=256)
 def _multiplies_head(model: ModelConfig, precision: PrecisionConfig) -> bool:
-    """Whether a precision has its own product for the head; cached, because sorting a model's layers takes a
-    millisecond.
-    """
+    """Whether a precision has its own product for the head; cached, because sorting layers takes a millisecond."""
     account = _account(model)
     return account.head in precision.products(account)
 

@@ -35,9 +35,7 @@ _VERBS = {
 
 
 class Deviation(NamedTuple):
-    """The collective that a rank called in earlier steps where it now called another, and whether it skipped that
-    collective.
-    """
+    """The collective that a rank called here in earlier steps, and whether the rank has now skipped it."""
 
     expected: Collective
     is_skip: bool
@@ -291,9 +289,7 @@ def _is_in_ring(record: HangRecord) -> bool:
 
 
 def _missing(ours: HangRecord, theirs: HangRecord, operation: str) -> int:
-    """Number of this rank's sends to a peer, or receives from it, that the peer has not started; 0 without the peer's
-    messages.
-    """
+    """Number of sends to a peer, or receives from it, that the peer has not started; 0 without its messages."""
     if ours.messages is None or theirs.messages is None:
         return 0
     if operation == "send":

@@ -206,9 +206,7 @@ class RunFolder:
         return sorted((failure for failure in failures if failure), key=lambda outcome: outcome.rank or 0)
 
     def stopped(self, attempt: int) -> str | None:
-        """A sentence about the stopped ranks (SIGSTOP) of an attempt that has not ended; None: no rank is known to be
-        stopped.
-        """
+        """A sentence about the stopped ranks (SIGSTOP) of an attempt in progress; None: none is known to be stopped."""
         records = map(read_optional, sorted((self.attempt_folder(attempt) / STOPPED).glob("rank-*.json")))
         return "; ".join(str(record.get("words")) for record in records if record) or None
 
@@ -225,9 +223,7 @@ class RunFolder:
         return max(self.attempts(), default=0)
 
     def chosen_attempt(self, number: int | None) -> int:
-        """The attempt with the number that a user gives, or the newest attempt; 0: no number is given, and there is no
-        attempt.
-        """
+        """The attempt with the number that a user gives, or the newest; 0: no number is given, and none exists."""
         known = self.attempts()
         if number is None:
             return self.newest_attempt()

@@ -132,9 +132,7 @@ class Answer:
 
     @property
     def best(self) -> RecipeRuns | None:
-        """The recipe with the best figure; if none is ranked, a recipe with a finished run. None: no run is
-        finished.
-        """
+        """The recipe with the best figure; if none is ranked, one with a finished run. None: no run is finished."""
         if self.ranking.first is not None:
             return self.ranking.first.group
         groups_done = (

@@ -131,9 +131,7 @@ def speed_text(value: float) -> str:
 
 
 def figure_sections(facts: Facts, answer: Answer, *, by: str) -> list[Section]:
-    """The sections with a figure, or with the reason why there is none. Only models with experts get a section about
-    experts.
-    """
+    """The sections with a figure, or the reason why there is none; a section about experts only if models have them."""
     has_mfu = any(row["mfu_percent"] is not None for row in facts.done)
     return [
         _pareto(facts, speed="mfu_percent" if by == "mfu" and has_mfu else "tokens_per_second"),

@@ -171,9 +171,7 @@ def _common(recipe: Recipe, env: Mapping[str, Any]) -> dict[str, str]:
 
 
 def with_host(cluster: Cluster, host: Mapping[str, Any]) -> Cluster:
-    """A cluster of CPUs; if values are missing, one process per core of the host, and an equal share of its memory for
-    each.
-    """
+    """A cluster of CPUs; missing values: one process per core of the host, with an equal share of its memory."""
     memory, cores = host.get("memory_gib"), host.get("usable_cores")
     if cluster.per_node is None and isinstance(cores, int) and cores > 0:
         cluster = dataclasses.replace(cluster, per_node=cores)
@@ -206,9 +204,7 @@ def _majority(runs: Sequence[_Run], name: str) -> tuple[list[_Run], list[LeftOut
 
 
 def _pooled(runs: Sequence[_Run]) -> list[Measured]:
-    """A row for each recipe, with the medians over its repeats, on a cluster with the values that the runs have
-    measured.
-    """
+    """A row for each recipe, with the medians over its repeats, on a cluster with the runs' measured values."""
     cluster = Counter(run.measured.recipe.cluster for run in runs).most_common(1)[0][0]
     peaks = [run.peak_tflops for run in runs if run.peak_tflops is not None]
     if cluster.peak_tflops is None and peaks:

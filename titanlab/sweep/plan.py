@@ -242,9 +242,7 @@ class Checks:
         return identify(recipe, data=data, hardware=hardware, repeat=recipe.repeat, weights=weights)
 
     def _once(self, key: tuple[Any, ...], act: Callable[[], Any]) -> Any:
-        """The result of a check or preparation, computed once; `elsewhere` if the files need not be on this host and
-        are not.
-        """
+        """The result of a check, computed once; `elsewhere` if the files are not on this host and need not be."""
         if key not in self._results:
             try:
                 self._results[key] = act()

@@ -228,9 +228,7 @@ def follow(folder: SweepFolder) -> list[dict[str, Any]]:
 
 
 def exit_code(rows: Sequence[Mapping[str, Any]]) -> int:
-    """The exit code for the first run that is not done, 0 if all are done; the code of Ctrl-C for a run that has not
-    ended.
-    """
+    """The exit code for the first run that is not done, 0 if all are; that of Ctrl-C if the run has not ended."""
     for row in rows:
         if row["state"] == "dropped" or row["outcome"] == OutcomeKind.DONE.value:
             continue

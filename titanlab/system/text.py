@@ -121,9 +121,7 @@ def harmless(line: str) -> str:
 
 
 def harmless_lines(text: str) -> str:
-    """Several lines, each of them harmless. JSON keeps its values, because its strings never contain the first 32
-    characters.
-    """
+    """Several harmless lines. JSON keeps its values: its strings never contain the first 32 characters."""
     return "\n".join(map(harmless, text.split("\n")))
 
 

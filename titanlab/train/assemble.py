@@ -290,9 +290,7 @@ def _balance(
 
 
 def _loss(recipe: Recipe, mesh: Mesh, model: nn.Module | None, scale: float | torch.Tensor) -> Loss:
-    """The loss of a model whose last piece is on this rank; None: another rank has that piece, and the loss is not
-    called.
-    """
+    """The loss of a model whose last piece is on this rank; None: another rank has it, and the loss is not called."""
     compiled = recipe.compile.implementation().compile_loss
     if recipe.loss_chunk and model is not None:
         columns, gathered = Columns(), None
@@ -329,9 +327,7 @@ class StepBatch(NamedTuple):
     documents: Packed | None = None
 
     def places(self, rows: slice, positions: torch.Tensor | None) -> tuple[torch.Tensor | HostStarts | None, ...]:
-        """The arguments of a model's forward after the tokens, for some sequences; `positions` are used without
-        document masks.
-        """
+        """The arguments of a model's forward after the tokens; `positions` are used if there are no documents."""
         return (positions,) if self.documents is None else self.documents.arguments(rows)
 
 

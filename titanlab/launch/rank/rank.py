@@ -290,9 +290,7 @@ def _set_environment(recipe: Recipe, ranks: Ranks, console: Console) -> None:
 
 
 def environment(recipe: Recipe, ranks: Ranks) -> dict[str, str]:
-    """Variables that must be set before torch is imported; values in the environment win, except for too many
-    threads.
-    """
+    """Variables to set before torch is imported; values in the environment win, except for too many threads."""
     share = share_of_cores(ranks.local_world, os.environ)
     variables = {
         **ranks.environment(),
@@ -314,9 +312,7 @@ def environment(recipe: Recipe, ranks: Ranks) -> dict[str, str]:
 
 
 def _compile_in_own_folder(run: RunFolder, attempt: int | None, stack: contextlib.ExitStack) -> Callable[[], None]:
-    """Let torch compile in a folder of this attempt until the stack closes. Returns a function that adds it to the
-    cache.
-    """
+    """Let torch compile in a folder of this attempt until the stack closes. The result adds it to the cache."""
     cache = Path(os.environ[compiler_cache.VARIABLE])
     name = f"{hashlib.sha256(os.fsencode(run.path.resolve())).hexdigest()[:16]}-{attempt or 0}"
     try:

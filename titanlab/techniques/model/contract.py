@@ -95,9 +95,7 @@ class ModelConfig(OptionConfig, Protocol):
         """The builder of the modules. May import torch."""
 
     def reduced(self, sizes: ReducedSizes) -> ModelConfig | None:
-        """The same model in other sizes, for proofs and rehearsals; None (the default): only a small model can be
-        proved.
-        """
+        """The same model in other sizes, for proofs and rehearsals; None: only a small model can be proved."""
         return None
 
     @classmethod
