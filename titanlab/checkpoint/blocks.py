@@ -91,7 +91,7 @@ class StoreSink:
 
 
 class DiskSink:
-    """A new file of this host, as `StoreSink`; bytes that were written stay."""
+    """A new file of this host, with the methods of `StoreSink`; an unfinished file is not removed."""
 
     def __init__(self, path: Path) -> None:
         # Another host may have made the folder, unseen by this one; or each rank may have its own disk.

@@ -366,7 +366,7 @@ class Watchdog:
 
     @property
     def done(self) -> int:
-        """The last step that is complete."""
+        """The last complete step."""
         return self._phase.step
 
     def record_of_error(self, error: BaseException) -> HangRecord:

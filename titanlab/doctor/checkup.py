@@ -37,7 +37,7 @@ class Check:
 
 
 def checks(runs: Path, launch: LaunchConfig | None) -> list[Check]:
-    """The checks.
+    """The checks of `titanlab doctor`.
 
     Args:
         runs: the folder of runs.

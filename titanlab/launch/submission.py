@@ -227,7 +227,6 @@ def drop_submission(sweep: Path, submission: Submission) -> None:
 
 
 def submission_file(sweep: Path, token: str) -> Path:
-    """The file of a submission."""
     return sweep / "submissions" / f"{token}.json"
 
 

@@ -124,7 +124,7 @@ class Cudnn(AttentionKernel):
         op = aten._scaled_dot_product_cudnn_attention_backward.default
         rows, keys, seed = q.shape[2], k.shape[2], _no_seed(q)
         lse = lse.contiguous().unsqueeze(-1)
-        # torch caches kernels by the strides of q, k and v only, so the other two need one fixed layout.
+        # torch caches kernels by the strides of q, k and v only, so `grad` and `out` need one fixed layout.
         grad, out = by_token(grad), by_token(out)
         dq, dk, dv = op(grad, q, k, v, out, lse, seed, seed, None, None, None, rows, keys, 0.0, causal)
         return dq, dk, dv

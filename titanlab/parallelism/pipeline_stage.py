@@ -101,7 +101,7 @@ class ScheduledStage(PipelineStage):
         self.clear_runtime_states()
 
     def clear_runtime_states(self) -> None:
-        """Free everything, also after an error in the middle of a step."""
+        """Free everything, even after an error in the middle of a step."""
         self.loss_sum = None
         self._sends.clear()
         for tensors in (self._arrived, self._arrived_gradients, self._computed, self._computed_gradients):

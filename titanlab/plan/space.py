@@ -266,7 +266,7 @@ class LayoutSpace:
                 return ""
         return broken
 
-    # The rules are those of recipes; each is checked once for all layouts that do not differ for it.
+    # The rules are those of recipes; each rule is checked once for all layouts that are equal for this rule.
 
     def _context_broken(self, context: int) -> str:
         return self._ask("context", Layout(context=context))

@@ -43,12 +43,10 @@ class TrainingTrace:
     loads: list[list[list[float]]] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
-        """Write the trace into a file."""
         torch.save(vars(self), path)
 
     @classmethod
     def load(cls, path: Path) -> TrainingTrace:
-        """The trace that `save` wrote."""
         return cls(**torch.load(path, weights_only=True))
 
 
@@ -68,7 +66,6 @@ class TraceDifference:
 
     @property
     def largest(self) -> float:
-        """The largest of all."""
         return max(self.loss, self.grad_norm, self.gradient[0], self.parameter[0])
 
     def __str__(self) -> str:

@@ -77,7 +77,6 @@ def read_optional(path: Path) -> dict[str, Any] | None:
 
 
 def loaded(text: str) -> Any:
-    """The value of a JSON text."""
     value = parse_json(text)
     if "\\u" not in text:
         return value

@@ -85,7 +85,6 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """The run's label, without the hash."""
         match = FOLDER_NAME.fullmatch(self.path.name)
         return match["name"] if match else self.path.name
 
@@ -323,7 +322,6 @@ class RunFolder:
         raise AssertionError("a million attempts")
 
     def open_metrics(self, attempt: int, *, resumed_step: int = 0) -> MetricsWriter:
-        """The writer of metrics.jsonl for an attempt that resumes from a step."""
         return MetricsWriter(self.path / "metrics.jsonl", attempt=attempt, resumed_step=resumed_step)
 
     def write_status(self, status: Status) -> None:
@@ -511,7 +509,6 @@ def tracker_id(identity: Identity, folder: Path, *, sweep: str) -> str:
 
 
 def open_run(path: Path | str) -> RunFolder:
-    """The run in a folder."""
     path = user_path(path)
     if not (path / "config.yaml").is_file():
         rule = "has no config.yaml" if path.is_dir() else "is no folder"

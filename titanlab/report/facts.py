@@ -225,7 +225,7 @@ def command_line(facts: Facts) -> str:
 
 
 def moment(seconds: float | None) -> str:
-    """A moment in UTC; empty: unknown."""
+    """In UTC; empty: unknown."""
     if seconds is None:
         return ""
     try:

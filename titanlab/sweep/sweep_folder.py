@@ -47,7 +47,6 @@ class SweepFolder:
 
     @property
     def name(self) -> str:
-        """The sweep's name."""
         return self.path.name
 
     @property
@@ -74,7 +73,6 @@ class SweepFolder:
         return read_points(self.path)
 
     def submissions(self) -> list[Submission]:
-        """All submissions, oldest first."""
         return submission.submissions(self.path)
 
     def runs(self) -> list[RunFolder]:

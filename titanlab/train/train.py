@@ -322,7 +322,7 @@ def _set_rate(optimizer: torch.optim.Optimizer, recipe: Recipe, step: int) -> fl
 
 
 def _judge(outcome: Outcome, step: int, totals: Totals, stop: StopRequest) -> Outcome:
-    """The outcome after a step: unchanged, or the reason to end."""
+    """The outcome after a step: the same, or one that ends the run."""
     if outcome.kind is OutcomeKind.NAN:
         return outcome
     # Before the stop request, because a state with NaN must not be saved.
