@@ -390,7 +390,7 @@ STYLES = {
     "router": TensorStyle(treats_part=True),
     "expert_colwise": TensorStyle(cut_dim=1, is_stack=True),
     "expert_rowwise": TensorStyle(cut_dim=2, is_stack=True),
-    # Expert parallelism cuts the stack among ranks of its own; see `account_for`.
+    # Expert parallelism cuts the stack over a separate group of ranks; see `account_for`.
     "expert_stack": TensorStyle(cut_dim=0, is_stack=True),
     "embedding": TensorStyle(cut_dim=0, allows_uneven=True, sums=True),
     "head": TensorStyle(cut_dim=0, allows_uneven=True, gathers=True),

@@ -56,7 +56,7 @@ class Job:
 
     @property
     def has_a_task_for_each_rank(self) -> bool:
-        """Whether each rank has a task of its own. If not, this one runs all ranks on this host."""
+        """Whether each rank has its own task. If not, this task runs all ranks on this host."""
         return self.place.ranks.world > 1 or not default_config(self.place.launcher).starts_directly
 
     @property

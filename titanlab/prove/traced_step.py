@@ -129,7 +129,7 @@ _MOST_PROCESSES = 8
 
 
 def trace(recipe: Recipe, ranks: Sequence[int] | None = None) -> TraceComparison:
-    """Trace ranks of a resolved recipe, each in a process of its own, and compare them with their declarations.
+    """Trace ranks of a resolved recipe, each in a separate process, and compare them with their declarations.
 
     Args:
         ranks: None: the first rank of each rank of the pipeline.

@@ -304,7 +304,7 @@ def from_exit(
         memory: evidence about SIGKILL, see `MemoryKills.evidence`; None: there is none.
     """
     number = -code if code < 0 else code - 128 if 128 < code < 128 + 65 else None
-    # Exit code 0 without a result is no success: an out-of-memory handler may end a process with 0.
+    # Exit code 0 without a result is not a success: an out-of-memory handler may end a process with 0.
     kind = _BY_EXIT_CODE.get(code, OutcomeKind.CRASH) if code else OutcomeKind.CRASH
     if number is not None:
         names = {int(known): known.name for known in signal.Signals}

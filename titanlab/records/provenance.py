@@ -170,7 +170,7 @@ _VARIABLES = frozenset(
     SLURM_CLUSTER_NAME SLURM_SUBMIT_HOST
     """.split()
 )
-# `token` only as a whole word: `tokenizers` and `tokens_seen` are no secrets.
+# `token` only as a whole word: `tokenizers` and `tokens_seen` are not secrets.
 _SECRET_NAME = (
     r"[\w.-]*(?:(?<![a-z])token(?![a-z])|(?:access|auth|hub|api)token|secret|passw(?:or)?d|passphrase|credential"
     r"|(?:api|access|private|auth)[_-]?key)[\w.-]*"

@@ -230,7 +230,7 @@ _STARTS = re.compile(rb"^(?:init_from|\s+load_from): *(?!null\s)\S", re.MULTILIN
 _CONFIG_BYTES = 1 << 20
 # A run that wrote its status within this time may be running on another host, whose locks are not seen here.
 _FRESH_SECONDS = 900.0
-# A shorter list is no list of all files of a run's folder, at its top.
+# Folders of a run in which to look for temporary files, besides the run's own folder.
 _RUN_FOLDERS = ("attempts", "checkpoints", "logs", "traces")
 
 

@@ -398,7 +398,7 @@ def groups(rows: Iterable[Row]) -> list[RecipeRuns]:
     """The recipes of a sweep, in the order of their first runs; dropped points are omitted."""
     members_of: dict[tuple[Any, ...], list[Row]] = {}
     shown = [row for row in runs(rows) if row["layout.label"] is not None]
-    # Include the swept keys: some, such as a learning rate, have no column of their own.
+    # Include the swept keys: some, such as a learning rate, have no separate column.
     others = (*_FOLLOWING, *point_keys(shown))
     names = ("control", *_LAYOUT, *_RECIPE, *others)
     for row in shown:

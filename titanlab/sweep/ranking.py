@@ -354,7 +354,7 @@ def _lead(
 
 
 def _with_interval(entry: RankedRecipe, noise: float | None, degrees: int) -> RankedRecipe:
-    """The entry with the interval of its own centre."""
+    """The entry with the interval around its own centre."""
     if noise is None or entry.centre is None:
         return entry
     half = t_quantile(degrees, ERROR) * noise / math.sqrt(entry.runs)

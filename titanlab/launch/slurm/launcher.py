@@ -255,7 +255,7 @@ def joined_step(environ: Mapping[str, str]) -> Ranks | None:
         return None
     ranks = slurm_ranks(environ)
     # `srun --ntasks=4 --pty bash`: only the first task has a terminal, and the shells of the others have ended. A shell
-    # with job control gives each command a process group of its own; a command of srun leads its session.
+    # with job control gives each command its own process group; a command of srun leads its session.
     if "SLURM_PTY_PORT" in environ and ranks.rank == 0 and os.getpgrp() != os.getsid(0):
         if ranks.local_world < ranks.world:
             rule = f"is a shell on one of several nodes: its {ranks.world - 1} other tasks do not run titanlab"

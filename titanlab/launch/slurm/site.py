@@ -70,7 +70,7 @@ def _refusal(config: Slurm, shape: JobShape, name: str, partition: _Partition) -
     if not partition.is_up:
         cure = "choose another launch.partition, or wait until the site brings it up"
         return ConfigError("launch.partition", config.partition, f"{where} is down", cure)
-    # A quality of service may have limits of its own.
+    # A quality of service may have its own limits.
     if shape.minutes is not None and shape.minutes > partition.minutes and config.qos is None:
         rule = f"is more than {where} allows, {partition.minutes:g}"
         return ConfigError("launch.minutes", shape.minutes, rule, f"try {partition.minutes:g}, or another partition")

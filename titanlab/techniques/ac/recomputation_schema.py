@@ -139,7 +139,7 @@ class MemoryBudget(ACConfig):
 # The form in which torch prints an operator: namespace.name.overload.
 NAME = re.compile(r"\w+\.\w+\.\w+")
 KEY = "ac.saved"
-# Matrix products, of which every second may be recomputed.
+# Matrix products; every second one may be recomputed.
 MATMULS = (
     "aten.mm.default",
     "aten.addmm.default",
