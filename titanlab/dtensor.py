@@ -13,7 +13,7 @@ def local_part(tensor: Any) -> Any:
 
 
 def distributed_like(tensor: Any, local: Any) -> Any:
-    """This rank's part of a tensor that is distributed as another one; a plain tensor if that one is plain."""
+    """Distribute this rank's part of a tensor as another tensor is; returns a plain tensor if the other is plain."""
     if not isinstance(tensor, DTensor):
         return local
     return DTensor.from_local(
@@ -22,8 +22,9 @@ def distributed_like(tensor: Any, local: Any) -> Any:
 
 
 def in_gradient_dtype(parameter: Any, gradient: Any) -> Any:
-    """A gradient in the dtype that a parameter's `grad` must have: not always its own (`Tensor.grad_dtype`).
+    """A gradient in the dtype that the parameter's `grad` must have, not always the parameter's dtype
+    (`Tensor.grad_dtype`).
 
-    torch 2.15 gives a parameter under FSDP2 the reduce dtype for it, earlier ones the parameter's.
+    Under FSDP2, torch 2.15 uses the reduce dtype, earlier versions the parameter's dtype.
     """
     return gradient if parameter.grad_dtype is None else gradient.to(parameter.grad_dtype)

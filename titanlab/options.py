@@ -29,9 +29,9 @@ from titanlab.errors import ConfigError
 from titanlab.ranges import ranged
 
 T = TypeVar("T", bound=type)
-# Between the names of options in the name of their combination, `wandb+tensorboard`.
+# Joins the names of options to the name of their combination, `wandb+tensorboard`.
 PLUS = "+"
-# OmegaConf's sign for a value that is missing; its import takes time.
+# OmegaConf's sign for a missing value; importing OmegaConf takes time.
 _MISSING = "???"
 
 
@@ -66,7 +66,7 @@ def option(group: str, kind: str | None = None) -> Callable[[T], T]:
 
 
 def combines(group: str) -> Callable[[T], T]:
-    """Mark a class as the base of a group's combinations: of this group, several options can be chosen at once."""
+    """Mark a class as the base of a group's combinations: several options of this group can be chosen at once."""
 
     def mark(base: T) -> T:
         base.__titanlab_combines__ = group  # type: ignore[attr-defined]
@@ -81,10 +81,10 @@ def combining_groups() -> frozenset[str]:
 
 @functools.cache
 def combination(group: str, name: str) -> Option | None:
-    """The combination of several options, which has a field for each of them, next to `kind`; None: it is none.
+    """The dataclass of several options, with `kind` and a field for each option; None: not a combination.
 
     Raises:
-        ConfigError: an option is named twice, or its name is no word.
+        ConfigError: an option is named twice, or its name is not a word.
     """
     base = _combining_bases().get(group)
     parts = name.split(PLUS)
@@ -130,7 +130,7 @@ def schema_of(group: str, kind: str | None) -> type:
     """The dataclass of a group's kind.
 
     Raises:
-        ConfigError: no installed package offers it.
+        ConfigError: no installed package offers this kind.
     """
     kinds = discover().get(group, {})
     several = combination(group, kind) if kind is not None and kind not in kinds else None
@@ -156,7 +156,7 @@ def conf_packages() -> tuple[str, ...]:
 
 @functools.cache
 def _schema_modules() -> tuple[ModuleType, ...]:
-    # By path: importing the packages on the way would import what some of them are made of, such as figures.
+    # By path: importing the parent packages would also import their contents, such as figures.
     folders = [(path, "titanlab.") for path in importlib.import_module("titanlab").__path__]
     names = []
     for path, prefix in folders:

@@ -15,7 +15,7 @@ from titanlab.errors import ConfigError
 
 T = TypeVar("T", bound=type)
 
-# No size, count or number of steps of a training is near this.
+# Far above any size, count or number of steps of a training.
 MOST = 2**31 - 1
 MOST_64_BITS = 2**63 - 1  # for arguments of verbs, such as seeds: torch accepts no more
 # Thirty years. Timers of the operating system accept at most 2⁶³ nanoseconds.
@@ -49,7 +49,7 @@ def ranged(prefix: str) -> Callable[[T], T]:
                 value = getattr(self, field.name, None)
                 _check_finite(field, prefix, value)
                 if isinstance(value, list | dict):
-                    # OmegaConf makes lists and dictionaries, and so do callers.
+                    # OmegaConf and callers pass lists and dictionaries.
                     object.__setattr__(self, field.name, hashable(value))
 
         schema.__init__ = checked  # type: ignore[misc]
@@ -59,7 +59,7 @@ def ranged(prefix: str) -> Callable[[T], T]:
 
 
 class FrozenDict(dict[Any, Any]):
-    """A dictionary as a value of a config: hashable, because nothing changes it."""
+    """A dictionary as a value of a config: hashable, because it is never changed."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
@@ -101,7 +101,7 @@ def check_whole(key: str, value: int, most: int = MOST, *, cure: str = "give a s
 
 def shown_digits(value: int) -> str:
     """A whole number as text; of a very long number, the count of its digits."""
-    # Python converts no number of more than 4,300 digits to text, so the digits are estimated.
+    # Python does not convert a number of more than 4,300 digits to text, so estimate the count.
     digits = int(abs(value).bit_length() * math.log10(2)) + 1
     return str(value) if digits <= _DIGITS else f"(a number of about {digits:,} digits)"
 
@@ -137,7 +137,7 @@ def _parts(value: Any) -> tuple[dataclasses.Field[Any], ...]:
 
 
 def _usual(field: dataclasses.Field[Any]) -> str:
-    """The default of a field as text for an override; empty if it has no number as default."""
+    """The default of a field as text for an override; empty if the default is not a number."""
     if field.default is None:
         return "null"
     return str(field.default) if isinstance(field.default, int | float) else ""

@@ -14,14 +14,14 @@ from titanlab.system import user_path
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _LOCAL = ("file", "local")
-# These of fsspec have no files that can be written, or wrap another store.
+# Protocols of fsspec that cannot write files, or that wrap another store.
 _UNUSABLE = ("http", "https", "data", "git", "github", "reference", "zip", "tar", "libarchive", "generic", "dir")
 _WRAPPERS = ("cached", "blockcache", "filecache", "simplecache")
 _PRIVATE = ("memory",)
 # What the tests use; docs/checkpoints.md says it too.
 TESTED = "the tests use an emulated object store through fsspec, and no real one"
 _SECRET = "***"
-# The name before @ is a user's, or that of a container; elsewhere it may be a token.
+# Protocols in which the name before @ is a user or a container; in others it may be a token.
 _WITH_USER = ("sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "abfs", "abfss", "wasb", "wasbs", "az", "adl", "oci")
 
 
@@ -57,7 +57,7 @@ class StorePath:
         return self.parent / name
 
     def resolve(self) -> StorePath:
-        """Itself: a store has no links."""
+        """Returns itself: a store has no links."""
         return self
 
     @property
@@ -81,7 +81,7 @@ def check_address(key: str, text: str) -> None:
     """Check an address before it is written anywhere.
 
     Raises:
-        ConfigError: it holds a secret, which would be written to config.yaml, or names no folder of a remote store.
+        ConfigError: it contains a secret, which would be written to config.yaml, or is not a folder of a remote store.
     """
     match = _ADDRESS.match(text)
     if match is None:
@@ -91,7 +91,7 @@ def check_address(key: str, text: str) -> None:
     authority = rest.partition("/")[0]
     user, at, _ = authority.rpartition("@")
     if at and (":" in user or protocol not in _WITH_USER):
-        # The value of an error is shown.
+        # Errors show the value.
         shown = text.replace(user, _SECRET)
         rule = "holds a password or a token, and config.yaml, the logs and the tracker would hold it too"
         raise ConfigError(key, shown, rule, _elsewhere(text.replace(f"{user}@", "")))
@@ -111,15 +111,15 @@ def check_address(key: str, text: str) -> None:
         rule = "is no plain address: a part of it is empty, . or .., or it has spaces around it"
         raise ConfigError(key, text, rule, "try s3://bucket/folder")
     if any(character in rest for character in "*[]"):
-        # They are patterns in some methods of fsspec.
+        # Some methods of fsspec read these characters as patterns.
         raise ConfigError(key, text, "has one of the characters * [ ]", "choose a name without them")
 
 
 def check_installed(key: str, text: str) -> None:
-    """Check that a store can be used: its package is installed, and other processes read what one has written.
+    """Check that a store can be used: its package is installed, and other processes can read the files that one writes.
 
     Raises:
-        ConfigError: it cannot, or no package is known for the protocol.
+        ConfigError: the store cannot be used, or no package is known for the protocol.
     """
     protocol = StorePath(text).protocol
     if protocol in _PRIVATE:
@@ -135,7 +135,7 @@ def check_installed(key: str, text: str) -> None:
         known: dict[str, Any] = importlib.import_module("fsspec.registry").known_implementations
         package = str(known.get(protocol, {}).get("class", "")).partition(".")[0]
         if package in ("", "fsspec") or importlib.util.find_spec(package) is not None:
-            # The store's module is there, and one that it imports is not.
+            # The store's module exists, but a module that it imports does not.
             raise ConfigError(key, text, f"{protocol}:// cannot be used ({error})", "install what is missing") from None
         rule = f"needs the package {package}, which is not installed"
         raise ConfigError(key, text, rule, f"pip install {package}") from None

@@ -59,7 +59,7 @@ ITEM_BYTES: Mapping[str, int] = {
 
 
 class StoreSink:
-    """A new object. It is there after `finish`, and as a whole only."""
+    """A new object, which exists only after `finish`, and then completely."""
 
     def __init__(self, path: StorePath, size: int) -> None:
         self._path = path
@@ -73,7 +73,7 @@ class StoreSink:
             self._file.write(content)
 
     def finish(self) -> None:
-        """Send what is buffered; the store has the object when this returns."""
+        """Send the buffer; the store has the object when this returns."""
         with store_errors(self._path):
             self._file.close()
         self._is_finished = True
@@ -82,19 +82,19 @@ class StoreSink:
         """Give up the object unless it is finished."""
         if self._is_finished or getattr(self._file, "closed", False):
             return
-        # The error that is under way says more than one of the clean-up. Not every store can discard.
+        # Keep the original error, not one of the clean-up. Not every store can discard.
         with contextlib.suppress(Exception):
             self._file.discard()
-        # Else a buffered file of fsspec would complete the upload when it is collected as garbage.
+        # Otherwise a buffered file of fsspec would complete the upload when it is garbage-collected.
         with contextlib.suppress(AttributeError):
             self._file.closed = True
 
 
 class DiskSink:
-    """A new file of this host, as `StoreSink`; what was written stays."""
+    """A new file of this host, with the methods of `StoreSink`; an unfinished file is not removed."""
 
     def __init__(self, path: Path) -> None:
-        # The folder may be there already and not be seen by this host yet; or each rank may have one of its own.
+        # Another host may have made the folder, unseen by this one; or each rank may have its own disk.
         path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
@@ -128,7 +128,7 @@ class StoreSource:
             raise DamagedFile(f"its file {path.name} is missing") from None
 
     def read(self, target: memoryview, at: int) -> None:
-        """Fill bytes with the range that begins at `at`; pieces of it are requested at once."""
+        """Fill bytes with the range that begins at `at`; requests pieces of the range in parallel."""
         starts = range(at, at + len(target), _PIECE)
         ends = [min(start + _PIECE, at + len(target)) for start in starts]
 
@@ -201,7 +201,7 @@ class BlockWriter:
         rest = memoryview(content)
         while len(rest):
             if not self._filled and len(rest) >= _BUFFER:
-                # Without a copy. A copy of bytes is also the one thing here for which Python's lock is held.
+                # Without a copy, for which Python would also hold its lock; everything else here releases it.
                 self._put(rest[:_BUFFER])
                 rest = rest[_BUFFER:]
                 continue
@@ -213,7 +213,7 @@ class BlockWriter:
                 self._flush()
 
     def finish(self) -> None:
-        """Write what is buffered, and wait until all of the file is on the disk."""
+        """Write the buffer, and wait until the whole file is on the disk."""
         self._flush()
         self._sink.finish()
 
@@ -241,7 +241,7 @@ class BlockReader:
     A block is read once if the ranges are read in the order of the file and do not overlap.
 
     Args:
-        size, checksums: as `BlockWriter` had them.
+        size, checksums: the attributes of the `BlockWriter`.
 
     Attributes:
         blocks_read: how many blocks were read and verified.
@@ -270,7 +270,7 @@ class BlockReader:
         """Fill bytes with the range of the file that begins at `start`.
 
         Raises:
-            DamagedFile: a block is not what was written.
+            DamagedFile: a block differs from the one that was written.
         """
         at, stop = start, start + len(target)
         while at < stop:

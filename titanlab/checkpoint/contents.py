@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from titanlab.checkpoint.index import CheckpointIndex
     from titanlab.checkpoint.reader import Reader
 
-# Before the names of parameters in those of an optimizer's states.
+# Prefix of the names of an optimizer's states; a parameter's name follows.
 _STATES = "optimizer.state."
 KEY = "checkpoint.load_from"
 
@@ -188,7 +188,7 @@ def parent_of(load_from: str | None) -> dict[str, Any]:
         if step is None:
             step = read_position(checkpoint, KEY, cure=earlier_hint(checkpoint)).position.step
     except ConfigError:
-        # The run may be made again when its checkpoint is gone; it has begun then, and has its record.
+        # The checkpoint may be removed after the run has begun; the run then already has the record of its parent.
         return {}
     name = str(checkpoint)
     if isinstance(checkpoint, Path):
@@ -212,8 +212,8 @@ class ListedCheckpoint:
             step; `damaged`.
         bytes: of its files.
         saved: when it was complete, in seconds since the epoch.
-        verified: whether all its bytes were read and are those that were saved; None: they were not read.
-        problem: what is wrong with it, in one line; None: nothing is known to be wrong.
+        verified: whether all its bytes were read and equal the saved bytes; None: they were not read.
+        problem: the fault of the checkpoint, in one line; None: no fault is known.
     """
 
     name: str
@@ -229,7 +229,7 @@ def list_checkpoints(folder: Place, *, verifies: bool) -> list[ListedCheckpoint]
     """All checkpoints in a run's folder of checkpoints, by step.
 
     Args:
-        verifies: read every byte of those that are complete. Otherwise only index and position are read.
+        verifies: read every byte of complete checkpoints; otherwise only index and position.
     """
     rows = []
     for name, counts in folder_at(folder).steps().items():

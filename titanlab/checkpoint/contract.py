@@ -28,10 +28,10 @@ class Target:
     Attributes:
         folder: the run's folder of checkpoints.
         keep: number of the newest checkpoints to keep; 0: all.
-        keep_every: checkpoints of steps that are multiples of it are kept for good; 0: none.
-        recipe: SHA-256 of the run's identity; None: it has none.
-        warn: is called on rank 0 with a line about an old checkpoint that cannot be removed.
-        saved: is called on rank 0 with the step of each complete checkpoint, maybe by another thread.
+        keep_every: checkpoints of steps that are multiples of this are never removed; 0: none.
+        recipe: SHA-256 of the run's identity; None: the run has none.
+        warn: called on rank 0 with a line about an old checkpoint that cannot be removed.
+        saved: called on rank 0 with the step of each complete checkpoint, maybe by another thread.
     """
 
     folder: Place
@@ -59,11 +59,11 @@ class OnlyModel:
 class Saver(Protocol):
     """Saves the checkpoints of one rank, one at a time.
 
-    All ranks call the methods together. An OSError that a method raises is raised on all ranks; training can go on, and
-    nothing is left of the checkpoint.
+    All ranks call the methods together. If a method raises OSError, it does so on all ranks; training can go on, and
+    the partial checkpoint is removed.
 
     Attributes:
-        saved_step: of the newest complete checkpoint that this saver knows of; 0: none.
+        saved_step: step of the newest complete checkpoint that this saver knows; 0: none.
     """
 
     saved_step: int
@@ -73,14 +73,14 @@ class Saver(Protocol):
         """Save; when it returns, training may go on. `wait` must have been called since the last save.
 
         Raises:
-            OSError: the disk takes no more.
+            OSError: the disk is full.
         """
 
     def wait(self) -> None:
-        """Wait for the save that is under way, if there is one; by default `save` has waited.
+        """Wait for the save in progress, if any; by default `save` has waited.
 
         Raises:
-            OSError: that save has failed.
+            OSError: the save has failed.
         """
         return
 
@@ -97,11 +97,11 @@ class Saver(Protocol):
             only_model: None: save everything.
 
         Raises:
-            OSError: the disk takes no more.
+            OSError: the disk is full.
         """
 
     def before_update(self) -> None:
-        """Is called before the model changes, so that copies of it which a device makes are complete."""
+        """Called before the model changes, so that a device can complete its copies of the model first."""
         return
 
 
@@ -115,8 +115,8 @@ class CheckpointConfig(ABC):
         keep: number of the newest checkpoints to keep; 0: all.
         keep_every: checkpoints of steps that are multiples of this number are never removed; 0: none is kept for good.
         at_end: whether to save at the end of a run, also after a stop.
-        last: what a run saves after its last step: `full`, or `model` without the optimizer. After a stop it is always
-            everything.
+        last: what a run saves after its last step: `full`, or `model` without the optimizer. After a stop the run
+            always saves `full`.
         last_dtype: dtype of the parameters for last=model, by torch's name; null: as they are.
         load_from: a run or a checkpoint; a new run takes model, optimizer and position in the data from it. null: start
             from initial values.
@@ -140,7 +140,7 @@ class CheckpointConfig(ABC):
         return
 
     def check_installed(self) -> None:
-        """Check that what the checkpoints are saved with is installed, or raise ConfigError."""
+        """Check that the packages for saving are installed, or raise ConfigError."""
         if self.folder is not None:
             check_installed("checkpoint.folder", self.folder)
 
@@ -148,7 +148,7 @@ class CheckpointConfig(ABC):
         """The same way to save on a CPU, in proofs and rehearsals; by default this one.
 
         Args:
-            note: is called with each difference, in one line.
+            note: called with each difference, in one line.
         """
         return self
 

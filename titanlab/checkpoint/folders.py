@@ -1,4 +1,4 @@
-"""Where checkpoints are, what they are called, and which of them a user names."""
+"""Paths and names of checkpoints, and the checkpoint that a user means."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _MOST_BYTES = 1 << 16
 def checkpoints_of(run: RunFolder) -> Place:
     """The folder of a run's checkpoints.
 
-    In a store it is `checkpoint.folder/SWEEP/NAME-HASH8`, with the names that the run has got when it was made: its
-    folder on this host may have moved since.
+    In a store it is `checkpoint.folder/SWEEP/NAME-HASH8`, with the names from when the run was made: the run's folder
+    on this host may have moved since.
     """
     config = run.path / "config.yaml"
     try:
-        # Most configs have no address in them, and parsing takes milliseconds that a table of many runs would notice.
+        # Most configs contain no address. Parsing takes milliseconds, too long for a table of many runs.
         if b"://" not in read_bytes(config):
             return run.checkpoints
     except OSError:
@@ -52,10 +52,10 @@ def checkpoints_of(run: RunFolder) -> Place:
 
 
 def claim_place(run: RunFolder) -> None:
-    """Make the folder of a store this run's own, before its first attempt; it also shows whether the store takes files.
+    """Claim the folder of a store for this run, before its first attempt; this also tests that the store accepts files.
 
-    Another run's checkpoints would else be taken for this run's: the same recipe has the same name on each host, and
-    the folder of a run on this host may have been removed.
+    Otherwise this run could use another run's checkpoints: the same recipe has the same name on each host, and the
+    folder of a run on this host may have been removed.
 
     Raises:
         ConfigError: the folder holds checkpoints of another run.
@@ -87,7 +87,7 @@ ASIDE = ".aside"
 DAMAGED = ".damaged"
 _STEP = re.compile(r"step-([0-9]+)")
 _ANOTHER = "give another checkpoint of the run"
-# There is none before it, or the folder is of another tool and of no run.
+# For a checkpoint without an earlier one, or for a folder of another tool.
 _COPY = "give another checkpoint, or a whole copy of this one"
 
 
@@ -96,7 +96,7 @@ def step_folder(folder: Place, step: int) -> Place:
 
 
 def step_named(checkpoint: Place) -> int | None:
-    """The step in a name, which may be short (`step-8`); None: the name is another."""
+    """The step in a name, which may be short (`step-8`); None: not the name of a checkpoint."""
     match = _STEP.fullmatch(checkpoint.name)
     return int(match[1]) if match else None
 
@@ -192,18 +192,18 @@ def remove(checkpoint: Place) -> OSError | None:
 
 
 def remove_unfinished(folder: Place) -> None:
-    """Remove the incomplete checkpoints of any step, which processes leave that die while they save."""
+    """Remove the incomplete checkpoints of any step, left by processes that died while they saved."""
     for name in folder_at(folder).unfinished():
         remove(folder / name)
 
 
 def put_aside(folder: Place, *, after: int) -> list[Place]:
-    """Rename the checkpoints after a step, so that none of them is the run's newest. Returns their new names."""
+    """Rename the checkpoints after a step, so that an earlier one is the newest. Returns their new names."""
     return [_renamed(path, ASIDE) for path in checkpoints(folder) if step_of(path) > after]
 
 
 def put_back(renamed: Iterable[Place]) -> None:
-    """Give checkpoints their names again that `put_aside` has renamed."""
+    """Undo `put_aside`: give checkpoints their old names."""
     for aside in renamed:
         path = aside.with_name(aside.name.partition(ASIDE)[0])
         if not folder_at(path).is_taken():
@@ -213,7 +213,7 @@ def put_back(renamed: Iterable[Place]) -> None:
 def fall_back(error: DamagedCheckpoint) -> str:
     """Rename a damaged checkpoint, so that the one before it is the run's newest.
 
-    It must not stay among the checkpoints: it would count as one of the newest that a run keeps.
+    The damaged checkpoint must not keep its name: it would count as one of the newest that a run keeps.
 
     Returns:
         a line for the user.
@@ -254,7 +254,7 @@ def earlier_hint(checkpoint: Place) -> str:
 
 
 def damaged(checkpoint: Place, key: str, reason: object) -> DamagedCheckpoint:
-    """The error about a damaged checkpoint, which names the one before it."""
+    """The error about a damaged checkpoint; it names the checkpoint before it."""
     if not is_checkpoint(checkpoint):
         rule = "was removed while it was read"
         return DamagedCheckpoint(key, checkpoint, rule, "try again: its run keeps newer ones (checkpoint.keep)")
@@ -265,10 +265,10 @@ T = TypeVar("T")
 
 
 def read_while_kept(choose: Callable[[], Place], read: Callable[[Place], T], warn: Callable[[str], None]) -> T:
-    """Read the checkpoint that is chosen; if its run removes it meanwhile (checkpoint.keep), choose again.
+    """Read the chosen checkpoint; if its run removes it meanwhile (checkpoint.keep), choose again.
 
     Raises:
-        ConfigError: no checkpoint can be chosen any more, or one cannot be read that is still there.
+        ConfigError: no checkpoint is left to choose, or the chosen one exists but cannot be read.
     """
     while True:
         checkpoint = choose()

@@ -95,7 +95,7 @@ class PositionSum(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True)
 
     @classmethod
     def of(cls, content: bytes) -> PositionSum:
-        """Of the content of position.json."""
+        """Compute them from the content of position.json."""
         return cls(size=len(content), checksum=f"{checksum(content):016x}")
 
 
@@ -123,7 +123,7 @@ class _FormatOnly(Struct):
 
 
 class OtherFormat(Exception):
-    """The checkpoint has a format that this version does not know; it may be whole."""
+    """The checkpoint has a format that this version does not know; it need not be damaged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +252,7 @@ def read_index(checkpoint: Place) -> CheckpointIndex:
     Raises:
         DamagedFile: it is missing or damaged.
         OtherFormat: a version of titanlab with another format has written it.
-        OSError: it cannot be read, and may be whole.
+        OSError: it cannot be read, but may be undamaged.
     """
     content = folder_at(checkpoint).read(INDEX, MOST_BYTES)
     prefix = _PREFIX.match(content)

@@ -1,4 +1,4 @@
-"""position.json of a checkpoint: everything that is no tensor. Read and checked without torch."""
+"""position.json of a checkpoint: everything except tensors. Read and checked without torch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from titanlab.system import counted
 
 T = TypeVar("T")
 POSITION = "position.json"
-# With 512 ranks on GPUs about a fifteenth of it.
+# A file of 512 ranks on GPUs has about a fifteenth of this size.
 MOST_BYTES = 1 << 28
-# Normal numbers of float32.
+# Range of float32's normal numbers.
 _LEAST_SCALE, _MOST_SCALE = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
 
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-# Fits torch's numbers. JSON's 1e400 is infinite.
+# The range of torch's numbers: JSON's 1e400 would be infinite.
 _Number = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | Annotated[float, Meta(gt=-(2.0**63), lt=2.0**63)]
 _FileName = Annotated[str, Meta(pattern=r"^(?!\.{1,2}$)[^/\x00]+\Z")]
 _StateName = Annotated[str, Meta(pattern=r"^(cpu|python|numpy|cuda)\Z")]
@@ -63,8 +63,8 @@ class SavedPosition(Position, frozen=True, kw_only=True, forbid_unknown_fields=T
         parameters: shapes of the model's parameters, by name.
         files: sizes in bytes of the checkpoint's files of tensors, by name.
         generators: states of the random generators, by rank and by name; empty in a folder of `export --format dcp`.
-        recipe: SHA-256 of the identity of the run that has saved it; None: not known.
-        contents: `model` if it has no optimizer; None: it has everything.
+        recipe: SHA-256 of the identity of the run that saved the checkpoint; None: not known.
+        contents: `model` if the optimizer is missing; None: the checkpoint has everything.
     """
 
     step: _Count
@@ -92,7 +92,7 @@ def parsed(content: bytes, kind: type[T], name: str) -> T:
     """The content of a file of a checkpoint.
 
     Raises:
-        DamagedFile: it is not JSON, or a value has another type than it must have.
+        DamagedFile: it is not JSON, or a value has the wrong type.
     """
     try:
         return msgspec.json.decode(content, type=kind)
@@ -159,7 +159,7 @@ def check_progress(
     elif global_batch and tokens > step * tokens_per_step:
         most = step * tokens_per_step
         rule = f"its {POSITION} has tokens={tokens}, and {step} steps of this run have {most} at most"
-    # Rollbacks leave out the samples of whole steps.
+    # Rollbacks skip the samples of whole steps, so more samples are possible.
     elif global_batch and isinstance(samples, int) and (samples < step * global_batch or samples % global_batch):
         rule = f"its {POSITION} has data.samples={samples}, and {step} steps of this run take {step * global_batch}"
     if rule is not None:

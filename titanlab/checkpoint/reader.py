@@ -88,10 +88,10 @@ class ShardReader(Reader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read and verify what this rank needs; a block is read once, also if several tensors have a part of it.
+        """Read and verify the chunks that this rank needs; reads a block once, also if it has parts of several tensors.
 
         Raises:
-            DamagedCheckpoint: a file is missing, or a block is not what was saved.
+            DamagedCheckpoint: a file is missing, or a block differs from the saved one.
         """
         parts: dict[tuple[int, int, str, int], list[ReadItem]] = {}
         for item in plan.items:
@@ -156,7 +156,7 @@ class ShardReader(Reader):
                 file.read_into(start + first, bytes_of(target))
                 planner.commit_tensor(items[0], target)
                 return
-        # Whole rows of the chunk from the first to the last that an item needs; only the needed bytes are read.
+        # The rows of the chunk from the first to the last that an item needs; only needed bytes are read.
         low, rows = 0, 1
         if sizes:
             low = min(item.storage_offsets[0] for item in items)
@@ -202,7 +202,7 @@ def _joined(spans: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]
 def metadata_of(
     dtype: str, shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]
 ) -> TensorStorageMetadata:
-    """A tensor, as DCP's planner takes it."""
+    """The metadata of a tensor for DCP's planner."""
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=dtype_named(dtype)),
         size=torch.Size(shape),
@@ -226,10 +226,10 @@ def set_in(state: Any, path: Sequence[Any], value: Any) -> None:
 
 
 def read_into(state: dict[str, Any], reader: Reader, metadata: Metadata) -> None:
-    """Read entries in this process alone, in which `dcp.load` would warn that there is no process group.
+    """Read entries in this process alone, where `dcp.load` would warn that there is no process group.
 
     Args:
-        state: tensors by the names of their entries, which are filled.
+        state: tensors to fill, by the names of their entries.
         metadata: of the reader; reading it takes long for a checkpoint of many ranks.
 
     Raises:
@@ -260,10 +260,10 @@ def load_state(state: dict[str, Any], reader: Reader) -> None:
         failure = next(iter([*config_errors, *failures]), error)
         if isinstance(failure, ConfigError):
             raise failure from error
-        # Errors of the machine say nothing about the checkpoint.
+        # An error of the machine does not mean a damaged checkpoint.
         if isinstance(failure, OSError) or classify(failure) in _OF_THE_MACHINE:
             raise
-        # The planner's complaint: the checkpoint lacks an entry, or has it in another shape.
+        # An error of the planner: the checkpoint lacks an entry, or the entry has another shape.
         rule = f"cannot be read ({first_line(failure)})"
         raise ConfigError(reader.named_by, reader.checkpoint, rule, earlier_hint(reader.checkpoint)) from error
 

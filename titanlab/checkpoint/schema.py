@@ -10,14 +10,14 @@ from titanlab.costs import Setting
 from titanlab.errors import ConfigError
 from titanlab.options import option
 
-# How a run saves changes none of its numbers.
+# The way of saving does not change a run's numbers.
 _NO_IDENTITY = {"identity": False}
 
 
 @option("checkpoint", "off")
 @dataclass(frozen=True, kw_only=True)
 class NoCheckpoints(CheckpointConfig):
-    """Nothing is saved. `load_from` still says what the run starts from."""
+    """Saves nothing. `load_from` still says where the run starts."""
 
     kind: str = field(default="off", metadata=_NO_IDENTITY)
 
@@ -53,7 +53,7 @@ class Sync(CheckpointConfig):
 class Async(CheckpointConfig):
     """The training waits for a copy in host memory, and goes on while a thread writes it.
 
-    The copy has the bytes of the rank's part of the checkpoint. Its memory is kept for the next one.
+    The copy has the size of the rank's part of the checkpoint. Its memory is kept for the next save.
     """
 
     kind: str = field(default="async", metadata=_NO_IDENTITY)
@@ -67,7 +67,7 @@ class Async(CheckpointConfig):
 @option("checkpoint", "async_pinned")
 @dataclass(frozen=True, kw_only=True)
 class AsyncPinned(CheckpointConfig):
-    """As async on GPUs: the copy goes to pinned memory, on a stream of its own, while the next step computes."""
+    """As async, for GPUs: a separate stream copies to pinned memory while the next step computes."""
 
     kind: str = field(default="async_pinned", metadata=_NO_IDENTITY)
 

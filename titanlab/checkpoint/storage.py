@@ -1,9 +1,9 @@
 """The folders and files of checkpoints, on a disk or in a store of fsspec. Free of torch.
 
 A disk makes a checkpoint complete by a rename, and durable by fsync; fsspec's local layer has no fsync, follows links,
-and copies once more, so files of a disk are opened directly. A store has no rename, no append, and no folders: a folder
-is the common beginning of names. An object is there as a whole, with one size, or it is not there, so a checkpoint in a
-store is complete when it has its index, the last object that is written and the first that is removed.
+and makes another copy, so files of a disk are opened directly. A store has no rename, no append, and no folders: a
+folder is the common beginning of names. An object exists completely or not at all, so a checkpoint in a store is
+complete when it has its index, which is written last and removed first.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ T = TypeVar("T")
 INDEX = "index.json"
 PART = ".part"
 
-# Waits between the attempts at a request. Packages of stores have such attempts of their own, not all of them.
+# Seconds between attempts at a request. Some packages of stores retry by themselves, but not all.
 _WAITS = (0.3, 1.5)
-# Another attempt would find the same.
+# Errors that a retry would not change.
 _CERTAIN = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError)
 _MOST_TEXT = 200
 
@@ -43,7 +43,7 @@ class DamagedFile(ValueError):
 class DamagedCheckpoint(ConfigError):
     """A checkpoint cannot be used, because its files are not those that a run has saved.
 
-    A run that resumes by itself goes on from the checkpoint before it.
+    A run that resumes by itself falls back to the checkpoint before.
     """
 
 
@@ -60,9 +60,9 @@ class DiskFolder:
         self._path = path
 
     def steps(self) -> dict[str, bool]:
-        """Names `step-…` of the folders in it, and whether each counts: a save in a store that has not ended does not.
+        """Names `step-…` of the folders in it, and whether each counts: an unfinished save in a store does not.
 
-        A checkpoint on a disk that has lost files counts, so that it is found damaged and not passed over.
+        On a disk a checkpoint with missing files counts, so that it is found damaged instead of being skipped silently.
         """
         return {
             path.name: path.is_dir() if path.suffix else DiskFolder(path).is_checkpoint()
@@ -70,13 +70,13 @@ class DiskFolder:
         }
 
     def unfinished(self) -> list[str]:
-        """Names of the folders in it that processes leave which die while they save, remove or copy."""
+        """Names of folders left in it by processes that died while they saved, removed or copied."""
         return [path.name for path in self._path.glob(f"step-*{PART}")]
 
     def begin(self, name: str) -> Place:
-        """The folder into which all ranks write the checkpoint `name`; it is made if it must be."""
+        """The folder into which all ranks write the checkpoint `name`; made if necessary."""
         part = self._path / f"{name}{PART}"
-        # Without the folder of the run: if that was moved or removed, do not recreate it without its records.
+        # Do not create the run's folder: if it was moved or removed, a new one would lack its records.
         with contextlib.suppress(FileExistsError):
             self._path.mkdir()
         if not self._path.is_dir():
@@ -85,11 +85,11 @@ class DiskFolder:
         return part
 
     def is_checkpoint(self) -> bool:
-        """Whether it has files of a checkpoint; in a store, whether it has the index."""
+        """Whether the folder has files of a checkpoint; in a store, whether it has the index."""
         return os.path.lexists(self._path / INDEX) or any(self._path.glob("rank-*.safetensors"))
 
     def is_taken(self) -> bool:
-        """Whether no checkpoint can get this name."""
+        """Whether the name is taken, so that no checkpoint can get it."""
         return os.path.lexists(self._path)
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
@@ -109,7 +109,7 @@ class DiskFolder:
 
         Raises:
             DamagedFile: it is missing, is not a regular file, or has more bytes.
-            OSError: it cannot be read, and may be whole.
+            OSError: it cannot be read, but may be undamaged.
         """
         with open(open_regular(self._path / name), "rb") as file:
             return _bounded(name, read_at_most(file, most_bytes + 1), most_bytes)
@@ -119,26 +119,26 @@ class DiskFolder:
         write_bytes(self._path / name, content, durable=True)
 
     def tried(self, action: Callable[[], T]) -> T:
-        """What an action that writes here returns; in a store it is done again after errors that may pass."""
+        """The result of an action that writes here; in a store, retries after errors that may be temporary."""
         return action()
 
     def check_arrived(self, sizes: Mapping[str, int]) -> None:
-        """Check that a store has all bytes of what other hosts have written; a disk's fsync has told."""
+        """Check that a store has all bytes that other hosts have written; on a disk fsync has ensured this."""
 
     def commit(self, final: Place) -> None:
-        """Give a checkpoint whose files are all durable its name, durably."""
+        """Give a checkpoint its name, durably; all its files must be durable."""
         sync_folder(self._path)
         self.rename(final)
         sync_folder(self._path.parent)
 
     def rename(self, to: Place) -> None:
-        """Give a checkpoint another name. Whenever the process dies, at least one of the two names is a whole one."""
+        """Give a checkpoint another name. If the process dies meanwhile, one of the names is a whole checkpoint."""
         self._path.rename(str(to))
 
     def remove(self) -> None:
-        """Remove it, if it is there; of a symbolic link only the link, never its target.
+        """Remove a checkpoint if it exists; for a symbolic link only the link, never its target.
 
-        A process that dies meanwhile leaves nothing that counts as a checkpoint.
+        If the process dies meanwhile, the remains do not count as a checkpoint.
         """
         path = self._path
         if path.is_symlink() or not path.is_dir():
@@ -146,7 +146,7 @@ class DiskFolder:
         elif path.name.endswith(PART):
             shutil.rmtree(path)
         else:
-            # At once: a reader must not find a part of it.
+            # Rename first: a reader must never find a part of the checkpoint.
             gone = path.with_name(f"{path.name}.gone{PART}")
             if gone.exists():
                 shutil.rmtree(gone)
@@ -169,10 +169,10 @@ class StoreFolder:
         self._path = path
 
     def objects(self) -> dict[str, dict[str, Any]]:
-        """What fsspec says about each object, by names from here; empty if there is none."""
+        """The information of fsspec on each object, by name relative to this folder; empty if there are no objects."""
 
         def listed(store: Any, root: str) -> dict[str, dict[str, Any]]:
-            # Other processes write there too.
+            # Other processes write there too: do not use fsspec's cache.
             store.invalidate_cache()
             try:
                 entries: dict[str, dict[str, Any]] = store.find(root, detail=True)
@@ -195,7 +195,7 @@ class StoreFolder:
         return [name for name, has_index in self.steps().items() if not has_index]
 
     def begin(self, name: str) -> StorePath:
-        # A rename would copy all bytes. Without its index the folder does not count.
+        # Write under the final name: a rename would copy all bytes, and a folder without an index does not count.
         final = self._path / name
         return self._path / f"{name}{PART}" if StoreFolder(final).is_checkpoint() else final
 
@@ -233,7 +233,7 @@ class StoreFolder:
             raise DamagedFile(f"its file {name} is missing") from None
 
     def put(self, name: str, content: bytes) -> None:
-        """Read it back too: the store may have kept other bytes, which is a StoreFault."""
+        """Also read it back; StoreFault: the store has kept other bytes."""
 
         def written(store: Any, name: str) -> None:
             store.pipe_file(name, content)
@@ -250,7 +250,7 @@ class StoreFolder:
                 tried(self._path / name, lambda store, path: store.rm_file(path))
 
     def rename(self, to: Place) -> None:
-        """Copy the objects in the store, the index as the last, and remove them, the index as the first."""
+        """Copy the objects in the store, the index last; then remove the originals, the index first."""
         assert isinstance(to, StorePath)
         _, target = filesystem(to)
         for name in sorted(self.objects(), key=lambda name: (name == INDEX, name)):
@@ -288,7 +288,7 @@ def filesystem(path: StorePath) -> tuple[Any, str]:
 
 
 def tried(path: StorePath, action: Callable[[Any, str], T]) -> T:
-    """What requests to a store return; they are made again after errors that may pass, such as an overloaded store.
+    """The result of requests to a store; retries after errors that may be temporary, such as an overloaded store.
 
     Args:
         action: takes fsspec's file system of the store, and the path in it.
@@ -306,7 +306,7 @@ def tried(path: StorePath, action: Callable[[Any, str], T]) -> T:
 
 
 def _again(action: Callable[[], T]) -> T:
-    """What an action returns; it is done again after each StoreFault that may pass."""
+    """The result of an action; retries after a StoreFault that may be temporary."""
     for wait in _WAITS:
         try:
             return action()
@@ -324,14 +324,14 @@ def store_errors(path: StorePath) -> Iterator[None]:
         yield
     except (FileNotFoundError, StoreFault):
         raise
-    # Packages of stores have errors of their own, of botocore, aiohttp and google-auth for example.
+    # Packages of stores raise their own errors, such as those of botocore, aiohttp and google-auth.
     except Exception as error:
         raise StoreFault(path.address, _line(error)) from error
 
 
 @contextlib.contextmanager
 def _gone_is_fault(path: StorePath) -> Iterator[None]:
-    """Raise FileNotFoundError as StoreFault, where it means that the bucket or the folder is gone."""
+    """Raise FileNotFoundError as StoreFault, if it means that the bucket or the folder is missing."""
     try:
         yield
     except FileNotFoundError as error:
@@ -357,7 +357,7 @@ def size_of(path: StorePath) -> int:
 
 
 def _modified(about: Mapping[str, Any]) -> float:
-    """When an object was written. Packages of stores say it under different names."""
+    """When an object was written. Packages of stores have different names for this time."""
     for key in ("LastModified", "last_modified", "updated", "mtime", "created"):
         value = about.get(key)
         if isinstance(value, datetime):
@@ -386,7 +386,7 @@ def open_regular(path: Path) -> int:
 
     Raises:
         DamagedFile: the file is missing, or is not a regular file.
-        OSError: the file cannot be opened, and may be whole.
+        OSError: the file cannot be opened, but may be undamaged.
     """
     # Without O_NONBLOCK the open of a named pipe would wait for a writer.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -394,7 +394,7 @@ def open_regular(path: Path) -> int:
         try:
             descriptor = os.open(path, flags)
         except FileNotFoundError:
-            # A client of NFS may remember that a new file is not there; listing its folder makes it ask again.
+            # An NFS client may have cached that a new file does not exist; listing the folder refreshes the cache.
             os.listdir(path.parent)
             descriptor = os.open(path, flags)
     except (FileNotFoundError, NotADirectoryError):

@@ -65,17 +65,17 @@ _SETTINGS = "param_groups."
 def save(
     target: Target, position: Position, *, plans: Plans | None = None, only_model: OnlyModel | None = None
 ) -> Place:
-    """Write `step-N` of a target together with all ranks, and remove the old checkpoints that it does not keep.
+    """Write `step-N` of a target together with all ranks, and remove old checkpoints that the target does not keep.
 
     Args:
-        plans: of the run, which may have one for this state; None: a new plan.
+        plans: plans of the run, in which one may fit this state; None: make a new plan.
         only_model: leave the optimizer out; None: save everything.
 
     Returns:
         the folder of the complete checkpoint.
 
     Raises:
-        OSError: the disk takes no more; nothing of the checkpoint is left.
+        OSError: the disk is full; the partial checkpoint is removed.
     """
     planned = begin(target, position, plans=plans, only_model=only_model)
     complete(planned, planned.stage, target)
@@ -87,7 +87,7 @@ def begin(
 ) -> PlannedSave:
     """Make the folder of a checkpoint, and agree with all ranks on what each of them writes."""
     world, final = target.world, step_folder(target.folder, position.step)
-    # Only rank 0 asks a store which of two folders it is.
+    # Only rank 0 asks the store for the folder.
     part = world.share(on_all_ranks(world, lambda: make_part(target.folder, final) if world.logs else None))
     assert part is not None
     with removed_after_errors(part, world):
@@ -116,14 +116,14 @@ def begin(
 
 
 def complete(planned: PlannedSave, staged: Callable[[], Staged], target: Target) -> None:
-    """Write a checkpoint, and give it its name. It does not use the model, so another thread may call it.
+    """Write a checkpoint, and give it its name. Does not use the model, so another thread may call this.
 
     Args:
         staged: returns this rank's part, or raises the error with which it could not be staged.
         target: as for `begin`; another thread needs its own `world` and `warn`.
 
     Raises:
-        OSError: the disk takes no more; nothing of the checkpoint is left.
+        OSError: the disk is full; the partial checkpoint is removed.
     """
 
     def finish() -> None:
@@ -141,8 +141,8 @@ def on_all_ranks(world: World, action: Callable[[], T]) -> T:
     """Do an action on this rank, and wait for the others; all ranks call it.
 
     Raises:
-        Exception: an error of this rank, or the error of another one. A ConfigError of any rank is raised on all of
-            them, because it is the line that users see.
+        Exception: an error of this rank, or of another one. A ConfigError of any rank is raised on all ranks, because
+        users see that line.
     """
     value, failure = attempted(action)
     raise_first(world.gather(failure), own=failure)
@@ -165,7 +165,7 @@ def attempted(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def raise_first(failures: Sequence[Exception | None], *, own: Exception | None = None) -> None:
-    """Raise the error that says most about the failures of the ranks; nothing if there are none."""
+    """Raise the most informative error of the ranks; does nothing if no rank failed."""
     known = [failure for failure in failures if failure is not None]
     if not known:
         return
@@ -192,8 +192,8 @@ class PlannedSave:
 class Plans:
     """Plans the saves of one run.
 
-    A plan holds as long as names, shapes, formats and cuts of the state stay on every rank, so it is made once: for
-    405B parameters on 512 ranks it takes a rank 10 s, and rank 0 minutes (benchmarks/save_planning.py).
+    A plan is valid while names, shapes, formats and cuts of the state stay the same on every rank, so it is made once:
+    for 405B parameters on 512 ranks planning takes a rank 10 s, and rank 0 minutes (benchmarks/save_planning.py).
     """
 
     def __init__(self) -> None:
@@ -215,7 +215,7 @@ class Plans:
 
 
 def _outline(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What a plan depends on, by the names of the entries."""
+    """The properties on which a plan depends, by the names of the entries."""
     outline: dict[str, Any] = dict.fromkeys(state)
     for name, value in state.items():
         if isinstance(value, Tensor):
@@ -256,13 +256,13 @@ def _planned_together(
 
 
 def write_and_publish(staged: Callable[[], Staged], planned: PlannedSave, world: World) -> None:
-    """Write every rank's file, then position.json and the index. It does not use the model.
+    """Write every rank's file, then position.json and the index. Does not use the model.
 
     Args:
         staged: returns this rank's part, or raises the error with which it could not be staged.
     """
     written, own = attempted(lambda: write(staged(), planned.folder))
-    # Rank 0 alone: the checksums of a large checkpoint take tens of megabytes.
+    # Only to rank 0: the checksums of a large checkpoint take tens of megabytes.
     everyone = world.collect((written, own))
 
     def finish() -> None:
@@ -274,14 +274,14 @@ def write_and_publish(staged: Callable[[], Staged], planned: PlannedSave, world:
 
 
 def make_part(folder: Place, final: Place) -> Place:
-    """Make the folder into which all ranks write, and remove what earlier saves have left."""
+    """Make the folder into which all ranks write, and remove remains of earlier saves."""
     remove_unfinished(folder)
     return folder_at(folder).begin(final.name)
 
 
 @contextlib.contextmanager
 def removed_after_errors(part: Place, world: World) -> Iterator[None]:
-    """Inside the block, ranks write into the folder; after an error nothing of it is left."""
+    """Inside the block, ranks write into the folder; after an error the folder is removed."""
     try:
         yield
     except Exception as error:
@@ -298,7 +298,7 @@ def removed_after_errors(part: Place, world: World) -> Iterator[None]:
 def give_name(part: Place, final: Place) -> None:
     """Give a checkpoint whose files are all on the disk its name."""
     if part != final:
-        # It exists if an earlier attempt saved this step and the run was then resumed from an earlier step.
+        # The folder exists if an earlier attempt saved this step and the run then resumed from an earlier step.
         failure = remove(final)
         if failure is not None:
             raise failure
@@ -326,8 +326,8 @@ def load(
 ) -> Position:
     """Read a checkpoint that any layout wrote into model, optimizer and generators; all ranks call it together.
 
-    Learning rate, weight decay and other settings of the optimizer are kept, because the recipe decides them. If it
-    raises, model and optimizer may hold a part of the checkpoint: load another one, or end. Generators are unchanged.
+    Learning rate, weight decay and other settings of the optimizer stay, because the recipe decides them. After an
+    error, model and optimizer may hold a part of the checkpoint: load another one, or end. Generators are unchanged.
 
     Args:
         key: the config key or argument that names the checkpoint, for the error.
@@ -391,7 +391,7 @@ def generator_states(world: World) -> dict[str, bytes]:
     kind, words, *rest = np.random.get_state()  # noqa: NPY002 - third-party code uses this generator
     states = {
         "cpu": torch.get_rng_state().numpy().tobytes(),
-        # Numbers are exact in JSON.
+        # JSON keeps these numbers exactly.
         "python": json.dumps(random.getstate()).encode(),
         "numpy": json.dumps([kind, np.asarray(words).tolist(), *rest]).encode(),
     }
@@ -409,7 +409,7 @@ def set_generators(states: Mapping[str, bytes], world: World) -> None:
         random.setstate((version, tuple(words), gauss))
     if "numpy" in states:
         kind, words, position, has_gauss, gauss = json.loads(states["numpy"])
-        # numpy does not check the position, and could read memory behind the words.
+        # numpy does not check the position: it could read memory beyond the words.
         if len(words) != _WORDS or not 0 <= position <= _WORDS:
             raise ValueError("no state of numpy's generator")
         np.random.set_state((kind, np.array(words, np.uint32), position, has_gauss, gauss))  # noqa: NPY002
@@ -457,14 +457,14 @@ class SyncSaver(Saver):
 class AsyncSaver(Saver):
     """`save` returns when the states are copied.
 
-    The threads of all ranks agree in a group of their own. Nothing waits for a thread but `wait`: if the training ends
-    with an error on one rank, threads of the others may wait for that rank until their processes end.
+    The threads of all ranks communicate in a separate group. Only `wait` waits for a thread: if the training ends with
+    an error on one rank, threads of the others may wait for that rank until their processes end.
     """
 
     def __init__(self, target: Target, buffer: HostBuffer | None = None) -> None:
         self._target = target
         self._plans = Plans()
-        # The thread's lines for the user. The console belongs to the main thread.
+        # Warnings of the thread, for the main thread, which owns the console.
         self._warnings: list[str] = []
         self._beside = replace(target, world=target.world.beside(), warn=self._warnings.append)
         self._buffer = buffer or HostBuffer()
@@ -479,7 +479,7 @@ class AsyncSaver(Saver):
     def save(self, position: Position) -> None:
         assert self._thread is None, "the last save is under way"
         planned = begin(self._target, position, plans=self._plans)
-        # An error of one rank goes to all of them in the thread, where they agree.
+        # Pass an error on to the thread, in which all ranks exchange their errors.
         staged = self._staged(planned)
 
         def finish() -> None:

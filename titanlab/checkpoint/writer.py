@@ -1,8 +1,8 @@
 """What each rank writes in a save: the global plan, the layout of each rank's file, and the files themselves.
 
-A checkpoint has one safetensors file a rank, position.json and index.json, and no pickle. DCP's own planner makes the
-metadata of its own format besides, which titanlab's storage does not use, and copies every entry twice. A layout of
-405B parameters over 512 ranks without a pipeline has 1.4 million entries.
+A checkpoint has one safetensors file a rank, position.json and index.json, and no pickle. DCP's own planner also makes
+metadata of its own format, which titanlab's storage does not use, and copies every entry twice. That matters: 405B
+parameters over 512 ranks without a pipeline have 1.4 million entries.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _Part = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def without_duplicates(plans: list[SavePlan]) -> list[SavePlan]:
-    """The plans of all ranks; an entry of several ranks is in one plan only, the one that has least to write so far."""
+    """The plans of all ranks; an entry of several ranks is in only one plan, the one with the fewest bytes so far."""
     first: dict[_Key, int] = {}
     several: dict[_Key, list[int]] = {}
     for number, plan in enumerate(plans):
@@ -89,7 +89,7 @@ def check_coverage(plans: Sequence[SavePlan]) -> None:
     """Check that the parts of every tensor lie in it, do not overlap, and leave nothing out.
 
     Raises:
-        ValueError: they do not, with the name of the tensor.
+        ValueError: they do not; names the tensor.
     """
     parts: dict[str, tuple[tuple[int, ...], list[_Part]]] = {}
     for plan in plans:
@@ -170,7 +170,7 @@ class CheckpointShard:
 
 
 def shard_of(plan: SavePlan, rank: int) -> CheckpointShard:
-    """The file of a rank whose part of the save plan is given; every rank computes the same.
+    """The layout of the file of a rank, from its part of the save plan; every rank computes the same.
 
     Raises:
         TypeError: a tensor has a dtype that cannot be saved.
@@ -190,7 +190,7 @@ def shard_of(plan: SavePlan, rank: int) -> CheckpointShard:
     entries, end = {}, 0
     for (dtype, index, _, offsets, shape), size in zip(items, sizes, strict=True):
         known = _SAFETENSORS.get(dtype)
-        # Always with brackets, so that no two chunks have one name.
+        # Always with brackets, so that no two chunks have the same name.
         entries[f"{index.fqn}[{','.join(map(str, offsets))}]"] = {
             "dtype": known or "U8",
             "shape": list(shape) if known else [size],
@@ -239,7 +239,7 @@ class HostBuffer:
     """Memory that is taken once and used again, because the kernel clears new pages while the training waits.
 
     Attributes:
-        page_locked: whether devices copy into it by themselves.
+        page_locked: whether the memory is pinned, so that devices can copy into it asynchronously.
     """
 
     def __init__(self, *, page_locked: bool = False) -> None:
@@ -247,9 +247,9 @@ class HostBuffer:
         self._memory: Tensor | None = None
 
     def reserve(self, size: int) -> Tensor:
-        """So many bytes; what was taken before is overwritten."""
+        """A buffer of `size` bytes; it overwrites the buffer that was taken before."""
         if self._memory is None or len(self._memory) < size:
-            # The smaller one is freed first.
+            # Free the smaller buffer before taking a larger one.
             self._memory = None
             self._memory = self._taken(size)
         return self._memory[:size]
@@ -259,10 +259,10 @@ class HostBuffer:
             try:
                 return torch.empty(size, dtype=torch.uint8, pin_memory=True)
             except RuntimeError as error:
-                # A failed save ends no run; an error of the device would.
+                # OSError instead of the device's error: a failed save does not end the run.
                 raise OSError(errno.ENOMEM, f"the host pins no {size} bytes: {first_line(error)}") from error
         memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Processes that this one forks need no copy of it. Other systems have no such advice; a kernel may refuse it.
+        # Forked processes need no copy of the buffer. Other systems lack this advice; a kernel may refuse it.
         with contextlib.suppress(OSError, AttributeError):
             memory.madvise(mmap.MADV_DONTFORK)
         return torch.frombuffer(memory, dtype=torch.uint8)
@@ -270,7 +270,7 @@ class HostBuffer:
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """What one rank writes; it needs the model no more, if the tensors were copied.
+    """The data that one rank writes; independent of the model if the tensors were copied.
 
     Attributes:
         shard: the layout of its file.
@@ -324,7 +324,7 @@ class SavePlannerOfJson(dcp.DefaultSavePlanner):
 
 
 def stage(plan: SavePlan, planner: SavePlanner, rank: int, into: HostBuffer | None = None) -> Staged:
-    """Take what this rank writes from the model.
+    """Take this rank's data from the model.
 
     Args:
         plan: this rank's part of the save plan.
@@ -361,7 +361,7 @@ def write(staged: Staged, folder: Place) -> Written:
     """Write a rank's file, and wait until it is on the disk or in the store.
 
     Raises:
-        OSError: the disk takes no more, or the store does not answer.
+        OSError: the disk is full, or the store does not answer.
     """
     return folder_at(folder).tried(lambda: _written(staged, folder))
 
@@ -393,7 +393,7 @@ def publish(
         position: without `files`.
 
     Raises:
-        OSError: the disk takes no more; or the store has not all bytes, does not answer, or refuses.
+        OSError: the disk is full; or the store lacks bytes, does not answer, or refuses.
     """
     tensors: dict[str, IndexEntry] = {}
     for number, shard in enumerate(shards):

@@ -31,7 +31,8 @@ class Arguments(argparse.ArgumentParser):
     """The parser of a verb: options and positional arguments in any order; every mistake is a ConfigError.
 
     Args:
-        usage: of a verb that takes a recipe: what is no flag of the verb is kept in `rest`, for Hydra. None: of others.
+        usage: of a verb that takes a recipe: words that are not flags of the verb go into `rest`, for Hydra. None:
+            other verbs.
     """
 
     def __init__(self, verb: str, description: str, usage: str | None = None) -> None:
@@ -63,7 +64,7 @@ class Arguments(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         if action.type in (Path, user_path) and not arg_string.strip():
-            # As a path it would be the current folder, which nobody means.
+            # As a path it would mean the current folder, which no user wants.
             raise ConfigError(_name(action), arg_string, "names no file or folder", f"see `{self.prog} --help`")
         return super()._get_value(action, arg_string)
 
@@ -76,7 +77,7 @@ class Arguments(argparse.ArgumentParser):
         raise ConfigError("arguments", self._command_line, message, f"see `{self.prog} --help`")
 
     def print_help(self, file: Any = None) -> None:
-        """Print the help; a disk that cannot take it raises, which argparse would hide."""
+        """Print the help; raises an error if the disk is full, which argparse would hide."""
         print(self.format_help(), end="", file=file)
 
 
@@ -88,7 +89,7 @@ def bytes_of(text: str, key: str) -> int:
     """The number of bytes in a text such as `5GB`, `500 MiB` or `1e9`.
 
     Raises:
-        ConfigError: the text is no size.
+        ConfigError: the text is not a size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get(match[2].upper()) if match else None
@@ -118,8 +119,8 @@ class Verb:
         module: within `titanlab.cli`; its function is named VERB_verb, and gets the parsed arguments.
         about: the verb's line in `titanlab --help`.
         declare: adds the verb's arguments to its parser; its docstring is the description.
-        usage: of a verb that takes a recipe.
-        has_runs: whether it has `--runs`.
+        usage: the usage line of a verb that takes a recipe.
+        has_runs: whether the verb has `--runs`.
     """
 
     module: str
@@ -143,7 +144,7 @@ def _verb(
 
 
 def parser_of(name: str) -> Arguments:
-    """The parser of a verb. A verb's declaration returns what stands below the flags in its help."""
+    """The parser of a verb. A verb's declaration returns the text below the flags in its help."""
     verb = VERBS[name]
     parser = Arguments(name, inspect.cleandoc(verb.declare.__doc__ or ""), verb.usage)
     parser.epilog = verb.declare(parser.add_argument)

@@ -16,7 +16,7 @@ from titanlab.recipe import check_unedited, conf_folder, from_mapping, read_flag
 from titanlab.sweep import COMMAND_LINE, SINGLE, SweepFolder, aligned, open_sweep, plan_study
 from titanlab.system import counted, user_path
 
-# Stages of a plan at which a recipe breaks a rule; at the others the sweep leaves it out on purpose.
+# Stages of a plan at which a recipe breaks a rule; at other stages the sweep leaves it out on purpose.
 BROKEN = ("layout", "composition", "rule")
 
 
@@ -28,7 +28,7 @@ class ProofCandidates:
         title: the sweep or the recipe.
         broken: runs that break a rule in their real size, each with the rule.
         left_out: points that the sweep leaves out on purpose, each with the reason.
-        folder: of the sweep; None: the recipes are of no sweep.
+        folder: of the sweep; None: the recipes do not belong to a sweep.
     """
 
     title: str
@@ -62,9 +62,9 @@ def choose(arguments: Sequence[str], runs: str) -> ProofCandidates:
 
 
 def is_name(argument: str) -> bool:
-    """Whether an argument is a name or the path of a folder, and no override or flag."""
+    """Whether an argument is a name or the path of a folder, not an override or flag."""
     if os.sep in argument and not argument.startswith("+") and user_path(argument).is_dir():
-        return True  # A path may have spaces and equals signs in it.
+        return True  # A path may contain spaces and equals signs.
     return "=" not in argument and not argument.startswith(("-", "+", "~")) and " " not in argument.strip()
 
 
@@ -179,7 +179,7 @@ def sizes_and_notes(proofs: Sequence[Reduced], steps: int) -> list[str]:
 
 
 def table(rows: Sequence[ProofRow]) -> list[str]:
-    """The rows with aligned columns; without the names of tensors where a terminal is too narrow for them."""
+    """The rows with aligned columns; leaves out names of tensors if the terminal is too narrow."""
 
     def lines(*, with_names: bool) -> list[str]:
         figures = _HEADINGS[4:6] if with_names else _HEADINGS[4:]

@@ -42,7 +42,7 @@ def compose(arguments: Sequence[str]) -> list[Recipe]:
     The list is empty if the arguments make Hydra print something: `--cfg`, `--info`, `--help`, completion.
 
     Raises:
-        ConfigError: the arguments describe no recipe, or a point of the sweep is no valid recipe.
+        ConfigError: the arguments do not describe a recipe, or a point of the sweep is not a valid recipe.
     """
     flags = read_flags(arguments)
     if flags.answer:
@@ -62,7 +62,7 @@ def compose_one(flags: Flags) -> tuple[Loader, Recipe] | None:
     """The recipe that a command line describes, with the loader that composed it; None if it asks for several.
 
     Raises:
-        ConfigError: the command line describes no recipe.
+        ConfigError: the command line does not describe a recipe.
     """
     keys = {override.partition("=")[0].lstrip("+") for override in flags.overrides}
     if flags.multirun or "sweeps" in keys:
@@ -80,7 +80,7 @@ def answer(flags: Flags) -> None:
     """
     register()
     if flags.answer in ("cfg", "info"):
-        # What training refuses is refused here too.
+        # Refuse everything that training refuses.
         Loader(flags, flags.overrides).recipe()
     # Hydra raises its errors instead of printing them.
     full_error, os.environ["HYDRA_FULL_ERROR"] = os.environ.get("HYDRA_FULL_ERROR"), "1"

@@ -1,4 +1,4 @@
-"""What single runs have left: `titanlab logs`, `titanlab diagnose`, `titanlab checkpoints`, `titanlab hosts`."""
+"""Records of single runs: `titanlab logs`, `titanlab diagnose`, `titanlab checkpoints`, `titanlab hosts`."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _chosen(run: RunFolder, rank: int | None, *, is_followed: bool) -> dict[int,
 
 
 def _end(path: Path, *, is_followed: bool) -> int:
-    """How much of a log is read now; the rest of an incomplete line comes while it is followed."""
+    """The end of the part of a log to read now; an incomplete line follows when it is complete."""
     size = size_of(path)
     with contextlib.suppress(OSError):
         return complete_end(path, size) if is_followed and size else size
@@ -148,7 +148,7 @@ def _follow(
     growing = {number: Growing(rank_log(run, number), position) for number, position in ends.items()}
     watch, attempt, last_reason = RunWatch(run), run.newest_attempt(), ""
     while True:
-        # Asked first: what the run prints until its end is read after it.
+        # Ask before reading: the read then includes all that an ended run has printed.
         goes_on, why = watch.goes_on()
         if rank is None:
             for number, path in rank_logs(run).items():
@@ -180,12 +180,13 @@ def _follow(
 
 def _without_logs(run: RunFolder) -> str:
     name = run.path.name
-    # What the tasks of the run's jobs have printed, those of the latest job first.
+    # The output of the tasks of the run's jobs, the latest job first.
     sweep, files = run.path.parent, list[Path]()
     for submission in reversed(submissions(sweep)):
-        for index in (index for index, submitted in enumerate(submission.runs) if submitted == name):
-            found = jobs_folder(sweep).glob(f"{submission.job_id}_{index}_*_log.*")
-            files += sorted(found, key=lambda path: (path.suffix != ".err", path.name))
+        for index, submitted in enumerate(submission.runs):
+            if submitted == name:
+                found = jobs_folder(sweep).glob(f"{submission.job_id}_{index}_*_log.*")
+                files += sorted(found, key=lambda path: (path.suffix != ".err", path.name))
     if printed := [path for path in files if size_of(path)]:
         shown = [shown_path(path) for path in printed[:_MOST_NAMED]]
         more = f" and {len(printed) - _MOST_NAMED} more" if len(printed) > _MOST_NAMED else ""
@@ -202,10 +203,10 @@ def _without_logs(run: RunFolder) -> str:
 
 
 class LogOutput:
-    """Standard output of `titanlab logs`: bytes, as the logs have them; on a terminal harmless text.
+    """Standard output of `titanlab logs`: the bytes of the logs; on a terminal only harmless text.
 
     Args:
-        width: of the number of a rank before each line; None: lines have no number.
+        width: columns for the rank's number before each line; None: lines have no number.
     """
 
     def __init__(self, *, width: int | None) -> None:
@@ -213,18 +214,18 @@ class LogOutput:
         self._is_terminal = sys.stdout.isatty()
 
     def widen(self, width: int) -> None:
-        """Make room for the number of a higher rank, where lines have one."""
+        """Make room for the number of a higher rank, if lines have numbers."""
         if self._width is not None:
             self._width = max(self._width, width)
 
     def line(self, line: Line) -> None:
-        """Write a line, now or with later ones; an OSError: a disk is full, or nobody reads the output any more."""
+        """Write a line, now or with later ones; OSError: the disk is full, or the reader of the pipe has ended."""
         head = b"" if self._width is None else f"[rank {line.rank:>{self._width}}] ".encode()
         text = harmless(line.text.decode(errors="replace")).encode(errors="replace") if self._is_terminal else line.text
         sys.stdout.buffer.write(head + text + b"\n")
 
     def note(self, text: str) -> None:
-        """Say something about the logs, on standard error, so that the output has only lines of the logs."""
+        """Write a note on standard error, so that standard output has only lines of the logs."""
         sys.stdout.buffer.flush()
         Console(sys.stderr).note(text)
 
@@ -296,7 +297,7 @@ _CHECKPOINT_HEADINGS = ("step", "size", "saved", "state", "")
 
 
 def checkpoints_verb(args: Namespace) -> int:
-    """Print a line for each checkpoint. Returns 1 if one that counts was found damaged."""
+    """Print a line for each checkpoint. Returns 1 if one was found damaged."""
     run = find_run(args.run, args.runs)
     rows = list_checkpoints(checkpoints_of(run), verifies=args.verify)
     with Console() as console:

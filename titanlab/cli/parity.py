@@ -46,7 +46,7 @@ REFERENCE = "one process with the same model, data, batch and precision, which r
 
 
 def parity_verb(args: Namespace) -> int:
-    """Returns 0 if all pass, 1 if one fails, 2 after bad input."""
+    """Returns 0 if all recipes pass, 1 if one fails, 2 after bad input."""
     rest = args.rest
     if args.steps is not None:
         check_number("--steps", args.steps, MOST_STEPS, PARITY_STEPS)
@@ -88,7 +88,7 @@ def _runs(pair: tuple[str, str], runs: str) -> tuple[Any, Any] | None:
     if run_folders != [None, None]:
         known, other = pair if run_folders[0] is not None else pair[::-1]
         if is_recipe(known):
-            # A run is called as the recipe that it was started from.
+            # A run may have the name of the recipe from which it was started.
             return None
         rule = f"is no finished run, and {known} is one"
         raise ConfigError("run", other, rule, "compare two runs, or two recipes")
@@ -167,7 +167,7 @@ def _prove(chosen: ProofCandidates, args: Any, console: Console) -> int:
         console.note("\n".join(["", *table(rows), ""]))
     if kept:
         console.note(f"kept in {kept}")
-    return code or _verdict(rows, console)  # after an interruption, not all have been proved
+    return code or _verdict(rows, console)  # after an interruption, some recipes are not proved
 
 
 class _Trainer:
@@ -196,7 +196,7 @@ class _Trainer:
 
 
 def _kept(chosen: ProofCandidates, rows: Sequence[ProofRow], console: Console) -> str | None:
-    """Keep the rows with the sweep. Returns the file as text."""
+    """Store the rows in the sweep's folder. Returns the file's path as text."""
     if chosen.folder is None or not rows:
         return None
     try:

@@ -46,7 +46,7 @@ def plan_verb(args: Namespace) -> int:
         return _answered(args)
     with no_collection():
         code = _answered(args)
-        # At its end Python would look through the many small objects of the search once more (a tenth of a second).
+        # Otherwise Python would look through all small objects of the search at its exit (a tenth of a second).
         gc.freeze()
     return code
 
@@ -80,7 +80,7 @@ def _answered(args: Namespace) -> int:
 
 def _check(args: Namespace) -> None:
     args.vary = args.vary.split(",") if args.vary else []
-    # 0 is given, though it equals False.
+    # A flag with the value 0 is given, although 0 equals False.
     given = [name for name, value in vars(args).items() if value is not None and value is not False and value != []]
     if "plot" in given and not args.explain:
         raise ConfigError("--plot", args.plot, "draws the timeline of one recipe", "add --explain")
@@ -92,7 +92,7 @@ def _check(args: Namespace) -> None:
     if (args.explain or args.trace) and about_many:
         rule = f"is about one recipe, and --{about_many[0]} about many"
         raise ConfigError("--explain" if args.explain else "--trace", "true", rule, "leave one out")
-    # --calibrate and --measure stand without flags of a plan, --out and --runs with them only.
+    # --calibrate and --measure exclude flags of a plan; --out and --runs need one of the two.
     verb = "--calibrate" if args.calibrate is not None else "--measure" if args.measure else None
     other = [name for name in ("top", "why", "explain", "trace", "json", "vary", "plot") if name in given]
     if verb is None:
@@ -188,9 +188,9 @@ def _trace(recipe: Recipe, ranks: str, console: Console, *, as_json: bool) -> in
         ranks: numbers with commas between them; empty: the first rank of each pipeline stage.
 
     Raises:
-        ConfigError: there is no such rank, or the recipe cannot be traced.
+        ConfigError: a rank does not exist, or the recipe cannot be traced.
     """
-    # Imported here: a plan traces nothing.
+    # Imported here: a plan without a trace does not need it.
     from titanlab.prove import comparison_values, trace
 
     try:

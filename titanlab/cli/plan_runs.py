@@ -1,6 +1,6 @@
-"""What `titanlab plan` learns from runs: `--calibrate` fits the planner to them, `--measure` runs one short job.
+"""`titanlab plan` with runs: `--calibrate` fits the planner to a sweep's runs, `--measure` runs one short job.
 
-Both write a file of the group `cluster` where `cluster=NAME` finds it.
+Both write a file of the group `cluster` into a folder where `cluster=NAME` finds it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from titanlab.system import Console, counted, user_path, write_text
 from titanlab.techniques.profiler.profilers_schema import KIND
 
 OUT = "--out"
-# How the first comment of a file begins that may be replaced.
+# Only a file whose first comment begins with one of these words may be replaced.
 CALIBRATED, MEASURED = "Calibrated", "Measured"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-# Runs that are named for each reason.
+# Number of runs to name for each reason.
 _NAMED = 3
 SWEEP = "measure"
 # The job trains the smallest model for one step, before which its profiler measures.
@@ -41,7 +41,7 @@ _RECIPE = (
 )
 # Sizes of products and messages that keep a GPU busy.
 _ON_GPUS = ("profiler.largest=8192", "profiler.megabytes=256")
-# What the measurement needs of its recipe; the rest is the user's.
+# Keys of the recipe that the measurement sets itself; the user sets the rest.
 _OWN = ("model", "data", "parallelism", "profiler", "sweep", "name", "recipe", "sweeps")
 
 
@@ -49,7 +49,7 @@ def calibrate_sweep(name: str, *, runs: str, out: Path | None, console: Console)
     """Calibrate with a sweep, print the errors before and after, and write the cluster file.
 
     Args:
-        out: of the file; None: `cluster/SWEEP.yaml` in the sweep's folder.
+        out: path of the file; None: `cluster/SWEEP.yaml` in the sweep's folder.
     """
     sweep = open_sweep(name, runs)
     path = user_path(out or sweep.path / "cluster" / f"{sweep.name}.yaml")
@@ -60,7 +60,7 @@ def calibrate_sweep(name: str, *, runs: str, out: Path | None, console: Console)
     lines = [f"{sweep.name}: {recipes} in {runs_of_it} on {measured.machine}"]
     if measured.stale:
         lines.append(f"{measured.stale} of them made by other code than is here now")
-    # One line for each reason, with the first runs that it holds for.
+    # One line for each reason, with the first runs that were left out for it.
     for reason, count in Counter(dropped.reason for dropped in measured.left_out).most_common():
         of_reason = [dropped.run for dropped in measured.left_out if dropped.reason == reason]
         more = f" and {count - _NAMED} more" if count > _NAMED else ""
@@ -76,7 +76,7 @@ def measure(arguments: Sequence[str], *, out: Path | None) -> int:
 
     Args:
         arguments: overrides such as `launch=slurm`, `cluster=h100`, `world=16`, and Hydra's flags.
-        out: of the file; None: `cluster/measured.yaml` in the folder of the measurement's sweep.
+        out: path of the file; None: `cluster/measured.yaml` in the folder of the measurement's sweep.
     """
     if out is not None:
         check_out(user_path(out))
@@ -129,7 +129,7 @@ def measure(arguments: Sequence[str], *, out: Path | None) -> int:
 
 
 def check_out(path: Path) -> None:
-    """Check that a cluster file can be written there, and that `cluster=NAME` then means it."""
+    """Check that a cluster file can be written there, and that `cluster=NAME` then finds it."""
     example = Path(path.parent, "cluster", f"{path.stem or 'mine'}.yaml")
     if path.suffix != ".yaml" or not _NAME.fullmatch(path.stem):
         raise ConfigError(OUT, path, "is no name of a cluster file", f"try {Path(path.parent, 'mine.yaml')}")

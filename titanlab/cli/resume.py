@@ -1,4 +1,4 @@
-"""Verbs that go on from a run: `titanlab resume RUN`, `titanlab train --from RUN`, `titanlab retry SWEEP`."""
+"""Verbs that continue from a run: `titanlab resume RUN`, `titanlab train --from RUN`, `titanlab retry SWEEP`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from titanlab.system import Console, counted, harmless_lines, shown_path, sweep_
 from titanlab.techniques.optimizer.contract import rate_factor
 from titanlab.train import check_beginning
 
-# Where the data is: what is there must be the same.
+# Keys for the place of the data; the content must be the same.
 _PLACES = ("data.files", "data.folder", "data.path", "data.data_files", "data.tokenizer")
 # The keys that may change between attempts. They do not change what the run computes.
 CHANGEABLE = (
@@ -104,7 +104,7 @@ def _changed(run: RunFolder, overrides: Sequence[str], console: Console) -> Reci
     return replace(recipe, runs=str(run.path.parent.parent))
 
 
-# What the new run has from its checkpoint.
+# Keys that --from sets; the user must not.
 _FIXED = ("checkpoint.load_from", "init_from", "runs")
 
 
@@ -138,7 +138,7 @@ def _branched(parent: RunFolder, checkpoint: Place, overrides: Sequence[str]) ->
         key, _, value = override.partition("=")
         if key in _FIXED:
             raise ConfigError(key, value, f"follows from {FROM}", "leave it out")
-    # Not under another path the next time: the path is part of the new run's identity.
+    # A real path: it is part of the new run's identity, and must be the same at the next start.
     start = {"load_from": str(checkpoint.resolve() if isinstance(checkpoint, Path) else checkpoint)}
     begun = {**config, "init_from": None, "checkpoint": {**config["checkpoint"], **start}}
     recipe = next_recipe(begun, overrides, None, file=parent.path / "config.yaml")

@@ -27,7 +27,7 @@ from titanlab.techniques.schedule.timeline import Timeline, simulate
 ALL = "all"
 # Most stages times microbatches; a larger timeline takes minutes.
 LIMIT = 500_000
-# Most that the longest duration may be, in units of the shortest.
+# The largest ratio of the longest to the shortest duration.
 PROPORTION = 1000
 TIMES = ("forward", "backward", "input", "weight", "transfer")
 # Texts in errors about a recipe, and their replacements in errors of this command.
@@ -114,7 +114,7 @@ def _check_arguments(args: Namespace) -> None:
     typed = {name: getattr(args, name) for name in TIMES if getattr(args, name) is not None}
     times = list(_durations(args).values())
     if max(*times, args.transfer or 0.0) > PROPORTION * min(times):
-        # Blame the typed duration that is furthest from 1.
+        # Name the typed duration that is furthest from 1.
         name = max(typed, key=lambda flag: abs(math.log(typed[flag] or 1.0)))
         rule = f"makes the longest duration more than {PROPORTION:,} times the shortest"
         raise ConfigError(f"--{name}", typed[name], rule, "try 1")

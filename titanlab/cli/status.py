@@ -1,4 +1,4 @@
-"""A sweep as a whole: `titanlab status` shows it, `titanlab cancel` ends it, `titanlab clean` removes what is left."""
+"""A sweep as a whole: `titanlab status` shows it, `titanlab cancel` ends it, `titanlab clean` removes remains."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _show_runs(named: Sequence[RunFolder], rows: Sequence[dict[str, Any]], *, as
     by_folder = {row["run"]: row for row in rows}
     for run in named:
         if by_folder[run.path.name]["state"] == "unreadable":
-            # Raises the ConfigError that names the damaged file, if a file is damaged.
+            # Raises a ConfigError that names the file, if one is damaged.
             run.check_files()
     if as_json:
         chosen = [(run, by_folder[run.path.name]) for run in named]
@@ -128,7 +128,7 @@ def clean_verb(args: Namespace) -> int:
         survey = Survey(root=root, keep=args.keep, verifies=args.verify, is_remote=args.remote)
         survey.look(sweeps, only, console.warn)
         if args.name is None:
-            # A run at work may be reading prepared tokens, or compiling.
+            # An active run may be reading prepared tokens, or compiling.
             survey.items += [item for item in cached() if not survey.busy or item.kind not in CACHES]
         items = [item for item in survey.items if item.kind in kinds]
         _show(console, survey, items, kinds, lists_all=args.dry_run)
@@ -185,7 +185,7 @@ def _agrees(items: Sequence[Removable]) -> bool:
     """Ask the user.
 
     Raises:
-        ConfigError: nobody can be asked.
+        ConfigError: there is no terminal to ask on.
     """
     if not sys.stdin.isatty():
         rule = "nobody can be asked, for standard input is no terminal; nothing was removed"

@@ -77,7 +77,7 @@ def run_study(args: SweepArguments, loader: Loader | None = None) -> int:
         rule = "was started as one of several processes, and a sweep is submitted once"
         raise ConfigError("arguments", " ".join(args.rest), rule, "start it without torchrun or srun")
     with Console() as console:
-        # With --json, standard output has nothing but JSON, because programs read it.
+        # With --json, standard output has only JSON, because programs read it.
         report = (lambda text: None) if args.json else console.note
         study = plan_study(args.rest, whole=args.whole, loader=loader)
         if not args.keep and not args.whole:

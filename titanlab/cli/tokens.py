@@ -11,7 +11,7 @@ from titanlab.errors import ConfigError
 from titanlab.recipe import path_override
 from titanlab.system import Console
 
-# The size of a vocabulary that is trained.
+# The default size of a vocabulary to train.
 _PIECES = 32768
 
 

@@ -46,7 +46,7 @@ def sync_verb(args: Namespace) -> int:
             return 0
         lack = wandb.lack()
         if lack is not None and (args.rebuild or args.tracker is not None):
-            # No error: the user asked for the files, and they are written.
+            # Not an error: the user asked for the files, which are written.
             console.note(f"not uploaded: {lack}")
             return 0
         if lack is not None:
@@ -65,12 +65,12 @@ def _named(text: str, folder: str) -> tuple[list[RunFolder], bool]:
 
 
 def _merge(run: RunFolder, console: Console) -> bool:
-    """Make one file of files with the same steps, of which wandb would keep the older rows; False: it has failed."""
+    """Merge files that have the same steps into one, because wandb would keep the older rows; False: this failed."""
     console.note(f"{run.path.name}: attempts went over the same steps; its files are merged into one")
     try:
         _rebuild(run, console)
     except TitanlabError as error:
-        # It is in progress, or cannot be written; the other runs are uploaded.
+        # The run is in progress, or cannot be written; upload the other runs.
         console.warn(f"{run.path.name} is not uploaded: {error}")
         return False
     return True
@@ -130,14 +130,14 @@ def workspace_verb(args: Namespace) -> int:
 
 
 def _wandb_config(sweep: SweepFolder, console: Console) -> Mapping[str, Any]:
-    """The config of wandb in one of the sweep's runs; empty if none has it."""
+    """The config of wandb in one of the sweep's runs; empty if no run has one."""
     for run in readable(sweep.runs(), console.warn, named=False):
         try:
             tracker = run.section("tracker")
         except ConfigError as error:
             console.warn(f"{run.path.name} is left alone: {error}")
             continue
-        # Where there are several trackers, each has a key of its own.
+        # With several trackers, each has its own key.
         for config in (tracker, *(value for value in tracker.values() if isinstance(value, Mapping))):
             if config.get("kind") == Wandb.kind:
                 return config

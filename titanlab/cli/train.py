@@ -13,16 +13,17 @@ _DRY_RUN = ("-n", "--dry-run")
 def train_verb(args: Namespace) -> int:
     """Returns the exit code of the first run that failed, or 0."""
     if args.run is not None:
-        # Imported here, because a recipe of its own needs none of it.
+        # Imported here, because a run without --from does not need it.
         from titanlab.cli.resume import train_from
 
         return train_from(args)
     with Console() as console:
-        # Among processes that torchrun has started, only rank 0's worker has the terminal; launchers are asked below.
+        # Among processes that torchrun has started, only rank 0's worker writes to the terminal; launchers are asked
+        # below.
         shown = "RANK" not in os.environ
-        # In a pipe, nothing is started before the recipe is known to be right, not even a thread.
+        # If the output is not a terminal, start nothing, not even a thread, before the recipe is known to be valid.
         console.phase("composing the recipe" if shown and console.is_live else None)
-        # Imported here: Hydra takes a third of a second, and the phase is to be seen before.
+        # Imported here: Hydra takes a third of a second, and the terminal must show the phase first.
         with kept_imports():
             from titanlab.cli.compose import answer, compose_one
             from titanlab.launch import joined

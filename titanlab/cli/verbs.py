@@ -26,15 +26,15 @@ from titanlab.system import (
     replace_unwritable,
 )
 
-# Paths that a person has given; pathlib raises these when it only asks whether something is there.
+# Errors about paths from the user; pathlib raises these even for `exists()`.
 _PATHS = {
     errno.ENAMETOOLONG: "check the path or the name that you gave",
     errno.EACCES: "ask its owner for permission, or name another path",
 }
 _TRAINING = (["train"], ["sweep"], ["resume"], ["retry"])
-# Verbs that remove what is half made, or end a process, when they are interrupted: SIGTERM does so as well.
+# Verbs that remove incomplete files or end a process when they are interrupted: SIGTERM interrupts them too.
 _CLEANS_UP = ("tokenize", "sync", "import", "export", "download-tokenizer")
-# Flags with which they only print.
+# Flags with which a verb only prints.
 _PRINTS = frozenset({"-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info", "-n", "--dry-run"})
 
 
@@ -69,15 +69,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         error_line("interrupted" if words[0] in _CLEANS_UP else "interrupted; nothing was started")
         code = OutcomeKind.CANCELLED.exit_code
     except SystemExit as end:
-        # argparse raises it after `--help`.
+        # argparse raises SystemExit after `--help`.
         code = int(end.code or 0)
     return _with_output(code, words)
 
 
 def _with_output(code: int, words: Sequence[str]) -> int:
-    """Write what is left of the output. Returns the exit code; 1 if the disk did not take all output of a success.
+    """Write the rest of the output. Returns the exit code; 1 if the disk is full and the verb succeeded.
 
-    Where a verb trains or submits, its output is only messages: the exit code is that of what it did.
+    A verb that trains or submits keeps its exit code: its output is only messages.
     """
     error = lost_output()
     try:

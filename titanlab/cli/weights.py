@@ -75,7 +75,7 @@ def _origin(args: Namespace, into: Path, console: Console) -> WeightsOrigin:
 
 
 def option_name(name: str | None, source: str) -> str:
-    """A name for the model's option that Hydra accepts and titanlab's own options, found first, do not have."""
+    """A name for the model's option that Hydra accepts, and that no option of titanlab would hide."""
     own = {path.stem for path in (conf_folder() / "model").glob("*.yaml")}
     if name is not None:
         if not re.fullmatch(r"[A-Za-z0-9_]+", name):
@@ -90,7 +90,7 @@ def option_name(name: str | None, source: str) -> str:
 
 _FORMATS = ("hf", "titanlab", "dcp")
 _SHARD_SIZE = "5GB"
-# Before the names of parameters.
+# Prefixes of parameters' names.
 _PREFIXES = {"titanlab": "model.", "torchtitan": ""}
 
 
@@ -99,7 +99,7 @@ def export_verb(args: Namespace) -> int:
         value = getattr(args, key)
         if value is not None and value not in known:
             raise ConfigError(f"--{key}", value, "is none that can be written", f"choose one of {', '.join(known)}")
-    # Flags that other formats do not know.
+    # Flags that only one format knows.
     kinds = {
         "--names": (args.names if args.names != "titanlab" else None, ("dcp",)),
         "--shard-size": (args.shard_size, ("hf", "titanlab")),
@@ -155,7 +155,7 @@ def _export_dcp(args: Namespace, console: Console) -> int:
     prefix = _PREFIXES[args.names]
 
     def write(checkpoint: Place) -> str:
-        # With titanlab's names the folder has a position.json, which has the biases.
+        # With titanlab's names, position.json in the folder contains the biases.
         origin = from_run(args.run, args.runs, step=None, checkpoint=checkpoint) if prefix == "" else None
         with whole_folder(args.into) as part:
             write_dcp(checkpoint, part, "run", prefix=prefix)

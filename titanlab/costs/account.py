@@ -15,8 +15,9 @@ from typing import Literal, NamedTuple
 from titanlab.costs.layout import Layout
 
 OperationKind = Literal["matmul", "attention", "norm", "pointwise", "lookup", "exchange"]
-# A tensor-parallel rank's part of a tensor: `stream`: its tokens if the residual stream is cut, else all; `part`: its
-# heads or columns; `whole`: all of it, for this rank's tokens; `all`: all of it, whatever tokens a rank has.
+# A tensor-parallel rank's part of a tensor. `stream`: the rank's tokens if the residual stream is cut, else all.
+# `part`: the rank's heads or columns. `whole`: the whole tensor, for this rank's tokens. `all`: the whole tensor,
+# whatever tokens the rank has.
 Cut = Literal["stream", "part", "whole", "all"]
 # Name of a block's input, which the previous block has computed.
 HIDDEN = "hidden"
@@ -31,11 +32,12 @@ class Activation:
         shape: over all ranks, of one microbatch.
         cut: a tensor-parallel rank's part of it.
         element_bytes: bytes of an element, such as 4 for float32 statistics; None: those of the compute precision.
-        copy_of: name of the tensor of which it is a copy in another precision; with equal widths there is no copy.
-        accelerator: the only one on which it exists; empty: all.
-        with_experts: its cut with expert parallelism, where each rank of the tensor axis routes its own tokens;
-            `only`: it exists only then, cut as the stream; empty: that does not change it. What is cut as `all` is then
-            that of this rank's experts, unless it exists only then.
+        copy_of: name of the original, if this tensor is a copy in another precision; with equal widths there is no
+            copy.
+        accelerator: the only accelerator on which the tensor exists; empty: all.
+        with_experts: the cut with expert parallelism, where each rank of the tensor axis routes its own tokens; `only`:
+            the tensor exists only with expert parallelism, cut as the stream; empty: the cut does not change. With
+            expert parallelism a tensor with the cut `all` has this rank's experts, unless it exists only then.
     """
 
     name: str
@@ -52,7 +54,8 @@ class Operator:
     """One operator of torch inside an operation, which a checkpointing policy can name.
 
     Attributes:
-        names: of the operator, as torch prints it (`aten.mm.default`); several if the device decides which one runs.
+        names: names of the operator, as torch prints them (`aten.mm.default`); several if the device decides which one
+            runs.
         results: the tensors that it returns, with their own memory.
     """
 
@@ -103,18 +106,18 @@ class Operation:
 
     Attributes:
         name: path in the module: `attention.wq`, `feed_forward.silu`.
-        kind: what bounds it: matrix multiplication, attention, or memory bandwidth. `exchange`: it exists only with
-            expert parallelism, and moves rows in memory beside what it communicates.
+        kind: the bound of its time: matrix multiplication, attention, or memory bandwidth. `exchange`: the operation
+            exists only with expert parallelism; it communicates, and also moves rows in memory.
         flops: forward floating-point operations (a multiply–add counts as two); attention counts
             the full square, without a causal discount. Zero if memory bandwidth dominates.
         output: shape of its result, `[batch, seq, …]`.
         keeps: tensors that autograd keeps of it for the backward pass, except parameters and buffers of the model.
         operators: torch's operators inside it that allocate results, in the order in which they run.
-        passes: how often its forward kernels read or write as many elements as the output has, in the compute
-            precision; of operations that memory bandwidth bounds. A sum of two tensors: 3.
+        passes: for operations that memory bandwidth limits: elements that its forward kernels read and write, divided
+            by the elements of the output, in the compute precision. A sum of two tensors: 3.
         groups: number of matrices of a grouped product, each for some of the rows; 1: one matrix for all rows.
-        layer: path of the linear layer that says how a product of several layers is cut and in which format it
-            multiplies; empty: the layer with the operation's name.
+        layer: path of the linear layer that determines the cut and the format of a product of several layers; empty:
+            the layer with the operation's name.
     """
 
     name: str
@@ -153,11 +156,11 @@ class Init:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedExperts:
-    """The experts of each block's feed-forward, of which a router chooses some for each token.
+    """The experts of each block's feed-forward; a router chooses some of them for each token.
 
     Attributes:
         count: of experts; the first dim of each of their parameters.
-        active: experts that a token is computed by.
+        active: number of experts that compute a token.
         module: path in a block of the module with all parameters of experts.
         balance: `bias`, `auxiliary_batch`, `auxiliary_sequence` or `none`; see `techniques.model.llama_schema`.
         bias_rate, auxiliary_weight: of the balance.
@@ -174,7 +177,7 @@ class RoutedExperts:
 class TensorPlan(dict[str, str]):
     """Path of a module → name of its style; `*` matches one step of a path.
 
-    Remembers its answers: it is asked for the same modules for every layout that is compared. Nothing changes it.
+    Caches its answers, because every compared layout asks for the same modules. Never changed.
     """
 
     def __init__(self, styles: Mapping[str, str]) -> None:
@@ -209,7 +212,7 @@ class Joined:
     Attributes:
         caller: path of the `Projections` that calls them; `layers.*` matches every block.
         layers: names of the linear layers beside it, without biases.
-        copied: those whose output is copied, because the backward pass keeps it longer than the others'.
+        copied: layers whose output is copied, because the backward pass keeps it longer than the other outputs.
     """
 
     caller: str
@@ -217,7 +220,7 @@ class Joined:
     copied: tuple[str, ...] = ()
 
     def paths(self, layers: int) -> list[tuple[str, ...]]:
-        """Paths of the linear layers of each product, in a model with so many blocks."""
+        """Paths of the linear layers of each product, in a model with `blocks` blocks."""
         owner = self.caller.rpartition(".")[0]
         return [
             tuple(f"{owner.replace('*', str(number), 1)}.{name}" for name in self.layers) for number in range(layers)
@@ -241,8 +244,8 @@ class ModelAccount:
             every block. Empty: no tensor parallelism.
         experts: of the blocks; None: every parameter computes every token.
         joined: linear layers that are computed as one product.
-        head: path of the last module, a linear layer whose output the model returns unchanged as logits. It is called
-            with the hidden state, and with tied embeddings the table. Empty: unknown, and logits always exist whole.
+        head: path of the last module, a linear layer whose output the model returns unchanged as logits. The head gets
+            the hidden state, and with tied embeddings also the table. Empty: unknown; logits then always exist whole.
     """
 
     parameters: Mapping[str, tuple[int, ...]]
@@ -272,7 +275,7 @@ class ModelAccount:
 
     @functools.cached_property
     def active_count(self) -> int:
-        """Number of scalars that compute one token: of experts only the share that is chosen."""
+        """Number of parameters that compute one token: only the chosen share of the experts."""
         if self.experts is None:
             return self.parameter_count
         total = sum(math.prod(shape) for name, shape in self.parameters.items() if self.is_of_experts(name))
@@ -283,7 +286,7 @@ class ModelAccount:
 
     @functools.cached_property
     def embedding_count(self) -> int:
-        """Number of scalars that are only looked up: those of all tables except a table shared with the head."""
+        """Number of parameters that are only looked up: all tables except a table that is shared with the head."""
         tables = {self.embedding, *self.lookups} - set(self.tied.values())
         return sum(math.prod(self.parameters[name]) for name in tables)
 
@@ -292,11 +295,11 @@ def style_of(plan: Mapping[str, str], module: str) -> str:
     return _style(tuple(plan.items()), module)
 
 
-# Accounts that are made anew have the same plans.
+# Cached over accounts: new accounts have equal plans.
 @functools.lru_cache(maxsize=16384)
 def _style(plan: tuple[tuple[str, str], ...], module: str) -> str:
     for pattern, style in plan:
-        # Equally many dots, because fnmatch's `*` would match several steps.
+        # Compare the number of dots, because fnmatch's `*` would match several steps.
         if pattern.count(".") == module.count(".") and fnmatch.fnmatchcase(module, pattern):
             return style
     return ""
@@ -338,7 +341,7 @@ def path_matches(name: str, pattern: str) -> bool:
 
 
 def part_shape(model: ModelAccount, name: str, shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
-    """Shape of one tensor-parallel rank's part of a linear layer's weight; if parts are uneven, of the first."""
+    """Shape of one tensor-parallel rank's part of a linear layer's weight; of the first rank, if parts are uneven."""
     cut = cut_dim(model.plan.style_of(name), len(shape))
     return tuple(-(-size // degree) if dim == cut else size for dim, size in enumerate(shape))
 
@@ -361,8 +364,8 @@ class TensorStyle:
         is_stack: whether parameters have one dim before those of a layer: they are stacked matrices of experts.
         gathers: whether it gathers the residual stream: forward an all-gather or nothing, backward a sum.
         sums: whether it sums into the residual stream: forward a sum, backward an all-gather or nothing.
-        has_parameters: whether the module has parameters of its own.
-        treats_part: whether it treats a rank's part of an activation with whole parameters, so that each rank has a
+        has_parameters: whether the module itself has parameters.
+        treats_part: whether whole parameters act on a rank's part of an activation, so that each rank has only a
             partial gradient of them.
     """
 
@@ -387,7 +390,7 @@ STYLES = {
     "router": TensorStyle(treats_part=True),
     "expert_colwise": TensorStyle(cut_dim=1, is_stack=True),
     "expert_rowwise": TensorStyle(cut_dim=2, is_stack=True),
-    # Expert parallelism cuts the stack among ranks of its own; see `account_for`.
+    # Expert parallelism cuts the stack over a separate group of ranks; see `account_for`.
     "expert_stack": TensorStyle(cut_dim=0, is_stack=True),
     "embedding": TensorStyle(cut_dim=0, allows_uneven=True, sums=True),
     "head": TensorStyle(cut_dim=0, allows_uneven=True, gathers=True),
@@ -445,7 +448,7 @@ STACK = "expert_stack"
 def account_for(account: ModelAccount, layout: Layout) -> ModelAccount:
     """The account with the tensor plan of a layout: expert parallelism does not cut the width of experts.
 
-    Then each rank of the tensor axis routes its own tokens, and no rank gathers or sums them.
+    With expert parallelism each rank of the tensor axis routes its own tokens: no rank gathers or sums tokens.
     """
     if layout.expert == 1:
         return account
@@ -464,7 +467,7 @@ def tensor_part(account: ModelAccount, name: str, *, tensor: int, number: int = 
     """Shape of a parameter on one rank of tensor parallelism, or of expert parallelism for a stack of experts.
 
     Args:
-        number: of the rank; the first ranks have the largest parts.
+        number: of the rank on its axis; the first ranks have the largest parts.
     """
     shape = list(account.parameters[name])
     dim = _cut(account, name, tensor=tensor)
@@ -481,8 +484,8 @@ def sharded_dim(account: ModelAccount, name: str, *, tensor: int, fsdp: int) -> 
 def fsdp_dim(shape: Sequence[int], cut: int | None, *, tensor: int, fsdp: int) -> int:
     """The dim along which FSDP2 shards a parameter.
 
-    Rows, or columns if tensor parallelism has left uneven rows. Stacked matrices: experts; if their number is not
-    divisible, another dim that tensor parallelism does not cut, because FSDP2 would pad them to one expert for each
+    Rows, or columns if tensor parallelism has left uneven rows. For stacked matrices the experts; if their number is
+    not divisible, another dim that tensor parallelism does not cut, because FSDP2 would pad to one expert for each
     rank.
     """
     if len(shape) == 3 and cut != 0:
@@ -492,15 +495,15 @@ def fsdp_dim(shape: Sequence[int], cut: int | None, *, tensor: int, fsdp: int) -
 
 
 def gathered_part(account: ModelAccount, name: str, *, tensor: int, fsdp: int, number: int = 0) -> tuple[int, ...]:
-    """Shape of what FSDP2 gathers of a parameter: this rank's part of it, padded so that all shards are equal."""
+    """Shape of a parameter that FSDP2 gathers: this rank's part, padded so that all shards are equal."""
     shape = tensor_part(account, name, tensor=tensor, number=number)
     if sharded_dim(account, name, tensor=tensor, fsdp=fsdp) > 0:
-        return shape  # such a dim is divisible; for columns the rules of layouts ask for it
+        return shape  # such a dim is divisible; the rules of layouts require this for columns
     return (-(-shape[0] // fsdp) * fsdp, *shape[1:])
 
 
 def stored_part(account: ModelAccount, name: str, *, tensor: int, fsdp: int, number: int = 0) -> tuple[int, ...]:
-    """Shape of what a rank stores of a parameter: its shard, of which FSDP2 pads the last ones to an equal size."""
+    """Shape of the shard of a parameter that a rank stores; FSDP2 pads the last shards to an equal size."""
     shape = list(gathered_part(account, name, tensor=tensor, fsdp=fsdp, number=number))
     shape[sharded_dim(account, name, tensor=tensor, fsdp=fsdp)] //= fsdp
     return tuple(shape)

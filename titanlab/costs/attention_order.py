@@ -13,7 +13,7 @@ from typing import Any
 TABLE = Path(__file__).with_name("attention_kernels.json")
 FUSED = ("flash", "cudnn", "efficient")
 FLASH3 = "flash3"
-"""FlashAttention 3: it is tried only where it was measured, because it comes from a package of its own."""
+"""FlashAttention 3: tried only if it was measured, because it is a separate package."""
 
 Capability = tuple[int, int]
 
@@ -36,7 +36,7 @@ class Rule:
     source: str = ""
 
     def fits(self, dtype: str | None, head_dim: int | None, seq_len: int | None) -> bool:
-        """Whether the rule is about these inputs; None: unknown, which fits only a rule about all inputs."""
+        """Whether the rule is about these inputs; None (unknown) fits only a rule about all inputs."""
         is_alike = self.dtype in (None, dtype) and self.head_dim in (None, head_dim)
         return is_alike and (self.longest is None or (seq_len is not None and seq_len <= self.longest))
 
@@ -55,7 +55,7 @@ def order(
     Args:
         name: `auto`, or the requested kernel: `flash`, `flash3`, `cudnn`, `efficient`.
         dtype, head_dim, seq_len: of the inputs; None: unknown.
-        has_flash3: whether torch's flash kernel is FlashAttention 3 now; it then stands for both.
+        has_flash3: whether torch's flash kernel is FlashAttention 3 now, instead of 2.
     """
     if name != "auto":
         others = (other for other in FUSED if other != name and not (name == FLASH3 and other == "flash"))
@@ -65,7 +65,7 @@ def order(
 
 
 def with_one_flash(names: Sequence[str], *, has_flash3: bool) -> tuple[str, ...]:
-    """The order without the flash kernel that torch does not have now."""
+    """The order without the version of the flash kernel that is not active in torch."""
     if not has_flash3:
         return tuple(name for name in names if name != FLASH3)
     return tuple(dict.fromkeys(FLASH3 if name == "flash" else name for name in names))
@@ -100,7 +100,7 @@ def rules_of(table: Mapping[str, Any], capability: Capability | None) -> tuple[R
     measured_rules = []
     for (dtype, head_dim), rows in groups.items():
         rows.sort(key=lambda row: int(row["seq_len"]))
-        # Halfway between two measured lengths, as a factor, the nearer one changes.
+        # The geometric mean of two measured lengths separates their rules.
         bounds = [math.isqrt(a["seq_len"] * b["seq_len"]) for a, b in zip(rows, rows[1:], strict=False)]
         for row, longest in zip(rows, [*bounds, None], strict=True):
             measured = {name: ms for name, ms in row["ms"].items() if ms is not None}

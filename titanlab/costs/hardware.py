@@ -20,10 +20,10 @@ class Device:
 
     Attributes:
         words: words that its name in torch (`torch.cuda.get_device_name`) contains.
-        also: words that its name may contain too; any other word means another device.
+        also: words that the name may also contain; any other word means another device.
         memory_gb: as in the datasheet, in 10⁹ or 2³⁰ bytes; a device reports a little less.
         memory_gb_per_second: bandwidth of that memory.
-        link_gb_per_second: to the other devices of its node, in one direction.
+        link_gb_per_second: bandwidth to the other devices of the node, in one direction.
         peak_tflops: dense TFLOP/s by torch's name of the dtype, and by `tf32`.
         product_tflops: largest rate of a matrix product that was measured (MAMF), by dtype; empty: not measured.
     """
@@ -51,7 +51,7 @@ _H100_PCIE = _peaks(756, fp8=1513, tf32=378, fp32=51)
 _B200 = _peaks(2250, fp8=4500, tf32=1125, fp32=None)
 _GB200 = _peaks(2500, fp8=5000, tf32=1250, fp32=None)
 _L40S = _peaks(362, fp8=733, tf32=183, fp32=91.6)
-# No fp8: its float8 formats (…fnuz) are not those of the table.
+# No fp8: the table is not for its float8 formats (…fnuz).
 _MI300X = _peaks(1300, fp8=None, tf32=653.7, fp32=163.4)
 # The largest rates over shapes of products that were measured; an H200 computes as an H100.
 _A100_PRODUCTS = {"bfloat16": 271.2}
@@ -65,10 +65,10 @@ DEVICES = (
     # Name, words, other words, memory and its bandwidth, link, peaks, measured products, source.
     Device("A100 SXM 80 GB", "A100 80GB", "SXM SXM4", 80, 2000, 300, _A100, _A100_PRODUCTS, _TABLES),
     Device("A100 SXM 40 GB", "A100 40GB", "SXM SXM4", 40, 1600, 300, _A100, _A100_PRODUCTS, _TABLES),
-    # It has the SXM module's peak in bfloat16; the sources have no other figure for it.
+    # This card has the SXM module's peak in bfloat16; the sources have no other figure.
     Device("A100 PCIe", "A100 PCIE", "40GB 80GB", None, None, None, {"bfloat16": 312}, {}, _TORCHTITAN),
     Device("H100 SXM", "H100 80GB HBM3", "", 80, 3350, 450, _HOPPER, _H100_PRODUCTS, _TABLES),
-    # Its name differs from the other H100 names only by the words that it does not have.
+    # This name differs from other H100 names only by missing words.
     Device("H100 96 GB HBM2e", "H100", "", 96, 2400, 450, _HOPPER, _H100_PRODUCTS, _HBM2E),
     Device("H100 PCIe", "H100 PCIE", "80GB", 80, 2000, None, _H100_PCIE, {}, _TABLES),
     Device("H100 NVL", "H100 NVL", "", 94, 3900, None, {"bfloat16": 835}, {}, f"{_TORCHTITAN}; memory: {_TABLES}"),

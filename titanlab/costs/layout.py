@@ -28,13 +28,12 @@ class Axis:
     shards_parameters: bool = False
 
 
-# The only list of the axes. Outermost first: neighbours in rank order, which have the fastest links, differ in the last
-# axis.
+# The only list of the axes, outermost first: neighbouring ranks, which have the fastest links, differ in the last axis.
 ALL_AXES = (
     Axis(name="pipeline", short="pp"),
     Axis(name="replicate", short="dp_r", reads_data=True),
     Axis(name="shard", short="dp_s", reads_data=True, shards_parameters=True),
-    # Its ranks share the work of a sequence; their gradients are summed like those of different sequences.
+    # Context ranks share a sequence; their gradients are summed like gradients of different sequences.
     Axis(name="context", short="cp", shards_parameters=True),
     Axis(name="tensor", short="tp"),
 )
@@ -75,7 +74,7 @@ class Layout:
         """Number of processes over which FSDP2 shards a part of the experts."""
         return self.fsdp * self.tensor // self.expert
 
-    # Kept: a search for layouts asks for them some ten thousand times.
+    # Cached: a search for layouts reads these some ten thousand times.
 
     @functools.cached_property
     def world(self) -> int:
@@ -111,8 +110,8 @@ class Layout:
         """How gradients of ranks with different tokens are summed.
 
         Args:
-            mixed: parameters are cast before they compute, or gradients before they are summed. FSDP2 does that, also
-                in one process, so that one process computes the same as several.
+            mixed: parameters are cast before they compute, or gradients before they are summed. FSDP2 does this, so use
+                it even in one process, which then computes the same as several.
         """
         if mixed:
             return "fsdp2"

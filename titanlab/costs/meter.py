@@ -1,8 +1,8 @@
 """Measurement of a run: seconds, tokens, FLOPs; it uses a clock and no device.
 
-A step lasts from the end of the previous step to its own end, without the time inside `paused`
-(validation, checkpoints). An accelerator computes while the host already sends the next step, and its results are read
-later: pass `end_step` the time at which the device has ended the step.
+A step lasts from the end of the previous step to its own end, without the time inside `paused` (validation,
+checkpoints). An accelerator still computes while the host already sends the next step: pass `end_step` the time at
+which the device has ended the step.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ GRAD_NORM = "grad_norm"
 LEARNING_RATE = "lr"
 LOSS_SCALE = "loss_scale"
 SKIPPED_STEPS = "skipped_steps"
-# Models with experts have: the largest load of an expert relative to the mean of its block, the share of tokens that no
-# expert has computed, and the mean entropy of a token's probabilities in nats.
+# Only for models with experts: the largest load of an expert relative to the mean of its block, the share of tokens
+# that no expert has computed, and the mean entropy of a token's probabilities in nats.
 EXPERT_LOAD = "expert_load"
 DROPPED_SHARE = "dropped_share"
 ROUTER_ENTROPY = "router_entropy"
@@ -32,8 +32,8 @@ TFLOPS = "tflops"
 MFU = "mfu(%)"
 STEP_SECONDS = "time_metrics/end_to_end(s)"
 STEP_SECONDS_MEDIAN = "time_metrics/end_to_end_median(s)"
-# Quartiles in a summary: a quarter of the steps after warm-up took less than the first, and a quarter more than the
-# other.
+# Quartiles in a summary: a quarter of the steps after warm-up took less than the first value, a quarter more than the
+# second.
 STEP_SECONDS_LOW = "time_metrics/end_to_end_quartile_1(s)"
 STEP_SECONDS_HIGH = "time_metrics/end_to_end_quartile_3(s)"
 DATA_SECONDS = "time_metrics/data_loading(s)"
@@ -59,9 +59,9 @@ class RunWork:
         flops_per_token: forward and backward, of the whole model.
         convention: formula of the FLOPs, such as `6(N−N_emb)+12·L·H·Q·T`.
         peak_flops: of one device in the precision of the matrix products, per second; None if unknown.
-        peak_source: source of the peak: a datasheet, or a measurement at start; and what else the MFU means.
-        may_exceed_peak: whether some products have a faster format than the peak's: float8, by convention, is held
-            against the peak of bfloat16.
+        peak_source: source of the peak (a datasheet, or a measurement at start), and notes on the meaning of the MFU.
+        may_exceed_peak: whether some products have a faster format than the peak's: by convention, MFU in float8
+            divides by the peak of bfloat16.
     """
 
     devices: int
@@ -136,8 +136,8 @@ class Meter:
         # Pauses that do not recur, so that the estimate of the remaining time excludes them.
         self._once_total = 0.0
         self._step_paused = 0.0
-        # Seconds that each step which has not ended has waited for data. There are two such steps if one is sent before
-        # the last one has ended.
+        # For each step that has not ended, the seconds that it has waited for data. There are two such steps if the
+        # host sends one before the previous one has ended.
         self._loaded: deque[float] = deque()
         self._depth = 0
         self._mark: float | None = None
@@ -156,7 +156,7 @@ class Meter:
     def loading_data(self) -> Iterator[None]:
         """Time inside the block is waiting for data, a part of the step.
 
-        Enter it once for each step if `end_step` is called with `at`.
+        Enter this once for each step if `end_step` is called with `at`.
         """
         start = self._clock()
         try:
@@ -168,7 +168,7 @@ class Meter:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time inside the block belongs to no step: validation, checkpoints, sampling. It may be nested."""
+        """Time inside the block belongs to no step: validation, checkpoints, sampling. Blocks may be nested."""
         start = self._clock()
         self._depth += 1
         try:
@@ -205,7 +205,7 @@ class Meter:
         while self._loaded:
             data += self._loaded.popleft()
             if at is not None:
-                # The others are those of steps that the device still computes.
+                # The device still computes the later steps.
                 break
         self._data_seconds.append(data)
         self._tokens.append(tokens)
@@ -245,7 +245,7 @@ class Meter:
         )
 
     def seconds_left(self, steps_left: int) -> float | None:
-        """Estimate of the remaining time: the median of recent steps after warm-up, and pauses at their rate so far."""
+        """Estimate of the remaining time: from the median of recent steps after warm-up, and the pauses so far."""
         recent = self._seconds[max(min(self._warmup_steps, self.steps), self.steps - 100) :]
         if not recent:
             return None

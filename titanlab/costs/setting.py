@@ -25,8 +25,8 @@ class Setting:
         cpu_offload: parameters are kept in host memory.
         splits_backward: the pipeline's schedule computes gradients of weights later than those of inputs.
         rests_in, computes_in: dtype of stored and of computing parameters, by torch's name: `bfloat16`.
-        kinds: option by group, such as precision → bf16, for groups of alternatives. Only for messages: a rule that
-            compares names would miss options of other packages.
+        kinds: name of the option by group, such as precision → bf16. Only for messages: a rule that compares names
+            would miss options of other packages.
     """
 
     model: ModelAccount
@@ -69,13 +69,13 @@ class OptionConfig(Protocol):
 
 # The value of training.loss_chunk that leaves the choice to `automatic_chunk`.
 AUTO = -1
-# Its rule, in bytes of logits in float32. A chunk of 512 MiB is 1,024 tokens of a vocabulary of 128,256:
-# enough for full matrix products, and few enough chunks that the weight's gradient is read and written seldom
+# The rule of `automatic_chunk`, in bytes of logits in float32. A chunk of 512 MiB is 1,024 tokens of a vocabulary of
+# 128,256: enough for full matrix products, and few enough chunks that the weight's gradient is read and written seldom
 # (benchmarks/results/loss_chunk.json).
 LARGE_BYTES = 2**30
 CHUNK_BYTES = 2**29
-# In eager mode the loss of a chunk is computed for some rows at a time: what fits into a cache of a CPU, and what keeps
-# a GPU busy for longer than it takes to start a kernel.
+# In eager mode the loss of a chunk is computed for some rows at a time: as many bytes as fit into a CPU's cache, and on
+# a GPU enough that a kernel runs longer than its launch.
 _PART_BYTES = {"cpu": 2**23, "cuda": 2**26}
 _FLOAT = 4
 
@@ -105,13 +105,13 @@ def chunk_bytes(
 ) -> int:
     """Bytes that head and loss need beside the parameters, their gradients and the head's input.
 
-    In eager mode the gradient of a chunk's logits takes their place, and some rows of them are copied in float32:
-    log-probabilities, and in 16 bits logits too. Compiled code writes the gradient beside the logits. The gradient of
-    the head's input takes as much as the input.
+    In eager mode the gradient of a chunk's logits overwrites the logits, and some rows at a time are copied in float32:
+    log-probabilities, and for 16-bit logits the logits too. Compiled code writes the gradient beside the logits. The
+    gradient of the head's input has the size of the input.
 
     Args:
-        tokens: that one process has in a microbatch.
-        columns: of the vocabulary that it has.
+        tokens: of one process in a microbatch.
+        columns: of the vocabulary on this process.
     """
     chunks = width * min(chunk, tokens) * columns
     if compiled:

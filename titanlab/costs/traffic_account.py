@@ -2,7 +2,7 @@
 
 The formulas count every operation; tests compare them with traced steps. Symbols: M microbatches, L blocks.
 
-The bytes of an operation are those of its whole tensor:
+The bytes of an operation are counted for its whole tensor:
 
 - `all_reduce`, `broadcast`, `reduce`: the tensor;
 - `all_gather`, `gather`: the output, with the parts of all ranks;
@@ -55,7 +55,7 @@ def step_traffic(step: Step, rank: Coordinate) -> list[TrafficRow]:
         _add_repeated(step, rank, pieces, traffic)
         _pipeline(step, number, traffic)
     experts = step.account.experts
-    # Each block has the count of each expert's tokens, and the sum of entropies, in float64.
+    # For each block: the count of each expert's tokens, and one sum of entropies, in float64.
     counts = 0 if experts is None else step.account.layers * (experts.count + 1) * 8
     traffic.add(step.axis("world"), "all_reduce", TOTALS_BYTES + counts, ranks=step.layout.world)
     return traffic.rows()
@@ -137,7 +137,7 @@ def add_tensor(step: Step, pieces: Sequence[str], traffic: Traffic) -> None:
 def sum_whole_gradients(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Traffic) -> None:
     """The one reduction of a step that sums partial gradients of whole parameters over tensor ranks.
 
-    They come from a share of the tokens (sequence parallelism) or from a rank's heads.
+    The gradients are partial because each rank has a share of the tokens (sequence parallelism) or of the heads.
     """
     if step.layout.tensor == 1:
         return
@@ -167,7 +167,7 @@ def add_context(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Tr
 def add_exchange(step: Step, pieces: Sequence[str], traffic: Traffic, *, only_forward: bool = False) -> None:
     """Rows to the ranks that have their experts and back, and the same for gradients.
 
-    A rank sends a row for each expert of each of its tokens. It gets as many if the load is balanced, as is assumed.
+    A rank sends a row for each expert of each of its tokens. Assumes a balanced load: the rank gets as many rows.
     """
     experts, layout = step.account.experts, step.layout
     if experts is None or layout.expert == 1:
@@ -181,7 +181,7 @@ def add_exchange(step: Step, pieces: Sequence[str], traffic: Traffic, *, only_fo
 
 
 def _add_repeated(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Traffic) -> None:
-    """What the recomputation of blocks repeats; the sum of a block's last product is not computed again."""
+    """Add the communication that recomputation of blocks repeats; the sum of a block's last product is not repeated."""
     layout, axis = step.layout, step.axis("tensor")
     for block, repeats in ((piece, step.repeats[piece]) for piece in pieces if piece in step.repeats):
         if repeats.context and layout.context > 1:
@@ -201,7 +201,7 @@ def _add_repeated(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: 
 
 
 def _pipeline(step: Step, number: int, traffic: Traffic) -> None:
-    """Hidden states to the next stage and their gradients to the previous one, unless it is on the same rank."""
+    """Hidden states to the next stage and gradients to the previous one, unless that stage is on the same rank."""
     shape = hidden_shape(
         step.layout,
         microbatch=step.microbatch,
@@ -229,14 +229,14 @@ def _names(account: ModelAccount, pieces: Sequence[str]) -> list[str]:
 def _padded(step: Step, rank: Coordinate, name: str) -> int:
     """Elements of a parameter that FSDP2 gathers."""
     cuts = cuts_of(step.account, name, step.layout)
-    number = rank.tensor if cuts.tensor == step.layout.tensor else 0  # of experts all parts are equal
+    number = rank.tensor if cuts.tensor == step.layout.tensor else 0  # for experts all parts are equal
     return math.prod(gathered_part(step.account, name, **cuts._asdict(), number=number))
 
 
 def context_of_block(step: Step, block: str, rank: Coordinate, traffic: Traffic) -> None:
     """Keys and values in forward and backward, and their gradients, of all microbatches."""
     forward_context_of_block(step, block, rank, traffic)
-    # The backward pass needs keys and values once more.
+    # The backward pass transfers keys and values once more.
     forward_context_of_block(step, block, rank, traffic)
     ranks, axis, times = step.layout.context, step.axis("context"), step.microbatches
     whole, half = _block_bytes(step, block)
@@ -245,7 +245,7 @@ def context_of_block(step: Step, block: str, rank: Coordinate, traffic: Traffic)
         returned = 2 * (after * whole + before * half)
         traffic.add(axis, "all_to_all", returned, ranks=ranks, times=times, own=0)
         return
-    # Gradients of the received blocks go to their owners, and those of this rank's keys arrive.
+    # Gradients of received blocks go to their owners, and gradients of this rank's keys arrive.
     _add(traffic, axis, "send", {whole: after, half: before}, ranks=ranks, times=2 * times)
     _add(traffic, axis, "recv", {whole: before, half: after}, ranks=ranks, times=2 * times)
 
@@ -320,7 +320,7 @@ class Step:
         master_bytes: of an element of a stored parameter, and of its summed gradient.
         fp32_parts: pieces that compute and reduce in float32 even if the rest does not.
         float8_gathered: names of the parameters that FSDP2 gathers in one byte per element.
-        mixed: parameters are cast before they compute: then FSDP2 does the replication, not DDP.
+        mixed: parameters are cast before they compute; then FSDP2 replicates instead of DDP.
         reshards: blocks free gathered parameters between forward and backward.
         sequence_parallel, loss_parallel, context_method: as in the config of parallelism.
         loss_chunk: tokens for which the loss is computed at once; 0: all of a microbatch.
@@ -330,7 +330,7 @@ class Step:
         placement: by stage, its rank on the pipeline axis.
         orders: by stage, its actions in order: `F` forward, `B` or `I` backward; other letters are ignored. Empty: one
             microbatch after another.
-        repeats: by block, what its recomputation repeats; other blocks repeat nothing.
+        repeats: by block, the communication that its recomputation repeats; other blocks repeat nothing.
     """
 
     account: ModelAccount
@@ -377,7 +377,7 @@ class Step:
         return ((number, pieces) for number, pieces in enumerate(stages) if self.placement[number] == rank.pipeline)
 
     def axis(self, name: str) -> str:
-        """The name of an axis's group in the traced table; a group of all ranks has the name of the axis with all."""
+        """The name of an axis's group in the traced table; a group of all ranks has the name of its only axis."""
         return _axis_name(self.layout, name)
 
 
@@ -404,8 +404,8 @@ class TrafficRow:
     Attributes:
         axis: the group's axis: an axis of the layout, `shard·context` if these share a group, or `world`.
         kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast`, `send`, `recv`, ….
-        bytes: of their tensors.
-        wire_bytes: bytes that the rank sends for them, by the ring algorithms.
+        bytes: of the operations' tensors.
+        wire_bytes: bytes that the rank sends for these operations, by the ring algorithms.
     """
 
     axis: str
@@ -440,7 +440,7 @@ class Traffic:
         names = (*AXES, "world")
 
         def order(row: TrafficRow) -> tuple[int, int, str, str]:
-            # Joint axes stand after their first axis.
+            # Sort joint axes after their first axis.
             first, *others = row.axis.split(FOLD)
             return (names.index(first) if first in names else len(names), len(others), row.axis, row.kind)
 

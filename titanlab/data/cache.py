@@ -21,7 +21,7 @@ from titanlab.records import holder, name_holder
 from titanlab.system import home, user_path, write_text
 
 VARIABLE = "TITANLAB_CACHE"
-# Between two attempts to get a lock.
+# Seconds between two attempts to get a lock.
 _LOOK_SECONDS = 0.2
 
 
@@ -71,7 +71,8 @@ def build(
     While one process makes the folder, the others wait.
 
     Args:
-        is_whole: whether an existing folder can be used; if not, for example after a power cut, it is made again.
+        is_whole: whether an existing folder can be used; if not, for example after a power cut, the folder is made
+            again.
 
     Raises:
         ConfigError: the disk is full or the folder cannot be written.
@@ -95,7 +96,7 @@ def build(
                 with beside(folder, prefix) as temporary:
                     make(temporary)
             except OSError:
-                # Without a working lock another process may have made the folder first; its content is the same.
+                # Without locks another process may have made the folder first; the content is the same.
                 if not folder.is_dir():
                     raise
 
@@ -124,7 +125,7 @@ def _locked(path: Path, report: Report) -> Iterator[bool]:
                     break
                 except BlockingIOError:
                     pass
-                # The wait lasts as long as that process lives: nobody knows how long the data takes.
+                # No time limit: nobody knows how long the other process needs for the data.
                 name, stopped = holder(file.fileno())
                 words = f"waiting for {name}, which {stopped or 'prepares the same data'}"
                 if words != said:
@@ -157,7 +158,7 @@ def _writable(folder: Path) -> Iterator[None]:
 
 
 WHOLE_BYTES = 256 << 20
-"""Files of up to this many bytes together are hashed completely; of larger ones, samples of each file."""
+"""If all files together are larger than this, only samples of each file are hashed."""
 _BLOCK_BYTES = 64 << 10
 _BLOCKS = 16
 # A file that was changed so recently may change again within the resolution of its modification time.

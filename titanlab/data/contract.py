@@ -82,7 +82,7 @@ class DataSource(Protocol):
 
     @abstractmethod
     def prepare(self, *, report: Report) -> None:
-        """Do the work that is needed once: train a tokenizer, tokenise into the cache. Returns at once if it is done.
+        """Do the work that is needed once: train a tokenizer, tokenise into the cache. Returns at once if that is done.
 
         Safe when several processes call it together: one works, the others wait.
 
@@ -108,7 +108,7 @@ class DataSource(Protocol):
 
     @property
     def has_documents(self) -> bool:
-        """Whether `separators` can be asked, also before `prepare`; by default, if the class defines that method."""
+        """Whether `separators` may be called, also before `prepare`; by default whether the class defines it."""
         return type(self).separators is not DataSource.separators
 
     def separators(self) -> Separators | None:
@@ -183,10 +183,10 @@ class Stream(Protocol):
 
 
 class SampleStream:
-    """What the streams share: the number of samples that all ranks together have taken.
+    """The common part of the streams: it counts the samples that all ranks together have taken.
 
     Args:
-        identity: what the order of the samples depends on; part of the state.
+        identity: the values on which the order of the samples depends; part of the state.
         global_batch: sequences of one step, over all ranks; a multiple of `ranks`.
         state: a merged state to resume from, of any number of ranks and any global batch.
     """
@@ -210,7 +210,7 @@ class SampleStream:
 
 
 class Rows(Protocol):
-    """Held-out sequences for one rank; every rank has the same number of them, and every pass gives the same ones."""
+    """Held-out sequences for one rank; all ranks have equally many, and all passes give the same sequences."""
 
     def __len__(self) -> int:
         """Rows of this rank."""
@@ -247,7 +247,7 @@ def check_state(state: Mapping[str, Any], **now: object) -> None:
         now: values of the stream that resumes, under their names in the state.
 
     Raises:
-        DamagedPosition: a value, or the number of samples, is missing or of another type.
+        DamagedPosition: a value, or the number of samples, is missing or has the wrong type.
         ConfigError: one of the values differs.
     """
     keys = {"seq_len": "training.seq_len", "seed": "seed", "streams": "data.streams"}
@@ -273,7 +273,7 @@ def is_count(value: object) -> bool:
 
 
 def damaged(name: str, value: object, rule: str) -> DamagedPosition:
-    """The error about a value that no stream saves in its state."""
+    """The error for a value that no stream saves in its state."""
     return DamagedPosition(f"data.{name}", value, rule, "resume from another checkpoint of the run")
 
 
@@ -291,14 +291,14 @@ class Separators:
 
     @property
     def separate(self) -> bool:
-        """Whether there is a token that says where a document begins."""
+        """Whether a token shows where a document begins."""
         return self.begin is not None or self.end is not None
 
     def starts(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The place in its sequence where each token's document begins: `[batch, seq]` → int64 `[batch, seq]`.
 
-        A document that began in an earlier sequence begins at 0. One token that both begins and ends documents
-        separates them where it comes twice in a row.
+        A document that began in an earlier sequence begins at 0. If one token both begins and ends documents, two in a
+        row separate two documents.
         """
         import numpy as np
 
@@ -316,7 +316,7 @@ def check_separators(separators: Separators, *, whose: str, cure: str) -> None:
     """Check that documents can be told apart.
 
     Args:
-        whose: who names the tokens, such as `the tokenizer`.
+        whose: for the error, the source of the tokens, such as `the tokenizer`.
 
     Raises:
         ConfigError: there is neither a token that begins a document nor one that ends it.

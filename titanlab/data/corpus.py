@@ -1,4 +1,4 @@
-"""Documents of text, JSONL and parquet files, in a fixed order, and the choice of those that validate."""
+"""Documents of text, JSONL and parquet files, in a fixed order, and the choice of documents for validation."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _NAMES = {"lines": "JSON, one object a line", "parquet": "parquet", "text": "tex
 # Formats whose columns `datasets` reads.
 _TABLES = {".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
 _ARCHIVES = {".tar", ".tgz", ".zip", ".7z"}
-# Descriptions that stand beside the data of a dataset's folder.
+# Files that describe a dataset, beside its data.
 _ABOUT = {"dataset_infos.json", "dataset_info.json", "state.json", "_success"}
 _ABOUT_TEXTS = {"readme", "license", "licence"}
 _MOST_ENDINGS = 6
 _SAMPLED_FILES = 1000
-# About so many files, and so many bytes of each, are checked before anything starts.
+# About this many files, and this many bytes of each, are checked before the run starts.
 _CHECKED_FILES = 100
 _CHECKED_BYTES = 1 << 16
 
@@ -46,7 +46,7 @@ class Corpus:
     Attributes:
         key: config key that named the files, for errors.
         strict: whether a file that is not UTF-8 is an error; otherwise it is skipped.
-        left_out: files that a folder or a glob matches, and that are not read: descriptions beside data.
+        left_out: files that a folder or a glob matches but that are not read: descriptions beside data.
     """
 
     files: tuple[Path, ...]
@@ -57,7 +57,7 @@ class Corpus:
     left_out: tuple[Path, ...] = ()
 
     def in_words(self) -> str:
-        """How the files are read, by the endings of their names, and which are left out."""
+        """In words: how the files are read, by the endings of their names, and which files are left out."""
         counts: dict[str, Counter[str]] = {}
         for file in self.files:
             counts.setdefault(_kind(file), Counter())[_ending(file) or "without an ending"] += 1
@@ -158,7 +158,7 @@ class Corpus:
         packed = file.suffix.lower()
         if packed == ".zst":
             arrow: Any = importlib.import_module("pyarrow")
-            # A file can have several frames, as those of the Pile do.
+            # A file can have several frames, as the files of the Pile do.
             stream = io.BufferedReader(arrow.CompressedInputStream(str(file), "zstd"))
         else:
             open_: Any = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(packed, open)
@@ -237,7 +237,7 @@ class Corpus:
 
 
 def corpus_of(patterns: str, text_field: str) -> Corpus:
-    """The corpus of the files that match; of folders and globs without what describes data that is there.
+    """The corpus of the files that match; from folders and globs, leaves out files that describe data beside them.
 
     Raises:
         ConfigError: a pattern matches no file.
@@ -245,7 +245,7 @@ def corpus_of(patterns: str, text_field: str) -> Corpus:
     files = matching(patterns)
     named = {Path(pattern) for pattern in _patterns(patterns)}
     about = {file for file in files if file not in named and _is_about(file)}
-    # Where there are only texts, a README is one of them.
+    # If all files are plain text, a README is a document too.
     if not any(_kind(file) != "text" or _ending(file) in _TABLES for file in files if file not in about):
         about = set()
     read = tuple(file for file in files if file not in about)
@@ -263,7 +263,7 @@ def matching(patterns: str, key: str = "data.files") -> tuple[Path, ...]:
         if os.path.isfile(pattern):
             paths: Iterable[str] = [pattern]
         elif os.path.isdir(pattern):
-            # The visible files of a folder and of those in it.
+            # The visible files of a folder and of its visible subfolders.
             paths = (path for each in _folders(pattern) for path in glob.iglob(os.path.join(glob.escape(each), "*")))
         else:
             paths = _matches(pattern)
@@ -278,7 +278,7 @@ def matching(patterns: str, key: str = "data.files") -> tuple[Path, ...]:
 
 
 def _matches(pattern: str) -> Iterator[str]:
-    """As `glob.iglob`, which does not end where links in folders lead to folders above."""
+    """As `glob.iglob`, which would not end if a link in a folder leads to a folder above it."""
     head, several, tail = f"{pattern}{os.sep}".partition(f"{os.sep}**{os.sep}")
     if not several:
         yield from glob.iglob(pattern)
@@ -291,7 +291,7 @@ def _matches(pattern: str) -> Iterator[str]:
 
 
 def _folders(folder: str, above: tuple[str, ...] = ()) -> Iterator[str]:
-    """A folder and the visible ones in it; links to folders above are not followed."""
+    """A folder and the visible folders below it; does not follow links to folders above."""
     here = os.path.realpath(folder)
     if here in above or not os.path.isdir(folder):
         return
@@ -349,7 +349,7 @@ _PACKED_SIGNATURES = (
 
 
 def other_format(content: bytes) -> tuple[str, str, str] | None:
-    """What a file is that begins so, the ending with which a corpus reads it, and a cure; None: it may be text."""
+    """The format that begins like this, the ending with which a corpus reads it, and a cure; None: perhaps text."""
     for signature, name, ending in _PACKED_SIGNATURES:
         # Text can begin with "BZh"; the magic number of a block follows in bzip2.
         if content.startswith(signature) and (name != "bzip2" or content[4:7] in (b"1AY", b"\x17rE")):

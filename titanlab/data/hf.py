@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from titanlab.data.streaming import Position
 
 ORDER = 1
-"""Increased when a code change gives other tokens of the same dataset, or another order of them."""
+"""Increased when a code change gives other tokens for the same dataset, or another order of tokens."""
 
 
 class HuggingFaceSource(CachedText[HuggingFace]):
@@ -62,7 +62,7 @@ class HuggingFaceSource(CachedText[HuggingFace]):
     def open_train(self, *, state: State | None, **how: Any) -> Stream:
         from titanlab.data import streaming
 
-        # The seed is not used: the documents come in the dataset's order, so that a position is a place in it.
+        # No seed: documents come in the dataset's order, so that a position is a place in the dataset.
         del how["seed"]
         dataset, reader = open_dataset(self.config, self.config.split), self.tokenizer()
         stream: Stream = streaming.StreamingStream(
@@ -223,16 +223,16 @@ class StreamDocuments:
             self._rows = self._after_first(self._rows, state)
 
     def _after_first(self, rows: Any, state: dict[str, Any]) -> Any:
-        """The rows, of which the first is read now: `datasets` reads a state only then.
+        """The rows; reads the first row at once, because only then does `datasets` read the state.
 
         Raises:
-            ConfigError: `datasets` does not understand the state. That is no damage: another version may have saved it,
-                and the checkpoints before it have such states too.
+            ConfigError: `datasets` does not understand the state. The checkpoint is not damaged: another version of
+            `datasets` may have saved it, as also all earlier checkpoints.
         """
         try:
             first = _next(rows, self._config)
         except ConfigError as error:
-            # Other errors can come from the files too.
+            # Errors of other types can also come from the files.
             if not isinstance(error.__cause__, (TypeError, LookupError, AttributeError, OverflowError)):
                 raise
             rule = f"datasets does not understand it ({type(error.__cause__).__name__})"
@@ -278,7 +278,7 @@ def documents(dataset: Any, config: HuggingFace) -> Iterator[str]:
 
 
 def text_of(row: dict[str, Any], config: HuggingFace) -> str:
-    """The text of a row; empty where it is null.
+    """The text of a row; empty if it is null.
 
     Raises:
         ConfigError: the row has no column `text_field`, or its value is not a string.
@@ -313,9 +313,9 @@ def open_dataset(config: HuggingFace, split: str, key: str = "data.split") -> An
 
 
 def _text_only(dataset: Any, config: HuggingFace, split: str, options: dict[str, Any]) -> Any:
-    """The dataset without its other columns, where `datasets` can leave them out.
+    """The dataset without its other columns, if `datasets` can leave them out.
 
-    It gives all files the types of the first, and refuses a file in which any column has another type.
+    `datasets` gives all files the types of the first file, and refuses a file in which any column has another type.
     """
     name, library = config.text_field, _library()
     kind = (dataset.features or {}).get(name)
@@ -326,7 +326,7 @@ def _text_only(dataset: Any, config: HuggingFace, split: str, options: dict[str,
     if config.path != "json":
         return dataset
     builder = library.load_dataset_builder(config.path, features=library.Features({name: kind}), **options)
-    cast = builder._cast_table  # it has no option for columns, as of datasets 5.2
+    cast = builder._cast_table  # datasets 5.2 has no option that selects columns
     builder._cast_table = lambda table, **more: cast(
         table.select([column for column in table.column_names if column == name]), **more
     )

@@ -28,7 +28,7 @@ def check_tokens(folder: Path, index: ShardIndex, key: str = "data.folder") -> N
     """Check that the first 2^20 tokens of every file are below `vocab_size`.
 
     Raises:
-        ConfigError: a token is not.
+        ConfigError: a token is not below it.
     """
     for file, first in _beginnings(folder, index):
         if int(first.max()) >= index.vocab_size:
@@ -40,7 +40,7 @@ def check_documents(folder: Path, index: ShardIndex, separators: Separators, key
     """Check that a document ends in the first 2^20 tokens of at least one file.
 
     Raises:
-        ConfigError: it does not, so that the tokens named in the index are not those that separate documents.
+        ConfigError: no document ends there, so that the index names the wrong separators.
     """
     if any(separators.starts(first[None].astype(np.int64)).any() for _, first in _beginnings(folder, index)):
         return
@@ -67,7 +67,7 @@ class Split:
     def __init__(self, folder: Path, index: ShardIndex, name: str, seq_len: int) -> None:
         self.seq_len = seq_len
         self.files = [
-            # A plain ndarray view: every indexing of an `np.memmap` costs some microseconds more.
+            # A plain ndarray view: indexing an `np.memmap` costs some microseconds more each time.
             np.memmap(folder / shard.file, dtype=_stored(index), mode="r").view(np.ndarray)
             for shard in index.split(name)
             if shard.tokens
@@ -155,7 +155,7 @@ def shuffled(samples: npt.NDArray[np.int64], *, seed: int, n: int) -> npt.NDArra
     right_size = -(-n // left_size)
     keys = keyed(seed, epochs)
     numbers = _network(places.astype(np.uint64), keys, left_size, right_size)
-    # At most left_size - 1 of the pairs are not below n, so the loop seldom runs, and on few numbers.
+    # At most left_size - 1 pairs are not below n, so the loop runs seldom, and on few numbers.
     while (outside := np.flatnonzero(numbers >= n)).size:
         numbers[outside] = _network(numbers[outside], keys[outside], left_size, right_size)
     return numbers.astype(np.int64)
@@ -174,7 +174,7 @@ _AHEAD = 1024
 
 
 class IndexedStream(SampleStream):
-    """Sequences of a split, which has at least one, in a seeded order that differs from epoch to epoch."""
+    """Sequences of a split with at least one sequence, in a seeded order that differs from epoch to epoch."""
 
     def __init__(self, split: Split, *, fingerprint: str, seed: int, **place: Any) -> None:
         super().__init__(identity={"fingerprint": fingerprint, "seed": seed, "seq_len": split.seq_len}, **place)

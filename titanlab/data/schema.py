@@ -22,8 +22,8 @@ class Text(DataConfig):
             a SentencePiece BPE on the text itself.
         vocab_size: of the tokenizer to train; not used if `tokenizer` names one.
         validation_fraction: fraction of the documents to hold out of training, chosen by a hash of their content.
-        document_mask: attention stays within each document, and positions restart at its first token; what a sequence
-            cuts off a document is a document of its own.
+        document_mask: attention stays within each document, and positions restart at its first token; a part of a
+            document that a sequence cuts off counts as a separate document.
     """
 
     # The tokenizer's path is not part of the run's identity: the data's fingerprint has the file's content.
@@ -127,12 +127,12 @@ class HuggingFace(Text):
         revision: branch, tag or commit on the hub; a commit makes a run repeatable.
         data_files: files or globs, for a format or for a part of a dataset.
         split: the split to train on.
-        validation_split: the split to validate on; null holds `validation_fraction` of the documents of `split` out.
+        validation_split: the split to validate on; null: hold out `validation_fraction` of the documents of `split`.
         validation_documents: number of documents that are read and kept for validation; 0: none.
         text_field: column of the text.
-        streams: number of virtual streams, a multiple of the data-parallel processes: 24 for 1, 2, 3, 4, 6, 8, 12 or
-            24 of them, 96 or 768 for more. The order of tokens depends on it, never on the number of processes: keep
-            it where a training continues on another number.
+        streams: number of virtual streams, a multiple of the data-parallel processes: 24 for 1, 2, 3, 4, 6, 8, 12 or 24
+            of them, 96 or 768 for more. The order of tokens depends on this number, never on the number of processes:
+            keep it when a training continues on another number of processes.
         prefetch: batches that a thread prepares ahead; 0: none.
     """
 
@@ -191,9 +191,9 @@ class TokenFolder(DataConfig):
 
     Attributes:
         folder: contains `index.json` and the shards that it names.
-        document_mask: attention stays within each document, and positions restart at its first token; what a sequence
-            cuts off a document is a document of its own. Documents are told apart by `bos_id` and `eos_id` of the
-            index.
+        document_mask: attention stays within each document, and positions restart at its first token; a part of a
+            document that a sequence cuts off counts as a separate document. `bos_id` and `eos_id` of the index separate
+            documents.
     """
 
     kind: str = "tokens"
@@ -223,11 +223,11 @@ class Synthetic(DataConfig):
 
     Attributes:
         vocab_size: tokens are drawn uniformly from [0, vocab_size).
-        gaps: labels at the beginning of sequences do not count, of every fourth sequence none, then a quarter, a half
-            and three quarters: for proofs, since a mean over the labels of one rank is then not the mean over all.
-        document_mask: the sequences are documents, each of which ends with token 0; attention stays within each, and
+        gaps: labels at the beginning of sequences do not count: in four sequences none, a quarter, a half and three
+            quarters of them. For proofs: the mean over one rank's labels then differs from the mean over all.
+        document_mask: sequences consist of documents that end with token 0; attention stays within each document, and
             positions restart.
-        document_tokens: mean number of tokens in a document; lengths are drawn, as geometric distributions have them.
+        document_tokens: mean number of tokens in a document; lengths have a geometric distribution.
     """
 
     kind: str = "synthetic"

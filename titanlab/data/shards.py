@@ -1,4 +1,4 @@
-"""Folders of token shards: how documents become one, its index, and the check that it is complete.
+"""Folders of token shards: writing one from documents, its index, and the check that it is complete.
 
 index.json               format, version, dtype, vocab_size, special tokens, fingerprint, files
 train-00000.bin …        little-endian uint16 or uint32, document after document
@@ -55,7 +55,7 @@ class ShardIndex:
         dtype: `uint16` or `uint32`.
         vocab_size: every token is below it.
         bos_id, eos_id: tokens around each document; None where the tokenizer has no such token.
-        tokenizer: its file in the folder; None without a tokenizer.
+        tokenizer: the name of the tokenizer's file in the folder; None without a tokenizer.
         fingerprint: hash of the tokens; None: computed from the files.
     """
 
@@ -80,7 +80,7 @@ class ShardIndex:
         return self.train if name == "train" else self.validation
 
     def sequences(self, split: str, seq_len: int) -> int:
-        """Number of complete sequences; each needs one token more, the label of its last token."""
+        """Number of complete sequences; each needs one more token, the label of its last token."""
         return sum(max(0, shard.tokens - 1) // seq_len for shard in self.split(split))
 
 

@@ -1,6 +1,6 @@
 """The functions that other rooms call for every kind of data, and the rules that kinds of data share.
 
-They are the methods of `titanlab.data.contract.DataSource`, which documents them. Free of torch; numpy is imported only
+`titanlab.data.contract.DataSource` documents them as its methods. Free of torch; numpy is imported only
 when data is opened.
 """
 
@@ -117,13 +117,13 @@ def check_sequences(index: ShardIndex, seq_len: int) -> None:
 
 
 def check_validation(index: ShardIndex | None, key: str, value: object) -> None:
-    """Check that there are held-out tokens to validate on; `index` is None if the config excludes them."""
+    """Check that there are held-out tokens to validate on; `index` is None if the config holds out none."""
     if index is None or index.tokens("validation") < 2:
         raise ConfigError(key, value, "holds nothing out to validate on", "hold some out, or training.validate_every=0")
 
 
 def check_multiple(key: str, value: int, ranks: int) -> None:
-    """Check that every data-parallel rank has as many sequences of a step, or virtual streams, as the others."""
+    """Check that every data-parallel rank has equally many sequences of a step, or virtual streams."""
     if value % ranks:
         below, above = value // ranks * ranks, (value // ranks + 1) * ranks
         cure = f"try {below} or {above}" if below else f"try {above}"

@@ -36,7 +36,7 @@ class Documents(Protocol):
 class PackedStream:
     """Cuts concatenated documents into sequences.
 
-    Sequence k covers tokens [k·seq, (k+1)·seq] of the concatenated documents; its last token is only a label, and
+    Sequence k covers tokens [k·seq, (k+1)·seq] of the concatenated documents; its last token is only a label there, and
     the first token of the next sequence. Every token is an input exactly once.
 
     Args:
@@ -135,7 +135,7 @@ class ReadAhead:
 
     Args:
         stream: from now on only the thread uses it.
-        depth: the largest number of batches that are ready and wait.
+        depth: the largest number of batches that wait in the queue.
     """
 
     def __init__(self, stream: Stream, depth: int) -> None:
@@ -164,7 +164,7 @@ class ReadAhead:
         raise self._error
 
     def state(self) -> State:
-        """The position after the batch that `next_batch` gave last, not after those that wait."""
+        """The position after the batch that `next_batch` gave last, not after the batches that wait."""
         return self._state
 
 
@@ -172,7 +172,7 @@ def _checked_parts(parts: Any, streams: int) -> dict[str, Any]:
     """The states of all virtual streams, by number, as `PackedStream.state` gives them.
 
     Raises:
-        DamagedPosition: one is missing, or no stream has such a state.
+        DamagedPosition: a state is missing, or is not one that a stream saves.
     """
     if not isinstance(parts, dict) or parts.keys() != {str(number) for number in range(streams)}:
         raise damaged("parts", parts, f"must map the numbers of all {streams} streams to their states")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 END = 0
-"""The token that ends a document, where there are documents."""
+"""The token that ends a document."""
 _STRIDE = 0x9E3779B97F4A7C15
 _LOW = (1 << 32) - 1
 # No training run has this seed: a config's seed is not negative.
@@ -71,7 +71,7 @@ def random_sequences(
 ) -> npt.NDArray[np.int64]:
     """The sequences with the numbers `[k]`, each with the label of its last token: int64 `[k, seq + 1]`.
 
-    With `document_tokens`, one in so many tokens is 0 and ends a document, and no other token is 0.
+    With `document_tokens`, on average one in this many tokens is 0, which ends a document; no other token is 0.
     """
     # Imported here: the checks of a recipe need no numpy.
     import numpy as np

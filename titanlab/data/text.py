@@ -23,7 +23,7 @@ from titanlab.data.tokenizers import Tokenizer
 from titanlab.errors import ConfigError
 
 ORDER = 1
-"""Increased when a code change gives other tokens of the same corpus, or another order of them."""
+"""Increased when a code change gives other tokens for the same corpus, or another order of tokens."""
 
 _TRIED_CHARACTERS = 4096
 TextConfig = TypeVar("TextConfig", bound=Text)
@@ -35,7 +35,7 @@ class ShardSource(DataSource):
     @property
     @abstractmethod
     def folder(self) -> Path:
-        """Where the shards are; it may not exist before `prepare`."""
+        """The folder of the shards, which may not exist before `prepare`."""
 
     @property
     @abstractmethod
@@ -49,7 +49,7 @@ class ShardSource(DataSource):
     @property
     @abstractmethod
     def held_out(self) -> tuple[str, object]:
-        """The config key that decides what is held out, and its value."""
+        """The config key that decides which documents are held out, and its value."""
 
     def vocab_size(self) -> int:
         return self.index.vocab_size
@@ -103,7 +103,7 @@ class CachedText(ShardSource, Generic[TextConfig]):
         return tokenizers.load(self.folder / str(index.tokenizer))
 
     def tokenizer_identity(self) -> object:
-        """What decides the tokens of a text, as plain values."""
+        """All values on which the tokens of a text depend, as plain values."""
         if self.config.tokenizer is None:
             return ["trained", self.config.vocab_size]
         return tokenizers.load(Path(self.config.tokenizer)).fingerprint
@@ -117,7 +117,7 @@ class CachedText(ShardSource, Generic[TextConfig]):
         config = self.config
         check_vocab_size(vocab_size, config.vocab_size if config.tokenizer is None else self.tokenizer().vocab_size)
         if config.document_mask and config.tokenizer is not None:
-            # One that is trained here tells documents apart.
+            # A tokenizer that is trained here has such tokens.
             cure = "try false, or a tokenizer with such a token"
             check_separators(tokenizers.separators_of(self.tokenizer()), whose="the tokenizer", cure=cure)
 
@@ -130,7 +130,7 @@ class PreparedText(CachedText[TextConfig]):
         """The documents.
 
         Raises:
-            ConfigError: there are none.
+            ConfigError: there are no documents.
         """
         ...
 
@@ -247,7 +247,7 @@ class FilesSource(PreparedText[Files]):
         return corpus_of(self.config.files, self.config.text_field)
 
 
-# Installed packages, folders that only some systems have, and tables of characters, which are no use as training text.
+# Installed packages, folders that only some systems have, and tables of characters, which are useless as training text.
 _LEFT_OUT = {
     "__pycache__",
     "__phello__",
@@ -329,7 +329,7 @@ class TokenFolderSource(ShardSource):
             check_validation(self.index, *self.held_out)
 
 
-# What the cures of data=files name, and what it is on the command line.
+# Words in the cures of data=files → the same on the command line.
 _CURES = {"data.tokenizer": "--tokenizer", "data.files=": "", "null to train one": "leave it out to train one"}
 
 

@@ -1,4 +1,4 @@
-"""Rules for the file of a tokenizer: its vocabulary, and the time that its regular expressions take.
+"""Rules for the file of a tokenizer: for its vocabulary, and for the time that its regular expressions take.
 
 The tokenizers library matches with Oniguruma, which backtracks: a pattern such as `(a+)+$` can take practically for
 ever, in native code that cannot be interrupted. So patterns are tried in a process with a time limit, except those that
@@ -37,7 +37,7 @@ def check_size(tokens: int, path: Path, key: str) -> None:
 
 
 def check_vocabulary(vocabulary: Mapping[str, int], description: Any, path: Path, key: str) -> None:
-    """Check that no two tokens of a vocabulary share an id, that few ids are unused, and that it agrees with its file.
+    """Check that no two tokens share an id, that few ids are unused, and that the vocabulary agrees with its file.
 
     Args:
         vocabulary: id of each token, as the tokenizers library has read it.
@@ -63,14 +63,14 @@ def check_vocabulary(vocabulary: Mapping[str, int], description: Any, path: Path
         raise ConfigError(key, path, rule, "number the tokens from 0 without gaps")
 
 
-# Time limit of the process: SECONDS, and one second more for every BYTES_PER_SECOND bytes of the tokenizer's file.
+# Time limit of the process: SECONDS, plus one second for every BYTES_PER_SECOND bytes of the tokenizer's file.
 SECONDS = 30.0
 BYTES_PER_SECOND = 1 << 20
 # CPU seconds for the trial itself; usual expressions take 0.1 s.
 TRIAL_SECONDS = 2.0
 # Exit code of the process if Oniguruma has reached its own limit on backtracking.
 GIVEN_UP = 3
-# Of Llama 3: `llama/tokenizer.py`.
+# Llama 3's pattern, from its `llama/tokenizer.py`.
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -86,7 +86,7 @@ KNOWN = frozenset(
         # cl100k: https://github.com/openai/tiktoken/blob/main/tiktoken_ext/openai_public.py
         PATTERN.replace(r"\s*[\r\n]+|", r"\s*[\r\n]|"),
         PATTERN.replace(_CONTRACTIONS, r"'(?i:[sdmt]|ll|ve|re)"),
-        # DeepSeek and other models split these off first.
+        # DeepSeek and other models first split the text with these.
         *(r"\p{N}{1,3}", r"\p{N}", r"[0-9]", r"\d", r"[\r\n]", r"\s", r" ", r" {2,}", r"\s+"),
     ]
 )
@@ -98,7 +98,7 @@ def unknown_patterns(description: Any) -> list[str]:
 
 
 def _patterns(node: Any) -> Iterator[str]:
-    # The vocabulary and the added tokens have no patterns, and too many entries to walk through.
+    # Skip the vocabulary and the added tokens: many entries, and no patterns.
     for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
         if key == "Regex" and isinstance(value, str):
             yield value
@@ -107,10 +107,11 @@ def _patterns(node: Any) -> Iterator[str]:
 
 
 def try_patterns(path: Path, key: str, patterns: Sequence[str]) -> None:
-    """Read a `tokenizer.json` in another process, and encode and decode text there on which expressions are slow.
+    """In another process, read a `tokenizer.json` and encode and decode text on which regular expressions are slow.
 
     Raises:
-        ConfigError: the process crashes, or an expression takes too long. Other errors show when the file is read here.
+        ConfigError: the process crashes, or an expression takes too long. Other errors are raised when this process
+        reads the file.
     """
     seconds = SECONDS + path.stat().st_size / BYTES_PER_SECOND
     code = subprocess.run(
@@ -119,7 +120,7 @@ def try_patterns(path: Path, key: str, patterns: Sequence[str]) -> None:
             *(str(path.absolute()), str(seconds), str(TRIAL_SECONDS)),
         ],
         stdin=subprocess.DEVNULL,
-        # The library writes a long message about each match that Oniguruma gives up.
+        # The library writes a long message about each match on which Oniguruma gives up.
         stderr=subprocess.DEVNULL,
         env={**os.environ, "RUST_BACKTRACE": "0"},
         check=False,

@@ -39,7 +39,7 @@ from titanlab.errors import ConfigError
 from titanlab.system import parse_json, write_bytes
 
 _MODEL, _JSON, _CONFIG = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
-# Beside a tokenizer_config.json of before 2023, which does not list the added tokens, this file names the special ones.
+# Names the special tokens for a tokenizer_config.json from before 2023, which does not list the added tokens.
 _MAP = "special_tokens_map.json"
 # Name on the hub of the tokenizer file that Meta released with a model.
 ORIGINAL = "original/tokenizer.model"
@@ -47,10 +47,10 @@ ORIGINAL = "original/tokenizer.model"
 _BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
 _EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 _SPACE = "\u2581"
-# Of the trial.
+# Length in characters of the trial's text.
 _RUN = 1000
 _PLAIN = "The 1st line, it's naïve: 'x' == \"y\"\n\n  def f(x):\r\n\treturn {x: 中文}\n"
-# Of tiktoken's files.
+# A line of tiktoken's files.
 _LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 SPECIAL = (
     *("<|begin_of_text|>", "<|end_of_text|>"),
@@ -78,7 +78,7 @@ class Tokenizer(Protocol):
 
     Attributes:
         vocab_size: every id is below it.
-        bos_id: begins a document; None where the tokenizer has no such token, or adds it to no text.
+        bos_id: begins a document; None if the tokenizer has no such token, or never adds it to a text.
         eos_id: ends a document; None where the tokenizer has no such token.
         fingerprint: hash of the tokenizer's file, 32 hexadecimal digits.
         file: the tokenizer's file, which may have files beside it that name its special tokens.
@@ -91,7 +91,7 @@ class Tokenizer(Protocol):
     file: Path
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text alone: no special token is added, and none is recognised in it."""
+        """Ids of the text alone: adds no special tokens, and encodes their names as plain text."""
         ...
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
@@ -124,7 +124,7 @@ def load(path: Path, key: str = "data.tokenizer") -> Tokenizer:
     """Read a tokenizer; the file's content decides its kind.
 
     Raises:
-        ConfigError: there is no such file, or it is no tokenizer of a known kind.
+        ConfigError: there is no such file, or it is not a tokenizer of a known kind.
     """
     path = find(path, key)
     try:
@@ -147,15 +147,16 @@ def content_of(path: Path) -> bytes:
 
 
 def keep(file: Path, folder: Path) -> str:
-    """Copy a tokenizer's file, and those beside it that name special tokens, into a folder under names of `find`.
+    """Copy a tokenizer's file, and the files beside it that name special tokens, into a folder where `find` finds them.
 
-    Returns the file's new name, which depends on its content, because its old name may be any.
+    Returns the file's new name, which depends only on its content.
     """
     name = _JSON if content_of(file).lstrip()[:1] == b"{" else _MODEL
     beside = [(file.with_name(other), folder / other) for other in (_CONFIG, _MAP)]
     for source, target in ((file, folder / name), *beside):
         if source.is_file() and source != target:
-            # Without permissions: files in the hub's cache may be read-only. A link is replaced, and not followed.
+            # Do not copy permissions: files in the hub's cache may be read-only. Replaces a link instead of following
+            # it.
             write_bytes(target, content_of(source))
     return name
 
@@ -167,7 +168,7 @@ def separators_of(tokenizer: Tokenizer) -> Separators:
 
 
 def separators_in_words(tokenizer: Tokenizer) -> list[str]:
-    """One line about the tokens around each document, and warnings about those that are lacking."""
+    """One line about the tokens around each document, and warnings about missing ones."""
     tokens = separators_of(tokenizer)
     said = [
         f"{verb} with token {token}"
@@ -190,7 +191,7 @@ class SentencePieceTokenizer:
     """A SentencePiece model.
 
     Attributes:
-        lacking: role and name of each special token that the files beside it name and that it has not.
+        lacking: role and name of each special token that the files beside the model name but the model lacks.
     """
 
     def __init__(self, path: Path, content: bytes, key: str) -> None:
@@ -233,7 +234,7 @@ class SentencePieceTokenizer:
         return token if self._model.id_to_piece(token) == name else None
 
     def _bytes_of_space(self) -> list[int]:
-        """Byte tokens of U+2581, which SentencePiece would read as a space; [] where the model alters spaces anyway."""
+        """Byte tokens of U+2581, which SentencePiece would read as a space; [] if the model alters spaces anyway."""
         pieces = self._model.encode("a", out_type=str)
         if self._model.decode(self._model.encode("  a ")) != "  a " or not pieces or pieces[0].startswith(_SPACE):
             return []
@@ -245,7 +246,7 @@ class HuggingFaceTokenizer:
     """A `tokenizer.json` of the Hugging Face tokenizers library.
 
     Attributes:
-        lacking: role and name of each special token that the files beside it name and that its vocabulary lacks.
+        lacking: role and name of each special token that the files beside it name but its vocabulary lacks.
     """
 
     lacking: dict[str, str]
@@ -270,7 +271,7 @@ class HuggingFaceTokenizer:
         self._model.no_truncation()
         self._model.no_padding()
         if isinstance(self._model.model, tokenizers.models.BPE):
-            # Dropout merges at random: a text would have other tokens at each start.
+            # Dropout merges at random: a text would get other tokens each time.
             self._model.model.dropout = None
         # Text that looks like a special token is encoded as text.
         self._model.encode_special_tokens = True
@@ -324,7 +325,7 @@ class TiktokenTokenizer(HuggingFaceTokenizer):
         self._set_up(content, None)
 
     def _adds(self, token: int) -> bool:
-        """The format has no post-processor; that of the model's `tokenizer.json` adds the token."""
+        """The format has no post-processor; the one in the model's `tokenizer.json` adds the token."""
         return True
 
     def save_json(self, path: Path) -> None:
@@ -390,7 +391,7 @@ def _ranks(content: bytes) -> dict[bytes, int]:
 
 
 def _characters() -> list[str]:
-    """GPT-2's character for each byte: a printable byte keeps its character, the others get those from 256 on."""
+    """GPT-2's character for each byte: a printable byte keeps its character, the others get characters from 256 on."""
     plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(_BYTES) if byte not in plain]
     return [chr(byte) if byte in plain else chr(_BYTES + others.index(byte)) for byte in range(_BYTES)]
@@ -408,7 +409,7 @@ def _refusing(path: Path, key: str, rule: str, cure: str) -> Iterator[None]:
 
 
 def declared_in(path: Path) -> dict[str, Any]:
-    """The entries of a tokenizer_config.json; none if there is no such file, or if it is damaged."""
+    """The entries of a tokenizer_config.json; empty if the file is missing or damaged."""
     with contextlib.suppress(OSError, ValueError):
         content = parse_json(path.read_text(encoding="utf-8-sig"))
         if isinstance(content, dict):
@@ -429,12 +430,12 @@ def _special_tokens(
     *,
     adds_begin: Callable[[int], bool],
 ) -> tuple[int | None, int | None, dict[str, str]]:
-    """The tokens that begin and end a document, and the names of those that are declared and lacking, by role.
+    """The tokens that begin and end a document, and by role the names of declared tokens that the vocabulary lacks.
 
     Args:
-        usual: for a role that is not declared.
-        adds_begin: whether transformers puts a declared token before a text. `add_bos_token` overrules it, as in
-            transformers 4. `add_eos_token` is not asked: something must separate documents.
+        usual: usual names, for a role that is not declared.
+        adds_begin: whether transformers puts a declared token before a text. `add_bos_token` overrules this, as in
+            transformers 4. `add_eos_token` is ignored: some token must separate documents.
     """
     roles = ("bos_token", "eos_token")
     names = {role: name for role in roles if (name := _name(declared.get(role))) is not None}
@@ -473,7 +474,7 @@ def probe(tokenizer: Tokenizer, patterns: Sequence[str]) -> None:
     except ConfigError as error:
         if _is_given_up(error):
             raise
-        # The tokenizer may not be able to encode this text. That is no fault: its corpus may not contain such text.
+        # A tokenizer that cannot encode this text is not faulty: its corpus may not contain such text.
         ids = list(range(min(tokenizer.vocab_size, _RUN)))
     tokenizer.decode(ids)
 
@@ -484,7 +485,7 @@ def _is_given_up(error: ConfigError) -> bool:
 
 
 def main() -> int:
-    """Make the trial. The kernel ends this process when its time is over, also in native code."""
+    """Run the trial. The kernel ends this process when its time is over, also in native code."""
     path, seconds, trial_seconds = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
     signal.setitimer(signal.ITIMER_REAL, seconds)
     content = content_of(path)

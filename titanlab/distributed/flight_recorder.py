@@ -1,7 +1,7 @@
 """Reads torch's Flight Recorder: the last collectives of this process, as plain values.
 
-torch keeps them in a ring in memory, as many as TORCH_FR_BUFFER_SIZE says. Of its dumps only those in JSON are read:
-the others are pickles. gloo records no sends and receives, and no times (torch 2.13).
+torch keeps the last TORCH_FR_BUFFER_SIZE collectives in a ring in memory. Only dumps in JSON are read: the others are
+pickles. With gloo torch 2.13 records no sends and receives, and no times.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from titanlab.distributed.watchdog import Topology
 from titanlab.distributed.world import BESIDE
 from titanlab.records import Collective, GroupRecord, Messages
 
-# How many of the last collectives a record of a hang holds. They must span more than one step of the training.
+# Number of last collectives in a record of a hang. They must span more than one step of the training.
 KEPT = 1000
 _DUMP_SECONDS = 2.0
-# One dump for each backend's recorder; a build of torch without CUDA has the first only. Private, without a public way.
+# One dump for each backend's recorder; a build of torch without CUDA has only the first. Private: no public function.
 _DUMPS: tuple[Callable[[], bytes] | None, ...] = (
     getattr(c10d, "_dump_fr_trace_json", None),
     getattr(c10d, "_dump_nccl_trace_json", None),
@@ -52,7 +52,7 @@ def topology(mesh: Mesh, messages: Callable[[], Messages | None] = lambda: None)
 def last_collectives(kept: int = KEPT) -> list[Collective]:
     """The last collectives that this process has called, oldest first; empty if the recorder is off.
 
-    Those of `World.beside` are left out: another thread calls these, and the training does not wait for them.
+    Leaves out collectives of `World.beside`: another thread calls these, and the training does not wait for them.
     """
     calls: dict[tuple[Any, ...], Collective] = {}
     for dump in _DUMPS:
@@ -67,7 +67,7 @@ def last_collectives(kept: int = KEPT) -> list[Collective]:
                 sizes=tuple(map(tuple, entry.get("input_sizes", []))),
                 dtypes=tuple(entry.get("input_dtypes", [])),
                 is_message=is_message,
-                # gloo leaves the state at `scheduled`, and retires what is complete.
+                # With gloo the state stays `scheduled`, and a complete collective is retired.
                 is_done=bool(entry.get("retired")) or entry.get("state") == "completed",
                 created=entry.get("time_created_ns", 0) / 1e9,
             )
@@ -77,7 +77,7 @@ def last_collectives(kept: int = KEPT) -> list[Collective]:
 
 
 def _entries(dump: Callable[[], bytes]) -> list[dict[str, Any]]:
-    """The entries of a dump; empty if it does not end: a recorder's lock may be held by the thread that hangs."""
+    """The entries of a dump; empty if the dump does not end: the thread that hangs may hold the recorder's lock."""
     entries: list[dict[str, Any]] = []
 
     def read() -> None:

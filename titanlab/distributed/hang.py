@@ -30,7 +30,7 @@ from titanlab.records import (
 )
 from titanlab.system import STOPPED, process_state
 
-# Time that a rank has for its own note after another rank's note of a hang; it looks for such notes at least every 5 s.
+# Time for a rank's own note after another rank's note of a hang; ranks look for such notes at least every 5 s.
 ANSWER_SECONDS = 8.0
 _POLL_SECONDS = 0.2
 # Time for a process that is blocked in native code to write its stacks into its log.
@@ -48,7 +48,7 @@ STATES: Mapping[str, str] = {
 
 
 def hangs_of_others(run: RunFolder, rank: int | None, *, since: float) -> list[Outcome]:
-    """Notes of hangs by other ranks in the run's newest attempt; empty where the notes cannot be read.
+    """Notes of hangs by other ranks in the run's newest attempt; empty if the notes cannot be read.
 
     Args:
         rank: the rank whose own note is left out; None: no rank.
@@ -62,14 +62,14 @@ def hangs_of_others(run: RunFolder, rank: int | None, *, since: float) -> list[O
 
 
 def await_notes(run: RunFolder, pids: Mapping[int, int], *, since: float, world: int | None = None) -> bool:
-    """If ranks hang, wait until every rank has a note; a rank of this host that writes none gets one from here.
+    """If ranks hang, wait until every rank has a note; write the note for a rank of this host that writes none.
 
     Args:
         pids: process by rank, for the ranks of this host that have not ended.
-        world: number of ranks of the run; None: the others are not waited for.
+        world: number of ranks of the run; None: do not wait for other hosts' ranks.
 
     Returns:
-        whether a rank of this host wrote none: it must not live on, and write another one.
+        whether a rank of this host wrote none: it must be killed before it can write another note.
     """
     begin, are_silent = time.monotonic(), False
     while hangs_of_others(run, None, since=since):
@@ -77,7 +77,7 @@ def await_notes(run: RunFolder, pids: Mapping[int, int], *, since: float, world:
         states = {rank: process_state(pid) for rank, pid in pids.items() if rank not in noted}
         quiet = [rank for rank, state in states.items() if state not in ("Z", None)]
         waited = time.monotonic() - begin
-        # A stopped process will write nothing: nobody need wait for it.
+        # A stopped process will write nothing: do not wait for it.
         if quiet and (waited >= ANSWER_SECONDS or all(states[rank] in STOPPED for rank in quiet)):
             for rank in quiet:
                 are_silent |= note_silence(run, rank, pids[rank], since=since)
@@ -118,7 +118,7 @@ def judged(notes: Collection[Outcome], world: int, records: Mapping[int, HangRec
     """The outcome of an attempt from its ranks' notes: the first cause, and for a hang the verdict of the diagnosis.
 
     Args:
-        records: of the hang, by rank. Without them a rank that does not wait for others is named by its own note.
+        records: of the hang, by rank. Without records, the note of a rank that does not wait for others names the rank.
     """
     first, has_to_name = first_cause(notes), True
     diagnosis: Diagnosis | None = None
@@ -127,11 +127,11 @@ def judged(notes: Collection[Outcome], world: int, records: Mapping[int, HangRec
     if not records:
         if is_hang and (first.echo or is_silent(first)):
             diagnosis = diagnosis_of(notes, world, {})
-    # A rank that ends with exit code 0 has left the others without a word.
+    # A rank that ended with exit code 0 left the others silently.
     elif is_hang or first.echo or first.exit_code == 0:
         diagnosis, has_to_name = diagnosis_of(notes, world, records), False
     elif first.exit_code == -signal.SIGABRT or "gloo" in (first.cause or ""):
-        # gloo ends, or raises in, the process that receives a message of another size: not the one that sent it.
+        # If sizes differ, gloo ends the process that receives the message, or raises there; the sender is at fault.
         diagnosis = different_calls(records) or odd_calls(records, first.rank or 0)
         if diagnosis is not None:
             diagnosis = replace(diagnosis, verdict=f"{diagnosis.verdict}; rank {first.rank}: {first.cause}")
@@ -166,7 +166,7 @@ def diagnosis_of(notes: Collection[Outcome], world: int, records: Mapping[int, H
         if note.rank is not None and note.kind is not OutcomeKind.HANG and not note.echo
     }
     if not any(note.kind is OutcomeKind.HANG for note in notes):
-        # Nobody looked at the processes of the ranks without a note; the others lost their connection to them.
+        # The processes of ranks without a note were not examined; other ranks lost their connection to them.
         noted = {note.rank for note in notes} | set(records)
         ended |= {rank: "its process is gone and has left no record" for rank in range(world) if rank not in noted}
     unread = {note.rank for note in notes if note.rank is not None} - set(records) - set(silent) - set(ended)
@@ -175,7 +175,7 @@ def diagnosis_of(notes: Collection[Outcome], world: int, records: Mapping[int, H
 
 def _what_hangs(notes: Sequence[Outcome]) -> str:
     """`step 3 did not end within 600 s`, from the note of a rank that reached its own limit."""
-    # Ranks may be in different steps: the earliest one is the one that does not end.
+    # Ranks may be in different steps: the earliest step is the one that does not end.
     for note in sorted(notes, key=lambda note: note.step):
         event, colon, _ = (note.cause or "").partition(f": rank {note.rank}")
         if colon and "another rank reached" not in event:
@@ -221,7 +221,7 @@ def hung_attempt(run: RunFolder, attempt: int) -> HungAttempt:
 
 
 def world_of(run: RunFolder, attempt: int) -> int:
-    """How many ranks an attempt has; 0 where its config does not say."""
+    """Number of ranks of an attempt; 0 if its config does not say."""
     try:
         world = run.config(attempt).get("world")
     except ConfigError:

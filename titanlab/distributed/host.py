@@ -15,7 +15,7 @@ from titanlab.distributed.ranks import CORES
 from titanlab.errors import ConfigError
 from titanlab.system import output_of
 
-# torch takes the number of the last one that is set.
+# torch uses the last variable that is set.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 _ROOT = Path("/")
@@ -80,7 +80,7 @@ def cores() -> int:
 
 
 def share_of_cores(processes: int, environ: Mapping[str, str]) -> int:
-    """Cores of each of some processes on this host, at least 1: as the launcher says, or an equal share."""
+    """Cores for each of several processes on this host, at least 1: the launcher's number, or an equal share."""
     return int(environ[CORES]) if CORES in environ else max(1, cores() // processes)
 
 
@@ -88,7 +88,7 @@ def thread_variables(environ: Mapping[str, str], share: int, given: int | None) 
     """Variables that set or replace the number of threads of a process.
 
     Args:
-        environ: a number in here stays if it is not larger than the share; more threads than cores are much slower.
+        environ: a number in it stays unless it exceeds the share; more threads than cores are much slower.
         given: `launch.threads`, which replaces every other number.
     """
     is_kept = {name: given is None and _threads(environ.get(name, "")) <= share for name in _THREADS}
@@ -109,13 +109,13 @@ def _threads(value: str) -> float:
 
 
 def memory_bytes(root: Path = _ROOT) -> int | None:
-    """Memory that this process may use, swap included; None where the system does not report it."""
+    """Memory that this process may use, including swap; None if the system does not report it."""
     try:
         lines = (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()
         sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
         limits = [sizes["MemTotal"]]
         for folder in memory_groups(root):
-            # cgroup version 2, and 1: without a limit its number is larger than any host's memory.
+            # cgroup version 2, then 1, whose number without a limit exceeds any host's memory.
             for file in (folder / "memory.max", folder / "memory.limit_in_bytes"):
                 text = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
                 limits += [int(text)] if text.isdecimal() else []

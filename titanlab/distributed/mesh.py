@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlab.costs import DATA_AXES, FSDP_AXES, Layout
 
-# Dimensions of the mesh of experts that the mesh of other parameters does not have.
+# Dimensions that only the mesh of experts has.
 EXPERT_AXES = ("expert_shard", "expert")
 
 
@@ -23,7 +23,7 @@ class Mesh:
     Attributes:
         root: one named dimension per axis, outermost first, degrees of 1 included; the axes over which FSDP2 shards
             share one dimension, `layout.fsdp_name`.
-        folded: one mesh for each axis of that dimension if it has several; else empty.
+        folded: one mesh for each axis of `layout.fsdp_name` if it joins several axes; else empty.
         experts: the same ranks for the parameters of experts: `pipeline`, `replicate`, `expert_shard`, `expert`; None
             without expert parallelism.
     """
@@ -34,7 +34,7 @@ class Mesh:
     experts: DeviceMesh | None = None
 
     def axis(self, name: str) -> DeviceMesh:
-        """The ranks that differ from this one in one axis only."""
+        """The ranks that differ from this rank in one axis only."""
         return self.folded[name] if name in self.folded else self._views[name]
 
     @functools.cached_property
@@ -101,7 +101,7 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
 
 
 def _expert_mesh(layout: Layout, device_type: str) -> DeviceMesh | None:
-    """The ranks as the experts see them: those that share experts are neighbours."""
+    """The ranks arranged for experts: ranks that divide experts among them are neighbours."""
     if layout.expert == 1:
         return None
     sizes = {

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from titanlab.errors import ConfigError
 
-# Private variables, by which a process of titanlab tells another one what it has to know. All of them stand here.
+# Private variables for messages between processes of titanlab. This is the full list.
 PARENT = "TITANLAB_PARENT"  # process number of the launcher of a rank, whose death is a stop request
 ATTEMPT = "TITANLAB_ATTEMPT"  # number of the attempt that the launcher has begun; under torchrun the ranks find it
-LOG = "TITANLAB_LOG"  # file to which a rank appends its output; without it, the launcher's output is its own
-CORES = "TITANLAB_CORES"  # cores of each process: one that is bound to some does not know whether others share them
+LOG = "TITANLAB_LOG"  # file to which a rank appends its output; without it, the rank writes to the launcher's output
+CORES = "TITANLAB_CORES"  # cores of each process: a bound process cannot see whether others share its cores
 PIDS_FILE = "TITANLAB_PIDS_FILE"  # number of the open file for the process numbers of the ranks that a process forks
 QUESTIONS = "TITANLAB_SCONTROL"  # folder in which the batch file of a job looks for questions to Slurm
 _OWN_GPU = "TITANLAB_OWN_GPU"  # set if a process has a GPU of its own, see `Ranks`
@@ -36,8 +36,8 @@ class Ranks:
         local_rank, local_world: the same on its host.
         address, port: where rank 0 listens.
         started_by: `torchrun` (or titanlab's launcher, which sets the same variables), or the kind of a launcher.
-        has_own_gpu: whether the launcher has given each process of a host a GPU of its own: if a process sees only one,
-            it is that one.
+        has_own_gpu: whether the launcher has given each process of a host a GPU of its own: if a process sees only one
+            GPU, that GPU is its own.
         is_counted: whether the launcher has counted the ranks of each host, so that `local_world` is reliable.
     """
 
@@ -68,11 +68,10 @@ ALONE = Ranks(rank=0, world=1, local_rank=0, local_world=1, address="127.0.0.1",
 
 
 def look_seconds(world: int, *, is_first: bool = True) -> float:
-    """The time between two looks of a rank for what others write into the run's folder.
+    """Seconds between two looks of a rank for files that others write into the run's folder.
 
-    The ranks of a large job look less often, so that they do not load a file system that many share; and those that are
-    not the first on their host (`is_first`) even less: ranks agree on a stop in each step, so that one that knows of it
-    is enough.
+    The ranks of a large job look less often, to spare a shared file system; ranks that are not the first on their host
+    (`is_first`) look even less often: ranks agree on a stop in each step, so it is enough if one rank knows of it.
     """
     seconds = _LOOK_SECONDS + _LOOK_SECONDS_A_RANK * (world - 1)
     return seconds if is_first else 4 * seconds
@@ -126,8 +125,8 @@ def number(environ: Mapping[str, str], name: str, default: int | None = None) ->
         raise ConfigError(name, text, "must be a whole number", "start with torchrun or srun, or unset it") from None
 
 
-# Linux gives ports of this range to connections that ask for none. Elsewhere the range is not read, and 49152 is its
-# usual start.
+# The range of ports that Linux gives to outgoing connections. Elsewhere the range is not read: 49152 is the usual
+# start.
 _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _USUAL_START = 49152
 _LOWEST = 20_000
@@ -138,7 +137,7 @@ def free_port() -> int:
     """A TCP port of this host that can be bound now, on all addresses.
 
     It is outside the range from which the kernel takes ports for outgoing connections. A port of that range may be
-    gone before rank 0 listens on it, a second or more later.
+    taken before rank 0 listens on it, a second or more later.
     """
     try:
         below = int(_RANGE_FILE.read_text().split()[0])
@@ -174,7 +173,7 @@ def is_loopback(address: str) -> bool:
 
 
 def loopback_address() -> str | None:
-    """The loopback address on which a process can listen: of IPv4, or of IPv6 without IPv4; None: there is none."""
+    """The loopback address on which a process can listen: IPv4, else IPv6; None: there is none."""
     for address in _LOOPBACKS:
         with contextlib.suppress(OSError), listen(address, 0):
             return address
@@ -197,7 +196,7 @@ def listen(address: str, port: int) -> socket.socket:
     """
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
-        # A run that has just ended leaves connections in TIME_WAIT, which would block the port.
+        # Connections of a run that has just ended are in TIME_WAIT, which would block the port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
         listener.listen(1024)

@@ -12,7 +12,7 @@ from titanlab.system import process_start, write_json
 
 FILE = "start_up.json"
 SCHEMA = 1
-# In their order.
+# In the order of the start.
 PHASES = (
     *("launcher", "python", "recipe", "imports", "rendezvous"),
     *("model", "state", "data", "recorder", "first_step"),
@@ -29,14 +29,14 @@ class StartUp:
         self._ended = False
 
     def show_by(self, show: Callable[[str | None], None]) -> None:
-        """Call a function with what is done, and with None where the recorder takes over."""
+        """Set the function that shows a phase's text; it is called with None when the recorder takes over."""
         self._show = show
 
     def begin(self, phase: str, text: str | None = None) -> None:
-        """Begin a phase, which ends the one before. A phase may begin again: its times are added up.
+        """Begin a phase, which ends the previous one. A phase may begin again: its times are added up.
 
         Args:
-            text: what is done; None: nothing is shown.
+            text: the action to show; None: show nothing.
         """
         assert phase in PHASES
         if not self._ended:
@@ -45,22 +45,22 @@ class StartUp:
             self._show(text)
 
     def show_no_more(self) -> None:
-        """End what is shown: the recorder takes over."""
+        """Stop showing phases: the recorder takes over."""
         if self._show is not None:
             self._show(None)
         self._show = None
 
     def begin_after(self, ended: float) -> None:
-        """Count from the end of an earlier attempt, if the same launcher has made it.
+        """Count from the end of an earlier attempt, if the same launcher made that attempt.
 
         Args:
-            ended: seconds since the epoch, by the clock of that attempt's host; a time to come counts as now.
+            ended: seconds since the epoch, by the clock of that attempt's host; a future time counts as now.
         """
         ended = min(ended, self._clock())
         self._begun = [(phase, max(begun, ended)) for phase, begun in self._begun]
 
     def end(self) -> dict[str, float] | None:
-        """End the last phase: seconds by phase, in their order; None if it has ended before."""
+        """End the last phase. Returns the seconds by phase, in order; None if it has ended before."""
         if self._ended:
             return None
         self._ended = True
@@ -74,7 +74,7 @@ class StartUp:
 
 def start_of_worker() -> StartUp:
     """The start of an attempt, in the process that the launcher has started."""
-    # Elsewhere than on Linux, Python's own start is not counted.
+    # Except on Linux, the start of Python itself is not counted.
     begun = {"python": process_start(os.getpid()) or time.time()}
     launched = process_start(int(os.environ[PARENT])) if PARENT in os.environ else None
     return StartUp({"launcher": launched, **begun} if launched else begun)

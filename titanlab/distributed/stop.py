@@ -1,7 +1,7 @@
 """A request to stop, by Ctrl-C or a scheduler, which takes effect at the end of a step.
 
-A rank hears of it by a signal from the process that has started it, and of nobody else: a launcher forwards the signal
-that it got itself. A scheduler signals all processes of a job at once, and does not say why. Workers of a job therefore
+A rank gets the request only as a signal from the process that has started the rank: a launcher forwards the signals
+that it gets. A scheduler signals all processes of a job at once, and does not say why. Workers of a job therefore
 ignore its signals; the process that has started a worker finds out why, writes it into the attempt's folder
 (`write_stop`), and sends the worker SIGHUP.
 """
@@ -76,25 +76,25 @@ class StopRequest:
         """Inside the block, a request raises StoppedEarly in the main thread, because nothing would be lost.
 
         Args:
-            active: whether that is so; if not, a request waits, also if an outer block is active.
-            patience_seconds: time for an error that is on its way: the launcher asks a rank to end when another one
-                fails, and both may fail for one reason.
+            active: whether a request raises; if not, it waits, even if an outer block is active.
+            patience_seconds: time for a possible error of this rank: the launcher asks a rank to end when another rank
+                fails, and both may fail for the same reason.
         """
         self.ends_at_once, self._patience = active, patience_seconds
         try:
             if active and self.signal:
                 raise StoppedEarly
-            # Only a signal that Python handles ends a system call.
+            # A handler, because only a signal that Python handles interrupts a system call.
             with handled_signals((signal.SIGCONT,) if active and _in_main_thread() else (), lambda number, frame: None):
                 yield
         finally:
             self.ends_at_once = False
 
     def cause_of(self, number: int) -> str | None:
-        """What is known now about a signal that this rank or another one has received.
+        """The known cause of a signal that this rank or another one has received.
 
-        It is asked for when the run ends: Linux sends SIGTERM when a thread of the launcher ends, and shows another
-        parent only when its last thread has ended. A rank of another process may have its signal earlier than this one.
+        Call this when the run ends: Linux sends SIGTERM when a thread of the launcher ends, but shows another parent
+        only after the launcher's last thread. A rank of another launcher may get its signal earlier.
         """
         cause = self.cause if self.signal == number else None
         return cause or _cause(number)
@@ -114,12 +114,12 @@ class StopRequest:
             self._raise_in_main_thread()
 
     def _raise_in_main_thread(self) -> None:
-        """It takes effect when the main thread runs Python code the next time."""
+        """The error is raised when the main thread next runs Python code."""
         if not self.ends_at_once:
             return
         main = threading.main_thread().ident or 0
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), ctypes.py_object(StoppedEarly))
-        # End the system call in which the main thread may wait, such as for a compiler that is stopped.
+        # Interrupt a system call in which the main thread may wait, such as for a stopped compiler.
         signal.pthread_kill(main, signal.SIGCONT)
 
 
@@ -133,9 +133,8 @@ class Impatient(TitanlabError):
 
 
 class StoppedEarly(BaseException):
-    """The run was asked to stop before its first step was done. No Exception: torch would wrap it.
-
-    The message says what it was doing, as an end for "asked to end".
+    """The run was asked to stop before its first step was done. Not an Exception, which torch would wrap. The message
+    says what the run was doing, as the end of a sentence after "asked to end".
     """
 
 
@@ -144,7 +143,7 @@ def _in_main_thread() -> bool:
 
 
 def caught_signals() -> tuple[int, ...]:
-    """The signals that ask a run to stop; of a closed terminal, SIGHUP, only if it is not ignored (`nohup`)."""
+    """The signals that ask a run to stop; SIGHUP (a closed terminal) only if it is not ignored (`nohup`)."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return STOP_SIGNALS if ignored else (*STOP_SIGNALS, signal.SIGHUP)
 
@@ -155,7 +154,7 @@ def stopped_early(request: StopRequest, *, rank: int, attempt: int, when: str = 
     It is a secondary failure if the rank was asked by SIGTERM: the launcher sends it to the others when a rank fails.
 
     Args:
-        when: what the rank was doing, such as `when rank 1 had not come`; empty: nothing that others need to know.
+        when: what the rank was doing, such as `when rank 1 had not come`; empty: nothing of interest.
     """
     when = when or "before its first step was done"
     outcome = _stopped(request.signal, request.cause_of(request.signal), when, rank, attempt)
@@ -205,9 +204,9 @@ def held_signals(
     Main thread only.
 
     Args:
-        numbers: None: those of `caught_signals`.
+        numbers: signals; None: the signals of `caught_signals`.
         is_impatient: whether a Ctrl-C over a second after the first signal raises Impatient, in case the block waits
-            for a file server that is gone.
+            for a lost file server.
     """
     held: list[tuple[int, float]] = []
 
@@ -232,7 +231,7 @@ def stop_request(reason: Callable[[], StopReason | None] = lambda: None) -> Iter
     Python handles signals in the main thread only: in another thread the flag is never set.
 
     Args:
-        reason: asked at SIGHUP for what the process that has started this one has written.
+        reason: called at SIGHUP; returns the reason that the parent process has written.
     """
     request = StopRequest()
     first = 0.0
@@ -249,7 +248,8 @@ def stop_request(reason: Callable[[], StopReason | None] = lambda: None) -> Iter
                 if told is not None:
                     request.note(_signal_for(told.kind), told.cause)
                 else:
-                    # Ranks add up one flag for each of STOPS. A closed terminal ends a run as Ctrl-C does.
+                    # Use a signal of STOPS, because ranks add up one flag for each. A closed terminal ends a run as
+                    # Ctrl-C does.
                     request.note(signal.SIGINT if number == signal.SIGHUP else number, _cause(number))
         elif time.monotonic() - first > ONE_REQUEST_SECONDS:
             raise KeyboardInterrupt
@@ -284,7 +284,7 @@ def _launcher_watched(request: StopRequest) -> Iterator[None]:
 
 
 def _cause(number: int) -> str | None:
-    """What is known about a signal to this process."""
+    """The known cause of a signal to this process."""
     if number == signal.SIGHUP:
         return "its terminal was closed (SIGHUP); the run can be resumed"
     return _LAUNCHER_GONE if number == signal.SIGTERM and _launcher_is_gone() else None

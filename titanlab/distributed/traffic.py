@@ -69,7 +69,7 @@ def marked_collectives(axes: Mapping[str, str]) -> Iterator[None]:
 
 
 class _Tracer(TorchDispatchMode):
-    # Compiled code that recomputes a block wraps attention in higher-order operators that keep the generators' state.
+    # Compiled code that recomputes a block wraps attention in higher-order operators, which keep the generators' state.
     supports_higher_order_operators = True
 
     def __init__(self, axes: Mapping[str, str], traffic: Traffic) -> None:
@@ -78,7 +78,7 @@ class _Tracer(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """True: otherwise torch would not compile inside the block, and never compile functions that it met there."""
+        """True: otherwise torch would not compile inside the block, and never compile functions seen there."""
         return True
 
     def __torch_dispatch__(
@@ -170,7 +170,7 @@ def _own(kind: str, arguments: dict[str, Any], group: dist.ProcessGroup) -> int 
 _INPUT = _first("input_tensors", "input_list", "input_tensor", "inputs", "input", "tensors", "tensor")
 _COMPOSED = {DTensor, AsyncCollectiveTensor}
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-# The first of these words that an operator's name contains gives its kind: torch spells some kinds in a dozen ways.
+# The first of these words in an operator's name gives its kind: torch spells some kinds in a dozen ways.
 _KINDS: dict[str, tuple[str, Callable[[dict[str, Any], int], int]]] = {
     "allgather": ("all_gather", _gathered),
     "all_gather": ("all_gather", _gathered),

@@ -35,14 +35,14 @@ from titanlab.system import trimmed
 
 STEP_KEY = "training.step_timeout_seconds"
 FIRST_STEP_KEY = "training.first_step_timeout_seconds"
-# A step that takes at least this many times the usual time hangs; a shorter one may only be slow.
+# A step hangs if it takes at least this many times the usual time; a shorter one may only be slow.
 _SLOW = 10
-# The limit of a step if the config has none: this, or _SLOW times the median step, once so many steps are known.
+# The limit of a step if the config has none: the larger of this and _SLOW times the median step, once enough are known.
 LEAST_LIMIT_SECONDS = 60.0
 _FEWEST_STEPS = 3
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
-# Modules of titanlab and of torch that read or write files: a rank in one of them waits for a disk, not for a rank.
+# Modules of titanlab and of torch that read or write files: a rank inside them waits for a disk, not for a rank.
 _OWN_FILE_MODULES = (
     *("data/", "techniques/tracker/", "checkpoint/", "system/terminal.py", "system/files.py"),
     *("train/weights_", "train/hub_folders.py", "train/interchange.py", "train/starting_weights.py"),
@@ -71,7 +71,7 @@ class StepTimes:
         if self._begin is not None:
             seconds = now - self._begin - self._paused
             if self._first is None:
-                # It includes compilation, so later steps are not compared with it.
+                # The first step includes compilation, so later steps are not compared with it.
                 self._first = seconds
             else:
                 self._later.append(seconds)
@@ -122,7 +122,7 @@ def hang(
     """The outcome of a rank whose step, or other phase, did not end in time.
 
     It is a secondary failure (`echo`) if the rank waits for others: for a collective or its device, inside torch or in
-    titanlab's code that calls torch. A rank that is anywhere else, or computes, keeps the others waiting.
+    titanlab's code that calls torch. A rank that is anywhere else, or that computes, keeps the others waiting.
 
     Args:
         where: the phase, such as `step 3`.
@@ -140,7 +140,7 @@ def hang(
         # The caller of `queue.get` tells more than `queue.get`.
         line = next((line for line in lines if not is_standard(line.file)), lines[0])
         waits = not busy and _waits_for_others(line.file)
-        # With the last two parts of the path, also where it is titanlab's own.
+        # Show the last two parts of the path, also for titanlab's own files.
         cause += f" {'waits' if waits else 'computes' if busy else 'stands'} in {line}"
     return Outcome(
         kind=OutcomeKind.HANG,
@@ -166,7 +166,7 @@ def main_thread_is_busy() -> bool:
 
 
 def _main_thread_seconds() -> float | None:
-    """Seconds in which the main thread has used a core or has waited for one; None where the system is not Linux."""
+    """Seconds in which the main thread has used a core or has waited for one; None if the system is not Linux."""
     task = Path(f"/proc/self/task/{os.getpid()}")
     try:
         # On a busy host a thread that computes may get less than a tenth of a core.
@@ -176,7 +176,7 @@ def _main_thread_seconds() -> float | None:
         pass
     if not task.exists():
         return None
-    # A kernel without statistics of its scheduler.
+    # The kernel has no statistics of its scheduler.
     return time.clock_gettime(time.pthread_getcpuclockid(threading.main_thread().ident or 0))
 
 
@@ -200,7 +200,7 @@ _FRAMES = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """A rank's place among the others, as far as it is known yet.
+    """A rank's place among the others, as far as it is known so far.
 
     Attributes:
         coordinates: the rank's number on each axis whose degree is above 1.
@@ -303,10 +303,10 @@ class Watchdog:
     Args:
         step_seconds: limit of a step; 0: no limit; None: `StepTimes.limit`, and `first_seconds` until it is known.
         first_seconds: limit of the start, of the first step and of pauses; None: no limit.
-        note: is called with the outcome of a rank that hangs, and with its record for the diagnosis (None: there is
-            none), before the process ends.
+        note: called with the outcome of a rank that hangs, and with its record for the diagnosis (None: there is none),
+            before the process ends.
         world: number of ranks that look for notes of others.
-        is_asked: whether another rank hangs, so that this rank has to write its note too.
+        is_asked: whether another rank hangs, so that this rank must write its note too.
         idle_waits: whether a rank that waits for others leaves its CPU core idle; with a GPU it polls.
     """
 
@@ -366,7 +366,7 @@ class Watchdog:
 
     @property
     def done(self) -> int:
-        """The last step that is complete."""
+        """The last complete step."""
         return self._phase.step
 
     def record_of_error(self, error: BaseException) -> HangRecord:
@@ -379,7 +379,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _step_limit(self) -> tuple[float | None, str]:
-        """The limit of the step that begins, and the key of the config that it comes from."""
+        """The limit of the step that begins, and the config key of this limit."""
         if not self._stepped:
             return self._first_seconds, FIRST_STEP_KEY
         if self._step_seconds is not None:

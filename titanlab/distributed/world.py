@@ -32,7 +32,7 @@ class World:
     Attributes:
         rank, world: its number among all processes, and the number of processes.
         local_rank: its number on its host.
-        group: of its collectives; None: the group of all training.
+        group: the process group of these collectives; None: the group of the training.
         without_data: the context in which parameters become tensors without data, for a trace; None: they are real.
     """
 
@@ -87,10 +87,10 @@ class World:
         return values[0]
 
     def beside(self) -> World:
-        """The same ranks with a group of their own, on the host, for another thread; all ranks call it together.
+        """The same ranks with a separate group, on the host, for another thread; all ranks call this together.
 
-        Collectives of two threads must not mix in one group. The watchdog limits how long the training waits for the
-        thread, so the group has no limit of its own.
+        Collectives of two threads must not mix in one group. The group has no time limit, because the watchdog limits
+        how long the training waits for the thread.
         """
         if self.world == 1:
             return self
@@ -99,12 +99,12 @@ class World:
 
 
 BESIDE = "beside"
-"""Description of the group of `World.beside`: its collectives are no part of a step."""
+"""Description of the group of `World.beside`: its collectives do not belong to a step."""
 _JOIN_SECONDS = 600.0
 _NO_LIMIT = datetime.timedelta(days=30)
-# Ranks that wait for others look again after a tenth of the time that they have waited, at most after this time.
+# Longest time between two looks of ranks that wait for others: a tenth of the time that they have waited, at most this.
 _MOST_LOOK_SECONDS = 1.0
-# Before this time nobody is told which ranks have not come.
+# After this time the user is told which ranks have not come.
 _TOLD_SECONDS = 5.0
 _ALL_HERE = "titanlab/all ranks are here"
 
@@ -161,7 +161,7 @@ def _select_device(accelerator: str, ranks: Ranks) -> torch.device:
             "install a CUDA build of torch, or try cluster.accelerator=cpu",
         )
     if ranks.has_own_gpu and torch.cuda.device_count() == 1:
-        # CUDA numbers what a process sees from 0.
+        # CUDA numbers the visible devices of a process from 0.
         local_rank = 0
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
@@ -177,7 +177,7 @@ def _select_device(accelerator: str, ranks: Ranks) -> torch.device:
 
 def _join(ranks: Ranks, device: torch.device, waits: Callable[[str], None]) -> None:
     if is_one_host(ranks) and (interface := loopback_interface()) is not None:
-        # gloo need not be reached from other hosts; a setting of the user wins.
+        # gloo need not be reachable from other hosts; a setting of the user wins.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if ranks.world == 1:
         # No address and no port, so that several runs can share a host.
@@ -214,7 +214,7 @@ class _Wait:
     """The wait for other ranks, in Python: torch's own waits are native code, in which no stop signal is handled.
 
     Attributes:
-        absent: names whoever has not come.
+        absent: names the ranks that have not come.
     """
 
     def __init__(self, ranks: Ranks, waits: Callable[[str], None]) -> None:

@@ -23,9 +23,9 @@ class Check:
 
     Attributes:
         section: the part of the report.
-        name: for the case that it does not answer.
+        name: shown if the probe does not answer.
         find: returns findings, or raises any error.
-        seconds: its limit. A function that hangs, say in a file system that does not answer, is left alone.
+        seconds: time limit. A function that hangs, for example in a file system that does not answer, is abandoned.
         is_needed: whether training does not work without an answer.
     """
 
@@ -37,11 +37,11 @@ class Check:
 
 
 def checks(runs: Path, launch: LaunchConfig | None) -> list[Check]:
-    """The checks.
+    """The checks of `titanlab doctor`.
 
     Args:
         runs: the folder of runs.
-        launch: the launcher that the user has named; None: none, and all are checked with their defaults.
+        launch: the launcher that the user has named; None: check all launchers with their defaults.
     """
     needs_shared = launch is not None and not launch.runs_here
     torch_seconds = software.FACTS_SECONDS + 2 * software.REDUCE_SECONDS + 10
@@ -72,7 +72,7 @@ def _of_launcher(kind: str, launch: LaunchConfig | None) -> Check:
     try:
         config = launch if launch is not None and is_chosen else default_config(kind)
     except ConfigError as error:
-        # Nobody has chosen this launcher, which is another package's.
+        # Only a warning: the user has not chosen this launcher of another package.
         problem = [warn("config", str(error), "mend or remove its package")]
         return Check(kind, kind, lambda: problem, is_needed=False)
     # Made inside the check: a launcher of another package may raise anything.
@@ -98,7 +98,7 @@ def run_checks(checks: Sequence[Check]) -> Iterator[tuple[Check, list[Finding]]]
             found[number] = unknown(check, f"could not be checked ({text})")
 
     begin = time.monotonic()
-    # A daemon that hangs does not keep the process alive.
+    # A daemon thread that hangs does not keep the process alive.
     threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate(checks)]
     for thread in threads:
         thread.start()

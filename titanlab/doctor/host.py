@@ -21,7 +21,7 @@ from titanlab.system import Finding, fail, ok, output_of, user_path, warn
 _GIB = 1 << 30
 _FEW_FILES, _ENOUGH_FILES = 1024, 4096
 _LOW_SHARED, _NO_SHARED = 1 * _GIB, 128 << 20
-# No clock of a working host is before this version was written.
+# A correct clock is later than the time of this version.
 _EARLIEST = 1_750_000_000
 _CGROUPS = Path("/sys/fs/cgroup")
 _INFINIBAND = Path("/sys/class/infiniband")
@@ -29,12 +29,12 @@ _SECONDS = 10.0
 
 
 def graded(name: str, text: str, hint: str, *, fails: bool = False, warns: bool = False) -> Finding:
-    """A finding of the state that the rules give it; it has the hint if it is not ok."""
+    """A finding, with the state that the rules give, and with the hint unless the state is ok."""
     return fail(name, text, hint) if fails else warn(name, text, hint) if warns else ok(name, text)
 
 
 def check_cores() -> Iterator[Finding]:
-    """Cores that this process may use, against those of the host and its cgroup's share."""
+    """Cores that this process may use, compared with the host's cores and the cgroup's share."""
     usable, all_cores = cores(), os.cpu_count() or 1
     share = cpu_share()
     text = f"{usable} of the host's {all_cores} may be used"
@@ -57,7 +57,7 @@ def check_cores() -> Iterator[Finding]:
 
 
 def cpu_share(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> float | None:
-    """The cores whose time this process's cgroup, or one above it, gives; None: no limit is known."""
+    """The number of cores whose time this process's cgroup, or a parent, allows; None: no limit is known."""
     folders, shares = [root], []
     with contextlib.suppress(OSError, ValueError):
         for line in own.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -182,7 +182,7 @@ _IN_MEMORY = {"tmpfs", "ramfs"}
 
 
 def check_runs(runs: Path, *, needs_shared: bool) -> Iterator[Finding]:
-    """The folder of runs, or where it would be made.
+    """The folder of runs, or the place where it would be made.
 
     Args:
         needs_shared: whether jobs run on other hosts.
@@ -230,12 +230,12 @@ def existing(folder: Path) -> Path:
 
 
 def file_system(folder: Path) -> tuple[str, str]:
-    """The kind of the file system that has a folder, and where it is mounted; empty if that is not known."""
+    """The kind and the mount point of a folder's file system; empty if they are not known."""
     best, real = ("", ""), os.path.realpath(folder)
     with contextlib.suppress(OSError):
         for each in psutil.disk_partitions(all=True):
             is_above = real == each.mountpoint or real.startswith(each.mountpoint.rstrip("/") + "/")
-            # The later of two mounts in one place hides the earlier one.
+            # The later of two mounts at one place hides the earlier one.
             if is_above and len(each.mountpoint) >= len(best[1]):
                 best = (each.fstype, each.mountpoint)
     return best
@@ -247,7 +247,7 @@ def _check_room(name: str, folder: Path, *, shown: Path | None = None) -> Iterat
     text = f"{shown or folder}: {free / _GIB:,.1f} of {size / _GIB:,.1f} GiB free"
     hint = "make room: titanlab clean --dry-run shows what could go"
     yield graded(name, text, hint, fails=free < _NO_BYTES, warns=free < _LOW_BYTES)
-    # Some file systems have no fixed number, and say 0.
+    # Some file systems have no fixed number of inodes, and report 0.
     if status.f_files and status.f_favail < _LOW_INODES:
         yield warn(f"files, {name}", f"only {status.f_favail:,} more files can be made", "remove small files there")
 

@@ -30,7 +30,7 @@ _PINNED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)==(\S+)")
 
 
 def check_python() -> Iterator[Finding]:
-    """The interpreter, and the packages that matter."""
+    """Check the interpreter, and the important packages."""
     version = platform.python_version()
     if sys.version_info < _LEAST:
         yield fail("Python", version, f"titanlab needs {'.'.join(map(str, _LEAST))} or later")
@@ -80,7 +80,7 @@ def check_bounds(installed: Mapping[str, str]) -> Iterator[Finding]:
         cure = f'pip install "{name}{need.specifier}"'
         if have is None:
             yield fail(name, "is not installed", cure)
-        # By their numbers alone: a version before a release has what the code needs of it.
+        # Compare release numbers only: a pre-release has the features of its release.
         elif ">=" in bounds and Version(have).release < Version(bounds[">="]).release:
             yield fail(name, f"{have} is older than {bounds['>=']}", cure)
         elif "<" in bounds and Version(have).release >= Version(bounds["<"]).release:
@@ -88,7 +88,7 @@ def check_bounds(installed: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def check_code() -> Iterator[Finding]:
-    """Whether runs can say which code made them."""
+    """Check that runs can record their code."""
     state = git_state(Path(titanlab.__file__).parent)
     if state is None:
         yield ok("code", "no git repository: runs record the version and a fingerprint of the code")
@@ -124,14 +124,14 @@ REDUCE_SECONDS = 120.0
 
 
 def torch_facts(*, python: str = sys.executable, seconds: float = FACTS_SECONDS) -> tuple[dict[str, Any], str]:
-    """What torch knows, from a process of its own; or nothing, and why."""
+    """Facts from torch, in a separate process; or no facts, and the reason."""
     return _run_script("facts", python=python, seconds=seconds)
 
 
 def _run_script(
     *words: str, python: str, seconds: float, environ: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], str]:
-    """The values that the script prints; or nothing, and why: empty if it has not answered in time."""
+    """The values that the script prints; or none, and the reason (empty: no answer in time)."""
     answer = run_command(python, "-P", str(SCRIPT), *words, seconds=seconds, environ=environ)
     if answer is None:
         return {}, f"gave no answer within {seconds:g} s"
@@ -206,7 +206,7 @@ def _runs_on(architecture: str, major: int, minor: int) -> bool:
 def check_all_reduce(
     backend: str, world: int, *, python: str = sys.executable, seconds: float = REDUCE_SECONDS
 ) -> Finding:
-    """Processes that add up a tensor over all of them."""
+    """Check an all-reduce between processes."""
     name, interface = f"{backend} all-reduce", loopback_interface()
     own = {"GLOO_SOCKET_IFNAME": interface} if interface and "GLOO_SOCKET_IFNAME" not in os.environ else {}
     environ = {**os.environ, **own, "OMP_NUM_THREADS": "1"}

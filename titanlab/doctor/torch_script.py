@@ -1,9 +1,9 @@
-"""Programs that use torch, for `titanlab doctor`: each runs in a process of its own and prints one line of JSON.
+"""Programs that use torch, for `titanlab doctor`: each runs in a separate process and prints one line of JSON.
 
     torch_script.py facts
     torch_script.py all_reduce BACKEND WORLD
 
-It imports nothing of titanlab, so that it works with a torch that titanlab cannot use.
+This file imports nothing of titanlab, so that it works with a torch that titanlab cannot use.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def facts() -> dict[str, Any]:
 
 
 def all_reduce(backend: str, world: int) -> dict[str, Any]:
-    """Add up one tensor over so many processes; the sum that each has got."""
+    """Add up one tensor over `world` processes; returns each process's sum."""
     from torch import multiprocessing
 
     begin = time.monotonic()
@@ -73,7 +73,7 @@ def all_reduce(backend: str, world: int) -> dict[str, Any]:
 
 
 def add_up(rank: int, backend: str, world: int, store: str, totals: Any) -> None:
-    """What one process does. It ends with the one that has started it, which torch tells it by SIGINT."""
+    """The code of one process. When its parent ends, torch ends it by SIGINT."""
     import torch
     import torch.distributed as dist
 

@@ -58,8 +58,8 @@ from titanlab.records import (
 )
 from titanlab.system import StoreFault, born_at, disk_fault, process_start
 
-# Processes of an attempt whose launcher was killed may still write, see `close_dead`. Those of another host cannot be
-# seen, and its file system may have no locks: there, longer than a first step may take.
+# Processes of an attempt whose launcher was killed may still write, see `close_dead`. Processes of another host cannot
+# be seen, and its file system may have no locks: for these, wait longer than a first step may take.
 _SILENT_HERE_SECONDS = 10.0
 _SILENT_SECONDS = 2 * 3600.0
 _EARLIER_SECONDS = 60.0
@@ -67,7 +67,7 @@ _POLL_SECONDS = 0.2
 
 
 class Group(Protocol):
-    """The ranks of a claimed run, as the process sees them that makes its attempts.
+    """The ranks of a claimed run, as seen by the process that makes its attempts.
 
     Attributes:
         processes: of the run on this host; None: all of them.
@@ -131,7 +131,7 @@ def begin(
 
     Args:
         processes: of the run on this host; None: all of them.
-        checkpoint: that the user has chosen, and the run's newest: if it is damaged, there is no falling back.
+        checkpoint: chosen by the user, and the run's newest; if it is damaged, an older one is not tried.
 
     Raises:
         ConfigError: the run's checkpoint is missing, damaged, or of another model; or a file that the attempt appends
@@ -262,10 +262,10 @@ def close_dead(run: RunFolder) -> None:
 def close_earlier(run: RunFolder) -> None:
     """Wait until the ranks of a claimed run's earlier attempt have ended, and make sure that it has a result.
 
-    If its launcher was killed, they may still save.
+    If the launcher was killed, its ranks may still save.
 
     Raises:
-        ConfigError: they do not end.
+        ConfigError: the ranks do not end.
     """
     end = time.monotonic() + _EARLIER_SECONDS
     while (status := run.known_status()) is not None and _works(status):
@@ -277,7 +277,7 @@ def close_earlier(run: RunFolder) -> None:
 
 
 def _is_open(run: RunFolder) -> bool:
-    """Whether the run has no result of its newest attempt, and no job either, whose launcher knows more."""
+    """Whether the newest attempt has no result, and the run no job (a job's launcher would know more)."""
     attempt = run.newest_attempt()
     return attempt > 0 and run.result() is None and run.job(attempt) is None
 
@@ -287,7 +287,7 @@ def _close(run: RunFolder) -> None:
         return
     attempt = run.newest_attempt()
     if (recorded := run.result(attempt)) is not None:
-        # The disk took the attempt's result, and not the run's.
+        # The attempt's result was written, but the run's was not, such as on a full disk.
         run.write_result(recorded)
         return
     if run.failures(attempt):
@@ -303,7 +303,7 @@ def _works(status: Status) -> bool:
     """Whether the process that has written a status lives on this host, and the run has not ended."""
     if status.state in ("prepared", "ended") or status.host != socket.gethostname() or status.pid == os.getpid():
         return False
-    # A later process may have got its number.
+    # A later process may have the same number.
     start = process_start(status.pid)
     return born_at(status.pid) is not None and (start is None or start <= status.updated)
 
@@ -353,7 +353,7 @@ def note_of_exit(run: RunFolder, attempt: int, rank: int, code: int, memory: Kil
     if outcome.kind is not OutcomeKind.CRASH or code in (0, -signal.SIGKILL):
         return outcome
     lines = [line.strip() for line in output.splitlines()]
-    # What a C++ exception has said.
+    # The text of a C++ exception.
     words = [line.removeprefix("what():").strip() for line in lines if line.startswith("what():")]
     if code == -signal.SIGABRT and words:
         outcome = replace(outcome, cause=f"{words[-1][:300]} (SIGABRT)")
@@ -370,7 +370,7 @@ def with_progress(run: RunFolder, outcome: Outcome) -> Outcome:
     rows = [row for row in run.metrics("train") if row["attempt"] == outcome.attempt]
     first_steps = [row["step"] for row in run.metrics("attempt") if row["attempt"] == outcome.attempt]
     saved = None
-    # A store that is down may be what has ended the run; the step is in the other records too.
+    # The store may be down, and may have ended the run for that reason; other records have the step too.
     with contextlib.suppress(StoreFault):
         saved = latest(checkpoints_of(run))
     steps = [outcome.step, status.step if status else 0, step_of(saved) if saved else 0, *first_steps]

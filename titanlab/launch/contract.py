@@ -53,7 +53,7 @@ class JobState:
 
     @property
     def never_started(self) -> bool:
-        """Whether it waits or has ended without having run."""
+        """Whether the job waits, or has ended without having run."""
         return self.state in ("pending", "ended") and not self.elapsed_seconds and not self.nodes
 
 
@@ -119,12 +119,12 @@ class Failure:
 class LaunchConfig(LaunchSettings, Protocol):
     """Config of a launcher: a dataclass that derives from this class.
 
-    `LaunchSettings` has its fields: those that a config does not define have the values there.
+    `LaunchSettings` has the fields; its values apply to those that a config does not define.
     """
 
     @property
     def title(self) -> str:
-        """What texts for users call it."""
+        """The launcher's name in texts for users."""
         return self.kind
 
     @abstractmethod
@@ -182,7 +182,7 @@ class Launcher(Protocol):
         return None
 
     def check(self, jobs: Sequence[tuple[LaunchConfig, JobShape]]) -> None:
-        """Check that jobs can be submitted, as far as the scheduler can say before.
+        """Check that jobs can be submitted, as far as the scheduler can tell before the submission.
 
         Raises:
             ConfigError: they cannot be submitted.
@@ -208,10 +208,10 @@ class Launcher(Protocol):
         raise NotImplementedError
 
     def find(self, sweep: Path, submission: Submission) -> str | None:
-        """The scheduler's number of a submission's jobs, whether they wait, run or have ended; None if it has none.
+        """The scheduler's number of a submission's jobs that wait, run or have ended; None if it has no such jobs.
 
         Raises:
-            ConfigError: the scheduler does not answer: the jobs may exist or not.
+            ConfigError: the scheduler does not answer, so that the jobs may or may not exist.
         """
         raise NotImplementedError
 
@@ -222,7 +222,7 @@ class Launcher(Protocol):
     def cancel(
         self, sweep: Path, jobs: Sequence[tuple[Submission, int]], report: Callable[[str], None], *, is_gentle: bool
     ) -> None:
-        """End jobs; those that have already ended are skipped. With `is_gentle` they get the time to save.
+        """End jobs; skips jobs that have already ended. With `is_gentle` jobs get the time to save.
 
         Raises:
             ConfigError: the scheduler does not answer.
@@ -252,9 +252,9 @@ class Launcher(Protocol):
         return None
 
     def early_end(self, sweep: Path, submission: Submission, index: int) -> str | None:
-        """Why a job failed before its run began, in one line, as far as it is known; None if it is not.
+        """Why a job failed before its run began, in one line; None if that is not known.
 
-        It is asked only about jobs that have ended and have begun no attempt.
+        Called only for jobs that have ended without beginning an attempt.
         """
         return None
 
@@ -277,7 +277,7 @@ class Launcher(Protocol):
         return None
 
     def name_job(self, place: ProcessPlace, name: str) -> None:
-        """Give one job of an array its own name, if the scheduler allows that to the job's owner."""
+        """Give one job of an array its own name, if the scheduler lets the job's owner do so."""
         return  # the default; mypy takes an empty body for an abstract method
 
     def stop_reason(self, signal_name: str, place: ProcessPlace, *, signal_seconds: float) -> StopReason:
@@ -288,7 +288,7 @@ class Launcher(Protocol):
         return StopReason(kind=OutcomeKind.PREEMPTED, cause=f"asked to end by {signal_name}; the run can be resumed")
 
     def requeue(self, place: ProcessPlace) -> str | None:
-        """Put the job of this process back into the queue. Returns why that failed; None if it worked."""
+        """Put the job of this process back into the queue. Returns the reason of a failure; None if it worked."""
         return "this launcher has no queue"
 
     def lost_nodes(self, place: ProcessPlace) -> frozenset[str]:
@@ -296,7 +296,7 @@ class Launcher(Protocol):
         return frozenset()
 
     def requeue_on_fewer(self, place: ProcessPlace, *, least: int, most: int) -> str | None:
-        """As `requeue`, to start on `least` to `most` nodes."""
+        """Put the job back as `requeue` does, to start on `least` to `most` nodes."""
         return self.requeue(place)
 
     # Without a queue
@@ -304,11 +304,11 @@ class Launcher(Protocol):
     def start(self, folder: Path, *, attempt: int, world: int, logs: Path) -> list[Failure]:
         """Run `titanlab.launch.rank FOLDER` as `world` ranks and wait until they end (`LaunchConfig.starts_directly`).
 
-        Stop signals to this process are held until it returns, so that the end of the ranks is recorded. To let
-        the ranks save and end, it installs handlers of its own, which forward the signals.
+        The caller holds stop signals until this returns, so that the end of the ranks is recorded. To let the ranks
+        save and end, this method installs its own handlers, which forward the signals.
 
         Args:
-            attempt: has begun.
+            attempt: the number of the attempt, which has begun.
             logs: folder for the output of all ranks but rank 0.
 
         Returns:

@@ -4,8 +4,8 @@ SIGKILL alone does not say who sent it. The kernel counts the processes that its
 every control group (`oom_kill` in memory.events of cgroup v2, in memory.oom_control of v1) and for the whole machine
 (/proc/vmstat). See Documentation/admin-guide/cgroup-v2.rst of Linux.
 
-A job that fails before its run begins has no attempt, and so no record of its own: its interpreter is gone, a module
-cannot be imported, its container does not start. Then the last line that its processes have printed is the reason.
+A job that fails before its run begins has no attempt and no record: its interpreter is missing, a module cannot be
+imported, its container does not start. The last line that its processes have printed is then the reason.
 
 `hosts.jsonl` in the folder of all runs has a line for each failure that its host may have caused. Later jobs of the
 same run leave these hosts out, until a person clears them.
@@ -44,10 +44,10 @@ class MemoryKills:
     machine: int | None = None
 
     def evidence(self, root: Path = _ROOT) -> KillEvidence | None:
-        """Whether the kernel has sent a SIGKILL since then; None if that is not known.
+        """Whether the kernel has sent a SIGKILL since this count; None if that is not known.
 
-        It is ruled out only if the kernel has killed nothing on the whole machine: the process may have been in another
-        control group.
+        False only if the kernel has killed nothing on the whole machine: the process may have been in another control
+        group.
         """
         now = memory_kills(root)
         if self.place and now.place == self.place and now.count > self.count:
@@ -82,7 +82,7 @@ _LIMIT = 400
 _RANK = re.compile(r"_(\d+)_log\.(?:err|out)")
 # A task that refuses to begin says so on standard output, after the time.
 _REFUSAL = re.compile(r"(?:\d\d:\d\d:\d\d +)?error: (.+)")
-# After a wrong option, a program's last line.
+# The last line of a program after a wrong option.
 _HINT = re.compile(r"Try ['\"].* --help['\"] for more information\.?")
 
 
@@ -107,11 +107,15 @@ def printed_lines(path: Path, *, begin: int = 0) -> list[str]:
     """The lines at the end of a file that are not empty, each of bounded length; none if it cannot be read.
 
     Args:
-        begin: lines before this byte are not meant.
+        begin: skip lines before this byte.
     """
     text = text_at_end(path, begin=begin)
-    lines = [" ".join("".join(c if c.isprintable() else " " for c in line).split()) for line in text.splitlines()]
-    return [line if len(line) <= _LIMIT else f"{line[: _LIMIT - 3]}..." for line in lines if line]
+    lines = []
+    for line in text.splitlines():
+        printable = "".join(character if character.isprintable() else " " for character in line)
+        if words := " ".join(printable.split()):
+            lines.append(words if len(words) <= _LIMIT else f"{words[: _LIMIT - 3]}...")
+    return lines
 
 
 def _rank(path: Path) -> int:
@@ -120,13 +124,13 @@ def _rank(path: Path) -> int:
 
 
 FILE = "hosts.jsonl"
-# Names become an argument of a scheduler's command.
+# Host names become arguments of a scheduler's command.
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 
 
 @dataclass(frozen=True)
 class BadHost:
-    """One failure on a host, of a run by the name of its folder, with the kind of the outcome."""
+    """One failure on a host: the name of the run's folder, and the kind of the outcome."""
 
     host: str
     run: str
@@ -137,10 +141,10 @@ class BadHost:
 
 
 def suspect(outcome: Outcome, nodes: Sequence[str], *, ranks_per_node: int) -> str | None:
-    """The host that may have caused an end; None: no host did, or it is not known which.
+    """The host that may have caused an end; None: no host caused it, or the host is not known.
 
-    A hang and a failed node count, and a rank that a signal ended; an error of Python's, memory that ran out and
-    numbers that are not finite come from the recipe or the code.
+    A hang, a failed node and a rank that a signal ended count. Errors of Python, out of memory and numbers that are not
+    finite come from the recipe or the code.
     """
     killed = outcome.kind is OutcomeKind.CRASH and outcome.traceback is None and (outcome.exit_code or 0) < 0
     if not killed and outcome.kind not in (OutcomeKind.HANG, OutcomeKind.NODE_FAIL):
@@ -154,7 +158,7 @@ def suspect(outcome: Outcome, nodes: Sequence[str], *, ranks_per_node: int) -> s
 
 
 def note_bad_host(run: RunFolder, outcome: Outcome, host: str) -> None:
-    """Remember a host; if the folder takes no line, nothing is remembered."""
+    """Remember a host, if the file can be written."""
     if not _HOST.fullmatch(host):
         return
     cause = outcome.cause or outcome.kind.meaning

@@ -82,8 +82,11 @@ def prepare(
     # All quick checks of all recipes come before the data of any recipe is prepared.
     resolved = [_resolved(recipe, host, ranks, started=started) for recipe in recipes]
     if ranks is None or ranks.rank == 0:
-        left_aside = [line for recipe in recipes for line in (() if started else not_read(recipe))]
-        for notice in dict.fromkeys(filter(None, [*map(shortened_warmup, recipes), *left_aside])):
+        notices = list(map(shortened_warmup, recipes))
+        if not started:
+            for recipe in recipes:
+                notices += not_read(recipe)
+        for notice in dict.fromkeys(filter(None, notices)):
             report(notice)
     return [_with_data(recipe, ranks, report, started=started) for recipe in resolved]
 
@@ -145,11 +148,11 @@ class RanksHere:
     Args:
         recipe: prepared; None: the job's, which is prepared first.
         put_aside: the checkpoints after the chosen one, which were renamed.
-        job: of this process, which runs all ranks: what prevents its attempt is a result too.
+        job: the job of this process, if it runs all ranks: a check that prevents its attempt then gives a result.
     """
 
     processes: int | None
-    # A node that is lost takes this process with it.
+    # All ranks are on this node: if it is lost, so is this process.
     has_lost_nodes = False
 
     def __init__(
@@ -207,7 +210,7 @@ class RanksHere:
         return outcome
 
     def goes_on_after(self, outcome: Outcome, recipe: Recipe) -> bool:
-        # torchrun has restarts of its own; after a signal, somebody has asked for the end.
+        # torchrun has its own restarts; a signal means that somebody wants the run to end.
         if self._held or self._ranks is not None:
             return False
         self._restarts = self._restarts or Restarts(self._run, launch_of(recipe))
@@ -222,12 +225,12 @@ class RanksHere:
         return True
 
     def _ended(self, attempt: int, recipe: Recipe) -> Outcome:
-        """The outcome of an attempt that has begun: its ranks are started, and have ended."""
+        """Start the ranks of an attempt that has begun, and return its outcome when they have ended."""
         run, console, ranks = self._run, self._console, self._ranks
         start = launch_of(recipe).implementation().start if ranks is None else None
         keep_tokenizer(run, recipe)
         kills = memory_kills()
-        # From here on, rank 0 has the terminal.
+        # From here on, rank 0 writes to the terminal.
         console.phase(None)
         if self._held:
             outcome = with_progress(run, stopped_before_start(self._held[0][0], attempt=attempt))
@@ -243,11 +246,11 @@ class RanksHere:
         return _recorded(run, attempt, failures, console, terminal=shown, memory=kills.evidence())
 
     def _with_person(self, outcome: Outcome) -> Outcome:
-        """The outcome of an attempt that a user has cancelled by `titanlab cancel`, with the words that say so."""
+        """The outcome of an attempt; its cause names the user who cancelled it with `titanlab cancel`."""
         by = self._run.asked_to_cancel()
         if by is None or outcome.kind is not OutcomeKind.CANCELLED:
             return outcome
-        # The cause begins with the signal by which the ranks were asked.
+        # The cause begins with the signal that asked the ranks to stop.
         outcome = replace(outcome, cause=f"{by}; {(outcome.cause or '').partition('; ')[2]}")
         self._run.write_result(outcome)
         return outcome

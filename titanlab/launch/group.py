@@ -76,7 +76,7 @@ def find_meeting(run: RunFolder, start: str) -> Rendezvous | None:
     attempts = run.attempts()
     paths = [run.attempt_folder(attempt) / MEETING_FILE for attempt in attempts[-2:]]
     for path in (*paths, run.path / MEETING_FILE):
-        # Another process may leave a file of another version.
+        # Another version of titanlab may have written the file.
         with contextlib.suppress(msgspec.ValidationError):
             meeting = msgspec.convert(read_optional(path), Rendezvous)
             if meeting.start == start:
@@ -85,7 +85,7 @@ def find_meeting(run: RunFolder, start: str) -> Rendezvous | None:
 
 
 def await_meeting(run: RunFolder, start: str, *, ranks: Ranks = ALONE, seconds: float = WAIT_SECONDS) -> Rendezvous:
-    """Wait for the rendezvous of one start of a job, and look ever less often, as all ranks of a large job look.
+    """Wait for the rendezvous of one start of a job; polls less and less often, because all ranks of a large job poll.
 
     Raises:
         TitanlabError: rank 0 does not publish it in time.
@@ -105,7 +105,7 @@ ANSWERS = "ready"
 # After the result: a rank ends its worker within 30 s, and its file may appear 10 s later on a shared file system.
 ANSWER_SECONDS = 60.0
 _ANSWER_POLL_SECONDS = 0.5
-# Between two questions to the scheduler, which also serves others.
+# Seconds between two questions to the scheduler, which many users share.
 _ASK_SECONDS = 5.0
 
 
@@ -114,7 +114,7 @@ class Loss:
     """The ranks of a job that are lost.
 
     Attributes:
-        nodes: the nodes of which every rank is lost.
+        nodes: the nodes whose ranks are all lost.
         words: one clause for people; empty if no rank is lost.
     """
 
@@ -135,7 +135,7 @@ def lost_ranks(job: Job, attempt: int, *, known: Collection[int] = (), seconds: 
     """After an attempt, wait until every rank has answered, or until it is known which ranks are lost.
 
     Args:
-        known: ranks that have been lost before; nobody waits for them, and they are not returned.
+        known: ranks that were lost before; this neither waits for them nor returns them.
         seconds: after this time, ranks without an answer are lost.
     """
     place, folder = job.place, job.run.attempt_folder(attempt) / ANSWERS
@@ -162,7 +162,7 @@ def node_of(place: ProcessPlace, rank: int) -> str:
 
 
 def ranks_per_node(place: ProcessPlace) -> int:
-    """How many ranks of the job each of its nodes has."""
+    """Number of the job's ranks on each node."""
     return max(1, place.ranks.world // max(1, len(place.nodes)))
 
 
@@ -192,12 +192,12 @@ def _listed(noun: str, what: Sequence[object]) -> str:
 # After rank 0 has gone silent, ranks on other nodes wait for the scheduler to notice that its node is lost. Slurm needs
 # SlurmdTimeout, which is 300 s by default, and up to a third of it more.
 LOST_SECONDS = 900.0
-# Between the tries of two nodes; the scheduler refuses a second requeue of the same start.
+# Seconds between the attempts of two nodes to requeue; the scheduler refuses a second requeue of the same start.
 _NEXT_SECONDS = 15.0
 
 
 def requeue_after(job: Job, outcome: Outcome, *, has_saved: bool, has_lost_nodes: bool = False) -> None:
-    """Put a job that was preempted, reached its time limit or lost nodes back into the queue, to resume from there."""
+    """Put a job that was preempted, reached its time limit or lost nodes back into the queue, to resume later."""
     if not job.launcher.can_requeue:
         return
     if has_lost_nodes and outcome.kind is OutcomeKind.NODE_FAIL and not job.signals:
@@ -214,7 +214,7 @@ def requeue(job: Job, *, least_nodes: int | None = None) -> None:
     """Put a job back into the queue, if its config allows it.
 
     Args:
-        least_nodes: on how few nodes it may start again; None: only on as many as it has now.
+        least_nodes: the smallest number of nodes on which it may start again; None: the number that it has now.
     """
     launch, place = job.launch, job.place
     if not launch.get("requeue", False):
@@ -250,16 +250,16 @@ def survives(job: Job, recipe: Recipe) -> bool:
 def requeue_without_rank_0(job: Job, recipe: Recipe, attempt: int) -> bool:
     """After rank 0 has gone: if its node is lost, put the job back into the queue from a rank on another node.
 
-    A job that survives the loss of a node also survives that of the first one, where its batch script ran; nobody else
-    would end it before its time limit.
+    A job that survives the loss of a node also survives the loss of the first node, where its batch script ran; then
+    nothing else ends the job before its time limit.
 
     Args:
-        attempt: whose result rank 0 has not written; if it appears, rank 0 has not gone.
+        attempt: rank 0 has not written its result; if the result appears, rank 0 is alive.
     """
     if not survives(job, recipe):
         return False
     place, end = job.place, time.monotonic() + LOST_SECONDS
-    # One rank of each node asks, so that the scheduler is asked by few, and one more dead process prevents nothing.
+    # One rank of each node asks: few questions for the scheduler, and another dead process does no harm.
     asks, lost = place.ranks.rank % ranks_per_node(place) == 0, frozenset[str]()
     while place.nodes[0] not in lost:
         if job.run.result(attempt) is not None or time.monotonic() > end:
@@ -269,7 +269,7 @@ def requeue_without_rank_0(job: Job, recipe: Recipe, attempt: int) -> bool:
         time.sleep(_ASK_SECONDS)
         lost = job.launcher.lost_nodes(place) if asks else lost
     say(f"{place.launcher} has taken {place.nodes[0]} from the job, on which rank 0 was")
-    # From here to the requeue and its range of nodes as little time as possible: the scheduler then ends this process.
+    # Lose no time between requeue and setting the range of nodes: after the requeue the scheduler ends this process.
     least_nodes = fewest_nodes(job)
     left = [node for node in place.nodes if node not in lost]
     node = node_of(place, place.ranks.rank)
@@ -278,10 +278,10 @@ def requeue_without_rank_0(job: Job, recipe: Recipe, attempt: int) -> bool:
     return True
 
 
-# Ends that a lost rank may have caused.
+# Outcomes that a lost rank may have caused.
 _WITH_A_LOSS = (OutcomeKind.CRASH, OutcomeKind.HANG, OutcomeKind.OOM, OutcomeKind.NODE_FAIL)
 _END_POLL_SECONDS = 2.0
-# Without a sign of rank 0 for this time, a rank that was left out ends.
+# A rank that was left out ends after this time without a sign of rank 0.
 _ALONE_SECONDS = 60.0
 
 
@@ -346,7 +346,7 @@ class RankGroup:
         outcome = self.called(corrected, recipe)
         self._say_end(outcome)
         if not self.members:
-            # In a smaller group a rank's number does not tell its host.
+            # In a smaller group the rank's number does not determine its host.
             self._remember_host(outcome)
         return outcome
 
@@ -354,7 +354,7 @@ class RankGroup:
         self.report(f"{outcome.kind.value} at step {outcome.step}: {outcome.cause or outcome.kind.meaning}")
 
     def _remember_host(self, outcome: Outcome) -> None:
-        """Remember the host that may have caused an end; a job on this host has no other one to go to."""
+        """Remember the host that may have caused an end, except for jobs that can only run on this host."""
         place = self._job.place
         host = suspect(outcome, place.nodes, ranks_per_node=ranks_per_node(place))
         if host is not None and not default_config(place.launcher).runs_here:
@@ -368,14 +368,14 @@ class RankGroup:
         return bool(self._loss.nodes)
 
     def config(self) -> dict[str, Any]:
-        """The recipe of the next attempt as plain values, not yet fitted to a job that has become smaller."""
+        """The recipe of the next attempt as plain values, before it is fitted to a job that has become smaller."""
         return self._job.config() if self._restart is None else to_mapping(self._restart.recipe)
 
     def recipe(self) -> Recipe:
         """The recipe of the next attempt.
 
-        A job that is put back into the queue after it has lost a node may start on fewer nodes: then the layout is
-        smaller, by the same rule.
+        A job that was put back into the queue after the loss of a node may start on fewer nodes: then the same rule
+        chooses a smaller layout.
 
         Raises:
             ConfigError: the recipe is not valid, or no layout fits so few processes.
@@ -399,7 +399,7 @@ class RankGroup:
     def called(self, outcome: Outcome, recipe: Recipe) -> Outcome:
         """Find out which ranks are lost after an attempt. Returns its outcome: `node_fail` if a node of it is lost.
 
-        Only a job that may become smaller waits for the answers of its ranks: without them, others end it.
+        Only a job that may become smaller waits for its ranks' answers; the scheduler or other ranks end any other job.
         """
         self._loss = Loss()
         if self._job.signals or not self._calls(recipe) or outcome.kind not in _WITH_A_LOSS:
@@ -425,7 +425,7 @@ class RankGroup:
         if not recipe.launch.restarts:
             return False
         if self._restarts is None:
-            # The task of rank 0 writes the records, so that rank stays.
+            # The task of rank 0 writes the records, so rank 0 cannot be left out.
             self._restarts = Restarts(self._job.run, recipe.launch, fixed=(0,))
         world = self._job.place.ranks.world
         members = self.members or tuple(range(world))
@@ -460,7 +460,7 @@ def ranks_in(ranks: Ranks, meeting: Rendezvous) -> Ranks:
 
 
 def await_end(run: RunFolder, attempt: int) -> Outcome | None:
-    """The result of an attempt in which this process has no rank; None if rank 0 has gone without one."""
+    """The result of an attempt in which this process has no rank; None if rank 0 died without writing one."""
     alone_since = time.monotonic()
     while (result := run.result(attempt)) is None:
         if run.is_claimed():

@@ -56,7 +56,7 @@ class Job:
 
     @property
     def has_a_task_for_each_rank(self) -> bool:
-        """Whether each rank has a task of its own. If not, this one runs all ranks on this host."""
+        """Whether each rank has its own task. If not, this task runs all ranks on this host."""
         return self.place.ranks.world > 1 or not default_config(self.place.launcher).starts_directly
 
     @property
@@ -121,7 +121,7 @@ class Job:
         raise ConfigError("titanlab", here, rule, cure)
 
     def refused(self, error: Exception, config: Mapping[str, Any]) -> Outcome:
-        """Record an attempt that cannot begin: it needs a result too."""
+        """Record an attempt that cannot begin: such an attempt needs a result too."""
         attempt = self.run.begin_attempt(config, None)
         self.note(attempt)
         outcome = from_exception(error, rank=0, attempt=attempt)
@@ -130,7 +130,7 @@ class Job:
 
 
 def submitted(sweep: Path, token: str) -> Submission:
-    """The submission of a job; a ConfigError if it does not exist any more."""
+    """The submission of a job; ConfigError: it does not exist any more."""
     for submission in submissions(sweep):
         if submission.token == token:
             return submission
@@ -184,10 +184,10 @@ def claim_run(
     """Claim the run until the stack closes.
 
     Args:
-        is_ending: whether this process must end and so waits no longer.
+        is_ending: whether this process must end, so that it stops waiting.
 
     Returns:
-        after that time, a message that names the other process; None if this process has the claim.
+        None if this process has the claim; otherwise, after the wait, a message that names the other process.
     """
     end = time.monotonic() + seconds
     while True:

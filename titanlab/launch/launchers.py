@@ -19,7 +19,7 @@ def launcher_named(kind: str) -> Launcher:
 
 
 def default_config(kind: str) -> LaunchConfig:
-    """The config of a launcher with its defaults; a ConfigError if a field has none, or nobody has this kind."""
+    """The config of a launcher with its defaults; ConfigError: a field has no default, or the kind is not installed."""
     try:
         config: LaunchConfig = schema_of("launch", kind)()
     except TypeError as error:

@@ -21,8 +21,8 @@ class Local(LaunchConfig):
         at_once: processes of all runs of a sweep together that run at once; null: as many as the host has cores. A
             larger run runs alone.
         restarts: how often the ranks start again in place, from the newest checkpoint, after one of them has died.
-        min_world: after a rank has failed twice in a row, the others go on without it, as at least so many processes;
-            null: they do not.
+        min_world: after a rank has failed twice in a row, the run goes on without it if at least this many processes
+            are left; null: it does not.
     """
 
     kind: str = "local"
@@ -61,7 +61,7 @@ _OURS = frozenset(
         *["nodes", "ntasks", "ntasks-per-node", "gpus-per-node"],
     ]
 )
-# Flags of sbatch that take no yes or no. Other flags do: kill-on-invalid-dep=yes.
+# Flags of sbatch without a value. Other flags have the value yes or no: kill-on-invalid-dep=yes.
 _BARE = frozenset("contiguous exclusive hold overcommit oversubscribe reboot spread-job use-min-nodes wait".split())
 _GPU_FLAGS = ("gpus-per-node", "gres")
 
@@ -82,8 +82,8 @@ class Slurm(LaunchConfig):
         array_parallelism: jobs of one array that run at once; null: no limit.
         signal_seconds: how long before its time limit a job gets a signal to save and end; before a preemption it is
             the site's GraceTime.
-        requeue: whether a job that was preempted or reached its time limit puts itself back into the queue.
-        max_requeues: how often it may do that.
+        requeue: whether a job that was preempted or has reached its time limit puts itself back into the queue.
+        max_requeues: how often a job may put itself back.
         restarts: how often the ranks of a job start again in place, from the newest checkpoint, after one has died.
         min_world: after a rank has failed twice in a row, or its node is lost, the others go on without it, as at least
             so many processes; null: they do not.

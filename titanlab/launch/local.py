@@ -2,7 +2,7 @@
 
 `python -m titanlab.launch.local SWEEP` is the supervisor: it runs the jobs in order, a few at once. The process that
 submits starts it; it ends after the last job. Each job is one process that trains its run as `titanlab train` does.
-What runs is known from the claims of the runs alone, so the jobs of a supervisor that is killed go on, and the next one
+Only the claims of the runs tell which jobs run: if a supervisor is killed, its jobs go on, and the next supervisor
 waits for them.
 """
 
@@ -36,16 +36,16 @@ KIND = "local"
 LOCK = ".supervisor"
 LOG = "supervisor.log"
 _DEVICES = "CUDA_VISIBLE_DEVICES"
-# Lines that the supervisor itself writes; the others are error messages.
+# Lines that the supervisor itself writes; other lines are error messages.
 _OWN_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
 # A job of another host, whose claim may not be seen here, counts as running for this time after its last status.
 _SIGN_OF_LIFE_SECONDS = 60.0
-# A supervisor imports no torch.
+# The start is quick: a supervisor does not import torch.
 _START_SECONDS = 60.0
 _START_POLL_SECONDS = 0.05
 _POLL_SECONDS = 0.2
 _PATIENCE_SECONDS = 1.0
-# Between two attempts to write to a full disk.
+# Seconds between two attempts to write to a full disk.
 _FULL_DISK_SECONDS = 5.0
 
 
@@ -154,7 +154,7 @@ class LocalLauncher(Launcher):
     def cancel(
         self, sweep: Path, jobs: Sequence[tuple[Submission, int]], report: Callable[[str], None], *, is_gentle: bool
     ) -> None:
-        # A job that waits does not start: whoever cancels it writes its result.
+        # A waiting job will not start: the process that cancels it writes its result.
         for submission, index in jobs:
             name = submission.runs[index]
             if (host := signal_run(RunFolder(sweep / name), signal.SIGINT)) is not None:
@@ -174,8 +174,9 @@ class LocalLauncher(Launcher):
 def wake(sweep: Path) -> bool:
     """Start the sweep's supervisor if a job waits and none runs. Returns whether it was started.
 
-    A running supervisor reads new submissions: before it ends, it claims the sweep and looks for them once more. If the
-    new one cannot run, because its interpreter is gone or the snapshot of the code is damaged, the jobs that wait fail.
+    A running supervisor reads new submissions: before it ends, it claims the sweep and looks for them once more. If a
+    new supervisor cannot run, because its interpreter is missing or the snapshot of the code is damaged, the jobs that
+    wait fail.
     """
     if is_claimed(sweep, file=LOCK):
         return False
@@ -201,7 +202,7 @@ def wake(sweep: Path) -> bool:
         if holder_of(sweep, file=LOCK) == (socket.gethostname(), pid):
             return True
         time.sleep(_START_POLL_SECONDS)
-    # It may have done all its work, or another one may have the lock: those print no error.
+    # The supervisor may have finished already, or another one may hold the lock: both print no error.
     if not is_claimed(sweep, file=LOCK) and (error := last_error(sweep, begin=begin)) is not None:
         for job in waiting:
             fail(sweep, job, f"could not be started: the sweep's supervisor has ended; {LOG} ends with: {error}")
@@ -212,14 +213,14 @@ def _environment(sweep: Path, submission: Submission) -> dict[str, str]:
     """The environment of a process that runs a submission's snapshot, before the user's own modules."""
     own = submission.environment(sweep)
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    # Snapshots of other submissions of this sweep must not be found after it.
+    # Python must not find snapshots of other submissions of this sweep.
     others = [path for path in inherited if path and not path.startswith(str(sweep / "code") + os.sep)]
     environment = {**os.environ, **own, "PYTHONPATH": os.pathsep.join([own["PYTHONPATH"], *others])}
     return {name: value for name, value in environment.items() if name not in MEETING}
 
 
 def why_idle(sweep: Path) -> str | None:
-    """Why the jobs that wait do not start, in one line; None: they will, or that is not known."""
+    """Why the jobs that wait do not start, in one line; None: they will start, or the reason is not known."""
     holder = holder_of(sweep, file=LOCK)
     if holder is None or holder[0] != socket.gethostname():
         return None
@@ -234,7 +235,7 @@ def last_error(sweep: Path, *, begin: int = 0) -> str | None:
     """The error with which the supervisor's log ends; None: it ends with a line of the supervisor.
 
     Args:
-        begin: lines before this byte are not meant.
+        begin: skip lines before this byte.
     """
     *_, last = [None, *printed_lines(jobs_folder(sweep) / LOG, begin=begin)]
     return None if last is None or _OWN_LINE.match(last) else last
@@ -249,7 +250,7 @@ def fail(sweep: Path, job: LocalJob, cause: str) -> None:
     with contextlib.suppress(ConfigError), run.claim():
         outcome, earlier = with_progress(run, Outcome(kind=OutcomeKind.CRASH, attempt=0, cause=cause)), run.result()
         if earlier is not None:
-            # The run has got no further, and has lost nothing either.
+            # Keep the step of the earlier outcome: this attempt neither gained nor lost steps.
             step = max(outcome.step, earlier.step)
             outcome = replace(outcome, step=step, steps=outcome.steps or earlier.steps, metrics=earlier.metrics)
         run.write_result(outcome)
@@ -345,7 +346,7 @@ class Supervisor:
         self._running[job.key] = _RunningJob(job=job, process=None)
 
     def _collect(self) -> None:
-        """Note the jobs that have ended, with a result where none has begun an attempt."""
+        """Note the jobs that have ended; write a result for each that has not begun an attempt."""
         for key, running in list(self._running.items()):
             job, process = running.job, running.process
             if process is not None and process.poll() is None:
@@ -391,7 +392,7 @@ class Supervisor:
         except OSError as error:
             if disk_fault(error) is not None:
                 raise
-            # The next start would fail too. The supervisor lives on.
+            # Do not retry: the next start would fail too. The supervisor goes on.
             state, process = "ended", None
             fail(self._sweep, job, f"could not be started: {first_line(error)}")
         self._waiting.remove(job)
@@ -425,7 +426,7 @@ class Supervisor:
 
 
 def signal_run(run: RunFolder, number: int) -> str | None:
-    """Send a signal to the process that has claimed a run. Returns the host if it is another one, else None."""
+    """Send a signal to the process that has claimed a run. Returns its host if that is another host, else None."""
     holder = holder_of(run.path)
     if holder is None or not run.is_claimed():
         return None

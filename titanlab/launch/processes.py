@@ -1,7 +1,8 @@
 """Ranks as processes of this host: started, watched, and ended together. This process does not import torch.
 
-A stop request is forwarded to the ranks, which save and end. If they do not, or a rank is stopped (SIGSTOP), their
-launcher kills all of them after a grace, and a note says why. All launchers ask the same `Escalation` while they wait.
+A stop request is forwarded to the ranks, which save and end. If the ranks do not end, or one is stopped (SIGSTOP),
+their launcher kills all of them after a grace time and notes why. All launchers ask the same `Escalation` while they
+wait.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ from titanlab.launch.rank.fork import adopting
 from titanlab.records import Outcome, OutcomeKind, RunFolder
 from titanlab.system import STOPPED, Console, module_command, process_state
 
-# A rank that is stopped for this time is said, and is killed if the run was asked to stop.
+# A rank that is stopped for this time is reported, and is killed if the run was asked to stop.
 STOPPED_SECONDS = 5.0
-# After a second request; it is the time to write notes.
+# After a second request: enough to write notes.
 HURRY_SECONDS = 5.0
-# After a request that arrives before the first step: nothing is to be saved.
+# After a request before the first step: there is nothing to save.
 START_SECONDS = 10.0
-# After a request, without a further step or another state in status.json: a step and a save take less.
+# After a request, without a new step or state in status.json: a step and a save take less.
 STOP_SECONDS = 600.0
 _ESCALATION_SECONDS = 0.5
 
@@ -89,7 +90,7 @@ class Escalation:
         self._looked_at = -float("inf")
 
     def asked(self, kind: OutcomeKind, cause: str) -> None:
-        """Note a stop request; a second one, over a second later, is that of somebody who does not want to wait."""
+        """Note a stop request; a second one, over a second later, means that the user does not want to wait."""
         now = self._clock()
         if self._asked is None:
             self._asked, self._asked_at, self._effect_at = (kind, cause), now, now
@@ -97,7 +98,7 @@ class Escalation:
             self._hurried_at = now
 
     def signalled(self, number: int) -> None:
-        """Note a stop request that is a signal to this process."""
+        """Note a signal to this process as a stop request."""
         # A closed terminal ends a run as Ctrl-C does.
         kind = STOPS[signal.SIGINT if number == signal.SIGHUP else number]
         self._answer_due = self._asked is None and number in (signal.SIGINT, signal.SIGTERM)
@@ -130,7 +131,7 @@ class Escalation:
         return True
 
     def _answer(self) -> None:
-        """Tell the person at the terminal what becomes of the request; not in the signal's handler."""
+        """Tell the person at the terminal what the request will do; not called in the signal's handler."""
         self._answer_due = False
         state = self._state()[0]
         if state in ("running", "saving"):
@@ -167,21 +168,22 @@ class Escalation:
         if self.hangs or self._world == 1 or limit is None:
             return
         for rank, state in stopped.items():
-            # With a debugger, somebody looks at the rank at present. In a step, ranks that wait note it before.
+            # State "t" is a debugger's: somebody is looking at the rank. In a step, the waiting ranks note the hang
+            # first.
             if state == "T" and self._clock() - self._stopped_since[rank] >= limit + STOPPED_SECONDS:
                 self.hangs = True
                 what = f"a rank was stopped for {limit:g} s"
                 self._note(OutcomeKind.HANG, rank, f"{what}: rank {rank} does not answer: {STATES[state]}")
 
     def _limit(self) -> float | None:
-        """Seconds that a rank may be stopped; None: any."""
+        """Seconds that a rank may be stopped; None: no limit."""
         with contextlib.suppress(ConfigError, AttributeError):
             limit = self._run.config(self._number()).get("training", {}).get("step_timeout_seconds")
             return LEAST_LIMIT_SECONDS if limit is None else float(limit) or None
         return LEAST_LIMIT_SECONDS
 
     def _why(self, stopped: Mapping[int, str]) -> str | None:
-        """Why the ranks must be killed after a stop request, as a clause; None: they need not yet."""
+        """Why the ranks must be killed after a stop request, as a clause; None: not yet."""
         now, (state, step) = self._clock(), self._state()
         if (state, step) != self._progress:
             self._progress, self._effect_at = (state, step), now
@@ -206,14 +208,14 @@ class Escalation:
         return self._attempt or self._run.newest_attempt()
 
     def _note(self, kind: OutcomeKind, rank: int, cause: str) -> None:
-        # The ranks are killed also where the disk takes no note.
+        # If the disk is full, the ranks are killed without a note.
         with contextlib.suppress(OSError):
             step = self._state()[1]
             self._run.write_failure(Outcome(kind=kind, rank=rank, step=step, attempt=self._number(), cause=cause))
 
 
 _POLL_SECONDS = 0.05
-# Between two looks for notes of ranks that hang.
+# Seconds between two looks for notes of ranks that hang.
 _HANG_LOOK_SECONDS = 0.5
 # A process in state D (it waits for a device) does not end at SIGKILL.
 KILL_SECONDS = 30.0
@@ -237,12 +239,13 @@ class RankProcesses:
             try:
                 pid, status = os.waitpid(self.pids[rank], os.WNOHANG)
             except ChildProcessError:
-                # SIGCHLD is ignored, as some programs that start this one leave it: then no exit codes are kept.
+                # No exit code is kept if SIGCHLD is ignored: some programs start this one in that state.
                 pid, status = self.pids[rank], 0
             if pid:
                 self._codes[rank] = os.waitstatus_to_exitcode(status)
                 if self._codes[rank]:
-                    # What it has started ends with it. As long as one of them lives, no other process gets this number.
+                    # End the processes that the rank has started. While one of them lives, no other process gets this
+                    # group's number.
                     with contextlib.suppress(OSError):
                         os.killpg(pid, signal.SIGKILL)
                 if rank in self.started:
@@ -256,12 +259,12 @@ class RankProcesses:
         return dict(sorted(self._codes.items()))
 
     def ask_to_stop(self, number: int) -> None:
-        """Send a signal to every rank that has not ended, and wake those that are stopped, which would not hear it."""
+        """Send a signal to every rank that has not ended; wake stopped ranks, which would not receive it."""
         for pid in self.running().values():
             _ask_to_stop(pid, number)
 
     def show_stacks(self) -> None:
-        """Make ranks write the Python stacks of all their threads to their logs; those that are stopped stay so."""
+        """Make ranks write the Python stacks of all their threads to their logs; does not wake stopped ranks."""
         for pid in self.running().values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
@@ -304,11 +307,11 @@ def _ask_to_stop(pid: int, number: int) -> None:
             os.kill(pid, each)
 
 
-# A rank that hangs ends by itself so soon after its note.
+# A rank that hangs ends by itself within this time after its note.
 _LINGER_SECONDS = 6.0
 # The other ranks have this time to end after one has failed.
 GRACE_SECONDS = 5
-# Between two looks at the process that forks the ranks.
+# Seconds between two looks at the process that forks the ranks.
 _LOOK_SECONDS = 0.2
 _PIPE_BYTES = 65_536
 
@@ -389,7 +392,7 @@ def wait_for(
         others = {rank: pid for rank, pid in started.pids.items() if rank not in failed | left}
         are_silent = await_notes(run, others, since=since, world=world)
         if hangs and not are_silent and world not in (None, len(started.pids)):
-            # Whoever starts the ranks of other hosts is told by the exit code that this one hangs.
+            # The exit code tells the launcher of other hosts' ranks that this rank hangs.
             started.wait(_LINGER_SECONDS)
         # Ranks that hang save nothing: they get no time to end.
         started.end(signal.SIGKILL if hangs else signal.SIGTERM, seconds=GRACE_SECONDS)
@@ -427,7 +430,7 @@ def _forked(
                     break
                 text += part
             if signals.waiting:
-                # It ends now if it has not begun to fork; otherwise its ranks get the signal.
+                # The forking process ends now if it has not begun to fork; otherwise its ranks get the signal.
                 _ask_to_stop(forking.pid, signal.SIGTERM)
             if escalation.is_due({0: forking.pid}) or escalation.hangs:
                 with contextlib.suppress(ProcessLookupError):
@@ -478,7 +481,7 @@ def start_worker(
         preexec_fn=set_up,
     )
     if child.stdin is not None:
-        # One that has ended already shows that by its exit code.
+        # A worker that has ended already is found by its exit code.
         with contextlib.suppress(BrokenPipeError), child.stdin:
             child.stdin.write(json.dumps(config).encode() + b"\n")
     return RankProcesses({ranks.rank: child.pid}, {ranks.rank: child})
@@ -499,7 +502,7 @@ class _Signals:
     """Forwards stop signals to the ranks; keeps signals that arrive before the ranks exist.
 
     Attributes:
-        waiting: those that were not forwarded.
+        waiting: signals that were not forwarded yet.
     """
 
     def __init__(self, escalation: Escalation) -> None:
@@ -515,7 +518,7 @@ class _Signals:
             signal.signal(number, self._handler if number in self._numbers else signal.SIG_IGN)
 
     def forward_to(self, send: Callable[[int], None]) -> None:
-        """Set the receiver, and send it the signals that wait."""
+        """Set the receiver, and send it the waiting signals."""
         self._send = send
         self.catch()
         while self.waiting:

@@ -21,7 +21,7 @@ from titanlab.system import tells_of_disk, write_json
 
 # Ends of single processes or machines: another attempt may not have them.
 _RESTARTED = (OutcomeKind.CRASH, OutcomeKind.HANG, OutcomeKind.OOM, OutcomeKind.NODE_FAIL)
-# Restarts in a row that gain nothing, after which the cause is the run's.
+# After this many restarts in a row that gain nothing, the run itself is the cause.
 MOST_IN_VAIN = 2
 
 
@@ -33,7 +33,7 @@ class Restart:
         recipe: resolved and checked; its layout may be smaller.
         why: one line: how the last attempt ended, and what happens now.
         left_out: the rank of the last attempt that is left out because it has failed twice; None: no rank is.
-        lost: what is known of ranks that are left out because they are lost, in one clause; empty: none is lost.
+        lost: why ranks are left out as lost, in one clause; empty: no rank is lost.
     """
 
     recipe: Recipe
@@ -58,7 +58,7 @@ class Restarts:
         self._best = (run.saved_step(), 0)
         self._failed: int | None = None
         self._in_a_row = 0
-        # A failure in an attempt that has gained nothing yet does not count as the first one in vain.
+        # The first attempt does not count as in vain, even if it gained nothing.
         self._is_first = True
 
     def after(
@@ -67,9 +67,9 @@ class Restarts:
         """The next attempt after one that ended; None, and why, if there is none.
 
         Args:
-            lost: what is known of ranks that are lost, in one clause; empty: none is lost.
-            usable: number of processes that are left, with those that the attempt had no need of; None: those of the
-                attempt.
+            lost: which ranks are lost and why, in one clause; empty: no rank is lost.
+            usable: number of processes that are left, including those that the attempt did not use; None: the processes
+                of the attempt.
         """
         if not self._most or outcome.kind not in _RESTARTED or tells_of_disk(outcome.cause):
             return None, ""
@@ -92,14 +92,14 @@ class Restarts:
         return self._next(outcome, recipe, usable), ""
 
     def _gained(self, outcome: Outcome) -> bool:
-        """Whether the attempt has saved a checkpoint or taken a step that none before it had."""
+        """Whether the attempt has saved a new checkpoint or taken a step that no earlier attempt had reached."""
         reached = (self._run.saved_step(), outcome.step)
         gained = self._is_first or reached[0] > self._best[0] or reached[1] > self._best[1]
         self._best, self._is_first = (max(reached[0], self._best[0]), max(reached[1], self._best[1])), False
         return gained
 
     def _without_lost(self, outcome: Outcome, recipe: Recipe, lost: str, usable: int) -> tuple[Restart | None, str]:
-        """The next attempt without the ranks that are lost; None, and why, if no layout fits those that are left."""
+        """The next attempt without the lost ranks; None, and why, if no layout fits the remaining ranks."""
         smaller = recipe if usable >= recipe.layout.world else self._smaller(recipe, usable)
         if smaller is None:
             return None, f"not restarted: {lost}, and {self._too_few()}"

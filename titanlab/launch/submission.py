@@ -186,7 +186,7 @@ class Submission:
 
 
 def check_submitit(launcher: str) -> None:
-    """Check that submitit is installed, which a kind of launcher needs, without importing it."""
+    """Check that submitit, which a kind of launcher needs, is installed, without importing it."""
     if not has_submitit():
         rule = "needs submitit to start jobs, which is not installed"
         raise ConfigError("launch", launcher, rule, "pip install submitit")
@@ -227,7 +227,6 @@ def drop_submission(sweep: Path, submission: Submission) -> None:
 
 
 def submission_file(sweep: Path, token: str) -> Path:
-    """The file of a submission."""
     return sweep / "submissions" / f"{token}.json"
 
 

@@ -42,7 +42,7 @@ from titanlab.records import Outcome, OutcomeKind, open_run
 from titanlab.system import Console, disk_fault
 
 CLAIM_SECONDS = 3.0
-# After a requeue: the processes of the last start may need a moment to end.
+# Seconds after a requeue: the processes of the last start may need a moment to end.
 CLAIM_AGAIN_SECONDS = 30.0
 # If their node is dead, a file server keeps its locks for a lease (90 s on NFS) and a grace period.
 CLAIM_DEAD_SECONDS = 150.0
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             if job.leads and place.index is not None and not place.restart and len(submission.runs) > 1:
                 name = submission.job_name(Path(folder).name, index)
-                # In a thread of its own: a busy controller answers late.
+                # In a separate thread: a busy controller answers late.
                 threading.Thread(target=job.launcher.name_job, args=(place, name), name="job-name", daemon=True).start()
             return _lead(job) if job.leads else _follow(job)
         except TitanlabError as error:

@@ -5,8 +5,8 @@ from their start; only the parent of the worker handles them and decides what th
 and the file `stop.json` of the attempt (`distributed/stop.py`).
 
 One process determines why the job must end and writes it for the others (`attempts/N/stop.json`). The first reason that
-is written counts, so that all ranks act alike. If the scheduler does not tell the reason soon, the ranks are told to
-save all the same: its grace time is short.
+is written counts, so that all ranks act alike. If the scheduler does not tell the reason soon, the ranks save without
+it: the grace time is short.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def ignore_stop_signals() -> None:
 MEANING_SECONDS = 5.0
 # After this time without the scheduler's answer, the ranks are told to save.
 ASK_SECONDS = 2.0
-# When the ranks have saved and ended, its answer is awaited for so long.
+# The longest wait for the scheduler's answer after the ranks have saved and ended.
 LATE_SECONDS = 30.0
 
 
@@ -68,7 +68,7 @@ class StopCheck:
         self._assumed: StopReason | None = None
 
     def look(self, attempt: Path) -> None:
-        """Write the reason to stop for all ranks of an attempt, unless there is none, or another rank has."""
+        """Write the reason to stop for all ranks of an attempt, if there is one and no other rank has written one."""
         job = self.job
         cancelled_by = job.run.asked_to_cancel() if job.leads or job.signals else None
         if not job.signals and cancelled_by is None:
@@ -168,7 +168,7 @@ class RankWatch:
             if is_due or is_stopped or (end is not None and time.monotonic() > end):
                 self._ended_here = True
                 if self._run.result(self._attempt) is None:
-                    # While other ranks hang: what is known of a worker that does not answer.
+                    # Other ranks hang: note what is known of a worker that does not answer.
                     note_silence(self._run, self._rank, running[self._rank], since=self._begin)
                 self._started.end(signal.SIGKILL, seconds=0.0)
                 break

@@ -1,9 +1,9 @@
 """Attention kernels that also return the logarithm of the softmax's denominator, so that partial results can be merged.
 
-All take q [batch, heads, rows, head_dim] and k, v [batch, kv_heads, keys, head_dim], contiguous in the last dim, and
-scale by 1/√head_dim. They call the ATen operators behind `scaled_dot_product_attention`, because no public function
-runs the backward pass over a part of the keys with the denominators over all keys. torch's own context parallelism
-(torch/distributed/tensor/experimental/_context_parallel) calls the same operators, in torch 2.11 to 2.13.
+All kernels take q [batch, heads, rows, head_dim] and k, v [batch, kv_heads, keys, head_dim], contiguous in the last
+dim, and scale by 1/√head_dim. The kernels call the ATen operators behind `scaled_dot_product_attention`, because no
+public function runs the backward pass over a part of the keys with the denominators over all keys. torch's own context
+parallelism (torch/distributed/tensor/experimental/_context_parallel) calls the same operators, in torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Cpu(AttentionKernel):
 class Flash(AttentionKernel):
     """FlashAttention-2 (arXiv 2307.08691) on CUDA: 16 bits; grouped-query heads.
 
-    Where FlashAttention 3 has taken its place, the operators are the same.
+    FlashAttention 3, if it is active, uses the same operators.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -106,7 +106,7 @@ class Flash(AttentionKernel):
     ) -> Gradients:
         op = aten._scaled_dot_product_flash_attention_backward.default
         rows, keys, seed = q.shape[2], k.shape[2], _no_seed(q)
-        # None: no lengths of ragged sequences. Without dropout the seeds are not used.
+        # None: the sequences are not ragged. Without dropout the seeds are not used.
         dq, dk, dv = op(grad, q, k, v, out, lse.contiguous(), None, None, rows, keys, 0.0, causal, seed, seed)
         return dq, dk, dv
 
@@ -124,7 +124,7 @@ class Cudnn(AttentionKernel):
         op = aten._scaled_dot_product_cudnn_attention_backward.default
         rows, keys, seed = q.shape[2], k.shape[2], _no_seed(q)
         lse = lse.contiguous().unsqueeze(-1)
-        # torch keeps kernels by the strides of q, k and v, and uses them for every layout of the other two.
+        # torch caches kernels by the strides of q, k and v only, so `grad` and `out` need one fixed layout.
         grad, out = by_token(grad), by_token(out)
         dq, dk, dv = op(grad, q, k, v, out, lse, seed, seed, None, None, None, rows, keys, 0.0, causal)
         return dq, dk, dv
@@ -133,7 +133,7 @@ class Cudnn(AttentionKernel):
 class Efficient(AttentionKernel):
     """Memory-efficient attention (arXiv 2112.05682) on CUDA: also float32; its denominators are padded to 32 rows.
 
-    It does not take grouped-query heads, so key/value heads are repeated.
+    The kernel has no grouped-query heads, so key/value heads are repeated.
     """
 
     ROWS = 32
@@ -161,7 +161,7 @@ def repeated(x: Tensor, heads: int) -> Tensor:
 
 
 def summed(x: Tensor, kv_heads: int) -> Tensor:
-    """The gradient of the argument of `repeated`, given the gradient of its result."""
+    """The gradient of `repeated`: sums over the query heads that share a key/value head."""
     return x if x.shape[1] == kv_heads else x.unflatten(1, (kv_heads, -1)).sum(2)
 
 
@@ -187,7 +187,8 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor, *, shapes_vary: bool = Fa
     Args:
         name: `flash`, `flash3`, `cudnn`, `efficient`, or `auto`: the fastest that supports the inputs (`efficient` for
             32 bits). On CPU there is only one.
-        shapes_vary: rows and keys are of other numbers in every call: not cuDNN, which makes a plan for each shape.
+        shapes_vary: the numbers of rows and keys change from call to call: excludes cuDNN, which makes a plan for each
+            shape.
 
     Raises:
         RuntimeError: no kernel of this device supports the inputs.
@@ -203,7 +204,7 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor, *, shapes_vary: bool = Fa
         if shapes_vary and candidate == "cudnn":
             continue
         shared = candidate != "efficient" and q.shape[1] != k.shape[1]
-        # As `repeated` makes them; a view is enough for a check of shapes.
+        # Key/value heads as after `repeated`; a view is enough for a check of shapes.
         takes_heads = shared or q.shape[1] == k.shape[1]
         k_, v_ = (k, v) if takes_heads else (x[:, :1].expand(-1, q.shape[1], -1, -1) for x in (k, v))
         if _CAN_USE[candidate](SDPAParams(q, k_, v_, None, 0.0, False, shared)):

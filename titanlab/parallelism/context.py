@@ -1,8 +1,8 @@
 """Context parallelism: each rank of a group has two chunks of every sequence, and attention exchanges keys and values.
 
-There are two exchanges: `ring` and `all_gather` (see `exchanges.py`). Both are one custom operator with
-its own backward, in eager mode and in compiled code: its communication causes no graph break, and activation
-checkpointing sees one named operator.
+There are two exchanges: `ring` and `all_gather` (see `exchanges.py`). Either one is inside a custom operator with its
+own backward: in compiled code the communication causes no graph break, and activation checkpointing sees one named
+operator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from titanlab.techniques.model.documents import HostStarts, result_like
 from titanlab.techniques.precision.product import departure, has_hooks
 
 EXCHANGES: dict[str, type[Ring] | type[GatherKv]] = {"ring": Ring, "all_gather": GatherKv}
-# Attention of another class is tried with so many tokens at most: longer than the usual windows of 4,096.
+# Largest number of tokens for trying attention of another class: longer than the usual windows of 4,096.
 _TRIED = 4608
 
 
@@ -45,12 +45,12 @@ class ContextAttention(nn.Module):
     """Causal softmax(q·kᵀ/√head_dim)·v over sequences of which this rank has `positions`; replaces a model's attention.
 
     q [batch, heads, seq / ranks, head_dim] and k, v with kv_heads → shaped as q. With `starts` [batch, seq / ranks] on
-    the CPU, attention is within documents; they are places in the whole sequence. Every rank of the group has to call
-    it, forward and backward, in the same order.
+    the CPU, attention is within documents; `starts` are places in the whole sequence. Every rank of the group has to
+    call it, forward and backward, in the same order.
 
     Args:
         kernel: the kernel that the model asks for, `auto` for the best. If it returns no denominators or does not
-            support the inputs, the next kernel that does is used. On CPU there is only one.
+            support the inputs, the next suitable kernel is used. On CPU there is only one.
     """
 
     def __init__(self, method: str, group: ProcessGroup, kernel: str = "auto") -> None:
@@ -59,7 +59,7 @@ class ContextAttention(nn.Module):
         self.group_name: str = group.group_name
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | HostStarts | None = None) -> Tensor:
-        # A model may hand on what it gets.
+        # A model may pass its argument on unchanged.
         starts = starts.tensor if isinstance(starts, HostStarts) else starts
         out: Tensor = attention(q, k, v, starts, self.method, self.group_name, self.kernel)[0]
         return out
@@ -81,7 +81,8 @@ def spread_attention(model: nn.Module, path: str, *, method: str, group: Process
 
 
 def check_attention(model: nn.Module, account: ModelAccount, *, seq_len: int, context: int) -> None:
-    """Check that a model's attention computes what `ContextAttention` does. That of another class is tried.
+    """Check that a model's attention computes the same as `ContextAttention`; runs attention of another class on an
+    example.
 
     Raises:
         ConfigError: it computes something else, or cannot be tried on a CPU.
@@ -111,7 +112,7 @@ def _is_causal(module: nn.Module, account: ModelAccount, seq_len: int) -> bool:
         )
         try:
             found = module(q, k, v)
-        # Code of any kind may raise any error.
+        # Unknown code may raise any error.
         except Exception:
             return False
         expected = F.scaled_dot_product_attention(q, k.expand_as(q), v.expand_as(q), is_causal=True)

@@ -32,9 +32,9 @@ Pair = tuple[Tensor, Tensor]  # keys and values, or their gradients
 class KeysAndValues(NamedTuple):
     """Keys and values of other ranks, [batch, seq, kv_heads, head_dim] each.
 
-    later: only the local tail attends to them: they belong to ranks after this one, or to the local head; otherwise
-        all rows do.
-    chunks: numbers of the sequence's chunks whose keys these are, in their order here
+    later: only the local tail attends to these keys, which belong to ranks after this one or to the local head;
+        otherwise all local rows attend to them.
+    chunks: numbers of the sequence's chunks with these keys, in the order of the keys
     """
 
     k: Tensor
@@ -56,7 +56,7 @@ def forward(
     kernel: AttentionKernel,
     documents: DocumentChunks | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the local rows to all keys before them, or to those of their documents.
+    """Attention of the local rows to all earlier keys, or to the earlier keys of their documents.
 
     Args:
         q: [batch, seq, heads, head_dim], contiguous; k, v: with kv_heads.
@@ -71,7 +71,7 @@ def forward(
     else:
         parts = kernel.documents_forward(*local, starts=documents.inner)
     out, lse = (_joined_halves(_swapped(x), q.shape[0]) for x in parts)
-    # Partial outputs are added in float32: the errors of rounding every sum to 16 bits would add up.
+    # Add partial outputs in float32: rounding every sum to 16 bits would accumulate errors.
     out = out.to(accumulator(q.dtype))
 
     def attend(block: KeysAndValues) -> None:
@@ -107,7 +107,7 @@ def backward(
     dq, dk, dv = (_joined_halves(_swapped(x), q.shape[0]).to(accumulator(q.dtype)) for x in parts)
 
     def add_gradients(block: KeysAndValues, into: Pair) -> None:
-        """Add the gradients from a block's keys to those of local rows, and to those of the block."""
+        """Add the gradients from a block's keys to the gradients of local rows and of the block."""
         for rectangle in rectangles(block, q, documents):
             own_grad, own_q, own_out, own_lse = (_swapped(rectangle.rows_of(x)) for x in (grad, q, out, lse))
             keys, values = (_swapped(rectangle.keys_of(x)) for x in (block.k, block.v))
@@ -161,13 +161,13 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 class DocumentChunks:
     """The documents in a rank's two chunks.
 
-    At most one document reaches from an earlier chunk into a later one: that of the later chunk's first row. The later
-    chunk's first rows, as far as they are of that document, attend to all of its keys in the earlier chunk, which are
-    that chunk's last. So the work between two chunks is a full rectangle without a mask, or nothing. Within a chunk,
-    each document is causal attention by itself.
+    At most one document reaches from an earlier chunk into a later one: that of the later chunk's first row. The rows
+    of that document at the start of the later chunk attend to all keys of the document at the end of the earlier chunk.
+    So the work between two chunks is a full rectangle without a mask, or nothing. Within a chunk, each document is
+    causal attention by itself.
 
-    Keys, values and gradients are transferred as without documents, whatever is computed: no rank waits for a message
-    that another does not send.
+    Keys, values and gradients are transferred as without documents: no rank waits for a message that another does not
+    send.
 
     Args:
         starts: [batch, seq] int64, on the CPU: the place in the whole sequence of the first token of each local token's
@@ -179,12 +179,12 @@ class DocumentChunks:
         self.numbers = owned(rank, ranks)
         self._size = starts.shape[1] // 2
         self._starts: list[list[int]] = starts.tolist()
-        # The starts within each half: a document that began in an earlier chunk begins with this chunk.
+        # The starts within each half; a document that began in an earlier chunk starts at 0.
         begins = torch.tensor(self.numbers * starts.shape[0]).unsqueeze(1) * self._size
         self.inner = (halves(starts) - begins).clamp(min=0)
 
     def rectangles(self, block: KeysAndValues) -> Iterator[Rectangle]:
-        """What local rows attend to in a block of keys."""
+        """The parts of local rows and of a block's keys that attend to each other."""
         size = self._size
         for sequence, starts in enumerate(self._starts):
             for half, number in enumerate(self.numbers):
@@ -201,7 +201,7 @@ class DocumentChunks:
 
 
 class Rectangle(NamedTuple):
-    """Local rows of some sequences of the batch, all of which attend to all of these keys of a block."""
+    """Local rows of some sequences of the batch, and keys of a block: every row attends to every key."""
 
     sequences: slice
     rows: slice
@@ -216,14 +216,14 @@ class Rectangle(NamedTuple):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def add_to_keys(self, part: Tensor, into: Tensor) -> None:
-        """Add gradients shaped as the result of `keys_of` to those of the block."""
+        """Add gradients, shaped as the result of `keys_of`, to the block's gradients."""
         sizes = [keys.stop - keys.start for keys in self.keys]
         for keys, piece in zip(self.keys, part.split(sizes, dim=1), strict=True):
             into[self.sequences, keys] += piece
 
 
 def rectangles(block: KeysAndValues, q: Tensor, documents: DocumentChunks | None) -> Iterable[Rectangle]:
-    """What local rows attend to in a block: without documents, the tail or all rows, to all keys."""
+    """Without documents: the local tail or all local rows attend to all keys of the block."""
     if documents is not None:
         return documents.rectangles(block)
     batch, seq = q.shape[:2]
@@ -236,11 +236,11 @@ def _swapped(x: Tensor) -> Tensor:
     return x.transpose(1, 2)
 
 
-# Both exchanges take this rank's keys and values, contiguous, and the ranks of the context axis, in order; the
+# Both exchanges take this rank's contiguous keys and values, and the ranks of the context axis in order. The
 # constructor starts the first transfer, so that local work hides it. `blocks` gives the keys and values of other ranks
 # that local rows need, once each, while the next block is in transfer. `give` sends the gradients of the latest block
 # to the rank that owns it; gradients that have arrived for this rank's keys may be added to `into`. `collect` waits for
-# the rest of them.
+# the remaining gradients.
 
 
 class Ring:
@@ -251,9 +251,9 @@ class Ring:
     sent: three quarters of the n·(n−1) blocks of a full ring. (Upwards, tails would pass through ranks that do not need
     them.)
 
-    Gradients are sent directly to the owner of the keys, in the kernel's dtype, and added there in float32. That takes
-    as many messages as a ring, which would have to send running sums in float32; and no rank waits for a neighbour's
-    sum.
+    Gradients are sent directly to the owner of the keys, in the kernel's dtype, and added there in float32. The number
+    of messages is that of a ring, but a ring would have to send running sums in float32, and each rank would wait for
+    its neighbour's sum.
     """
 
     def __init__(self, local: Pair, group: ProcessGroup) -> None:
@@ -304,13 +304,13 @@ class Ring:
 
 
 class Transfer:
-    """A pair in transfer to one rank of the group, and another from one; with NCCL one launch.
+    """One pair in transfer to a rank of the group, and one pair from a rank; with NCCL one launch.
 
     A pair is two messages: copying keys and values into one buffer costs more than a second message.
     """
 
     def __init__(self, sent: Pair, to: int, expected: Pair, source: int, group: ProcessGroup) -> None:
-        # Kept until they are sent, even if the caller drops them.
+        # Keep the tensors until they are sent, even if the caller drops them.
         self._sent = tuple(x.contiguous() for x in sent)
         self._expected = expected
         self._works = batch_isend_irecv(
@@ -332,11 +332,12 @@ def first_halves(pair: Pair) -> Pair:
 
 
 class GatherKv:
-    """All-gather KV: ranks gather all keys and values while they compute the local part; two more parts follow.
+    """All-gather KV: ranks gather all keys and values while they compute the local part; the keys of other ranks
+    follow.
 
-    It has fewer and larger products than a ring, and needs memory for all keys and values while one attention runs; the
-    backward pass gathers them again. This is the method of Llama 3 (arXiv 2407.21783, section 3.3.2). Every rank
-    receives every tail, also tails that come after all of its queries. Gradients return to their owners by an
+    Compared with a ring, it has fewer and larger products, but needs memory for all keys and values while one attention
+    runs; the backward pass gathers them again. This is the method of Llama 3 (arXiv 2407.21783, section 3.3.2). Every
+    rank receives every tail, also tails that come after all of its queries. Gradients return to their owners by an
     all-to-all in the kernel's dtype, without parts that are zero, and are added in float32.
     """
 

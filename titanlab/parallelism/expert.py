@@ -1,4 +1,5 @@
-"""Expert parallelism: each rank of a group has some of every block's experts, and tokens travel to them and back.
+"""Expert parallelism: each rank of a group has some of every block's experts, and tokens are sent to these experts and
+back.
 
 The ranks are neighbours on the axes shard, context and tensor, so the axis multiplies nothing: it is another view of
 the same ranks (`Mesh.experts`, docs/decisions/0037). No row is dropped (GShard, arXiv 2006.16668).
@@ -23,12 +24,12 @@ from titanlab.techniques.precision.product import take_over
 
 @torch.library.custom_op("titanlab::exchange", mutates_args=())
 def exchange(rows: Tensor, sent: Tensor, received: Tensor, total: int, group: str) -> Tensor:
-    """Send consecutive rows to each rank of a group, and get those of all ranks, in the order of ranks.
+    """Send consecutive rows to each rank of a group, and receive rows from all ranks, in the order of ranks.
 
     Args:
         rows: [n, ...].
-        sent, received: [k · ranks] int64 on the host: k numbers of rows for each rank, whose sum it is sent, and for
-            each rank from which rows come.
+        sent, received: [k · ranks] int64 on the host: k numbers for each rank, whose sum is the number of rows sent to
+            that rank, or received from it.
 
     Returns:
         [total, ...].
@@ -53,7 +54,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
     sent, received = ctx.saved_tensors
-    # Gradients go back where rows came from.
+    # Gradients go back to the ranks from which rows came.
     return exchange(gradient, received, sent, ctx.rows, ctx.group), None, None, None, None
 
 
@@ -91,10 +92,11 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
 
 
 class Way(NamedTuple):
-    """How rows have travelled.
+    """The routes of rows, for their way back.
 
-    order, inverse: [received] their order by expert among the received rows, and the inverse
-    sent, received: [experts] int64 on the host: rows of each expert, and those of this rank's experts by rank
+    order, inverse: [received] the order of received rows by expert, and its inverse
+    sent, received: [experts] int64 on the host: rows sent to each expert; rows received for this rank's experts, by
+        rank
     rows: number of rows that were sent
     """
 
@@ -113,7 +115,7 @@ class TokenExchange:
     """
 
     def __init__(self, group: dist.ProcessGroup, count: int) -> None:
-        # Its name, because compiled code takes no group as a value.
+        # The group's name, because compiled code cannot have a group as a value.
         self._group: str = group.group_name
         self._ranks, self._own = group.size(), count // group.size()
 
@@ -130,10 +132,10 @@ class TokenExchange:
         counts = ends.diff(prepend=ends.new_zeros(1)).long()
         one_each = torch.ones(self._ranks, dtype=torch.int64, device="cpu")
         theirs = exchange(counts.view(self._ranks, self._own), one_each, one_each, self._ranks, self._group)
-        # The host has to wait for the counts: it makes the buffers.
+        # The host must wait for the counts to allocate the buffers.
         sent, received = torch.stack((counts, theirs.flatten())).cpu().unbind()
         if isinstance(rows, FakeTensor):
-            # Without data nothing is known of the choice: every rank gets as many rows as it sends.
+            # Tensors without data have no routing: assume that every rank gets as many rows as it sends.
             total = rows.shape[0]
             order = torch.arange(total, device=rows.device)
         else:
@@ -149,7 +151,7 @@ class TokenExchange:
         return by_expert, theirs.sum(0).cumsum(0).int(), way
 
     def gather(self, rows: Tensor, way: Way) -> Tensor:
-        """The results of all ranks for their rows → those of this rank's rows, in the order in which it sent them."""
+        """Results for the rows of all ranks → the results of this rank's own rows, in the order of sending."""
         by_rank = Reorder.apply(rows, way.inverse, way.order)  # type: ignore[no-untyped-call]
         own: Tensor = exchange(by_rank, way.received, way.sent, way.rows, self._group)
         return own

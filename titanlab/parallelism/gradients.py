@@ -16,7 +16,7 @@ _ADDED_AT_ONCE = 1 << 14
 
 
 class Gradients:
-    """Norm and scaling of gradients, some of whose parameters may be sharded.
+    """Norm and scaling of gradients; some of the parameters may be sharded.
 
     If `copies` ranks have the same part of a gradient, it enters the sum over ranks with weight 1/copies, so that
     one reduction over the world gives the norm in every layout.
@@ -63,11 +63,11 @@ def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
 
 def _squared_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """Sum of squares of all elements: float64 scalar on their device."""
-    # The norm of gradients in 16 bits is computed in 32.
+    # The norm of 16-bit gradients is computed in 32 bits.
     dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     if gradients[0].device.type == "cpu":
-        # On CPU torch adds float32 squares one after another: the norm of 2^26 elements would be off by 0.5 %,
-        # and by another share in another layout. So large tensors are reduced row by row first.
+        # On CPU torch adds float32 squares one after another: the norm of 2^26 elements would be wrong by 0.5 %, and by
+        # another share in another layout. So large tensors are first reduced row by row.
         gradients = [
             g if g.numel() <= _ADDED_AT_ONCE else torch.linalg.vector_norm(g, dim=-1, dtype=dtype) for g in gradients
         ]

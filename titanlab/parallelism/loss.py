@@ -32,7 +32,7 @@ Loss = Callable[[Callable[[], Tensor], Tensor], Tensor]
 
 def of_logits(function: Callable[[Tensor, Tensor], Tensor]) -> Loss:
     """The loss of a model that returns logits, by a function of (logits, labels)."""
-    # No variable refers to the logits, so that they are freed as soon as the loss is known.
+    # No variable refers to the logits: they are freed as soon as the loss is known.
     return lambda compute, labels: function(compute(), labels)
 
 
@@ -40,7 +40,7 @@ class Columns(NamedTuple):
     """The columns of the vocabulary that a rank has.
 
     Attributes:
-        group: the ranks that have the other columns; None: it has all.
+        group: the ranks that have the other columns; None: this rank has all.
     """
 
     first: int = 0
@@ -53,7 +53,7 @@ class Columns(NamedTuple):
 
 
 class SplitLoss:
-    """`loss_sum` of logits of which each rank of a group has some columns; the same scalar on every rank.
+    """`loss_sum` of logits whose columns are split over the ranks of a group; the same scalar on every rank.
 
     Each rank sends two numbers per token: the log-sum-exp of its columns, and the label's logit if it has that column
     (Megatron-LM, arXiv 1909.08053, section 3, sends three).
@@ -141,7 +141,7 @@ class ChunkedLoss:
     The logits of a microbatch never exist whole. The forward pass computes the gradients too, chunk by chunk, so that a
     chunk's logits are computed once and freed; the backward pass only hands the gradients on (docs/decisions/0039).
 
-    It replaces the `forward` of the head. While the loss is being computed, the head returns the loss; at other times
+    This replaces the `forward` of the head. While the loss is being computed, the head returns the loss; at other times
     it returns logits as before.
     """
 
@@ -163,12 +163,12 @@ class ChunkedLoss:
                 argument.
             tokens: of a chunk.
             scale: the caller runs the backward pass of scale · loss; a tensor may change between steps.
-            columns: of the head's weight on this rank, which may be a DTensor.
+            columns: the columns of this rank's part of the head's weight, which may be a DTensor.
             gathered: the head's input → all tokens of the microbatch, [tokens, dim]; None: the input [batch, seq, dim]
-                has all.
+                already has all tokens.
             compiled: compiles a function of tensors that does not communicate; None: nothing is compiled.
             writes_gradient: the forward pass adds the gradient of the weight to `weight.grad` itself, instead of the
-                backward pass. A pipeline needs it: a schedule may run many forward passes before the first backward
+                backward pass. A pipeline needs this: a schedule may run many forward passes before the first backward
                 pass, and each would keep a tensor of the weight's size.
         """
         self.scale, self.writes_gradient = scale, writes_gradient
@@ -177,7 +177,7 @@ class ChunkedLoss:
         self._tokens, self._columns, self._product = tokens, columns, product_of(head)
         self._statistics = _statistics_in_parts if compiled is None else compiled(_statistics)
         self._slope = _slope_in_parts if compiled is None else compiled(_slope)
-        # Compiled code exists for chunks of one size.
+        # Compiled code accepts chunks of one size only.
         self._pads = compiled is not None
         head.forward = self._forward
 
@@ -247,7 +247,7 @@ class _Gradients:
 
     Attributes:
         tokens: [tokens, dim].
-        weight: this rank's part [columns, dim]; None before the first chunk, or if it needs none.
+        weight: this rank's part [columns, dim]; None before the first chunk, or if no gradient is needed.
         bias: [columns], likewise.
     """
 
@@ -258,7 +258,7 @@ class _Gradients:
         self._needs_weight, self._needs_bias = needs_weight, needs_bias
 
     def add(self, product: Product, start: int, chunk: Tensor, weight: Tensor, slope: Tensor) -> None:
-        """The gradients that a chunk [tokens, dim] gives; slope: the gradient of its logits."""
+        """Add the gradients of a chunk [tokens, dim]; slope: the gradient of its logits."""
         part = self.tokens[start : start + chunk.shape[0]]
         if product is PLAIN and part.shape[0] == chunk.shape[0]:
             torch.mm(slope, weight, out=part)
@@ -281,7 +281,7 @@ def _statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
     """By token, the log-sum-exp of this rank's columns, and the label's logit if it has that column, else 0: [2, n]."""
     values = logits.float()
     mine, column = _column_of_label(labels, first, logits.shape[1])
-    # One kernel, and log-sum-exp has four.
+    # One kernel; torch.logsumexp would be four.
     own_sum = values[:, 0] - torch.log_softmax(values, dim=-1)[:, 0]
     return torch.stack([own_sum, values.gather(1, column).squeeze(1).where(mine, 0.0)])
 
@@ -321,7 +321,7 @@ def _slope_in_parts(logits: Tensor, log_sum: Tensor, labels: Tensor, first: int,
 
 
 def _column_of_label(labels: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Whether a rank has the label's column, and its index as [n, 1], 0 if it has not."""
+    """Whether this rank has the label's column; and the column's index [n, 1], 0 if the rank lacks it."""
     mine = (labels >= first) & (labels < first + columns)
     return mine, (labels - first).where(mine, 0).unsqueeze(1)
 
@@ -351,7 +351,7 @@ class _HeadAndLoss(torch.autograd.Function):
         gradients: _Gradients = ctx.gradients
         # Freed here, because the graph may live until the end of the step.
         del ctx.gradients
-        # 1, because the caller runs the backward of scale · loss.
+        # The factor is 1, because the caller runs the backward of scale · loss.
         factor = grad_outputs[0] / ctx.scale
         of_weight = None if gradients.weight is None else distributed_like(ctx.weight, gradients.weight.mul_(factor))
         of_bias = None if gradients.bias is None else gradients.bias.mul_(factor)

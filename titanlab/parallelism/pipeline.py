@@ -19,7 +19,7 @@ from titanlab.techniques.model.documents import Packed
 from titanlab.techniques.profiler.contract import Phase, nothing
 from titanlab.techniques.schedule.action import Action, Kind
 
-# By name: torch 2.15 waits for each send by an action of its own, and earlier ones have none.
+# By name: torch 2.15 has a separate action that waits for a send; earlier versions lack it.
 _ACTIONS_OF_FORWARDS = ("FORWARD", "SEND_F", "RECV_F", "WAIT_SEND_F")
 _FSDP_ACTIONS = (_ComputationType.UNSHARD, _ComputationType.RESHARD)
 
@@ -50,7 +50,7 @@ class Pipeline:
 
         Args:
             stages: this rank's stages by number. The first takes tokens [microbatch, seq], the others hidden states;
-                all take positions [seq] as well. The last returns what `loss` expects. They may be under FSDP.
+                all take positions [seq] as well. The last returns what `loss` expects. Stages may be under FSDP.
             actions: by rank of the group, its actions in order.
             placement: by stage, the rank of the group that has it.
             loss: (runs the last stage, labels [microbatch, seq]) → float32 scalar, summed over the microbatch's
@@ -176,7 +176,7 @@ class Pipeline:
                 (tokens[row], labels[row], *((positions,) if documents is None else documents.arguments(row)))
                 for row in rows
             ]
-            # torch 2.15 takes those from it whose gradients are reduced.
+            # torch 2.15 removes each stage from this set when its gradients are reduced.
             runtime.unsharded_stages = {stage.stage_index for stage in self._stages}
             runtime._step_microbatches(microbatches, return_outputs=False)
             for stage in self._stages:

@@ -69,7 +69,7 @@ class ScheduledStage(PipelineStage):
         self._computed_gradients: dict[int, Tensor] = {}
         self._pending: dict[int, tuple[Tensor | None, Tensor]] = {}
         self._sends: list[tuple[dist.Work, Waiting]] = []
-        # For the diagnosis of hangs: gloo's sends and receives are in no record of torch.
+        # For the diagnosis of hangs: torch does not record gloo's sends and receives.
         self.waiting: Waiting | None = None
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()
@@ -80,7 +80,7 @@ class ScheduledStage(PipelineStage):
             self.submod.set_is_last_backward(False)
             self.submod.set_reshard_after_backward(False)
             self.submod.set_requires_gradient_sync(False)
-            # In torch 2.15, in the place of `set_is_last_backward`.
+            # torch 2.15 has this instead of `set_is_last_backward`.
             finalize_by_hand = getattr(self.submod, "set_manual_backward_finalization", None)
             if callable(finalize_by_hand):
                 finalize_by_hand(True)
@@ -101,7 +101,7 @@ class ScheduledStage(PipelineStage):
         self.clear_runtime_states()
 
     def clear_runtime_states(self) -> None:
-        """Free everything, also after an error in the middle of a step."""
+        """Free everything, even after an error in the middle of a step."""
         self.loss_sum = None
         self._sends.clear()
         for tensors in (self._arrived, self._arrived_gradients, self._computed, self._computed_gradients):
@@ -120,7 +120,7 @@ class ScheduledStage(PipelineStage):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,  # noqa: FBT001, FBT002 (torch's)
     ) -> Tensor:
-        """Compute one microbatch; args: its tokens and labels [microbatch, seq], and what the module takes next."""
+        """Compute one microbatch; args: its tokens and labels [microbatch, seq], and the module's further arguments."""
         tokens, labels, *places = args
         hidden = None
         if not self.is_first:
@@ -218,7 +218,7 @@ class ScheduledStage(PipelineStage):
         return []
 
     def _take(self, arrived: dict[int, tuple[Tensor, dist.Work | None]], microbatch: int, stage: int) -> Tensor:
-        """The tensor of a microbatch from another stage, when it has arrived."""
+        """Wait for the tensor of a microbatch from another stage, and return it."""
         tensor, work = arrived.pop(microbatch)
         if work is not None:
             self.waiting = self._message("recv", microbatch, stage)
@@ -260,7 +260,7 @@ def _sum_in_reduce_dtype(model: nn.Module) -> None:
 
     FSDP sums microbatches in its reduce dtype; gradients that stay in `grad` would be summed in the parameters' dtype.
     torch 2.11 to 2.13 accumulates in a hook of the backward only, and has no public function for it. In torch 2.15,
-    `grad` itself has the reduce dtype (`Tensor.grad_dtype`), and there is nothing to do.
+    `grad` itself has the reduce dtype (`Tensor.grad_dtype`), and this does nothing.
     """
     for module in model.modules():
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None

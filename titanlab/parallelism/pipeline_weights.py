@@ -1,11 +1,11 @@
 """Products of linear layers, of one or several with the same input, and their deferred gradients of weights.
 
 Layers with the same input keep their parameters (docs/decisions/0040). Deferred gradients are the W of zero-bubble
-schedules (arXiv 2401.10241; docs/decisions/0011). Only linear layers, which have nearly all of the work, defer their
+schedules (arXiv 2401.10241; docs/decisions/0011). Only linear layers, which do nearly all of the work, defer their
 product; everything else is computed at once. Compiled code must not have side effects, so in compiled blocks a block
 gets two more input tensors (taps) for each of its linear layers, with the shapes of the layer's output and input. The
 layer's backward returns the two factors of its weight's gradient as the gradients of the taps; the weight itself gets
-none there.
+no gradient there.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _outputs(
 
 
 class _Products(torch.autograd.Function):
-    """Forward: one product; backward: one product of each kind for each weight, and those for weights may be later."""
+    """Forward: one product; backward: two products for each weight, whose own gradient may be deferred."""
 
     @staticmethod
     def forward(
@@ -134,7 +134,7 @@ class _Products(torch.autograd.Function):
             of_inputs = product.of_inputs(gradients[0], parts[0])
             for gradient, part in zip(gradients[1:], parts[1:], strict=True):
                 if product is PLAIN:
-                    # One operation, which neither makes another tensor of the input's size nor reads it.
+                    # One operation: no second tensor of the input's size.
                     of_inputs = torch.addmm(rows(of_inputs), rows(gradient), part).view(of_inputs.shape)
                 else:
                     of_inputs = of_inputs + product.of_inputs(gradient, part)
@@ -154,10 +154,10 @@ def join_products(model: nn.Module, joined: Iterable[Joined], cut: TensorParalle
     """Compute layers of a model or stage as one product, in place.
 
     Args:
-        cut: how tensor parallelism has cut the layers; None: it has not.
+        cut: how tensor parallelism has cut the layers; None: the layers are not cut.
 
     Raises:
-        ConfigError: a layer has a forward or a product of its own.
+        ConfigError: a layer has its own forward or product.
     """
     for product in joined:
         for path, module in list(model.named_modules()):
@@ -173,7 +173,7 @@ def join_products(model: nn.Module, joined: Iterable[Joined], cut: TensorParalle
                     rule = f"multiplies {', '.join(layers)} of {owner} as one, and they have no product in common"
                     raise ConfigError(**setting, rule=rule)
                 for name, layer in layers.items():
-                    # A bias would be added to each part, for which there is no code.
+                    # No code adds a bias to each part.
                     assert getattr(layer, "bias", None) is None, f"{owner}.{name}"
                     setattr(layer, JOINED, path)
                 copied = tuple(name in product.copied for name in product.layers)
@@ -205,7 +205,8 @@ class DeferredWeights:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Defer products of all linear layers whose backward is known in two halves, and of callers of `products`.
+        """Defer products of all linear layers whose two gradients can be computed separately, and of callers of
+        `products`.
 
         Other layers compute the gradient of their weight together with that of their input.
         """
@@ -345,12 +346,13 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (inputs,) = ctx.saved_tensors
-        # As rows, like the operands of the backward's products: otherwise inductor would not fuse these with gathers.
+        # As rows, like the operands of the backward's products: otherwise inductor would not fuse the products with
+        # gathers.
         return gradients[0], None, rows(gradients[0]), rows(inputs)
 
 
 class _Taps(torch.autograd.Function):
-    """Creates two taps per layer outside compiled code; the backward makes weights' gradients from theirs."""
+    """Creates two taps per layer outside compiled code; the taps' gradients are the factors of weights' gradients."""
 
     @staticmethod
     def forward(

@@ -36,8 +36,8 @@ class Parallelism:
         async_tensor: with tensor > 1, products and their collectives run interleaved, in pieces (AsyncTP); in float8
             only products whose sums are scattered.
         context_method: `ring` passes keys and values around while it computes; `all_gather` gathers them first.
-        split: null balances the stages by cost. Otherwise the number of blocks of every stage, `[3,5]`, or the
-            first piece of every stage but the first, `[layers.3]`.
+        split: null: balance the stages by cost. Otherwise the number of blocks of every stage, `[3,5]`, or the first
+            piece of every stage except the first, `[layers.3]`.
         reshard_after_forward: `always` frees a block's parameters after its forward pass and gathers them again
             for the backward; `never` keeps them: more memory, less communication. `auto` is `always`, but
             `never` in a pipeline, where each microbatch would gather them again.

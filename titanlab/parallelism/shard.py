@@ -30,7 +30,7 @@ class Sharded:
     """A model that is distributed over data-parallel ranks.
 
     Attributes:
-        forward: the function to call: the model, or DDP's wrapper of it.
+        forward: the function to call: the model, or DDP's wrapper.
         microbatch: context of one microbatch's forward and backward; `last=`: whether it is the last microbatch of the
             step, after which gradients are reduced.
         release: frees parameters gathered by a forward without a backward.
@@ -49,7 +49,7 @@ class ExpertModules:
 
     Attributes:
         modules: one in each block.
-        mesh: `[shard]` or `[replicate, shard]`; with fewer shards than the dense parameters have.
+        mesh: `[shard]` or `[replicate, shard]`, with fewer shards than for the dense parameters.
     """
 
     modules: Sequence[nn.Module]
@@ -75,11 +75,12 @@ def fully_shard_model(
         mesh: `[shard]` or `[replicate, shard]`.
         reshard_after_forward: blocks free their gathered parameters until the backward, except the last block and the
             rest of the model, which the backward needs first.
-        whole: units that compute and reduce in float32 while others do not; the model itself means its rest.
+        whole: units that compute and reduce in float32 while others do not; the model itself stands for the rest of the
+            model.
         apart: modules outside blocks that are separate units, because their dtype is not that of the rest.
         experts: modules inside blocks that are separate units over another mesh; None: there are none.
     """
-    # Imported here: it takes 0.3 s, and a single process in fp32 does not need it.
+    # Imported here: the import takes 0.3 s, and a single process in fp32 does not need it.
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     def policy(unit: nn.Module) -> MixedPrecisionPolicy:
@@ -88,7 +89,7 @@ def fully_shard_model(
         return MixedPrecisionPolicy(
             param_dtype=dtype_named(compute) if casts else None,
             reduce_dtype=dtype_named(reduce) if casts else None,
-            # Inputs have the right dtype, or must not be rounded: positions would become wrong.
+            # Inputs have the right dtype already, or must not be rounded, as positions.
             cast_forward_inputs=False,
         )
 
@@ -170,10 +171,10 @@ def use_symmetric_memory(units: Sequence[Any], groups: Sequence[dist.ProcessGrou
 
 
 def _gather_with(block: nn.Module, unit: nn.Module) -> None:
-    """Let a unit of FSDP2 inside of a block gather at the block's begin and free at its end, not within its forward.
+    """Let a unit of FSDP2 inside a block gather at the block's beginning and free at its end, not within its forward.
 
-    The block's forward is one graph of a compiler, and one function that checkpointing computes again, operator by
-    operator; both without the collectives of FSDP2. Call it before the block itself becomes a unit.
+    A compiler traces the block's forward as one graph, and checkpointing recomputes it as one function; neither may
+    contain FSDP2's collectives. Call this before the block itself becomes a unit.
     """
     state: Any = unit._get_fsdp_state()  # type: ignore[operator]
     # Private in torch 2.11 to 2.13. No public function gives modules of two meshes the same place in the forward.
@@ -186,15 +187,15 @@ def _gather_with(block: nn.Module, unit: nn.Module) -> None:
 def _prefetch(blocks: Sequence[Sequence[Any]]) -> None:
     """Let FSDP2 gather the next block's units while a block computes, in forward and backward.
 
-    By itself FSDP2 gathers only one unit ahead; and with expert parallelism the host waits for the router's counts, so
-    that it issues no gather earlier.
+    By default FSDP2 gathers only one unit ahead. With expert parallelism the host waits for the router's counts, and so
+    would issue a gather too late.
 
     Args:
         blocks: by block, its units in the order in which the forward gathers them.
     """
     for before, after in itertools.pairwise(blocks):
         before[-1].set_modules_to_forward_prefetch(list(after))
-        # In backward the first hook is that of the last unit.
+        # The backward reaches the last unit first.
         after[0].set_modules_to_backward_prefetch(list(reversed(before)))
 
 
@@ -211,7 +212,7 @@ class _NoView(torch.autograd.Function):
 
 
 def _without_views(module: nn.Module, inputs: object, output: Any) -> Any:
-    """Return no view from a unit of FSDP2, which warns about views; a linear layer with a bias returns one."""
+    """Return no view from a unit of FSDP2, which warns about views; a linear layer with a bias would return one."""
     if isinstance(output, torch.Tensor) and output.requires_grad and output._base is not None:
         return _NoView.apply(output)  # type: ignore[no-untyped-call]
     return output
@@ -268,7 +269,8 @@ def replicate_model(model: nn.Module, mesh: DeviceMesh) -> Sharded:
     from torch.nn.parallel import DistributedDataParallel
 
     wrapper = DistributedDataParallel(_DryRun(model), process_group=mesh.get_group(), gradient_as_bucket_view=True)
-    # Buffers are the same on all ranks. Set here, because torch 2.13 deprecates the argument and 2.11 has no other way.
+    # Buffers are the same on all ranks. An attribute, because torch 2.13 deprecates the argument, and 2.11 has nothing
+    # else.
     wrapper.broadcast_buffers = False
     # DDP learns an order in the first backward and rebuilds its buckets in the next forward. An element's place in its
     # bucket decides the order in which three or more ranks are summed. Without these two empty steps the first step

@@ -68,7 +68,7 @@ class TensorParallel:
         return rows
 
     def stream(self, summand: Tensor) -> Tensor:
-        """The sum over ranks of [batch, seq, dim], as the residual stream."""
+        """The sum over ranks of [batch, seq, dim], in the form of the residual stream."""
         summing = _SumScatter if self.sequence_parallel else _Sum
         stream: Tensor = summing.apply(summand, *self._group)  # type: ignore[no-untyped-call]
         return stream
@@ -84,7 +84,7 @@ def colwise(layer: nn.Module, cut: TensorParallel) -> None:
 
 
 def rowwise(layer: nn.Module, cut: TensorParallel) -> None:
-    """Cut the inputs of a linear layer; it returns the residual stream."""
+    """Cut the inputs of a linear layer; the layer then returns the residual stream."""
     _distribute(layer, cut.mesh, "rowwise")
 
     def forward(part: Tensor) -> Tensor:
@@ -99,7 +99,8 @@ def rowwise(layer: nn.Module, cut: TensorParallel) -> None:
 def gathered(module: nn.Module, cut: TensorParallel) -> None:
     """Gather the first argument of a module that computes on whole sequences, once for all products inside.
 
-    It becomes [batch·seq, dim]. Only `colwise` layers may read it, so that AsyncTP can fuse gather and products.
+    The argument becomes [batch·seq, dim]. Only `colwise` layers may read it, so that AsyncTP can fuse gather and
+    products.
     """
 
     def gather(owner: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -148,7 +149,7 @@ def router(module: nn.Module, cut: TensorParallel) -> None:
 def embedding(table: nn.Module, cut: TensorParallel) -> None:
     """Cut an embedding by rows: each rank looks up the tokens whose rows it has."""
     assert isinstance(table, nn.Embedding), table
-    # What torch's module can do beside looking up rows is not implemented here.
+    # Other features of torch's module than looking up rows are not implemented here.
     assert table.max_norm is table.padding_idx is None, table
     first = cut.mesh.get_local_rank() * -(-table.num_embeddings // cut.mesh.size())
     _distribute(table, cut.mesh, "embedding")
@@ -187,19 +188,19 @@ STYLES: Mapping[str, Style] = {
     "rowwise": rowwise,
     "gathered": gathered,
     "norm": norm,
-    # A head is on one rank, so each rank normalises its own heads.
+    # Heads are not split: each rank normalises its own heads.
     "head_norm": norm,
     "experts": experts,
     "router": router,
     "expert_colwise": functools.partial(norm, style="expert_colwise"),
     "expert_rowwise": functools.partial(norm, style="expert_rowwise"),
-    # Expert parallelism divides them: see `titanlab.parallelism.expert`.
+    # Expert parallelism divides these parameters: see `titanlab.parallelism.expert`.
     "expert_stack": lambda module, cut: None,
     "embedding": embedding,
     "head": head,
 }
 
-# Styles that replace the `forward` of a module, and the class as which they compute; None: its own class.
+# Styles that replace a module's `forward`, with the class whose forward they compute; None: the module's own class.
 _TAKEN: Mapping[str, type[nn.Module] | None] = {
     **dict.fromkeys(("colwise", "rowwise", "head"), nn.Linear),
     "embedding": nn.Embedding,
@@ -218,7 +219,8 @@ def parallelise(
 
     Returns:
         names of the whole parameters that act on shares of the tokens or on a rank's heads. After the backward each
-        rank has a partial gradient of them; the caller has to sum these over ranks, which takes one reduction for all.
+        rank has only a partial gradient of them; the caller must sum these gradients over ranks, in one reduction for
+        all.
 
     Raises:
         ConfigError: a module computes something else than its style.

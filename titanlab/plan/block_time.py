@@ -32,21 +32,21 @@ from titanlab.recipe import Recipe, repeats_in_block, step_of
 from titanlab.techniques.ac.contract import ACConfig
 from titanlab.techniques.precision.contract import ProductFormat
 
-# Side of a tile of the output that a product's kernels compute at once; a part of a tile takes as long as all of it.
+# Side of a tile of the output that a product's kernels compute at once; a partial tile takes as long as a full one.
 _TILE = 128
 # The backward pass of fused attention has five products, the forward pass two (arXiv 2307.08691, section 2.3).
 _ATTENTION_BACKWARD = 2.5
-# Kernels read the gradient and what was kept, and write a gradient: twice the forward pass.
+# Kernels read the gradient and the saved inputs, and write a gradient: twice the forward pass.
 _POINTWISE_BACKWARD = 2.0
 
 
 class KernelGroup(NamedTuple):
-    """Some kernels that are bounded by the same thing.
+    """Kernels with one rate of products and one kind of memory access.
 
     Attributes:
         rate: dtype of products, or `attention`.
         moved: bytes that are read and written.
-        fused: whether a compiler has made them.
+        fused: whether a compiler generated the kernels.
     """
 
     flops: float
@@ -72,14 +72,14 @@ class OperationWork(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RankWork:
-    """One rank's part of the operations, and how they run.
+    """One rank's share of the operations, and how the operations run.
 
     Attributes:
         expert: degree; above 1 each rank of the tensor axis routes its own tokens.
-        dtype, width: of products that no format changes: torch's name, and bytes of an element.
-        fused: neighbouring operations that memory bandwidth bounds are one kernel.
-        plan: style of each module, as in the model's account; a block has the names of the first one.
-        prefix: of the names of the operations in that plan.
+        dtype, width: of products in the compute dtype: torch's name, and bytes of an element.
+        fused: whether neighbouring operations that memory bandwidth limits are one kernel.
+        plan: style of each module, as in the model's account; all blocks use the names of the first block.
+        prefix: of the operations' names in that plan.
         products: by path, products in another format.
     """
 
@@ -129,7 +129,7 @@ def work_of(operations: Sequence[Operation], part: RankWork) -> list[OperationWo
         elif operation.kind == "exchange":
             kernels = [], [], []
             if part.expert > 1:
-                # Rows that travel are sorted beside it, in the backward pass too.
+                # Rows that travel are also sorted, in the backward pass too.
                 moved = operation.passes * elements * part.width / (part.context * part.tensor)
                 sorting = [KernelGroup(0.0, "", moved, 1, part.fused)]
                 kernels = sorting, sorting, []
@@ -162,7 +162,7 @@ def _product(operation: Operation, part: RankWork, *, casts_input: bool) -> _Pas
     )
     groups = operation.groups
     if part.expert > 1 and operation.keeps and operation.keeps[0].with_experts:
-        # Every rank has some experts, and with a balanced load as many rows as it sends.
+        # Each rank has some of the experts; with a balanced load it gets as many rows as it sends.
         rows, groups, dim = rows / part.tensor, max(1, groups // part.expert), None
     if dim == 0:
         columns = -(-columns // part.tensor)
@@ -193,7 +193,7 @@ def _product(operation: Operation, part: RankWork, *, casts_input: bool) -> _Pas
 
 
 def _waste(rows: float, columns: float) -> float:
-    """How much more a product computes because tiles at the edges of its output are not full."""
+    """Factor by which a product computes more, because tiles at the edges of its output are not full."""
     return math.ceil(rows / _TILE) * math.ceil(columns / _TILE) * _TILE**2 / (rows * columns)
 
 
@@ -208,7 +208,7 @@ def seconds_of(rows: Iterable[TrafficRow], axis: AxisPlacement, machine: Machine
 
 
 def rows_of(formula: Callable[..., None], *inputs: Any, **options: Any) -> list[TrafficRow]:
-    """The rows of one of the formulas for communication."""
+    """The traffic rows that one formula for communication adds."""
     traffic = Traffic()
     formula(*inputs, traffic, **options)
     return traffic.rows()
@@ -224,8 +224,8 @@ class PieceTime(NamedTuple):
     """Seconds of a block or piece for one microbatch.
 
     Attributes:
-        forward, inputs, weights, recomputed: computation of the forward pass, of the gradients of inputs, of those of
-            weights, and of the forward pass again.
+        forward, inputs, weights, recomputed: computation of the forward pass, of gradients of inputs, of gradients of
+            weights, and of recomputation.
         tensor_forward, tensor_backward: exposed communication of tensor and expert parallelism.
         context_forward, context_backward: exposed communication of context parallelism.
     """
@@ -260,7 +260,7 @@ class ModelTime:
     """Seconds of every piece for one microbatch.
 
     Attributes:
-        kinds, kind_of: the different blocks, as their recomputation differs, and the index in them of each block.
+        kinds, kind_of: the blocks that differ in recomputation, and for each block its index in `kinds`.
         edges: by name, the pieces before and after the blocks; the last one includes the loss.
         once: communication of tensor parallelism in a step for each block.
         whole: sums over all pieces.
@@ -297,7 +297,7 @@ class _Shaped:
         self.recipe, self.machine, self.layout = recipe, machine, _inside(recipe.layout)
         layout, config, model = self.layout, recipe.parallelism, recipe.model
         self.facts, formats = model_facts(model), recipe.precision.formats()
-        # Without the degrees that decide nothing here.
+        # Drop degrees that do not matter here: recipes share cached times.
         step = step_of(recipe, account=self.facts.sample)
         self.step = replace(step, layout=layout, microbatches=1)
         self.part = RankWork(
@@ -346,10 +346,10 @@ class _Shaped:
             context_backward += context_forward
         tensor_forward, tensor_backward = self._tensor_of_block(number, ac)
         if self.recipe.parallelism.async_tensor and tensor_forward:
-            # Products and the collectives beside them run together.
+            # With AsyncTP, products and the neighbouring collectives run together.
             tensor_forward = exposed(forward - self.ring[0], tensor_forward, self.machine)
             tensor_backward = exposed(inputs + repeated + weights - self.ring[1], tensor_backward, self.machine)
-        # The rows of experts are needed at once, so nothing hides their way.
+        # The rows of experts are needed at once, so no computation hides their transfer.
         tensor_forward += self.exchange
         tensor_backward += self.exchange * (2 if ac.repeats_collective(EXCHANGE, number=number) else 1)
         return PieceTime(
@@ -378,7 +378,7 @@ class _Shaped:
         return PieceTime(forward, inputs, time.weights, 0.0, tensor, tensor)
 
     def _tensor_of_block(self, number: int, ac: ACConfig) -> tuple[float, float]:
-        """Communication of tensor parallelism in the forward and the backward pass, with that of recomputation."""
+        """Communication of tensor parallelism in the forward pass, and in the backward pass including recomputation."""
         if self.layout.tensor == 1:
             return 0.0, 0.0
         by_kind = {row.kind: self.tensor_seconds([row]) for row in self.tensor_rows}
@@ -389,7 +389,7 @@ class _Shaped:
         sums = sum(STYLES[style].sums for style in styles)
         if not gathers + sums:
             return half, half
-        # The sum of the last product is not computed again, as the product is not.
+        # The last product is not computed again, so its sum is not either.
         repeats_gathers, repeats_sums = repeats_in_block(self.recipe, ac, number)
         again = max(0, sums - last) * repeats_sums * by_kind.get("all_reduce", 0.0)
         if self.recipe.parallelism.sequence_parallel:
@@ -401,7 +401,7 @@ class _Shaped:
         return seconds_of(rows, axis_of(self.layout, "tensor", self.machine.per_node), self.machine) if rows else 0.0
 
     def _context(self, attention: float, backward: float) -> tuple[float, float]:
-        """Exposed communication of a ring, max(0, X − A/c) for each hop, or of a gather, which is all exposed."""
+        """Exposed communication of a ring, max(0, X − A/c) for each hop, or of a gather, which is never hidden."""
         ranks = self.layout.context
         if ranks == 1:
             return 0.0, 0.0
@@ -416,12 +416,12 @@ class _Shaped:
 
 
 def exposed(compute: float, exchange: float, machine: Machine) -> float:
-    """Time that an exchange adds to a computation beside it: κ·min(C, X) + |C − X| − C."""
+    """Time that communication X adds to a concurrent computation C: κ·min(C, X) + |C − X| − C."""
     return machine.efficiencies.overlap * min(compute, exchange) + abs(compute - exchange) - compute
 
 
 def _inside(layout: Layout) -> Layout:
-    """The degrees that cut a block, which also say how its ranks lie on nodes: the other axes are further out."""
+    """The degrees that cut a block; they also place its ranks on nodes, because other axes are further out."""
     return Layout(context=layout.context, tensor=layout.tensor, expert=layout.expert)
 
 

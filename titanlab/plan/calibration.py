@@ -24,9 +24,9 @@ from titanlab.techniques.profiler import profilers_schema as names
 
 KEY = "--measure"
 _RUNS = "--calibrate"
-# The efficiency that collectives of a group say.
+# Group of collectives → the efficiency that its times determine.
 _LINKS = {names.NODE: "link", names.WORLD: "network"}
-# How figures are shown: divisor, unit, digits.
+# For messages: divisor, unit, digits of each figure.
 _UNITS: Mapping[str, tuple[float, str, int]] = {
     names.PRODUCT: (1e9, "GFLOP/s", 1),
     names.ATTENTION: (1e9, "GFLOP/s", 1),
@@ -35,9 +35,9 @@ _UNITS: Mapping[str, tuple[float, str, int]] = {
     names.LAUNCH: (1e-6, "µs", 2),
     names.PROCESS: (1e9, "GB", 2),
 }
-# By which share the largest collective must take longer than one of no bytes: a smaller one is noise.
+# The largest collective must take longer than an empty one by at least this share; less is noise.
 _LEAST_GROWTH = 0.02
-# Squares that are too small to say how fast a model's products are.
+# Number of the smallest squares to ignore: a model's products are larger.
 _SMALL_SQUARES = 2
 
 
@@ -58,12 +58,12 @@ class MeasuredCollective(NamedTuple):
 
     @property
     def trips(self) -> int:
-        """How often its ring is gone around."""
+        """How many times data goes around the ring."""
         return 2 if self.kind == "all_reduce" else 1
 
 
 def measured_cluster(recipe: Recipe, row: Mapping[str, Any]) -> Cluster:
-    """The cluster of a recipe with what `profiler=rates` has measured on it.
+    """The cluster of a recipe with the rates that `profiler=rates` has measured.
 
     Raises:
         ConfigError: a figure is missing or not positive.
@@ -72,7 +72,7 @@ def measured_cluster(recipe: Recipe, row: Mapping[str, Any]) -> Cluster:
     cluster = dataclasses.replace(recipe.cluster, efficiencies={})
     is_cpu = cluster.accelerator == "cpu"
     products = [rate for name, rate in figures.items() if name.startswith(names.PRODUCT)]
-    # The fastest product, and the median of those that have the size of a model's.
+    # The fastest product, and the median of products as large as a model's.
     best, typical = max(products), statistics.median(products[_SMALL_SQUARES:] or products)
     memory = max(figures[names.COPY], figures[names.POINTWISE])
     if cluster.peak_tflops is None and (is_cpu or _is_unknown(recipe)):
@@ -109,7 +109,7 @@ def _with_link(
 ) -> Cluster:
     """The cluster with the bandwidth of measured collectives; adds their efficiency and latency to `shares`.
 
-    seconds = latency · nominal + bytes / bandwidth: divided by the nominal fixed time, a line.
+    seconds = latency · nominal + bytes / bandwidth: a straight line after division by the nominal fixed time.
     """
     group, nodes = collectives[0].group, 1 if collectives[0].group == names.NODE else 2
     sizes, times = [], []
@@ -125,7 +125,7 @@ def _with_link(
     nominal = (machine.link_bytes_per_second if nodes == 1 else machine.network_bytes_per_second) / 1e9
     reached = 1 / slope / 1e9
     if nodes > 1:
-        # A ring that leaves its node uses the adapters of all its ranks there.
+        # A ring that leaves a node uses the adapters of all its ranks on that node.
         reached /= max(1, min(collectives[0].ranks, machine.per_node))
     shares[_LINKS[group]] = reached / max(nominal, reached)
     if nodes == 1:
@@ -198,7 +198,7 @@ def _figures(row: Mapping[str, Any]) -> tuple[dict[str, float], list[MeasuredCol
 _WIDER = 5.0
 # Values of a cluster are positive.
 _LEAST = 1e-3
-# Fewer runs than this say too little of so many parameters.
+# Fewer runs are too few for the number of parameters.
 LEAST_RUNS = 4
 
 
@@ -260,12 +260,12 @@ def calibrate(runs: Sequence[Measured]) -> Calibration:
 
 
 def time_errors(runs: Sequence[Measured], cluster: Cluster) -> list[float]:
-    """Logarithm of estimated over measured step time on a cluster, by run."""
+    """By run, log(estimated / measured step time) on a cluster."""
     return _errors(runs, _machine(runs, cluster)) if runs else []
 
 
 def memory_errors(runs: Sequence[Measured], cluster: Cluster) -> list[float]:
-    """Error of the estimated memory on a cluster as a share of the measured one, by run; nan: none was measured."""
+    """By run, error of the estimated memory as a share of the measured memory; nan: not measured."""
     if not runs:
         return []
     machine = _machine(runs, cluster)
@@ -303,10 +303,10 @@ def _errors(runs: Sequence[Measured], machine: Machine) -> list[float]:
 
 
 def _with_times(runs: Sequence[Measured], cluster: Cluster) -> Cluster:
-    """The cluster with efficiencies that fit the times of its runs; of CPUs also with the rates that were reached."""
+    """The cluster with efficiencies that fit the times of its runs; for CPUs also with fitted rates."""
     machine, is_cpu = _machine(runs, cluster), cluster.accelerator == "cpu"
     if is_cpu:
-        # A fit from larger rates, of which efficiencies are smaller shares.
+        # Start from larger rates, with efficiencies as smaller shares.
         shares = dataclasses.asdict(machine.efficiencies)
         narrow = {
             name: max(LIMITS[name][0], shares[name] / _WIDER) for name in ("eager_memory", "fused_memory", "link")
@@ -338,7 +338,7 @@ def _with_times(runs: Sequence[Measured], cluster: Cluster) -> Cluster:
 
 
 def _with_memory(runs: Sequence[Measured], cluster: Cluster) -> Cluster:
-    """The cluster with the allocator's excess of its runs; on CPUs also with that of a process and of messages."""
+    """The cluster with the allocator's excess of its runs; for CPUs also the memory of a process and messages."""
     known = [(run.recipe, most_memory(run.recipe), run.memory_bytes) for run in runs if run.memory_bytes is not None]
     if not known:
         return cluster
@@ -379,7 +379,7 @@ def cluster_file(cluster: Cluster, comment: str) -> str:
     """Content of a file of the group `cluster`; the comment is a line that says how the values were found."""
 
     def rounded(value: Any) -> Any:
-        # Six digits: more are not known.
+        # More than six digits are not known.
         if isinstance(value, dict):
             return {name: rounded(inner) for name, inner in value.items()}
         return float(f"{value:.6g}") if isinstance(value, float) else value
@@ -391,14 +391,14 @@ def cluster_file(cluster: Cluster, comment: str) -> str:
 # Errors beyond this one count by their size and not by their square (Huber 1964): a row that the model cannot explain
 # does not decide the fit. 5 % of the time.
 _HUBER = 0.05
-# Weight of the distance from the start, in which a parameter that no row depends on stays. One unit of a parameter's
-# coordinate (a factor of 2.7 for most) counts as an error of 2 % in one row.
+# Weight of the distance from the start, which keeps a parameter that no row depends on at its start. One unit of a
+# parameter's coordinate (a factor of 2.7 for most) counts as an error of 2 % in one row.
 _PRIOR = 0.02
 # The same for the factors of a sum.
 _HELD = 1e-3
 _ITERATIONS = 40
 _SMALL = 1e-4
-# Their limits are many orders of magnitude apart: their coordinate is the logarithm.
+# Parameters whose limits are orders of magnitude apart: their coordinate is the logarithm.
 _LOGARITHMIC = ("launch_seconds", "latency")
 _FLOOR = 1e-8  # seconds; its logarithm exists
 
@@ -431,21 +431,21 @@ def fit(errors: Callable[[Efficiencies], Sequence[float]], start: Efficiencies, 
 def fit_sum(
     terms: Sequence[Sequence[float]], measured: Sequence[float], start: Sequence[float] | None = None
 ) -> list[float]:
-    """Factors, none negative, of a sum of terms with the smallest sum of absolute relative errors.
+    """Factors of a sum of terms, none negative, with the smallest sum of absolute relative errors.
 
-    By least squares whose weights are repeatedly those that make each error count by its size.
+    By iteratively reweighted least squares.
 
     Args:
         terms: values of each term, by row.
         measured: positive, by row.
-        start: factors that hold where the rows do not decide; None: zero.
+        start: factors to keep if the rows do not determine them; None: zero.
     """
     from scipy.optimize import nnls
 
     y = np.asarray(measured, dtype=float)
     shares = np.asarray(terms, dtype=float).T / y[:, None]
     solution = np.zeros(len(terms)) if start is None else np.array(start, dtype=float)
-    # Terms have different units: each is scaled by its largest share. One that no row has keeps its factor.
+    # Terms have different units: scale each by its largest share. A term that is 0 in all rows keeps its factor.
     scales = np.abs(shares).max(axis=0)
     used = scales > 0
     columns, origin = shares[:, used] / scales[used], solution[used] * scales[used]
@@ -459,7 +459,7 @@ def fit_sum(
 
 
 def _coordinate(name: str, value: float) -> float:
-    """A number without limits for a value inside its limits."""
+    """Map a value inside its limits to an unlimited number."""
     if name in _LOGARITHMIC:
         return math.log(max(value, _FLOOR))
     least, most = LIMITS[name]

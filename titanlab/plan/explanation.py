@@ -39,9 +39,9 @@ class Estimate:
     """What one run takes.
 
     Attributes:
-        hours: of its steps; not of its start, validation and checkpoints.
-        reserved_bytes: of the device that needs most.
-        limit_bytes: of a device that runs may reserve; None: not known.
+        hours: of the run's steps, without start, validation and checkpoints.
+        reserved_bytes: of the device that needs the most memory.
+        limit_bytes: bytes of a device that runs may reserve; None: not known.
         checkpoint_bytes: of one checkpoint, with parameters and optimizer state of all ranks.
     """
 
@@ -56,7 +56,7 @@ class Estimate:
 
     @property
     def cannot_fit(self) -> bool:
-        """Whether a device's memory would not suffice even if the estimate were too high by `MEMORY_ERROR`."""
+        """Whether a device has too little memory even if the estimate is too high by `MEMORY_ERROR`."""
         return self.limit_bytes is not None and self.reserved_bytes > self.limit_bytes * (1 + MEMORY_ERROR)
 
     def to_mapping(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class Estimate:
 
 
 def estimate_of(recipe: Recipe) -> Estimate | None:
-    """The estimate for a resolved recipe; None: nothing is known of its devices, or its CPUs were not measured."""
+    """The estimate for a resolved recipe; None: its devices are unknown, or its CPUs were not measured."""
     estimate = estimate_or_reason(recipe)
     return estimate if isinstance(estimate, Estimate) else None
 
@@ -95,7 +95,7 @@ class Explanation:
     Attributes:
         ranks: memory of each rank of the pipeline.
         time: of a step, with every action of a pipeline simulated.
-        traffic: communication of one rank in a step, before the optimizer: the first of every axis.
+        traffic: communication of one rank in a step, before the optimizer; the rank is the first of every axis.
         timeline: of the pipeline, in seconds; None: there is no pipeline.
     """
 

@@ -34,13 +34,13 @@ class Efficiencies:
         attention: of attention, as a share of the largest published rate of its kernel on the device.
         eager_memory: share of the memory bandwidth that kernels of separate operations reach.
         fused_memory: the same for kernels that a compiler has made of several operations, and for the optimizer's.
-        link: share of the bandwidth between devices of a node that collectives reach.
+        link: share of the bandwidth between devices of a node that collectives achieve.
         network: the same between nodes.
         overlap: κ, time of computation and communication that run together, as a multiple of the shorter of both,
             κ·min(C, X) + |C − X|: they share memory bandwidth and multiprocessors.
         stragglers: additional time for each doubling of the number of nodes, as a share of the step.
         latency: fixed time of a collective and of the hops of its ring, as a multiple of the machine's.
-        launch_seconds: of a kernel, between the end of the one before it and its own full speed.
+        launch_seconds: time between the end of a kernel and the full speed of the next one.
     """
 
     product: float = _within(0.9)
@@ -49,7 +49,7 @@ class Efficiencies:
     fused_memory: float = _within(0.8)
     link: float = _within(0.7)
     network: float = _within(0.7)
-    # Between perfect overlap and running one after the other.
+    # From perfect overlap to no overlap.
     overlap: float = _within(1.15, least=1.0, most=2.0)
     stragglers: float = _within(0.005, least=0.0, most=0.2)
     latency: float = _within(1.0, most=1000.0)
@@ -92,12 +92,12 @@ def allocator_excess() -> float:
     return float(json.loads(FILE.read_text())["allocator_excess"])
 
 
-# Devices of which no measured rate is known: share of the peak that a product reaches. It is that of an H100 (MAMF,
+# Share of the peak that a product reaches, for devices without a measured rate: the share of an H100 (MAMF,
 # stas00/ml-engineering, compute/accelerator).
 _ATTAINABLE = 0.803
 _NOT_MEASURED = "no rate of {device} was measured: products are taken to reach {share:.0%} of its peak, as on an H100"
 # Rate of FlashAttention 2 as a share of the peak in bfloat16: up to 230 of 312 TFLOP/s on an A100, up to 335 of 989 on
-# an H100, whose new instructions it does not use (arXiv 2307.08691, section 4.1). Devices after it are taken as H100.
+# an H100, whose new instructions it does not use (arXiv 2307.08691, section 4.1). Later devices count as H100.
 _ATTENTION = {"A100": 0.73}
 _LATER_ATTENTION = 0.34
 # Fixed time of a collective inside a node and between nodes, and of each hop of its ring: the first two are Calculon's
@@ -107,7 +107,7 @@ _LINK_HOP, _NETWORK_HOP = 1.9e-6, 14e-6
 # Memory of a process with torch imported, in GB.
 _CPU_PROCESS = 0.45
 _ROUGH = "no rates of these CPUs were measured, times are rough: titanlab plan --measure, or --calibrate SWEEP"
-# GB/s: an adapter of 400 Gb/s for each device, where the cluster does not say it.
+# GB/s if the cluster does not say it: an adapter of 400 Gb/s for each device.
 _NETWORK = 50.0
 
 
@@ -128,7 +128,7 @@ class Machine:
         efficiencies: shares of these rates that runs reach.
         allocator_excess: reserved bytes for each byte of tensors.
         message_excess: bytes that a process keeps for each byte that it exchanges in a microbatch.
-        process_bytes: memory of a process without tensors, which counts where the device's memory is the host's.
+        process_bytes: memory of a process without tensors; counts if the device's memory is the host's.
         notes: what the figures assume, a line each.
     """
 
@@ -157,7 +157,7 @@ class Machine:
         return rates.get(dtype) or rates.get("bfloat16") or min(rates.values())
 
     def reserved_bytes(self, allocated: float) -> int:
-        """Bytes that a process takes from its device for tensors of so many bytes, without those of messages."""
+        """Bytes that a process takes from its device for tensors of this many bytes, without bytes of messages."""
         return round(allocated * self.allocator_excess + self.process_bytes)
 
     def collective_seconds(
@@ -167,7 +167,7 @@ class Machine:
 
         Args:
             wire_bytes: bytes that a rank sends, over all collectives: bytes·(n−1)/n for a gather.
-            hops: of each; None: those of a ring, one less than its ranks.
+            hops: of each collective; None: of a ring, one less than its ranks.
         """
         if axis.ranks == 1 or count == 0:
             return 0.0
@@ -181,7 +181,7 @@ class Machine:
     def bandwidth(self, axis: AxisPlacement) -> float:
         """Bytes per second of a ring over the ranks of an axis.
 
-        A ring that leaves its node uses the network adapters of all its ranks there.
+        A ring that leaves a node uses the network adapters of all its ranks on that node.
         """
         link = self.link_bytes_per_second * self.efficiencies.link
         if axis.nodes == 1:
@@ -192,7 +192,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class AxisPlacement:
-    """The ranks of one group: their number, how many of them are on one node, and on how many nodes they are."""
+    """The ranks of one group: their number, the number on one node, and the number of nodes."""
 
     ranks: int
     in_node: int
@@ -204,8 +204,8 @@ def axis_of(layout: Layout, name: str, per_node: int) -> AxisPlacement:
     """The ranks of an axis: inner axes are neighbours, so they fill nodes first.
 
     Args:
-        name: an axis of the layout; `world`; `fsdp`, the axes over which FSDP2 shards; `expert`, the ranks that share
-            experts, which are neighbours; or `expert_shard`, those that share a part of them.
+        name: an axis of the layout; `world`; `fsdp`, the axes over which FSDP2 shards; `expert`, the neighbouring ranks
+            over which experts are divided; or `expert_shard`, the ranks that share one part of the experts.
     """
     if name in ("expert", "expert_shard"):
         ranks, inner = (layout.expert, 1) if name == "expert" else (max(1, layout.expert_shard), layout.expert)
@@ -257,7 +257,7 @@ def machine_of(recipe: Recipe) -> Machine:
         attention_flops=attention,
         memory_bytes_per_second=bandwidth * 1e9,
         per_node=(cluster.per_node or 8) * (1 if is_cpu else cluster.linked_nodes),
-        # Devices without a link of their own use the network also inside a node.
+        # Devices without links between them use the network inside a node, too.
         link_bytes_per_second=(link or network) * 1e9,
         network_bytes_per_second=network * 1e9,
         **seconds,
@@ -270,10 +270,10 @@ def machine_of(recipe: Recipe) -> Machine:
 
 
 def _device_of(cluster: Cluster) -> hardware.Device:
-    """The device in the table; the one that was measured, whose peak is the rate of its products; or a CPU.
+    """The device in the table; or a measured device, whose peak is the rate of its products; or a CPU.
 
-    What the cluster does not say of a CPU is what a fast core could do: 3 GHz with two fused products and sums of
-    sixteen float32 numbers in a cycle, 20 GB/s of memory, gloo over loopback with 4 GB/s and 100 µs for a collective.
+    Missing values of a CPU are those of a fast core: 3 GHz with two fused multiply-adds of sixteen float32 numbers in a
+    cycle, 20 GB/s of memory, gloo over loopback with 4 GB/s and 100 µs for a collective.
     """
     measured = cluster.peak_tflops
     if cluster.accelerator == "cpu":

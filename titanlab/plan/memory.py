@@ -1,7 +1,7 @@
-"""The memory that each rank of a pipeline needs, item by item, and what it takes from its device.
+"""The memory that each rank of a pipeline needs, item by item, and the memory that it reserves on its device.
 
-The bytes of parameters, gradients and optimizer state are exact, those of saved activations are what the policies of
-checkpointing declare. The rest follows from how FSDP2, autograd, the loss and the allocator work, and is estimated.
+The bytes of parameters, gradients and optimizer state are exact; the policies of checkpointing declare the bytes of
+saved activations. The rest is estimated from how FSDP2, autograd, the loss and the allocator work.
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ ITEMS = (
 )
 # Gathered blocks at one moment, if blocks are freed after use: the one that computes, and the next one.
 _GATHERED_BLOCKS = 2
-# FSDP2 gathers into a buffer of its own, and copies the parameters out of it.
+# FSDP2 gathers into a separate buffer, and copies the parameters out of it.
 _GATHER_BUFFERS = 1
-# Symmetric memory keeps its buffers: those of two gathers that run at once, and what a reduction reads.
+# Symmetric memory keeps its buffers: for two gathers that run at once, and for the input of a reduction.
 _SYMMETRIC_GATHERS = 2
-# A block's gradients in the precision of the reduction: those that are sent, and those of the block before.
+# Blocks whose gradients exist in the precision of the reduction: the one that is being sent, and the one before.
 _REDUCED_BLOCKS = 2
 # Bytes for each logit while the loss is computed, beside the logits' own width c. Eager: in the forward pass logits,
 # their copy in float32 and log-probabilities; in the backward pass log-probabilities, their gradient, and that of the
 # copy. A compiled loss keeps the logits and writes their gradient. Logits that are split over the vocabulary
 # (`titanlab.parallelism.loss.SplitLoss`): log-probabilities, their gradient, and its copy in the logits' precision.
 _FLOAT = 4
-# Bytes of activations, where all that a rank keeps still exist: no rank keeps as many.
+# As a limit on bytes of activations: more than any rank keeps, so all kept activations count.
 _ALL_KEPT = sys.maxsize
 
 
@@ -153,7 +153,7 @@ class _Ranks:
         saved = list(map(self.saved, range(len(placement))))
         known_deferred = deferred_bytes(*self.shape)
         if self.recipe.loss_chunk:
-            # The forward pass has computed the gradient of the head's weight.
+            # The forward pass of the loss has already computed the gradient of the head's weight.
             known_deferred = {**known_deferred, self.account.head: 0}
         deferred = [
             len(parts.blocks) * known_deferred[""] + sum([known_deferred.get(piece, 0) for piece in parts.edges])
@@ -174,11 +174,11 @@ class _Ranks:
         return tuple(memories)
 
     def _kept(self, rank: int, saved: Sequence[int], deferred: Sequence[int]) -> int:
-        """Bytes of activations that a rank keeps when they are most.
+        """The largest number of bytes of activations that a rank keeps at one time.
 
         Args:
             saved: bytes that each of its stages keeps of one microbatch.
-            deferred: of them, between the halves of a split backward.
+            deferred: bytes of these between the halves of a split backward.
         """
         ranks, microbatches = self.layout.pipeline, self.recipe.microbatches
         if ranks == 1:
@@ -191,7 +191,7 @@ class _Ranks:
         return most
 
     def _moments(self, stages: Sequence[int]) -> dict[str, dict[str, int]]:
-        """The items at the moments of a step that may be largest; of activations, the most that are kept then."""
+        """The items at each moment of a step that may be the largest, with the most activations of that moment."""
         own = [piece for number in stages for piece in self.stages[number]]
         blocks = [self.blocks[number] for stage in stages for number in self.parts[stage].blocks]
         others = [piece for stage in stages for piece in self.parts[stage].edges]
@@ -208,17 +208,17 @@ class _Ranks:
             gathered = min(gathered, whole.gathered)
             buffers = _GATHER_BUFFERS * block.gathered if reshards else 0
             unreduced = whole.unreduced if accumulates else edges.gradients
-            # The last of all units is that of the pieces outside blocks.
+            # FSDP2 reduces the unit of the pieces outside blocks last.
             reducing = max(block.gradients + _REDUCED_BLOCKS * block.unreduced, block.unreduced + edges.unreduced)
         kept = 0
         if fsdp and self.config.symmetric_memory:
             buffers = _SYMMETRIC_GATHERS * block.gathered + edges.gathered
-            # A pool of their own, which lends nothing to other tensors.
+            # Symmetric memory is a separate pool, which other tensors cannot use.
             kept = buffers + max(block.unreduced, edges.unreduced)
-        # Without FSDP2 gradients are summed where they are.
+        # Without FSDP2 gradients are summed in place.
         gradients = 0 if fsdp or not accumulates else whole.parameters
         loss = self._loss(own)
-        # Of pipeline and tensor parallelism: what arrives, and a gathered or a not yet summed stream.
+        # Messages of pipeline parallelism, and a gathered or unsummed residual stream of tensor parallelism.
         messages = 2 * self.hidden if self.layout.pipeline > 1 else 0
         if self.layout.tensor > 1 and self.config.sequence_parallel:
             messages += 2 * self.hidden * self.layout.tensor
@@ -294,14 +294,14 @@ class _Ranks:
 
 
 class PieceBytes(NamedTuple):
-    """Bytes of one rank for a piece of the model, or for several.
+    """Bytes of one rank for one or several pieces of the model.
 
     Attributes:
         parameters: stored; a shard is padded as FSDP2 pads it.
         optimizer: state of the optimizer.
         gathered: all parameters of the piece, in the precision in which they compute.
         gradients: of all parameters of the piece, in that precision.
-        unreduced: the same in the precision in which they are summed.
+        unreduced: the same gradients in the precision in which they are summed.
     """
 
     parameters: int
@@ -315,14 +315,15 @@ NOTHING = PieceBytes(0, 0, 0, 0, 0)
 
 
 def added(parts: Iterable[PieceBytes]) -> PieceBytes:
-    return PieceBytes(*(sum(column) for column in zip(*parts, strict=True))) if (parts := list(parts)) else NOTHING
+    columns = list(zip(*parts, strict=True))
+    return PieceBytes(*map(sum, columns)) if columns else NOTHING
 
 
 @functools.lru_cache(maxsize=4096)
 def stored_pieces(
     model: ModelConfig, precision: PrecisionConfig, optimizer: OptimizerConfig, tensor: int, fsdp: int, expert: int = 1
 ) -> Mapping[str, PieceBytes]:
-    """Bytes by piece, for the rank with the largest part of each parameter; the last three are degrees."""
+    """Bytes by piece, for the rank with the largest part of each parameter; the last three arguments are degrees."""
     whole, formats, like, names = model_facts(model).account, precision.formats(), representatives(model), _names(model)
     wide = tuple(f"{piece}." for piece in matched(whole, formats.fp32_parts))
     float8 = precision.float8_gathered(whole)
@@ -377,7 +378,7 @@ def _names(model: ModelConfig) -> Mapping[str, Sequence[str]]:
 
 
 def reserved_bytes(recipe: Recipe, machine: Machine, memory: RankMemory) -> int:
-    """Bytes that a rank of a resolved recipe takes from its device, with what its messages leave in its process."""
+    """Bytes that a rank of a resolved recipe takes from its device, with buffers of messages that its process keeps."""
     messages = exchanged_bytes(recipe, memory.rank) if machine.message_excess else 0.0
     return machine.reserved_bytes(memory.allocated) + round(machine.message_excess * messages)
 
@@ -385,7 +386,7 @@ def reserved_bytes(recipe: Recipe, machine: Machine, memory: RankMemory) -> int:
 def exchanged_bytes(recipe: Recipe, pipeline: int) -> float:
     """Bytes of the tensors that a rank sends or receives for one microbatch.
 
-    The heap of a process keeps their buffers: they are freed in another order than they were made.
+    The heap of a process keeps the tensors' buffers, because they are freed in another order than allocated.
     """
     if recipe.layout.world == 1:
         return 0.0
@@ -393,8 +394,8 @@ def exchanged_bytes(recipe: Recipe, pipeline: int) -> float:
     return sum(row.bytes for row in rows) / recipe.microbatches
 
 
-# Gradients of a block's activations that exist together, in units of its largest tensor: of a product of two tensors,
-# its own gradient and those of both.
+# Gradients of a block's activations that exist together, in units of its largest tensor: for a product of two tensors,
+# the gradients of the result and of both factors.
 _LARGEST_TOGETHER = 3
 
 
@@ -409,7 +410,7 @@ class BlockBytes(NamedTuple):
 def block_bytes(
     ac: ACConfig, model: ModelConfig, share: Share, microbatch: int, seq_len: int
 ) -> tuple[tuple[BlockBytes, ...], tuple[int, ...]]:
-    """The different blocks, and the number in them of each block."""
+    """The different blocks, and for each block its index in them."""
     block = block_operations(model, microbatch, seq_len)
     first, kind_of = treatments(ac, model_facts(model).account.layers)
     kinds = []
@@ -445,8 +446,8 @@ def edge_bytes(model: ModelConfig, share: Share, microbatch: int, seq_len: int) 
 def deferred_bytes(model: ModelConfig, share: Share, microbatch: int, seq_len: int) -> dict[str, int]:
     """Bytes between the two halves of a split backward, by name of an edge; a block has an empty name.
 
-    The gradients of weights need the inputs of linear layers, and the gradients of their outputs; all else is freed
-    (`titanlab.parallelism.pipeline_weights`). So it does not depend on checkpointing.
+    The gradients of weights need the inputs of linear layers, and the gradients of their outputs; the rest is freed
+    (`titanlab.parallelism.pipeline_weights`). So the bytes do not depend on checkpointing.
     """
 
     def factors(operations: Iterable[Operation]) -> Iterator[Activation]:
@@ -461,23 +462,24 @@ def deferred_bytes(model: ModelConfig, share: Share, microbatch: int, seq_len: i
     return {name: share.bytes_of(factors(operations)) for name, operations in pieces.items()}
 
 
-# For each moment of a rank with most microbatches, the number of each of its stages between their forward and the
-# gradient of their input; then of each between the two halves of a split backward.
+# For each moment: by stage of the rank, the microbatches between forward and gradient of the input; then, again by
+# stage, the microbatches between the two halves of a split backward.
 Moments = tuple[tuple[int, ...], ...]
-# Each moment is compared with so many of the largest ones. More would find more that are covered, and take longer than
-# they save.
+# Each moment is compared with this many of the largest ones. A larger number finds more covered moments, but costs more
+# time than it saves.
 _COMPARED = 4
 
 
 @functools.lru_cache(maxsize=4096)
 def peaks(schedule: PipelineSchedule, *, ranks: int, microbatches: int, rank: int) -> Moments:
-    """The moments of a rank in which its memory may be largest: no much larger one has as many of every stage.
+    """The moments of a rank in which its memory may be largest: moments that a larger one covers in every stage are
+    left out.
 
     The order of numbers is that of the rank's stages.
     """
     few = shorter(ranks, microbatches)
     if few < microbatches:
-        # If more microbatches change nothing, still more do not either, and are not listed.
+        # If a few more microbatches change nothing, any number does not: do not list the actions of all.
         of_few = all_peaks(schedule, ranks, few, rank)
         if of_few == all_peaks(schedule, ranks, min(microbatches, few + ranks), rank):
             return of_few
@@ -486,7 +488,7 @@ def peaks(schedule: PipelineSchedule, *, ranks: int, microbatches: int, rank: in
 
 @functools.lru_cache(maxsize=4096)
 def totals(schedule: PipelineSchedule, *, ranks: int, microbatches: int, rank: int) -> tuple[tuple[int, int], ...]:
-    """The same of a rank whose stages are alike: each moment's two kinds of numbers, added up over its stages."""
+    """The same for a rank with equal stages: each moment's two kinds of numbers, added up over the stages."""
     moments = peaks(schedule, ranks=ranks, microbatches=microbatches, rank=rank)
     half = len(moments[0]) // 2
     largest: list[tuple[int, int]] = []
@@ -508,7 +510,7 @@ def all_peaks(schedule: PipelineSchedule, ranks: int, microbatches: int, rank: i
             alive[number] += 1
             rose = True
             continue
-        # Only before a number falls can it have been largest.
+        # A number can be largest only just before it falls.
         if rose:
             maxima.add(tuple(alive))
         alive[number + len(stages) if kind is Kind.WEIGHT else number] -= 1
@@ -517,7 +519,7 @@ def all_peaks(schedule: PipelineSchedule, ranks: int, microbatches: int, rank: i
             alive[number + len(stages)] += 1
     maxima.add(tuple(alive))
     largest: list[tuple[int, ...]] = []
-    # A moment that another one covers has a smaller sum.
+    # A moment has a smaller sum than one that covers it.
     for moment in sorted(maxima, key=sum, reverse=True):
         if not any(all(map(operator.ge, other, moment)) for other in largest[:_COMPARED]):
             largest.append(moment)

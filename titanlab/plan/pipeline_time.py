@@ -17,9 +17,9 @@ from titanlab.techniques.schedule.timeline import simulate
 
 # Times of stages are rounded to this share of their mean, so that recipes with similar stages share a simulation.
 _ROUNDING = 0.005
-# Microbatches of a shorter simulation, for each rank: the steady state is reached.
+# Microbatches of a shorter simulation, per rank: enough to reach the steady state.
 _ROUNDS = 2
-# Time of a transfer, in units of a stage's mean time, with which transfers on the longest path are counted.
+# A small time of a transfer, in units of a stage's mean time, by which transfers on the longest path are counted.
 _SMALL = 1e-4
 _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 
@@ -33,7 +33,7 @@ class StageTime(NamedTuple):
 
 
 class PipelineTime(NamedTuple):
-    """Seconds of a step, and those that it has because sending takes time."""
+    """Seconds of a step, and the part of them that sending adds."""
 
     seconds: float
     sending: float
@@ -87,7 +87,7 @@ class RankTime(NamedTuple):
     """Sums over the pieces of one stage or of one rank, in seconds for one microbatch.
 
     Attributes:
-        blocks: their number.
+        blocks: number of blocks.
         edges: the other pieces.
         block_forward, block_backward: of all blocks together, with exposed communication.
     """
@@ -103,7 +103,7 @@ class RankTime(NamedTuple):
 
 
 class RankStages(NamedTuple):
-    """The stages of a recipe: those of the rank that computes longest, and all of them if there is a pipeline."""
+    """The stages of a recipe: the stages of the rank that computes longest, and all stages if there is a pipeline."""
 
     busiest: RankTime
     pipeline: Stages | None
@@ -159,7 +159,7 @@ def _stage(times: ModelTime, kind_of: tuple[int, ...], edges: tuple[str, ...]) -
 def _different(
     stages: tuple[tuple[str, ...], ...], kind_of: tuple[int, ...]
 ) -> tuple[tuple[tuple[tuple[int, ...], tuple[str, ...]], ...], tuple[int, ...]]:
-    """The different stages, as kinds of their blocks and names of their edges; and the number in them of each stage."""
+    """The different stages, as kinds of their blocks and names of their edges; and for each stage its index in them."""
     # The order of blocks changes no sum.
     parts = [(tuple(sorted(kind_of[block] for block in stage.blocks)), stage.edges) for stage in map(parts_of, stages)]
     different = list(dict.fromkeys(parts))
@@ -174,7 +174,7 @@ PipelineEstimate = Callable[[PipelineSchedule, Stages, int, int, float], Pipelin
 def simulated_time(
     schedule: PipelineSchedule, stages: Stages, ranks: int, microbatches: int, transfer: float
 ) -> PipelineTime:
-    """Every action is simulated with the times of its stage."""
+    """Simulate every action with the times of its stage."""
     orders = schedule.actions(ranks=ranks, microbatches=microbatches)
     durations = durations_of(stages.stages)
     whole = simulate(orders, stages.placement, durations, transfer=transfer).duration
@@ -185,11 +185,11 @@ def simulated_time(
 def pipeline_time(
     schedule: PipelineSchedule, stages: Stages, ranks: int, microbatches: int, transfer: float
 ) -> PipelineTime:
-    """Few microbatches are simulated, once for all recipes with similar stages; the others come at their pace."""
+    """Simulate few microbatches, once for all recipes with similar stages; extrapolate to the others."""
     few = shorter(ranks, microbatches)
     bubble, hops = _short(schedule, ranks, few, stages.rounded)
     if microbatches > few:
-        # In the steady state the idle time grows with every round by as much as in one more round.
+        # In the steady state each round adds the same idle time: take it from one more simulated round.
         more, _ = _short(schedule, ranks, few + ranks, stages.rounded)
         bubble += (more - bubble) * (microbatches - few) / ranks
         # Idle time that shrinks with every round cannot shrink below this.
@@ -201,14 +201,14 @@ def pipeline_time(
 def least_time(
     schedule: PipelineSchedule, stages: Stages, ranks: int, microbatches: int, transfer: float
 ) -> PipelineTime:
-    """A bound: `pipeline_time` is never less. Nothing is simulated, and messages take no time."""
+    """A lower bound of `pipeline_time`, without a simulation: messages take no time."""
     idle = least_idle(schedule, stages.placement, stages.rounded, microbatches)
     return PipelineTime(idle * _ROUNDING * stages.mean + stages.busy * microbatches, 0.0)
 
 
 def shorter(ranks: int, microbatches: int) -> int:
-    """Number of microbatches of a shorter simulation, with as many left over from rounds as the recipe has."""
-    # Schedules that make rounds as equal as they can need one round more to show their pace.
+    """Number of microbatches of a shorter simulation, with the recipe's remainder after division into rounds."""
+    # Schedules with nearly equal rounds need one more round to reach the steady state.
     least = (_ROUNDS + (microbatches % ranks > 0)) * ranks
     return microbatches if microbatches < least + ranks else least + microbatches % ranks
 
@@ -217,8 +217,8 @@ def shorter(ranks: int, microbatches: int) -> int:
 def _program(schedule: PipelineSchedule, ranks: int, microbatches: int) -> list[tuple[int, int, int]]:
     """The actions of all ranks in an order in which they can run.
 
-    Of each: its rank, the number of stage and kind in a table of times, and the number of the action of another rank
-    that it waits for, or -1. The actions of one rank run one after the other and need not wait for each other.
+    For each action: its rank, the index of its stage and kind in a table of times, and the number of the other rank's
+    action for which it waits, or -1. The actions of one rank run one after the other and need not wait for each other.
     """
     index = {kind: number for number, kind in enumerate(_KINDS)}
     actions: list[tuple[int, int, int]] = []
@@ -236,12 +236,12 @@ def _program(schedule: PipelineSchedule, ranks: int, microbatches: int) -> list[
 def _short(
     schedule: PipelineSchedule, ranks: int, microbatches: int, stages: tuple[StageTime, ...]
 ) -> tuple[float, float]:
-    """Idle time of the busiest rank in a step, and the number of transfers that the step waits for."""
+    """Idle time of the busiest rank in a step, and the number of transfers for which the step waits."""
     program, durations = _program(schedule, ranks, microbatches), durations_of(stages)
     times = [durations[kind][stage] for stage in range(len(stages)) for kind in _KINDS]
 
     def duration(transfer: float) -> float:
-        # The end of the last action, as `techniques.schedule.timeline.simulate` has it; the order is found once.
+        # The same end of the last action as in `techniques.schedule.timeline.simulate`, but the order is found once.
         free = [0.0] * ranks
         ends: list[float] = []
         for rank, place, need in program:
@@ -274,12 +274,12 @@ def durations_of(stages: Sequence[StageTime]) -> dict[Kind, list[float]]:
 def least_idle(
     schedule: PipelineSchedule, placement: tuple[int, ...], stages: tuple[StageTime, ...], microbatches: int
 ) -> float:
-    """How much longer than its busiest rank computes a pipeline takes at least, if messages take no time.
+    """A lower bound of a pipeline's time beyond its busiest rank's computation, if messages take no time.
 
     Every rank waits twice. At the beginning, the first microbatch has to pass the stages before its own, and all stages
-    before its first gradient arrives; until then the rank can only run forward passes, of as many microbatches as it
+    before its first gradient arrives; until then the rank can only run forward passes, for as many microbatches as it
     keeps. At the end, after its last gradient of an input, that microbatch has to pass the stages before its own; the
-    rank can then only compute gradients of weights, of as many microbatches as it keeps.
+    rank can then only compute gradients of weights, for as many microbatches as it keeps.
 
     Args:
         stages: times of each stage, in any unit.

@@ -1,9 +1,9 @@
 """The fastest recipes of a space among those that fit into memory, without estimating all of them.
 
-A search from the best bound on (best-first): every group of recipes has a bound below which the time of none of them
-can be. The group with the smallest bound is refined, from a bound of its computation to one with its communication
-inside blocks, then to recipes without the idle time that only a simulation of their pipeline knows, then to estimates.
-The first estimate that comes out is that of the fastest recipe. `least_memory` leaves recipes out before their account.
+A best-first search: every group of recipes has a lower bound of its recipes' times. The group with the smallest bound
+is refined: from a bound of the computation, to one with communication inside blocks, to single recipes without the idle
+time that only a simulation gives, to estimates. The first estimate that comes out belongs to the fastest recipe.
+`least_memory` leaves recipes out before their time is computed.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class RecipeGroup(NamedTuple):
 
 
 def least_memory(recipe: Recipe, group: RecipeGroup, schedules: Sequence[Choice]) -> float:
-    """Bytes that the rank with most memory needs at least, for all recipes of a group.
+    """A lower bound of the bytes of the rank with most memory, for all recipes of a group.
 
     Parameters are sharded over all processes that read other sequences, and ranks of a pipeline have equal parts of the
     model.
 
     Args:
         recipe: of the space.
-        schedules: of the pipeline; the one that keeps the fewest microbatches counts.
+        schedules: of the pipeline; the schedule that keeps the fewest microbatches counts.
     """
     layout, precision, parallelism = group.layouts[0], group.precision.value, recipe.parallelism
     whole = _whole(
@@ -97,15 +97,15 @@ def _whole(*stored: Any) -> PieceBytes:
 
 @functools.lru_cache(maxsize=16384)
 def _activations(ac: ACConfig, model: ModelConfig, *shape: Any) -> tuple[float, float]:
-    """What all blocks keep of one microbatch, and what of it between the halves of a split backward."""
+    """Bytes that all blocks keep of one microbatch, and the part between the halves of a split backward."""
     return saved_bytes(ac, model, *shape), model_facts(model).account.layers * deferred_bytes(model, *shape)[""]
 
 
 @functools.lru_cache(maxsize=16384)
 def _in_flight(schedules: tuple[PipelineSchedule, ...], ranks: int, microbatches: int) -> tuple[float, float]:
-    """Microbatches that the rank with most of them keeps, if its stages are equal, in the schedule with fewest.
+    """Microbatches that the fullest rank keeps, if stages are equal, in the schedule that keeps the fewest.
 
-    The first number is of schedules with whole backward passes, the second of those that split them; infinite without
+    The first number is for schedules with whole backward passes, the second for those that split them; infinite without
     such a schedule.
     """
     fewest = {False: math.inf, True: math.inf}
@@ -115,7 +115,7 @@ def _in_flight(schedules: tuple[PipelineSchedule, ...], ranks: int, microbatches
     return fewest[False], fewest[True]
 
 
-# Stages that differ may have a smaller bubble than equal ones; this share of it is in the bound of a group.
+# Unequal stages may have a smaller bubble than equal ones: a group's bound has only this share of it.
 _BUBBLE_SHARE = 0.8
 
 
@@ -137,7 +137,7 @@ class RecipeRanking:
     Attributes:
         listed: number of recipes in the space; after `best`.
         too_large: number of recipes that do not fit, of those that were looked at.
-        least: the smallest of those that do not fit, with its recipe.
+        least: the smallest memory of recipes that do not fit, with its recipe.
         refused: number of recipes by the rule that they break, of those that were looked at.
     """
 
@@ -202,7 +202,7 @@ class RecipeRanking:
                     yield RecipeGroup(layouts, microbatch, ac, precision, compile_)
 
     def _fits(self, group: RecipeGroup, schedules: Sequence[Choice]) -> bool:
-        """Whether the smallest possible memory is not too much; if it is, the recipes are left out."""
+        """Whether the smallest possible memory fits; if not, counts and leaves out the recipes."""
         needed = self.machine.reserved_bytes(least_memory(self.space.recipe, group, schedules))
         if needed > self.limit:
             recipe = self.space.recipe_of(group.point(group.layouts[0], schedules[0]))
@@ -246,7 +246,7 @@ class RecipeRanking:
             yield bound, (self._refine_schedule, (group, schedule))
 
     def _refine_schedule(self, item: tuple[RecipeGroup, Choice]) -> Iterator[tuple[float, Any]]:
-        """The group with one schedule, with a bound of what its layouts share."""
+        """The groups with one schedule each, with a bound that holds for their layouts."""
         group, schedule = item
         layout = group.layouts[0]
         if layout.pipeline > 1 and not self._fits(group, [schedule]):

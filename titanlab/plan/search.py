@@ -1,4 +1,4 @@
-"""The plan of a world, as text and as values: the fastest recipes that fit, or why none does and what would work."""
+"""The plan of a world, as text and as values: the fastest recipes that fit, or why none fits, and what would."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from titanlab.recipe import Cluster, Recipe, check_addressable, check_processes,
 from titanlab.system import counted, grouped, significant
 
 # Share of a device's memory that recipes leave free, for CUDA, NCCL and the errors of the estimate. Datasheets count
-# memory in units of 1e9 bytes, which is 7 % less than what a driver reports, so that the real margin is larger.
+# memory in units of 1e9 bytes, 7 % less than a driver reports, so the real margin is larger.
 MARGIN = 0.03
 MOST = 1000
-# Worlds and batches that are tried when nothing fits.
+# Worlds and batches to try if no recipe fits.
 _LARGER_WORLDS = (2, 4, 8, 16, 32, 64)
 
 
@@ -56,10 +56,10 @@ def for_planning(recipe: Recipe, *, stands: bool = False) -> Recipe:
     """The recipe, resolved without this host.
 
     Args:
-        stands: keep its degrees; otherwise only their product matters, and all processes shard.
+        stands: keep the recipe's degrees; otherwise only their product matters, and all processes shard.
 
     Raises:
-        ConfigError: the cluster leaves its device open, or the accelerator of other hosts; or the world is below 1.
+        ConfigError: the cluster does not name its device, or the accelerator of other hosts; or the world is below 1.
     """
     known = "name one, such as cluster=h100 or cluster=cpu"
     if recipe.cluster.accelerator == "auto":
@@ -82,13 +82,13 @@ def for_planning(recipe: Recipe, *, stands: bool = False) -> Recipe:
         own = dataclasses.replace(recipe.parallelism.with_degrees(degrees), expert=1)
         recipe = dataclasses.replace(recipe, world=world, parallelism=own)
     resolved = resolve(recipe, world=None, accelerator="cpu", device="cpu")
-    # Each layout of the search has its own.
+    # Each layout of the search sets its own loss_chunk.
     training = dataclasses.replace(resolved.training, loss_chunk=recipe.training.loss_chunk)
     return dataclasses.replace(resolved, training=training)
 
 
 def here(cluster: Cluster) -> Cluster:
-    """The cluster with this host's accelerator, where it leaves it open."""
+    """The cluster, with this host's accelerator if it names none."""
     host = this_host()
     device = host.device if cluster.device is None else cluster.device
     per_node = host.count if cluster.per_node is None else cluster.per_node
@@ -126,7 +126,7 @@ def plan(recipe: Recipe, *, vary: Sequence[str] = (), top: int = 20) -> Plan:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Python's garbage collector rests: a search makes many small objects and no cycles (a tenth of its time)."""
+    """Pause Python's garbage collector (a tenth of the time): a search makes many small objects, but no cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -143,7 +143,7 @@ def _ranking(recipe: Recipe, machine: Machine, limit: float, vary: Sequence[str]
 
 
 def _check_precisions(space: LayoutSpace) -> None:
-    """Check that one of the precisions can be computed in: otherwise every recipe would be asked, in vain."""
+    """Check that the devices can compute in one of the precisions, instead of trying every recipe in vain."""
     refusal: ConfigError | None = None
     for choice in space.choices.precisions:
         try:
@@ -157,7 +157,7 @@ def _check_precisions(space: LayoutSpace) -> None:
 
 
 def _advice(ranking: RecipeRanking, vary: Sequence[str]) -> list[str]:
-    """What is nearest to a request that no recipe answers: another world or batch, or more devices."""
+    """The nearest requests that a recipe fits: another world or batch, or more devices."""
     world, batch = ranking.space.world, ranking.space.recipe.training.global_batch
     if ranking.listed == 0:
         lines = []
@@ -207,7 +207,7 @@ HEADINGS = (
 FIGURES = ("", "mb", "GB", "reserved", "tok/s/GPU", "MFU", "step")
 _RULES = 6
 _PARTS = 3
-# Differences below this share of a step are not worth a word.
+# Do not mention differences below this share of a step.
 _SMALL = 0.002
 
 
@@ -327,7 +327,7 @@ def _values(ranked: Ranked, base: Recipe) -> dict[str, Any]:
 
 
 def overrides(ranked: Ranked, base: Recipe) -> list[str]:
-    """The arguments that make the recipe of the request this one; precision and compile only if they differ."""
+    """The arguments that change the requested recipe to this one; precision and compile only if they differ."""
     degrees = [f"parallelism.{axis}={degree}" for axis, degree in ranked.recipe.layout.degrees().items()]
     if ranked.recipe.model.account().experts is not None:
         degrees.append(f"parallelism.expert={ranked.recipe.layout.expert}")
@@ -342,7 +342,7 @@ def overrides(ranked: Ranked, base: Recipe) -> list[str]:
 
 
 def _chosen(group: str, option: Any) -> list[str]:
-    """An option with its numbers, also those that are defaults: the recipe of the request may have others."""
+    """An option with all its numbers, also defaults: the requested recipe may have other numbers."""
     return [f"{group}={option.kind}", *_fields(group, option, int | float)]
 
 

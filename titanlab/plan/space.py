@@ -24,7 +24,7 @@ from titanlab.recipe import Recipe, recipe_rules
 from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.schedule.contract import PipelineSchedule
 
-# Groups that vary only if a person asks for it.
+# Groups that vary only on request.
 VARIED = ("precision", "compile")
 
 
@@ -46,7 +46,7 @@ def choices_of(recipe: Recipe, *, vary: Sequence[str] = ()) -> Choices:
         compiles += [Compile(), Compile(blocks=True, loss=True)]
     return Choices(
         schedules=_schedules(recipe.schedule),
-        # Not the policies that leave recomputation to a compiler: nobody knows what those keep.
+        # Not the policies that leave recomputation to a compiler: their memory cannot be predicted.
         acs=_named([recipe.ac, *(policy for policy in _defaults("ac") if policy.compiler_budget() is None)]),
         precisions=_named([recipe.precision, *(_defaults("precision") if "precision" in vary else [])]),
         compiles=[
@@ -68,7 +68,7 @@ def _defaults(group: str) -> list[Any]:
 
 
 def _schedules(own: PipelineSchedule) -> list[Choice]:
-    """A recipe's own schedule, and those of every kind; names have the stages of a rank if they are several."""
+    """A recipe's own schedule, and those of every kind; names include the stages of a rank if there are several."""
     others = [other for schedule in _defaults("schedule") for other in schedule.alternatives()]
     choices = []
     for schedule in _different([own, *others]):
@@ -133,7 +133,7 @@ class LayoutSpace:
     """The recipes that a world and a global batch allow.
 
     Attributes:
-        recipe: resolved; what the space does not vary is its.
+        recipe: resolved; it gives all values that the space does not vary.
         per_node: processes on a node, or on nodes that share a link.
         dropped: number of layouts by the rule that they break; filled while layouts are listed.
     """
@@ -145,7 +145,7 @@ class LayoutSpace:
     dropped: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        # Kept as long as the space.
+        # A cache with the lifetime of the space.
         self.recipe_of = functools.cache(self._recipe_of)
         self._ask = functools.cache(self._broken_rule)
         self._legal = functools.cache(self._legal_schedules)
@@ -170,7 +170,7 @@ class LayoutSpace:
         return inside or beyond
 
     def has_layouts(self) -> bool:
-        """Whether the rules allow any layout; for a large world without one much sooner than `layouts`."""
+        """Whether the rules allow any layout; if there is none in a large world, much faster than `layouts`."""
         possible = (
             Layout(
                 replicate=replicate, shard=data // replicate, context=context, tensor=tensor, pipeline=left // tensor
@@ -185,7 +185,7 @@ class LayoutSpace:
         return not all(map(self.broken, self._with_experts(possible)))
 
     def _with_experts(self, layouts: Iterable[Layout]) -> Iterator[Layout]:
-        """The layouts, with each degree by which they can divide the model's experts."""
+        """The layouts, with each degree into which they can divide the model's experts."""
         experts = self._account.experts
         for layout in layouts:
             yield layout
@@ -238,7 +238,7 @@ class LayoutSpace:
 
     def broken_rule(self, recipe: Recipe) -> str:
         """The first rule of recipes that a recipe of the space breaks; empty: none."""
-        # Rules look at each parameter, and blocks are alike: an account with one block answers much sooner.
+        # Rules look at each parameter, but blocks are alike: an account with one block is much faster.
         lighter = copy.copy(recipe.model)
         object.__setattr__(lighter, "account", lambda: self._account)
         for asked in (dataclasses.replace(recipe, model=lighter), recipe):
@@ -268,7 +268,7 @@ class LayoutSpace:
                 return ""
         return broken
 
-    # The rules are those of recipes; each is asked once for all layouts that look the same to it.
+    # The rules are those of recipes; each rule is checked once for all layouts that are equal for this rule.
 
     def _context_broken(self, context: int) -> str:
         return self._ask("context", Layout(context=context))
@@ -314,7 +314,7 @@ class LayoutSpace:
 
     @functools.cached_property
     def _account(self) -> ModelAccount:
-        # The edges and one block: the rules ask each parameter, and blocks are alike.
+        # Only edges and one block: the rules look at each parameter, but blocks are alike.
         facts = model_facts(self.recipe.model)
         return dataclasses.replace(facts.sample, layers=facts.account.layers, pieces=facts.account.pieces)
 
@@ -324,10 +324,10 @@ class LayoutSpace:
             own,
             **layout.degrees(),  # type: ignore[arg-type]
             expert=layout.expert,
-            # Without tensor parallelism there is nothing to interleave.
+            # AsyncTP needs tensor parallelism.
             async_tensor=own.async_tensor and layout.tensor > 1,
             symmetric_memory=own.symmetric_memory and layout.fsdp > 1,
-            # A split by hand is for one number of stages.
+            # A split by hand fits one number of stages only.
             split=own.split if layout.pipeline == self.recipe.layout.pipeline else None,
         )
 

@@ -1,4 +1,4 @@
-"""What all recipes of a search share, made once: facts of a model, its pieces by stage, the actions of schedules."""
+"""Values that all recipes of a search share: facts of a model, its pieces by stage, the actions of schedules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titanlab.techniques.schedule.action import Action
 from titanlab.techniques.schedule.contract import PipelineSchedule
 
 
-# Long lists: few of them are kept.
+# Long lists: keep few.
 @functools.lru_cache(maxsize=64)
 def actions_of(schedule: PipelineSchedule, ranks: int, microbatches: int) -> Sequence[Sequence[Action]]:
     actions: Sequence[Sequence[Action]] = schedule.actions(ranks=ranks, microbatches=microbatches)
@@ -24,7 +24,7 @@ def actions_of(schedule: PipelineSchedule, ranks: int, microbatches: int) -> Seq
 
 @dataclass(frozen=True)
 class Seen:
-    """A recipe as argument of a cached function, which depends only on what `key` has of it."""
+    """A recipe as argument of a cached function, which may use only the values of the recipe that `key` has."""
 
     key: tuple[Any, ...]
     recipe: Recipe = field(compare=False, repr=False)
@@ -32,10 +32,10 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelFacts:
-    """What estimates need of a model.
+    """The facts of a model that estimates need.
 
     Attributes:
-        sample: account of the edges and of one block, which stands for all: the middle one, `block`.
+        sample: account of the edges and of the middle block, `block`, which stands for all blocks.
         before, after: pieces before and after the blocks.
     """
 
@@ -97,7 +97,7 @@ def parts_of(pieces: tuple[str, ...]) -> StagePieces:
 
 @functools.lru_cache(maxsize=4096)
 def splits_backward(schedule: PipelineSchedule, ranks: int, microbatches: int) -> bool:
-    """Whether gradients of weights are computed apart from those of inputs."""
+    """Whether gradients of weights are computed separately from gradients of inputs."""
     splits: bool = ranks > 1 and schedule.splits_backward(ranks=ranks, microbatches=microbatches)
     return splits
 
@@ -105,7 +105,7 @@ def splits_backward(schedule: PipelineSchedule, ranks: int, microbatches: int) -
 def stages_of(
     model: ModelConfig, schedule: PipelineSchedule, split: tuple[Any, ...] | None, ranks: int, seq_len: int
 ) -> tuple[tuple[str, ...], ...]:
-    """By stage.
+    """The pieces of each stage.
 
     Raises:
         ConfigError: the split does not fit the model or the number of stages.
@@ -119,7 +119,7 @@ def stages_of(
 def _stages(
     model: ModelConfig, placement: tuple[int, ...], split: tuple[Any, ...] | None, seq_len: int
 ) -> tuple[tuple[str, ...], ...]:
-    # The shares of the pieces do not depend on the microbatch.
+    # The relative costs of pieces do not depend on the microbatch.
     stages = stage_pieces(
         model_facts(model).account,
         split=split,

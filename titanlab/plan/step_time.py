@@ -1,4 +1,4 @@
-"""The time of an optimizer step of a recipe on a machine, and what it consists of."""
+"""The time of an optimizer step of a recipe on a machine, and its parts."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from titanlab.plan.pipeline_time import PipelineEstimate, RankTime, Stages, leas
 from titanlab.plan.stages import Seen, model_facts
 from titanlab.recipe import Recipe, step_of
 
-# How often a step reads or writes the gradients outside of the optimizer: for their norm 1, to scale them 2, to set
-# them to zero 1.
+# How often a step reads or writes the gradients outside of the optimizer: norm 1, scaling 2, zeroing 1.
 _GRADIENT_PASSES = 4
 
 
@@ -61,10 +60,9 @@ def step_time(recipe: Recipe, machine: Machine, *, pipeline: PipelineEstimate = 
 
 
 def least_seconds(recipe: Recipe, machine: Machine) -> float:
-    """A bound of the seconds of a step that all recipes share which differ only in `replicate` and `shard`.
+    """A lower bound of the seconds of a step, the same for all recipes that differ only in `replicate` and `shard`.
 
-    It has the blocks, the pipeline's bound and the stragglers, and leaves out what data parallelism and the optimizer
-    add.
+    Includes the blocks, the pipeline's bound and the stragglers, but not data parallelism and the optimizer.
 
     Raises:
         ConfigError: as `step_time`.
@@ -108,11 +106,11 @@ class _Estimate:
         return axis_of(self.layout, "world", self.machine.per_node)
 
     def _straggling(self, seconds: float) -> float:
-        # One straggler slows all: the largest of n equal distributions grows with the logarithm of n.
+        # The slowest node delays all: the maximum of n equally distributed times grows with the logarithm of n.
         return seconds * self.machine.efficiencies.stragglers * math.log2(self._world.nodes)
 
     def _blocks(self, pipeline: PipelineEstimate) -> tuple[dict[str, float], RankTime]:
-        """The parts of a step that its blocks and the pipeline take, and the sums of the busiest rank."""
+        """The parts of a step for its blocks and its pipeline, and the sums of the busiest rank."""
         recipe = self.recipe
         stages = rank_stages(
             self.times, self.model, recipe.schedule, recipe.parallelism.split, self.layout.pipeline,
@@ -134,7 +132,7 @@ class _Estimate:
         return parts, busiest
 
     def _pipeline(self, pipeline: PipelineEstimate, stages: Stages, parts: dict[str, float]) -> None:
-        """Add a pipeline's bubble, and what sending hidden states adds."""
+        """Add a pipeline's bubble, and the time to send hidden states."""
         shape = hidden_shape(
             self.layout,
             microbatch=self.recipe.microbatch,
@@ -150,7 +148,7 @@ class _Estimate:
         parts["bubble"] = max(0.0, estimate.seconds - estimate.sending - stages.busy * self.microbatches)
 
     def _data_parallel(self, stage: RankTime, parts: dict[str, float]) -> None:
-        """Add what summing gradients and gathering parameters adds."""
+        """Add the exposed time to sum gradients and gather parameters."""
         machine, blocks = self.machine, stage.blocks
         if not self.fsdp:
             if self.layout.replicate > 1:
@@ -173,7 +171,7 @@ class _Estimate:
         hidden = freed * (self.microbatches * ahead_exposed + (self.microbatches - 1) * back_exposed)
         hidden += freed * exposed(back, gather + reduce, machine)
         hidden += kept * (ahead_exposed + exposed(back, reduce, machine))
-        # Nothing hides the first gathers and the last reductions.
+        # No computation hides the first gathers and the last reductions.
         share = block.replicas / (gather * (1 + (freed > 0)) + reduce) if reduce else 0.0
         parts["replicate"] += share * hidden + block.replicas + edges.replicas
         parts["shard"] += (1 - share) * hidden + edges.gather + gather + block.scatter + edges.scatter
@@ -221,7 +219,7 @@ class ShardingTraffic(NamedTuple):
     Attributes:
         gather, scatter, replicas: seconds of all-gathers, of reduce-scatters, and of HSDP's all-reduces.
         gathered_bytes, scattered_bytes: of the whole tensors, which are copied on the device.
-        elements: of parameters that the units have on all ranks that share them.
+        elements: parameters of the units, over all ranks that share them.
     """
 
     gather: float
@@ -233,7 +231,7 @@ class ShardingTraffic(NamedTuple):
 
 
 def sharding_of(step: Step, pieces: tuple[str, ...], machine: Machine) -> ShardingTraffic:
-    """FSDP2's communication for some pieces that are one stage."""
+    """FSDP2's communication for the pieces of one stage."""
     rows, layout = rows_of(add_sharding, step, Coordinate(), 0, pieces), step.layout
     fsdp, replicate = (axis_of(layout, name, machine.per_node) for name in ("fsdp", "replicate"))
     experts = axis_of(layout, "expert_shard", machine.per_node)

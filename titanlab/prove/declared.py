@@ -1,4 +1,4 @@
-"""What a rank stores, keeps and communicates in a step, and what the parts of a recipe declare of it. Torch-free."""
+"""A rank's bytes and communication in a step, as the parts of a recipe declare them. Torch-free."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class RankAccount:
     Attributes:
         rank: in the world.
         parameters: number of the parameters of its pieces of the model, over all ranks that share them.
-        parameter_bytes, optimizer_bytes: that it stores, with FSDP2's padding.
-        saved: by block, bytes that it keeps of a microbatch between forward and backward.
+        parameter_bytes, optimizer_bytes: bytes that the rank stores, with FSDP2's padding.
+        saved: by block, bytes that the rank keeps of a microbatch between forward and backward.
         traffic: of forward, backward and the totals of the step.
         update_traffic: of the optimizer's step, for which nothing is declared.
     """
@@ -75,7 +75,7 @@ def declared(recipe: Recipe, rank: int) -> RankAccount:
     names = [name for name in model.parameters if any(name.startswith(f"{piece}.") for piece in pieces)]
     names = names or list(model.parameters)
     stored = [_stored(recipe, model, name, place, padded=True) for name in names]
-    # State belongs to a shard without its padding.
+    # The optimizer has no state for a shard's padding.
     updated = [_stored(recipe, model, name, place, padded=False) for name in names]
     return RankAccount(
         rank=rank,
@@ -120,7 +120,7 @@ def _saved_by_block(recipe: Recipe, stages: Sequence[tuple[int, Sequence[str]]])
             )
             saved = recipe.ac.saved_bytes(block, share, number=number)
             if stage > 0 and place == 0 and saved == share.bytes_of(kept_activations(block)):
-                # A pipeline keeps the input of a stage, also where the block does not.
+                # A pipeline keeps the input of a stage, even if the block does not.
                 saved = share.bytes_of([*kept_activations(block), block_input(block)])
             by_block[number] = saved
     return by_block

@@ -34,7 +34,7 @@ class Logged:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What runs must have in common to be compared."""
+        """The facts that must be equal for two runs to be compared."""
         identity = self.run.identity()
         content: Mapping[str, Any] = {} if identity is None else identity.content
         return {
@@ -66,12 +66,12 @@ def compare_runs(first: RunFolder, second: RunFolder) -> RunComparison:
     """Compare the logs of two runs.
 
     Raises:
-        ConfigError: one has not finished, or they do not train the same by their recipes.
+        ConfigError: a run has not finished, or the recipes do not train the same.
     """
     if first.path.resolve() == second.path.resolve():
         raise ConfigError("run", second.path.name, "is both runs", "name two runs, or a recipe for a proof")
     a, b = _read(first), _read(second)
-    # By their recipes they train the same model on the same tokens in the same order.
+    # Both recipes must train the same model on the same tokens in the same order.
     check_same(first.path.name, a.facts, b.facts, "compare runs that differ in layout or technique only")
     tokens = sorted(a.rows.keys() & b.rows.keys())
     if not tokens:
@@ -139,7 +139,7 @@ def _number(value: Any) -> float | None:
 
 
 def _relative(first: float | None, second: float | None) -> float:
-    """The relative difference; infinite if one of them is not finite."""
+    """The relative difference; infinite if one of the numbers is not finite."""
     if first is None or second is None:
         return math.inf
     return abs(first - second) / max(abs(first), 1e-30)

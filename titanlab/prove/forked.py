@@ -1,7 +1,7 @@
 """Trains reduced recipes on this host: this process imports torch once, and forks the ranks of each recipe.
 
-To import torch and the trainer takes seconds, to fork takes milliseconds. A rank is a new process, so nothing that an
-earlier recipe left (compiled code, process groups, a patch of a failure) reaches the next.
+The import of torch and the trainer takes seconds, a fork takes milliseconds. Each rank is a new process, so state of an
+earlier recipe (compiled code, process groups, a patch of a failure) cannot affect the next.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-# What the ranks must not inherit from a process that was itself started as one.
+# Variables that the ranks must not inherit, if this process was itself started as a rank.
 _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", *MEETING)
 
 

@@ -19,7 +19,7 @@ from titanlab.records import RunFolder
 from titanlab.train import Observer, Totals
 from titanlab.train.train import train
 
-# Replaces a reference of zero, for which there is no relative difference.
+# Replaces a reference of zero, to avoid division by zero.
 _TINY = 1e-30
 
 
@@ -43,12 +43,10 @@ class TrainingTrace:
     loads: list[list[list[float]]] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
-        """Write it into a file."""
         torch.save(vars(self), path)
 
     @classmethod
     def load(cls, path: Path) -> TrainingTrace:
-        """The trace that `save` wrote."""
         return cls(**torch.load(path, weights_only=True))
 
 
@@ -68,7 +66,6 @@ class TraceDifference:
 
     @property
     def largest(self) -> float:
-        """The largest of all."""
         return max(self.loss, self.grad_norm, self.gradient[0], self.parameter[0])
 
     def __str__(self) -> str:
@@ -102,7 +99,7 @@ class Tracer(Observer):
         if not self.trace.gradients:
             gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
             self.trace.gradients = _everywhere(gradients, self._layout)
-            # The classes of the linear layers; FSDP2 derives a class of its own from that of a layer.
+            # The classes of the linear layers, with bases: FSDP2 derives its own class from a layer's class.
             self.trace.layers = {
                 name: [f"{base.__module__}.{base.__qualname__}" for base in type(layer).__mro__]
                 for name, layer in model.named_modules()
@@ -174,7 +171,7 @@ def _found(difference: float) -> float:
 
 
 def _everywhere(tensors: Mapping[str, torch.Tensor], layout: Layout) -> dict[str, torch.Tensor]:
-    """The full tensors of all stages, on every rank; of its own stages, every rank has its own copies."""
+    """The full tensors of all stages, on every rank; each rank uses its own copies for its own stages."""
     whole = {name: _whole(tensor) for name, tensor in tensors.items()}
     if layout.pipeline > 1:
         parts: list[dict[str, torch.Tensor]] = [whole] * layout.world

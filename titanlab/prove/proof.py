@@ -1,4 +1,4 @@
-"""Reduced recipes are proved, to train as one process does, or rehearsed, to find what would break. Torch-free."""
+"""Proves that reduced recipes train as one process does, or rehearses recipes to find failures early. Torch-free."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ProofRow:
 
     Attributes:
         tolerance: of each number; the same for all, or by the number's name.
-        reason: why it failed, or what the numbers mean; one line.
+        reason: why the proof failed, or what the numbers mean; one line.
     """
 
     run: str
@@ -60,10 +60,10 @@ class ProofRow:
 def plan_proofs(
     candidates: Sequence[Candidate], *, steps: int, runs: str, most: int, inductor: bool = False
 ) -> list[Reduced]:
-    """The reduced recipes that are held to one process; see `reduce_all`.
+    """The reduced recipes to compare with one process; see `reduce_all`.
 
     Raises:
-        ConfigError: none can be reduced.
+        ConfigError: no recipe can be reduced.
     """
     cases = reduce_all(candidates, steps=steps, runs=runs, most=most, inductor=inductor, alike=True)
     errors = [case.error for case in cases if case.error is not None]
@@ -73,14 +73,14 @@ def plan_proofs(
 
 
 class Prover:
-    """Proves reduced recipes; equal ones, and references that several share, are trained once."""
+    """Proves reduced recipes; trains equal recipes, and shared references, only once."""
 
     def __init__(self, train: Train) -> None:
         self._train = train
         self._traces: dict[str, Sequence[TrainingTrace] | TitanlabError] = {}
 
     def rows(self, case: Reduced) -> Iterator[ProofRow]:
-        """The row in fp32, and where the recipe has another precision the row in that one."""
+        """The row in fp32, and another row if the recipe has another precision."""
         recipe = case.recipe
         if recipe is None:
             yield ProofRow(run=case.run, layout=case.layout, precision="", passed=False, reason=str(case.error))
@@ -117,7 +117,7 @@ class Prover:
             from titanlab.prove.parity import compare, farthest
 
             difference, from_fp32, rounding = farthest(one, every), farthest(exact, every), compare(exact, one)
-        # ValueError: the traces have other tensors, such as no gradient of one.
+        # ValueError: the traces have different tensors, such as a missing gradient.
         except (TitanlabError, ValueError) as error:
             return replace(named, reason=str(error))
         if recipe.precision == Fp32():
@@ -139,7 +139,7 @@ class Prover:
 
 
 def named_numbers(difference: TraceDifference) -> Iterator[tuple[str, tuple[float, str]]]:
-    """Each number of a difference by its name, with the tensor that it is of; empty for a number of the whole step."""
+    """Each number of a difference by its name, with the name of its tensor; empty for a number of the whole step."""
     for name, value in vars(difference).items():
         yield name, value if isinstance(value, tuple) else (value, "")
 
@@ -155,9 +155,9 @@ def exceeded(difference: TraceDifference, limits: Mapping[str, float]) -> str:
 
 
 def wrong_layers(recipe: Recipe, one: TrainingTrace, every: Sequence[TrainingTrace]) -> str:
-    """The linear layers whose class is not the one that the precision names; empty: there are none.
+    """The linear layers whose class differs from the precision's; empty: there are none.
 
-    A precision that names no class has to make the same layers as in the one-process run.
+    If the precision names no class, the layers must have the same classes as in the one-process run.
     """
     named, products = recipe.precision.layer_class, recipe.precision.products(recipe.model.account())
     expected = {name: _class_of(classes) for name, classes in one.layers.items()}
@@ -174,12 +174,12 @@ def wrong_layers(recipe: Recipe, one: TrainingTrace, every: Sequence[TrainingTra
 
 
 def _class_of(classes: Sequence[str]) -> str:
-    """The class of a layer: FSDP2 puts one of its own, of the same name with a prefix, before it."""
+    """The class of a layer, without FSDP2's derived class, which has the same name with a prefix."""
     return next(name for name in classes if not name.rpartition(".")[2].startswith("FSDP"))
 
 
 def too_exact(recipe: Recipe, from_fp32: TraceDifference, rounding: TraceDifference) -> str:
-    """A line if a run is nearer to fp32 than its precision allows; empty: it is not."""
+    """A line if a run is nearer to fp32 than its precision allows; else empty."""
     least = tolerances.LEAST_ROUNDING * rounding.gradient[0]
     if recipe.precision == Fp32() or from_fp32.gradient[0] >= least:
         return ""
@@ -190,7 +190,7 @@ def too_exact(recipe: Recipe, from_fp32: TraceDifference, rounding: TraceDiffere
 
 
 def content_key(recipe: Recipe) -> str:
-    """Equal for recipes that train alike: all but names and folders."""
+    """A key that is equal for recipes that train alike: everything except names and folders."""
     values = to_mapping(recipe)
     for name in ("name", "sweep", "runs", "launch", "tracker", "world"):
         values.pop(name)

@@ -31,11 +31,11 @@ from titanlab.train.assemble import assemble
 def fake_world(rank: int, ranks: int, *, nccl: bool) -> Iterator[tuple[World, FakeTensorMode]]:
     """A rank on CPU, and the mode in which its tensors have shapes but no data.
 
-    Modules are built and sharded outside the mode, because torch reads values of small tensors there; parameters get
-    their storage in it.
+    Modules are built and sharded outside the mode, because torch reads values of small tensors meanwhile; parameters
+    get their storage inside the mode.
 
     Args:
-        nccl: its group stands for NCCL, which has a reduce-scatter; otherwise for gloo.
+        nccl: the process group stands for NCCL, which has a reduce-scatter; otherwise for gloo.
     """
     if nccl and not hasattr(dist.Backend, STANDS_FOR_NCCL.upper()):
         dist.Backend.register_backend(STANDS_FOR_NCCL, fake_pg._create_fake_pg, extended_api=True, devices=["cpu"])
@@ -47,7 +47,7 @@ def fake_world(rank: int, ranks: int, *, nccl: bool) -> Iterator[tuple[World, Fa
         yield World(rank=rank, world=ranks, local_rank=0, device=torch.device("cpu"), without_data=mode), mode
     finally:
         dist.destroy_process_group()
-        # DTensor remembers meshes, whose groups have gone.
+        # DTensor caches meshes, whose groups no longer exist.
         _clear_sharding_prop_cache()
 
 
@@ -57,9 +57,9 @@ Storages = dict[int, "weakref.ref[torch.UntypedStorage]"]
 class SavedBytes:
     """Measures the first microbatch of each block.
 
-    Hooks on saved tensors do not see what selective checkpointing keeps, so storages count: those that a block's
-    forward has made and that still exist when its backward begins, and its input if it still exists then. Its output
-    is the next block's input. FSDP's gathers run outside: before the hooks here, and after them.
+    Hooks on saved tensors do not see tensors that selective checkpointing keeps. So this counts storages: those that a
+    block's forward has made, and the block's input, if they still exist when its backward begins. The block's output is
+    the next block's input. FSDP's gathers run outside: before the hooks here, and after them.
     """
 
     def __init__(self, blocks: Mapping[int, nn.Module]) -> None:

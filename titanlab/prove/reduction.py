@@ -1,9 +1,9 @@
 """Reduction: a recipe in a layout and a size that train in a second on a CPU. Torch-free.
 
-A layout of many processes is folded to layouts of few, which together exercise every one of its axes. The schedule and
+A layout of many processes is folded to layouts of few processes, which together exercise every axis. The schedule and
 its stages, activation checkpointing, compiled parts, the optimizer, clipping, tied embeddings, shared heads and
-frequencies stay. Layers, widths, vocabulary, sequences and batch shrink to the least that the layouts need, and what a
-CPU lacks is replaced by what comes nearest; `Reduced.notes` says what.
+frequencies stay. Layers, widths, vocabulary, sequences and batch shrink to the least that the layouts need. Features
+that a CPU lacks are replaced by the nearest ones; `Reduced.notes` names these.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _ORDER = ("pipeline", "tensor", "context", "shard", "replicate")
 def folded(layout: Layout, *, most: int = MOST_PROCESSES, fixed: Mapping[str, str] | None = None) -> list[Layout]:
     """The layout itself if it has at most `most` processes; else layouts with degrees of 2.
 
-    Every axis of the layout has a degree of at least 2 in at least one of them. The first one has as many axes as
-    fit together, the later ones have those that did not fit, and others beside them.
+    Every axis of the layout has a degree of at least 2 in at least one result. The first result has as many axes as fit
+    together; later results have the axes that did not fit, and others beside them.
 
     Args:
         fixed: axes whose degree cannot be changed, each with the reason.
 
     Raises:
-        ConfigError: an axis whose degree cannot be changed has more ranks than that.
+        ConfigError: an axis whose degree cannot be changed has more ranks than `most`.
     """
     if layout.world <= most:
         return [layout]
@@ -150,10 +150,10 @@ def fold_recipe(run: str, recipe: Recipe, *, most: int, inductor: bool = False) 
 
 
 def common_sizes(group: Sequence[Folded]) -> Sizes:
-    """Sizes with which all of these can be reduced; their models must be equal.
+    """Sizes with which all of these recipes can be reduced; their models must be equal.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are no such sizes.
     """
     account = group[0].recipe.model.account()
     tensor = math.lcm(*(case.layout.tensor for case in group))
@@ -193,13 +193,13 @@ def common_sizes(group: Sequence[Folded]) -> Sizes:
         *(case.layout.context * case.recipe.precision.multiple for case in group),
     )
     batch = math.lcm(*(case.layout.data * case.microbatches for case in group))
-    # Four sequences in a row have different numbers of labels that count.
+    # At least four: four sequences in a row have different numbers of valid labels.
     batch *= max(1, 4 // batch)
     return Sizes(model=sizes, seq_len=-(-_LEAST_SEQUENCE // chunk) * chunk, global_batch=batch)
 
 
 def _unit(case: Folded) -> int:
-    """Every process's part of a matrix has a multiple of so many rows."""
+    """A number that divides the rows of every process's part of a matrix."""
     precision = case.recipe.precision
     multiple = math.lcm(2, precision.multiple)
     if precision.float8_gathered(case.recipe.model.account()):
@@ -208,7 +208,7 @@ def _unit(case: Folded) -> int:
 
 
 def _layers(case: Folded) -> int:
-    """A block for each stage; two where stages are few, so that blocks of one stage follow each other."""
+    """One block for each stage; two for few stages, so that a stage has consecutive blocks."""
     if case.layout.pipeline == 1:
         return 2
     stages = len(case.recipe.schedule.placement(ranks=case.layout.pipeline))
@@ -219,7 +219,7 @@ def _layers(case: Folded) -> int:
 
 
 def _vocabulary(group: Sequence[Folded], unit: int) -> int:
-    """Rows of the embedding; not divisible by the degree of tensor parallelism where the original's are not."""
+    """Rows of the embedding; divisible by the degree of tensor parallelism only if the original's are."""
     rows = -(-_VOCABULARY // unit) * unit
     uneven = any(case.recipe.model.vocab_size % case.recipe.layout.tensor for case in group)
     accounts = [(case.recipe.precision, case.recipe.model.account()) for case in group]
@@ -229,9 +229,9 @@ def _vocabulary(group: Sequence[Folded], unit: int) -> int:
     return rows + 1 if uneven and not converts_head else rows
 
 
-# A model without a reduced form is taken as it is if it has at most so many parameters.
+# A model without a reduced form is used unchanged if it has at most this many parameters.
 _SMALL = 5_000_000
-# Below the norm of a new model's gradient, so that every step is clipped.
+# Less than the gradient norm of a new model, so that every step is clipped.
 _NORM = 0.1
 _RATE = 1e-3
 # Attention kernels that a CPU has.
@@ -255,7 +255,7 @@ class Reduced:
         layout: the folded layout and the real one, as text.
         missing: axes that this layout lacks, which another one of the run has.
         recipe: reduced, resolved and checked; None: it cannot be reduced.
-        notes: what is not as in the original, apart from sizes.
+        notes: differences from the original, apart from sizes.
     """
 
     run: str
@@ -281,7 +281,7 @@ def reduce_all(
     Args:
         inductor: keep inductor, which writes and compiles kernels.
         alike: recipes that train the same model on the same data get the same sizes, if there are such sizes.
-        saves: save and validate as the originals do.
+        saves: save and validate if the originals do.
     """
     cases: list[Reduced] = []
     groups: dict[str, list[Folded]] = {}
@@ -311,7 +311,7 @@ def reduce_recipe(case: Folded, sizes: Sizes, *, steps: int, runs: str, saves: b
     """The recipe in these sizes.
 
     Args:
-        saves: save and validate as the original does, in the second step; otherwise do neither.
+        saves: save and validate if the original does, in the second step; otherwise do neither.
 
     Raises:
         ConfigError: it cannot be reduced.
@@ -405,7 +405,7 @@ def on_one_process(recipe: Recipe) -> Recipe:
 
 
 def comparable(recipe: Recipe) -> dict[str, Any]:
-    """What recipes must have in common to train the same: model, data, batch, optimizer, clipping, order of data."""
+    """The facts that must be equal for equal training: model, data, batch, optimizer, clipping, order of data."""
     training = recipe.training
     return {
         **{f"model.{key}": value for key, value in plain(recipe.model).items() if key != "attention"},
@@ -422,7 +422,7 @@ def check_same(first: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], c
     """Check that two recipes have the same facts.
 
     Raises:
-        ConfigError: the second has another value than the first, which is called so.
+        ConfigError: the second has another value than the first, whose name is given.
     """
     for key in {**ours, **theirs}:
         if ours.get(key) != theirs.get(key):

@@ -1,18 +1,19 @@
 """The tolerances of proofs: how far two runs may differ that train the same. Torch-free.
 
-In fp32 what is left between two layouts is the rounding of sums in another order: at most 2e-6 is measured in all
-rows of docs/parity.md, and the bar is 1e-5. It needs an eps of Adam of at least 1e-6: with the usual 1e-8 an element
-whose gradient is nothing but rounding moves as far as any other, the other way in another layout.
+In fp32 two layouts differ only because they round sums in another order: at most 2e-6 is measured in all rows of
+docs/parity.md, and the tolerance is 1e-5. This needs an eps of Adam of at least 1e-6: with the usual 1e-8 an element
+whose gradient is only rounding error moves as far as any other, and in another layout the other way.
 
-In fewer bits another layout rounds other sums: two runs that round independently are √2 times as far from each other
-as one of them is from exact. So the bar is twice the distance of the one-process run from fp32, which each proof
-measures; a gradient that is summed over the wrong ranks is a hundred times as far.
+In fewer bits another layout rounds other sums: two runs that round independently are √2 times as far from each other as
+one of them is from exact. So the tolerance is twice the distance of the one-process run from fp32, which each proof
+measures; a gradient that is summed over the wrong ranks is a hundred times as far away.
 
-Loss and gradient norm are sums of many numbers, and their distances may be small by chance. So their bar is never below
-half of the distance of the gradients, a quarter of theirs: the norm differs by at most as much as the gradients do.
+Loss and gradient norm are sums of many numbers, and their distances may be small by chance. So their tolerance is at
+least half of the distance of the gradients, a quarter of the gradients' tolerance: the norm differs by at most as much
+as the gradients do.
 
-A precision that did not compute as its name says would be nearer to fp32: a run must be at least a quarter as far from
-fp32 as the one-process run is.
+A run that did not really compute in its precision would be nearer to fp32: so a run must be at least a quarter as far
+from fp32 as the one-process run is.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ class RunTolerance(NamedTuple):
     grad_norm: float
 
 
-# In the first step a layout rounds other sums, and nothing has grown: measured are 1e-7 in fp32, 7e-4 (of the norm)
-# between bf16 and fp32, 1e-2 in float8. From there on rounding grows with every step of any layout: after 40 steps of
-# the quickstart's model 5e-5 of the loss in fp32 and 2e-2 between bf16 and fp32. Norms have peaks that come a step
-# sooner or later (70 % of one step's norm is measured between bf16 and fp32): their median counts, 2e-4 and 2e-1.
+# In the first step layouts round different sums, but errors have not grown yet: measured are 1e-7 in fp32, 7e-4 (of the
+# norm) between bf16 and fp32, 1e-2 in float8. From there on rounding grows with every step of any layout: after 40
+# steps of the quickstart's model 5e-5 of the loss in fp32 and 2e-2 between bf16 and fp32. Norms have peaks that come a
+# step sooner or later (70 % of one step's norm is measured between bf16 and fp32): their median counts, 2e-4 and 2e-1.
 RUNS: Mapping[str, RunTolerance] = {
     "fp32": RunTolerance(first_step=1e-5, loss=1e-2, grad_norm=5e-2),
     "16 bits": RunTolerance(first_step=1e-2, loss=5e-2, grad_norm=5e-1),

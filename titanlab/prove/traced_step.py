@@ -1,4 +1,4 @@
-"""What ranks store, keep and send in a step of the real assembly, traced on a CPU and as declared. Torch-free."""
+"""The bytes that ranks store, keep and send in a step: traced on a CPU, and as declared. Torch-free."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DeclaredFigure:
 
     @property
     def difference(self) -> int:
-        """Traced less declared."""
+        """Traced minus declared."""
         return self.traced - self.declared
 
 
@@ -42,7 +42,7 @@ class TraceComparison:
     """The ranks of one recipe.
 
     Attributes:
-        notes: one line for each difference to the recipe that was asked for.
+        notes: one line for each difference from the requested recipe.
         pairs: for each rank, its account as declared and as traced.
     """
 
@@ -124,12 +124,12 @@ def comparison_values(comparison: TraceComparison) -> dict[str, Any]:
 
 # The first microbatch accumulates gradients, and after the last one they are reduced.
 _MICROBATCHES = 2
-# An interpreter that has imported torch and holds a stage's modules.
+# Limits memory: each process has imported torch and holds a stage's modules.
 _MOST_PROCESSES = 8
 
 
 def trace(recipe: Recipe, ranks: Sequence[int] | None = None) -> TraceComparison:
-    """Trace ranks of a resolved recipe, each in a process of its own, and compare them with their declarations.
+    """Trace ranks of a resolved recipe, each in a separate process, and compare them with their declarations.
 
     Args:
         ranks: None: the first rank of each rank of the pipeline.
@@ -184,10 +184,10 @@ def different_ranks(recipe: Recipe) -> tuple[list[int], tuple[str, ...]]:
 
 
 def for_tracing(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
-    """The recipe as it is traced, and one line for each difference to the recipe itself.
+    """The recipe that is traced, and one line for each difference from the given one.
 
     Raises:
-        ConfigError: it cannot be traced.
+        ConfigError: the recipe cannot be traced.
     """
     is_gpu = recipe.cluster.accelerator == "cuda"
     notes = ["attention and norms are those of a CPU, and so is what they keep"] if is_gpu else []
@@ -217,7 +217,7 @@ def for_tracing(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
     recipe = replace(recipe, precision=recipe.precision.emulated())
     if is_gpu and recipe.model.attention not in ("auto", "math"):
         recipe = replace(recipe, model=replace(recipe.model, attention="auto"))
-    # A step of the smallest number of microbatches that the recipe may have: the others repeat what these do.
+    # The smallest number of microbatches that the recipe may have: more would repeat the same.
     count = recipe.microbatches
     for fewer in range(_MICROBATCHES, count):
         batch = fewer * recipe.microbatch * recipe.layout.data

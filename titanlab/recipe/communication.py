@@ -12,8 +12,8 @@ def step_of(recipe: Recipe, *, account: ModelAccount | None = None) -> Step:
     """The values on which the communication of a resolved recipe's step depends.
 
     Args:
-        account: of some pieces of the model, which are then treated as one stage, without what recomputation repeats;
-            None: of the whole model, with the stages of the recipe's pipeline.
+        account: account of some pieces of the model, which are then one stage without recomputation; None: the whole
+            model, with the stages of the recipe's pipeline.
     """
     config, layout = recipe.parallelism, recipe.layout
     model = account_for(account or recipe.model.account(), layout)
@@ -76,7 +76,7 @@ def _collectives(recipe: Recipe) -> tuple[str, str]:
 
 
 def _repeats(recipe: Recipe, model: ModelAccount) -> dict[str, Repeats]:
-    """What recomputation repeats, by block."""
+    """By block, the communication that recomputation repeats."""
     layout, ac = recipe.layout, recipe.ac
     if layout.tensor == 1 and layout.context == 1 and layout.expert == 1:
         return {}

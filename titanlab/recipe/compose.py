@@ -35,7 +35,7 @@ from titanlab.recipe.hydra_errors import composition_errors
 from titanlab.recipe.keys import SweepSpace, as_typed, choice_of, unknown_key, with_combinations
 from titanlab.recipe.recipe import Recipe, schema_node
 
-# Hydra's grammar takes letters of ASCII only without quotes.
+# Hydra's grammar accepts only ASCII letters without quotes.
 _PLAIN = re.compile(r"[A-Za-z_][\w./-]*", re.ASCII)
 _CONSTANTS = ("true", "false", "null", "nan", "inf")
 
@@ -60,7 +60,7 @@ class Composed:
 class Loader:
     """Composes recipes with the flags of one command line, and the overrides that all its points share.
 
-    What it returns or raises as a ConfigError is what Hydra composes, or why Hydra cannot compose it.
+    Methods return Hydra's result, or raise Hydra's error as a ConfigError.
     """
 
     def __init__(self, flags: Flags, overrides: Sequence[str]) -> None:
@@ -106,8 +106,8 @@ class Loader:
     def base(self) -> DictConfig:
         """The config that all points share; Hydra's part of it describes the sweep.
 
-        Overrides of single values are left out, because their keys may exist only in a swept option; if all overrides
-        have been composed together, these keys exist, and that composition is used again.
+        Leaves out overrides of single values, because their keys may exist only in a swept option. If all overrides
+        have been composed together, the keys exist, and that composition is reused.
         """
         composed = self._shared
         if composed is None:
@@ -122,7 +122,7 @@ class Loader:
         return composed.whole
 
     def compose(self, overrides: Sequence[str]) -> Composed:
-        """The composition of the shared overrides followed by these overrides; without these, it is composed once."""
+        """The composition of the shared overrides followed by `overrides`; without any, it is composed only once."""
         if overrides:
             return self._compose([*self.overrides, *overrides])
         if self._shared is None:
@@ -147,7 +147,7 @@ class Loader:
 
     def overrides_of(self, point: Mapping[str, Any]) -> list[str]:
         """The overrides that set a point's values."""
-        # A group that is in no defaults list, such as `recipe`, is added.
+        # A group that is not in a defaults list, such as `recipe`, needs `+`.
         added = [self.is_group(key) and key not in self._known_choices for key in point]
         return ["+" * adds + override_text(*pair) for adds, pair in zip(added, point.items(), strict=True)]
 
@@ -320,7 +320,7 @@ def _check_schema(schema: type | None, group: str, kinds: Mapping[str | None, Op
         )
     contract, bases = contract_of(group), () if schema is None else schema.__mro__
     if None not in kinds and contract not in [base.__module__ for base in bases]:
-        # Only a package that was written for another version of titanlab has such a config.
+        # Only a package for another version of titanlab has such a config.
         rule = f"has a config ({schema.__module__}) that inherits from no class of {contract}"
         raise ConfigError(group, choice, rule, "use a version of its package for this titanlab; docs/extending.md")
     if schema is not None and (lacking := sorted(getattr(schema, "__abstractmethods__", ()))):
@@ -329,14 +329,14 @@ def _check_schema(schema: type | None, group: str, kinds: Mapping[str | None, Op
 
 
 def _is_combination(schema: type | None, group: str) -> bool:
-    """Whether a schema is that of several options of a group."""
+    """Whether a schema combines several options of a group."""
     kind = getattr(schema, "kind", None)
     several = combination(group, kind) if isinstance(kind, str) and PLUS in kind else None
     return several is not None and several.schema is schema
 
 
 def _check_kind(config: Any, group: str, kinds: Mapping[str | None, Option]) -> None:
-    """Check that a group's `kind` is its schema's: it only informs readers of a frozen recipe, and selects nothing."""
+    """Check that a group's `kind` is its schema's: it only informs readers of a frozen recipe, selects nothing."""
     expected = next((option.kind for option in kinds.values() if option.schema is type(config)), None)
     if _is_combination(type(config), group):
         expected = type(config).__dataclass_fields__["kind"].default

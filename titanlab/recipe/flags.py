@@ -70,11 +70,12 @@ def _check_together(options: argparse.Namespace, arguments: Sequence[str]) -> No
     if options.package is not None and not options.cfg:
         raise ConfigError("--package", options.package, "goes with --cfg", f"try --cfg job --package {options.package}")
     if options.experimental_rerun is not None:
-        # Hydra would unpickle a file, which can run any code.
+        # Hydra would unpickle the file, which can run any code.
         rule = "a run is not repeated from a pickle"
         raise ConfigError("--experimental-rerun", options.experimental_rerun, rule, "try titanlab resume RUN")
     if options.shell_completion and "query=bash" not in options.overrides:
-        # Hydra's script completes by the first word of a command, which is the name of all verbs.
+        # Hydra's script registers the first word of the command, `titanlab`, and so replaces the completion of all
+        # verbs.
         rule, cure = "would replace the completion of all verbs", 'try eval "$(titanlab completion bash)"'
         raise ConfigError("--shell-completion", " ".join(options.overrides), rule, cure)
     modes = [name for name in ("run", "multirun", *_ANSWERS[2:]) if getattr(options, name) not in (None, False)]

@@ -58,7 +58,7 @@ def composition_errors(overrides: Sequence[str], flags: Mapping[str, str | None]
         yield
     except _COMPOSITION_ERRORS as error:
         if isinstance(error, OSError) and error.filename is None and not isinstance(error, HydraException):
-            # It concerns no file, for example a pipe whose reader has ended.
+            # Not about a file: for example a pipe whose reader has ended.
             raise
         raise _translated(error, overrides, flags or {}) from error
     except AttributeError as error:
@@ -104,7 +104,7 @@ def _missing_config(error: MissingConfigException, flags: Mapping[str, str | Non
     if name == flags.get("--config-name"):
         return ConfigError("--config-name", name, "there is no such config", "leave it out, or give --config-dir too")
     group, _, option = name.rpartition("/")
-    # The file whose defaults list names it; None if an override does.
+    # The file whose defaults list names the option; None if an override names it.
     named = re.match(r"In '([^']+)'", str(error)) if error.options is None else None
     file = None if named is None else named[1]
     if file is not None and PLUS in file:
@@ -134,7 +134,7 @@ def value_error(cause: OmegaConfBaseException, overrides: Sequence[str]) -> Conf
         chain: list[BaseException] = [cause]
         for error in chain:
             if isinstance(error, ConfigError):
-                # A resolver of titanlab has raised it, and OmegaConf has wrapped it.
+                # OmegaConf has wrapped an error of titanlab's own resolver.
                 return ConfigError(key, f"${{{error.key}:{error.value}}}", error.rule, error.cure)
             linked = (error.__cause__, error.__context__)
             chain += [each for each in linked if each is not None and each not in chain]
@@ -174,7 +174,7 @@ def _unknown_key(key: str, value: object, values: Mapping[str, str]) -> ConfigEr
 def _wrong_type(key: str, value: object, cause: OmegaConfBaseException) -> ConfigError:
     known = find_key(key, cause.object_type)
     if known is None:
-        # Either a key below a value that has no keys (training.steps.x=1), or a key of Hydra.
+        # Either a key below a plain value (training.steps.x=1), or a key of Hydra.
         is_value = find_key(str(cause.full_key)) is not None
         return unknown_key(key, value) if is_value else ConfigError(key, value, first_line(cause), COMPARE)
     if dataclasses.is_dataclass(known.declared):
@@ -192,7 +192,7 @@ def _values(overrides: Sequence[str]) -> dict[str, str]:
 
 def _full_key(cause: OmegaConfBaseException, values: Mapping[str, str]) -> str:
     """The key as the user gave it: OmegaConf may name a part, `trainig` or `steps` for `trainig.steps=3`."""
-    # Without the index of an item in a list, as in optimizer.betas[0].
+    # Drop the index of a list's item, as in optimizer.betas[0].
     key = (cause.full_key or str(cause.key or "config")).partition("[")[0]
     if key in values:
         return key
@@ -274,7 +274,7 @@ def _without_package(message: str, overrides: Sequence[str]) -> ConfigError | No
 
 
 def _culprit(message: str, overrides: Sequence[str]) -> str:
-    """The override that a message quotes; else one with a key or value that it quotes, or a key that it contains."""
+    """The override that a message quotes; else one whose key or value the message quotes, or whose key it contains."""
     quoted = _QUOTED.findall(message)
     rules: tuple[Callable[[str, str], bool], ...] = (
         lambda text, key: text in quoted or f"+{text}" in quoted,

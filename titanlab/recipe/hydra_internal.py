@@ -4,8 +4,8 @@
 - The sources from which Hydra reads configs: a file is checked before it is used, and is read again only after a
   change: a composition reads some forty. The classes have the names of Hydra's own, so that Hydra does not register
   its own again and finds the source of schemas by its name.
-- In Hydra 1.3, the choices that `${group}` in a defaults list can refer to: collecting them takes half of the time of
-  a composition, and few lists refer to any.
+- In Hydra 1.3, the choices to which `${group}` in a defaults list can refer: collecting them takes half of the time of
+  a composition, and few lists refer to a choice.
 - The names of Hydra's own sweeper and launcher, and the conversion of one value of a sweep: there is no public way.
 
 Other modules use the public API only. Each part can go when Hydra makes the same function public.
@@ -49,12 +49,12 @@ if not hydra.__version__.startswith(("1.3.", "1.4.")):
     raise ConfigError("hydra-core", hydra.__version__, "titanlab needs Hydra 1.3 or 1.4", cure)
 
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
-"""What Hydra 1.3 wants to be told of its version, and 1.4 warns of."""
+"""The argument `version_base`: Hydra 1.3 requires it, and 1.4 warns about it."""
 _SCHEMA = "_schema"
-# Before the names of the classes of Hydra's own sweeper and launcher, `_target_` in their configs.
+# Prefix of the `_target_` of Hydra's own sweeper and launcher.
 _OWN_PLUGINS = "hydra._internal.core_plugins.basic_"
 _hydras_choices = getattr(defaults_list, "_create_interpolation_map", None)
-# What has been read, by source, path and state of the file.
+# Configs that were read, by source, path and state of the file.
 _configs: dict[Hashable, ConfigResult] = {}
 
 
@@ -69,7 +69,7 @@ def replace_sources() -> None:
 
 
 def flag_parser() -> argparse.ArgumentParser:
-    """A parser of Hydra's flags that raises errors and rejects abbreviations, whose meaning a new flag could change."""
+    """A parser of Hydra's flags that raises errors and rejects abbreviations (new flags could change their meaning)."""
     parser = get_args_parser()
     parser.exit_on_error = False
     parser.allow_abbrev = False
@@ -87,7 +87,7 @@ def is_hydras_own(target: str) -> bool:
 
 
 def _choices_if_needed(overrides: Any, defaults: list[Any], self_added: bool) -> Any:  # noqa: FBT001 (Hydra's)
-    """What Hydra's function returns, where an entry of a defaults list refers to it; else None, which nobody reads."""
+    """The result of Hydra's function if a defaults list refers to a choice; else None, which is never read."""
     refers = any(entry.is_interpolation() for entry in defaults if not (self_added and entry.is_self()))
     return _hydras_choices(overrides, defaults, self_added) if refers and _hydras_choices is not None else None
 
@@ -108,7 +108,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
             _name_combinations(result.config)
             return result
 
-        # Of a file that is missing, Hydra says what is wrong.
+        # Hydra reports a missing file.
         return _once(self, config_path, file, read) if os.path.exists(file) else super().load_config(config_path)
 
 
@@ -139,7 +139,7 @@ class ImportlibResourcesConfigSource(importlib_resources_config_source.Importlib
 class StructuredConfigSource(structured_config_source.StructuredConfigSource):
     """Schemas, converted to configs when they are used; and the options that combine several, `tracker/wandb+jsonl`.
 
-    Hydra's own store converts each when it is registered, and lists them among the options of their groups.
+    Hydra's own store would convert each schema when it is registered, and list it among the options of its group.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StructuredConfigSource:
@@ -160,7 +160,7 @@ class StructuredConfigSource(structured_config_source.StructuredConfigSource):
 
 
 def _schema_at(config_path: str) -> Any:
-    """The config of the schema or combination at a path, which Hydra may change; None: there is none."""
+    """A copy of the config of the schema or combination at a path, which Hydra may change; None: there is none."""
     group, _, name = config_path.removesuffix(".yaml").rpartition("/")
     kind = name.removesuffix(_SCHEMA) if name != "schema" else None
     if PLUS in name:
@@ -179,9 +179,9 @@ _schema = functools.cache(schema_node)
 
 
 def _once(source: ConfigSource, config_path: str, file: str, read: Callable[[], ConfigResult]) -> ConfigResult:
-    """A config that is read again only after a change; a copy, because Hydra merges others into it."""
+    """A config that is read again only after a change; returns a copy, because Hydra merges other configs into it."""
     state = os.stat(file)
-    # What changes with the content, also if a person sets the file's time back.
+    # Values that change with the content, even if a person sets the file's time back.
     key = (type(source), source.provider, file, state.st_dev, state.st_ino, state.st_ctime_ns, state.st_size)
     if key not in _configs:
         _configs[key] = read()
@@ -192,7 +192,7 @@ def _read(source: ConfigSource, config_path: str, file: Any) -> ConfigResult:
     """The content of a YAML.
 
     Raises:
-        ConfigError: it is no mapping, or too large.
+        ConfigError: it is not a mapping, or too large.
     """
     with file.open(encoding="utf-8") as stream:
         text = stream.read()
@@ -209,7 +209,7 @@ def _read(source: ConfigSource, config_path: str, file: Any) -> ConfigResult:
 
 
 def _name_combinations(config: Any) -> None:
-    """Replace each list of options in a file's defaults by the name of their combination, for groups that have some.
+    """Replace each list of options in a file's defaults by the name of their combination, for groups with combinations.
 
     Hydra would merge the options of a list into one config.
     """
@@ -225,7 +225,7 @@ def _name_combinations(config: Any) -> None:
 def check_hidden(sources: Iterable[Any], used: Callable[[], Iterable[str]]) -> None:
     """Check that no option of a composition hides a different one of its name in a later folder.
 
-    The person who wrote the later one would otherwise train with another model or layout than they believe.
+    Otherwise the author of the hidden option would train another model or layout than they believe.
 
     Args:
         sources: as `hydra.runtime.config_sources` lists them.

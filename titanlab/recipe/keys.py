@@ -1,8 +1,8 @@
 """The keys that a recipe can have, their types, and the values of YAMLs and overrides read by these types.
 
-What is text by the type of its key is the text as typed; `null` is still null. YAML reads a scalar before anything asks
-for its type: `5e2` is 500.0, `12:00:00` 43200, `off` false, `017` 15. Hydra reads `5e2` as 500.0 and `1_000` as 1000.
-`load` keeps such texts in files, and `as_typed` on the command line.
+A value whose key has the type text is the text as typed; `null` is still null. YAML reads a scalar before its type is
+known: `5e2` is 500.0, `12:00:00` 43200, `off` false, `017` 15. Hydra reads `5e2` as 500.0 and `1_000` as 1000. `load`
+keeps such texts in files, and `as_typed` on the command line.
 
 Several options of one group at once, `tracker=[wandb,tensorboard]`, are one option that combines them, each under
 its own key: `tracker/wandb+tensorboard`. Hydra merges the options of a list into one config.
@@ -48,7 +48,7 @@ class SweepSpace:
 
 
 _SPACE = tuple(f"hydra.sweeper.{field.name}" for field in dataclasses.fields(SweepSpace))
-# Keys of torchtitan for which no similar key would be found, or a wrong one; and what sets the same in titanlab.
+# Keys of torchtitan for which similarity finds no key or a wrong one → titanlab's setting for the same.
 _TORCHTITAN = {
     "training.local_batch_size": "training.microbatch (a step's sequences: training.global_batch)",
     "training.batch_size": "training.microbatch (a step's sequences: training.global_batch)",
@@ -139,10 +139,10 @@ def known_keys() -> list[Key]:
 
 
 def find_key(name: str, schema: type | None = None, *, kind: str | None = None) -> Key | None:
-    """The key with this name, of options of this kind if it is given; preferably that of the given schema."""
+    """The key with this name, of options of this kind if a kind is given; preferably the key of the given schema."""
     group, _, rest = name.partition(".")
     if kind is None and group in combining_groups() and rest.partition(".")[0] in discover().get(group, {}):
-        # Where a group has several options, each has its keys under its name: `tracker.wandb.mode`.
+        # In a combination, each option has its keys under its own name: `tracker.wandb.mode`.
         kind, _, rest = rest.partition(".")
         name = f"{group}.{rest}"
     keys = [key for key in known_keys() if key.name == name]
@@ -176,7 +176,8 @@ def advice(name: str) -> str:
     near = [known for known in names if known.endswith(f".{name}")]  # Users may remember only the end of a key.
     if len(near) > 1:
         return f"did you mean {' or '.join(sorted(near))}?"
-    # Keys of the same group are alike by their group: of these, the ends are compared. The group itself was not meant.
+    # Keys of one group are similar because of the group's name: compare only their ends. The group itself was not
+    # meant.
     others = [known for known in names if not siblings or not f"{known}.".startswith(f"{group}.")]
     near += difflib.get_close_matches(name, others, n=1, cutoff=0.85)
     near += [f"{group}.{sibling}" for sibling in difflib.get_close_matches(end, siblings, n=1)]
@@ -226,7 +227,7 @@ def _default(field: dataclasses.Field[Any]) -> str | None:
         return str(value).lower()
     if isinstance(value, tuple):
         return f"[{','.join(map(str, value))}]"
-    # An empty text and `???` (OmegaConf's sign for a missing value) are no values to suggest.
+    # Do not suggest an empty text or `???` (OmegaConf's sign for a missing value).
     return str(value) if isinstance(value, int | float | str) and value not in ("", "???") else None
 
 
@@ -242,7 +243,7 @@ def _words(declared: Any) -> str:
 
 
 def with_combinations(overrides: Sequence[str]) -> list[str]:
-    """Overrides in which a list of a group's options is replaced by the name of their combination."""
+    """The overrides, with each list of a group's options replaced by the name of their combination."""
     return list(map(_combined, overrides))
 
 
@@ -294,7 +295,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123
 
 
 def load(source: str | TextIO, name: str) -> Any:
-    """The values of a YAML for the key of this name (empty: a whole recipe); a yaml.YAMLError if it is no YAML."""
+    """The values of a YAML for the key of this name (empty: a whole recipe); yaml.YAMLError: it is not YAML."""
     loader = _Loader(source)
     try:
         root = loader.get_single_node()
@@ -309,7 +310,7 @@ def load(source: str | TextIO, name: str) -> Any:
 
 
 def is_text(name: str, typed: str) -> bool:
-    """Whether a key takes a scalar as text. A key that takes truth values too has these from `true` and `false`."""
+    """Whether a key reads a scalar as text. If the key also accepts booleans, `true` and `false` are booleans."""
     kinds = types_of(name)
     return str in kinds and not (bool in kinds and typed.lower() in ("true", "false"))
 
@@ -318,7 +319,7 @@ def types_of(name: str) -> frozenset[Any]:
     """The types of the values of a key, or of the values in its lists and mappings."""
     within, _, key = name.rpartition(":")
     if "defaults" in name.split(".") or (within == _SWEEPER and is_group(key)):
-        # Options have names.
+        # The name of an option.
         return frozenset([str])
     name = key if within == _SWEEPER else name
     group, _, rest = name.partition(".")
@@ -361,7 +362,7 @@ def _scalars(node: Any, name: str) -> Iterator[tuple[yaml.ScalarNode, str]]:
         for value in node.value:
             yield from _scalars(value, name)
     else:
-        # In the space of a sweep, a key has its whole name.
+        # In the space of a sweep, keys have their full names.
         within = f"{_SWEEPER}:" if name.startswith(_SWEEPER) else f"{name}." if name else ""
         for key, value in node.value:
             if str in types_of(name):
@@ -370,21 +371,21 @@ def _scalars(node: Any, name: str) -> Iterator[tuple[yaml.ScalarNode, str]]:
             yield from _scalars(value, name if key.value == "<<" else f"{within}{key.value}")
 
 
-# What Hydra's grammar of overrides has: text in quotes, references, brackets and separators, and all else.
+# The tokens of Hydra's grammar of overrides: quoted text, references, brackets and separators, and anything else.
 _PIECES = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\$\{[^}]*\}|[][(){},:]|[^][(){},:'"$]+|.""", re.DOTALL)
 # Functions of Hydra that return their arguments as they are; others compute with numbers.
 _FUNCTIONS = ("choice", "shuffle", "tag")
 
 
 def as_typed(override: str) -> str:
-    """An override with quotes around what is text and looks like a number or a truth value."""
+    """An override with quotes around values that are text but look like a number or a boolean."""
     before, equals, value = override.partition("=")
     key = before.lstrip("+").partition("@")[0]
     is_choice = is_group(key)
     if not (is_choice or str in types_of(key) or value.startswith("{")):
         return override
     pieces = ["", *_PIECES.findall(value), ""]
-    # The brackets that are open, and the names of the keys of the values in them; None: a function computes with them.
+    # The open brackets, and the names of the keys of the values in them; None: a function computes with the values.
     names: list[tuple[str, str | None]] = [("", key)]
     after_key = True
     for place, piece in enumerate(pieces):
@@ -409,7 +410,7 @@ def as_typed(override: str) -> str:
 
 
 def _is_read(text: str) -> bool:
-    """Whether Hydra may read a text as a number or a truth value."""
+    """Whether Hydra may read a text as a number or a boolean."""
     with contextlib.suppress(ValueError):
         float(text)
         return True

@@ -1,7 +1,7 @@
 """The recipe of a run's next attempt, or of a new run that changes another's: a frozen config and overrides.
 
 The next attempt may have another layout, schedule, AC policy or launcher; a new run may change the rest too. The global
-batch stays, and so does the order of tokens, which depends on no layout: the microbatch adapts.
+batch and the order of tokens stay, whatever the layout: the microbatch adapts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from titanlab.recipe.recipe_rules import check_pipeline
 from titanlab.records import RunFolder, canonical
 from titanlab.system import counted
 
-# Groups of which another preset may be chosen. None of them changes what a run computes, except by rounding.
+# Groups whose preset may change. These groups change a run's results only by rounding.
 PRESETS = ("parallelism", "schedule", "ac", "cluster", "tracker", "launch")
 # The keys that say how a step is spread over processes.
 LAYOUT = ("world", "parallelism.", "schedule.", "ac.", "training.microbatch", "training.loss_chunk")
@@ -65,7 +65,7 @@ def next_recipe(
             changed[group] = OmegaConf.to_container(composed.config[group], resolve=True)
     keys = [override.partition("=")[0] for override in overrides]
     if "world" not in keys and any(key.partition(".")[0] == "parallelism" for key in keys):
-        # The new degrees give the world; one that is "the rest" is the rest of the processes that the run had.
+        # The new degrees give the world; a degree of -1 is computed from the number of processes that the run had.
         degrees = overridden(changed, values, file=file).parallelism.degrees()
         changed["world"] = config.get("world") if -1 in degrees.values() else None
     return overridden(changed, values, file=file)
@@ -74,12 +74,12 @@ def next_recipe(
 def adapted(recipe: Recipe, before: Recipe, overrides: Sequence[str] = ()) -> tuple[Recipe, str]:
     """The recipe with a microbatch that fits its layout, and a line about it; the line is empty if nothing changed.
 
-    A process keeps its microbatch if that divides its part of the global batch; else it gets the largest smaller one
-    that does. So a process needs no more memory for activations on fewer processes: it accumulates more gradients.
+    A process keeps its microbatch if it divides the local batch; else it gets the largest smaller divisor. So with
+    fewer processes, a process needs no more memory for activations: it accumulates more gradients.
 
     Args:
         before: the resolved recipe of the run.
-        overrides: what the user has given; their microbatch is left alone.
+        overrides: from the user; a microbatch in them is kept.
 
     Raises:
         ConfigError: the data-parallel processes do not divide the global batch.
@@ -138,7 +138,7 @@ def check_changeable(
     Args:
         changeable: keys, and prefixes of keys, which end in a dot; None: all.
         presets: groups of which another preset may be chosen, if any of their keys may change.
-        branch: the command that begins a new run with the other keys; empty: there is none.
+        branch: the command that begins a new run if other keys must change; empty: there is none.
     """
     for override in overrides:
         key, equals, value = override.partition("=")
@@ -160,9 +160,9 @@ def check_changeable(
 
 
 def check_unedited(run: RunFolder) -> None:
-    """Check that a run's config.yaml still says what the run was made with: its folder has the hash of that.
+    """Check that a run's config.yaml was not edited: the run's folder has the hash of the original.
 
-    The keys that no identity covers may be edited: names, folders, the tracker, the launcher, logging.
+    Keys outside the identity may be edited: names, folders, the tracker, the launcher, logging.
 
     Raises:
         ConfigError: a value was changed by hand; or a file is damaged.
@@ -172,7 +172,7 @@ def check_unedited(run: RunFolder) -> None:
     try:
         recipe = from_mapping(config)
     except ConfigError:
-        # The caller reads the config too, and says more about it.
+        # The caller reads the config too, and gives a better error.
         return
     for key, value, before in _differences(canonical(recipe), made, config) if isinstance(made, Mapping) else ():
         rule = f"the run was made with {before}, by its identity.json"
@@ -181,7 +181,7 @@ def check_unedited(run: RunFolder) -> None:
 
 
 def _differences(now: Any, made: Any, written: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Each key that differs, with both values. A field that a later version has added is not written in the file."""
+    """Each key that differs, with both values. The file may lack fields that a later version has added."""
     if isinstance(now, Mapping) and isinstance(made, Mapping):
         for name in (*made, *(name for name in now if name not in made)):
             inner = written.get(name, _NOTHING) if isinstance(written, Mapping) else _NOTHING
@@ -205,7 +205,7 @@ def frozen_recipe(run: RunFolder, overrides: Sequence[str] = (), *, attempt: int
 
 
 def overridden(config: Mapping[str, Any], overrides: Sequence[str], *, file: Path) -> Recipe:
-    """The recipe of a run's frozen config, with some keys changed; errors name the file if no override has a part.
+    """The recipe of a run's frozen config, with some keys changed; errors name the file unless an override caused them.
 
     Raises:
         ConfigError: an override cannot be read, or its value does not fit; or the config is of another version.

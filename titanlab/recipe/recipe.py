@@ -61,7 +61,7 @@ class Recipe:
         repeat: number of this repetition of an otherwise equal run.
         world: number of processes; null: the product of the degrees.
         init_from: source of a new run's starting weights: a folder that `titanlab import` made, a Hugging Face
-            folder, or a run; null: the seed makes them. Nothing but the weights is read from there.
+            folder, or a run; null: the seed makes them. Only the weights are read from there.
     """
 
     name: str = field(default="run", metadata={"identity": False})
@@ -113,7 +113,7 @@ class Recipe:
 
     @property
     def loss_chunk(self) -> int:
-        """Tokens for which the head and the loss are computed at once; 0: for all of a microbatch."""
+        """Tokens for which the head and the loss are computed at once; 0: all tokens of a microbatch."""
         if self.training.loss_chunk != AUTO:
             return int(self.training.loss_chunk or 0)
         tokens = self.microbatch * self.training.seq_len // self.layout.context
@@ -145,14 +145,14 @@ def _account(model: ModelConfig) -> ModelAccount:
 
 @functools.lru_cache(maxsize=256)
 def _multiplies_head(model: ModelConfig, precision: PrecisionConfig) -> bool:
-    """Whether a precision has a product of its own for the head; sorting a model's layers takes a millisecond."""
+    """Whether a precision has its own product for the head; cached, because sorting layers takes a millisecond."""
     account = _account(model)
     return account.head in precision.products(account)
 
 
 def pieces_by_stage(recipe: Recipe) -> list[tuple[str, ...]]:
     """Pieces of the model in every stage of a resolved recipe's pipeline, as `stage_pieces` makes them."""
-    # The shares of the pieces do not depend on the microbatch, and equal costs are split only once.
+    # Relative costs do not depend on the microbatch: with 1, equal models share one split.
     model, sizes = recipe.model, {"batch": 1, "seq_len": recipe.training.seq_len}
     return stage_pieces(
         model.account(),
@@ -168,7 +168,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
 
     Raises:
         ConfigError: an option is not installed, a key is unknown, a value has the wrong type, or a group or a key is
-            missing with which this version would compute something else.
+        missing whose default would make this version compute something else.
     """
     groups = discover()
     options = {group: _option(group, content) for group, content in mapping.items() if group in groups}
@@ -182,7 +182,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
 
 
 def _option(group: str, content: Any) -> Any:
-    """A group's config. The options of a sweep's runs are mostly the same, and checking one takes milliseconds."""
+    """A group's config, cached: the runs of a sweep share most options, and checking one takes milliseconds."""
     if not isinstance(content, Mapping):
         raise ConfigError(group, content, "must be a mapping", _COMPARE)
     kinds = discover()[group]
@@ -207,7 +207,7 @@ def _option(group: str, content: Any) -> Any:
 
 @contextlib.contextmanager
 def _told_in_one_line(within: str, content: Mapping[str, Any]) -> Iterator[None]:
-    """Turn OmegaConf's errors into those of a key and its value."""
+    """Turn OmegaConf's errors into errors about a key and its value."""
     try:
         yield
     except OmegaConfBaseException as error:
@@ -219,7 +219,7 @@ def _told_in_one_line(within: str, content: Mapping[str, Any]) -> Iterator[None]
 
 
 def _schema_node(group: str, kind: Any, content: Mapping[str, Any]) -> Any:
-    """The schema of a group's content; where it combines several options, each of them has its own."""
+    """The schema of a group's content; in a combination, each option has its own schema."""
     node = schema_node(schema_of(group, kind))
     if kind not in discover()[group]:
         for name in map(str, node):
@@ -275,7 +275,7 @@ def resolve(recipe: Recipe, *, world: int | None, accelerator: str, device: str)
         cluster=cluster,
     )
     if recipe.training.global_batch < layout.data:
-        # The batch cannot be divided, which a rule reports.
+        # The batch cannot be divided; a rule reports this.
         return resolved
     return dataclasses.replace(resolved, training=dataclasses.replace(recipe.training, loss_chunk=resolved.loss_chunk))
 
@@ -299,7 +299,7 @@ def _layout(recipe: Recipe, world: int | None) -> Layout:
     except ConfigError as error:
         if world is None or error.key != "world":
             raise
-        # The processes have been started, so an override of `world` is no cure.
+        # The processes have been started, so an override of `world` cannot help.
         cure = "start as many processes as the degrees make, or let one degree be -1"
         raise ConfigError("WORLD_SIZE", world, error.rule, cure) from error
 
@@ -394,7 +394,7 @@ def as_typed(split: Sequence[object]) -> str:
     return f"[{','.join(map(str, split))}]"
 
 
-# Text that Hydra reads as itself without quotes. With a slash in it, it is neither a number nor a constant.
+# Text that needs no quotes in Hydra: because of the slash it is neither a number nor a constant.
 _PLAIN = re.compile(r"[\w.+@%-]*/[\w./+@%-]*", re.ASCII)
 
 

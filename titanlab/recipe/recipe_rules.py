@@ -35,13 +35,13 @@ from titanlab.system import counted
 from titanlab.techniques.schedule.contract import PipelineSchedule
 
 SEEDS = 2**63
-# Kernels of a GPU that cannot keep attention within documents, without and with context parallelism. FlexAttention can,
-# and kernels that take a mask; with context parallelism those that take rows and keys of any number: cuDNN makes a plan
-# for each.
+# Kernels of a GPU that cannot keep attention within documents, without and with context parallelism. FlexAttention and
+# kernels with a mask can. With context parallelism, kernels must take any number of rows and keys: cuDNN would make a
+# plan for each.
 _WITHOUT_DOCUMENTS = {False: ("flash", "flash3", "cudnn", "flash_attn"), True: ("cudnn",)}
 # Width of a head; torch's kernel refuses narrower ones (torch/_inductor/kernel/flex, torch 2.11 to 2.13).
 _NARROWEST_FLEX = 16
-# Ten times the largest clusters; up to this number, plans with an entry for every process are still made at once.
+# Ten times the largest clusters; plans with an entry for every process are still fast.
 MOST_PROCESSES = 1_000_000
 
 
@@ -64,7 +64,7 @@ def check_all_but_data(recipe: Recipe) -> None:
     options = (recipe.model, recipe.schedule, recipe.precision, recipe.ac, recipe.compile, recipe.optimizer)
     for option in (*options, recipe.data, recipe.checkpoint, recipe.tracker, recipe.profiler, recipe.launch):
         option.check(values)
-    # Otherwise a missing package would be noticed only after the model has been built.
+    # Otherwise a missing package would be found only after the model has been built.
     recipe.tracker.check_installed()
     recipe.checkpoint.check_installed()
 
@@ -217,7 +217,7 @@ def setting(recipe: Recipe) -> Setting:
     )
 
 
-# Passes of one microbatch through one stage, in a step. The schedule is a list of all of them, made before the step.
+# Largest number of actions (passes of one microbatch through one stage) in a step: the schedule lists all of them.
 MOST_ACTIONS = 1_000_000
 
 
@@ -242,7 +242,7 @@ def check_tensor(layout: Layout, config: Parallelism, account: ModelAccount, *, 
 
 
 class _CutParameter(NamedTuple):
-    """A parameter that the tensor plan splits; it represents all parameters of its shape and style."""
+    """A parameter that the tensor plan splits; it stands for all parameters with its shape and style."""
 
     name: str
     shape: tuple[int, ...]
@@ -265,7 +265,7 @@ def _cuts(account: ModelAccount, degree: int) -> list[_CutParameter]:
 
 
 def _broken_rule(account: ModelAccount, cuts: Iterable[_CutParameter], degree: int) -> str:
-    """The rule that a tensor-parallel degree breaks; empty: none."""
+    """The rule that a tensor-parallel degree breaks; empty: it breaks no rule."""
     for heads, noun in ((account.heads, "attention heads"), (account.kv_heads, "key/value heads")):
         if heads % degree:
             return f"must divide {heads} {noun}"
@@ -449,7 +449,7 @@ def _nearest(usable: Iterable[int], wanted: int) -> str:
     return " or ".join(map(str, sorted(sorted(usable, key=lambda n: (abs(n - wanted), n))[:2])))
 
 
-# Memory of a process without tensors: an interpreter that has imported torch, less the pages that processes share.
+# Memory of a process without tensors: an interpreter that has imported torch, without pages that processes share.
 PROCESS_BYTES = 64 * 2**20
 _ADDRESSABLE = 2**63  # bytes; sizes are signed 64-bit integers
 
@@ -466,7 +466,7 @@ def check_addressable(recipe: Recipe) -> None:
 
 
 def check_host_memory(recipe: Recipe, host: Host, *, processes: int) -> None:
-    """Check that this host has the memory that training on its CPU needs at least; GPU memory is not checked.
+    """Check that this host has at least the memory that training on its CPU needs; does not check GPU memory.
 
     The bound is the sum of the processes, parameters, gradients, and the residual stream of one microbatch.
 

@@ -25,8 +25,8 @@ class Training:
         microbatch: sequences in one forward pass of one process; null: all sequences that the process has in a
             step. With a smaller number, gradients are accumulated.
         loss_chunk: the head and the loss are computed in chunks of this many tokens, so that the logits of a microbatch
-            never exist whole; 0 or null: they do. -1: in chunks where a process's logits of a microbatch are more
-            than 1 GiB in float32, and then the largest power of two whose logits are at most 512 MiB.
+            never exist whole; 0 or null: they do. -1: chunks only if a process's logits of a microbatch exceed 1 GiB in
+            float32: the largest power of two whose logits are at most 512 MiB.
         max_grad_norm: gradients are scaled down to this norm; null: never.
         deterministic: use only algorithms that give the same bits every time.
         validate_every: steps between validations; 0: never.
@@ -41,7 +41,7 @@ class Training:
             parameters and optimizer as they are and goes on; `rollback` goes back to the newest checkpoint, and leaves
             the data since then out.
         nan_limit: for skip, bad steps in a row; for rollback, rollbacks of an attempt. One more ends the run.
-        step_timeout_seconds: a step that takes longer ends the run as `hang`; 0: no limit; null: the larger of 60 and
+        step_timeout_seconds: a step that takes longer ends the run as `hang`; 0: no limit; null: the larger of 60 s and
             10 times the median step, once three steps after the first are known, and first_step_timeout_seconds before.
         first_step_timeout_seconds: the limit for the start, the first step with its compilation, validation and
             checkpoints; null: no limit.
@@ -104,11 +104,11 @@ class Cluster:
     """The machines of a run.
 
     Attributes:
-        accelerator: `cpu`, `cuda`, or `auto`: CUDA where this host shows a GPU. `auto` is replaced
-            by what was found before a run gets its name.
+        accelerator: `cpu`, `cuda`, or `auto`: CUDA if this host shows a GPU. `auto` is replaced by the accelerator
+            before a run gets its name.
         device: name of the accelerator as its driver prints it, or `cpu`; null: this host's.
         per_node: processes of a run on one node, one a device; null: not known.
-        nodes: how many there are; null: not known.
+        nodes: number of nodes; null: not known.
         linked_nodes: number of neighbouring nodes whose devices the link connects; 18 in a rack of 72 GB200.
         memory_gb: of one device, as its datasheet counts; null: not known.
         link_gb_per_second: between the devices of a node, one direction; null: not known.
@@ -119,9 +119,9 @@ class Cluster:
         allocator_excess: bytes that the allocator reserves for each byte of tensors; null: as in published runs, and 1
             on CPUs.
         message_excess: bytes that a process keeps for each byte that it exchanges with others in a microbatch; null: 0.
-        process_gb: memory of a process without tensors, where its memory is the device's; null: none on GPUs, and on
-            CPUs that of a process that has imported torch.
-        efficiencies: of the planner's model of time, by name, where they differ from those that were fitted to
+        process_gb: memory of a process without tensors, if the device's memory is the host's; null: 0 on GPUs, on CPUs
+            the memory of a process that has imported torch.
+        efficiencies: of the planner's model of time, by name, if they differ from the values that were fitted to
             published runs; see `titanlab.plan.machine`.
     """
 
@@ -168,9 +168,9 @@ class Cluster:
 
 
 class LaunchSettings(Protocol):
-    """What a recipe knows of its launcher's config, which is a `titanlab.launch.contract.LaunchConfig`.
+    """The part of its launcher's config that a recipe reads; the config is a `titanlab.launch.contract.LaunchConfig`.
 
-    That contract documents it, and stands above recipes, because its methods are about jobs, which recipes are below.
+    That contract documents the fields. It is in a higher room than recipes, because its methods are about jobs.
     """
 
     kind: str
@@ -198,6 +198,6 @@ class LaunchSettings(Protocol):
         """Check that the rest of the recipe fits this launcher.
 
         Raises:
-            ConfigError: it does not fit.
+            ConfigError: the rest of the recipe does not fit.
         """
         return  # the default; mypy takes an empty body for an abstract method

@@ -1,9 +1,9 @@
-"""Refuses what a config, which may come from a stranger, may not set: code, variables, and settings of no effect.
+"""Refuses settings that a config, perhaps from a stranger, must not have: code, variables, and settings without effect.
 
 Hydra calls whatever `_target_` names (callbacks, launchers, sweepers), and its logging whatever `class`, `()` and
 `ext://` name; `pkg://` in its search path imports a module. OmegaConf's `oc.env` reads any variable, and `oc.create`
-and `oc.decode` make configs from text. A recipe needs none of this. Hydra has a list of blocked modules of its own,
-but the list is incomplete and its error names another key.
+and `oc.decode` make configs from text. A recipe needs none of this. Hydra has its own list of blocked modules, but the
+list is incomplete and its error names another key.
 
 titanlab reads these settings of Hydra: `hydra.searchpath`, `hydra.sweeper` of a sweep, `hydra.job.name` (as
 `${hydra:job.name}`), `hydra.mode` of a file and the texts of the help pages. Others would have no effect.
@@ -64,13 +64,13 @@ _CURES = {
 _UNREAD = "is a setting of Hydra's that titanlab does not read"
 _LOGGING = ("hydra/job_logging", "hydra/hydra_logging")
 _SETTINGS = frozenset(field.name for field in dataclasses.fields(HydraConf))
-# Values of such settings that have no effect in Hydra either.
+# Values with which these settings have no effect in Hydra either.
 _UNSET: tuple[Any, ...] = (".", None, False, {}, [])
 
 
 def replace_resolvers() -> None:
-    """Make OmegaConf read only the environment variables in `VARIABLES`, and make no config from text."""
-    # OmegaConf 2.4 has given the function another name.
+    """Let OmegaConf read only the environment variables in `VARIABLES`, and never make a config from text."""
+    # The function has another name in OmegaConf 2.4.
     is_old = omegaconf.__version__.startswith("2.3.")
     register: Any = OmegaConf.register_new_resolver if is_old else OmegaConf.register_resolver
     register("oc.env", _variable, replace=True)
@@ -79,7 +79,8 @@ def replace_resolvers() -> None:
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
-    """Check overrides by the rules for a YAML; Hydra reports those that cannot be read, and settings unknown to it.
+    """Check overrides by the rules for a YAML; Hydra itself reports overrides that it cannot read, and unknown
+    settings.
 
     Raises:
         ConfigError: an override names code, or a package to import, or a setting that titanlab does not read.
@@ -110,7 +111,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
 
 
 def _values(value: Any) -> Iterator[Any]:
-    """The values given for a key, also those in `choice(…)`; not those of a range: only numbers, perhaps billions."""
+    """The values given for a key, also in `choice(…)`, but not in a range, which has only numbers, perhaps billions."""
     if isinstance(value, ChoiceSweep):
         for choice in value.list:
             yield from _values(choice)
@@ -154,14 +155,14 @@ def _check_setting(name: str, value: Any, where: str = "") -> None:
 
 def check_size(text: str, file: object) -> None:
     """Check that a YAML neither overflows the stack nor stands for more values than memory has room for."""
-    # What cannot be read is Hydra's to name.
+    # Hydra reports files that cannot be read.
     with contextlib.suppress(yaml.YAMLError):
         if (reason := yaml_excess(text)) is not None:
             raise ConfigError("file", file, reason, "write the values themselves")
 
 
 def check_search_path(entries: Any) -> None:
-    """Check that Hydra's search path names no package, which Hydra would import, but those with options of titanlab."""
+    """Check that Hydra's search path names only packages with options of titanlab: Hydra imports them."""
     for entry in entries if isinstance(entries, list) else [entries]:
         text = entry.text if isinstance(entry, QuotedString) else str(entry)
         if text.startswith("pkg://") and text.removeprefix("pkg://") not in conf_packages():

@@ -1,4 +1,4 @@
-"""An exclusive lock on a folder: one process at a time has it, at most until that process ends."""
+"""An exclusive lock on a folder: one process at a time holds the lock, at most until that process ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titanlab.errors import ConfigError
 from titanlab.system import open_to_write, read_text, stopped_note
 
 FILE = ".claim"
-# `is_claimed` takes the lock for an instant, so a single failure to get it proves nothing.
+# `is_claimed` holds the lock for an instant, so try for this time.
 PATIENCE_SECONDS = 0.5
 _RETRY_SECONDS = 0.05
 _HOLDER = r"process (\d+) on (.+)"
@@ -56,7 +56,7 @@ def name_holder(descriptor: int) -> None:
 
 
 def holder(descriptor: int) -> tuple[str, str]:
-    """The process that has a lock, from its file, and a clause that says whether that process is stopped."""
+    """The process that holds a lock, from its file, and a clause that says whether that process is stopped."""
     name = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
     known = re.fullmatch(_HOLDER, name)
     is_here = known is not None and known[2] == socket.gethostname()
@@ -64,7 +64,7 @@ def holder(descriptor: int) -> tuple[str, str]:
 
 
 def holder_of(folder: Path, *, file: str = FILE) -> tuple[str, int] | None:
-    """Host and number of the process that has, or had last, the lock of a folder; None: it is not known."""
+    """Host and number of the process that holds, or held last, the lock of a folder; None: not known."""
     try:
         known = re.fullmatch(_HOLDER, read_text(folder / file))
     except (OSError, UnicodeDecodeError):
@@ -73,12 +73,12 @@ def holder_of(folder: Path, *, file: str = FILE) -> tuple[str, int] | None:
 
 
 def is_claimed(folder: Path, *, file: str = FILE) -> bool:
-    """Whether a live process has locked the folder; False where the file system has no locks."""
+    """Whether a live process has locked the folder; False if the file system has no locks."""
     return is_locked(folder / file)
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a live process has locked a file; False where the file system has no locks."""
+    """Whether a live process has locked a file; False if the file system has no locks."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

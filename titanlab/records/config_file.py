@@ -17,12 +17,12 @@ from titanlab.system import read_text
 
 # libyaml reads eight times as fast, which matters in a table of a thousand runs; not every PyYAML has it.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-# Before each line that begins at its first column.
+# The position before each line that begins in the first column.
 _SECTION = re.compile(r"^(?=\S)", re.MULTILINE)
-# Line breaks of Unicode that are none in YAML 1.2.
+# Unicode's line breaks that YAML 1.2 does not count as such.
 _BREAKS = re.compile("[\x85\u2028\u2029]")
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*:( |$)")
-# Aliases inside of anchors: only these multiply, and 30 cannot stand for more than some 60,000 copies.
+# Largest number of aliases inside anchors: only these multiply, and 30 cannot stand for more than some 60,000 copies.
 MOST_ALIASES = 30
 MOST_DEPTH = 200
 
@@ -54,7 +54,7 @@ def config_text(config: Mapping[str, Any]) -> str:
     texts = []
     for key, value in config.items():
         try:
-            # Version 2 has no references: equal values are equal bytes, and 1, 1.0 and True are three values.
+            # marshal's version 2 has no references: equal values give equal bytes, and 1, 1.0 and True differ.
             texts.append(_section_text(marshal.dumps({key: value}, 2)))
         except ValueError:
             texts.append(_dumped({key: value}))
@@ -105,17 +105,17 @@ def _by_sections(text: str) -> dict[str, Any] | None:
             packed = _section(section)
             if packed is None:
                 return None
-            # A copy for each caller: nobody shares what another may change.
+            # A copy for each caller, because callers may change values.
             values.update(marshal.loads(packed))
     return values or None
 
 
 @functools.lru_cache(maxsize=4096)
 def _section(text: str) -> bytes | None:
-    """A mapping of one key, packed; None for a section that may depend on others, or is written in another way."""
+    """A mapping of one key, packed; None for a section that may depend on others, or that has another style."""
     lines = text.splitlines()
     plain = _KEY.match(lines[0]) and all(line.startswith("  ") for line in lines[1:])
-    # Anchors, tags, texts of several lines, comments: rare, and not worth a special treatment.
+    # Anchors, tags, texts of several lines, comments: rare, so leave them to the parser of the whole file.
     if not plain or any(character in text for character in '&*!|>%#"\t') or not all(map(_is_closed, lines)):
         return None
     try:
@@ -134,7 +134,7 @@ def parse_yaml(text: str) -> Any:
     """The values of a YAML, which may come from a stranger.
 
     Raises:
-        ValueError: it is no YAML, or `yaml_excess` has a reason not to read it. The message is one line.
+        ValueError: the text is not YAML, or `yaml_excess` refuses it. The message is one line.
     """
     try:
         if (reason := yaml_excess(text)) is not None:
@@ -145,16 +145,16 @@ def parse_yaml(text: str) -> Any:
 
 
 def yaml_excess(text: str) -> str | None:
-    """What is too much in a YAML, in words; None if it can be read.
+    """Why a YAML is too large or too deep to read, in words; None if it can be read.
 
     libyaml's loader overflows the stack of the process on deep nesting (PyYAML 6), and nine lines with aliases (`&a`,
     `*a`) can stand for a billion values. The parser's events show both before anything is made.
     """
-    # Every level takes a bracket, or a column of a line.
+    # Every level needs a bracket, or a column of a line.
     deepest = text.count("[") + text.count("{") + max(map(len, text.splitlines()), default=0)
     if deepest <= MOST_DEPTH and not ("&" in text and "*" in text):
         return None
-    # Those of the collections that are open.
+    # The anchors of the open collections.
     anchors: list[str | None] = []
     aliases = 0
     for event in yaml.parse(text, Loader=_LOADER):

@@ -1,8 +1,8 @@
 """Finds the rank that made a run hang: pure functions over the records of its ranks.
 
 The evidence, strongest first: a rank that does not answer; a rank that ended early; ranks that call different
-collectives; a rank that is outside of every collective. Ranks that wait are compared with their own earlier steps; then
-a rank counts that others wait for and that waits for nobody. Where this does not decide, no rank is named.
+collectives; a rank that is outside of every collective. Waiting ranks are compared with their own earlier steps; the
+last evidence is a rank for which others wait and that waits for nobody. If this does not decide, no rank is named.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from titanlab.records.hang_file import Collective, HangRecord
 
 # Collectives whose inputs have the same size on all ranks.
 _EQUAL_SIZES = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "broadcast")
-# Two places are compared if at least so many collectives before them are the same.
+# Two places are compared if at least this many collectives before them are the same.
 _FEWEST_EQUAL = 3
-# Each step repeats its collectives: of many ranks it is enough to compare so many with their earlier steps.
+# Steps repeat their collectives: it is enough to compare this many ranks with their earlier steps.
 _MOST_RANKS = 64
 _MOST_NAMED = 8
-# File and functions in which a rank waits for keys and values of a ring, or posts them: with NCCL a group starts at its
-# first message, and that waits for the other ranks.
+# File and functions in which a rank posts or waits for keys and values of a ring. With NCCL a rank can wait when it
+# posts: the first message of a group starts the group, which waits for the other ranks.
 _RING_FILE, _RING_FUNCTIONS = "titanlab/parallelism/exchanges.py", ("received", "__init__")
-# What a rank does that waits for no other rank, for one rank and for several.
+# Words for ranks that do not wait for others, for one rank and for several.
 _VERBS = {
     "computes": ("computes", "compute"),
     "stands": ("stands", "stand"),
@@ -35,7 +35,7 @@ _VERBS = {
 
 
 class Deviation(NamedTuple):
-    """The collective of earlier steps in whose place a rank called another, and whether it skipped that collective."""
+    """The collective that a rank called here in earlier steps, and whether the rank has now skipped it."""
 
     expected: Collective
     is_skip: bool
@@ -43,11 +43,11 @@ class Deviation(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """What a rank waits for, or does instead.
+    """What a rank waits for, or does instead of waiting.
 
     Attributes:
         text: `all_reduce (shard, sequence number 41)`; empty if it is not known.
-        on: the ranks that have not come; empty if all have, or if it is not known.
+        on: the ranks that have not come; empty if all have come, or if they are not known.
         call: the collective; None for a send or receive of a pipeline.
         at: the line of titanlab or of the user in which the rank is.
         instead: key of _VERBS for a rank that does not wait for others.
@@ -67,7 +67,7 @@ class Diagnosis:
     Attributes:
         verdict: one sentence.
         ranks: the ranks that made the others wait; empty if the records do not show it.
-        pending: the collective, send or receive in which the others wait; None if none does.
+        pending: the collective, send or receive in which the others wait; None if none of them waits.
         waits: what each rank with a record waits for, or does instead.
     """
 
@@ -91,8 +91,8 @@ def diagnose(
         records: by rank.
         world: number of ranks; 0: unknown.
         silent: ranks that did not answer, with what is known of their processes.
-        ended: ranks that ended before, with how they did.
-        unread: ranks that have answered, and whose records cannot be read.
+        ended: ranks that ended before, with the way in which each ended.
+        unread: ranks that have answered, but whose records cannot be read.
     """
     silent, ended = dict(silent or {}), dict(ended or {})
     known = {*records, *silent, *ended, *unread}
@@ -115,10 +115,10 @@ def diagnose(
 
 def different_calls(records: Mapping[int, HangRecord]) -> Diagnosis | None:
     """The verdict over ranks that call different collectives in a group; None if no group has a difference."""
-    # By name and ranks of a group, because groups of one name may have different ranks; then by sequence number.
+    # By name and ranks of a group, because groups with the same name may have different ranks; then by sequence number.
     calls: dict[tuple[str, tuple[int, ...]], dict[int, dict[int, Collective]]] = defaultdict(lambda: defaultdict(dict))
     for rank, record in records.items():
-        # Looked up once a record: a key may have thousands of ranks.
+        # Look up once per record: a key may have thousands of ranks.
         own = {name: calls[name, group.ranks] for name, group in record.groups.items() if group.ranks}
         for call in record.collectives:
             if not call.is_message and call.group in own:
@@ -131,7 +131,7 @@ def different_calls(records: Mapping[int, HangRecord]) -> Diagnosis | None:
                 break
     if not differences:
         return None
-    # A difference that shows who is wrong explains the others.
+    # Prefer a difference that shows which ranks are wrong: it explains the others.
     by_rank, wrong = min(differences, key=lambda difference: not difference[1])
     first, call = next(iter(by_rank.items()))
     place = f"{_axis(records[first], call.group)}, sequence number {call.sequence}"
@@ -157,7 +157,7 @@ def different_calls(records: Mapping[int, HangRecord]) -> Diagnosis | None:
 
 
 def odd_calls(records: Mapping[int, HangRecord], failed: int) -> Diagnosis | None:
-    """The verdict over ranks whose last collective, in a group of a rank that failed, is not that of earlier steps."""
+    """The verdict over ranks whose last collective, in a group of a failed rank, differs from earlier steps."""
     odd: dict[int, tuple[Collective, Deviation]] = {}
     for rank, record in records.items():
         last = next((call for call in reversed(record.collectives) if not call.is_message), None)
@@ -178,9 +178,10 @@ def odd_calls(records: Mapping[int, HangRecord], failed: int) -> Diagnosis | Non
 
 
 def _wrong(records: Mapping[int, HangRecord], calls: Mapping[int, Collective]) -> dict[int, Deviation | None]:
-    """Of ranks that call different collectives in one place those that are wrong: empty if it does not show.
+    """The wrong ranks among ranks that call different collectives in one place; empty if that is unclear.
 
-    A rank is wrong that deviates from its earlier steps, or, where none does, from more than half of the ranks (None).
+    A rank is wrong if it deviates from its own earlier steps; if no rank does, if it deviates from more than half of
+    the ranks (None).
     """
     deviations = {rank: deviation_of(records[rank], call) for rank, call in list(calls.items())[:_MOST_RANKS]}
     deviating = {rank: deviation for rank, deviation in deviations.items() if deviation is not None}
@@ -191,7 +192,7 @@ def _wrong(records: Mapping[int, HangRecord], calls: Mapping[int, Collective]) -
 
 
 def deviation_of(record: HangRecord, call: Collective) -> Deviation | None:
-    """How a call differs from what the rank called at the same place of earlier steps; None if it does not.
+    """How a call differs from the rank's call at the same place of earlier steps; None if it does not differ.
 
     The same place is the one before which the most collectives are the same.
     """
@@ -213,7 +214,7 @@ def deviation_of(record: HangRecord, call: Collective) -> Deviation | None:
 
 
 def _in_group(call: Collective) -> tuple[str, tuple[tuple[int, ...], ...]]:
-    """What must be the same on all ranks of a group: operation and sizes, or operation only."""
+    """The properties that must be equal on all ranks of a group: operation and sizes, or operation only."""
     return call.operation, call.sizes if any(name in call.operation for name in _EQUAL_SIZES) else ()
 
 
@@ -222,13 +223,13 @@ def _axis(record: HangRecord, group: str) -> str:
 
 
 def _waits(records: Mapping[int, HangRecord], absent: Collection[int]) -> dict[int, Wait]:
-    """What each rank that has a record and is not absent waits for, or does instead."""
+    """For each rank with a record that is not absent, what it waits for, or does instead."""
     reached = {
         rank: {call.group: call.sequence for call in record.collectives if not call.is_message}
         for rank, record in records.items()
     }
 
-    # Ranks that wait in the same collective have the same answer, which may have thousands of ranks.
+    # Cached: ranks that wait in the same collective have the same answer, which may list thousands of ranks.
     @functools.cache
     def late(group: str, ranks: tuple[int, ...], sequence: int) -> frozenset[int]:
         behind = {rank for rank in ranks if rank in reached and reached[rank].get(group, 0) < sequence}
@@ -263,9 +264,9 @@ def _wait(
         peer = records.get(waiting.peer)
         is_late = peer is not None and _missing(record, peer, waiting.operation) > 0
         return Wait(text=text, on=frozenset({waiting.peer} if is_late or waiting.peer in absent else ()), at=at)
-    # Collectives of one group end in their order: only the first pending one of each group holds the rank up.
+    # Collectives of one group end in order: only the first pending one of each group blocks the rank.
     firsts: dict[str, Collective] = {}
-    # A collective that has raised counts as done; it is the last one.
+    # A collective that raised an error counts as done; it is the last one.
     failed = record.collectives[-1:] if record.state == "raised" else ()
     for call in (*record.collectives, *failed):
         if not call.is_done or call in failed:
@@ -276,7 +277,7 @@ def _wait(
         on = frozenset(absent).intersection(ranks) if call.is_message else late(call.group, ranks, call.sequence)
         waits.append(Wait(text=described(record, call), on=on, call=call, at=at))
     if not waits and _is_in_ring(record):
-        # The messages of a ring are in no list of collectives.
+        # No list of collectives contains the messages of a ring.
         ring = next((group.ranks for group in record.groups.values() if group.axis == "context"), ())
         outside = {peer for peer in ring if peer in absent or (peer in records and not _is_in_ring(records[peer]))}
         return Wait(text="a receive of the ring (context)", on=frozenset(outside - {rank}), at=at)
@@ -288,7 +289,7 @@ def _is_in_ring(record: HangRecord) -> bool:
 
 
 def _missing(ours: HangRecord, theirs: HangRecord, operation: str) -> int:
-    """How many of our sends to a peer, or receives from it, the peer has not started; 0 without its messages."""
+    """Number of sends to a peer, or receives from it, that the peer has not started; 0 without its messages."""
     if ours.messages is None or theirs.messages is None:
         return 0
     if operation == "send":
@@ -307,7 +308,7 @@ def _accused(reasons: Mapping[int, str], singular: str, plural: str, waits: Mapp
 
 
 def _skipped_message(records: Mapping[int, HangRecord], waits: Mapping[int, Wait]) -> Diagnosis | None:
-    """The verdict about a rank that has ended its schedule, and has not started a message that another waits for."""
+    """The verdict about a rank that has ended its schedule without starting a message for which another rank waits."""
     for rank, wait in waits.items():
         messages = records[rank].messages
         if messages is None or messages.waiting is None or not wait.on:
@@ -328,10 +329,10 @@ def _skipped_message(records: Mapping[int, HangRecord], waits: Mapping[int, Wait
 
 
 def _waiting(records: Mapping[int, HangRecord], waits: Mapping[int, Wait], *, is_whole: bool) -> Diagnosis:
-    """The verdict where every rank with a record waits."""
+    """The verdict if every rank with a record waits."""
     awaited = {peer for wait in waits.values() for peer in wait.on}
     blocked = [rank for rank, wait in waits.items() if wait.on]
-    # Where everyone waits for someone, the graph of waits has a cycle.
+    # If every rank waits for another, the graph of waits has a cycle.
     deviating = {
         rank: deviation
         for rank in blocked
@@ -362,7 +363,7 @@ def _waiting(records: Mapping[int, HangRecord], waits: Mapping[int, Wait], *, is
 
 
 def _with_waits(text: str, ranks: tuple[int, ...], waits: Mapping[int, Wait]) -> Diagnosis:
-    """The verdict, followed by where the other ranks wait; first those that wait for the accused ones."""
+    """The verdict, followed by the places where other ranks wait; first the ranks that wait for the accused ones."""
     others = {rank: wait for rank, wait in waits.items() if rank not in ranks}
     direct = {rank: wait for rank, wait in others.items() if wait.on & set(ranks)} or others
     pending = next((wait.text for wait in direct.values() if wait.text), None)
@@ -371,7 +372,7 @@ def _with_waits(text: str, ranks: tuple[int, ...], waits: Mapping[int, Wait]) ->
 
 
 def _listed(waits: Mapping[int, Wait], *, with_peers: bool = False) -> str:
-    """Where ranks wait, ranks with the same place together."""
+    """The places where ranks wait; ranks at the same place together."""
     places: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for rank, wait in waits.items():
         singular, plural = ("waits", "wait") if wait.instead is None else _VERBS[wait.instead]
@@ -423,7 +424,7 @@ def rank_rows(
     """One row for each rank; all have the same keys.
 
     Args:
-        others: what is known of ranks without a record.
+        others: known facts about ranks without a record.
         world: number of ranks; 0: unknown.
     """
     rows = []
@@ -452,7 +453,7 @@ def rank_rows(
 
 
 def table_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The table, and below it the place of every rank; ranks that are at the same place have one line."""
+    """The table, and below it the place of every rank; ranks at the same place share one line."""
     table = [list(_HEADINGS.values())]
     places: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for row in rows:

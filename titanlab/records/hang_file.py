@@ -20,7 +20,7 @@ RankState = Literal["waits", "computes", "stands", "raised"]
 
 
 class DamagedRecordError(ValueError):
-    """A record of a hang has a value of another type than it must have."""
+    """A record of a hang has a value of the wrong type."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """A process group: the axis of the mesh that it belongs to, and its ranks."""
+    """A process group: its axis of the mesh, and its ranks."""
 
     axis: str
     ranks: tuple[int, ...]
@@ -86,7 +86,7 @@ class Messages:
     """Sends and receives of a pipeline: how many a rank has started, by the other rank, and what it waits for.
 
     Attributes:
-        runs: whether a schedule ran; if not, all its messages had been started.
+        runs: whether a schedule was running; if not, all its messages had been started.
         stages: the rank's stages.
     """
 
@@ -174,7 +174,7 @@ def parse_hang(value: Mapping[str, Any]) -> HangRecord:
     """The record in a JSON object.
 
     Raises:
-        DamagedRecordError: a value has another type, or the schema is another.
+        DamagedRecordError: a value has the wrong type, or the schema's number differs.
     """
     import msgspec
 

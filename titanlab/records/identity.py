@@ -116,7 +116,7 @@ def _plain(value: Any, declared: Any) -> Any:
 
 @functools.cache
 def _hashed_fields(schema: type) -> tuple[tuple[str, Any, str], ...]:
-    """Name, declared type and `before` value as JSON of each field of the identity; empty: it has no such value."""
+    """Name, declared type and `before` value (as JSON; empty: none) of each field of the identity."""
     declared = typing.get_type_hints(schema)
     return tuple(
         (

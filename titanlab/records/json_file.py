@@ -19,7 +19,7 @@ def read_object(path: Path, *, cure: str = RESTORE) -> dict[str, Any] | None:
     """The object in a JSON file; None if there is no file.
 
     Raises:
-        ConfigError: the file cannot be read, or contains no object.
+        ConfigError: the file cannot be read, or does not contain an object.
     """
     try:
         value = loaded(read_text(path))
@@ -39,11 +39,11 @@ def read_typed(path: Path, kind: type[T], *, schema: int, cure: str = RESTORE) -
     """The object in a JSON file as a dataclass; None if there is no file. Keys of a later version are left out.
 
     Args:
-        schema: the number in the file, if it has one.
+        schema: the number of the schema in the file, if it has one.
         cure: the error's advice about a damaged file.
 
     Raises:
-        ConfigError: the file cannot be read, or its schema or the type of a value is another.
+        ConfigError: the file cannot be read, its schema differs, or a value has the wrong type.
     """
     value = read_object(path, cure=cure)
     return None if value is None else as_typed(path, value, kind, schema=schema, cure=cure)
@@ -51,7 +51,7 @@ def read_typed(path: Path, kind: type[T], *, schema: int, cure: str = RESTORE) -
 
 def as_typed(path: Path, value: Mapping[str, Any], kind: type[T], *, schema: int, cure: str = RESTORE) -> T:
     """An object as a dataclass, as for `read_typed`."""
-    # Imported here: it takes time, and `titanlab --help` reads no records.
+    # Imported here: the import takes time, and `titanlab --help` reads no records.
     import msgspec
 
     if value.get("schema", schema) != schema:
@@ -68,7 +68,7 @@ def as_typed(path: Path, value: Mapping[str, Any], kind: type[T], *, schema: int
 
 
 def read_optional(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file that nothing depends on; None if the file is missing or cannot be read."""
+    """The object in a JSON file that is not essential; None if the file is missing or cannot be read."""
     try:
         value = loaded(read_text(path))
     except (OSError, ValueError):
@@ -77,9 +77,8 @@ def read_optional(path: Path) -> dict[str, Any] | None:
 
 
 def loaded(text: str) -> Any:
-    """The value of a JSON text."""
     value = parse_json(text)
     if "\\u" not in text:
         return value
-    # JSON can spell half of a surrogate pair, which no terminal and no table can write.
+    # JSON can escape a lone surrogate, which no terminal and no table can write.
     return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))

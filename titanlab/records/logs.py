@@ -1,7 +1,7 @@
-"""What the ranks of a run print: files of lines, read from either end, and merged by time.
+"""The output of a run's ranks: files of lines, read from either end, and merged by time.
 
-Files may be huge, still written, or no text. A line without a time follows the line before it. Lines of a rank that
-prints no times at all come at the end of their attempt: what such a rank prints is mostly its last words.
+Files may be huge, still growing, or binary. A line without a time follows the line before it. Lines of a rank that
+prints no times at all come at the end of their attempt: such a rank mostly prints only when it ends.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FileSpan:
 
 
 def text_at_end(path: Path, *, begin: int = 0) -> str:
-    """The last 64 KiB of a file; empty if it cannot be read, or is no regular file."""
+    """The last 64 KiB of a file; empty if it cannot be read, or is not a regular file."""
     try:
         with open_to_read(path) as file:
             file.seek(max(begin, file.seek(0, os.SEEK_END) - _BLOCK_BYTES, 0))
@@ -55,7 +55,7 @@ def text_at_end(path: Path, *, begin: int = 0) -> str:
 
 
 def size_of(path: Path) -> int:
-    """The size of a file; 0 if it is missing or is no regular file."""
+    """The size of a file; 0 if it is missing or is not a regular file."""
     try:
         status = path.stat()
     except OSError:
@@ -76,7 +76,7 @@ def complete_end(path: Path, end: int) -> int:
 
 
 def forward(span: FileSpan) -> Iterator[bytes]:
-    """The lines of a part of a file, without their ends; nothing where the file has gone."""
+    """The lines of a part of a file, without line ends; no lines if the file is missing."""
     try:
         file = open_to_read(span.path)
     except OSError:
@@ -90,7 +90,7 @@ def forward(span: FileSpan) -> Iterator[bytes]:
 
 
 def backward(span: FileSpan) -> Iterator[bytes]:
-    """The lines of a part of a file, the last one first; only what is asked for is read."""
+    """The lines of a part of a file, the last one first; reads only as far as the caller iterates."""
     try:
         file = open_to_read(span.path)
     except OSError:
@@ -103,7 +103,7 @@ def backward(span: FileSpan) -> Iterator[bytes]:
             file.seek(begin)
             block = file.read(position - begin)
             if at_end:
-                # The end of the last line begins no further line.
+                # A line end at the end does not begin another line.
                 block, at_end = block.removesuffix(b"\n"), False
             position = begin
             first, *others = block.split(b"\n")
@@ -127,7 +127,7 @@ class Growing:
     Attributes:
         path: of the file, which may be missing, may vanish, and may come back.
         position: bytes that have been read.
-        changed: whether the file was replaced or cut short since the latest call of `read`, and so was read anew.
+        changed: whether the latest call of `read` found the file replaced or cut short, and read it from the beginning.
     """
 
     path: Path
@@ -155,7 +155,7 @@ class Growing:
                         lines.append(self._rest)
                         self._rest = b""
         except OSError:
-            pass  # It is missing, or has vanished: it may come back.
+            pass  # The file is missing or has vanished: it may come back.
         if last and self._rest:
             lines.append(self._rest)
             self._rest = b""
@@ -163,7 +163,7 @@ class Growing:
 
 
 MARKS = "logs.json"
-"""In an attempt's folder: the sizes that the logs had when the attempt began."""
+"""A file in an attempt's folder: the sizes of the logs when the attempt began."""
 SCHEMA = 1
 _MOST_SECONDS = 4e9
 _NAME = re.compile(r"rank-(\d{1,6})\.log")
@@ -174,7 +174,7 @@ class LogPart:
     """The part of a rank's log that one attempt has written.
 
     Attributes:
-        begin, end: when the attempt began, and when it wrote last, as well as it is known; seconds since the epoch.
+        begin, end: when the attempt began, and when it wrote last (estimates); seconds since the epoch.
     """
 
     attempt: int
@@ -208,7 +208,7 @@ def write_marks(run: RunFolder, attempt: int) -> None:
 def log_parts(run: RunFolder, rank: int, path: Path) -> list[LogPart]:
     """The parts of a rank's log, one for each attempt that may have written to it, oldest first.
 
-    What an attempt without marks wrote belongs to the attempt before. A log that was cut short since belongs to the
+    Output of an attempt without marks belongs to the attempt before. A log that was cut short since then belongs to the
     last attempt.
     """
     size = size_of(path)
@@ -236,7 +236,7 @@ def part_of(run: RunFolder, rank: int, path: Path, attempt: int) -> LogPart:
     """The part of a rank's log that an attempt has written.
 
     Raises:
-        ConfigError: where the attempt begins is not known.
+        ConfigError: the beginning of the attempt is not known.
     """
     for part in log_parts(run, rank, path):
         if part.attempt == attempt:
@@ -268,7 +268,7 @@ _TIME = re.compile(
     rb"(?:\[rank\d+\]:)?\s*(?:\[?[DIWEFC]\d{4} |\[?\d{4}-\d\d-\d\d[ T])?([01]\d|2[0-3]):([0-5]\d):([0-5]\d)(?!\d)"
 )
 _HALF_DAY = 43_200.0
-# How many lines are looked at to find the first one with a time.
+# Number of lines to search for the first one with a time.
 _LOOK_AHEAD = 500
 
 
@@ -282,7 +282,7 @@ class Line:
 
 
 def moment(text: bytes, near: float) -> float | None:
-    """The time of a line, on the day on which it is nearest to a time that is known; None if it has none."""
+    """The time of a line, on the day on which it is nearest to a known time; None if the line has no time."""
     match = _TIME.match(text)
     if match is None:
         return None
@@ -304,7 +304,7 @@ def timed(texts: Iterable[bytes], rank: int, *, begin: float, end: float) -> Ite
     now = next((time for text in ahead if (time := moment(text, begin)) is not None), max(begin, end))
     for text in itertools.chain(ahead, rest):
         time = moment(text, now)
-        # Clocks are set back, and libraries print times of another zone.
+        # Times may fall: clocks are set back, and libraries print times of another zone.
         now = now if time is None or time < now else time
         yield Line(time=now, rank=rank, text=text)
 
@@ -320,7 +320,7 @@ def timed_from_end(texts: Sequence[bytes], rank: int, *, end: float) -> list[Lin
     now = end
     for text in reversed(texts):
         time = moment(text, now)
-        # A time of day that is later than the next line's is the day before's.
+        # A time of day later than the next line's belongs to the day before.
         if time is not None and time > now:
             time = time - 2 * _HALF_DAY if time - now > _HALF_DAY else now
         now = now if time is None else time
@@ -335,5 +335,5 @@ def timed_from_end(texts: Sequence[bytes], rank: int, *, end: float) -> list[Lin
 
 
 def merged(logs: Iterable[Iterable[Line]]) -> Iterator[Line]:
-    """All lines by time, and by rank where times are equal; lines of one log keep their order."""
+    """All lines by time, at equal times by rank; lines of one log keep their order."""
     return heapq.merge(*logs, key=lambda line: (line.time, line.rank))

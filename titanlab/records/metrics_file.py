@@ -20,9 +20,9 @@ ATTEMPT = "attempt"
 TRAIN = "train"
 VALIDATION = "validation"
 EXPERTS = "experts"
-"""Counts of tokens by block and expert; no metrics, so that trackers do not get these rows."""
+"""Kind of rows with counts of tokens by block and expert; these are not metrics, so trackers do not get them."""
 _EVERY_ROW = ("kind", "step", "attempt", "time")
-# A million rows have 0.6 GB.
+# The largest file that is read; a million rows have 0.6 GB.
 _MOST_BYTES = 1 << 34
 
 
@@ -49,7 +49,7 @@ class MetricsWriter:
         """Append one row.
 
         Raises:
-            OSError: the disk is full or unreachable; `flush` writes what is left of the row.
+            OSError: the disk is full or unreachable; `flush` writes the rest of the row.
         """
         row = {"kind": kind, "step": step, "attempt": self._attempt, "time": round(self._clock(), 3), **metrics}
         line = json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n"
@@ -57,7 +57,7 @@ class MetricsWriter:
         self.flush()
 
     def flush(self) -> None:
-        """Write what a full disk has not taken."""
+        """Write the rest of a row that did not fit on a full disk."""
         while self._rest:
             self._rest = self._rest[os.write(self._descriptor, self._rest) :]
 
@@ -119,7 +119,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             row = parse_json(line)
         except ValueError:
             continue
-        # `type`, because JSON's true is no number.
+        # `type`, because JSON's true is not a number.
         kinds = [type(row.get(key)) for key in ("kind", "step", "attempt")] if isinstance(row, dict) else None
         if kinds == [str, int, int]:
             yield row

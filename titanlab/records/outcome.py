@@ -2,8 +2,8 @@
 
 Every run gets an outcome: `from_exception` and `classify` find the kind from an exception, `from_exit` from the exit
 code of a process that wrote no result, and `first_cause` selects the rank whose failure made the others fail.
-Exceptions are told by the names of their types and the text of their messages, so that torch is not imported. The texts
-are those of torch 2.11 to 2.13, NCCL, gloo, CUDA and the libraries that read data.
+Exceptions are recognised by the names of their types and the text of their messages, so that torch is not imported. The
+texts are those of torch 2.11 to 2.13, NCCL, gloo, CUDA and the libraries that read data.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class OutcomeKind(enum.StrEnum):
     may_continue: bool
     automatic: bool
 
-    # With defaults, because type checkers take `OutcomeKind(word)` for a call of this.
+    # With defaults, because type checkers treat `OutcomeKind(word)` as a call of this method.
     def __new__(cls, word: str, exit_code: int = 1, meaning: str = "", follows: str = "") -> OutcomeKind:
         kind = str.__new__(cls, word)
         kind._value_, kind.exit_code, kind.meaning = word, exit_code, meaning
@@ -118,7 +118,7 @@ _OOM = re.compile(
     r"|unable to allocate .* for an array",
     re.IGNORECASE,
 )
-# The loader's message when the address space is used up. With another cause, that cause follows these words.
+# The loader's message if the address space is used up. Other causes are named after these words.
 _NO_ADDRESS_SPACE = re.compile(r"failed to map segment from shared object(?!: Operation not permitted)")
 _THREAD_NOT_STARTED = re.compile(r"can't start new thread|(?:pthread_create|[Tt]hread creation) failed")
 _NODE = re.compile(
@@ -132,7 +132,7 @@ _HANG = re.compile(
     r"|wait timeout after|Socket Timeout|timed out after \d+|client socket has timed out",
     re.IGNORECASE,
 )
-# A peer has gone: another rank has the cause.
+# A peer has ended: another rank has the cause.
 _PEER_GONE = re.compile(
     r"connection (?:was )?(?:closed|reset|refused|aborted)|broken pipe|remote process exited|ncclRemoteError"
     r"|connection closed by (?:remote )?peer|failed to recv, got 0 bytes|NCCL communicator was aborted"
@@ -141,12 +141,12 @@ _PEER_GONE = re.compile(
 )
 _NAN = re.compile(r"returned nan values|is not finite|non-?finite|(?:nan|inf) (?:loss|gradient)", re.IGNORECASE)
 
-# Libraries that a rank uses for nothing but data and its tokenizer.
+# Libraries that a rank uses only for data and its tokenizer.
 _DATA_PACKAGES = frozenset(
     {"datasets", "huggingface_hub", "pyarrow", "sentencepiece", "tokenizers", "fsspec", "zlib", "lzma"}
     | {"requests", "httpx", "aiohttp"}
 )
-# Types that bad content raises; other types point to a mistake in titanlab's code.
+# Exceptions that bad content raises; other types indicate a mistake in titanlab's code.
 _CONTENT_ERRORS = (OSError, ValueError, EOFError)
 _DATA_MODULE = "titanlab.data"
 
@@ -209,7 +209,7 @@ def _lacks_thread_memory(message: str) -> bool:
 
 
 def _is_data(error: BaseException) -> bool:
-    """Whether a library for data raised the error, or `titanlab.data` could not read what is in a file."""
+    """Whether a library for data raised the error, or `titanlab.data` could not read the content of a file."""
     for base in type(error).__mro__:
         if base.__module__.partition(".")[0] in _DATA_PACKAGES or base.__name__ == "DataError":
             return True
@@ -253,7 +253,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _writable(text: str) -> str:
-    """The text with escapes for what UTF-8 has no bytes for, such as undecodable bytes of a file's name."""
+    """The text with escapes for characters that UTF-8 cannot encode, such as undecodable bytes of a file's name."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -283,10 +283,10 @@ _SIGNALS: Mapping[int, tuple[OutcomeKind, str, bool]] = {
 
 @dataclass(frozen=True)
 class KillEvidence:
-    """What is known about who has sent SIGKILL.
+    """Evidence about the sender of SIGKILL.
 
     Attributes:
-        by_kernel: whether it was the kernel, because memory ran out.
+        by_kernel: whether the kernel sent it, because memory ran out.
         words: an end for "killed by SIGKILL: …".
     """
 
@@ -304,7 +304,7 @@ def from_exit(
         memory: evidence about SIGKILL, see `MemoryKills.evidence`; None: there is none.
     """
     number = -code if code < 0 else code - 128 if 128 < code < 128 + 65 else None
-    # Exit code 0 without a result is no success: an out-of-memory handler may end a process with 0.
+    # Exit code 0 without a result is not a success: an out-of-memory handler may end a process with 0.
     kind = _BY_EXIT_CODE.get(code, OutcomeKind.CRASH) if code else OutcomeKind.CRASH
     if number is not None:
         names = {int(known): known.name for known in signal.Signals}

@@ -51,7 +51,8 @@ class GitState:
 def git_state(package: Path) -> GitState | None:
     """The state of the repository that tracks a package; for a snapshot, the state recorded when it was made.
 
-    None: the package is installed (also in a `.venv` inside another project's repository), or git is missing or slow.
+    None: the package is an installed one (also in a `.venv` inside another project's repository), or git is missing or
+    slow.
     """
     root = package.resolve().parent
     if (root / RECORD).is_file():
@@ -99,7 +100,7 @@ def _patch(root: Path, changed: str | None, untracked: Sequence[str]) -> tuple[s
 
 
 def _as_added(root: Path, name: str) -> str | None:
-    """The patch that adds one file, as git writes it; None for a large file, or for a file that is no text."""
+    """The patch that adds one file, as git writes it; None for a large or binary file."""
     path = root / name
     try:
         if path.stat().st_size > _FILE_LIMIT:
@@ -122,7 +123,7 @@ def _git(root: Path, *arguments: str) -> str | None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     # Without this, git would lock the index, and the user's own git commands could fail.
     environ |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
-    # git refuses a repository of another owner, whose settings could run programs. Its code runs here all the same.
+    # git refuses another owner's repository, whose settings could run programs. Its code runs here anyway.
     trusted = ("-c", "safe.directory=*", "-c", "core.fsmonitor=false")
     return output_of("git", *trusted, "-C", str(root), *arguments, seconds=_TIMEOUT_SECONDS, environ=environ)
 
@@ -169,7 +170,7 @@ _VARIABLES = frozenset(
     SLURM_CLUSTER_NAME SLURM_SUBMIT_HOST
     """.split()
 )
-# `token` only as a whole word: `tokenizers` and `tokens_seen` are no secrets.
+# `token` only as a whole word: `tokenizers` and `tokens_seen` are not secrets.
 _SECRET_NAME = (
     r"[\w.-]*(?:(?<![a-z])token(?![a-z])|(?:access|auth|hub|api)token|secret|passw(?:or)?d|passphrase|credential"
     r"|(?:api|access|private|auth)[_-]?key)[\w.-]*"
@@ -216,7 +217,7 @@ def collect(
 
     Args:
         devices: facts about the accelerators: name, count, memory_gib …
-        launcher: what started the ranks: `local`, `torchrun`, `slurm`.
+        launcher: the kind of program that started the ranks: `local`, `torchrun`, `slurm`.
         threads: of torch, in each rank; None: no rank is started.
         arguments: the command line; None: this process's.
         environ: environment variables; None: this process's.
@@ -314,7 +315,7 @@ def _cpu_model() -> str:
 
 
 def _found(path: str, pattern: str) -> str | None:
-    """What a pattern finds in a file of the kernel; None where there is no such file."""
+    """The match of a pattern in a file of the kernel; None if there is no such file."""
     try:
         match = re.search(pattern, Path(path).read_text(errors="replace"), re.MULTILINE)
     except OSError:

@@ -37,7 +37,7 @@ SAVED = "saved.json"
 CHOSEN = "chosen.json"
 RESTART = "restart.json"
 STOPPED = "stopped"
-# What readers of env.json expect to be mappings.
+# Sections of env.json that readers expect to be mappings.
 _ENV_SECTIONS = ("code", "packages", "host", "environment")
 _GIVE_WRITABLE = "give a folder of yours: try runs=~/runs"
 _SUBFOLDERS = ("attempts", "checkpoints", "logs", "traces")
@@ -85,7 +85,6 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """The run's label, without the hash."""
         match = FOLDER_NAME.fullmatch(self.path.name)
         return match["name"] if match else self.path.name
 
@@ -153,7 +152,7 @@ class RunFolder:
         return None if identity is None else identity.tracker_id
 
     def parent(self) -> tuple[str, int] | None:
-        """The run, as `sweep/folder`, and the step of the checkpoint from which this run started; None: from none."""
+        """The run, as `sweep/folder`, and the step of the checkpoint from which this run started; None: it did not."""
         identity = self.identity()
         if identity is None or identity.parent_run is None or identity.parent_step is None:
             return None
@@ -200,13 +199,13 @@ class RunFolder:
         """The failures that the ranks of an attempt have written, sorted by rank."""
         failures = []
         for path in (self.attempt_folder(attempt) / "failures").glob("rank-*.json"):
-            # A damaged note says nothing; the others hold the cause.
+            # Skip a damaged note; the others hold the cause.
             with contextlib.suppress(ConfigError):
                 failures.append(read_typed(path, Outcome, schema=SCHEMA))
         return sorted((failure for failure in failures if failure), key=lambda outcome: outcome.rank or 0)
 
     def stopped(self, attempt: int) -> str | None:
-        """Which ranks of an attempt that has not ended are stopped (SIGSTOP); None: none is known to be."""
+        """A sentence about the stopped ranks (SIGSTOP) of an attempt in progress; None: none is known to be stopped."""
         records = map(read_optional, sorted((self.attempt_folder(attempt) / STOPPED).glob("rank-*.json")))
         return "; ".join(str(record.get("words")) for record in records if record) or None
 
@@ -223,7 +222,7 @@ class RunFolder:
         return max(self.attempts(), default=0)
 
     def chosen_attempt(self, number: int | None) -> int:
-        """The attempt of the number that a user gives, or the newest; 0: none is given, and there is none."""
+        """The attempt with the number that a user gives, or the newest; 0: no number is given, and none exists."""
         known = self.attempts()
         if number is None:
             return self.newest_attempt()
@@ -234,7 +233,7 @@ class RunFolder:
         return number
 
     def restarts(self) -> int:
-        """How many attempts have begun by themselves, because a rank of the attempt before had died."""
+        """Number of attempts that began automatically, because a rank of the attempt before had died."""
         return sum((self.attempt_folder(attempt) / RESTART).exists() for attempt in self.attempts())
 
     def job(self, attempt: int | None = None) -> dict[str, Any] | None:
@@ -242,7 +241,7 @@ class RunFolder:
         return read_optional(self.attempt_folder(self.newest_attempt() if attempt is None else attempt) / "job.json")
 
     def saved_step(self) -> int:
-        """The step that was saved last, even if its checkpoint was removed since; 0: no step was saved."""
+        """The step that was saved last, even if its checkpoint was removed later; 0: no step was saved."""
         for attempt in reversed(self.attempts()):
             step = (read_optional(self.attempt_folder(attempt) / SAVED) or {}).get("step")
             if isinstance(step, int):
@@ -253,7 +252,7 @@ class RunFolder:
         """The steps that are lost if the run ends without saving, as a clause; empty if none is.
 
         Args:
-            step: the last one that is done; None: that of status.json, which may be some seconds old.
+            step: the last finished step; None: the step in status.json, which may be some seconds old.
         """
         status, saved = self.known_status(), self.saved_step()
         lost = (step or (status.step if status is not None else 0)) - saved
@@ -291,7 +290,7 @@ class RunFolder:
             patch: difference of the code to its commit, written as `code.patch`.
 
         Raises:
-            ConfigError: something else stands where the folder of attempts or of logs was.
+            ConfigError: the path of the folder of attempts or of logs is not a folder.
         """
         for parent in (self.path / "attempts", self.logs):
             if os.path.lexists(parent) and not parent.is_dir():
@@ -303,7 +302,7 @@ class RunFolder:
             except FileExistsError:
                 continue
             try:
-                # Somebody may have removed the logs of earlier attempts with their folder.
+                # A user may have removed the folder of logs.
                 self.logs.mkdir(exist_ok=True)
                 write_text(folder / "config.yaml", config_text(config))
                 if env is not None:
@@ -317,13 +316,12 @@ class RunFolder:
                 # The disk is full. An attempt without a config must not become the latest attempt.
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
-            # This is the result of an earlier attempt, whose own folder keeps it.
+            # Remove the run's copy of an earlier attempt's result; that attempt's folder keeps the result.
             (self.path / "result.json").unlink(missing_ok=True)
             return attempt
         raise AssertionError("a million attempts")
 
     def open_metrics(self, attempt: int, *, resumed_step: int = 0) -> MetricsWriter:
-        """The writer of metrics.jsonl for an attempt that resumes from a step."""
         return MetricsWriter(self.path / "metrics.jsonl", attempt=attempt, resumed_step=resumed_step)
 
     def write_status(self, status: Status) -> None:
@@ -387,7 +385,8 @@ class RunFolder:
 
         Raises:
             FolderGone: it was moved or removed. Do not recreate it: it would hold a result without a run.
-            OSError: the outcome cannot be written. Whoever looks at the run next writes one, as for a killed run.
+            OSError: the outcome cannot be written. The next process that looks at the run writes one, as for a killed
+            run.
         """
         if not self.path.is_dir():
             raise FolderGone(str(self.path))
@@ -424,7 +423,7 @@ def check_name(key: str, value: str) -> None:
 
 
 def safe_name(text: str, *, longest: int = _LONGEST, otherwise: str = "run") -> str:
-    """A name like a text that fits the rule."""
+    """A valid folder name that resembles a text."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:longest] or otherwise
 
 
@@ -438,7 +437,7 @@ def check_runs(runs: Path | str) -> None:
     if not str(runs).strip():
         raise ConfigError("runs", runs, "names no folder", "try runs")
     if (home := str(folder).partition("/")[0]).startswith("~"):
-        # As a relative path it would be a folder of that name, which nobody means.
+        # As a relative path it would be a folder named `~NAME`, which no user wants.
         raise ConfigError("runs", runs, f"{home} is no user of this host", _GIVE_WRITABLE)
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     rule = None if existing.is_dir() else f"cannot be written ({existing} is no folder)"
@@ -479,7 +478,7 @@ def create_run(
             write_json(part / "identity.json", {"schema": SCHEMA, **content, **(parent or {})})
             write_text(part / "config.yaml", config_text(config))
             RunFolder(part).write_status(Status(state="prepared"))
-            # Fails if another process was faster: a rename replaces no folder with files in it.
+            # Fails if another process was faster: a rename does not replace a folder with files.
             part.rename(final)
     except OSError as error:
         if not (final / "config.yaml").exists():
@@ -495,22 +494,21 @@ def create_run(
 
 
 def tracker_id(identity: Identity, folder: Path, *, sweep: str) -> str:
-    """The run's id in trackers: the same whenever the run is begun in this folder, and another one anywhere else.
+    """The run's id in trackers: always the same for a run in this folder, and different for a run anywhere else.
 
-    Two people may train one recipe into one project, and a sweep may train it again on purpose: so the sweep, the
-    folder and the user count too.
+    Two people may log one recipe to one project, and a sweep may train a recipe again on purpose: so the sweep, the
+    folder and the user are part of the id.
     """
     try:
         user = getpass.getuser()
     except (OSError, KeyError, ImportError):
-        # A container whose user has no name.
+        # In a container the user may have no name.
         user = str(os.getuid())
     text = "\n".join([identity.sha256, sweep, str(folder.absolute()), user])
     return f"{identity.hash8}-{hashlib.sha256(text.encode(errors='surrogateescape')).hexdigest()[:8]}"
 
 
 def open_run(path: Path | str) -> RunFolder:
-    """The run in a folder."""
     path = user_path(path)
     if not (path / "config.yaml").is_file():
         rule = "has no config.yaml" if path.is_dir() else "is no folder"

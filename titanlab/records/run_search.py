@@ -31,7 +31,7 @@ def list_runs(runs: Path | str, sweep: str | None = None) -> list[RunFolder]:
 def find_run(text: str, runs: Path | str = "runs") -> RunFolder:
     """The run that a user names by path, `sweep/folder`, folder's name, label, or first digits of its hash.
 
-    They are tried in this order; the first that matches any run decides.
+    These are tried in this order; the first that matches any run decides.
 
     Raises:
         NoSuchRun: no run matches.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from titanlab.sweep import RecipeRuns
 
 
-# Recipes that agree in these differ in their layout only.
+# Recipes with the same values in these columns differ in their layout only.
 _ALIKE = (
     *("model", "layers", "dim", "seq_len", "precision", "ac", "compile", "optimizer", "data"),
     *("accelerator", "device"),
@@ -43,18 +43,18 @@ def scaling_frame(runs: DataFrame, *, weak: bool = False) -> DataFrame:
 
     The reference of a recipe is the fastest recipe (per device) on the smallest number of devices that differs from it
     in the layout only. `speedup` is the ratio of tokens per second of all devices, and `efficiency_percent` that of one
-    device, in percent: 100 where twice the devices are twice as fast. Where there were more processes than cores,
-    `oversubscribed` is true, and the speed says nothing about the layout.
+    device, in percent: 100 if twice the devices are twice as fast. If there were more processes than cores,
+        `oversubscribed` is true, and the speed says nothing about the layout.
 
     Args:
         runs: the frame of `titanlab.report.frames.sweep_frame`.
-        weak: the batch grows with the devices: recipes are compared that have the same batch of one device. Otherwise
-            they have the same global batch (strong scaling).
+        weak: the batch grows with the devices: compare recipes with the same batch per device. Otherwise compare
+            recipes with the same global batch (strong scaling).
 
     Returns:
         Columns: `recipe`, `layout.label`, `world`, `reference` (its recipe), `tokens_per_second` of one device,
-        `tokens_per_second_all`, `speedup`, `efficiency_percent`, `mfu_percent`, `oversubscribed`, `runs` (how many the
-        medians are taken over).
+        `tokens_per_second_all`, `speedup`, `efficiency_percent`, `mfu_percent`, `oversubscribed`, `runs` (number of
+        runs in the medians).
     """
     import pandas as pd
 
@@ -97,11 +97,11 @@ MEMORY_COLUMNS = (
 
 
 def memory_frame(path: Path | str) -> DataFrame:
-    """One row for each run: the planner's account of the rank that needs most, beside the measurement.
+    """One row for each run: the planner's account of the rank that needs the most memory, beside the measurement.
 
     The account is computed from the recipe alone: the items are the tensors that exist at the moment of a step at which
-    their sum is largest. `estimated_gib` adds what the allocator takes beside tensors; on a CPU it adds the memory of a
-    process without tensors, since the measurement there is the resident memory of the process.
+    their sum is largest. `estimated_gib` adds the allocator's overhead; on a CPU also the memory of a process without
+    tensors, because the measurement there is the resident memory of the process.
 
     Returns:
         Columns: `run`, `name`, `layout.label`, `world`, `precision`, `ac`, `pipeline_rank`, `moment` (`loss`,
@@ -122,7 +122,7 @@ def memory_frame(path: Path | str) -> DataFrame:
         try:
             most, machine = most_memory(recipe), machine_of(recipe)
         except ConfigError:
-            continue  # Nothing is known of the devices.
+            continue  # The devices are unknown.
         measured, estimated = row["memory_gib"], reserved_bytes(recipe, machine, most) / _GIB
         is_measured = row["outcome"] == "done" and measured is not None
         rows.append(
@@ -141,9 +141,9 @@ def memory_frame(path: Path | str) -> DataFrame:
     return pd.DataFrame(rows, columns=list(MEMORY_COLUMNS)).astype(dict.fromkeys(numbers, float))
 
 
-# A backward pass takes twice as long as a forward pass, and each of its halves half of that.
+# A backward pass takes twice as long as a forward pass, and each of its halves as long as a forward pass.
 DURATIONS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
-# Its order comes from a file.
+# A schedule whose order comes from a file.
 _OF_A_FILE = "csv"
 _IDLE = ("bubble_percent", "peak_in_flight")
 _PIPELINES = (
@@ -185,7 +185,7 @@ def schedules_frame(
     A schedule that does not allow a combination has no row for it.
 
     Args:
-        transfer: time of a transfer, where the forward pass of a microbatch through all layers of a rank takes 1.
+        transfer: time of a transfer; the forward pass of a microbatch through all layers of a rank takes 1.
 
     Returns:
         Columns: `schedule`, `ranks`, `microbatches`, `stages_per_rank`, `step` (its length, in forward passes),
@@ -211,8 +211,8 @@ def schedules_frame(
 def pipelines_frame(path: Path | str) -> DataFrame:
     """One row for each run of a sweep that has a pipeline and is done.
 
-    `busy_seconds` is the measured step without the bubble of the simulation: a pipeline without idle time would take so
-    long. What a step spends on the optimizer and on data is in it.
+    `busy_seconds` is the measured step without the bubble of the simulation: the time of a pipeline that is never idle.
+    It includes the optimizer and waiting for data.
 
     Returns:
         Columns: `run`, `name`, `layout.label`, `schedule`, `ranks`, `stages`, `microbatches`, `bubble_percent`,
@@ -259,14 +259,14 @@ DIFFERENCE_COLUMNS = ("run", "name", "layout.label", "step", "tokens", LOSS, GRA
 
 
 def differences_frame(steps: DataFrame, reference: str) -> DataFrame:
-    """Relative differences of losses and gradient norms from those of a reference, step by step.
+    """Relative differences of losses and gradient norms from a reference run, step by step.
 
     |x − reference| / |reference|, for the steps at which both runs have logged a row after the same number of tokens.
-    Two layouts of one recipe differ by the rounding of sums in another order: by less than 1e-5 in fp32.
+    Two layouts of one recipe round sums in another order, and so differ by less than 1e-5 in fp32.
 
     Args:
         steps: the frame of `titanlab.report.frames.metrics_frame`.
-        reference: folder name of the run that the others are compared with.
+        reference: folder name of the run with which the others are compared.
 
     Returns:
         Columns: `run`, `name`, `layout.label`, `step`, `tokens`, `loss_difference`, `grad_norm_difference` (a share:
@@ -291,7 +291,7 @@ def differences_frame(steps: DataFrame, reference: str) -> DataFrame:
         values, of_reference = joined[name].astype(float), joined[f"{name} of reference"].astype(float)
         with np.errstate(divide="ignore", invalid="ignore"):
             difference = (values - of_reference).abs() / of_reference.abs()
-        # Equal values differ by nothing, also where both are 0.
+        # The difference of equal values is 0, also if both are 0.
         difference = difference.where(values != of_reference, 0.0)
         joined[column] = difference.where(np.isfinite(difference))
     frame: DataFrame = joined[list(DIFFERENCE_COLUMNS)].reset_index(drop=True)
@@ -313,7 +313,7 @@ def largest_differences(differences: DataFrame) -> DataFrame:
 
 
 def ranking_text(runs: DataFrame, by: str = "tps", *, max_memory_gib: float | None = None) -> str:
-    """What `titanlab best` prints: the answer in one sentence, the ranked recipes, and what limits the answer.
+    """The output of `titanlab best`: the answer in one sentence, the ranked recipes, and the limits of the answer.
 
     Each recipe has an interval of 95 %; the run is the unit, and noise is pooled over the repeats of all recipes. If
     the gap may be noise, the sentence names no winner.

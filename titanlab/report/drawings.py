@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-# Items of memory, in the order of ITEMS: colour, and a hatch where a colour comes again.
+# Items of memory, in the order of ITEMS: colour, and a hatch if a colour occurs twice.
 _LOOKS = ("#0072b2", "#56b4e9", "#009e73", "#0072b2", "#56b4e9", "#e69f00", "#e69f00", "#cc79a7", "#999999")
 _HATCHES = (None, None, None, "///", "///", None, "///", None, None)
 _QUANTITIES = {LOSS: "loss", GRAD_NORM: "gradient norm"}
@@ -48,7 +48,7 @@ def draw_scaling(scaling: DataFrame) -> Figure:
 
 
 def draw_memory(memory: DataFrame) -> Figure:
-    """The planner's items of memory as stacked bars, and what was measured as a mark.
+    """The planner's items of memory as stacked bars, and the measurement as a mark.
 
     Args:
         memory: the frame of `titanlab.report.analyses.memory_frame`.
@@ -118,7 +118,7 @@ def draw_differences(differences: DataFrame, *, column: str = LOSS, tolerance: f
         axis.plot(rows["step"], rows[column], label=style.legend_text(f"{name} ({layout})"), **look)
     axis.set_yscale("log")
     if tolerance:
-        # Without a line there is no range of values; a logarithmic axis has no 0.
+        # Without a positive value there is nothing to draw: a logarithmic axis has no 0.
         drawn = (differences[column] > 0).any()
         if not drawn:
             axis.set_ylim(tolerance / 10, tolerance * 10)

@@ -1,4 +1,4 @@
-"""What a report says, as data: the sweep's rows, its answer, differing configs, and provenance."""
+"""The content of a report as data: the sweep's rows, its answer, differing configs, and provenance."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Facts:
     @cached_property
     def groups(self) -> list[RecipeRuns]:
         """The recipes, fastest first; those without a measured run are last."""
-        # Speeds of oversubscribed runs say nothing: they come after the others.
+        # Oversubscribed runs come last: their speeds say nothing about the layout.
         return sorted(
             groups(self.rows),
             key=lambda group: (group.is_oversubscribed, -(group.typical("tokens_per_second") or -1.0)),
@@ -116,10 +116,10 @@ def at(value: Any, *keys: str) -> Any:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the runs say.
+    """The answer that the runs give.
 
     Attributes:
-        ranking: of the recipes, by what the reader asked for.
+        ranking: of the recipes, by the figure that the reader chose.
         speeds: the same by tokens per second.
     """
 
@@ -132,7 +132,7 @@ class Answer:
 
     @property
     def best(self) -> RecipeRuns | None:
-        """The recipe with the best figure; if none is ranked, one that has a run that is done. None: no run is done."""
+        """The recipe with the best figure; if none is ranked, one with a finished run. None: no run is finished."""
         if self.ranking.first is not None:
             return self.ranking.first.group
         groups_done = (
@@ -151,7 +151,7 @@ class Answer:
 
     @property
     def band_text(self) -> str:
-        """What the intervals rest on."""
+        """The basis of the intervals."""
         noise, degrees = significant(self.speeds.noise_percent or 0, 2), self.speeds.degrees
         return (
             f"The line with ends is the interval of 95 % around a recipe's mean, from a noise of {noise} % "
@@ -165,7 +165,7 @@ def answer_of(facts: Facts, *, by: str) -> Answer:
     return Answer(ranking, ranking if by == "tps" else rank(facts.rows, by="tps"))
 
 
-# Keys that say who a run is, or where it is kept, and not what it computes.
+# Keys that name a run or its place, but do not change what it computes.
 _NAMES = ("name", "sweep", "runs", "repeat")
 _MOST_LETTERS = 200
 
@@ -173,9 +173,9 @@ _MOST_LETTERS = 200
 def differences(
     facts: Facts, reference: Mapping[str, Any]
 ) -> list[tuple[RecipeRuns, list[tuple[str, str, str]] | None]] | None:
-    """For each recipe the key, the reference's value and its own value, of all that differ.
+    """For each recipe: key, the reference's value and the recipe's value, for every key that differs.
 
-    None in place of them: its config.yaml cannot be read; None for all: that of the reference cannot.
+    None for a recipe: its config.yaml cannot be read; None for all: the reference's config.yaml cannot be read.
     """
     config = facts.config(reference)
     if config is None:
@@ -217,7 +217,7 @@ def sources(facts: Facts) -> list[dict[str, Any]]:
 
 
 def command_line(facts: Facts) -> str:
-    """How the sweep was asked for; empty: runs were started one by one."""
+    """The command line of the sweep; empty: runs were started one by one."""
     overrides = facts.sweep.manifest().get("overrides")
     if not isinstance(overrides, list) or not overrides:
         return ""
@@ -225,7 +225,7 @@ def command_line(facts: Facts) -> str:
 
 
 def moment(seconds: float | None) -> str:
-    """A moment in UTC; empty: unknown."""
+    """In UTC; empty: unknown."""
     if seconds is None:
         return ""
     try:

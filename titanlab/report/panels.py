@@ -40,7 +40,7 @@ class Cell:
     Attributes:
         run: name of a run's folder, to which the cell links.
         more: text that is shown on demand.
-        items: parts of the text, each of which stays in one line where it can.
+        items: parts of the text that should not be broken over lines.
     """
 
     text: str
@@ -77,9 +77,9 @@ class Section:
         id: also the name of the figure's file.
         caption: how to read the figure.
         description: what the figure shows, for people who do not see it.
-        columns: names of the table's columns, or of metrics, that the figure is drawn from.
+        columns: names of the table's columns, or of metrics, from which the figure is drawn.
         values: behind the figure, by run folder.
-        notes: what is not in the figure, and why.
+        notes: what is missing in the figure, and why.
         details: texts that are shown on demand, by their summary.
     """
 
@@ -131,7 +131,7 @@ def speed_text(value: float) -> str:
 
 
 def figure_sections(facts: Facts, answer: Answer, *, by: str) -> list[Section]:
-    """The sections with a figure, or with the reason why there is none. Only models with experts have one for these."""
+    """The sections with a figure, or the reason why there is none; a section about experts only if models have them."""
     has_mfu = any(row["mfu_percent"] is not None for row in facts.done)
     return [
         _pareto(facts, speed="mfu_percent" if by == "mfu" and has_mfu else "tokens_per_second"),
@@ -256,7 +256,7 @@ _BREAKDOWN = "breakdown/"
 
 
 def measured_splits(facts: Facts) -> list[bars.StepSplit]:
-    """The parts of a step of the runs with `profiler=breakdown`: of their latest window."""
+    """The parts of a step for runs with `profiler=breakdown`, from their latest window."""
     splits = []
     for group, _ in facts.shown:
         windows = ((row, facts.metrics(row, "breakdown")) for row in group.rows if row["step"])
@@ -277,7 +277,7 @@ def measured_splits(facts: Facts) -> list[bars.StepSplit]:
 
 
 def estimated_splits(facts: Facts) -> list[bars.StepSplit]:
-    """The planner's parts of a step, of the recipes for whose machine it has figures."""
+    """The planner's parts of a step, for the recipes whose machine it knows."""
     splits = []
     for group, row in facts.shown:
         recipe = _recipe(facts, row)
@@ -295,7 +295,7 @@ def estimated_splits(facts: Facts) -> list[bars.StepSplit]:
 
 
 def _loss(facts: Facts) -> Section:
-    # One run of each recipe, those that diverged before the others.
+    # One run of each recipe; diverged runs first.
     begun = [row for _, row in facts.shown if row["step"]]
     diverged = [row for row in facts.runs if row["outcome"] == "nan" and row not in begun]
     chosen = [*diverged[: style.MOST_LINES // 2], *begun][: style.MOST_LINES]
@@ -329,7 +329,7 @@ def _loss(facts: Facts) -> Section:
     )
 
 
-# A row of a stranger's run may have any numbers.
+# Limits, because a row of a stranger's run may have any numbers.
 _MOST_COUNTS, _MOST_TOKENS = 2**22, 2**53
 _MOST_BLOCKS_NAMED = 4
 _CAPTION = (
@@ -386,7 +386,7 @@ def _experts(facts: Facts) -> list[Section]:
 
 
 def _load(metrics: Mapping[str, Any]) -> over_time.ExpertLoad | None:
-    """The load in a row of metrics.jsonl; None: it has none that a run writes."""
+    """The load in a row of metrics.jsonl; None: the row has no valid load."""
     steps = metrics.get("steps")
     try:
         counts = np.asarray(metrics.get("counts"), dtype=float)
@@ -427,18 +427,18 @@ def _timelines(facts: Facts) -> Section:
     )
 
 
-# Cells of all timelines of a report; a larger one would have megabytes.
+# Largest number of cells in all timelines of a report; more would take megabytes.
 MOST_CELLS = 3000
 
 
 def pipelines(facts: Facts) -> tuple[list[over_time.PipelineTimeline], list[str]]:
-    """Timelines of the recipes with a pipeline, one for each schedule; and why others have none."""
+    """Timelines of the recipes with a pipeline, one for each schedule; and why other recipes have none."""
     timelines: list[over_time.PipelineTimeline] = []
     left_out: list[str] = []
     seen = set[tuple[Any, ...]]()
     cells = 0
     for group, row in facts.shown:
-        # Other recipes with the same pipeline have a timeline of the same form.
+        # Recipes with the same pipeline have timelines of the same form: show one of them.
         names = ("schedule", "layout.pipeline", "layout.label", "microbatch", "global_batch", "model")
         key = tuple(row[name] for name in names)
         if (row["layout.pipeline"] or 1) == 1 or key in seen:
@@ -462,7 +462,7 @@ def pipelines(facts: Facts) -> tuple[list[over_time.PipelineTimeline], list[str]
 
 
 def _pipeline(recipe: Recipe, group: RecipeRuns, run: str) -> over_time.PipelineTimeline:
-    """The timeline with the planner's times; where it has none, with a backward pass of two forward passes."""
+    """The timeline with the planner's times; without these, a backward pass takes two forward passes."""
     label = f"{group.label} · {recipe.schedule.kind}, {counted(recipe.microbatches, 'microbatch', 'microbatches')}"
     try:
         timeline, unit = timeline_of(recipe, machine_of(recipe)), "s, estimated"

@@ -48,7 +48,7 @@ def write_report(
     Args:
         into: the HTML file.
         format: `png`, `svg` or `pdf`.
-        by: what the recipes are ranked by: `tps`, `mfu` or `memory`.
+        by: the figure of the ranking: `tps`, `mfu` or `memory`.
 
     Raises:
         ConfigError: matplotlib is missing, or a file cannot be written.
@@ -96,7 +96,7 @@ def check_matplotlib(sweep: str) -> None:
     """Check that matplotlib is installed, without importing it.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
         rule = "its report needs matplotlib, which is not installed"
@@ -115,7 +115,7 @@ def html(facts: Facts, answer: Answer, sections: Sequence[Section], *, into: Pat
     """The page.
 
     Args:
-        into: the folder for its file, from which links to run folders go.
+        into: the folder of the file; links to run folders are relative to it.
     """
     # Imported here: the packages for plots are optional.
     import jinja2
@@ -127,7 +127,7 @@ def html(facts: Facts, answer: Answer, sections: Sequence[Section], *, into: Pat
         loader=jinja2.FileSystemLoader(_FOLDER),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        # Text without characters that a page must not have; markup of ours stays.
+        # Remove characters that a page must not have, except in our own markup.
         finalize=lambda value: (
             printable(value, kept="\n\t") if isinstance(value, str) and not isinstance(value, Markup) else value
         ),
@@ -158,7 +158,7 @@ def html(facts: Facts, answer: Answer, sections: Sequence[Section], *, into: Pat
 
 def _link(sweep: Path, run: str, into: Path) -> str:
     """The address of a run's folder, relative to the report."""
-    # Where two disks have no common path, the address is absolute.
+    # Absolute if the two disks have no common path.
     path = os.path.relpath(sweep / Path(run).name, into)
     address = urllib.parse.quote(os.fsencode(path))
     # A name with a colon would be read as a scheme.
@@ -166,7 +166,7 @@ def _link(sweep: Path, run: str, into: Path) -> str:
 
 
 def _facts(facts: Facts) -> list[tuple[str, str]]:
-    """What stands below the answer."""
+    """The facts below the answer."""
     devices = sorted({str(row["device"] or row["accelerator"]) for row in facts.runs if row["accelerator"]})
     models = set()
     for row in facts.runs:
@@ -192,7 +192,7 @@ def _few(texts: Sequence[str]) -> str:
 
 
 def _notes(facts: Facts) -> list[str]:
-    """What a reader should know before believing the figures."""
+    """Caveats about the figures."""
     notes = []
     crowded = [row for row in facts.done if row["oversubscribed"]]
     if crowded:

@@ -23,7 +23,7 @@ _MOST_SOURCES = 4
 
 
 def sections_of(facts: Facts, answer: Answer, *, by: str) -> list[Section]:
-    """All sections; the ones without a content say why."""
+    """All sections; a section without content says why."""
     return [
         *(
             replace(section, tables=[_recipes(facts, answer)]) if section.id == "throughput" else section
@@ -46,7 +46,7 @@ def _recipes(facts: Facts, answer: Answer) -> PageTable:
         group, place = entry.group, places.get(id(entry))
         near = place is not None and (ranking.is_within_noise if place == 1 else entry.is_within_noise) is True
         standing = None if place is None else f"{place}{' (within noise)' if near else ''}"
-        # The control may have the label of another recipe.
+        # The control may have the same label as another recipe.
         band = None if entry.group.is_control else answer.bands.get(group.label)
         interval = "" if band is None else f"{speed_text(band[0])} to {speed_text(band[1])}"
         speed = group.typical("tokens_per_second")
@@ -68,8 +68,8 @@ def _recipes(facts: Facts, answer: Answer) -> PageTable:
                 "not ranked": cell((entry.left_out or "").partition(":")[0]),
             }
         )
-    # A column without a value says nothing.
-    kept = [name for name in (rows[0] if rows else ["recipe"]) if not rows or any(row[name].text for row in rows)]
+    # Leave out columns without any value.
+    kept = [name for name in rows[0] if any(row[name].text for row in rows)] if rows else ["recipe"]
     caption = "Recipes by place: geometric means of tokens/s and MFU, medians of the rest, of the runs that are done"
     if any(row["oversubscribed"] for row in facts.done):
         caption += "; * more processes than cores"
@@ -162,7 +162,7 @@ def _tracebacks(facts: Facts, bad: Sequence[Mapping[str, Any]]) -> list[tuple[st
 
 
 def _parity(folder: Path) -> list[Section]:
-    """The section of the sweep's parity.json; none without that file."""
+    """The section about the sweep's parity.json; no section without that file."""
     section = Section(id="parity", title="Do the recipes train the same?")
     try:
         parity = read_parity(folder)
@@ -227,5 +227,5 @@ def _runs(names: Sequence[str]) -> Cell:
 
 
 def _cut(words: str, most: int = _MOST_CAUSE) -> Cell:
-    """A long text, of which the beginning is visible."""
+    """A long text, with only its beginning visible."""
     return Cell(text=words) if len(words) <= most else Cell(text=f"{words[:most]}…", more=words[:10_000])

@@ -1,4 +1,4 @@
-"""The frames of `titanlab.report.frames` from wandb's server; what only a run's folder knows is empty."""
+"""The frames of `titanlab.report.frames` from wandb's server; columns that only a run's folder can fill are empty."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 _LOSS_OF = {TRAIN: meter.LOSS, VALIDATION: meter.VALIDATION_LOSS}
-# Where the names of validation rows begin; wandb joins all rows of one step.
+# Prefix of metrics of validation rows; wandb joins all rows of one step.
 _VALIDATION = "validation_metrics/"
 
 
@@ -66,10 +66,10 @@ def runs_of_project(project: str, group: str | None = None) -> list[WandbRun]:
 
 
 def sweep_frame(runs: Sequence[WandbRun]) -> DataFrame:
-    """One row for each run of titanlab, with the columns of `titanlab.report.frames.sweep_frame`.
+    """One row for each run that titanlab logged, with the columns of `titanlab.report.frames.sweep_frame`.
 
     Raises:
-        ConfigError: no run is one of titanlab.
+        ConfigError: titanlab logged none of the runs.
     """
     runs = _ours(runs)
     names = sorted({name for run in runs for name in run.config if name.startswith(POINT)})
@@ -84,7 +84,7 @@ def metrics_frame(runs: Sequence[WandbRun], kind: str = TRAIN) -> DataFrame:
         kind: `train` or `validation`.
 
     Raises:
-        ConfigError: no run is of titanlab, or the kind is unknown.
+        ConfigError: titanlab logged none of the runs, or the kind is unknown.
     """
     import pandas as pd
 
@@ -98,7 +98,7 @@ def metrics_frame(runs: Sequence[WandbRun], kind: str = TRAIN) -> DataFrame:
         first = {name: row[name] for name in ("run", "name", "layout.label", *names)}
         for metrics in run.rows:
             if metrics.get(_LOSS_OF[kind]) is not None:
-                # Not wandb's own values, and not those of other kinds of rows.
+                # Without wandb's own values, and without values of other kinds of rows.
                 own = {
                     name: value
                     for name, value in metrics.items()
@@ -123,7 +123,7 @@ def _row(run: WandbRun, points: Iterable[str]) -> dict[str, Any]:
     recipe = _recipe_columns(run.config)
     label, _, digits = run.name.rpartition("-")
     has_ended = run.exit_code is not None
-    # Rows have the median of a step under another name than a result, and the last row is in the summary too.
+    # A row's name of the median step time differs from a result's, and wandb copies the last row into the summary.
     is_result = has_ended and meter.MEASURED_STEPS in run.summary
     summary = {name: run.summary[name] for name in run.summary if not (is_result and name == meter.STEP_SECONDS_MEDIAN)}
     cores, on_cpu = run.cores, recipe["accelerator"] == "cpu"
@@ -134,7 +134,7 @@ def _row(run: WandbRun, points: Iterable[str]) -> dict[str, Any]:
         "name": label or run.name,
         "hash8": digits,
         "state": "ended" if has_ended else "running",
-        # A summary without one was written by a process that died.
+        # The process died if the summary has no outcome.
         "outcome": run.summary.get("outcome", "crash") if has_ended else None,
         "step": run.rows[-1]["_step"] if run.rows else 0,
         "steps": run.config["training"]["steps"],

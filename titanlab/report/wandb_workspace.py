@@ -22,7 +22,7 @@ _WIDTH, _HEIGHT = 24, 8  # of a panel in a report's grid, which is 24 wide
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """What the panels show.
+    """The runs and columns that the panels show.
 
     Attributes:
         sweep: name of the sweep, which is the runs' group.
@@ -41,7 +41,7 @@ def check_installed() -> None:
     """Check that the package is installed.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is not installed.
     """
     if importlib.util.find_spec(_PACKAGE) is None:
         rule = "needs the package wandb-workspaces, which is not installed"
@@ -56,11 +56,11 @@ def view_of(
     project: str | None,
     entity: str | None,
 ) -> View:
-    """What the panels of a sweep show.
+    """The view for a sweep.
 
     Args:
         tracker: the config of wandb in a run of the sweep; empty if there is none.
-        project, entity: as the user gave them; None: those of the runs, or of the environment.
+        project, entity: as the user gave them; None: use those of the runs, or of the environment.
     """
     degrees = {axis: {row.get(f"layout.{axis}") for row in rows} - {None} for axis in AXES}
     differ = tuple(axis for axis in AXES if len(degrees[axis]) > 1)
@@ -92,7 +92,7 @@ def workspace(view: View) -> Any:
 
 def report(view: View) -> Any:
     module = import_quietly(f"{_PACKAGE}.reports.v2")
-    # Without a project of its own, it is the report's; one would be looked up in a network.
+    # No project here: the runs are the report's; naming a project would make a network request.
     runs = module.Runset(name=view.sweep, filters=_filter(view))
     blocks: list[Any] = []
     heads = ("Tokens per second by layout", "Memory against MFU", "Loss by tokens", "Layout axes")
@@ -129,7 +129,7 @@ def save(view: View) -> list[str]:
             entity = import_quietly("wandb").Api().default_entity
             view = View(**{**vars(view), "entity": entity})
         return [str(made.save().url) for made in (workspace(view), report(view))]
-    # wandb raises errors of its own, of requests and of its GraphQL client.
+    # wandb raises its own errors, and errors of requests and of its GraphQL client.
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise TitanlabError(f"wandb has not saved the workspace ({type(error).__name__}: {lines[0]})") from error

@@ -1,7 +1,7 @@
-"""What `titanlab clean` may remove of a folder of runs and of titanlab's caches, with sizes, and the removal.
+"""What `titanlab clean` may remove from a folder of runs and from titanlab's caches, with sizes; and the removal.
 
-Results are never touched. A checkpoint stays if `resume` or the rules of its recipe need it. A removal never leaves its
-root and never follows a link.
+Results are never touched. A checkpoint stays if `resume` or the rules of its recipe need it. A removal never goes
+outside its root and never follows a link.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ KINDS = {
 CACHES = ("data-cache", "compile-cache")
 # Temporary names of `create_run`, `write_text`, snapshots of code, and of removals here.
 TEMPORARY = re.compile(r"\..+\.(?:part|tmp|removing)")
-# A process may still be writing what is younger.
+# A process may still be writing a younger item.
 YOUNG_SECONDS = 3600.0
 
 
@@ -57,8 +57,8 @@ class Removable:
 
     Attributes:
         kind: one of KINDS.
-        path: it; of remote checkpoints an address.
-        root: the folder that it must be in, after all links are followed.
+        path: of the item; an address for remote checkpoints.
+        root: the folder that must contain the path, after all links are followed.
         run: the run that must not be in use while it is removed; None: no run uses it.
     """
 
@@ -74,7 +74,7 @@ class Refused(Exception):
 
 
 def item(kind: str, path: Path, root: Path, run: RunFolder | None = None) -> Removable | None:
-    """The item of a path; None if it is a link, has gone, or lies outside its root."""
+    """The item of a path; None if the path is a link, is missing, or lies outside its root."""
     if path.is_symlink() or not os.path.lexists(path) or not is_within(path, root):
         return None
     return Removable(kind=kind, path=path, root=root, bytes=size_of_tree(path), run=run)
@@ -90,7 +90,7 @@ def is_within(path: Path, root: Path) -> bool:
 
 
 def size_of_tree(path: Path) -> int:
-    """Bytes of the files in a folder, or of a file; links are not followed, and what vanishes counts nothing."""
+    """Bytes of the files in a folder, or of a file; does not follow links, and skips files that vanish meanwhile."""
     try:
         status = path.lstat()
     except OSError:
@@ -117,7 +117,7 @@ def is_old(path: Path, now: float | None = None) -> bool:
 
 
 def remove_item(entry: Removable) -> None:
-    """Remove an item; raises Refused. While it gets another name, no process can begin to work on its run."""
+    """Remove an item; raises Refused. While the item is renamed, no process can begin to work on its run."""
     path = entry.path
     try:
         claim = contextlib.nullcontext() if entry.run is None else entry.run.claim()
@@ -149,7 +149,7 @@ _MAKING = ".making-"
 
 
 def cached() -> Iterator[Removable]:
-    """What the caches hold, and what killed processes have left there."""
+    """The contents of the caches, also files that killed processes have left there."""
     root = compile_cache.own_folder()
     # A user without a home folder may have no cache of data.
     with contextlib.suppress(ConfigError):
@@ -168,7 +168,7 @@ def cached() -> Iterator[Removable]:
                 if entry is not None:
                     yield entry
     for parent in dict.fromkeys((compile_cache.own_folder(), root)):
-        # Others may make a folder of this name, or a link, in a folder for all.
+        # In a folder for all users, others may make a folder or a link of this name.
         with contextlib.suppress(OSError):
             status = parent.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
@@ -182,12 +182,12 @@ def removable(
 ) -> list[ListedCheckpoint]:
     """The checkpoints of a run that can go.
 
-    The newest whole one always stays, also if younger ones are damaged, and so does the newest with the optimizer.
-    Without a whole one nothing goes.
+    The newest whole checkpoint always stays, also if younger ones are damaged; so does the newest with the optimizer's
+    state. If no checkpoint is whole, all stay.
 
     Args:
         keep: how many of the newest stay; None: checkpoint.keep of the recipe, and 1 for a run that is done.
-        verifies: read every byte of those that stay, and not only index and sizes.
+        verifies: read every byte of the checkpoints that stay, not only index and sizes.
         named: real paths of checkpoints from which other runs start.
     """
     rows = list_checkpoints(place, verifies=verifies)
@@ -205,7 +205,7 @@ def removable(
     stay = {row.name for age, row in enumerate(reversed(whole)) if age < keep or (every and row.step % every == 0)}
     stay.add(whole[-1].name)
     for row in reversed(whole):
-        # The newest that has more than the model: a run can go on from it.
+        # Keep the newest with more than the model: a run can resume from it.
         with contextlib.suppress(ConfigError):
             if read_contents(place / row.name, "run").saved.contents is None:
                 stay.add(row.name)
@@ -225,12 +225,12 @@ def _number(value: object) -> int:
 
 
 _BULKY = ("checkpoints", "traces", "tokenizer")
-# Read as YAML are only files in which one of them has a value: that takes a thousand times as long.
+# Parse only files in which one of these keys has a value: parsing YAML takes a thousand times as long.
 _STARTS = re.compile(rb"^(?:init_from|\s+load_from): *(?!null\s)\S", re.MULTILINE)
 _CONFIG_BYTES = 1 << 20
-# A run that has written its status within this time may be at work on another host, whose locks are not seen here.
+# A run that wrote its status within this time may be running on another host, whose locks are not seen here.
 _FRESH_SECONDS = 900.0
-# A shorter list is no list of all files of a run's folder, at its top.
+# Folders of a run in which to look for temporary files, besides the run's own folder.
 _RUN_FOLDERS = ("attempts", "checkpoints", "logs", "traces")
 
 
@@ -266,7 +266,7 @@ class Survey:
             try:
                 busy = self._busy(sweep, report)
             except ConfigError as error:
-                # Its plan or a submission is damaged: which of its runs have jobs is not known.
+                # The plan or a submission is damaged: unknown which runs have jobs.
                 self.notes.append(f"{sweep.name} is left alone: {error}")
                 continue
             for run in sweep.runs() if only is None else [sweep.run(only.path.name)]:
@@ -339,7 +339,7 @@ class Survey:
                     self._add("temporary", part, run)
 
     def _look_at_code(self, sweep: SweepFolder, busy: set[str]) -> None:
-        """Snapshots that no unfinished run uses, and without which no run's code would be lost."""
+        """Snapshots that no unfinished run uses and that are not the only copy of a run's code."""
         runs = {run.path.name: run for run in sweep.runs()}
         used, only_copies = set(), set()
         for submission in sweep.submissions():
@@ -349,7 +349,7 @@ class Survey:
             code = (run.env() or {}).get("code")
             if isinstance(code, dict):
                 git = code.get("git")
-                # Otherwise git has the code, with the difference that the run has kept.
+                # Otherwise git has the commit, and the run has kept the patch.
                 if not (isinstance(git, dict) and git.get("sha") and git.get("patch_complete") is True):
                     # As text: a damaged record may have a list there.
                     only_copies.add(str(code.get("fingerprint")))
@@ -366,7 +366,7 @@ class Survey:
 
 
 def _inside(folder: Path) -> list[Path]:
-    """What is in a folder; nothing if it is a link, or cannot be read."""
+    """The contents of a folder; empty if the folder is a link, or cannot be read."""
     try:
         return [] if folder.is_symlink() else sorted(folder.iterdir())
     except OSError:
@@ -374,7 +374,7 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def _has_ended(run: RunFolder) -> bool:
-    """Whether a run has ended, and does not go back into the queue by itself."""
+    """Whether a run has ended and will not go back into the queue by itself."""
     try:
         result = run.result()
     except ConfigError:
@@ -383,10 +383,10 @@ def _has_ended(run: RunFolder) -> bool:
 
 
 def starting_points(root: Path) -> frozenset[str]:
-    """Checkpoints, or folders of them, from which runs start, as real paths and addresses."""
+    """Checkpoints, or folders of checkpoints, from which runs start, as real paths and addresses."""
     named = set()
     for path in root.glob("*/*/config.yaml"):
-        # A file of a stranger may be a trap, and its text any text: a path with a zero byte, or a ring of links.
+        # The file may be another user's, with hostile text: a path with a zero byte, or a ring of links.
         with contextlib.suppress(ConfigError, OSError, RuntimeError, ValueError):
             if _STARTS.search(read_bytes(path, most_bytes=_CONFIG_BYTES)):
                 run = RunFolder(path.parent)

@@ -2,8 +2,8 @@
 
 One composition by Hydra takes about 0.05 s, too long for each of a thousand points. Almost all points differ only in
 values, and in options that fill a group of their own; such an option is composed once. An option that may change other
-groups (a recipe, a `@package`, an option with defaults of its own) is composed by Hydra in every combination that
-occurs. The result equals Hydra's own composition; a test compares the two.
+groups (a recipe, a `@package`, an option with its own defaults) is composed by Hydra in every combination that occurs.
+The result equals Hydra's own composition; a test compares the two.
 
 Points with the same option of a group and the same values in it share one object (`SharedFields`), because creating one
 takes milliseconds: configs are never changed after their creation.
@@ -166,7 +166,7 @@ class Composer:
             template = self._combination(wide + first)
         except ConfigError as error:
             if find_key(error.key) is None:
-                # No option has the key: the error is of the shared overrides, and no combination can be composed.
+                # No option has the key: the shared overrides are wrong, and no combination can be composed.
                 self._combination(())
             # Another combination may be valid: compose each one separately.
             return _Family(None, {})
@@ -220,7 +220,7 @@ def _outside(composed: Composed, groups: Mapping[str, Any]) -> str:
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Recipe))
-# `${model.vocab_size}`; of other interpolations only the beginning matches, so that the group is None.
+# `${model.vocab_size}`; for other interpolations only the beginning matches, and the group is None.
 _REFERENCE = re.compile(r"\$\{(?:(\w+)(?:\.\w+)*\})?")
 
 
@@ -244,10 +244,10 @@ class SharedFields:
         """The recipe of a point.
 
         Args:
-            whole: composes it without shared fields: a field may refer to others, or its error must be explained.
+            whole: composes the point without shared fields, if a field refers to others or its error must be explained.
 
         Raises:
-            ConfigError: from `whole`; a point with the same wrong field gets the same error without composing it.
+            ConfigError: from `whole`; later points with the same wrong field get the same error without a composition.
         """
         keys = self._keys(config, nodes, values)
         if keys is None:

@@ -61,7 +61,7 @@ def checked(recipe: Recipe, here: Callable[[], Host] | None = None, *, elsewhere
     """
     cluster, launch = recipe.cluster, recipe.launch
     if not launch.runs_here:
-        # It will run on other hosts: do not use the devices of this one.
+        # The job will run on other hosts: do not use the devices of this one.
         check_cluster(cluster, launch)
         recipe = resolve(recipe, world=None, accelerator=cluster.accelerator, device=cluster.device or "cpu")
         check_all_but_data(recipe)
@@ -77,7 +77,7 @@ def checked(recipe: Recipe, here: Callable[[], Host] | None = None, *, elsewhere
 
 
 def check_jobs(jobs: Sequence[tuple[LaunchConfig, JobShape]], *, submits: bool = True) -> None:
-    """Check that each launcher can take its jobs; without `submits`, launchers that are not installed are skipped."""
+    """Check that each launcher can take its jobs; without `submits`, skip launchers that are not installed."""
     for kind in dict.fromkeys(launch.kind for launch, _ in jobs):
         launcher = launcher_named(kind)
         if submits or launcher.is_here():
@@ -115,7 +115,7 @@ def enqueue(folder: SweepFolder, items: Sequence[QueuedRun], report: Callable[[s
             run.withdraw_cancel()
         submission = Submission(
             launcher=first.launch.kind,
-            # Not before its runs' folders, which a host whose clock is ahead may have created.
+            # Not earlier than its runs' folders: a host whose clock is ahead may have created them.
             created=max([time.time(), *(run.created() or 0.0 for run in runs)]),
             code=code.as_posix(),
             shape=first.shape,
@@ -129,7 +129,7 @@ def enqueue(folder: SweepFolder, items: Sequence[QueuedRun], report: Callable[[s
         try:
             job_id: str | None = first.launch.implementation().submit(folder.path, submission)
         except ConfigError:
-            # The jobs may be in the queue in spite of the error: a late answer is an error too.
+            # The jobs may be in the queue nevertheless: a late answer is an error too.
             job_id = _settled(folder, submission)
             if job_id is None:
                 raise
@@ -156,8 +156,8 @@ def wake(folder: SweepFolder) -> None:
 
 
 def _settled(folder: SweepFolder, submission: Submission) -> str | None:
-    """The number of a submission's jobs, which its file gets; None, and the file is removed, if it has none."""
-    # Wait for an sbatch that the killed process has left behind; a later one finds that its intent is gone.
+    """Write the number of a submission's jobs into its file, and return it; without jobs, remove the file (None)."""
+    # Wait for an sbatch that the killed process left behind; an sbatch that starts later finds its intent removed.
     with claimed(folder.path, "sweep", patience_seconds=_PATIENCE_SECONDS, file=HANDING_OVER):
         job_id = launcher_named(submission.launcher).find(folder.path, submission)
         if job_id is None:
@@ -171,7 +171,7 @@ def arrays(items: Sequence[QueuedRun], *, answered: bool = True) -> Iterator[lis
     """Group runs whose jobs have the same shape and config into arrays of the allowed size, in order of first use.
 
     Args:
-        answered: whether the launchers can be asked for the size of an array; if not, a size that all accept is used.
+        answered: whether the launchers can be asked for the size of an array; if not, use a size that all accept.
     """
     groups: dict[str, list[QueuedRun]] = {}
     for item in items:
@@ -228,11 +228,11 @@ def standing(run: RunFolder, job: tuple[Submission, int] | None, states: States)
 def standings(
     folder: SweepFolder, report: Callable[[str], None], names: Sequence[str], *, note: str = ""
 ) -> Iterator[tuple[RunFolder, tuple[Submission, int] | None, str, str | None]]:
-    """Runs with their jobs and their standings, after results were written for those whose jobs have ended.
+    """Runs with their jobs and standings; first writes results for runs whose jobs have ended without one.
 
     Args:
         names: of runs; none: all.
-        note: what a scheduler that does not answer means here.
+        note: for the error: what it means that the scheduler does not answer.
     """
     jobs, states = jobs_of(folder, folder.submissions()), reconcile(folder)
     if (problem := silence(states)) is not None:
@@ -257,9 +257,9 @@ class Cancelled:
     """The cancelled runs of a sweep, by name.
 
     Attributes:
-        stopping: they run, and were asked to save and end.
-        withdrawn: they waited, and were removed from the queue.
-        ended: they had ended before.
+        stopping: ran, and were asked to save and end.
+        withdrawn: waited, and were removed from the queue.
+        ended: had ended before.
     """
 
     stopping: list[str] = field(default_factory=list)
@@ -280,7 +280,7 @@ def cancel(folder: SweepFolder, report: Callable[[str], None], *, names: Sequenc
                 cancelled.ended.append(name)
                 continue
             (cancelled.stopping if word == "running" else cancelled.withdrawn).append(name)
-            # A user who asks a second time does not want to wait.
+            # A second request means that the user does not want to wait.
             is_gentle = word == "running" and run.asked_to_cancel() is None
             # Write the request before the signal: the process that gets the signal reads the request.
             run.ask_to_cancel()
@@ -298,7 +298,7 @@ def cancel(folder: SweepFolder, report: Callable[[str], None], *, names: Sequenc
                         outcome = replace(outcome, step=status.step, steps=status.steps)
                     run.write_result(outcome)
             except ConfigError:
-                # It has just started, and records its own end.
+                # The run has just started; it records its own end.
                 cancelled.withdrawn.remove(name)
                 cancelled.stopping.append(name)
     return cancelled

@@ -26,7 +26,7 @@ Row = Mapping[str, Any]
 _BAD_ENDS = frozenset("BOOT_FAIL CANCELLED DEADLINE FAILED GONE NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT".split())
 # States in the order in which their counts are shown; outcomes of ended runs come before them.
 _STATES = (*ACTIVE, "queued", "prepared", "missing", "unreadable")
-# A run that logs nothing for this time may be in a long step, or dead.
+# A run that has logged nothing for this time may be in a long step, or dead.
 UNANSWERED_SECONDS = 300.0
 HEADINGS = ("run", "layout", "state", "step", "tok/s", "MFU", "GiB", "left", "")
 # Columns of numbers, aligned to the right.
@@ -117,7 +117,7 @@ def dropped(rows: Iterable[Row]) -> list[str]:
 
 
 def failures(rows: Iterable[Row]) -> list[str]:
-    """One line for each run that ended badly, or for which its scheduler reports that: run, outcome, place, cause."""
+    """One line for each run that ended badly, also by its scheduler's word: run, outcome, place, cause."""
     lines = []
     for row in rows:
         has_ended, is_done = row["state"] == "ended", row["outcome"] == OutcomeKind.DONE.value
@@ -183,7 +183,7 @@ def beneath(rows: Sequence[Row], *, most: int | None = None) -> list[str]:
     """The lines below the table: legend, counts, causes, dropped points."""
     lines = [OVERSUBSCRIBED] if any(row["oversubscribed"] for row in rows) else []
     lines.append(state_counts(rows))
-    # Once for all jobs: each has the same reason, and some of them may still run.
+    # One line for all jobs: each has the same reason, and some may still run.
     lines += sorted(
         {row["queue_reason"] for row in rows if row["scheduler_state"] == UNANSWERED and row["queue_reason"]}
     )
@@ -196,7 +196,7 @@ def beneath(rows: Sequence[Row], *, most: int | None = None) -> list[str]:
 
 
 def overview(runs: Path | str) -> list[dict[str, Any]]:
-    """The sweeps under a folder, latest first; a run of which no process is left, and no job, gets its result.
+    """The sweeps under a folder, latest first; writes the results of runs with neither process nor job.
 
     Returns:
         `sweep`, `runs`, `states` (counts by outcome or state), `dropped`, `updated` and `folder` of each sweep.
@@ -227,7 +227,7 @@ def overview_lines(rows: Sequence[Row], runs: Path | str, *, now: float) -> list
 
 
 def _row(sweep: SweepFolder, members: list[RunFolder]) -> dict[str, Any]:
-    with contextlib.suppress(ConfigError):  # Of a damaged submission; `titanlab status SWEEP` names it.
+    with contextlib.suppress(ConfigError):  # `titanlab status SWEEP` names the damaged submission.
         close_dead_runs(sweep, jobs_of(sweep, sweep.submissions()))
     statuses, words = [], Counter[str]()
     for run in members:
@@ -309,7 +309,7 @@ def row_details(row: Row) -> list[tuple[str, object]]:
 
 def failure_text(run: RunFolder, row: Row) -> tuple[str, str] | None:
     """The source and text of the failed rank's traceback, or of the end of its log; None if the run did not fail."""
-    # A stopped run has saved, and has nothing to explain.
+    # A stopped run has saved: there is no failure to explain.
     if row["state"] != "ended" or row["outcome"] in (None, "done", "cancelled", "preempted", "walltime"):
         return None
     outcome, rank = run.result(), row["rank"]
@@ -398,7 +398,7 @@ def groups(rows: Iterable[Row]) -> list[RecipeRuns]:
     """The recipes of a sweep, in the order of their first runs; dropped points are omitted."""
     members_of: dict[tuple[Any, ...], list[Row]] = {}
     shown = [row for row in runs(rows) if row["layout.label"] is not None]
-    # Include the swept keys: some, such as a learning rate, have no column of their own.
+    # Include the swept keys: some, such as a learning rate, have no separate column.
     others = (*_FOLLOWING, *point_keys(shown))
     names = ("control", *_LAYOUT, *_RECIPE, *others)
     for row in shown:
@@ -407,7 +407,7 @@ def groups(rows: Iterable[Row]) -> list[RecipeRuns]:
     keys = [dict(zip(names, values, strict=True)) for values in members_of]
     differing = [name for name in _RECIPE if len({key[name] for key in keys}) > 1]
     for name in others:
-        # Shown only if two lines would look the same without it.
+        # Show the column only if two lines would look the same without it.
         seen = (*_LAYOUT, *differing)
         distinct = {tuple(key[column] for column in seen) for key in keys}
         if len(distinct) < len({tuple(key[column] for column in (*seen, name)) for key in keys}):

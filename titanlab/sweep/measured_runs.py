@@ -21,9 +21,9 @@ from titanlab.system import sweep_argument
 
 KEY = "--calibrate"
 _RESIDENT = "memory/max_resident(GiB)"
-# Percent of a step in which a run may wait for data: the planner does not estimate that.
+# The largest share of a step, in percent, that a run may wait for data: the planner does not estimate this time.
 _MOST_WAITING = 5
-# Values of a cluster that a calibration or a measurement has found, and that are no facts: runs may differ in them.
+# Values of a cluster that come from a calibration or a measurement: unlike facts, they may differ between runs.
 _FITTED = ("efficiencies", "memory_gb_per_second", "allocator_excess", "message_excess", "process_gb", "device")
 _FITTED_ON_CPUS = ("peak_tflops", "link_gb_per_second", "memory_gb")
 # States of runs that have not begun.
@@ -32,7 +32,7 @@ _WAITING = ("prepared", "queued", "missing")
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOut:
-    """A run that says nothing about its machine, and why."""
+    """A run that cannot be used to calibrate its machine, and why."""
 
     run: str
     reason: str
@@ -40,13 +40,13 @@ class LeftOut:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSweep:
-    """The runs of a sweep as a calibration takes them.
+    """The runs of a sweep that a calibration uses.
 
     Attributes:
         rows: one for each recipe: medians over its repeats; its name is that of the first repeat.
         runs: their number, with the repeats.
         machine: device, or model of the CPU and threads of a process.
-        stale: number of runs that were made by other code than the present.
+        stale: number of runs that other code than the present code made.
     """
 
     rows: Sequence[Measured]
@@ -58,7 +58,7 @@ class MeasuredSweep:
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """One run that was measured, with what all runs of a calibration must have in common."""
+    """A measured run, with the values that all runs of a calibration must have in common."""
 
     measured: Measured
     repeat: int
@@ -153,7 +153,7 @@ def _read(run: RunFolder, row: Mapping[str, Any]) -> _Run:
 
 
 def _common(recipe: Recipe, env: Mapping[str, Any]) -> dict[str, str]:
-    """What all runs of a calibration have in common, by name."""
+    """The values that all runs of a calibration must have in common, by name."""
     packages, code = env.get("packages") or {}, env.get("code") or {}
     host = env.get("host") or {}
     device = f"{recipe.cluster.accelerator} {recipe.cluster.device}"
@@ -171,7 +171,7 @@ def _common(recipe: Recipe, env: Mapping[str, Any]) -> dict[str, str]:
 
 
 def with_host(cluster: Cluster, host: Mapping[str, Any]) -> Cluster:
-    """A cluster of CPUs with a host's processes, one a core, and their share of its memory, where it lacks these."""
+    """A cluster of CPUs; missing values: one process per core of the host, with an equal share of its memory."""
     memory, cores = host.get("memory_gib"), host.get("usable_cores")
     if cluster.per_node is None and isinstance(cores, int) and cores > 0:
         cluster = dataclasses.replace(cluster, per_node=cores)
@@ -181,7 +181,7 @@ def with_host(cluster: Cluster, host: Mapping[str, Any]) -> Cluster:
 
 
 def _majority(runs: Sequence[_Run], name: str) -> tuple[list[_Run], list[LeftOut]]:
-    """The runs that have the most frequent value of what must be common, and the others.
+    """The runs that have the most frequent common values, and the other runs.
 
     Raises:
         ConfigError: two values are equally frequent.
@@ -204,11 +204,11 @@ def _majority(runs: Sequence[_Run], name: str) -> tuple[list[_Run], list[LeftOut
 
 
 def _pooled(runs: Sequence[_Run]) -> list[Measured]:
-    """A row for each recipe, with the medians over its repeats, on a cluster that has what the runs tell of it."""
+    """A row for each recipe, with the medians over its repeats, on a cluster with the runs' measured values."""
     cluster = Counter(run.measured.recipe.cluster for run in runs).most_common(1)[0][0]
     peaks = [run.peak_tflops for run in runs if run.peak_tflops is not None]
     if cluster.peak_tflops is None and peaks:
-        # The fastest product that any of them has measured: others had to share their cores.
+        # The fastest product that any run has measured: other runs had to share their cores.
         cluster = dataclasses.replace(cluster, peak_tflops=max(peaks))
     if cluster.accelerator == "cpu":
         cluster = with_host(cluster, runs[0].host)

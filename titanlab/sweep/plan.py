@@ -3,9 +3,9 @@
 Cheap checks come first: conditions and degrees need only values that exist without a composition, so that only points
 that may run are composed. Data that many points share is checked, fingerprinted and prepared once.
 
-Repeats start in turns, A B B A A B, with the control before, between and after. A machine that becomes slower or faster
-meanwhile then does so for all recipes alike. Every second round is backwards: over two rounds, a steady drift is the
-same for each recipe.
+Repeats start in turns, A B B A A B, with the control before, between and after. If the machine becomes slower or faster
+meanwhile, this affects all recipes alike. Every second round is backwards: over two rounds, a steady drift is the same
+for each recipe.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WARMUP = "optimizer.schedule.warmup_steps"
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """A point that can run: its recipe is resolved, and has the point's label as its name."""
+    """A point that can run: its recipe is resolved, with the point's label as its name."""
 
     point: SweepPoint
     recipe: Recipe
@@ -119,7 +119,7 @@ def plan_study(
 
 
 def with_data(study: Study, report: Callable[[str], None], *, whole: bool = False) -> Study:
-    """The study after its data is prepared, each data once; points that break a rule on the data are dropped."""
+    """The study with prepared data (equal data is prepared once), without points that break a rule on the data."""
     checks = Checks()
     left = Sieve([planned.point.values for planned in study.planned], whole=whole)
     kept = left.keep(lambda _, number: checks.prepare(study.planned[number].recipe, report))
@@ -129,7 +129,7 @@ def with_data(study: Study, report: Callable[[str], None], *, whole: bool = Fals
 
 
 def _named(request: Request, composer: Composer, checks: Checks, left: Sieve, recipes: Mapping[int, Recipe]) -> Study:
-    """The study, with a name for every run; points that would be the same run are dropped."""
+    """The study with a name for every run, without points that would be the same run as another."""
     # The key `sweep`, else the name of its file, else a name derived from its space.
     name = next(iter(recipes.values())).sweep
     if name == SINGLE and request.option is not None:
@@ -173,12 +173,12 @@ def _named(request: Request, composer: Composer, checks: Checks, left: Sieve, re
     )
 
 
-# Keys of files and folders: what is wrong with them here may be right where the runs are.
+# Keys of files and folders: a path that is missing here may exist on the hosts of the runs.
 _PLACES = ("data.files", "data.folder", "data.path", "data.tokenizer", "init_from", "checkpoint.load_from")
 
 
 class Checks:
-    """Checks recipes; what many of them share, above all data, is checked once.
+    """Checks recipes; checks shared parts, above all data, only once.
 
     Args:
         elsewhere: the runs are not for this host: data and starting weights need not be here.
@@ -242,7 +242,7 @@ class Checks:
         return identify(recipe, data=data, hardware=hardware, repeat=recipe.repeat, weights=weights)
 
     def _once(self, key: tuple[Any, ...], act: Callable[[], Any]) -> Any:
-        """The result; `elsewhere` instead if the files are not here and need not be."""
+        """The result of a check, computed once; `elsewhere` if the files are not on this host and need not be."""
         if key not in self._results:
             try:
                 self._results[key] = act()
@@ -269,7 +269,9 @@ def starting_order(points: Sequence[SweepPoint]) -> list[int]:
             rounds.append([])
         rounds[seen[recipe]].append(number)
         seen[recipe] += 1
-    order = [number for index, round_ in enumerate(rounds) for number in (reversed(round_) if index % 2 else round_)]
+    order: list[int] = []
+    for index, numbers in enumerate(rounds):
+        order += reversed(numbers) if index % 2 else numbers
     controls = [number for number, point in enumerate(points) if point.is_control]
     if not controls:
         return order
@@ -334,7 +336,7 @@ class _Values:
             return value
         except KeyError:
             if "." not in key:
-                # A group, such as `recipe`, of which the point has no option.
+                # The point has no option of this group, such as `recipe`.
                 return None
             group = key.partition(".")[0]
             option = self._value(group)
@@ -374,7 +376,7 @@ class _Values:
 
 
 class Sieve:
-    """Points from which successive stages drop some; with `whole`, a stage's error is raised instead."""
+    """Points, of which successive stages drop some; with `whole`, an unfit point raises the stage's error instead."""
 
     def __init__(self, points: Sequence[Values], *, whole: bool) -> None:
         self.points = points

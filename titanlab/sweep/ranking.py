@@ -1,6 +1,6 @@
 """Ranks the recipes of a sweep by speed, MFU or memory, and says whether the first one is better by more than noise.
 
-The unit is the run: steps of one run share its processes, its memory and its minutes, so that they say little about
+The unit is the run: steps of one run share its processes, its memory and its time of day, so they say little about
 another run of the same recipe. The noise of a run is the standard deviation of the logarithms of the figures of equal
 recipes, pooled over all recipes that have repeats.
 
@@ -23,12 +23,12 @@ from titanlab.sweep.listing import RecipeRuns, Row, aligned, groups, runs, state
 from titanlab.sweep.rows import ACTIVE
 from titanlab.system import counted, duration, grouped
 
-# The probability of a wrong statement, for all statements about one sweep together. Of the 5 % that are promised,
-# one hundredth is left for noise that is not quite normal.
+# The probability of a wrong statement, for all statements about one sweep together. The promise is 5 %; the remaining 1
+# % is for noise that is not quite normal.
 ERROR = 0.04
 _DRIFT_ERROR = 0.05
 COLUMN_OF = {"tps": "tokens_per_second", "mfu": "mfu_percent", "memory": "memory_gib"}
-# In the convention of an MFU whose peak is not that of a datasheet: another run has measured another one.
+# The mark of an MFU that divides by a measured peak: each run measures its own, so these MFUs do not compare.
 MEASURED_PEAK = "measured on this CPU"
 OWN_PEAK = "its MFU is a share of a peak that each run measured by itself; rank by tokens/s (--by tps)"
 _OVERSUBSCRIBED = "oversubscribed: more processes than cores, so that its speed says nothing"
@@ -39,12 +39,12 @@ class RankedRecipe:
     """A recipe in a ranking.
 
     Attributes:
-        figures: of the runs that count; empty if it is left out for want of them.
+        figures: of the runs that count; empty if no run counts.
         low, high: the interval of 95 % around it; None if the noise is unknown.
         spread_percent: relative standard deviation of its own figures; None with fewer than two.
-        memory_gib: the most that a run of it needed; None if unknown.
+        memory_gib: the most that a run of the recipe needed; None if unknown.
         is_within_noise: whether it may be as good as the first: True for the first itself. None if that is unknown.
-        left_out: why it has no place in the ranking; None: it has one.
+        left_out: why the recipe has no place in the ranking; None: it has one.
     """
 
     group: RecipeRuns
@@ -89,7 +89,7 @@ class RankedRecipe:
 
 
 def entry_of(group: RecipeRuns, by: str, max_memory_gib: float | None) -> RankedRecipe:
-    """A recipe before it has a place, or with the reason why it gets none."""
+    """The entry of a recipe before it gets a place, or with the reason why it gets none."""
     done = [row for row in group.rows if row["outcome"] == "done"]
     memory = max(_positive(done, "memory_gib"), default=None)
     counting = counted_runs(group, by)
@@ -138,7 +138,7 @@ class Drift:
 
     Attributes:
         percent: change from the first control's start to the last one's.
-        interval_percent: of 95 %; None if nothing is known of the noise: two controls, and no repeats.
+        interval_percent: of 95 %; None if the noise is unknown: two controls, and no repeats.
         seconds: between the first and the last start.
     """
 
@@ -149,7 +149,7 @@ class Drift:
 
     @property
     def is_within_noise(self) -> bool | None:
-        """Whether it may be no drift at all; None if that is unknown."""
+        """Whether the drift may be noise only; None if that is unknown."""
         if self.interval_percent is None:
             return None
         return self.interval_percent[0] <= 0 <= self.interval_percent[1]
@@ -162,7 +162,7 @@ class Drift:
 def drift_of(rows: Sequence[Row], column: str, *, squares: float = 0.0, degrees: int = 0) -> Drift | None:
     """The drift of the control's runs in a column; None unless two of them have a figure, at different times.
 
-    The recipes' repeats tell of the noise too: the `squares` of their residuals (logarithms), and `degrees` of freedom.
+    The recipes' repeats also measure the noise: `squares` of their residuals (logarithms), and `degrees` of freedom.
     """
     known = [
         (row["started"], math.log(value))
@@ -173,7 +173,7 @@ def drift_of(rows: Sequence[Row], column: str, *, squares: float = 0.0, degrees:
     first, last = min((time for time, _ in known), default=0.0), max((time for time, _ in known), default=0.0)
     if last <= first:
         return None
-    # From the first control (0) to the last (1): the slope is the change in all.
+    # Time from the first control (0) to the last (1): the slope is the total change.
     times = [(time - first) / (last - first) for time, _ in known]
     values = [value for _, value in known]
     slope, start = statistics.linear_regression(times, values)
@@ -189,7 +189,7 @@ def drift_of(rows: Sequence[Row], column: str, *, squares: float = 0.0, degrees:
 
 
 def t_quantile(degrees: int, error: float) -> float:
-    """The t of Student's distribution beyond which, on both sides together, a value lies with probability `error`."""
+    """The t of Student's distribution for which P(|x| > t) = `error`."""
     # Imported here: only a ranking with repeats needs it.
     from scipy.special import stdtrit
 
@@ -204,16 +204,17 @@ class SweepRanking:
         by: `tps`, `mfu` or `memory`; the least memory is the best.
         max_memory_gib: recipes that need more are left out; None: no limit.
         entries: the ranked recipes in their order, then those that are left out.
-        winner: the first, if it is better than every other by more than noise. None: nobody can be named.
-        gap_percent: by how much the first is better than the second: how many percent more it does, or less it needs.
-        interval_percent: the interval of that gap, which holds for the comparisons with all others together; None if
-            the noise is unknown.
-        is_within_noise: whether nobody can be named because of noise; None: the noise is unknown, or nothing is there
-            to compare.
+        winner: the first, if it is better than every other by more than noise; None: no winner can be named.
+        gap_percent: how many percent more (for memory, less) the first has than the second.
+        interval_percent: the interval of that gap, valid for the comparisons with all others together; None if the
+            noise is unknown.
+        is_within_noise: whether noise is why no winner can be named; None: the noise is unknown, or there is nothing to
+            compare.
         noise_percent: relative standard deviation of a run, pooled over the recipes with repeats; None without any.
-        control: the runs of the sweep's control, which has no place; None: it has none, or none of them is done.
-        control_gap_percent, control_interval_percent: of the first against the control, as for the runner-up, but as
-            one comparison by itself.
+        control: the runs of the sweep's control, which gets no place; None: there is no control, or no run of it is
+            done.
+        control_gap_percent, control_interval_percent: the same for the first against the control, as a single
+            comparison.
         drift: of the control during the sweep; None unless two of its runs are done.
     """
 
@@ -239,7 +240,7 @@ class SweepRanking:
 
     @property
     def left_out(self) -> tuple[RankedRecipe, ...]:
-        """The entries that have none."""
+        """The entries without a place."""
         return tuple(entry for entry in self.entries if entry.left_out is not None)
 
     @property
@@ -268,7 +269,7 @@ def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None =
 
     Args:
         by: `tps` (tokens per second of one device), `mfu` or `memory`.
-        max_memory_gib: leave out recipes of which a run needed more, or of which that is unknown.
+        max_memory_gib: leave out recipes with a run that needed more, or whose memory is unknown.
 
     Raises:
         KeyError: `by` is none of these.
@@ -342,7 +343,7 @@ def _pooled(entries: Sequence[RankedRecipe]) -> tuple[float | None, int]:
 def _lead(
     first: RankedRecipe, other: RankedRecipe, sign: int, noise: float | None, degrees: int, comparisons: int
 ) -> tuple[float, tuple[float, float] | None, bool | None]:
-    """By how many percent the first is better than another, the interval of that, and whether it may be noise."""
+    """By how many percent the first is better than another, the interval of this lead, and whether it may be noise."""
     assert first.centre is not None
     assert other.centre is not None
     lead = sign * (math.log(first.centre) - math.log(other.centre))
@@ -353,7 +354,7 @@ def _lead(
 
 
 def _with_interval(entry: RankedRecipe, noise: float | None, degrees: int) -> RankedRecipe:
-    """The entry with the interval of its own centre."""
+    """The entry with the interval around its own centre."""
     if noise is None or entry.centre is None:
         return entry
     half = t_quantile(degrees, ERROR) * noise / math.sqrt(entry.runs)
@@ -361,12 +362,12 @@ def _with_interval(entry: RankedRecipe, noise: float | None, degrees: int) -> Ra
 
 
 def _percent(lead: float, sign: int) -> float:
-    """A lead in percent: how much more than the other; of memory, how much less."""
+    """A lead in percent: how much more than the other, or for memory how much less."""
     return 100 * (_exp(lead) - 1) if sign > 0 else 100 * (1 - _exp(-lead))
 
 
 def _exp(value: float) -> float:
-    """The exponential; infinite where it exceeds a float, as for two runs of wild noise."""
+    """The exponential; infinite if it exceeds a float, as for two runs with large noise."""
     return math.inf if value > 700 else math.exp(value)
 
 
@@ -396,7 +397,7 @@ def percent(value: float) -> str:
     """A change in percent: `12.3%`, `0.05%`, `-3.0%`."""
     if math.isinf(value) or value >= 1000:
         return "over 1,000%"
-    # More digits for the small gaps of memory; none would be left of them otherwise.
+    # More digits for small gaps, as of memory: one digit would round them to zero.
     return f"{value:.1f}%" if abs(value) >= 0.095 else f"{value:.1g}%"
 
 
@@ -435,7 +436,7 @@ def sentence_of(ranking: SweepRanking) -> str:
 
 
 def notes_of(ranking: SweepRanking) -> list[str]:
-    """What else one has to know to believe the answer: the noise, the drift, and what is missing."""
+    """What a reader must know to judge the answer: the noise, the drift, and missing runs."""
     notes = []
     if ranking.ranked and ranking.noise_percent is None:
         notes.append("Noise: unknown, as no recipe has two runs; hydra.sweeper.repeats=3 runs each three times.")
@@ -475,7 +476,7 @@ def notes_of(ranking: SweepRanking) -> list[str]:
 
 
 def drift_line(drift: Drift, by: str) -> str:
-    """What the control says: how far its figure moved during the sweep, and whether that is more than noise."""
+    """The control's drift: how far its figure moved during the sweep, and whether that is more than noise."""
     moved = f"{abs(drift.percent):.1f}% {'up' if drift.percent >= 0 else 'down'}"
     line = f"Drift: the control's {_NOUNS[by]} went {moved} in {duration(drift.seconds)} ({counted(drift.runs, 'run')}"
     if drift.interval_percent is None:
@@ -486,7 +487,7 @@ def drift_line(drift: Drift, by: str) -> str:
 
 
 def ranking_lines(ranking: SweepRanking) -> list[str]:
-    """The whole answer: the sentence, the ranked table, the notes, and who is left out and why."""
+    """The whole answer: the sentence, the ranked table, the notes, and which recipes are left out and why."""
     lines = [sentence_of(ranking)]
     if ranking.ranked:
         cells = [_cells(place, entry, ranking.by, ranking.ranked[0]) for place, entry in enumerate(ranking.ranked, 1)]
@@ -522,7 +523,7 @@ def _cells(place: int, entry: RankedRecipe, by: str, first: RankedRecipe) -> tup
 
 
 def _control(control: RankedRecipe, ranking: SweepRanking) -> str:
-    """What the control did, and how the first recipe compares with it."""
+    """The control's figures, and how the first recipe compares with them."""
     by, first = ranking.by, ranking.first
     line = f"Control: {control.label}, {amount(control.centre, by)} ({counted(control.runs, 'run')})"
     if first is None or ranking.control_gap_percent is None:

@@ -48,9 +48,9 @@ def job_states(submitted: Sequence[Submission], sweep: Path) -> States:
 
 
 _OVER = ("ended", "gone")
-# Ends that a scheduler knows better than a process that has only an exit code.
+# Outcomes for which the scheduler's word counts more than a process's exit code.
 _KNOWN = (OutcomeKind.OOM, OutcomeKind.WALLTIME, OutcomeKind.NODE_FAIL)
-# Ends of runs that were asked to stop.
+# Outcomes of runs that were asked to stop.
 _ASKED = (OutcomeKind.PREEMPTED, OutcomeKind.WALLTIME, OutcomeKind.CANCELLED)
 
 
@@ -100,10 +100,10 @@ def reconcile(sweep: SweepFolder, report: Callable[[str], None] = lambda line: N
 
 
 def close_dead_runs(sweep: SweepFolder, jobs: Container[str] = ()) -> None:
-    """Write a result for every run of which no process is left, and which no job has begun."""
+    """Write a result for every run that no job has begun and that has no live process."""
     for run in sweep.runs():
         if run.path.name not in jobs:
-            # Its files are damaged, or another user's; the table reports it.
+            # The files may be damaged, or another user's; the table reports this.
             with contextlib.suppress(ConfigError, OSError):
                 close_dead(run)
 
@@ -113,14 +113,14 @@ def _early_end(
 ) -> str | None:
     """Why a job failed before it began an attempt; None if it has begun one, or if that is not known.
 
-    None too if the run has a result that stays: one that is later than the job, or of a run that is done.
+    Also None if the run keeps its result: the result is later than the job, or the run is done.
     """
     result = run.result()
     if result is not None and (result.kind is OutcomeKind.DONE or result.ended >= submission.created):
         return None
     if state.state != "ended" or state.never_started or _has_begun(run, submission, index):
         return None
-    # A scheduler's job that was ended by others, or that had nothing to do, has not failed.
+    # A job that somebody ended, or that had nothing to do, has not failed.
     if launcher.has_scheduler and (launcher.end_of(state) is not None or (state.exit_code or 0) <= 0):
         return None
     return launcher.early_end(sweep.path, submission, index)
@@ -161,7 +161,7 @@ def _record(
         attempt = 0
     outcome = result or with_progress(run, _judged(run, attempt, state, launcher, early))
     if earlier is not None:
-        # The run has got no further, and has lost nothing either.
+        # Keep the step of the earlier outcome: this attempt neither gained nor lost steps.
         step = max(outcome.step, earlier.step)
         outcome = replace(outcome, step=step, steps=outcome.steps or earlier.steps, metrics=earlier.metrics)
     end = launcher.end_of(state)
@@ -187,7 +187,7 @@ def _judged(run: RunFolder, attempt: int, state: JobState, launcher: Launcher, e
     """The outcome of an attempt that recorded none.
 
     Args:
-        early: why the job failed before it began the attempt; None: it has begun it, or that is not known.
+        early: why the job failed before it began the attempt; None: the attempt has begun, or the reason is not known.
     """
     cancelled_by = run.asked_to_cancel()
     if attempt == 0 and state.state == "ended" and state.never_started:
@@ -208,7 +208,7 @@ def _judged(run: RunFolder, attempt: int, state: JobState, launcher: Launcher, e
         cause = f"{reason.cause}; it ended before it had saved"
         return _plain(JobEnd(kind=reason.kind, cause=cause), attempt, code)
     if cancelled_by is not None:
-        # Also if the signal killed it before it had a handler.
+        # Also if the signal killed the process before it had a handler.
         cause = f"{cancelled_by}; it ended before it had saved"
         return _plain(JobEnd(kind=OutcomeKind.CANCELLED, cause=cause), attempt, code)
     if noted is not None:

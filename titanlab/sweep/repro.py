@@ -1,7 +1,7 @@
-"""Restores what a run was made with: its code in a git worktree and its config; says what differs now.
+"""Restores the code of a run in a git worktree, and its config; reports what differs now.
 
-Nothing of the run's folder is executed: git runs without hooks, files are parsed as data, and paths are checked. Every
-recorded value is checked, because the folder may be a stranger's.
+Nothing in the run's folder is executed: git runs without hooks, and files are parsed as data. All paths and recorded
+values are checked, because the folder may be a stranger's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RecordedCode:
         sha: the commit; None: not recorded.
         fingerprint: of the Python files of the package; None: not recorded.
         patch: the difference to the commit; empty: none.
-        problem: why the patch cannot be used, or is not all; None: it is whole.
+        problem: why the patch cannot be used, or is incomplete; None: it is complete.
         snapshot: a copy of the same code in the sweep's folder; None: there is none.
     """
 
@@ -57,10 +57,10 @@ class RecordedCode:
 
 
 def recorded_code(run: RunFolder, attempt: int) -> RecordedCode:
-    """What an attempt has recorded.
+    """The code that an attempt has recorded.
 
     Raises:
-        ConfigError: it has recorded nothing.
+        ConfigError: the attempt has recorded no code.
     """
     env = run.env(attempt) if attempt else run.env()
     code = (env or {}).get("code")
@@ -91,7 +91,7 @@ def _patch(run: RunFolder, attempt: int, git: Mapping[str, Any]) -> tuple[str, s
     if not git.get("patch"):
         return "", "the code was changed, and the difference was not kept"
     try:
-        # Line ends as they are: git compares them with those of the commit.
+        # Keep line ends: git compares them with the commit's.
         text = read_bytes(run.attempt_folder(attempt) / "code.patch", most_bytes=4 * PATCH_LIMIT).decode()
     except (OSError, UnicodeDecodeError) as error:
         return "", f"the code was changed, and code.patch cannot be read ({error})"
@@ -133,7 +133,7 @@ def _snapshot(folder: Path, fingerprint: str | None) -> Path | None:
 
 _SECONDS = 300.0
 _SUFFIXES = (".py", ".yaml", ".yml", ".csv", ".json", ".txt", ".toml", ".typed")
-# Nothing of a repository is run: no hook, no monitor of files, no command of an attribute.
+# Run nothing that the repository configures: no hook, no file monitor, no command of an attribute.
 _INERT = (
     *("-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false"),
     *("-c", "protocol.allow=never", "-c", "submodule.recurse=false"),
@@ -154,7 +154,7 @@ class Restored:
 
 
 def repository_of(folder: Path) -> Path | None:
-    """The root of the git repository that has a folder; None: there is none, or no git."""
+    """The root of the git repository that contains a folder; None: there is no repository, or git is not installed."""
     answer = _git(folder, "rev-parse", "--show-toplevel")
     return Path(answer.output.strip()) if answer is not None and answer.code == 0 and answer.output.strip() else None
 
@@ -207,7 +207,7 @@ def restore(code: RecordedCode, repository: Path | None, into: Path, *, run: str
 
 
 def _no_plain_files(folder: str, names: list[str]) -> set[str]:
-    """What is not copied: links, pipes, and files of other kinds than a snapshot has."""
+    """Names that are not copied: links, pipes, and kinds of files that a snapshot does not have."""
     left = set()
     for name in names:
         path = Path(folder, name)
@@ -226,12 +226,12 @@ def _git(folder: Path, *arguments: str) -> CommandResult | None:
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9.!+_-]{0,99}")
-# They differ between any two runs, or name the job.
+# These variables differ between any two runs, or name the job.
 _OWN = ("SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
 _LONGEST = 60
 
 
-# What is compared of an environment; None: all names of the section.
+# Section of env.json → the names to compare; None: all.
 _COMPARED: Mapping[str, tuple[str, ...] | None] = {
     "python": ("version", "implementation"),
     "devices": ("accelerator", "name", "count"),
@@ -281,7 +281,7 @@ def _text(value: object) -> str:
 
 
 NAME = "run"
-# They say where a run is, and not what it computes.
+# These keys say where a run is, not what it computes.
 _PLACES = ("runs", "sweep", "name")
 
 
@@ -304,7 +304,7 @@ def composable(config: Mapping[str, Any]) -> str:
 
 
 def composed_now(run: RunFolder, env: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
-    """The recipe that a run's sweep, or its command line, composes to now; or None, and why there is none."""
+    """The recipe to which a run's sweep or command line composes now; or None, and the reason."""
     sweep = SweepFolder(run.path.parent)
     overrides = sweep.manifest().get("overrides")
     point = next((row.get("point") for row in sweep.points() if row.get("run") == run.path.name), None)
@@ -312,7 +312,7 @@ def composed_now(run: RunFolder, env: Mapping[str, Any]) -> tuple[dict[str, Any]
         if isinstance(overrides, list) and isinstance(point, dict):
             shared = [text for text in overrides if isinstance(text, str) and "=" in text]
             loader = Loader(read_flags(shared), shared)
-            # It reads the options that all points share, which decides how a point's values are set.
+            # `base` reads the options that all points share, which decides how a point's values are set.
             loader.base()
             recipe = Composer(loader, [point]).recipe(point)
         else:
@@ -346,7 +346,7 @@ def _overrides(env: Mapping[str, Any]) -> tuple[list[str], str]:
 
 
 def config_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Key, value then, value now, of everything that differs but the place of the run."""
+    """Key, value then, value now, of everything that differs, except the place of the run."""
     return differing(then, now, _PLACES)
 
 

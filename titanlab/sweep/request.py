@@ -80,7 +80,7 @@ class Request:
     def definition(self) -> Mapping[str, Any]:
         """The content of sweep.json that defines the sweep."""
         where = [expression.text for expression in self.where]
-        # Without a control as before there were any.
+        # No key without a control: definitions of sweeps from before controls stay equal.
         control = {} if self.control is None else {CONTROL: dict(self.control)}
         overrides = list(self.loader.overrides)
         return {"overrides": overrides, "space": self.space, "where": where, "repeats": self.repeats, **control}
@@ -258,7 +258,9 @@ def _check_keys(request: Request) -> None:
 def _check_options(loader: Loader, group: str, choices: Sequence[Any]) -> None:
     options = loader.options(group.partition("@")[0])
     several = group in combining_groups()
-    names = (name for choice in choices for name in (choice if several and isinstance(choice, list) else [choice]))
+    names: list[Any] = []
+    for choice in choices:
+        names += choice if several and isinstance(choice, list) else [choice]
     for value in names:
         if isinstance(value, str) and value in options:
             continue
@@ -269,11 +271,11 @@ def _check_options(loader: Loader, group: str, choices: Sequence[Any]) -> None:
 
 def _check_types(known: Sequence[Key], key: str, values: Sequence[Any]) -> None:
     """Check that values have the type of their key, in at least one of the options that have the key."""
-    # Created once, because that takes longer than a thousand values.
+    # Create the nodes once: this takes longer than checking a thousand values.
     nodes = [
         (
             schema_node(Recipe if schema.option is None else schema.option.schema),
-            # Not the given key: where several options are chosen, that has the option's name in it.
+            # Not the given key: if several options are chosen, the given key contains the option's name.
             schema.name if schema.option is None else schema.name.removeprefix(f"{schema.option.group}."),
         )
         for schema in known

@@ -1,4 +1,4 @@
-"""Submits ended runs again: they resume from their checkpoints, or start again if other code had run them."""
+"""Submits ended runs again: they resume from their checkpoints, or start from the beginning if other code ran them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def retry(
 
     Args:
         outcomes: choose runs with these outcomes; none: any outcome, if runs are named.
-        stale: choose runs that other code than the present has run, also finished ones; they start from the beginning.
+        stale: choose runs that other code than the present code ran, also finished ones; they start from the beginning.
         names: of runs; none: all of the sweep.
         overrides: of `launch`, of the cluster's sizes and of the layout, for the new jobs.
 

@@ -80,10 +80,10 @@ NAMES = tuple(COLUMNS)
 
 
 def fitting_value(name: str, value: Any) -> Any:
-    """The value of a column as files take it; None if it is of another kind than the column, as in a damaged file."""
+    """A column's value as files can store it; None if it has the wrong type, as in a damaged file."""
     kind = COLUMNS.get(name, TEXT)
     if kind == TEXT:
-        # A file has UTF-8, which JSON's escapes go beyond.
+        # JSON can escape a lone surrogate; UTF-8 cannot encode it.
         return value.encode(errors="replace").decode() if isinstance(value, str) else None
     if isinstance(value, bool) or kind == TRUTH:
         return value if isinstance(value, bool) and kind == TRUTH else None
@@ -93,12 +93,12 @@ def fitting_value(name: str, value: Any) -> Any:
             return float(value) if isinstance(value, int | float) else None
         except OverflowError:
             return None
-    # In a file, a whole number has 64 bits.
+    # Files store whole numbers in 64 bits.
     return value if isinstance(value, int) and abs(value) < 2**63 else None
 
 
 def point_keys(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Names of the point's columns, as the rows have them after all others."""
+    """Names of the point's columns, which follow all other columns in the rows."""
     return [name for name in next(iter(rows), {}) if name.startswith(POINT)]
 
 
@@ -178,7 +178,7 @@ def origin_columns(env: Mapping[str, Any] | None, job: Mapping[str, Any], config
 
     Args:
         env: of the attempt; None: it has not begun. Parts of it may be missing, if no process lived to begin it.
-        job: the attempt's job.json; empty: no scheduler gave it nodes.
+        job: the attempt's job.json; empty: no scheduler assigned nodes.
     """
     code, host, packages = ((env or {}).get(section) or {} for section in ("code", "host", "packages"))
     git = code.get("git") or {}
@@ -225,8 +225,7 @@ class SweepTable:
 
     Args:
         code: fingerprint of the present code; None: no run is marked as stale.
-        estimates: whether runs for which no estimate was kept are estimated: of sweeps of an earlier version, and runs
-            that were started one by one.
+        estimates: whether to estimate runs without a stored estimate: runs of earlier versions, and single runs.
     """
 
     sweep: SweepFolder
@@ -280,7 +279,7 @@ class SweepTable:
         state = _state(status, outcome, job[0] if job else None, job_state)
         end = outcome if state == "ended" else None
         began = self._attempt(run, status.attempt, by_job=job is not None)
-        # The result of the attempt before; the latest result, if the run waits to resume.
+        # The result of the previous attempt; if the run waits to resume, its latest result.
         previous = run.result(status.attempt - 1) if status.attempt > 1 else None
         previous = previous if end is not None or outcome is None else outcome
         facts = {
@@ -291,7 +290,7 @@ class SweepTable:
             "step": end.step if end else status.step,
             "steps": (end.steps if end else status.steps) or began.config["training"]["steps"],
             "attempt": status.attempt,
-            # The first attempt is none: most runs need no look into their folders.
+            # Most runs have one attempt: do not read their folders.
             "restarts": run.restarts() if status.attempt > 1 else 0,
             "updated": status.updated or None,
             "folder": str(run.path),
@@ -318,7 +317,7 @@ class SweepTable:
     def _attempt(self, run: RunFolder, attempt: int, *, by_job: bool) -> _Attempt:
         key = (run.path, attempt)
         if key not in self._attempts:
-            # Raises an error if another version wrote the run: its other files may have another meaning.
+            # Raises an error if another version wrote the run: the meaning of its files may differ.
             run.identity()
             folder = run.attempt_folder(attempt)
             config = run.config(attempt if (folder / "config.yaml").is_file() else None)
@@ -348,7 +347,7 @@ class SweepTable:
 def _state(status: Status, outcome: Outcome | None, job: Submission | None, job_state: JobState | None) -> str:
     """The state of a run: from its own files, except for what only the scheduler knows."""
     word = job_state.state if job_state else None
-    # A job puts itself back into the queue some seconds after the result, and its next start needs some to begin.
+    # A job puts itself back into the queue some seconds after the result, and starts again some seconds later.
     may_return = outcome is not None and outcome.kind.automatic and job is not None and job.launch.get("requeue", False)
     if word in _WAITING or (word == "unknown" and may_return):
         return "queued"
@@ -388,16 +387,16 @@ def _values(point: Mapping[str, Any]) -> dict[str, Any]:
 
 PREFIX = "estimate."
 FIGURES = ("step_seconds", "tokens_per_second", "memory_gib")
-# To read so many recipes back takes about three seconds.
+# Reading this many recipes takes about three seconds.
 _MOST_RECIPES = 80
 _TOO_MANY = f"not kept when it was submitted; of older sweeps only {_MOST_RECIPES} recipes are estimated"
 _OTHER_LAYOUT = "is that of {layout}, the layout in which it was submitted"
-# Parts of a recipe that change no estimate.
+# Parts of a recipe that do not change the estimate.
 _IRRELEVANT = ("name", "sweep", "repeat", "seed", "runs", "tracker", "launch", "checkpoint", "profiler", "init_from")
 
 
 def estimate_values(recipe: Recipe) -> dict[str, Any]:
-    """The estimate of a resolved recipe as plain values: `layout`, the figures, and why there are none."""
+    """The estimate of a resolved recipe as plain values: `layout`, and the figures or why there are none."""
     from titanlab.plan import estimate_or_reason
 
     values: dict[str, Any] = {"layout": recipe.layout.label, **dict.fromkeys(FIGURES), "note": None}
@@ -420,7 +419,7 @@ def estimate_columns(kept: Mapping[str, Any] | None, layout: str | None) -> dict
     """The columns of a row.
 
     Args:
-        kept: the estimate that was made for the run; None: none was.
+        kept: the stored estimate of the run; None: there is none.
         layout: of the latest attempt, which may have another layout than the estimated one.
     """
     if not isinstance(kept, Mapping):
@@ -434,7 +433,7 @@ SCHEMA_KEY, SWEEP_KEY = "titanlab.schema", "titanlab.sweep"
 
 
 def arrow_table(rows: Sequence[Mapping[str, Any]], sweep: str) -> Any:
-    """The rows as a table of pyarrow; a value of another kind than its column is left out.
+    """The rows as a table of pyarrow; a value of the wrong type for its column becomes null.
 
     The types do not depend on the values: those of `COLUMNS`, and text for each key of the points.
     """
@@ -456,7 +455,7 @@ def write_table(rows: Sequence[Mapping[str, Any]], sweep: str, into: Path) -> li
     from pyarrow import csv, parquet
 
     table = arrow_table(rows, sweep)
-    # Spreadsheets compute a text that begins with these, and a cause may be text of anybody.
+    # Spreadsheets run a text that begins with these as a formula, and the text of a cause may come from anybody.
     plain = arrow_table([{name: _inert(value) for name, value in row.items()} for row in rows], sweep)
     try:
         into.mkdir(parents=True, exist_ok=True)
@@ -496,10 +495,10 @@ def look_at(
     """A function that returns the sweep's current rows at every call.
 
     Args:
-        estimates: whether runs for which no estimate was kept are estimated now, which takes some seconds.
+        estimates: whether to estimate runs without a stored estimate, which takes some seconds.
 
-    Runs whose jobs have ended without a result get one; if that cannot be written, `report` is called, once for each
-    message.
+    Writes results for runs whose jobs have ended without one; if a result cannot be written, calls `report` once for
+    each message.
     """
     reported: set[str] = set()
 

@@ -93,7 +93,7 @@ def flattened(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str
 def differing(
     ours: Mapping[str, Any], theirs: Mapping[str, Any], left_out: Sequence[str]
 ) -> list[tuple[str, str, str]]:
-    """Key, value and other value, as text, of all that differs between two configs; `–`: there is no such key.
+    """Key, value and other value, as text, of all that differs between two configs; `–`: the key is missing.
 
     Args:
         left_out: keys or groups at the top of the configs.
@@ -355,7 +355,7 @@ def _compiled(node: ast.expr, text: str, names: list[str]) -> Callable[[Look], A
         case ast.List(elts=parts) | ast.Tuple(elts=parts):
             items = inner(parts)
             return lambda look: [item(look) for item in items]
-    # An operator that is refused says more than its expression.
+    # Name the operator that is refused, if there is one: it says more than the expression.
     operators = [getattr(node, "op", None), *getattr(node, "ops", ())]
     refused = next((op for op in operators if op and type(op) not in {**_COMPARISONS, **_ARITHMETIC}), node)
     rule = _MEANT.get(type(refused), f"has something in it that no condition has ({type(refused).__name__})")
@@ -369,7 +369,7 @@ def _truth(value: Any, shown: str) -> bool:
 
 
 def _number(value: Any) -> Any:
-    # A text times a large number would fill the memory.
+    # Only numbers: a text times a large number would fill the memory.
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{value!r} is no number")
     return value
@@ -398,7 +398,7 @@ class SweepPoint:
 
     @property
     def suffix(self) -> str:
-        """The number of the repetition; empty for the first, whose name so does not depend on later repeats."""
+        """The number of the repetition; empty for the first, so that its name does not depend on later repeats."""
         return f"-r{self.repeat}" if self.repeat else ""
 
 

@@ -1,7 +1,7 @@
-"""Submits the missing runs of a study, and none twice, even if this process is killed at any moment.
+"""Submits the missing runs of a study, each only once, even if this process is killed at any moment.
 
 The order is: run folders, the snapshot of the code, an intent for each array, the array itself. The next submission
-uses what it finds of these. The plan of a submission is text or plain values, with the planner's estimates.
+continues from the parts that exist. The plan of a submission is text or plain values, with the planner's estimates.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Submitted:
 
 
 def folder_of(study: Study) -> SweepFolder:
-    """The folder of a study's sweep, which need not exist, but can be written."""
+    """The folder of a study's sweep; it need not exist, but must be writable."""
     roots = {planned.recipe.runs for planned in study.planned}
     if len(roots) > 1:
         raise ConfigError(
@@ -159,7 +159,7 @@ def _decided(
     run_of = {identity.sha256: run for run in folder.runs() if (identity := run.identity()) is not None}
     decisions = []
     for planned, shape in zip(study.planned, shapes, strict=True):
-        # By its identity: its label may have changed since.
+        # Find the run by its identity: its label may have changed.
         run = run_of.get(planned.identity.sha256)
         name = run.path.name if run else f"{planned.recipe.name}-{planned.identity.hash8}"
         action, outcome = ("submit", None) if run is None else standing(run, jobs.get(name), states)
@@ -256,7 +256,7 @@ def plan_lines(study: Study, decisions: Sequence[Decision], *, answered: bool = 
 
 
 def _without_tracker(study: Study, decisions: Sequence[Decision]) -> list[str]:
-    """A line for each tracker that the recipes name and that has nothing of runs that have ended."""
+    """A line for each tracker that the recipes name and that has no data of runs that have ended."""
     over = [decision for decision in decisions if decision.action in ("done", "ended")]
     if not over:
         return []
@@ -348,11 +348,11 @@ def _resources(submitted: Sequence[Decision], *, answered: bool) -> str:
 
 
 def fitting(study: Study, *, strictly: bool) -> Study:
-    """The study without the runs that do not fit into memory, with a notice on those that may not.
+    """The study without the runs that do not fit into memory, with a notice on runs that may not fit.
 
     Args:
-        strictly: leave out all whose estimate exceeds a device's memory; else only those whose estimate exceeds it by
-            more than the error of estimates.
+        strictly: leave out every run whose estimate exceeds a device's memory; else only if it does so by more than the
+            error of estimates.
     """
     kept: list[PlannedRun] = []
     dropped = list(study.dropped)

@@ -47,7 +47,6 @@ class SweepFolder:
 
     @property
     def name(self) -> str:
-        """The sweep's name."""
         return self.path.name
 
     @property
@@ -74,7 +73,6 @@ class SweepFolder:
         return read_points(self.path)
 
     def submissions(self) -> list[Submission]:
-        """All submissions, oldest first."""
         return submission.submissions(self.path)
 
     def runs(self) -> list[RunFolder]:
@@ -184,7 +182,7 @@ def find_run_or_sweep(text: str, runs: Path | str, key: str = "run") -> RunFolde
     """The run that a user names or, if no run is meant, the sweep; with an absolute path.
 
     Args:
-        key: what the error names if there is neither.
+        key: named in the error if there is neither.
 
     Raises:
         ConfigError: there is neither; or several runs match, or the files of the run are damaged.
@@ -204,7 +202,7 @@ CODE_SCHEMA = 1
 _FOLDERS = ("conf", "launch", "sweeps")
 _TEXTS = (".yaml", ".yml", ".csv")
 _COMPILED = "__pycache__"
-# Temporary files of editors, and what Python does not look for.
+# Not code: editors' temporary files, and files that Python does not import.
 _NO_CODE = ("*.pyc", ".*", "*~")
 
 
@@ -258,8 +256,8 @@ def present_code() -> str:
 
 
 def _not_code(folder: str, names: list[str]) -> set[str]:
-    # Compiled modules are copied too, and are valid, as the copy keeps the times of the sources: otherwise each rank of
-    # a job compiles all modules at once, and writes them.
+    # Copy compiled modules too; they stay valid because the copy keeps the sources' times. Otherwise every rank of a
+    # job would compile all modules at the same time.
     if Path(folder).name == _COMPILED:
         return {name for name in names if not name.endswith(".pyc")}
     return set(shutil.ignore_patterns(*_NO_CODE)(folder, names))

@@ -1,4 +1,4 @@
-"""Follows a sweep or one run until the end, and tells the exit code of a sweep."""
+"""Follows a sweep or one run until the end, and gives the exit code of a sweep."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Screen:
         if height is not None:
             room = max(1, height - _FRAME_LINES - len(beneath))
             left_out = max(0, len(shown) - room)
-            # In their order: active runs first, then failed, stopped, waiting and finished ones.
+            # The order: active runs first, then failed, stopped, waiting and finished ones.
             urgency = {"busy": 0, "bad": 1, "halted": 2, "idle": 3, "good": 4}
             places = sorted(range(len(shown)), key=lambda place: (urgency[listing.state_tone(shown[place])], place))
             shown = [shown[place] for place in sorted(places[:room])]
@@ -159,7 +159,11 @@ class Screen:
 
 def _harmless(rows: Sequence[Row]) -> list[Row]:
     """Rows whose texts cannot control the terminal."""
-    return [{key: harmless(value) if isinstance(value, str) else value for key, value in row.items()} for row in rows]
+    return [_without_control(row) for row in rows]
+
+
+def _without_control(row: Row) -> Row:
+    return {key: harmless(value) if isinstance(value, str) else value for key, value in row.items()}
 
 
 def settled(rows: Sequence[Row]) -> bool:
@@ -181,7 +185,7 @@ def _table(rows: Sequence[Row], columns: int, now: float) -> Any:
     state, name = listing.HEADINGS.index("state"), listing.HEADINGS.index("run")
     for row, line in zip(rows, lines, strict=True):
         if len(line[name]) > kept[name]:
-            # Without its middle: the hash at its end distinguishes it.
+            # Cut the middle: the hash at the end distinguishes runs.
             line[name] = f"{line[name][: kept[name] - _HASH - 1]}…{line[name][-_HASH:]}"
         colour = _COLOURS[listing.state_tone(row)]
         table.add_row(*(Text(line[place], style=colour if place == state else "") for place in kept))
@@ -224,7 +228,7 @@ def follow(folder: SweepFolder) -> list[dict[str, Any]]:
 
 
 def exit_code(rows: Sequence[Mapping[str, Any]]) -> int:
-    """The exit code for the first run that is not done, 0 if all are; for a run that has not ended, that of Ctrl-C."""
+    """The exit code for the first run that is not done, 0 if all are; that of Ctrl-C if the run has not ended."""
     for row in rows:
         if row["state"] == "dropped" or row["outcome"] == OutcomeKind.DONE.value:
             continue
@@ -235,7 +239,7 @@ def exit_code(rows: Sequence[Mapping[str, Any]]) -> int:
 
 # How often the table of the sweep is read, and with it the scheduler's queue.
 _LOOK_SECONDS = 5.0
-# A run without a job on another host, whose processes and locks are not seen here, is given up after this time.
+# Stop watching after this time: a run without a job may be on another host, whose processes and locks are not seen.
 _SILENT_SECONDS = 300.0
 
 
@@ -250,7 +254,7 @@ class RunWatch:
         self._last: tuple[bool, str] = (True, "")
 
     def goes_on(self) -> tuple[bool, str]:
-        """Whether it goes on, and a line that says why it waits, or why it does not go on; the line may be empty."""
+        """Whether the run goes on, and a line that says why it waits or does not go on; the line may be empty."""
         if self._run.is_claimed():
             self._due = -float("inf")
             return True, ""

@@ -62,13 +62,13 @@ def finite(value: Any) -> Any:
 
 
 MOST_BYTES = 1 << 30
-"""A larger file of text or JSON is refused: it is none of ours, and would fill the memory."""
+"""A larger file of text or JSON is refused: titanlab does not write such files, and it would fill the memory."""
 _PIECE_BYTES = 1 << 20
 
 
 def open_to_read(path: Path) -> BinaryIO:
-    """Open a regular file; anything else is an OSError."""
-    # Without O_NONBLOCK the open of a named pipe would wait for a writer.
+    """Open a regular file; OSError: anything else."""
+    # Without O_NONBLOCK, opening a named pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -98,7 +98,7 @@ def open_to_write(path: Path, flags: int) -> int:
     A symbolic link is not followed: in a stranger's folder it may lead to any file that the user may write.
 
     Raises:
-        OSError: it cannot be opened, is a symbolic link, or is no regular file.
+        OSError: it cannot be opened, is a symbolic link, or is not a regular file.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
@@ -125,22 +125,22 @@ def read_text(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
 
     Raises:
         OSError: it cannot be read, is no regular file, or is larger than that.
-        UnicodeDecodeError: it is no UTF-8.
+        UnicodeDecodeError: it is not UTF-8.
     """
     text = read_bytes(path, most_bytes=most_bytes).decode()
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def user_path(text: str | os.PathLike[str]) -> Path:
-    """The path, with `~` as the user's home; `~NAME` of nobody stays as it is, as in a shell.
+    """The path, with `~` as the user's home; `~NAME` without such a user stays unchanged, as in a shell.
 
-    Its method of pathlib raises a RuntimeError for it, which would be shown as a traceback.
+    `Path.expanduser` would raise a RuntimeError for such a name, which users would see as a traceback.
     """
     return Path(os.path.expanduser(text))
 
 
 def home() -> Path | None:
-    """The user's home folder; None for a user who has none, as in many containers: no HOME and no passwd entry."""
+    """The user's home folder; None for a user without one, as in many containers: no HOME and no passwd entry."""
     folder = os.path.expanduser("~")
     return Path(folder) if os.path.isabs(folder) else None
 
@@ -196,7 +196,7 @@ class FolderGone(OSError):
 def disk_fault(error: BaseException, *, ends_run: bool = True) -> str | None:
     """The fault of the disk, the store or the run's folder, and its cure, in one line; None if there is none.
 
-    It also looks at the causes of the error, and at the other ranks' errors in torch's CheckpointException.
+    Also looks at the causes of the error, and at the other ranks' errors in torch's CheckpointException.
 
     Args:
         ends_run: whether the run has to be resumed when the cause is mended.
@@ -218,14 +218,14 @@ def disk_fault(error: BaseException, *, ends_run: bool = True) -> str | None:
 
 
 def tells_of_disk(cause: str | None) -> bool:
-    """Whether the cause of an outcome is a text that `disk_fault` has returned."""
+    """Whether the cause of an outcome is a text from `disk_fault`."""
     return cause is not None and cause.startswith((_STORE, _GONE, *_WORDS.values()))
 
 
 def refusal(folder: Path) -> OSError | None:
     """The error when bytes are appended to the files of a discarded folder; None if they can be appended.
 
-    It finds the cause that writers in native code hide (torch 2.11 to 2.13: "unexpected pos 704 vs 598").
+    Finds the cause that writers in native code hide (torch 2.11 to 2.13: "unexpected pos 704 vs 598").
     """
     try:
         for path in sorted(folder.iterdir()):
@@ -253,7 +253,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         waiting += [cause for cause in (current.__cause__, current.__context__) if cause is not None]
 
 
-# The digits of the largest float: Python cannot compare a longer whole number with a float, or make it one.
+# The digits of the largest float: Python cannot compare a longer whole number with a float, or convert it.
 _MOST_DIGITS = 308
 
 
@@ -261,8 +261,8 @@ def parse_json(text: str | bytes) -> Any:
     """The value of a JSON text.
 
     Raises:
-        ValueError: it is no JSON in UTF-8, is nested too deeply, or has a whole number that no float can hold. The
-            message is one line.
+        ValueError: the text is not JSON in UTF-8, is nested too deeply, or has a whole number too large for a float.
+        The message is one line.
     """
     try:
         return json.loads(text, parse_int=_whole_number)

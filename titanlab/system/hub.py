@@ -25,7 +25,7 @@ def kinds_of(error: Exception) -> set[str]:
 
 
 def is_absent(error: Exception) -> bool:
-    """Whether the error says that the hub has the model, but no such file in it."""
+    """Whether the error says that the hub has the model, but the model lacks the file."""
     kinds = kinds_of(error)
     return "EntryNotFoundError" in kinds and "LocalEntryNotFoundError" not in kinds
 
@@ -50,7 +50,7 @@ def hub_error(error: Exception, repo: str, key: str = "repo") -> ConfigError:
 
 
 def silence() -> float | None:
-    """The seconds that it waited for an answer from the hub, or from the proxy, without success; None: it answers.
+    """The seconds of waiting without an answer from the hub, or from the proxy; None: it answers.
 
     huggingface_hub and datasets retry for half a minute before they report a missing network, and for minutes if the
     connection is accepted but no response comes.
@@ -97,13 +97,13 @@ def _responds(seconds: float) -> bool:
     except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, urllib.error.HTTPError):
             error.close()
-        # Other errors are left to the library, which may have other certificates, or support other proxies.
+        # Leave other errors to the library, which may have other certificates, or support other proxies.
         return not isinstance(getattr(error, "reason", None), TimeoutError)
     return True
 
 
 def unreachable(name: str, key: str = "repo") -> ConfigError | None:
-    """The error if the hub does not answer, found faster than by a library's retries; None: it answers."""
+    """The error if the hub does not answer, faster than after a library's retries; None: the hub answers."""
     if is_offline():
         rule = "is to be fetched from the hub, and HF_HUB_OFFLINE is set"
         return ConfigError(key, name, rule, "unset it, or copy the files by hand")
@@ -151,7 +151,7 @@ def _is_address(endpoint: str) -> bool:
 
 
 def _proxy() -> str | None:
-    """The proxy for connections to the hub; None: they use no proxy."""
+    """The proxy for connections to the hub; None: no proxy."""
     endpoint = urlsplit(_endpoint())
     proxies = urllib.request.getproxies()
     proxy = proxies.get(endpoint.scheme) or proxies.get("all")

@@ -15,10 +15,11 @@ from types import ModuleType
 
 @contextlib.contextmanager
 def kept_imports() -> Iterator[None]:
-    """Import inside the block: no collection happens there, and none looks at what exists when the block ends.
+    """Import inside the block: no garbage collection runs there, and later collections skip the objects that exist at
+    its end.
 
-    Modules stay until the process ends. While torch is imported, half a million objects are made, and the collector
-    would look through them again and again: a fifth of the time that the imports take.
+    Modules stay until the process ends. The import of torch makes half a million objects, and the collector would visit
+    them again and again: a fifth of the time of the imports.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -32,7 +33,7 @@ def kept_imports() -> Iterator[None]:
 
 @atexit.register
 def _free_triton() -> None:
-    """Let the interpreter collect at its exit, if Triton is imported: it prints pages about objects that stay."""
+    """If Triton is imported, undo the freeze at exit: otherwise Triton prints pages about objects that still exist."""
     if "triton" in sys.modules:
         gc.unfreeze()
 
@@ -40,7 +41,7 @@ def _free_triton() -> None:
 def import_quietly(name: str) -> ModuleType:
     """Import a module without warnings and log messages of it and of its imports.
 
-    torchao reports compiled extensions for other hardware, which it cannot load, and names that it will change.
+    torchao warns of compiled extensions for other hardware, which it cannot load, and of deprecated names.
 
     Raises:
         ImportError: the module is not installed, or does not fit this torch.

@@ -58,9 +58,9 @@ STOPPED = ("T", "t")
 
 
 def process_start(pid: int) -> float | None:
-    """When a process of this host has started, in seconds since the epoch, to a hundredth; None: it is not known.
+    """Start time of a process of this host, in seconds since the epoch, to a hundredth; None: not known.
 
-    Only Linux tells it (proc(5), `starttime`).
+    Known only on Linux (proc(5), `starttime`).
     """
     ticks = born_at(pid)
     if not ticks:
@@ -99,7 +99,7 @@ def process_state(pid: int) -> str | None:
 
 
 def stopped_note(pid: int) -> str:
-    """A clause about a process of this host that is stopped, and how it goes on; empty if it is not."""
+    """A clause about a stopped process of this host, and how to continue it; empty if the process is not stopped."""
     state = process_state(pid)
     resume = f": `kill -CONT {pid}` lets it go on" if state == "T" else " by a debugger"
     return f"is stopped{resume}" if state in STOPPED else ""
@@ -112,8 +112,9 @@ def module_command(name: str) -> list[str]:
     """The command that runs a module of titanlab.
 
     With -P the current folder is not searched: a clone of titanlab there, or a file named `random.py`, would be
-    imported instead of what this process has. Without it if this process has titanlab from there itself: `python -m
-    titanlab`, an interpreter or a notebook in a clone that is not installed. The last two have "" on their path.
+    imported instead of what this process has. No -P if this process itself has titanlab from the current folder:
+    `python -m titanlab`, an interpreter or a notebook in a clone that is not installed. The last two have "" on their
+    path.
     """
     options = [] if sys.path and Path(sys.path[0]).absolute() == _ROOT else ["-P"]
     return [sys.executable, *options, "-m", name]

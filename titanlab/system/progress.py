@@ -71,7 +71,8 @@ def live_line(
 ) -> str:
     """One line of a terminal, shorter than `columns`.
 
-    A narrow terminal has no bar and no curve, then shorter numbers, and at last only the most important ones.
+    On a narrow terminal the line loses the bar and the curve, then shortens numbers, and at last drops the less
+    important ones.
 
     Args:
         losses: of the last log windows, drawn as a small curve.
@@ -100,7 +101,7 @@ def kept_line(progress: Progress, *, columns: int) -> str:
 
 @dataclass(frozen=True)
 class _LinePart:
-    """A text of the line; that with the highest rank is dropped first."""
+    """A text of the line; the text with the highest rank is dropped first."""
 
     text: str
     rank: int
@@ -116,8 +117,8 @@ def _figures(p: Progress, style: Style, *, length: int) -> list[_LinePart]:
     """The numbers in the order of the line.
 
     Args:
-        length: 0, 1 or 2: with all digits and units, with fewer digits, or as short as they can be; _LOG: as 0, with
-            the times of a step.
+        length: 0, 1 or 2: with all digits and units, with fewer digits, or as short as possible; _LOG: as 0, with the
+            times of a step.
     """
     parts = [_LinePart(f"{p.step:>{len(str(p.steps))}}/{p.steps}", 0)]
     if p.loss is not None:
@@ -150,7 +151,7 @@ def _figures(p: Progress, style: Style, *, length: int) -> list[_LinePart]:
 
 
 def _fitting(p: Progress, room: int, style: Style) -> str:
-    """The numbers with as many digits as there is room for; if the shortest are too long, the most important ones."""
+    """The numbers with as many digits as fit; if the shortest forms are too long, only the most important numbers."""
     for length, gap in ((0, _GAP), (1, _GAP), (1, " "), (2, _GAP), (2, " ")):
         parts = _figures(p, style, length=length)
         if _width(parts, gap) <= room:

@@ -1,9 +1,9 @@
 """Output of a run for people: a table at the start, a line of progress, a panel at the end.
 
-On a terminal the last line is redrawn in place: before the first step it names the phase that lasts, then it shows the
-progress. Every group of steps leaves a line, on a terminal as in a pipe or a log.
-`NO_COLOR` and dumb terminals are respected. Text of others cannot control the terminal. Failed output cannot end a run:
-text that cannot be written is dropped.
+On a terminal the last line is redrawn in place: before the first step it names the current phase, then it shows the
+progress. Every group of steps leaves a line, on a terminal as in a pipe or a log. `NO_COLOR` and dumb terminals are
+respected. Text from other programs cannot control the terminal. Failed output cannot end a run: text that cannot be
+written is dropped.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _lost: list[OSError] = []
 def open_closed_streams() -> None:
     """Give stdin, stdout and stderr the null device if the shell has closed them (`2>&-`).
 
-    Otherwise the next file that is opened gets the number of the closed stream: what is meant for stderr would be
-    written into it, and a rank could not start. Call it before any file is opened.
+    Otherwise the next file that is opened gets the number of the closed stream: text for stderr would be written into
+    that file, and a rank could not start. Call this before any file is opened.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
-            # The lowest free number is given, and all below are open by now: it is this one.
+            # The system gives the lowest free number, and all lower ones are open by now: it gives this number.
             os.open(os.devnull, os.O_RDONLY if mode == "r" else os.O_WRONLY)
             os.set_inheritable(number, True)
-            # For this process, Python has set the stream to None.
+            # At its start, Python has set the stream to None.
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
 
 
@@ -63,7 +63,7 @@ def has_no_reader(stream: TextIO) -> bool:
 
 
 def note_lost_output(stream: TextIO, error: OSError) -> None:
-    """Remember that text for standard output could not be written, if the stream is that."""
+    """If the stream is standard output, remember that text could not be written."""
     if stream is sys.stdout and not _lost:
         _lost.append(error)
 
@@ -117,18 +117,18 @@ def can_show(stream: TextIO, text: str) -> bool:
 def simplified(text: str, stream: TextIO) -> str:
     """The text with replacements for characters that the stream's encoding does not have."""
     encoding = stream.encoding or "ascii"
-    # One character for one, so that the columns of tables stay aligned.
+    # Replace one character by one, so that the columns of tables stay aligned.
     text = text.translate(str.maketrans("·×µ…−–→", "-xu.-->"))
     return text.encode(encoding, errors="replace").decode(encoding)
 
 
 _TICK_SECONDS = 0.5
-# Where nothing is redrawn, a phase that lasts so long gets a line of its own.
+# If lines are not redrawn, a phase that lasts this long gets its own line.
 _SLOW_SECONDS = 30.0
 
 
 class Phase:
-    """The phase that lasts now, if there is one."""
+    """The current phase, if there is one."""
 
     def __init__(self, tick: Callable[[], None], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._tick = tick
@@ -137,11 +137,11 @@ class Phase:
         self._begin = 0.0
         self._is_reported = False
         self._ended = threading.Event()
-        # The one of the phase that lasts, and earlier ones that are about to end.
+        # The thread of the current phase, and threads of earlier phases that are about to end.
         self._threads: list[threading.Thread] = []
 
     def begin(self, text: str | None) -> None:
-        """Begin a phase, which ends the one before; None: only end that."""
+        """Begin a phase, which ends the previous one; None: only end the previous one."""
         self._text, self._begin, self._is_reported = text, self._clock(), False
         if text is None:
             self._ended.set()
@@ -158,7 +158,7 @@ class Phase:
         return None if text is None else f"{text} … {seconds:.0f} s" if seconds >= 1 else f"{text} …"
 
     def take_slow(self) -> str | None:
-        """A line on a phase that lasts long, once for each; None: there is nothing to say."""
+        """A line about a phase that lasts long, once for each phase; None: no line."""
         if self._text is None or self._is_reported or self._clock() - self._begin < _SLOW_SECONDS:
             return None
         self._is_reported = True
@@ -223,7 +223,7 @@ class Console:
         self._unicode = can_show(self._stream, "━╸┄▁█╭")
         self._losses: collections.deque[float] = collections.deque(maxlen=64)
         self._latest: Progress | None = None
-        # The latest that has left a line.
+        # The latest progress that has left a line.
         self._kept: Progress | None = None
         self._drawn_at = -float("inf")
         # Columns of the line that was drawn last; 0: there is none.
@@ -237,9 +237,9 @@ class Console:
         return self._capable and not self._quiet
 
     def phase(self, text: str | None) -> None:
-        """Show what is being done, with its seconds, until the next phase, progress or None.
+        """Show a phase with its seconds, until the next phase, progress or None.
 
-        Without a line that is redrawn, only a phase that lasts long is said.
+        If lines are not redrawn, only a phase that lasts long is shown.
         """
         if self._quiet:
             return
@@ -264,7 +264,7 @@ class Console:
                 self._draw()
 
     def log(self, progress: Progress) -> None:
-        """Write a line after a group of steps, plain in the log file, and on a terminal as long as that is wide."""
+        """Write a line after a group of steps: plain in the log file, on a terminal cut to its width."""
         if progress.loss is not None:
             self._losses.append(progress.loss)
         line = plain_line(progress)
@@ -345,10 +345,10 @@ class Console:
         self._drawn, self._drawn_at = shown_width(line), self._clock()
 
     def _clearing(self) -> str:
-        """What removes the line that was drawn; empty if there is none."""
+        """The escape sequences that remove the drawn line; empty if there is none."""
         if not self._drawn:
             return ""
-        # A terminal that got narrower has wrapped the line; xterm cuts it off instead.
+        # A terminal that became narrower has wrapped the line; xterm cuts it off instead.
         wraps = 0 if "XTERM_VERSION" in self._environ else (self._drawn - 1) // columns_of(self._stream)
         return f"\r\x1b[{wraps}A\x1b[J" if wraps else _CLEAR_LINE
 

@@ -1,4 +1,4 @@
-"""Formats numbers, paths, findings and the text of others for people."""
+"""Formats numbers, paths, findings and foreign text for people."""
 
 from __future__ import annotations
 
@@ -100,34 +100,34 @@ def shown_path(path: object) -> str:
 
 
 def sweep_argument(folder: Path) -> str:
-    """How a command that a person copies names a sweep: by its name if it is in `runs` here, else by its folder."""
+    """The argument that names a sweep in a command to copy: its name if it is in `runs` here, else its folder."""
     if folder.absolute().parent == Path("runs").absolute():
         return shlex.quote(folder.name)
     shown = shown_path(folder)
     return shlex.quote(shown if os.sep in shown else os.path.join(os.curdir, shown))
 
 
-# Colours, and other settings of characters, are left out. Other sequences stay visible.
+# Sequences for colours and fonts are removed. Other sequences stay visible.
 _COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
-# Control characters but the tab; those of Latin-1; characters that turn the direction of text, or are invisible.
+# Control characters except the tab, also Latin-1's; characters that change the direction of text, or are invisible.
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 
 
 def harmless(line: str) -> str:
-    """One line, in which each such character stands as text: `^[` for an escape."""
+    """One line, with each control character written as text: `^[` for an escape."""
     if line.isascii() and line.isprintable():
         return line
     return _CONTROL.sub(_shown, _COLOURS.sub("", line.rstrip("\r")))
 
 
 def harmless_lines(text: str) -> str:
-    """Several lines, each of them harmless. JSON keeps its values: its strings have none of the first 32 characters."""
+    """Several harmless lines. JSON keeps its values: its strings never contain the first 32 characters."""
     return "\n".join(map(harmless, text.split("\n")))
 
 
 def _shown(match: re.Match[str]) -> str:
     number = ord(match[0])
-    # From 0x7f on as JSON escapes it.
+    # From 0x7f on, use JSON's escape.
     return "^" + chr(number ^ 0x40) if number < 0x20 else f"\\u{number:04x}"
 
 
@@ -140,7 +140,7 @@ class Finding:
 
     Attributes:
         name: what was checked.
-        state: `ok`, `warn` (training works, or works worse), `fail` (it does not work).
+        state: `ok`, `warn` (training works, perhaps worse), `fail` (training does not work).
         text: what was found.
         hint: what to do about it; empty if nothing.
     """

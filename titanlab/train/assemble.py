@@ -77,7 +77,7 @@ class Assembled:
 
     Attributes:
         model: a module that has all parameters of this rank, named as in the model's account.
-        to_device: copies this rank's part of its data-parallel rank's sequences to its device.
+        to_device: copies this rank's part of the batch of its data-parallel rank to its device.
         forward_backward: runs all microbatches of a step; the gradients are those of
             loss_sum / recipe.tokens_per_step · loss scale, summed over data-parallel ranks.
         loss_scale: the loss scale; it also runs the optimizer's step, or skips it.
@@ -108,7 +108,7 @@ class Assembled:
 
 
 class _Runner(NamedTuple):
-    """What runs a step: this rank's stages of the model, and the functions over them; fields as in `Assembled`.
+    """This rank's stages of the model, and the functions that run a step on them; fields as in `Assembled`.
 
     scale: factor of the loss before its backward
     """
@@ -159,7 +159,7 @@ def _single(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, pha
     """Build the whole model."""
     stage = build_stage(recipe, world, mesh)
     reports_loss = mesh.coordinate("tensor") == 0
-    # Without positions a model takes 0, 1, …, which is right for whole sequences.
+    # Without positions a model counts 0, 1, …, which is correct for whole sequences.
     positions = positions_of(recipe, world, mesh) if recipe.layout.context > 1 else None
     # All ranks know this constant. Dividing by it here keeps gradients small in low precision; the loop corrects
     # them exactly if fewer labels were valid.
@@ -197,7 +197,8 @@ def _single(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, pha
         evaluation_graphs.begin()
         tokens, labels = batch.tokens, batch.labels
         if recipe.layout.tensor > 1 or recipe.compile.compiles:
-            # The tokens of a full microbatch are divisible by the ranks, and compiled code exists for their shape.
+            # Fill up to a full microbatch: its tokens are divisible by the ranks, and compiled code exists for its
+            # shape.
             missing = size - tokens.shape[0]
             tokens, labels = F.pad(tokens, (0, 0, 0, missing)), F.pad(labels, (0, 0, 0, missing), value=IGNORE)
             documents = None if batch.documents is None else batch.documents.padded(missing)
@@ -289,7 +290,7 @@ def _balance(
 
 
 def _loss(recipe: Recipe, mesh: Mesh, model: nn.Module | None, scale: float | torch.Tensor) -> Loss:
-    """The loss of a model whose last piece is on this rank; None: another rank has it, and nobody calls the loss."""
+    """The loss of a model whose last piece is on this rank; None: another rank has it, and the loss is not called."""
     compiled = recipe.compile.implementation().compile_loss
     if recipe.loss_chunk and model is not None:
         columns, gathered = Columns(), None
@@ -317,7 +318,7 @@ class StepBatch(NamedTuple):
     tokens: [sequences, seq of this rank] int64
     labels: [sequences, seq of this rank] int64; -100 does not count
     valid: number of labels that count; 0 on ranks whose loss another rank reports
-    documents: of document masks, of this rank's part of the sequences
+    documents: the documents of this rank's part of the sequences; None without document masks
     """
 
     tokens: torch.Tensor
@@ -326,7 +327,7 @@ class StepBatch(NamedTuple):
     documents: Packed | None = None
 
     def places(self, rows: slice, positions: torch.Tensor | None) -> tuple[torch.Tensor | HostStarts | None, ...]:
-        """What a model gets of some sequences after their tokens; `positions` are those without document masks."""
+        """The arguments of a model's forward after the tokens; `positions` are used if there are no documents."""
         return (positions,) if self.documents is None else self.documents.arguments(rows)
 
 
@@ -379,8 +380,8 @@ def with_policy(loss_scale: LossScale, training: Training, device: torch.device)
 class SkipBadSteps(LossScale):
     """A loss scale that takes no step if the gradient is not finite, up to `limit` times in a row.
 
-    An overflow that the precision's own loss scale tolerates is no bad step, if the loss is finite: it is skipped as
-    before, and not counted.
+    An overflow that the precision's own loss scale tolerates is not a bad step if the loss is finite: the step is
+    skipped as without this policy, and not counted.
     """
 
     def __init__(self, inner: LossScale, *, limit: int, device: torch.device) -> None:
@@ -405,7 +406,7 @@ class SkipBadSteps(LossScale):
         self._inner_skips = fields is not None
         if fields is None:
             fields = torch.tensor([math.nan, 0.0, 0.0], dtype=torch.float64, device=norm.device)
-        # A smaller scale mends an overflow of gradients, and no loss.
+        # A smaller scale can remove an overflow of gradients, but not of the loss.
         self._bad = ~finite & ((fields[2] == 0) | self._is_lost)
         self._row = torch.where(self._bad, self._row + 1, torch.where(finite, 0, self._row))
         self._skipped = self._skipped + self._bad
@@ -446,10 +447,10 @@ class Stage:
 
     @property
     def expert_factor(self) -> float:
-        """What FSDP2 divides other gradients by, relative to those of experts.
+        """FSDP2's divisor of other gradients relative to that of experts' gradients.
 
-        It divides by the ranks that it sums over: replicate · shard · context, and of experts replicate ·
-        shard · context · tensor / expert.
+        FSDP2 divides by the ranks over which it sums: replicate · shard · context, and for experts replicate · shard ·
+        context · tensor / expert.
         """
         return self.mesh.layout.tensor / self.mesh.layout.expert
 
@@ -493,7 +494,7 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
     sharded = _apply_data_parallelism(model, recipe, world, mesh, experts)
     scaled = [parameter for module in experts for parameter in module.parameters()]
     summed = [parameter for name, parameter in model.named_parameters() if name in summands]
-    # They are few numbers, so a wide dtype costs little and avoids another rounding.
+    # These gradients have few elements: a wide dtype costs little and avoids another rounding.
     summed_in = torch.promote_types(dtype_named(formats.master), dtype_named(formats.reduce))
     return Stage(model=model, sharded=sharded, summands=summed, summed_in=summed_in, mesh=mesh, experts=scaled)
 

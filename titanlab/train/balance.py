@@ -1,7 +1,7 @@
-"""How the load of experts is counted, balanced and recorded, over all ranks and microbatches of a step.
+"""Counts, balances and records the load of experts, over all ranks and microbatches of a step.
 
-Routers count in the backward pass (`titanlab.techniques.model.mixture_of_experts`). The counts travel in the step's
-only reduction, so every rank knows those of all blocks and computes the same biases (arXiv 2408.15664).
+Routers count in the backward pass (`titanlab.techniques.model.mixture_of_experts`). The step's only reduction also sums
+the counts, so every rank knows the counts of all blocks and computes the same biases (arXiv 2408.15664).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from titanlab.costs import BLOCKS, ModelAccount, RoutedExperts, block_name
 from titanlab.errors import DamagedPosition
 from titanlab.techniques.model.mixture_of_experts import Auxiliary, Router
 
-# In a run, beside those of its first and its last step.
+# Rows in a run, besides the rows of its first and last step.
 _MOST_ROWS = 20
 
 
 class Load(NamedTuple):
     """The routing of a step, over all ranks.
 
-    counts: by block and expert, the tokens that it has computed
+    counts: by block and expert, the tokens that the expert has computed
     entropies: by block, the sum over tokens of the entropy of the router's probabilities, in nats
     active: experts of a token
     """
@@ -68,7 +68,7 @@ class NoBalance:
     """A model without experts."""
 
     def begin(self) -> None:
-        """Is called before a step's first microbatch."""
+        """Called before a step's first microbatch."""
 
     def sums(self) -> Tensor | None:
         """This rank's summands of a step's counts, [n] float64; None: there are none."""
@@ -86,14 +86,14 @@ class NoBalance:
         return {}
 
     def restore(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Continue from a checkpoint's state; an empty state begins anew."""
+        """Continue from a checkpoint's state; an empty state starts from the beginning."""
 
 
 class Balance(NoBalance):
     """Counts and balances the experts of a model.
 
     Args:
-        counts: whether this rank counts; of ranks that route the same tokens only one does.
+        counts: whether this rank counts; only one of the ranks that route the same tokens counts.
         parts: ranks that route the same tokens.
         scale: factor of the loss before its backward.
     """
@@ -182,8 +182,9 @@ class Balance(NoBalance):
 class ExpertRows:
     """Sums the counts of tokens over steps, and writes them from time to time: a row of a large model has 80 KB.
 
-    A row has `counts`, tokens by block and expert over all ranks and microbatches, and `steps`, the number of steps
-    that they are sums of. The steps of rows depend on the length of the run only: runs of several layouts compare.
+    A row has `counts`, tokens by block and expert over all ranks and microbatches, and `steps`, the number of steps in
+    these sums. The steps of rows depend only on the length of the run, so that runs with different layouts can be
+    compared.
     """
 
     def __init__(self, steps: int, write: Callable[[int, Mapping[str, Any]], None]) -> None:

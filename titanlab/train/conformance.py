@@ -2,7 +2,7 @@
 
     assert faults(MyModel(dim=64, layers=3, …)) == []
 
-It starts no processes; `titanlab.prove.parity` shows whether a model trains equally in every layout.
+This starts no processes; `titanlab.prove.parity` shows whether a model trains equally in every layout.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from titanlab.train.initialise import initialise
 
 # Relative difference of logits between two ways to call one model: they compute the same sums in the same order.
 _ROUNDING = 1e-6
-# Likewise, where sums are in another order.
+# Likewise, if the sums are in another order.
 _SUMS = 1e-5
 
 

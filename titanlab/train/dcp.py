@@ -77,11 +77,11 @@ class _Unreadable(ValueError):
 
 
 class _Recorded:
-    """What a pickle would make of a class or function; a name that is not called, as of a dtype, stays a class.
+    """Stands for an object that a pickle would create; a name that is not called, such as a dtype, stays a class.
 
     Attributes:
         name: of the class or function, without its module.
-        state: argument of `__setstate__`; a mapping of it becomes attributes too.
+        state: argument of `__setstate__`; if it is a mapping, its items become attributes too.
     """
 
     name, state = "", None
@@ -104,7 +104,7 @@ class _Unpickler(pickle.Unpickler):
         """Called by every opcode that imports."""
         if (module, name) not in _NAMES:
             raise _Unreadable(f"asks for {module}.{name}, which could run code")
-        # A new class for each reading, so that the pickle cannot change a class for later readings.
+        # A new class for each reading: the pickle cannot change a class for later readings.
         return self._classes.setdefault((module, name), type(name, (_Recorded,), {"name": name}))
 
 
@@ -184,7 +184,7 @@ def _metadata(root: object, *, most_chunks: int) -> Metadata:
             is_alike = len(chunk.offsets) == len(chunk.sizes) == len(tensor.size)
             if not is_alike or any(end > whole for end, whole in zip(ends, tensor.size, strict=True)):
                 raise _Unreadable(f"is damaged (a chunk lies outside of {name!r})")
-        # Of the properties the dtype comes first; the others are the same for all tensors.
+        # The dtype is the first property; the others are the same for all tensors.
         dtype = tensor.properties.state[0].name
         if dtype not in ITEM_BYTES:
             raise _Unreadable("is damaged (it lacks a dtype)")
@@ -194,7 +194,7 @@ def _metadata(root: object, *, most_chunks: int) -> Metadata:
         at = msgspec.convert(index, _Index, from_attributes=True)
         stored = msgspec.convert(place, _StoredAt, from_attributes=True)
         file = stored.relative_path
-        # The file is opened later: it must be inside the checkpoint's folder. PurePath takes ".." for a name too.
+        # The file is opened later: it must be inside the checkpoint's folder. PurePath accepts ".." as a name.
         if file in ("", "..") or PurePath(file).name != file or "\0" in file:
             raise _Unreadable("is damaged (it lacks the name of a file beside it)")
         places[MetadataIndex(at.fqn, at.offset, at.index)] = stored
@@ -275,12 +275,12 @@ class DcpPlanner(dcp.DefaultLoadPlanner):
         set_in(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
 
 
-# Before the names of parameters in titanlab's checkpoints.
+# The prefix of parameters' names in titanlab's checkpoints.
 _OWN_PREFIX = "model."
 
 
 class _ReadingPlanner(dcp.DefaultSavePlanner):
-    """Plans by shapes alone, and reads each tensor when it is written.
+    """Plans by shapes alone; reads each tensor only when it is written.
 
     Args:
         names: name of each tensor in the checkpoint, by its name in the folder that is written.
@@ -307,12 +307,12 @@ def write_dcp(checkpoint: Place, into: Path, key: str, *, prefix: str = _OWN_PRE
     `checkpoint.load_from`; it has no states of generators.
 
     Args:
-        prefix: before the names of parameters; empty: as torchtitan names them. Such a folder has no position.json,
-            and `titanlab import` reads it.
+        prefix: of the parameters' names; empty: as torchtitan names them. A folder without a prefix has no
+            position.json, and `titanlab import` reads it.
 
     Raises:
         ConfigError: the checkpoint is damaged.
-        OSError: the disk takes no more.
+        OSError: the disk is full.
     """
     contents = read_contents(checkpoint, key)
     reader = contents.reader(checkpoint, key)
@@ -326,7 +326,7 @@ def write_dcp(checkpoint: Place, into: Path, key: str, *, prefix: str = _OWN_PRE
             written[renamed] = name
             state[renamed] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
     with warnings.catch_warnings():
-        # One process without a process group is what is wanted here.
+        # torch warns of one process without a process group, which is intended here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         try:
             dcp.save(
@@ -336,7 +336,7 @@ def write_dcp(checkpoint: Place, into: Path, key: str, *, prefix: str = _OWN_PRE
                 no_dist=True,
             )
         except dcp.CheckpointException as error:
-            # One process writes, so there is one failure; native code raises a RuntimeError about a full disk.
+            # One process writes, so there is one failure; if the disk is full, native code raises a RuntimeError.
             failure: BaseException = next((failure for failure, _ in error.failures.values()), error)
             raise ((refusal(into) if isinstance(failure, RuntimeError) else None) or failure) from error
     if prefix != _OWN_PREFIX:

@@ -25,7 +25,7 @@ from titanlab.train.starting_weights import open_folder
 from titanlab.train.weights_folder import CONTEXT, biases_of, is_weights_folder, usual_dtype
 from titanlab.train.weights_tensors import fill
 
-# Most tokens of context: a folder of weights may say 131,072, and all of them are computed again for each new token.
+# The largest context in tokens: all tokens are computed again for each new token, and a folder may allow 131,072.
 _MOST_CONTEXT = 4096
 
 

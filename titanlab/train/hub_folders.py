@@ -43,11 +43,11 @@ TOKENIZER_FILES = (
 )
 # Keys of config.json that are not part of the model config; import and export do not change them.
 ABOUT = (CONTEXT, "bos_token_id", "eos_token_id", "pad_token_id")
-# Words that torch.compile, DDP, FSDP and activation checkpointing put into the names of a state_dict.
+# Words that torch.compile, DDP, FSDP and activation checkpointing add to the names of a state_dict.
 _WRAPPERS = re.compile(r"\b(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 # Endings of files that may hold weights in another form: Mistral's, a variant, GGUF, Meta's.
 _OTHER_WEIGHTS = (".safetensors", ".gguf", ".pth", ".bin")
-# What transformers puts before the names of all tensors but the output head's; AutoModel saves them without it.
+# transformers' prefix of all names of tensors but the output head's; AutoModel saves names without it.
 _BASE = "model."
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -169,7 +169,7 @@ def copy_tokenizer(source: Path, target: Path) -> list[str]:
     if files:
         target.mkdir(exist_ok=True)
     for name, file in files.items():
-        # Without permissions: files in the hub's cache are links to read-only files.
+        # Do not copy permissions: files in the hub's cache are links to read-only files.
         shutil.copyfile(file, target / name)
     return list(files)
 
@@ -193,7 +193,7 @@ def write_tokenizer_config(folder: Path, *, bos_id: int | None, eos_id: int | No
         config = {
             "tokenizer_class": "LlamaTokenizer",
             "add_bos_token": bos_id is not None,
-            # Some models put a space before every text.
+            # Some tokenizers put a space before every text.
             "add_prefix_space": model.encode("a", out_type=str)[0].startswith(_SPACE),
             # False makes transformers encode as SentencePiece does.
             "legacy": False,

@@ -62,7 +62,6 @@ def plain_name(name: str) -> str:
 
 
 def key(seed: int, name: str) -> int:
-    """The 64-bit seed of a parameter."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -84,7 +83,7 @@ def local_part(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
     origin = (0,) * parameter.dim()
     if type(parameter) is nn.Parameter:
         return parameter, origin
-    # Imported here: it takes 0.5 s, and only DTensors need it. The function is private, but torch's distributed
+    # Imported here: the import takes 0.5 s, and only DTensors need it. The function is private, but torch's distributed
     # checkpoint uses it to place shards; the shape is checked below.
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -174,7 +174,7 @@ class WeightsOrigin:
 
     Attributes:
         about: values for config.json that are not part of the model config.
-        tokenizer: the folder of the tokenizer's files; it may have none of them.
+        tokenizer: the folder of the tokenizer's files, which may be missing.
         generation: the path of generation_config.json, or its content.
     """
 
@@ -223,7 +223,7 @@ def checkpoint_of(text: str, runs: str, *, step: int | None) -> Place:
 
 
 def from_run(text: str, runs: str, *, step: int | None, checkpoint: Place | None = None) -> WeightsOrigin:
-    """The model of a checkpoint of a run; None: of that of `checkpoint_of`.
+    """The model in a run's checkpoint; `checkpoint` None: the one that `checkpoint_of` finds.
 
     Raises:
         ConfigError: there is no such run or checkpoint.

@@ -1,6 +1,6 @@
-"""What a run leaves behind while it trains: metrics.jsonl, status.json, the tracker's rows, the console, result.json.
+"""What a run writes while it trains: metrics.jsonl, status.json, the tracker's rows, the console, result.json.
 
-`Recorder` does nothing, for ranks that do not log; `LoggingRecorder` is that of the rank that logs.
+`Recorder` does nothing, for ranks that do not log; the rank that logs has a `LoggingRecorder`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from titanlab.train.tracking import HeldRows, tracked_run
 class StepEnds:
     """Tells when each step has ended on its device.
 
-    A GPU's steps are timed by its events: before a validation or a checkpoint the host reads the totals of the last two
-    steps at once, so that by the host's clock one of them would take no time.
+    CUDA events time the steps of a GPU. The host's clock would be wrong: before a validation or a checkpoint the host
+    reads the totals of the last two steps together, so one of them would seem to take no time.
     """
 
     def __init__(self, device: torch.device, *, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -51,7 +51,7 @@ class StepEnds:
         """When the device reached the event at the end of a step; None: now, because a CPU has no events."""
         if event is None or self._last is None:
             return None
-        # From event to event: milliseconds in 32 bits are exact enough for a step, not for a day.
+        # Add up from event to event: float32 milliseconds are exact enough for a step, but not for a day.
         self._at += self._last.elapsed_time(event) / 1e3
         self._last = event
         return self._at
@@ -61,7 +61,7 @@ class Recorder:
     """The interface for train.py. This class does nothing: train.py needs no branch for ranks that do not log."""
 
     tracker_id: str | None = None
-    # Waits for a checkpoint that is written in the background.
+    # A function that waits for a checkpoint that is written in the background.
     until_saved: Callable[[], None] | None = None
 
     def start(self) -> None:
@@ -89,10 +89,10 @@ class Recorder:
         """Note that the run goes on from an earlier step."""
 
     def compared(self, metrics: Mapping[str, float], warning: str) -> None:
-        """Take metrics that compare the ranks, and a warning if one is not empty."""
+        """Take metrics that compare the ranks, and a warning unless it is empty."""
 
     def measured(self, kind: str, step: int, metrics: Mapping[str, float], lines: Sequence[str]) -> None:
-        """Record a row of metrics of a kind of its own, and print lines."""
+        """Record a row of metrics of a separate kind, and print lines."""
 
     def validating(self, step: int) -> AbstractContextManager[Callable[[float], None]]:
         """Inside the block, held-out sequences are evaluated; yields a function that takes their loss."""
@@ -121,7 +121,8 @@ class Recorder:
 
 
 _STATUS_SECONDS = 1.0
-# After a step that leaves no row of metrics. What a stop would lose, and what a killed run has done, is read there.
+# Seconds between writes of status.json after steps without a row of metrics. It shows what a stop would lose, and how
+# far a killed run came.
 _UNLOGGED_STATUS_SECONDS = 5.0
 
 
@@ -170,9 +171,9 @@ class LoggingRecorder(Recorder):
         self._meter.begin()
 
     def started(self, seconds: Mapping[str, float]) -> None:
-        # Where no line is redrawn, the first step of a resumed run may have none.
+        # If lines are not redrawn, the first step of a resumed run may print no line, so clear the phase here.
         self._console.phase(None)
-        # Nothing depends on the file.
+        # No other code depends on the file.
         with self._meter.paused(), contextlib.suppress(OSError):
             write_start_up(self._run.attempt_folder(self._attempt), seconds)
 
@@ -259,14 +260,14 @@ class LoggingRecorder(Recorder):
         if step % self._recipe.training.log_every and step not in (1, self._steps) and not bad:
             if self._console.is_live:
                 progress = self._progress(step, totals, rate, step_seconds=seconds)
-                # What is measured for a group of steps stays visible until it is measured again.
+                # Figures that are measured over several steps stay visible until the next measurement.
                 mfu, memory_gib = self._shown.mfu_percent, self._shown.memory_gib
                 self._console.step(replace(progress, mfu_percent=mfu, memory_gib=memory_gib))
             if time.monotonic() - self._status_at >= _UNLOGGED_STATUS_SECONDS:
                 with self._meter.paused():
                     self._write_status("running")
             return
-        # While the device computes the next step, logging does not stop it.
+        # Logging costs no time while the device computes the next step.
         with contextlib.nullcontext() if next_runs else self._meter.paused():
             self._log(step, totals, rate=rate, tokens_seen=tokens_seen)
 
@@ -323,7 +324,7 @@ class LoggingRecorder(Recorder):
         """Close files and the tracker after an exception on this rank; the launcher writes the result."""
         # A secondary failure: another rank holds the cause.
         kind = {} if is_secondary(error) else {"outcome": classify(error).value}
-        # On a full disk these fail too; the message is to name the run's own error.
+        # On a full disk this fails too; the message must name the run's own error.
         with contextlib.suppress(OSError):
             self._metrics.close()
         with contextlib.suppress(OSError):
@@ -370,7 +371,7 @@ class LoggingRecorder(Recorder):
         self._with_room(write, write)
 
     def _with_room(self, write: Callable[[], None], again: Callable[[], None]) -> None:
-        """Write; on a full disk again after the save under way: if that fails too, its files are removed."""
+        """Write; if the disk is full, wait for the save in progress and try again: a failed save removes its files."""
         try:
             write()
         except OSError as error:
@@ -391,7 +392,7 @@ def open_recorder(
     with contextlib.ExitStack() as stack:
         log = run.logs / "rank-0.log"
         if LOG in os.environ:
-            # All output goes to the log anyway: the console writes to the log alone, with the time of day.
+            # All output goes to the log anyway: let the console write only to the log, with the time of day.
             null = stack.enter_context(Path(os.devnull).open("w"))
             console = stack.enter_context(Console(null, errors=null, log_file=log))
         else:
@@ -489,7 +490,7 @@ def next_steps(outcome: Outcome, run: RunFolder) -> list[str]:
     """Suggested commands after this outcome."""
     folder = shlex.quote(shown_path(run.path))
     if outcome.kind is OutcomeKind.DONE:
-        # A remote store is not asked again whether it has a checkpoint.
+        # Do not ask a remote store again whether it has a checkpoint.
         place = checkpoints_of(run)
         can_generate = run.tokenizer.is_dir() and (isinstance(place, StorePath) or latest(place) is not None)
         sample = [f'titanlab generate {folder} --prompt "def "'] if can_generate else []
@@ -500,12 +501,12 @@ def next_steps(outcome: Outcome, run: RunFolder) -> list[str]:
 
 
 def slow_precision(recipe: Recipe, device: torch.device) -> str | None:
-    """A line about a CPU that has no units for the dtype of the products; None: it has them."""
+    """A line about a CPU without units for the dtype of the products; None: the CPU has them."""
     compute = dtype_named(recipe.precision.formats().compute)
     name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(compute)
     if device.type != "cpu" or name is None:
         return None
-    # Private: whether oneDNN multiplies in that dtype, the same in torch 2.11 to 2.13.
+    # Private in torch 2.11 to 2.13: whether oneDNN multiplies in that dtype.
     supported = torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")()
     rule = f"this CPU has no units for {name}, and multiplies tens of times more slowly than in fp32"
     return None if supported else f"precision={recipe.precision.kind}: {rule}; try precision=fp32"

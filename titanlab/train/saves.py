@@ -1,7 +1,7 @@
-"""What keeps a run's work: its checkpoints, steps that are computed twice, and the way back from a bad step.
+"""Protects a run's work: checkpoints, steps that are computed twice, and rollbacks from a bad step.
 
 `RepeatedStep` runs forward and backward of a step twice, which must give the same bits. `Rollbacks` takes the run back
-to its newest checkpoint, and leaves the bad data out.
+to its newest checkpoint, and skips the bad data.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from titanlab.train.totals import Totals
 class Saves:
     """The checkpoints of one attempt.
 
-    A save at an interval that the disk refuses is reported, and the training goes on: the checkpoint before it stays.
-    The last save raises its error, because the run could not go on from the steps since.
+    If a save at an interval fails on the disk, this is reported and training goes on: the previous checkpoint stays.
+    The last save raises its error, because the steps since then would be lost.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class Saves:
         self._is_asked |= totals.saves
 
     def at(self, step: int) -> bool:
-        """Whether to save after this step; it also reports a save that has failed since the last call."""
+        """Whether to save after this step; also reports a save that has failed since the last call."""
         if self._saver.is_done:
             self.wait()
         every = self._config.every
         if step == self._steps and self._only_model is not None:
-            # The last save has the model only.
+            # The last save would have the model only.
             return False
         return self._is_asked or (every > 0 and step % every == 0)
 
@@ -92,15 +92,15 @@ class Saves:
                 self._saver.save(self._whole(position))
 
     def before_update(self) -> None:
-        """Is called before the optimizer's step."""
+        """Called before the optimizer's step."""
         with self._phase("checkpoint"):
             self._saver.before_update()
 
     def finish(self, position: Position, kind: OutcomeKind) -> None:
-        """Wait for the save under way, and save the last step unless that is done.
+        """Wait for the save in progress, and save the last step unless it is saved.
 
         Raises:
-            OSError: the disk takes no more.
+            OSError: the disk is full.
         """
         with self._pause(position):
             self.wait()
@@ -121,7 +121,7 @@ class Saves:
         )
 
     def wait(self) -> None:
-        """Wait for the save under way; one that fails is reported."""
+        """Wait for the save in progress; reports its failure."""
         with self._reported():
             self._saver.wait()
 
@@ -142,7 +142,7 @@ class Saves:
     def _reported(self) -> Iterator[None]:
         try:
             yield
-        # Collectives raise other errors: those end the run.
+        # Collectives raise other errors, which end the run.
         except OSError as error:
             reason = disk_fault(error, ends_run=False) or first_line(error)
             self._recorder.warn(f"the checkpoint of step {self._tried_step} is not saved: {reason}; training goes on")
@@ -170,7 +170,7 @@ class RepeatedStep:
     """Runs some steps twice and compares.
 
     The first run changes nothing: gradients are dropped, buffers and random generators restored. So training goes on
-    with the bits that it would have without the check.
+    with the same bits as without the check.
     """
 
     def __init__(self, every: int, assembled: Assembled, optimizer: torch.optim.Optimizer, world: World) -> None:
@@ -203,17 +203,19 @@ class RepeatedStep:
         if self._first is None:
             return
         (loss, gradients), self._first = self._first, None
-        different = {
-            name: count
-            for name, gradient in self._gradients()
-            if (count := _different(gradients[name], gradient) if name in gradients else gradient.numel())
-        }
+        different = {}
+        for name, gradient in self._gradients():
+            count = _different(gradients[name], gradient) if name in gradients else gradient.numel()
+            if count:
+                different[name] = count
         finding = _Finding(
-            bool(_different(loss, sums.loss_sum)), next(iter(different), ""), len(different), sum(different.values())
+            loss=bool(_different(loss, sums.loss_sum)),
+            name=next(iter(different), ""),
+            parameters=len(different),
+            values=sum(different.values()),
         )
-        findings = {
-            rank: of_rank for rank, of_rank in enumerate(self._world.gather(finding)) if of_rank.loss or of_rank.name
-        }
+        of_ranks = enumerate(self._world.gather(finding))
+        findings = {rank: of_rank for rank, of_rank in of_ranks if of_rank.loss or of_rank.name}
         if findings:
             raise SilentCorruption(_sentence(step, findings))
 
@@ -248,8 +250,8 @@ def _sentence(step: int, findings: dict[int, _Finding]) -> str:
 class Rollbacks:
     """Decides whether a run goes back, and counts.
 
-    The stream of data is not rewound: the sequences between the checkpoint and the bad step are left out, because the
-    same sequences would lead to the same step.
+    The stream of data is not rewound: sequences between the checkpoint and the bad step are skipped, because the same
+    sequences would lead to the same bad step.
     """
 
     def __init__(self, training: Training, run: RunFolder, world: World, *, warn: Callable[[str], None]) -> None:
@@ -261,7 +263,7 @@ class Rollbacks:
         """Whether the run goes back after this outcome; the same on every rank.
 
         Args:
-            after: waits for a save under way, whose checkpoint counts.
+            after: waits for a save in progress, whose checkpoint counts.
         """
         if not self._left:
             return False

@@ -113,7 +113,7 @@ def _folder(text: str) -> SafetensorsSource | None:
 def start_fingerprint(recipe: Recipe) -> str | None:
     """A hash of the starting weights that does not depend on their path; None if they come from the seed.
 
-    It is part of the run's identity.
+    The hash is part of the run's identity.
     """
     if recipe.init_from is None:
         return None
@@ -128,7 +128,7 @@ def start_fingerprint(recipe: Recipe) -> str | None:
         return _sampled(sorted(path for path in checkpoint.glob("*.distcp") if path.is_file()))
     digest = hashlib.sha256()
     for file in indexed(checkpoint, KEY).files:
-        # Other bytes than these are refused when the weights are read.
+        # Bytes with other checksums are refused when the weights are read.
         digest.update(f"{file.name}/{file.size}/{','.join(map(str, file.checksums))};".encode())
     return digest.hexdigest()
 
@@ -201,8 +201,8 @@ def contents_of(checkpoint: Place, key: str) -> Readable:
     """The contents of a checkpoint of titanlab or of a folder of `export --format dcp`, as `read_contents` reads them.
 
     Raises:
-        DamagedCheckpoint: it is damaged, or has a value that no run saves; or the folder is another tool's, which does
-            not say where in the data it stands.
+        DamagedCheckpoint: it is damaged, or has a value that no run saves; or another tool made the folder, without a
+        position in the data.
     """
     if not has_pickle(checkpoint):
         return read_contents(checkpoint, key)

@@ -1,9 +1,9 @@
-"""A step's totals in one reduction over all ranks: loss, norm, flags; and what each rank's time and memory went to.
+"""A step's totals in one reduction over all ranks: loss, norm, flags; and the time and memory of each rank.
 
 Every rank measures two phases of its steps. `data` is the time in which it waits for its batch. `compute` is the time
-in which its threads compute in forward and backward, or wait for a core; on a GPU, which computes
-itself, the time that the host takes. Waiting for other ranks is in neither, so a rank that others wait for stands out.
-Ranks of one pipeline stage are compared with each other: those of another stage have other layers.
+in which its threads compute in forward and backward, or wait for a core; with a GPU only the host's time counts.
+Neither phase includes waiting for other ranks, so a rank for which others wait stands out. Only ranks of the same
+pipeline stage are compared: another stage has other layers.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Reduction:
         self._correction = loss_scale.unscaled(nominal_tokens / sums[2])
         self._norm = sums[0].sqrt() * self._correction
         loss_scale.learn_loss(sums[1])
-        # A loss that is not finite makes the step a bad one too.
+        # A loss that is not finite makes the step bad, too.
         scaled = loss_scale.judge(torch.where(sums[1].isfinite(), self._norm, math.nan))
         values = [torch.stack([sums[1] / sums[2], self._norm]), sums[2:]]
         values += [] if scaled is None else [scaled]
@@ -127,7 +127,7 @@ class Reduction:
 
     @property
     def arrived(self) -> torch.cuda.Event | None:
-        """The event after which a GPU's totals are on the host; None on a CPU, which computes them there."""
+        """The event after which a GPU's totals are on the host; None on a CPU."""
         return None if self._exact else self._arrived
 
     def gradient_factor(self, max_norm: float | None) -> torch.Tensor | None:
@@ -158,8 +158,8 @@ class Reduction:
 
 
 SLOWEST, SLOWER, DATA, COMPUTE = "straggler/rank", "straggler/slower(%)", "straggler/data(s)", "straggler/compute(s)"
-# A rank is reported if it takes this much longer than the median rank, this share of the time of the steps, and so many
-# seconds: less than that, in a few short steps, is what else runs on the host.
+# A rank is reported if it exceeds the median rank by this ratio, and the excess is at least this share of the steps'
+# time and this many seconds: smaller values in a few short steps come from other programs on the host.
 _RATIO, _SHARE, _SECONDS = 1.5, 0.1, 0.25
 _PHASES = ("data", "forward and backward")
 _COMPUTE = 1
@@ -177,7 +177,7 @@ class RankTimes:
         self, every: int, world: World, *, pipeline: int, report: Callable[[Mapping[str, float], str], None]
     ) -> None:
         self._every, self._world, self._report = every, world, report
-        # A rank that is alone with its layers is compared with those that have others.
+        # A rank that is the only one of its stage is compared with ranks of other stages.
         self._alone = pipeline == world.world
         self._peers = world.world if self._alone else world.world // pipeline
         self._is_cpu = world.device.type == "cpu"
@@ -196,7 +196,7 @@ class RankTimes:
     def computing(self) -> Iterator[None]:
         """Inside the block, the rank runs forward and backward."""
         if self._world.world == 1:
-            # There is nobody to compare with, and reading the clocks is 5 % of a step of a tiny model.
+            # There is no other rank to compare with, and reading the clocks takes 5 % of a step of a tiny model.
             yield
             return
         begin = self._clock()
@@ -221,7 +221,7 @@ class RankTimes:
         if self._world.logs:
             steps = max(1, self._steps - 1)
             metrics, slow = compared(rows, steps, peers=self._peers)
-            # One warning for a rank and phase; the metric goes on telling.
+            # One warning for each rank and phase; the metric continues to show it.
             is_new = slow is not None and slow not in self._warned
             if slow is not None:
                 self._warned.add(slow)
@@ -251,11 +251,11 @@ def compared(rows: list[list[float]], steps: int, *, peers: int) -> tuple[dict[s
 
     Args:
         rows: by rank: seconds of data and of compute, GiB of memory, seconds in all.
-        peers: how many neighbouring ranks are compared with each other.
+        peers: number of neighbouring ranks that are compared with each other.
     """
     busy = [data + compute for data, compute, *_ in rows]
     groups = [range(first, first + peers) for first in range(0, len(rows), peers)]
-    # By rank: the median of its peers.
+    # For each rank, the median of its peers.
     usual = [
         statistics.median([busy[peer] for peer in group if peer != rank] or [busy[rank]])
         for group in groups
@@ -333,7 +333,7 @@ def peak_flops(cluster: Cluster, device: torch.device, compute: torch.dtype) -> 
 def _measured(dtype: torch.dtype) -> float:
     """FLOP/s of the fastest of several products of square matrices, with the run's number of threads.
 
-    It measures the CPU time of this thread, which takes part in each product: unlike wall time it does not grow when
+    Measures the CPU time of this thread, which takes part in each product: unlike wall time it does not grow when
     other processes, such as the run's other ranks, share the cores.
     """
     a = torch.ones(_MATMUL_SIZE, _MATMUL_SIZE, dtype=dtype)

@@ -1,8 +1,8 @@
 """The description of a run for its trackers, the rows that wait for a checkpoint, and what a tracker lacks; torch-free.
 
-`HeldRows` keeps rows until a checkpoint has their step, so that a rollback takes none back: wandb takes the steps of a
-run in ascending order and drops a second row of a step; TensorBoard shows both. `rebuild` writes a tracker's files anew
-from metrics.jsonl.
+`HeldRows` keeps rows until a checkpoint has their step, so that a rollback never has to withdraw a row: wandb takes the
+steps of a run in ascending order and drops a second row of a step; TensorBoard shows both. `rebuild` writes a tracker's
+files again from metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def tracked_run(
     account = recipe.model.account()
     known = run.tracker_id() or id
     if known is None:
-        # Runs of earlier versions without a checkpoint have it only in the records of earlier attempts.
+        # Runs of earlier versions without a checkpoint have the id only in the records of earlier attempts.
         ids = {attempt: record.id for kind in records(run).values() for attempt, record in kind.items() if record.id}
         known = ids[max(ids)] if ids else None
     return TrackedRun(
@@ -99,7 +99,7 @@ _WANDB = "wandb"
 def tracker_gap(run: RunFolder) -> str | None:
     """A line on what the trackers of an ended run lack; None if they are complete, or if there are none.
 
-    It reads only records unless something is missing.
+    Reads only records unless rows are missing.
     """
     rebuilt = records_in(run.path)
     gaps = [_gap(run, kind, attempts, rebuilt.get(kind)) for kind, attempts in records(run).items()]
@@ -131,7 +131,7 @@ def waiting_files(run: RunFolder) -> list[Path]:
     unfinished = [
         file
         for record in attempts.values()
-        # A recorded folder must be one of the run: the record may be a stranger's, and its files are uploaded.
+        # A recorded folder must be inside the run: the record may be a stranger's, and the files are uploaded.
         if record.mode == "online"
         and record.state != FINISHED
         and record.folder is not None
@@ -149,7 +149,7 @@ def waiting_files(run: RunFolder) -> list[Path]:
 
 
 def has_repeated_steps(run: RunFolder) -> bool:
-    """Whether files of wandb that wait have steps twice: an attempt went over steps again that an earlier one had.
+    """Whether waiting files of wandb have steps twice, because an attempt repeated steps of an earlier one.
 
     wandb keeps the first row of a step that it gets; the run counts the last.
     """
@@ -176,7 +176,7 @@ def _unfinished(run: RunFolder, unfinished: Mapping[int, Record]) -> str:
 
 
 class HeldRows(Tracker):
-    """A tracker whose rows after the newest checkpoint wait.
+    """A tracker that gets rows only up to the newest checkpoint; later rows wait.
 
     Args:
         tracker: started; it gets the rows.
@@ -216,7 +216,7 @@ class HeldRows(Tracker):
     def _release(self, until: int | None) -> None:
         while self._rows and (until is None or self._rows[0][0] <= until):
             step, metrics, time = self._rows.popleft()
-            # Lower only if the run went back behind its newest checkpoint, which was damaged.
+            # The step is lower only if the newest checkpoint was damaged and the run went back further.
             if step >= self._logged:
                 self._tracker.log(step, metrics, time=time)
                 self._logged = step
@@ -252,7 +252,7 @@ def rebuild(run: RunFolder, tracker: TrackerConfig | None = None) -> list[Record
         parts = recipe.tracker.parts()
         own = next((config for config in parts.values() if tracker is not None and config.kind == tracker.kind), None)
         if own is not None:
-            # With the project, the group and the tags that the run asked for.
+            # Keep the project, the group and the tags of the run's own config.
             parts = {own.kind: own}
         elif tracker is not None:
             parts = {tracker.kind: tracker}
@@ -286,7 +286,7 @@ def _rewritten(
     for row in rows:
         tracker.log(row["step"], metrics_of(row), time=row.get("time"))
     outcome = run.result()
-    # Medians and totals of the result; of a run without one, its latest row.
+    # Medians and totals of the result, or the latest row if there is no result.
     summary = metrics_of(rows[-1]) if outcome is None else {**outcome.metrics, "outcome": outcome.kind.value}
     tracker.finish(summary, exit_code=outcome.kind.exit_code if outcome else 1)
     made, new = read_record(described.record), files.kept_files(run.path) - before

@@ -105,7 +105,7 @@ def train(
     Args:
         attempt: number of the attempt if every rank has it; None: the run's latest, as rank 0 reads it.
         stop: the caller's stop request, which signals may have set before torch was imported; None: a new one.
-        start_up: gets the phases before the first step; None: nobody has counted those before.
+        start_up: gets the phases before the first step; None: a new one, without the phases before this call.
 
     Returns:
         the outcome, the same on every rank.
@@ -291,14 +291,14 @@ def train(
                 waiting.clear()
                 continue
             if outcome.kind is not OutcomeKind.DONE:
-                # The state is saved first, because time may be short; the next attempt makes up for a validation.
+                # Save first, because time may be short; the next attempt does the missing validation.
                 break
             if validates(step):
                 validate_after(step)
             if saves.at(step):
                 saves.save(position)
 
-        # On a GPU the totals that end the run arrive during the next step, which belongs to the run too.
+        # On a GPU the totals that end the run arrive during the next step; that step belongs to the run too.
         settle(lag=0)
         watchdog.ending(position.step)
         observer.at_end(model)
@@ -322,7 +322,7 @@ def _set_rate(optimizer: torch.optim.Optimizer, recipe: Recipe, step: int) -> fl
 
 
 def _judge(outcome: Outcome, step: int, totals: Totals, stop: StopRequest) -> Outcome:
-    """The outcome after a step: unchanged, or the reason to end."""
+    """The outcome after a step: the same, or one that ends the run."""
     if outcome.kind is OutcomeKind.NAN:
         return outcome
     # Before the stop request, because a state with NaN must not be saved.
@@ -333,7 +333,7 @@ def _judge(outcome: Outcome, step: int, totals: Totals, stop: StopRequest) -> Ou
             step=step,
             cause=f"step {step}: loss {totals.loss}, gradient norm {totals.grad_norm}",
         )
-    # After the last step there is nothing left to stop.
+    # After the last step a stop request has no effect.
     if totals.stop and outcome.kind is OutcomeKind.DONE and step != outcome.steps:
         cause = stop.cause_of(totals.stop) or _STOPPED[signal.Signals(totals.stop)]
         return replace(outcome, kind=STOPS[totals.stop], step=step, cause=cause)
@@ -368,7 +368,7 @@ def load_start(
     """Load the run's latest checkpoint, else the checkpoint or the weights that the recipe names.
 
     Args:
-        restore: sets up what goes on from the position; a `DamagedPosition` that it raises is damage of the checkpoint.
+        restore: continues from a position; if it raises `DamagedPosition`, the checkpoint counts as damaged.
 
     Returns:
         the position, the result of `restore`, and a line for each damaged checkpoint that was passed over.
@@ -390,7 +390,7 @@ def load_start(
         return position, on_all_ranks(world, restored)
 
     def chosen(choose: Callable[[], Place]) -> Place:
-        # Rank 0 chooses here too: another run may save and remove checkpoints meanwhile.
+        # Rank 0 chooses for all ranks: another run may save and remove checkpoints meanwhile.
         place = world.share(on_all_ranks(world, lambda: choose() if world.logs else None))
         assert place is not None
         return place
@@ -403,7 +403,7 @@ def load_start(
         except DamagedCheckpoint as error:
             if world.share(run.has_chosen(attempt)):
                 raise
-            # Loading the older one replaces every value that was read from this one.
+            # Loading the older checkpoint replaces every value that was read from this one.
             damage = error
         warnings.append(on_all_ranks(world, lambda: fall_back(damage) if world.logs else ""))  # noqa: B023
     if recipe.checkpoint.load_from is not None:
@@ -428,7 +428,7 @@ def profiled(
         text = f"{what} is not written: {reason}; training goes on"
         recorder.warn(text)
         if not world.logs:
-            # The recorder of this rank does nothing; its standard error is its log.
+            # This rank's recorder does nothing; standard error goes to the rank's log.
             sys.stderr.write(f"warning: {text}\n")
 
     axes = axis_groups(mesh)

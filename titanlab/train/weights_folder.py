@@ -6,8 +6,8 @@
     tokenizer/                       if the source has one
     generation_config.json           if the source has one
 
-A folder appears complete or not at all: it is filled as `….part` and then renamed. Biases of routers are no parameters:
-a checkpoint has them beside its tensors.
+A folder appears complete or not at all: it is filled as `….part` and then renamed. Biases of routers are not
+parameters: a checkpoint stores them beside its tensors.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ class WeightsSource:
         biases: of the routers; empty: there are none.
         about: other values of the folder's config: `max_position_embeddings`, ids of special tokens.
         digest: hash of the content; empty if it is not known.
-        copies: tensors that must equal another tensor and are not read: name → the other's name, both in the files.
-        not_read: a line for each kind of weights in the folder that is left aside.
+        copies: tensors that must equal another tensor and are not read: name → the other tensor's name, as in the
+            files.
+        not_read: a line for each kind of weights in the folder that is not read.
     """
 
     model: ModelConfig
@@ -137,7 +138,7 @@ def in_halves(rows: Tensor, head: int) -> Tensor:
 
 
 def chunks(entry: TensorEntry, *, rows: int = 1) -> Iterator[tuple[list[int], list[int]]]:
-    """Offsets and sizes of the boxes of a tensor: full rows, `rows` of which stay together, of about CHUNK_BYTES."""
+    """Offsets and sizes of boxes of a tensor: full rows in groups of `rows`, about CHUNK_BYTES in each box."""
     width = entry.nbytes // max(entry.shape[0], 1)
     step = max(CHUNK_BYTES // max(width * rows, 1), 1) * rows
     for start in range(0, entry.shape[0], step):
@@ -154,13 +155,13 @@ def read_entries(
         files: the names of the tensors to read of each file; None: all.
 
     Raises:
-        ConfigError: a file is missing, damaged or no regular file, or lacks a tensor.
+        ConfigError: a file is missing, damaged or not a regular file, or lacks a tensor.
     """
     entries: dict[str, TensorEntry] = {}
     places: dict[str, Path] = {}
     for path, wanted in files.items():
         if path.exists() and not path.is_file():
-            # To open a named pipe would wait for a writer.
+            # Opening a named pipe would wait for a writer.
             raise ConfigError(key, path, "is no regular file", "fetch the file again")
         try:
             with safe_open(path, framework="np") as file:
@@ -211,7 +212,7 @@ def biases_of(model: ModelConfig, routing: Biases, key: str, value: object) -> B
     """The biases in the state of a balance; empty: the model's routers have none.
 
     Args:
-        model: that the state was saved with. Of other balances than `bias` the state has no biases.
+        model: the config with which the state was saved; only with the balance `bias` does the state have biases.
         key, value: where the state is from, for the error.
 
     Raises:
@@ -233,7 +234,7 @@ def widest(biases: Biases) -> float:
 
 
 def left_out(biases: Biases) -> str:
-    """One line for people whose copy of the weights has no place for the biases; empty: there are none."""
+    """One line for people: their copy of the weights does not contain the biases; empty: there are no biases."""
     if not widest(biases):
         return ""
     return (
@@ -291,10 +292,10 @@ def open_weights(path: Path, key: str) -> SafetensorsSource:
 
 
 def checked_about(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Values beside a model's config, whose `max_position_embeddings` is a whole number of at least 1, or absent.
+    """Check values beside a model's config: `max_position_embeddings` is a whole number of at least 1, or absent.
 
     Raises:
-        ValueError: it is another value; null counts as absent.
+        ValueError: it has another value; null counts as absent.
     """
     context = about.get(CONTEXT)
     if context is None:
@@ -326,10 +327,10 @@ def model_of(mapping: Mapping[str, Any]) -> ModelConfig:
 def indexed_files(path: Path, index: str, single: str, key: str) -> dict[Path, list[str] | None]:
     """The safetensors files of a folder, each with the names of the tensors that the index places in it.
 
-    As in transformers, the single file counts where an index and its files are left of an earlier save.
+    As in transformers, the single file counts if there is also an index with its files, from an earlier save.
 
     Returns:
-        the single file with None, which stands for all of its tensors, or the files that the index names.
+        the single file with None for all its tensors, or the files that the index names.
 
     Raises:
         ConfigError: the index cannot be used, or names a missing file.
@@ -420,7 +421,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         except BlockingIOError:
             raise ConfigError("--into", folder, "is being written by another process", "wait for it") from None
         except OSError:
-            pass  # This file system has no locks, so no other process can have one.
+            pass  # This file system has no locks, so no other process can hold one.
         is_locked = True
         # A process that died may have left files.
         for path in part.iterdir():
@@ -428,7 +429,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         yield part
         _put_in_place(part, folder)
     except StoreFault:
-        # The store of the checkpoint that is read is at fault, and not the folder.
+        # The store of the checkpoint that is read has failed, not the folder.
         raise
     except OSError as error:
         raise _unwritable(folder, error) from error

@@ -105,7 +105,7 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-# Before the names of parameters: in titanlab's checkpoints, and in those of torchtitan.
+# Prefixes of parameters' names: in titanlab's checkpoints, and in torchtitan's.
 PREFIXES = ("model.", "")
 
 
@@ -166,14 +166,14 @@ class CheckpointSource(WeightsSource):
     """The weights in a checkpoint; it needs no process group.
 
     Attributes:
-        metadata: of the reader. It is read once: that of a run on hundreds of ranks has 100,000 entries.
-        prefix: before the names of parameters.
+        metadata: of the reader; read once, because a run on hundreds of ranks has 100,000 entries.
+        prefix: of the parameters' names.
     """
 
     reader: Reader
     metadata: Metadata
     prefix: str
-    # The parameter that was read last, whole.
+    # The parameter that was read last: its name and the whole tensor.
     last: dict[str, Tensor] = field(default_factory=dict)
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:

@@ -1,6 +1,6 @@
 """The ranks of one host, forked from one process that has imported torch.
 
-To import torch and the trainer takes each process 2 s of processor time and 200 MB. Forked ranks share both. The
+The import of torch and the trainer takes each process 2 s of processor time and 200 MB. Forked ranks share both. The
 process that forks them exits at once; the launcher adopts the ranks, so it can wait for them as if it had started them.
 """
 
@@ -35,7 +35,7 @@ def adopting() -> Iterator[bool]:
     """Let this process become the parent of processes whose parent exits inside the block.
 
     Yields:
-        whether it does: only Linux can (prctl(2): PR_SET_CHILD_SUBREAPER).
+        whether this process will become the parent: only on Linux (prctl(2): PR_SET_CHILD_SUBREAPER).
     """
     can = _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
@@ -62,7 +62,7 @@ def fork_ranks(logs: Path, prepare: Callable[[], T]) -> T:
     # Objects that the ranks share are never collected: a collection would write to their pages, and copy them.
     gc.collect()
     gc.freeze()
-    # A rank must not die of a stop signal before it can note it: `hear_stop_signals`.
+    # Hold stop signals until a rank can note them: `hear_stop_signals`.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     forking = os.getpid()
     pids: dict[int, int] = {}
@@ -85,7 +85,7 @@ def fork_children(first: Ranks, logs: Path, act: Callable[[], int]) -> dict[int,
         act: called in each rank, with its environment; returns its exit code.
     """
     for stream in (sys.stdout, sys.stderr):
-        # Otherwise each rank would write again what is in the buffers.
+        # Otherwise each rank would write the buffers' content again.
         stream.flush()
     parent = os.getpid()
     pids: dict[int, int] = {}
@@ -111,8 +111,8 @@ def fork_children(first: Ranks, logs: Path, act: Callable[[], int]) -> dict[int,
 def hear_stop_signals() -> None:
     """Deliver the stop signals that were held back until they are handled.
 
-    From now on the launcher's death is a stop request (`stop_request`), and not the end at once. A rank that is stopped
-    by SIGSTOP is woken by it.
+    From now on the launcher's death is a stop request (`stop_request`) instead of an immediate end. This request also
+    wakes a rank that SIGSTOP has stopped.
     """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGHUP))
     if PARENT in os.environ:
@@ -132,13 +132,13 @@ def end_with_parent() -> None:
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        # Threads of numpy's BLAS: it ends them before a fork. Python warns of any thread.
+        # Python warns of any thread, also of those that numpy's BLAS ends before a fork.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
 
 def _become(environment: dict[str, str], rank: int, logs: Path, forking: int) -> None:
-    """Be a rank of its own: environment, log, session and name; wait until the launcher is the parent."""
+    """Become a separate rank: environment, log, session and name; wait until the launcher is the parent."""
     os.environ.update(environment)
     if rank:
         os.environ[LOG] = str(logs / f"rank-{rank}.log")

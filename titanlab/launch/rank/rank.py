@@ -65,12 +65,12 @@ def import_trainer() -> None:
     """Import the training loop, and what every recipe needs of torch before its first step."""
     with kept_imports(), _frames_know_their_module():
         importlib.import_module("titanlab.train.train")
-        # Optimizers, DDP, FSDP2 and DTensor import it when they are first used.
+        # Optimizers, DDP, FSDP2 and DTensor import this module when they are first used.
         importlib.import_module("torch._dynamo")
 
 
 def import_techniques(recipe: Recipe) -> None:
-    """Import what a recipe's techniques need, before the fork and not in every rank."""
+    """Import what a recipe's techniques need: before the fork, so that not every rank imports it."""
     # A failure here is a failure of every rank too, which records it.
     with kept_imports(), _frames_know_their_module(), contextlib.suppress(Exception):
         for config in (recipe.model, recipe.precision, recipe.ac, recipe.optimizer):
@@ -86,9 +86,9 @@ def import_techniques(recipe: Recipe) -> None:
 def _frames_know_their_module() -> Iterator[None]:
     """Find the module of a frame by its name inside the block.
 
-    torch asks `inspect` for it and for the source line of every operator that it registers (`torch/library.py`), and
-    `inspect` looks up the real path of each module that is imported: two fifths of the 43,000 file calls of a rank's
-    imports. This can go when torch asks for neither.
+    For every operator that torch registers (`torch/library.py`), it asks `inspect` for the module and the source line,
+    and `inspect` looks up the real path of each imported module: two fifths of the 43,000 file calls of a rank's
+    imports. This can go when torch no longer asks `inspect`.
     """
     searched = inspect.getmodule
 
@@ -163,11 +163,11 @@ def main(
                 observer=None if observe is None else observe(recipe, run, ranks),
                 start_up=start_up,
             )
-            # Every rank has done the last step, so that none compiles.
+            # Every rank has done the last step, so no rank compiles.
             if ranks.local_rank == 0:
                 publish_compiled()
         except BaseException as error:
-            # Another rank may have ended already, so that this one has lost its connection.
+            # Another rank may have ended already, so that this rank lost the connection to it.
             is_early = isinstance(error, StoppedEarly) or (stop.ends_at_once and stop.signal and is_secondary(error))
             # A request that arrives now must not raise.
             stop.ends_at_once = False
@@ -183,7 +183,7 @@ def main(
 
 def _read_recipe(run: RunFolder, attempt: int | None, config_line: str | None = None) -> Recipe:
     config = run.config(attempt or max(run.attempts())) if config_line is None else json.loads(config_line)
-    # It imports the schemas of all options.
+    # This imports the schemas of all options.
     with kept_imports():
         return from_mapping(config)
 
@@ -203,7 +203,7 @@ def _import_before_fork(run: RunFolder, start_up: StartUp) -> Recipe | None:
     imports torch itself.
     """
     recipe = None
-    # A failure here is a failure of every rank too, which records it. The console's thread ends before the fork.
+    # If this fails, it fails again in every rank, which records the failure. The console's thread ends before the fork.
     with Console() as console, contextlib.suppress(Exception):
         start_up.begin("recipe")
         console.phase("importing torch")
@@ -259,7 +259,7 @@ def _failed(error: BaseException, run: RunFolder, ranks: Ranks, attempt: int | N
     if is_impatient:
         lost = run.lost_steps(step)
         cause = f"interrupted again, so it has not saved{lost and f'; {lost}'}"
-        # Where it stood is of no interest. Other ranks lose their connection to it.
+        # The place of the error does not matter: the rank was stopped, or lost the connection to such a rank.
         note = replace(note, cause=cause, traceback=None, echo=False)
     is_reported = note.echo or disk_fault(error) is not None
     if note.attempt:
@@ -270,8 +270,8 @@ def _failed(error: BaseException, run: RunFolder, ranks: Ranks, attempt: int | N
         try:
             run.write_failure(note)
         except OSError:
-            # The disk takes no record: only the log and the exit code can report the failure.
-            # A launcher sees for itself that the run's folder is gone.
+            # The record cannot be written: only the log and the exit code can report the failure. The launcher itself
+            # sees that the run's folder is missing.
             is_reported = isinstance(error, FolderGone)
     # The launcher prints an error of the user, a secondary failure or a full disk in one line.
     if note.traceback and not is_reported:
@@ -290,7 +290,7 @@ def _set_environment(recipe: Recipe, ranks: Ranks, console: Console) -> None:
 
 
 def environment(recipe: Recipe, ranks: Ranks) -> dict[str, str]:
-    """Variables that must be set before torch is imported; those that are set win, but for too many threads."""
+    """Variables to set before torch is imported; values in the environment win, except for too many threads."""
     share = share_of_cores(ranks.local_world, os.environ)
     variables = {
         **ranks.environment(),
@@ -312,7 +312,7 @@ def environment(recipe: Recipe, ranks: Ranks) -> dict[str, str]:
 
 
 def _compile_in_own_folder(run: RunFolder, attempt: int | None, stack: contextlib.ExitStack) -> Callable[[], None]:
-    """Let torch compile in a folder of this attempt until the stack is left. Returns what adds it to the cache."""
+    """Let torch compile in a folder of this attempt until the stack closes. The result adds it to the cache."""
     cache = Path(os.environ[compiler_cache.VARIABLE])
     name = f"{hashlib.sha256(os.fsencode(run.path.resolve())).hexdigest()[:16]}-{attempt or 0}"
     try:
@@ -354,5 +354,5 @@ def _write_to_own_log() -> None:
         os.dup2(descriptor, stream)
     os.close(descriptor)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A file is written in blocks: what a model prints would come late, and not at all if the rank is killed.
+        # Python writes files in blocks: a model's output would come late, and would be lost if the rank is killed.
         sys.stdout.reconfigure(line_buffering=True)

@@ -22,12 +22,12 @@ from titanlab.launch.launchers_schema import Slurm
 from titanlab.launch.slurm.command import answering_lines
 from titanlab.launch.submission import HANDING_OVER, JobShape, Submission, jobs_folder, submission_file
 
-# A longer call of sbatch is ended; then `find` looks whether its jobs are in the queue.
+# A call of sbatch that takes longer is killed; then `find` looks for its jobs in the queue.
 _SBATCH_SECONDS = 120
-# srun's --wait, after the first task has ended: a rank that ended well may wait for others that still save.
+# srun's --wait: seconds after the end of the first task. Other ranks may still save after one has ended well.
 _WAIT_SECONDS = 600
-# A line of the preamble that fails ends the job, as the run would not have what the line was to provide. A line of a
-# file that the preamble sources may fail.
+# A failing line of the preamble ends the job, because the run would lack what the line provides. Lines of files that
+# the preamble sources may fail.
 _STOP_AT_FAILURE = (
     "trap 'code=$?; if [ ${#BASH_SOURCE[@]} -eq 1 ]; then "
     'echo "error: launch.preamble: exit code $code of: $(sed -n "${LINENO}p" "$0")" >&2; '
@@ -100,7 +100,7 @@ def _parameters(config: Slurm, sweep: Path, submission: Submission) -> dict[str,
         "mem": _memory(shape.memory_gib),
         "signal_delay_s": config.signal_seconds,
         "array_parallelism": config.array_parallelism or len(submission.runs),
-        # submitit would set a default of its own here.
+        # submitit would set its own default.
         "wckey": None,
         "setup": _setup(config, sweep, submission),
         "srun_args": _srun(config, shape),
@@ -121,7 +121,7 @@ def _survives(config: Slurm, shape: JobShape) -> bool:
 def _bad(config: Slurm, sweep: Path, runs: Sequence[str]) -> list[str]:
     """The hosts on which one of these runs has failed before."""
     if config.nodelist is not None:
-        return []  # A node that the user asks for by name is meant.
+        return []  # The user asks for nodes by name: use them.
     return host_names([bad for bad in bad_hosts(sweep.parent) if bad.run in runs])
 
 
@@ -149,7 +149,7 @@ def _setup(config: Slurm, sweep: Path, submission: Submission) -> list[str]:
 
 def _srun(config: Slurm, shape: JobShape) -> list[str]:
     """Arguments of srun, so that Slurm does not end ranks: they watch each other, and rank 0 records their ends."""
-    # The tasks find the code by variables that the batch file exports; under --export=NONE they would lose them.
+    # The batch file exports variables by which the tasks find the code; --export=NONE would drop them.
     words = ["--export=ALL", "--kill-on-bad-exit=0", f"--wait={_WAIT_SECONDS}"]
     if shape.cpus_per_task is not None:
         # Since Slurm 22.05, srun does not inherit this from the job.

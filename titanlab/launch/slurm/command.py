@@ -22,7 +22,7 @@ from pathlib import Path
 from titanlab.distributed import QUESTIONS
 from titanlab.system import CommandResult, run_command
 
-# Slurm's commands give up after about 10 s (MessageTimeout) and say why; a command that does not is killed.
+# Slurm's commands give up after about 10 s (MessageTimeout) and say why; a command that takes longer is killed.
 ANSWER_SECONDS = 15.0
 # The accounting database serves many users and is slower.
 ACCOUNTING_SECONDS = 30.0
@@ -62,7 +62,7 @@ def ask_slurm(*words: str, seconds: float = ANSWER_SECONDS, environ: Mapping[str
     if answer is None:
         return Reply(output=None, problem=f"{words[0]} gave no answer within {seconds:g} s")
     if answer.code:
-        # While it retries, it repeats itself; the last lines give the result.
+        # A command repeats its messages while it retries; the last lines give the result.
         lines = [" ".join(line.split()) for line in (answer.errors or answer.output).splitlines() if line.strip()]
         message = "; ".join(dict.fromkeys(lines[-2:])) or f"exit code {answer.code}"
         waited = round(time.monotonic() - begin)
@@ -91,7 +91,7 @@ _POLL_SECONDS = 0.2
 _NODE_SECONDS = 30.0
 # The time zone of a container may differ from the node's.
 _FORMAT = {"TZ": "UTC", "SLURM_TIME_FORMAT": "standard"}
-# It and the batch file ignore signals, which Slurm sends to every process of a job that ends: the ranks save meanwhile.
+# The loop and the batch file ignore signals, which Slurm sends to all processes of an ending job: ranks still save.
 _LOOP = """\
 trap : TERM
 (
@@ -129,7 +129,7 @@ def scontrol(*words: str, seconds: float, environ: Mapping[str, str] | None = No
     folder = environ.get(QUESTIONS)
     if folder is not None and (answer := _asked_outside(Path(folder), words, seconds)) is not None:
         return answer
-    # Also where the batch file is gone, with its node: the image may contain scontrol.
+    # Also used if the node of the batch file is lost: the image may contain scontrol.
     return run_command("scontrol", *words, seconds=seconds, environ={**environ, **_FORMAT})
 
 

@@ -3,8 +3,8 @@
 Slurm sends the same signals for a preemption, a time limit and a cancellation. Observed with Slurm 22.05: during the
 grace time of a preemption `PreemptTime` is set; after a requeue `Restarts` is one higher; after the time limit the
 reason is `TimeLimit`; after a node failure it is `NodeDown`; a job that scancel ends is `COMPLETING` without any of
-these. Warnings before a time limit come up to a minute early. A job submitted with --no-kill stays on its other nodes
-when a node fails, also when that was its first one: then its batch script is gone, and only its time limit ends it.
+these. Warnings before a time limit come up to a minute early. A job submitted with --no-kill keeps its other nodes when
+a node fails, even its first node: then its batch script is gone, and only its time limit ends it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class SlurmLauncher(Launcher):
         return batch.submit(self._config, sweep, submission)
 
     def find(self, sweep: Path, submission: Submission) -> str | None:
-        # By the end of a job's name: elements of an array are renamed when they start.
+        # Search by the end of the job's name: elements of an array are renamed when they start.
         token = submission.token
         listed = ask_slurm("squeue", "--noheader", "--all", "--states=all", "--format=%j|%F|%T|%r")
         if listed.output is None:
@@ -123,9 +123,9 @@ class SlurmLauncher(Launcher):
         arrays: dict[str, list[int]] = {}
         for submission, index in jobs:
             arrays.setdefault(str(submission.job_id), []).append(index)
-        # Slurm kills what has not ended within KillWait after a plain scancel, half a minute on most sites.
-        # SIGINT always means a user's cancellation, also to a process that does not see cancel.json yet because its
-        # file system is slow. The job's steps get the signal; the shell that runs them does not, and waits for them.
+        # After a plain scancel Slurm kills what has not ended within KillWait, half a minute on most sites. SIGINT
+        # always means a user's cancellation, also to a process whose slow file system does not show cancel.json yet.
+        # The job's steps get the signal; the shell that runs the steps does not, and waits for them.
         flags = ["--signal=INT"] if is_gentle else []
         words = [f"{number}_[{expression_of(elements)}]" for number, elements in arrays.items()]
         for first in range(0, len(words), _MAX_WORDS):
@@ -148,7 +148,7 @@ class SlurmLauncher(Launcher):
         return None if word is None else replace(word, said=f"Slurm says: {word.said}")
 
     def early_end(self, sweep: Path, submission: Submission, index: int) -> str | None:
-        # srun only says with which codes the tasks have ended.
+        # Skip srun's lines: they only give the exit codes of tasks.
         logs = jobs_folder(sweep).glob(f"{submission.job_id}_{index}_*_log.*")
         return early_end(logs, besides="srun: ")
 
@@ -217,7 +217,7 @@ class SlurmLauncher(Launcher):
         return None if answer.code == 0 else answer.complaint
 
     def lost_nodes(self, place: ProcessPlace) -> frozenset[str]:
-        # From a job with --no-kill, Slurm takes the nodes that it has lost.
+        # Slurm removes lost nodes from a job with --no-kill.
         nodes = _job_facts(place.job_id).get("NodeList", "")
         # While the job is put back into the queue, the list is empty or `(null)`.
         return frozenset(place.nodes) - frozenset(hosts(nodes)) if nodes and not nodes.startswith("(") else frozenset()
@@ -255,7 +255,7 @@ def joined_step(environ: Mapping[str, str]) -> Ranks | None:
         return None
     ranks = slurm_ranks(environ)
     # `srun --ntasks=4 --pty bash`: only the first task has a terminal, and the shells of the others have ended. A shell
-    # with job control gives each command a process group of its own; a command of srun leads its session.
+    # with job control gives each command its own process group; a command of srun leads its session.
     if "SLURM_PTY_PORT" in environ and ranks.rank == 0 and os.getpgrp() != os.getsid(0):
         if ranks.local_world < ranks.world:
             rule = f"is a shell on one of several nodes: its {ranks.world - 1} other tasks do not run titanlab"
@@ -299,19 +299,19 @@ def slurm_ranks(environ: Mapping[str, str]) -> Ranks:
 def _port(environ: Mapping[str, str]) -> int:
     """The port of one step: jobs that share a node need different ones, and so do the steps of one job.
 
-    All ranks of the step compute it. It lies below the ports that Linux gives to outgoing connections. Two jobs whose
-    numbers differ by less than 12,768 never share the port of their first step, nor do the first 97 steps of a job and
-    those of the next one.
+    All ranks of the step compute the same port. It lies below the ports that Linux gives to outgoing connections. Two
+    jobs whose numbers differ by less than 12,768 never share the port of their first step, nor do the first 97 steps of
+    a job and those of the next one.
     """
     job, step = number(environ, "SLURM_JOB_ID", 0), number(environ, "SLURM_STEP_ID", 0)
     return 20_000 + (97 * job + step) % 12_768
 
 
 def _has_own_gpu(environ: Mapping[str, str]) -> bool:
-    """Whether the only GPU that this task sees is its own, and no other task's of its node."""
+    """Whether the only GPU that this task sees belongs to this task alone."""
     if _slurm_world(environ) == 1 or "CUDA_VISIBLE_DEVICES" not in environ:
         return False
-    # If no variable tells it, the driver shows more GPUs than the task sees; in a container it may not.
+    # Without such a variable, compare with the driver, which shows all GPUs of the node (in a container perhaps not).
     return any(name in environ for name in _GPUS_OF_A_TASK) or gpus() > 1
 
 

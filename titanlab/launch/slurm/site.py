@@ -53,7 +53,7 @@ def check(jobs: Sequence[tuple[LaunchConfig, JobShape]]) -> None:
             if name not in partitions:
                 cure = f"known: {', '.join(sorted(filter(None, partitions)))}"
                 raise ConfigError("launch.partition", config.partition, "Slurm knows no such partition", cure)
-        # Slurm takes the first of several partitions that fits. If none does, the largest one is named.
+        # Slurm takes the first partition that fits. If none fits, the error names the largest one.
         names.sort(key=lambda name: -partitions[name].nodes)
         refusals = [_refusal(config, shape, name, partitions[name]) for name in names]
         if None not in refusals and (refusal := next(iter(refusals), None)) is not None:
@@ -61,7 +61,7 @@ def check(jobs: Sequence[tuple[LaunchConfig, JobShape]]) -> None:
 
 
 def _refusal(config: Slurm, shape: JobShape, name: str, partition: _Partition) -> ConfigError | None:
-    """Why jobs of a shape would never start in a partition; sbatch takes them all the same, and they wait."""
+    """Why jobs of a shape would never start in a partition; sbatch would accept them, and they would wait forever."""
     where = f"partition {name}" if name else "the default partition"
     if shape.nodes > partition.nodes:
         rule = f"needs {shape.nodes} nodes, and {where} has {partition.nodes}"
@@ -70,7 +70,7 @@ def _refusal(config: Slurm, shape: JobShape, name: str, partition: _Partition) -
     if not partition.is_up:
         cure = "choose another launch.partition, or wait until the site brings it up"
         return ConfigError("launch.partition", config.partition, f"{where} is down", cure)
-    # A quality of service may have limits of its own.
+    # A quality of service may have its own limits.
     if shape.minutes is not None and shape.minutes > partition.minutes and config.qos is None:
         rule = f"is more than {where} allows, {partition.minutes:g}"
         return ConfigError("launch.minutes", shape.minutes, rule, f"try {partition.minutes:g}, or another partition")
@@ -85,7 +85,7 @@ def _refusal(config: Slurm, shape: JobShape, name: str, partition: _Partition) -
 
 
 def _partitions() -> dict[str, _Partition] | str:
-    """Every partition by its name, the default one by the empty name too; why Slurm does not answer."""
+    """Every partition by its name, the default one also by the empty name; and why Slurm does not answer."""
     listed = ask_slurm("sinfo", "--noheader", "--all", "--format=%P %D %a %l %c %G", seconds=_SITE_SECONDS)
     if listed.output is None:
         return str(listed.problem)
@@ -109,7 +109,7 @@ def _partitions() -> dict[str, _Partition] | str:
 
 
 def check_slurm(config: Slurm) -> Iterator[Finding]:
-    """Commands, controller, partitions, a submission that submits nothing, settings."""
+    """Check commands, controller, partitions, a test submission, and settings."""
     missing = [command for command in _SITE_COMMANDS if shutil.which(command) is None]
     if len(missing) == len(_SITE_COMMANDS):
         yield ok("Slurm", "is not on this host; launch=local needs none")
@@ -154,7 +154,7 @@ def _check_partitions(partitions: Mapping[str, _Partition], config: Slurm) -> It
 
 
 def _check_submission(config: Slurm) -> Finding:
-    """A submission that Slurm only judges: it puts nothing into the queue."""
+    """Test a submission with `sbatch --test-only`, which puts nothing into the queue."""
     shape = JobShape(processes=1, tasks_per_node=1, cpus_per_task=config.cpus_per_task, minutes=config.minutes)
     try:
         check([(config, shape)])

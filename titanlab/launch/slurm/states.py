@@ -25,7 +25,7 @@ from titanlab.launch.slurm.command import (
 from titanlab.launch.submission import Submission, token_of
 from titanlab.records import OutcomeKind, RunFolder, text_at_end
 
-# Slurm's sign that a node cannot open the files for a job's output; no process has got this signal.
+# The signal that Slurm reports if a node cannot open a job's output files; no process received it.
 _NO_LOGS = 53
 # The reason that Slurm gives if no node can ever fulfil the request.
 REFUSED = "BadConstraints"
@@ -163,8 +163,8 @@ def _merged(live: JobState | None, recorded: JobState | None, queue: Reply, *, a
     is_accounted = recorded is not None and recorded.state == "ended"
     awaited = accounted and not is_accounted
     if live is not None and live.state == "ended" and awaited and not live.never_started and end_of(live) is None:
-        # The accounting will know soon with which code it ended. Where Slurm's word says how, nobody waits: of a job
-        # that was cancelled after its requeue, the accounting may still say PENDING minutes later.
+        # The accounting will soon know the exit code. Do not wait for it if Slurm's state explains the end: for a job
+        # that was cancelled after its requeue, the accounting may say PENDING for minutes.
         return replace(live, state="running")
     if live is not None and (live.state != "ended" or not is_accounted):
         return live

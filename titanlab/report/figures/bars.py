@@ -35,7 +35,7 @@ def throughput_by_layout(
     Args:
         runs: the frame of `sweep_frame`, or the rows of a table.
         together: show the speed of all devices together instead of one device.
-        ranked: put the fastest recipe on top, and not the sweep's first one; oversubscribed ones come last.
+        ranked: put the fastest recipe on top instead of the sweep's first one; oversubscribed recipes come last.
         bands: an interval for each recipe, by its label, drawn as a line with ends.
     """
     column, of = ("tokens_per_second_all", "all devices") if together else ("tokens_per_second", "one device")
@@ -85,7 +85,7 @@ def _bars(
     shown = compared[: style.MOST_BARS]
     figure, axis = style.new_bars(len(shown), f"{title} by layout")
     longest = max((value for group in shown for value in group.values(column)), default=1.0) or 1.0
-    # An interval from two runs can be many times as long as a bar: beyond this it is cut.
+    # An interval from two runs can be many times as long as a bar: cut it here.
     furthest = min(max([longest, *(high for _, high in (bands or {}).values())]), _MOST_BAND * longest)
     colours = style.recipe_colours([row for group in compared for row in group.rows])
     for place, group in enumerate(shown):
@@ -105,7 +105,7 @@ def _bars(
         figure.trace(bar, runs=[row["run"] for row in measured], columns=[column], text=description)
         band = bands.get(group.label) if bands and not group.is_control else None
         if band is not None:
-            # A line with ends, for the interval of the mean; an arrow where it goes on beyond the figure.
+            # A line with ends for the interval of the mean; an arrow if the interval continues beyond the figure.
             low, high, is_cut = band[0], min(band[1], furthest), band[1] > furthest
             axis.plot([low, high], [place, place], color=style.INK, linewidth=1.2, solid_capstyle="butt")
             for end, mark in ((low, "|"), (high, ">" if is_cut else "|")):
@@ -143,7 +143,7 @@ _HATCHES = {
 
 
 def outcomes(runs: DataFrame | Sequence[Mapping[str, Any]]) -> TracedFigure:
-    """The outcomes or current states of each recipe's runs; dropped points have bars of their own.
+    """The outcomes or current states of each recipe's runs; dropped points have separate bars.
 
     Args:
         runs: the frame of `sweep_frame`, or the rows of a table.
@@ -209,7 +209,7 @@ class StepSplit:
     """The parts of one run's step.
 
     Attributes:
-        seconds: by part; an axis stands for communication that nothing hides.
+        seconds: by part; an axis stands for its exposed communication.
         is_measured: False: an estimate of the planner.
     """
 
@@ -257,6 +257,6 @@ def step_time_split(splits: Sequence[StepSplit]) -> TracedFigure:
 def part_name(name: str) -> str:
     """A part in words: an axis stands for its communication."""
     if name == "bubble":
-        # A timeline has the idle share of all ranks, which is another number.
+        # Not the same as a timeline's bubble, which is the idle share of all ranks.
         return "bubble of the busiest rank"
     return f"exposed: {name}" if name in COMMUNICATION else name

@@ -1,4 +1,4 @@
-"""What changes during a run: losses, loads of experts, and the timeline of a pipeline."""
+"""Figures over time: losses, loads of experts, and the timeline of a pipeline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from titanlab.report.figures.traced import TracedFigure
 
 
-# More cannot be told from each other in a figure of 8 inches.
+# More points cannot be distinguished in a figure of 8 inches.
 _MOST_POINTS = 400
 
 
@@ -44,7 +44,7 @@ def loss_by_tokens(
     for row in style.records_of(steps):
         curves.setdefault(row["run"], []).append(row)
     for place, (run, rows) in enumerate(curves.items()):
-        # A damaged row may have a truth value, a text or nothing.
+        # In a damaged row the loss may be a boolean, a text or missing.
         rows = [row for row in rows if type(row.get(meter.LOSS)) in (int, float) and math.isfinite(row[meter.LOSS])]
         rows.sort(key=lambda row: row["step"])
         chosen = thinned(rows)
@@ -74,7 +74,7 @@ def loss_by_tokens(
 
 
 def thinned(rows: Sequence[dict[Any, Any]], most: int = _MOST_POINTS) -> list[dict[Any, Any]]:
-    """At most so many rows at equal distances, with the first and the last one."""
+    """At most `most` rows at equal distances, including the first and the last one."""
     if len(rows) <= most:
         return list(rows)
     return [rows[round(place * (len(rows) - 1) / (most - 1))] for place in range(most)]
@@ -94,8 +94,8 @@ class ExpertLoad:
 
     Attributes:
         runs: folders of the runs that have these counts.
-        step: after which they were written.
-        steps: number of steps that they are sums of.
+        step: the step after which the counts were written.
+        steps: number of steps in the counts.
         counts: tokens by block and expert.
     """
 
@@ -107,7 +107,7 @@ class ExpertLoad:
 
     @property
     def span(self) -> str:
-        """The steps that the counts are sums of."""
+        """The steps over which the counts are summed."""
         return f"step {self.step}" if self.steps == 1 else f"steps {self.step - self.steps + 1:,} to {self.step:,}"
 
     @cached_property
@@ -131,7 +131,7 @@ class ExpertLoad:
 
 
 def expert_load(loads: Sequence[ExpertLoad]) -> TracedFigure:
-    """Maps of blocks by experts: the share of tokens relative to an equal one, on a logarithmic scale of colours."""
+    """Maps of blocks by experts: the share of tokens relative to an equal share, on a logarithmic scale of colours."""
     # Imported here: matplotlib is an optional package.
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable

@@ -45,8 +45,8 @@ class ParetoPoint:
 def pareto(runs: DataFrame | Sequence[Mapping[str, Any]], *, speed: str = "tokens_per_second") -> TracedFigure:
     """Peak memory against speed; a line joins the recipes that no other one beats in both.
 
-    Runs that failed are crosses: in the figure where both were measured, else in the strip below, at the memory that
-    was measured or estimated.
+    Crosses are failed runs: in the figure if both were measured, else in the strip below, at their measured or
+    estimated memory.
 
     Args:
         runs: the frame of `sweep_frame`, or the rows of a table.
@@ -89,7 +89,7 @@ def pareto(runs: DataFrame | Sequence[Mapping[str, Any]], *, speed: str = "token
         )
         description = f"{point.group.label}: {significant(point.speed, 4)} {SPEEDS[speed]}, {point.memory:.2f} GiB"
         figure.trace(mark, runs=point.runs, columns=[MEMORY, speed], text=description)
-    # The axis of speed begins at 0, unless all points would then lie at the top.
+    # The axis of speed begins at 0, unless this would put all points at the top.
     low, high = axis.get_ylim()
     speeds = [point.speed for point in points]
     is_far = bool(speeds) and min(speeds) > _FAR * max(speeds) and low > 0
@@ -108,7 +108,7 @@ def pareto(runs: DataFrame | Sequence[Mapping[str, Any]], *, speed: str = "token
 
 
 def points_of(rows: Sequence[Mapping[str, Any]], speed: str) -> list[ParetoPoint]:
-    """The recipes of which memory and speed were measured."""
+    """The recipes whose memory and speed were measured."""
     measured = [(group, group.typical(MEMORY), group.typical(speed)) for group in groups(rows)]
     return [
         ParetoPoint(group, memory, rate) for group, memory, rate in measured if memory is not None and rate is not None

@@ -34,8 +34,8 @@ WIDTH, BAR, FRAME = 8.0, 0.36, 1.3  # inches: width of a figure, height of one b
 MOST_BARS = 60
 MOST_LINES = 14
 _MOST_LETTERS = 44
-# Control characters, halves of surrogate pairs, and characters that among others change the direction of writing; those
-# that join letters or parts of an emoji stay.
+# Unicode categories: control characters, halves of surrogate pairs, and format characters, some of which change the
+# direction of writing. Characters that join letters or parts of an emoji are kept.
 _UNPRINTABLE = ("Cc", "Cs", "Cf")
 _JOINERS = "\u200c\u200d"
 
@@ -50,7 +50,7 @@ def new_figure(height: float, title: str) -> tuple[TracedFigure, Axes]:
 
 
 def new_bars(count: int, title: str, *, above: float = FRAME, bar: float = BAR) -> tuple[TracedFigure, Axes]:
-    """A figure that is high enough for so many bars."""
+    """A figure that is high enough for this many bars."""
     return new_figure(above + bar * max(1, count), title)
 
 
@@ -93,7 +93,7 @@ def hollow_mark() -> Any:
 
 
 def line_look(place: int, count: int) -> dict[str, Any]:
-    """The look of one of several lines; lines that cover each other have different widths, so that each is seen."""
+    """The look of one of several lines; different widths show lines that cover each other."""
     return {
         "color": SERIES[place % len(SERIES)],
         "linestyle": LINE_STYLES[place // len(SERIES) % len(LINE_STYLES)],
@@ -109,7 +109,7 @@ def label_bars(axis: Axes, labels: list[str], count: int) -> None:
     """Write the labels of the bars, with the first bar on top.
 
     Args:
-        count: number of all bars, also of those that are not shown.
+        count: number of all bars, also bars that are not shown.
     """
     axis.set_yticks(range(len(labels)), [label_text(label) for label in labels])
     axis.set_ylim(max(1, len(labels)) - 0.5, -0.5)
@@ -136,10 +136,10 @@ def label_text(text: str, *, most: int = _MOST_LETTERS) -> str:
     """A label for matplotlib: printable, of bounded length, and never read as a formula."""
     line = printable(" ".join(text.split()))
     if len(line) > most:
-        # `optimizer.lr 0.1` after another part: the last word of a key says enough.
+        # In `… · optimizer.lr 0.1` the last word of the key is enough.
         line = re.sub(r"(?<=· )(?:\w+\.)+(?=\w+ )", "", line)
     if len(line) > most:
-        # The end of a name often says what differs.
+        # Keep the end: names often differ there.
         end = most // 3
         line = f"{line[: most - end - 1]}…{line[-end:]}"
     return re.sub(r"\$", r"\\$", line)

@@ -1,7 +1,7 @@
 """Writes figures as files for papers, and as elements of an HTML page.
 
-The colours of an element follow the page's. In both, a mark has the attributes `data-run` and `data-column`: the run
-folders and the columns that it is drawn from.
+An element uses the page's colours. In files and elements a mark has the attributes `data-run` and `data-column`: the
+run folders and the columns from which it is drawn.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def save(figure: TracedFigure, path: Path) -> None:
         if kind == "svg":
             root = _drawn(figure, letters="path")
             _mark(root, figure, prefix="")
-            # ElementTree would invent prefixes for these.
+            # Without registration, ElementTree would invent prefixes for these namespaces.
             ElementTree.register_namespace("", _SVG)
             ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")
             path.write_bytes(ElementTree.tostring(root, encoding="utf-8", xml_declaration=True))
@@ -87,7 +87,7 @@ def element(figure: TracedFigure, *, name: str, title: str, description: str) ->
     root = _drawn(figure, letters="none")
     for parent in list(root.iter()):
         for child in list(parent):
-            # matplotlib's style sheet would hold for the whole page, whose own has the same line.
+            # matplotlib's style sheet would apply to the whole page, and the page's own has the same rule.
             if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
                 parent.remove(child)
     _mark(root, figure, prefix=f"{name}-")
@@ -124,7 +124,7 @@ def _drawn(figure: TracedFigure, *, letters: str) -> ElementTree.Element:
 
 
 class _no_missing_letters(warnings.catch_warnings):  # noqa: N801
-    """No warning for letters of a name that matplotlib's font lacks: they become boxes; a page has fonts of its own."""
+    """No warnings about letters that matplotlib's font lacks and draws as boxes; a page uses its own fonts."""
 
     def __enter__(self) -> Any:
         entered = super().__enter__()
@@ -163,7 +163,7 @@ def _rename(root: ElementTree.Element, *, prefix: str) -> None:
         if name in used:
             node.set("id", prefix + name)
         if (link := node.attrib.pop(_LINK, None)) is not None:
-            # An image has its bytes in the address.
+            # An image's link contains its bytes; other links are ids.
             node.set("href", f"#{prefix}{link.removeprefix('#')}" if link.startswith("#") else link)
         for key, value in list(node.attrib.items()):
             if key == "style":

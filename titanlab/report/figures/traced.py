@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 
 class Mark(NamedTuple):
-    """What one mark of a figure shows.
+    """The source of one mark of a figure.
 
     Attributes:
         runs: names of the run folders.
@@ -26,7 +26,7 @@ class TracedFigure(Figure):
     """A figure that knows the source of its marks; in an SVG file, the key of a mark is the id of its element.
 
     Attributes:
-        has_heading: whether the title of its first axes is that of the whole figure, which a page does not repeat.
+        has_heading: whether the title of the first axes is the title of the whole figure, which a page does not repeat.
     """
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
@@ -35,7 +35,7 @@ class TracedFigure(Figure):
         self.has_heading = False
 
     def trace(self, artist: Artist, *, runs: Iterable[str], columns: Iterable[str], text: str = "") -> None:
-        """Record what an artist of this figure is drawn from."""
+        """Record the source of an artist of this figure."""
         key = f"mark-{len(self.marks)}"
         artist.set_gid(key)
         self.marks[key] = Mark(tuple(runs), tuple(columns), text)

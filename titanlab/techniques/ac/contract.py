@@ -25,7 +25,7 @@ class ACConfig(OptionConfig, Protocol):
     def treatment(self, number: int) -> object:
         """A value that is equal for blocks that the other methods treat equally.
 
-        A policy whose methods depend on the number in another way than by `recomputes` returns a value of its own.
+        Override this method if another method depends on the number in a way that `recomputes` does not show.
         """
         return self.recomputes(number)
 

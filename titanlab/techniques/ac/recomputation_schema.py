@@ -139,7 +139,7 @@ class MemoryBudget(ACConfig):
 # The form in which torch prints an operator: namespace.name.overload.
 NAME = re.compile(r"\w+\.\w+\.\w+")
 KEY = "ac.saved"
-# Matrix products, of which every second may be recomputed.
+# Matrix products; every second one may be recomputed.
 MATMULS = (
     "aten.mm.default",
     "aten.addmm.default",
@@ -149,8 +149,8 @@ MATMULS = (
 )
 # Operators that models and axes of this package register when they are imported.
 OWN = (CONTEXT_ATTENTION, GROUPED_PRODUCT, EXCHANGE)
-# Operators that are saved where another one is: tiles of short sequences are torch's kernel, called several times;
-# FlexAttention takes its place where attention is within documents.
+# Operator → operators that replace it and are saved under the same rule: tiles call torch's kernel several times for
+# short sequences; FlexAttention replaces it for attention within documents.
 SAME = {
     "titanlab.tiled_attention.default": "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "flex_attention": "aten._scaled_dot_product_flash_attention.default",
@@ -163,10 +163,10 @@ PAPER = (
     "aten._scaled_dot_product_cudnn_attention.default",
     "aten._scaled_dot_product_efficient_attention.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
-    CONTEXT_ATTENTION,  # Of context parallelism: its keys and values would be sent again.
-    "_c10d_functional.reduce_scatter_tensor.default",  # Of compiled tensor parallelism.
-    "aten.max.default",  # The largest element, by which float8 scales.
-    "aten.amax.default",  # The largest element of each row.
+    CONTEXT_ATTENTION,  # Context parallelism would send keys and values again.
+    "_c10d_functional.reduce_scatter_tensor.default",  # From compiled tensor parallelism.
+    "aten.max.default",  # The largest element of a tensor: float8's scale.
+    "aten.amax.default",  # The largest element of each row: float8's scale.
 )
 
 
@@ -202,7 +202,7 @@ class SelectiveOp(ACConfig):
             self.check_known(self.implementation().known_operators(), all_imported=False)
 
     def saved_bytes(self, block: Sequence[Operation], share: Share, *, number: int) -> int:
-        """Bytes of the block's input and of the chosen results, also of the last product, which no backward needs."""
+        """Bytes of the block's input and of the chosen results; includes the last product, which no backward needs."""
         activations: list[Activation] = [block_input(block)]
         for operator in self._saved_operators(block):
             activations += operator.results
@@ -231,7 +231,7 @@ class SelectiveOp(ACConfig):
         return SelectedOperators(self)
 
     def check_known(self, known: frozenset[str], *, all_imported: bool) -> None:
-        """Raise ConfigError if a name is not that of a known operator.
+        """Raise ConfigError if a name is not a known operator.
 
         `all_imported`: whether all packages have been imported; otherwise names of unknown namespaces pass.
         """

@@ -18,8 +18,8 @@ from pathlib import Path
 from titanlab.errors import ConfigError
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-# torch keeps precompiled headers in its default folder, wherever the cache is: whoever makes that folder first could
-# put code into this user's libraries.
+# torch always keeps precompiled headers in its default folder. Another user who makes that folder first could put code
+# into this user's libraries.
 ENVIRONMENT = {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
 ATTEMPTS = "attempts"
 # Locks belong to an attempt. Triton's records hold absolute paths; inductor's graphs contain the kernels themselves.
@@ -33,7 +33,7 @@ def default_folder(other: Callable[[], Path]) -> Path:
     disk supports locks.
 
     Args:
-        other: gives the folder to use if the first is not this user's alone; may raise ConfigError.
+        other: returns the folder to use if another user can enter the first one; may raise ConfigError.
     """
     if _make_private(own_folder()):
         return own_folder() / "inductor"
@@ -52,7 +52,7 @@ def own_folder() -> Path:
 def _make_private(folder: Path) -> bool:
     """Make a folder that only this user can enter; False if it is a link, or if another user could have written there.
 
-    Under a umask of 002 torch makes folders that a group can write to, so that the folder above must keep others out.
+    With a umask of 002 torch makes folders inside it that a group can write to, so this folder must keep others out.
     """
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -91,7 +91,7 @@ def attempt_folder(cache: Path, name: str) -> Iterator[Path]:
             os.environ.pop(VARIABLE, None)
             if before is not None:
                 os.environ[VARIABLE] = before
-            # A failure to remove it is no failure of the run: the next attempt tries again.
+            # A folder that cannot be removed does not fail the run: the next attempt tries again.
             with contextlib.suppress(OSError), _alone(attempts):
                 held.close()
                 _remove_if_unused(lock)
@@ -106,7 +106,7 @@ def publish(folder: Path) -> None:
 
 
 def _link_files(source: Path, target: Path, *, sync: bool = False) -> None:
-    """Link the files of a folder that another lacks, the folders inside of it included."""
+    """Link the files of a folder, and of folders inside it, that another folder lacks."""
     target.mkdir(mode=0o700, exist_ok=True)
     with os.scandir(source) as entries:
         for entry in entries:

@@ -20,16 +20,16 @@ from titanlab.errors import ConfigError
 from titanlab.techniques.compile.contract import F
 from titanlab.techniques.compile.schema import Compile
 
-# What inductor advises on a GPU, at each compilation, and what nobody can follow here: float32 stays float32, so that
-# layouts can be compared, and how inductor computes a softmax is its own choice.
+# Warnings of inductor, at each compilation for a GPU, that a user cannot act on: float32 must stay float32, so that
+# layouts can be compared, and inductor itself chooses how to compute a softmax.
 _ADVICE = ("TensorFloat32 tensor cores for float32", r"\s*Online softmax is disabled on the fly")
 
 
 class TorchCompiler:
     """Compiles with `torch.compile`.
 
-    It compiles a block's `forward`, not the module: so parameter names do not change, and FSDP's hooks run outside of
-    the graph, which they would break.
+    It compiles a block's `forward`, not the module: parameter names do not change, and FSDP's hooks, which would break
+    the graph, run outside of it.
     """
 
     def __init__(self, config: Compile) -> None:
@@ -93,7 +93,8 @@ def enable_async_tensor(group: dist.ProcessGroup) -> None:
     """Enable symmetric memory for a group; without it, inductor does not fuse the group's collectives.
 
     torch calls the function deprecated and unnecessary, but inductor's pass
-    (`torch/_inductor/fx_passes/micro_pipeline_tp.py`) needs it in 2.11 to 2.13. Delete this when the pass does not.
+    (`torch/_inductor/fx_passes/micro_pipeline_tp.py`) needs it in 2.11 to 2.13. Delete this when the pass no longer
+    needs it.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`enable_symm_mem_for_group` is deprecated", category=FutureWarning)
@@ -107,7 +108,7 @@ class FusionCheck:
     """
 
     def __init__(self) -> None:
-        """Code that was generated before does not count."""
+        """Ignores code that was generated before."""
         self._before = set(map(id, _generated()))
 
     def count(self) -> int:
@@ -174,10 +175,10 @@ def put_states_before_objects() -> None:
 
 
 class GraphMemory:
-    """Marks where microbatches begin, and copies what outlives them; without CUDA graphs it does nothing.
+    """Marks where microbatches begin, and copies results that outlive them; without CUDA graphs it does nothing.
 
-    torch keeps one generation of results. Without being told where a microbatch begins it takes the end of any graph's
-    backward for the end of a step, and would free what the other blocks' backwards still need.
+    torch keeps one generation of results. Without these marks it takes the end of one block's backward for the end of a
+    step, and frees tensors that the backwards of other blocks still need.
 
     Args:
         records: whether parts of the model are recorded as CUDA graphs.
@@ -187,7 +188,7 @@ class GraphMemory:
         self._records = records
 
     def begin(self) -> None:
-        """Called before each microbatch's forward: results of earlier ones may be overwritten from here on."""
+        """Called before each microbatch's forward: from here on torch may overwrite results of earlier microbatches."""
         if self._records:
             torch.compiler.cudagraph_mark_step_begin()
 
@@ -196,7 +197,7 @@ class GraphMemory:
         return result.clone() if self._records else result
 
     def keep_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Called after the first of several microbatches, to whose gradients those of the others are added."""
+        """Called after the first of several microbatches: the gradients of the others are added to its gradients."""
         if self._records:
             for parameter in parameters:
                 if parameter.grad is not None:
@@ -208,7 +209,7 @@ class Budgeted:
     """A backend that keeps at most a share of a graph's activations and recomputes the others.
 
     torch's budget is a setting of the process; here it applies only while this graph is split into forward and
-    backward. torch compares backends to reuse compilations, so equal instances have to compare equal.
+    backward. torch compares backends to reuse compilations, so instances with the same budget must compare equal.
 
     Attributes:
         budget: 1 keeps all activations, 0 only the inputs.

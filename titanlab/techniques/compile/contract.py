@@ -25,8 +25,8 @@ class Compiler(Protocol):
         """Compile the forward pass of each block, in place.
 
         Args:
-            async_group: AsyncTP: products and the collectives of this group beside them become one operator of
-                symmetric memory, which computes on one piece while another is being sent.
+            async_group: AsyncTP: a product and the neighbouring collective of this group become one operator of
+                symmetric memory, which computes on one piece while it sends another.
             memory_budget: share of a block's activations that is kept between forward and backward; None: the
                 backend's choice.
         """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Functions of torch and torchao, such as an optimizer's update, are compiled once for each shape of a parameter.
+# torch and torchao compile functions such as an optimizer's update once for each shape of a parameter.
 _OWN = ("torch", "torchao")
 
 SECONDS = "compile/seconds"
@@ -32,8 +32,8 @@ class Compilation:
 class Watch:
     """Reads torch's records of compilations since it was made, and reports them.
 
-    The first compilation of a function is expected, and one more when it is first called without gradients, as in
-    validation. Any other is a surprise: it costs seconds of a step, and may happen in every step.
+    The first compilation of a function is expected, and so is one more when it is first called without gradients, as in
+    validation. Any other compilation is a surprise: it costs seconds, and may happen in every step.
 
     Args:
         active: give metrics even before the first compilation.
@@ -49,7 +49,7 @@ class Watch:
         warn: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._active, self._note, self._warn = active, note, warn
-        # Functions, and whether a validation ran them: without gradients everything is compiled once more.
+        # (file, first line, whether in a validation): without gradients torch compiles each function once more.
         self._known: set[tuple[str, int, bool]] = set()
         self._last: Any = None
         self._limited = True

@@ -27,7 +27,7 @@ FLASH3_PACKAGE = "flash_attn_interface"
 """The module that the package of FlashAttention 3 installs, which torch imports."""
 FLASH3_CURE = "install FlashAttention 3 (its folder `hopper`), or try auto"
 _NAME = "FA3"
-# Young names of torch; where one is missing, so is the kernel.
+# Names that torch added recently; torch without one of them lacks the kernel.
 _activate: Callable[[str], None] | None = getattr(attention, "activate_flash_attention_impl", None)
 _known: Callable[[], list[str]] | None = getattr(attention, "list_flash_attention_impls", None)
 _current: Callable[[], str | None] | None = getattr(attention, "current_flash_attention_impl", None)
@@ -35,10 +35,10 @@ _restore: Callable[..., None] | None = getattr(attention, "restore_flash_attenti
 
 
 def flash3_missing(capability: Capability | None) -> tuple[str, str] | None:
-    """What this process lacks for FlashAttention 3, and the cure; None: nothing.
+    """What this process lacks for FlashAttention 3, and the cure; None: it has all.
 
     Args:
-        capability: of the device; None: not known, and not a reason.
+        capability: compute capability of the device; None: unknown, and not checked.
     """
     if capability is not None and capability[0] != 9:
         named = ".".join(map(str, capability))
@@ -57,10 +57,11 @@ def choose_flash(kernel: str, capability: Capability) -> bool:
     process: autograd, compilers, checkpointing and context parallelism call the same operators as before.
 
     Args:
-        kernel: `flash3`; `auto`, which takes it where it was measured as the fastest and is installed; or another.
+        kernel: `flash3`; `auto`: FlashAttention 3 if it is installed and was measured as the fastest; or the name of
+            another kernel.
 
     Raises:
-        ImportError: the package does not have the kernels; `flash3_missing` has the other reasons.
+        ImportError: the package lacks the kernels; `flash3_missing` reports the other reasons.
     """
     uses_flash3 = kernel == FLASH3 or (
         kernel == "auto" and prefers_flash3(capability) and flash3_missing(capability) is None
@@ -106,7 +107,7 @@ class InnerAttention(nn.Module):
         super().__init__()
         self.kernel = kernel
         self._backends: Sequence[SDPBackend] = [BACKENDS[kernel]] if kernel in BACKENDS else []
-        # Inputs for which another order was measured.
+        # Inputs for which another order of kernels was measured as faster.
         self._measured: Sequence[_Measured] = ()
         self._package: Callable[..., Any] | None = None
 
@@ -127,7 +128,7 @@ class InnerAttention(nn.Module):
                 measured = []
                 for rule in kernel_rules(capability):
                     names = (*with_one_flash(rule.order, has_flash3=has_flash3), "math")
-                    # The last rule is that of all inputs for which no other order was measured.
+                    # The last rule applies to all other inputs.
                     self._backends = tuple(BACKENDS[name] for name in names)
                     dtype = None if rule.dtype is None else getattr(torch, rule.dtype)
                     measured.append(_Measured(self._backends, dtype, rule.head_dim, rule.longest))
@@ -148,7 +149,7 @@ class InnerAttention(nn.Module):
         return self._named(q, k, v, is_causal=True)
 
     def _within(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-        """Attention within documents: FlexAttention on a GPU, tiles on a CPU, a mask of the square by other kernels."""
+        """Attention within documents: FlexAttention on a GPU, tiles on a CPU, else a mask of the whole square."""
         if isinstance(documents, Tensor):
             if not self._backends:
                 output: Tensor = tiled_attention(q, k, v, documents, *document_tiling(q))[0]
@@ -161,7 +162,7 @@ class InnerAttention(nn.Module):
     def _named(self, q: Tensor, k: Tensor, v: Tensor, **mask: Any) -> Tensor:
         backends = self._chosen(q)
         efficient = SDPBackend.EFFICIENT_ATTENTION
-        # It computes if it is configured, or as the only fused kernel that supports float32.
+        # The efficient kernel runs if the config names it, or if no other fused kernel supports float32.
         repeats = backends[0] == efficient or (efficient in backends and q.dtype == torch.float32)
         if repeats and q.shape[1] != k.shape[1]:
             # Only this kernel does not support shared key/value heads (torch's sdp_utils.cpp).

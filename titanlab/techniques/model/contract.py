@@ -26,8 +26,8 @@ class Foreign:
         name: the parameter's name in that library.
         head: width w of a head if the order of its rows differs: rotary pairs are (0, w/2), (1, w/2 + 1), … there
             and (0, 1), (2, 3), … here; 0: the same order.
-        stack: names of the tensors there whose stack, along a new first dim, is the parameter here; then `name` is for
-            people. Empty: one tensor.
+        stack: names of the tensors there that are stacked along a new first dim to the parameter here; `name` then only
+            appears in messages. Empty: one tensor.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Foreign:
         return self.stack or (self.name,)
 
     def shape_there(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of each of these tensors, from that of the parameter."""
+        """The shape of each tensor in the other library, from the parameter's shape."""
         return shape[1:] if self.stack else shape
 
 
@@ -95,7 +95,7 @@ class ModelConfig(OptionConfig, Protocol):
         """The builder of the modules. May import torch."""
 
     def reduced(self, sizes: ReducedSizes) -> ModelConfig | None:
-        """The same model in other sizes, for proofs and rehearsals; by default None: only a small model is proved."""
+        """The same model in other sizes, for proofs and rehearsals; None: only a small model can be proved."""
         return None
 
     @classmethod

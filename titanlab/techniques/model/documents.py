@@ -55,12 +55,12 @@ class Packed:
     stays_on_host: bool = False
 
     def padded(self, missing: int) -> Packed:
-        """The same with so many sequences more, each of one document; nothing of them counts."""
+        """The same with `missing` more sequences, each of one document, as padding."""
         positions, starts = (F.pad(part, (0, 0, 0, missing)) for part in (self.positions, self.starts))
         return Packed(positions, starts, self.stays_on_host)
 
     def arguments(self, rows: slice) -> tuple[Tensor, Tensor | HostStarts]:
-        """What a model gets of some sequences after their tokens."""
+        """The arguments of a model's forward after the tokens, for some of the sequences."""
         starts = self.starts[rows]
         return self.positions[rows], HostStarts(starts) if self.stays_on_host else starts
 
@@ -87,8 +87,9 @@ def visible(starts: Tensor) -> Tensor:
 def block_mask(starts: Tensor) -> BlockMask:
     """FlexAttention's form: which blocks of keys a block of rows skips, computes whole, or computes with a mask.
 
-    `create_block_mask` would find them from the whole square. They follow from the starts of a block's first and last
-    row, because starts ascend: no keys before the first row's start, and a mask up to the last row's start.
+    `create_block_mask` would find them from the whole square. The starts of a block's first and last row are enough,
+    because starts ascend: a row block skips keys before its first row's start, and masks keys up to its last row's
+    start.
     """
     seq_len = starts.shape[1]
     count = -(-seq_len // _BLOCK)
@@ -103,7 +104,7 @@ def block_mask(starts: Tensor) -> BlockMask:
     masked_count, whole_count = whole - first + 1, blocks - whole
     masked = first.unsqueeze(-1) + blocks
     masked = torch.where(blocks == masked_count.unsqueeze(-1) - 1, blocks.unsqueeze(-1), masked)
-    # Places after the counted ones are not read, but have to be numbers of blocks.
+    # Entries after the first `count` are not read, but must be valid numbers of blocks.
     masked, others = (x.clamp(max=count - 1) for x in (masked, whole.unsqueeze(-1) + blocks))
 
     def mask_mod(sequence: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
@@ -151,7 +152,7 @@ class Tiling(NamedTuple):
 
 # The lengths of sequences, from and to, that are faster in tiles than with torch's kernel: for heads of 32, 64 and 128,
 # shared or not, by benchmarks/attention_tiles.py (benchmarks/results/attention_tiles.json). In bfloat16 torch's kernel
-# packs all keys anew for every few rows, so that short sequences are faster in float32.
+# packs all keys again for every few rows, so that short sequences are faster in float32.
 _LENGTHS = {torch.float32: (128, 1024), torch.bfloat16: (128, 767)}
 _WIDEST_HEAD = 128
 # Queries of a tile: of 32, 64, 128 and 256 the fastest, for documents of any length by benchmarks/document_masks.py.
@@ -185,8 +186,8 @@ def tiled_attention(
 
     Args:
         q: [batch, heads, seq, head_dim]; k and v have kv_heads, which divide the heads.
-        starts: [batch, seq] int64, the place of the first token of each token's document, before which a row attends to
-            no keys; None: a sequence is one document.
+        starts: [batch, seq] int64, the place of the first token of each token's document: a row attends to no key
+            before it; None: a sequence is one document.
 
     Returns:
         output shaped as q, in memory [batch, seq, heads, head_dim]; [batch, heads, seq] float32.
@@ -332,13 +333,13 @@ def _denominators_of(q: Tensor) -> Tensor:
 
 
 def _triangle(q: Tensor, rows: int) -> Tensor:
-    """What is added to the scores of a full tile that meets a whole sequence: [rows, seq + rows]."""
+    """The additive mask for the scores of a full tile that meets a whole sequence: [rows, seq + rows]."""
     seq_len = q.shape[2]
     return torch.triu(torch.full((rows, seq_len + rows), -math.inf, dtype=q.dtype, device=q.device), seq_len + 1)
 
 
 def _mask_of_tile(triangle: Tensor, starts: list[int], tile: Tile) -> Tensor | None:
-    """What is added to the scores of a tile: [rows, keys]; None: it is causal by itself."""
+    """The additive mask for the scores of a tile: [rows, keys]; None: a causal mask is enough."""
     before = tile.start - tile.first
     if not before and not tile.shared:
         return None

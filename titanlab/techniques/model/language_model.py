@@ -1,4 +1,4 @@
-"""The base class of models, also of those in other packages, and what models are built with."""
+"""The base class of models, also in other packages, and tools to build modules."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ class LanguageModel(nn.Module):
     """`forward(tokens, positions)`: ids [batch, seq], positions [seq] → logits [batch, seq, vocab].
 
     Positions are 0, 1, … by default. A model that masks documents also gets positions [batch, seq] and, as its third
-    argument, `starts`: the place [batch, seq] of the first token of each token's document, a tensor or `HostStarts`, of
-    which `titanlab.techniques.model.documents.prepared` makes what attention takes. With some of its account's `pieces`
-    set to None or removed from `layers`, the model is a pipeline stage, whose inputs and outputs between stages are
-    hidden states [batch, seq, dim].
+    argument, `starts`: the place [batch, seq] of the first token of each token's document, a tensor or `HostStarts`;
+    `titanlab.techniques.model.documents.prepared` converts it for the kernel. In a pipeline stage some of the account's
+    `pieces` are None or removed from `layers`; between stages inputs and outputs are hidden states [batch, seq, dim].
 
     Attributes:
         layers: the blocks, by index; FSDP shards each block separately.
@@ -48,10 +47,10 @@ def shapes_only() -> Iterator[None]:
 
 
 class _NoInitialValues(TorchFunctionMode):
-    """Leaves out `nn.init.normal_` and `Tensor.normal_`, of which `nn.Embedding` draws its values.
+    """Skips `nn.init.normal_` and `Tensor.normal_`, with which `nn.Embedding` draws its values.
 
-    On a meta tensor they do nothing, but torch runs them in Python there and imports its compiler for that (torch 2.11
-    to 2.13: `torch._refs.normal_`), which takes 1 s.
+    On a meta tensor they have no effect, but torch runs them in Python and imports its compiler for them (torch 2.11 to
+    2.13: `torch._refs.normal_`), which takes 1 s.
     """
 
     def __torch_function__(

@@ -70,7 +70,7 @@ def account(config: Llama) -> ModelAccount:
     parameters["norm.weight"] = (config.dim,)
     if not config.tied_embeddings:
         parameters[HEAD] = (config.vocab_size, config.dim)
-    # Without norms of heads, attention keeps only the values of this product: queries and keys are rotated first.
+    # Without norms of heads, attention keeps only the values from the fused product: it keeps rotated queries and keys.
     copied = () if config.has_head_norms else ("wv",)
     joined = [
         Joined(caller="layers.*.attention.projections", layers=("wq", "wk", "wv"), copied=copied),
@@ -151,7 +151,7 @@ def initial_values(config: Llama) -> dict[str, Init]:
     return values
 
 
-# Device and precision decide which of them runs; all return the output and the log-sum-exp of the scores.
+# Device and precision decide which operator runs; each returns the output and the log-sum-exp of the scores.
 FUSED_ATTENTION = (
     "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_cudnn_attention.default",
@@ -188,7 +188,7 @@ def block_operations(config: Llama, *, batch: int, seq_len: int) -> list[Operati
         _pointwise(after_attention, "aten.add.Tensor"),
         norm("ffn_norm", after_attention),
         *_feed_forward_operations(config, fed),
-        # Its output is the input of the next block, and is counted there.
+        # No saved output: it is the input of the next block, and is counted there.
         Operation(name="ffn_residual", kind="pointwise", flops=0, output=stream.shape),
     ]
 
@@ -232,14 +232,14 @@ def _experts_operations(experts: RoutedExperts, fed: Activation, *, ffn_dim: int
     gate, up, silu, mul = (
         like(row, f"experts.{name}", shape=(*rows, ffn_dim), cut="part") for name in ("w1", "w3", "silu", "mul")
     )
-    # What is counted and balanced in the backward pass.
+    # The router's tally and balance need these in the backward pass.
     kept = [Activation(name="feed_forward.entropy", shape=(1,), cut="all", element_bytes=4)]
     if experts.balance.startswith("auxiliary"):
         sequences = batch if experts.balance == "auxiliary_sequence" else 1
         kept.append(like(kept[0], "slope", shape=(sequences, experts.count)))
-    # Their order among the rows that other ranks have sent, and the inverse.
+    # The order of the rows that other ranks have sent, and its inverse.
     travelled = [like(order, name, with_experts="only") for name in ("arrived", "returned")]
-    # The counts of rows that it sends and that it gets, on the host.
+    # The numbers of rows that the rank sends and gets, on the host.
     counts = like(kept[0], "counts", shape=(2, experts.count), element_bytes=8, with_experts="only")
     theirs = like(counts, "theirs", shape=(experts.count,))
     only = replace(spread, with_experts="only")
@@ -278,7 +278,7 @@ def _experts_operations(experts: RoutedExperts, fed: Activation, *, ffn_dim: int
         _pointwise(mul, "aten.mul.Tensor", keeps=(silu, up)),
         _grouped(experts, "feed_forward.experts.w2", mul, down),
         _exchange("feed_forward.return", down, (counts, *travelled[1:]), like(only, "results")),
-        # Reads a row for each of a token's experts, and writes and reads it again with its weight.
+        # For each of a token's experts: reads a row, writes the weighted row, and reads that again.
         _pointwise(
             combined,
             *_SUM,
@@ -308,7 +308,7 @@ def _exchange(name: str, rows: Activation, keeps: tuple[Activation, ...], *resul
     """Rows that travel to other ranks and are sorted before or after it; only with expert parallelism.
 
     Args:
-        results: of the exchanges: of counts, and of rows.
+        results: of the exchange of counts, and of the exchange of rows.
     """
     sorted_rows = replace(rows, name=f"{name}.sorted", with_experts="only")
     return Operation(
@@ -429,13 +429,13 @@ def _attention(config: Llama, batch: int, seq_len: int) -> Operation:
     else:
         lse = Activation(name="attention.inner.lse", shape=output[:-1], cut="part", element_bytes=4)
         if config.attention == "efficient" and k.shape != q.shape:
-            # This kernel gets the key/value heads repeated for every query head.
+            # The module repeats key/value heads for every query head before it calls this kernel.
             k, v = (replace(x, name=f"attention.inner.{name}", shape=q.shape) for x, name in ((k, "k"), (v, "v")))
         kept, operators = (q, k, v, mixed, lse), (Operator(names=FUSED_ATTENTION, results=(mixed, lse)),)
     if config.fused and config.has_head_norms:
-        # The values are a part of one tensor with queries and keys as they were before their norms.
+        # The values are a view of the fused result, which also holds queries and keys before their norms.
         if config.attention == "math":
-            # It keeps copies of the values. On a GPU the norms keep their inputs, and so that tensor.
+            # The math kernel copies the values. On a GPU the norms keep their inputs, and so the fused result.
             kept = (*kept, *_on("cuda", replace(v, name="attention.wqkv.values")))
         else:
             before = (replace(x, name=f"attention.{name}") for x, name in ((q, "wq"), (k, "wk")))

@@ -72,7 +72,7 @@ class LlamaFamily(HuggingFaceFamily["Llama"]):
     architectures: Sequence[str] = ("LlamaForCausalLM",)
     model_type: ClassVar[str] = "llama"
     unsupported: ClassVar[Mapping[str, Any]] = UNSUPPORTED
-    # Names of an expert's matrices in transformers, by ours, and of the module that has the experts.
+    # titanlab's name of an expert's matrix → transformers' name; then the name of the module that has the experts.
     expert_matrices: ClassVar[Mapping[str, str]] = {}
     expert_module: ClassVar[str] = ""
     # Fields that a derived family adds, and that change what a model computes.
@@ -80,7 +80,7 @@ class LlamaFamily(HuggingFaceFamily["Llama"]):
     # Values of a config.json that does not have these keys, as in transformers.
     norm_eps: ClassVar[float] = 1e-6
     rope_theta: ClassVar[float] = 10000.0
-    # Files from 2023 have one in each block; later ones may have one for the model.
+    # Files from 2023 have such a tensor in each block; later files may have one for the model.
     derived = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(original_)?inv_freq")
 
     def tensors(self, model: Llama) -> dict[str, Foreign]:
@@ -186,7 +186,7 @@ def _rope(config: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
 
 
 def _rope_type(rope: Mapping[str, Any]) -> Any:
-    # Files have null in either place.
+    # Either key may be null.
     return next((kind for kind in (rope.get("rope_type"), rope.get("type")) if kind is not None), "default")
 
 
@@ -197,7 +197,7 @@ def _check_one_rope(config: Mapping[str, Any], parameters: Mapping[str, Any], sc
         ropes = [{**mapping, "rope_type": _rope_type(mapping)} for mapping in (parameters, scaling)]
         for name in ("rope_type", *_SCALING.values(), "rope_theta", "partial_rotary_factor"):
             ours, theirs = (rope.get(name) for rope in ropes)
-            # If only one of them has the key, the other takes the value from the rest of the file.
+            # If one of the two lacks the key, its value comes from the rest of the file.
             if ours != theirs and (None not in (ours, theirs) or name in _SCALING.values()):
                 rule = f"disagrees with rope_scaling, which has {name}={_json(theirs)}"
                 raise _wrong(f"rope_parameters.{name}", _json(ours), rule, cure)
@@ -285,7 +285,7 @@ class Qwen3MoeFamily(Qwen3Family):
     }
 
     def from_hf(self, config: Mapping[str, Any]) -> Llama:
-        # A file without it means False to transformers.
+        # transformers takes a missing key as False.
         config = {**config, "norm_topk_prob": config.get("norm_topk_prob") or False}
         return super().from_hf({**config, "intermediate_size": whole_number(config, "moe_intermediate_size", 768)})
 
@@ -299,7 +299,7 @@ class Qwen3MoeFamily(Qwen3Family):
         routed = _routed(model)
         return {
             **super().to_hf(model, context=context),
-            # For blocks without experts. The model has none, and the released files have this number all the same.
+            # For blocks without experts; released files have this number although their models have no such block.
             "intermediate_size": model.ffn_dim * routed.active,
             "moe_intermediate_size": model.ffn_dim,
             "num_experts": routed.count,
@@ -308,7 +308,7 @@ class Qwen3MoeFamily(Qwen3Family):
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
             "output_router_logits": False,
-            # As the released files have it; inference does not read it.
+            # The value of the released files; inference does not read it.
             "router_aux_loss_coef": 0.001,
         }
 

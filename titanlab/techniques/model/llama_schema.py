@@ -41,7 +41,7 @@ class Llama(ModelConfig):
             keep their names, shapes and initial values. The experts of models with experts are not fused.
     """
 
-    # Whether each head of queries and keys is normalised before it is rotated.
+    # Whether each head of queries and keys is normalised before the rotation.
     has_head_norms: ClassVar[bool] = False
     masks_documents: ClassVar[bool] = True
 
@@ -234,8 +234,8 @@ class ExpertFields(ModelConfig):
 class Mixtral(ExpertFields, Llama):
     """A Mixtral (arXiv 2401.04088): a Llama whose feed-forwards are experts.
 
-    Its top-k of logits, then a softmax over the chosen, gives the same numbers as a softmax over all, whose chosen are
-    divided by their sum.
+    Mixtral takes the top k logits and then a softmax over these. titanlab takes a softmax over all and divides the top
+    k by their sum: the numbers are the same.
 
     Attributes:
         ffn_dim: width of one expert.
@@ -272,7 +272,7 @@ class Qwen3(Llama):
     rope_theta: float = 1_000_000.0
 
     def reduced(self, sizes: ReducedSizes) -> Qwen3:
-        """As of a Llama; heads that were wider or narrower than the stream stay so."""
+        """As for a Llama; heads that are wider or narrower than the stream stay so."""
         attention_dim, unit = sizes.heads * sizes.head_dim, sizes.unit
         if self.attention_dim > self.dim:
             dim = max(unit, attention_dim // 2 // unit * unit)
@@ -298,7 +298,7 @@ class Qwen3Moe(ExpertFields, Qwen3):
 
     Attributes:
         ffn_dim: width of one expert.
-        active_experts: those that are most probable to the router, whose probabilities are divided by their sum.
+        active_experts: number of experts for each token; their probabilities are divided by their sum.
     """
 
     kind: str = "qwen3_moe"

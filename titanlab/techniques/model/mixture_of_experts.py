@@ -16,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from titanlab.costs import RoutedExperts
 
-# Rows of operands must begin at multiples of so many bytes.
+# Bytes: each row of an operand must begin at a multiple of this.
 _ALIGNMENT = 16
 _grouped_mm: Callable[..., Tensor] = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
@@ -124,7 +124,7 @@ def _aligned(operand: Tensor) -> Tensor:
 
 
 def _aligned_rows(weight: Tensor) -> Tensor:
-    """The same for the number of rows, which become rows of the other operand or of the result."""
+    """Zero rows at the end until the number of rows is aligned: it is the inner dim or the row length of the result."""
     missing = -weight.shape[1] % (_ALIGNMENT // weight.element_size())
     return F.pad(weight, (0, 0, 0, missing)) if missing else weight
 
@@ -164,8 +164,8 @@ class Router(nn.Module):
 
     Attributes:
         bias: [experts] float32, which is added to the probabilities for the choice only (arXiv 2408.15664).
-        tally: [experts + 1] float32. Its gradient is the count of tokens by expert, and the sum of entropies: so each
-            microbatch counts once, in its backward pass, however often its forward pass is computed.
+        tally: [experts + 1] float32. Its gradient is the count of tokens by expert, and the sum of entropies. Counting
+            in the backward pass counts each microbatch once, also if its forward pass is recomputed.
     """
 
     def __init__(self, dim: int, experts: RoutedExperts) -> None:
@@ -180,7 +180,7 @@ class Router(nn.Module):
         return self.choose(tokens, self.weight)
 
     def choose(self, tokens: Tensor, weight: Tensor) -> ExpertChoice:
-        """The choice with a weight that may be a plain tensor instead of the parameter."""
+        """The choice of experts; the weight may be a plain tensor instead of the parameter."""
         logits: Tensor = WideProduct.apply(tokens, weight)  # type: ignore[no-untyped-call]
         scores = logits.softmax(-1)
         with torch.no_grad():
@@ -245,11 +245,11 @@ class RowExchange(Protocol):
     """Sends rows to other ranks; see `titanlab.parallelism.expert`."""
 
     def spread(self, rows: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """Rows sorted by expert and the ends of experts → those of this rank's experts, and a value for `gather`."""
+        """Rows sorted by expert, and the experts' ends → those of this rank's experts, and a value for `gather`."""
         ...
 
     def gather(self, rows: Tensor, way: Any) -> Tensor:
-        """The results of this rank's experts → those of the rows that were spread."""
+        """The results of this rank's experts → the results of the rows that this rank passed to `spread`."""
         ...
 
 
@@ -300,7 +300,7 @@ def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]
     return order, inverse, ends
 
 
-# The least probability of which a logarithm is taken.
+# Smaller probabilities are raised to this before the logarithm.
 _SMALLEST = 1e-30
 
 
@@ -338,7 +338,7 @@ class AddSlope(torch.autograd.Function):
 
 
 class WideProduct(torch.autograd.Function):
-    """tokens · weightᵀ in float32, which keeps both in the precision that they have."""
+    """tokens · weightᵀ in float32; saves both operands for the backward in their own precision."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """optimizer=adamw, adamw_8bit, adamw_4bit and adamw_fp8: torch's fused AdamW, or torchao's arithmetic.
 
-torchao's optimizer class is not used, because its blocks cover the flattened shard of a rank. Here a block is inside a
-row, so that its scale does not depend on the layout; codes and scales are states that are sharded like their parameter.
+torchao's optimizer class is not used, because its blocks cover the flattened shard of a rank. Here each block lies in
+one row, so that its scale does not depend on the layout; codes and scales are sharded like their parameter.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     def _begin(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         state = {"step": torch.tensor(0.0)}
-        # The same on every rank.
+        # The decision must be the same on every rank.
         few_bits = packs(parameter.shape, block_size=self._block_size, cuts_of_rows=_cuts_of_rows(parameter))
         for name in AVERAGES:
             if self._format is not None and few_bits:
@@ -172,7 +172,7 @@ def _zeros(parameter: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     sharded = DTensor.from_local(
         zeros, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
     )
-    # The mesh of offloaded parameters is on another device.
+    # DTensor makes zeros on the mesh's device; offloaded parameters are on the CPU.
     return sharded.to(parameter.device)
 
 

@@ -74,7 +74,7 @@ _DECAY: dict[str, Callable[[float], float]] = {
 }
 
 
-# Bytes of the number of updates, which most optimizers keep for each parameter.
+# Bytes of the update counter that most optimizers keep for each parameter.
 STEP_BYTES = 4
 
 
@@ -84,7 +84,7 @@ class Stored:
 
     Attributes:
         shape: of the whole parameter.
-        part: of what the rank stores of it.
+        part: of the part that the rank stores.
     """
 
     name: str
@@ -102,7 +102,7 @@ class OptimizerConfig(OptionConfig, Protocol):
 
     Attributes:
         schedule: of the learning rate, as a share of the peak.
-        tolerances: of `parameter`, `loss` and `grad_norm` after a few steps in proofs in fp32, relative, where the
+        tolerances: relative tolerances of `parameter`, `loss` and `grad_norm` after a few steps in fp32 proofs, if the
             optimizer rounds more than the gradients do.
     """
 
@@ -114,8 +114,7 @@ class OptimizerConfig(OptionConfig, Protocol):
         """The same optimizer for a small model whose layouts are compared; by default this one.
 
         Args:
-            least_eps: the least number, added to the denominator of an update, that keeps a gradient of nothing but
-                rounding from moving a parameter as far as any other.
+            least_eps: lower bound of eps: a gradient that consists only of rounding errors must not give a full update.
         """
         return self
 

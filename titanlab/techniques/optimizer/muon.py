@@ -71,7 +71,7 @@ def _shardings(matrix: Tensor) -> list[_Sharding]:
     """The shardings of a matrix in the order in which they were applied, without axes that replicate it.
 
     FSDP2 shards after tensor parallelism, although its axis comes first in the mesh; if both shard the same dim, the
-    placement is strided. If the order makes no difference, FSDP2 comes last too, because it has most ranks.
+    placement is strided. FSDP2 also comes last if the order does not matter, because it has most ranks.
     """
     if not isinstance(matrix, DTensor):
         return []
@@ -167,7 +167,7 @@ class MuonFactory:
 class WholeMuon(torch.optim.Muon):
     """torch's Muon, but it orthogonalises full matrices.
 
-    torch's Muon computes with DTensors: every product needs collectives, and adds in another order. Here each rank of
+    torch's Muon computes with DTensors: every product needs collectives, and sums in another order. Here each rank of
     FSDP2 gathers some of the equally sharded matrices, in bfloat16 like the orthogonalisation.
     """
 
@@ -205,7 +205,7 @@ class WholeMuon(torch.optim.Muon):
         average: Tensor = state["momentum_buffer"]
         average.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(average, group["momentum"]) if group["nesterov"] else average
-        # The Newton-Schulz iteration divides in place, so a bfloat16 gradient must be copied.
+        # The Newton-Schulz iteration divides in place, so copy also a gradient that is bfloat16 already.
         return update.to(torch.bfloat16, copy=True)
 
 

@@ -23,7 +23,8 @@ class Averaged(Scheduled):
     Attributes:
         betas: decay of the averages of gradient and squared gradient; by default as the Llama models were trained
             (arXiv 2302.13971, section 2.3).
-        weight_decay: of parameters with two or more dimensions; norms and biases do not decay. The default is theirs.
+        weight_decay: of parameters with two or more dimensions; norms and biases do not decay. The default is Llama's
+            too.
     """
 
     betas: tuple[float, ...] = (0.9, 0.95)
@@ -92,8 +93,7 @@ def needs_torchao(key: str, value: object, *, cure: str) -> None:
 
 # Older GPUs cannot compile conversions to float8.
 _FP8_CAPABILITY = (8, 9)
-# Elements of the smallest matrix with averages in few bits: in smaller ones scales cost more than they save, as in
-# bitsandbytes.
+# Smaller matrices (in elements) keep full averages, as in bitsandbytes: their scales would cost more than codes save.
 SMALLEST = 4096
 # Ends of the names of an average's two tensors, in the optimizer's state and in checkpoints.
 CODES, SCALE = "_codes", "_scale"
@@ -122,8 +122,8 @@ class LowBit(Rounded):
     per_byte: ClassVar[int] = 1
     block_size: int = 256
 
-    # A sum that is rounded otherwise may get the neighbouring code: 6e-6 is measured, and one code is 5 % of one
-    # element's update.
+    # Another rounding of a sum may give the neighbouring code: one code is 5 % of one element's update; 6e-6 is
+    # measured.
     tolerances: ClassVar[Mapping[str, float]] = {"parameter": 1e-3, "loss": 1e-5, "grad_norm": 1e-4}
 
     def __post_init__(self) -> None:
@@ -198,7 +198,7 @@ ADJUSTMENTS = ("match_rms_adamw", "original")
 class Muon(Averaged):
     """Muon for the matrices of blocks, AdamW for all else (K. Jordan et al., 2024; at scale: arXiv 2502.16982).
 
-    `betas` and `eps` are AdamW's; the other fields apply to both.
+    `betas` and `eps` apply to AdamW only; the fields that are not listed below apply to both.
 
     Attributes:
         momentum: decay of the average of gradients that is orthogonalised.

@@ -59,7 +59,7 @@ class LossScale:
         return {}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Continue from a checkpoint's state; one without a scale changes nothing."""
+        """Continue from a checkpoint's state; a state without a scale changes nothing."""
 
 
 class DynamicLossScale(LossScale):
@@ -67,7 +67,7 @@ class DynamicLossScale(LossScale):
 
     def __init__(self, config: Fp16, device: torch.device) -> None:
         self._config = config
-        # A constant scale changes by factors of 1, and has no smallest value.
+        # A constant scale: factors of 1, no minimum.
         self._growth, self._backoff = (config.growth_factor, config.backoff_factor) if config.dynamic else (1.0, 1.0)
         self._least = config.min_scale if config.dynamic else 0.0
         self._scale = torch.tensor(config.init_scale, dtype=torch.float32, device=device)
@@ -147,7 +147,7 @@ def step_if(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
 
 
 class Cast:
-    """Changes nothing: `parallelism/shard.py` casts. Other precisions inherit the methods that they do not need."""
+    """Changes no module: `parallelism/shard.py` casts. Other precisions override only the methods that they need."""
 
     def convert(self, model: nn.Module, device: torch.device) -> None:
         return
@@ -178,7 +178,7 @@ def dtype_named(name: str) -> torch.dtype:
 class Units(NamedTuple):
     """Modules that FSDP2 must gather as separate units, because parameters have two dtypes.
 
-    whole: units in float32; the model itself means all parameters that are in no other unit
+    whole: units in float32; the model itself stands for all parameters outside of other units
     apart: separate units that are not blocks (every block is a unit)
     """
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 # Names in configs → torch's names.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# Names in configs for pieces whose names differ from model to model.
+# Config names of two pieces; their names in the module differ from model to model.
 EMBEDDING, HEAD = "embedding", "head"
 
 
@@ -89,11 +89,12 @@ class PrecisionConfig(OptionConfig, Protocol):
     """Config of a precision. A dataclass that inherits from it has to define `kind` and `formats`.
 
     Attributes:
-        mfu_note: what an MFU means whose products are faster than the peak that it divides by; empty: none is.
-        layer_class: full name of the class of the layers of `products`; empty: it replaces no layer.
+        mfu_note: what MFU means if some products are faster than the peak FLOP/s in its denominator; empty: none are.
+        layer_class: full name of the class that replaces the layers in `products`; empty: no layer is replaced.
         splits_products: whether these layers compute the gradients of their input and their weight separately
             (`titanlab.techniques.precision.product`).
-        multiple: both dims of the weights of these layers, and the tokens of a forward pass, are multiples of it.
+        multiple: both dims of these layers' weights, and the tokens of a forward pass, must be multiples of this
+            number.
     """
 
     mfu_note: ClassVar[str] = ""
@@ -110,11 +111,11 @@ class PrecisionConfig(OptionConfig, Protocol):
         return frozenset()
 
     def products(self, model: ModelAccount) -> Mapping[str, ProductFormat]:
-        """Path of each linear layer that does not multiply in the compute precision → how it multiplies."""
+        """Path of each linear layer that does not multiply in the compute dtype → its format."""
         return {}
 
     def product_bits(self) -> int:
-        """Bits of the narrowest numbers that layers multiply; by default those of parameters that compute."""
+        """Bits of the narrowest format in which layers multiply; by default the compute dtype of parameters."""
         return 8 * self.formats().compute_bytes
 
     def describe(self, model: ModelAccount, *, accelerator: str, device: str) -> str:
@@ -122,7 +123,7 @@ class PrecisionConfig(OptionConfig, Protocol):
         return self.kind
 
     def check_device(self, *, accelerator: str, device: str) -> None:
-        """Raise ConfigError if a device cannot compute in this precision, whatever else the recipe has."""
+        """Raise ConfigError if a device cannot compute in this precision with any recipe."""
         return
 
     def emulated(self) -> PrecisionConfig:

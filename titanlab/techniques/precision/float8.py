@@ -1,4 +1,4 @@
-"""Float8 by torchao: linear layers that cast the factors of their products, forward and backward.
+"""Float8 by torchao: linear layers that cast the operands of their products, forward and backward.
 
 A scale maps the largest element of a tensor, a row or a column to the largest number of the format (arXiv 2209.05433;
 torchao's `float8`).
@@ -27,7 +27,7 @@ _SMALLEST = 1e-12
 
 
 class Float8Layers(Cast):
-    """Replaces linear layers by torchao's float8 layers.
+    """Replaces linear layers with torchao's float8 layers.
 
     Under tensor parallelism each layer multiplies this rank's part with scales of that part (see `float8_product`):
     they are finer than scales of the full tensor and need no communication. Only weights that are gathered in float8
@@ -59,7 +59,7 @@ class Float8Layers(Cast):
     def after_update(self, model: nn.Module) -> None:
         """Compute the scales with which FSDP2 will gather the weights, all in one reduction.
 
-        They are the scales of full weights, in every layout. torchao's `precompute_float8_dynamic_scale_for_fsdp`
+        These are the scales of full weights, in every layout. torchao's `precompute_float8_dynamic_scale_for_fsdp`
         computes the same, but fails if tensor parallelism shards weights along different dims, or if a rank has no
         rows.
         """
@@ -85,9 +85,9 @@ class Float8Layers(Cast):
 
 
 def _of_joined(largest: Tensor, layers: Sequence[nn.Module]) -> Tensor:
-    """The largest element of each layer's weight, or of all weights that are multiplied as one and share a scale."""
+    """The largest element of each layer's weight; layers that are joined to one product share the largest of all."""
     groups: dict[object, int] = {}
-    # A layer by itself is its own group.
+    # A layer that is not joined with others is its own group.
     numbers = [groups.setdefault(getattr(layer, JOINED, layer), len(groups)) for layer in layers]
     if len(groups) == len(layers):
         return largest
@@ -107,7 +107,7 @@ def emulates(config: Float8, device: torch.device) -> bool:
 
 
 def float8_product(multiplication: Any, config: Any) -> Product:
-    """Torchao's product with a backward pass in halves; `matmul_with_hp_or_float8_args` computes both at once.
+    """The product of torchao, whose `matmul_with_hp_or_float8_args` computes both gradients at once, in separate parts.
 
     `multiplication`: the `linear_mm_config` of a torchao layer.
     """
@@ -155,7 +155,7 @@ def float8_product(multiplication: Any, config: Any) -> Product:
         factor: Any = cast(weight.t(), config.cast_config_weight_for_grad_input, roles.WEIGHT, -1).t()
         if not is_cast(factor):
             return weight  # type: ignore[no-any-return]
-        # The kernels want the right factor by columns; torchao would copy it at each product.
+        # The kernels need the right operand in column-major order; torchao would copy it at each product.
         data = factor._data.t().contiguous().t()
         by_columns: Tensor = tensor_class(
             data,
@@ -169,7 +169,7 @@ def float8_product(multiplication: Any, config: Any) -> Product:
 
     @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
     def join_cast(*weights: Any) -> Tensor:
-        # torchao's own concatenation wants one object as the scale of all.
+        # torchao's own concatenation requires that all parts share one scale object.
         first = weights[0]
         data = torch.cat([weight._data.view(torch.uint8) for weight in weights]).view(first._data.dtype)
         joined: Tensor = tensor_class(
@@ -206,9 +206,9 @@ _PROTOTYPE = "torchao.prototype.moe_training.mxfp8_linear"
 class Mxfp8Linear(nn.Linear):
     """A linear layer that multiplies in mxfp8: [batch, seq, in] → [batch, seq, out].
 
-    torchao's layer casts with GPU kernels in the backward pass even when it emulates; this layer then uses torch's.
-    Under tensor parallelism it multiplies this rank's part of its weight. A block of 32 is always inside one part, so
-    each rank has the scales that one process would have; only the sums over ranks round differently.
+    torchao's layer casts with GPU kernels in the backward pass even when it emulates; this layer emulates with torch's
+    operators. Under tensor parallelism it multiplies this rank's part of its weight. A block of 32 is always inside one
+    part, so each rank has the scales that one process would have; only the sums over ranks round differently.
     """
 
     product: Product

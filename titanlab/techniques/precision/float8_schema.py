@@ -23,7 +23,7 @@ EMULATE = ("auto", "true", "false")
 class Conversion:
     """The linear layers of a model, by path, in the model's order, with the shapes of their weights, [out, in].
 
-    `uneven` are not converted because a dim is not a multiple.
+    `uneven`: not converted, because a dim is not a multiple of the format's.
     """
 
     converted: Mapping[str, tuple[int, ...]]
@@ -43,7 +43,7 @@ class Conversion:
 class Float8(Bf16):
     """Linear layers multiply in float8; everything else is as in bf16, with float32 master weights.
 
-    Experts are no linear layers: they multiply in bf16.
+    Experts are not `nn.Linear` layers: they multiply in bf16.
 
     Attributes:
         skip: linear layers that are not converted; `*` matches any text, and one or more steps of a path are
@@ -60,7 +60,7 @@ class Float8(Bf16):
 
     # torchao's name of the recipe.
     recipe: ClassVar[str] = ""
-    # Requirements of torch's scaled_mm: a compute capability, and multiples of a number as both dims of a weight.
+    # Requirements of torch's scaled_mm: a compute capability; both dims of a weight are multiples of a number.
     capability: ClassVar[tuple[int, int]] = (8, 9)
     multiple: ClassVar[int] = 16
     format: ClassVar[str] = "float8"
@@ -139,7 +139,7 @@ class Float8(Bf16):
     def describe(self, model: ModelAccount, *, accelerator: str, device: str) -> str:
         capability = None if accelerator == "cpu" else hardware.compute_capability(device) or self.capability
         emulated = ", emulated" if self.emulates(capability) else ""
-        # torchao's grouped float8 product has kernels for GPUs only, and none that can be emulated.
+        # torchao's grouped float8 product has kernels for GPUs only, and no emulation.
         experts = f", experts in {self.formats().compute}" if model.experts is not None else ""
         return f"{self.kind}: {self.conversion(model)}{experts}{emulated}"
 
@@ -303,7 +303,7 @@ class Float8Rowwise(TorchaoFloat8):
     kind: str = "float8_rowwise"
 
     recipe: ClassVar[str] = "rowwise"
-    # Each operand has scales by row for one product and by column for another: twice read 2, read 2, write 1.
+    # Each operand is scaled by row for one product and by column for another: each time read 2, read 2, write 1.
     cast_bytes: ClassVar[float] = 10.0
     cast_kernels: ClassVar[int] = 4
 

@@ -16,9 +16,9 @@ from torch.nn.utils import parametrize
 
 from titanlab.errors import ConfigError
 
-# The attribute of a layer that has its Product. A layer whose `forward` is not that of nn.Linear names it there.
+# The attribute with a layer's Product. A layer whose `forward` is not nn.Linear's must set it.
 ATTRIBUTE = "product"
-# The attribute of a layer that is computed with others as one product: a text that they share.
+# The attribute of layers that are computed as one product: a text that these layers share.
 JOINED = "joined_as"
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -35,11 +35,11 @@ class Product:
     Attributes:
         forward: (inputs [..., in], weight [out, in], bias or None) → [..., out]; differentiable by autograd.
         of_inputs: (gradient [..., out], weight) → gradient of the inputs.
-        of_weight: (gradient [..., out], inputs [..., in]) → gradient of the weight. Without both of these the gradients
-            cannot be computed separately: pipelines do not defer that of the weight, and fused projections and a loss
-            in chunks are refused.
-        for_forward, for_inputs: weight → what `forward` or `of_inputs` makes of it at each call, and takes in its
-            place: a caller that multiplies the weight several times casts it once.
+        of_weight: (gradient [..., out], inputs [..., in]) → gradient of the weight. If either is None, the gradients
+            cannot be computed separately: pipelines do not defer the weight's gradient, and fused projections and a
+            loss in chunks are refused.
+        for_forward, for_inputs: cast a weight for `forward` or `of_inputs`, which accept the result in place of the
+            weight: a caller that multiplies the weight several times casts it once.
         join: (weights [out, in] of several layers) → one weight with the rows of all.
     """
 
@@ -69,7 +69,7 @@ PLAIN = Product(
 
 
 def product_of(layer: nn.Module) -> Product:
-    """The product of a layer that was taken over, or for which `departure` is empty."""
+    """The product of a layer, which must have passed `take_over` or have an empty `departure`."""
     product: Product = getattr(layer, ATTRIBUTE, PLAIN)
     return product
 
@@ -77,10 +77,10 @@ def product_of(layer: nn.Module) -> Product:
 def take_over(
     module: nn.Module, path: str, *, key: str, value: object, cure: str, like: type[nn.Module] = nn.Linear
 ) -> Product:
-    """Ask whether other code may compute a module, before its `forward` is replaced; returns a linear layer's product.
+    """Check that other code may compute a module, before its `forward` is replaced; returns a linear layer's product.
 
     Args:
-        key, value, cure: the setting that wants to compute it, and how to do without.
+        key, value, cure: for the error: the setting for which the module is taken over, and the way to avoid it.
 
     Raises:
         ConfigError: the module computes something else.
@@ -93,7 +93,7 @@ def take_over(
         raise ConfigError(key, value, f"computes {path} as {like.__name__} does, and {path} {how}", cure)
     product = product_of(module)
     if like is nn.Linear:
-        # From now on `forward` is another one, and this says what it computes.
+        # The caller replaces `forward`; this attribute says what it computes.
         setattr(module, ATTRIBUTE, product)
     return product
 
@@ -104,10 +104,10 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def departure(module: nn.Module, like: type[nn.Module] = nn.Linear) -> str:
-    """How a module computes otherwise than `like` with the same parameters, in words; empty: it does not.
+    """In words, how a module computes differently from `like` with the same parameters; empty: it does not.
 
-    A linear layer with a forward of its own may name its product, where it defines this forward: in the same class or
-    object, or in one that is derived from it.
+    A linear layer with its own forward may name its product in the class or object that defines this forward, or in a
+    derived one.
     """
     if parametrize.is_parametrized(module):
         return "is parametrized"
@@ -125,13 +125,13 @@ def departure(module: nn.Module, like: type[nn.Module] = nn.Linear) -> str:
 
 
 def _definer(owner: Any, *names: str) -> Any:
-    """The object or class that defines the first of these attributes that is found."""
+    """The object or class that defines one of these attributes, the first in Python's order of lookup."""
     places = owner.__mro__ if isinstance(owner, type) else (owner, *type(owner).__mro__)
     return next((place for place in places if any(name in vars(place) for name in names)), None)
 
 
 def _multiplies_table(head: nn.Module) -> bool:
-    """Whether a head that is handed the embedding's table computes hidden · tableᵀ + bias: it is tried."""
+    """Whether a head that gets the embedding's table computes hidden · tableᵀ + bias, by an example."""
     if "weight" in head._parameters or _definer(head, "forward", "__call__") is head:
         return False
     hidden, table = (torch.linspace(-1, 2, 2 * n, device="cpu").view(n, 2) for n in (1, 3))

@@ -1,1 +1,1 @@
-"""Profilers: what a run can measure of its own steps beyond the metrics."""
+"""Profilers: measurements of a run's steps beyond the metrics."""

@@ -38,7 +38,8 @@ class Links:
         marks_collectives: inside the block, an annotation `titanlab.issue:AXIS:KIND` precedes each collective.
         gather: a value of each rank → the values of all ranks; every rank calls it.
         report: takes the kind of a row of metrics, the step, the metrics, and lines for the log; rank 0 writes them.
-        failed: takes what could not be written, such as a file, and why; this rank's log gets one line.
+        failed: takes the thing that could not be written, such as a file, and the reason; writes one line into this
+            rank's log.
     """
 
     axes: Mapping[str, str]
@@ -66,7 +67,8 @@ class Profiler(Protocol):
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Inside the block the main thread is in a phase of the step: `data`, `forward`, `backward`, `optimizer`,
-        `checkpoint`, or `exposed_pipeline`, in which it waits for another stage and which may lie in another phase.
+        `checkpoint`, or `exposed_pipeline`, in which it waits for another stage and which may be nested in another
+        phase.
         """  # fmt: skip
         return nothing(name)
 

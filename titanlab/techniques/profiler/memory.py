@@ -28,7 +28,7 @@ _SAMPLE_SECONDS = 0.002
 
 
 class MemoryProfiler(Profiler):
-    """Samples memory in windows of steps: resident memory on CPU, what the allocator has given out on a GPU."""
+    """Samples memory in windows of steps: resident memory on a CPU, allocated memory on a GPU."""
 
     def __init__(self, config: Memory) -> None:
         self._config = config
@@ -89,7 +89,7 @@ class MemoryProfiler(Profiler):
         write_whole(path, lambda aside: torch.cuda.memory._dump_snapshot(str(aside)), self.links.failed)
 
     def _at_out_of_memory(self, *_: int) -> None:
-        # The run's own error is to be reported, not a full disk.
+        # The run's own error must be reported, not that of a full disk.
         with contextlib.suppress(OSError, RuntimeError):
             self._write_snapshot("out-of-memory")
 
@@ -164,9 +164,9 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 @contextlib.contextmanager
 def named_consumers() -> Iterator[None]:
-    """Add to an out-of-memory error of the block what the memory holds, the largest first.
+    """Add what the memory holds, the largest first, to an out-of-memory error that the block raises.
 
-    torch's message stays below that line.
+    torch's message follows.
     """
     try:
         yield
@@ -204,7 +204,7 @@ def _described(error: BaseException) -> str:
 
 def consumers() -> dict[str, int]:
     """Bytes of the parameters, gradients and optimizer state of this process; shared bytes count once."""
-    # Not isinstance: that asks proxies of libraries for their class, and may import what they stand for.
+    # Not isinstance: it reads `__class__` of lazy proxies, which may import their libraries.
     parameters = [value for value in gc.get_objects() if issubclass(type(value), nn.Parameter)]
     optimizers = [value for value in gc.get_objects() if issubclass(type(value), torch.optim.Optimizer)]
     states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
@@ -215,7 +215,7 @@ def consumers() -> dict[str, int]:
 
 
 def _bytes_of_new(values: Iterable[object], seen: set[int]) -> int:
-    """Bytes of the storages that are not in `seen`, to which they are added."""
+    """Bytes of the storages that are not in `seen`; adds them to `seen`."""
     total = 0
     for value in values:
         # Some kinds of tensors have no storage.

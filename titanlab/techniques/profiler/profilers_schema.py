@@ -103,7 +103,7 @@ class Trace(RecordedWindows):
 @option("profiler", "breakdown")
 @dataclass(frozen=True, kw_only=True)
 class Breakdown(RecordedWindows):
-    """What the time of a step goes to, as metrics, from steps that torch.profiler records."""
+    """How the time of a step divides into parts, as metrics, from steps that torch.profiler records."""
 
     kind: str = "breakdown"
     # Profiled steps are slower: their share of the run's time stays small.
@@ -115,11 +115,11 @@ class Breakdown(RecordedWindows):
         return BreakdownProfiler(self)
 
 
-# The kind of its row in metrics.jsonl, and the names there: of rates, in FLOP/s and bytes/s; of seconds; of bytes.
+# The kind of the profiler's row in metrics.jsonl, and the names of its metrics: FLOP/s and bytes/s; seconds; bytes.
 KIND = "rates"
 PRODUCT, ATTENTION, COPY, POINTWISE = "rates/product", "rates/attention", "rates/copy", "rates/pointwise"
 LAUNCH, PROCESS, COLLECTIVE = "rates/launch(s)", "rates/process(B)", "rates/collective"
-# Ranks of the group of collectives: those of a node, and all.
+# Groups of ranks for collectives: the ranks of a node, and all ranks.
 NODE, WORLD = "node", "world"
 
 

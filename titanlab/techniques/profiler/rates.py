@@ -1,4 +1,4 @@
-"""Measures what the planner needs to know of a machine: rates of products by shape, times of collectives by size."""
+"""Measures a machine for the planner: rates of products by shape, times of collectives by size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from titanlab.techniques.profiler.contract import Profiler
 from titanlab.techniques.profiler.memory import peak_resident_bytes
 from titanlab.techniques.profiler.profilers_schema import Rates
 
-# Times of which the median counts.
+# Measurements; the median counts.
 _TIMES = 7
 _COLLECTIVE_TIMES = 15
 _LAUNCHES = 50
@@ -91,7 +91,7 @@ class _Local:
         return torch.rand(shape, device=self._device).to(self._dtype)
 
     def _seconds(self, call: Callable[[], object]) -> float:
-        """Median of the time of a call, as often as it fits into the time of a figure."""
+        """Median time of a call, from as many calls as fit into the time for one figure."""
         once = mean_seconds(call, 1, self._device)
         count = max(1, round(self._config.seconds / _TIMES / max(once, 1e-7)))
         return statistics.median(mean_seconds(call, count, self._device) for _ in range(_TIMES))
@@ -148,7 +148,7 @@ def _of_size(size: int, group: dist.ProcessGroup | None, device: torch.device) -
         received.copy_(whole)
         times = []
         for _ in range(_COLLECTIVE_TIMES):
-            # Ranks begin together: waiting for another one is no part of a collective.
+            # Ranks begin together: the time of a collective must not include waiting for a later rank.
             dist.barrier(group=group)
             times.append(mean_seconds(call, 1, device))
         yield kind, statistics.median(times[1:])

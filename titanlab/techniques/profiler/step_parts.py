@@ -1,8 +1,8 @@
 """What the time of profiled steps went to, from a trace of torch.profiler; it needs neither torch nor a GPU.
 
-Every instant of a step belongs to one part. In order: a collective runs and nothing computes: exposed communication of
-its axis; else the phase that computes; else, if nothing runs, data or the checkpoint if the host is at them; else
-`other`. So the parts add up to the step.
+Every instant of a step belongs to one part, the first that fits: exposed communication of an axis, if a collective runs
+and nothing computes; the phase that computes; data or the checkpoint, if the host is in them; `other`. So the parts add
+up to the step.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Event = Mapping[str, Any]
 
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
-# Events around Python code, which may wait for collectives inside; what computes in them has events of its own.
+# Events around Python code that may wait for collectives; operations inside them have their own events.
 _NO_COMPUTE = ("c10d::", "_c10d_functional", "autograd::", "titanlab::")
-# gloo reduces and drops what other ranks keep.
+# gloo runs a reduce_scatter as an all_reduce and drops the parts of other ranks.
 _GLOO_KINDS = {"reduce_scatter": ("reduce_scatter", "all_reduce")}
 
 
@@ -65,8 +65,8 @@ def step_parts(events: Iterable[Event], axes: Mapping[str, str]) -> dict[str, fl
     return {name: seconds / len(steps) for name, seconds in {STEP: whole, **parts}.items()}
 
 
-# What happens at a time, the first goes before the others: spans in which something computes, by the phase that they
-# belong to (an empty name: the host's); spans of collectives, by axis; the host's phases.
+# Three kinds of spans: something computes, with the name of its phase (empty: the host's phase); collectives, with
+# their axis; phases of the host.
 _Layers = tuple[Sequence[TimeSpan], Sequence[TimeSpan], Sequence[TimeSpan]]
 
 
@@ -79,7 +79,7 @@ def _of_cpu(events: Sequence[Event], phases: Sequence[TimeSpan], main: object) -
     sends = []
     for event in events:
         word = event["name"].removeprefix("gloo:")
-        # A receive may be posted long before it is waited for: the wait has a span of its own.
+        # A receive may be posted long before the rank waits for it; the wait has its own span.
         if word != event["name"] and word not in ("send", "recv"):
             sends.append(_span(event, _issuer(event["ts"], word, issues)))
     sends += [span for span in phases if span.name.startswith(EXPOSED)]
@@ -123,7 +123,7 @@ def _of_gpu(events: Sequence[Event], phases: Sequence[TimeSpan], axes: Mapping[s
             axis = axes.get(str(arguments.get("Process Group Name")), "other_group")
             sends.append(_span(event, EXPOSED + axis))
             continue
-        # A GPU computes later than the host asks for it: the phase is that of the launch.
+        # A GPU runs a kernel after its launch: the phase is the one in which the host launched it.
         at = launched.get(arguments.get("correlation"), float(event["ts"]))
         index = bisect.bisect_right(starts, at) - 1
         inside = index >= 0 and at < own[index].end

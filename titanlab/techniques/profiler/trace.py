@@ -21,7 +21,7 @@ from titanlab.techniques.profiler.contract import Profiler
 from titanlab.techniques.profiler.profilers_schema import Breakdown, Trace
 from titanlab.techniques.profiler.step_parts import PHASE, line, mean, metrics, step_parts
 
-# torch raises RuntimeError for some faults of a disk, and a trace that is cut off is no JSON.
+# torch raises RuntimeError for some faults of a disk; a truncated trace is not valid JSON (ValueError).
 FAULTS = (OSError, RuntimeError, ValueError)
 
 
@@ -29,7 +29,7 @@ def write_whole(path: Path, write: Callable[[Path], object], failed: Callable[[s
     """Write a file under another name, and rename it; if this fails, report it and leave no file."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        # Without the folder of the run: if that was moved or removed, it must not come back.
+        # Do not create parents: a run's folder that was moved or removed must not come back.
         path.parent.mkdir(exist_ok=True)
         write(aside)
         aside.replace(path)
@@ -45,12 +45,12 @@ def chrome_trace(running: profile) -> Iterator[Path]:
     """A temporary file with the trace of a profile, as JSON.
 
     Raises:
-        OSError: the folder for temporary files takes no more.
+        OSError: the folder for temporary files is full.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         running.export_chrome_trace(str(path))
-        # At a full disk torch only logs a line, and leaves no file.
+        # If the disk is full, torch only logs a line and leaves no file, or an empty one.
         if not path.exists() or not path.stat().st_size:
             path.touch()
             raise refusal(path.parent) or OSError(f"torch.profiler has written no trace into {path.parent}")
@@ -79,7 +79,7 @@ class TraceProfiler(Profiler):
                 self.close()
 
     def close(self) -> None:
-        """End a window that is open; one that is not complete leaves a file of the steps that it has."""
+        """End a window that is open; an incomplete window gives a file of the steps that were recorded."""
         if self._profile is not None:
             running, self._profile = self._profile, None
             running.stop()
@@ -93,7 +93,7 @@ class TraceProfiler(Profiler):
             on_trace_ready=lambda running: write_whole(path, partial(_write, running), self.links.failed),
             record_shapes=self._config.shapes,
             with_stack=self._config.stacks,
-            # torch 2.11 warns of the first cycle without it.
+            # Without this, torch 2.11 warns in the first cycle.
             acc_events=True,
         )
         self._profile.start()
@@ -125,7 +125,7 @@ class BreakdownProfiler(Profiler):
             self._begin(step + 1 + self._config.steps)
         elif self._profile is not None:
             if self._on_gpu:
-                # So that the kernels of a step lie inside of it.
+                # The kernels of a step must end inside the step.
                 torch.cuda.synchronize()
             self._profile.step()
             if step == self._last:
@@ -175,7 +175,7 @@ class BreakdownProfiler(Profiler):
         span = f"step {step}" if steps == 1 else f"steps {step - steps + 1} to {step}"
         if self._fault is not None:
             self.links.failed(f"the breakdown of {span}", self._fault)
-        # A rank that has none takes part all the same, because the others wait for it.
+        # A rank without a result takes part too, because the others wait for it.
         of_ranks = self.links.gather(self._parts)
         if all(of_ranks):
             means = mean(of_ranks)

@@ -96,8 +96,8 @@ def placement_of(orders: Orders) -> list[int]:
 def validate(orders: Orders, placement: Sequence[int], *, microbatches: int) -> None:
     """Check that lists of actions are a schedule.
 
-    Each stage runs every microbatch forward once and backward once, as B or as I and then W, on its rank, and every
-    action comes after the actions that it needs.
+    Each stage runs every microbatch forward once and backward once, as B, or as I and then W, on its rank; every action
+    comes after the actions that it needs.
     """
     seen: set[Action] = set()
     for rank, index, action in _all(orders):
@@ -123,15 +123,15 @@ def validate(orders: Orders, placement: Sequence[int], *, microbatches: int) -> 
 def executed(orders: Orders, *, stages: int) -> Iterator[tuple[int, Action, list[int]]]:
     """Yield rank, action and what the action needs, in an order in which all can be executed.
 
-    What it needs are the numbers of other actions, counted from 0 in the order in which this function yields them.
+    Needs are numbers of other actions, counted from 0 in the order in which this function yields them.
 
     Raises:
         OrderError: the remaining actions wait for each other; the message names the waiting actions.
     """
     span = 1 + max((action.microbatch for order in orders for action in order), default=0)
-    # By result, and by stage · span + microbatch: the number of the action that made it.
+    # For each kind of result: at index stage · span + microbatch, the number of the action that made it.
     made: dict[Kind, list[int | None]] = {kind: [None] * (stages * span) for kind in Kind}
-    # By kind and stage: where to look for what an action needs, and how far from its own place.
+    # For each kind and stage: the lists with the results that an action needs, and the offset to its own index.
     sources = {
         kind: [
             [(made[result], step * span) for result, step in _NEEDS[kind] if 0 <= stage + step < stages]
@@ -172,7 +172,7 @@ _NEEDS: Mapping[Kind, Sequence[tuple[Kind, int]]] = {
     Kind.INPUT: [(Kind.FORWARD, 0), (Kind.INPUT, 1)],
     Kind.WEIGHT: [(Kind.INPUT, 0)],
 }
-# A microbatch has either B or I and W.
+# A microbatch has either B, or I and W.
 _EXCLUDED = {
     Kind.FORWARD: (),
     Kind.BACKWARD: (Kind.INPUT, Kind.WEIGHT),

@@ -20,7 +20,7 @@ class PipelineSchedule(OptionConfig, Protocol):
     `actions`.
     """
 
-    # Whether gradients of weights are always (True) or never (False) computed later; None: seen in the actions.
+    # Whether gradients of weights are always (True) or never (False) computed later; None: the actions decide.
     splits: ClassVar[bool | None] = None
 
     def alternatives(self) -> Sequence[PipelineSchedule]:
@@ -28,10 +28,11 @@ class PipelineSchedule(OptionConfig, Protocol):
         return [self]
 
     def fixed_size(self) -> tuple[int, int] | None:
-        """The only numbers of ranks and microbatches that the actions are for; by default None: there are others.
+        """The only numbers of ranks and microbatches that the schedule supports; None (the default): it supports
+        several.
 
         Raises:
-            ConfigError: a file that says so cannot be read.
+            ConfigError: the file with these numbers cannot be read.
         """
         return None
 
@@ -45,7 +46,7 @@ class PipelineSchedule(OptionConfig, Protocol):
     def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
         """Largest number of microbatches whose activations a rank keeps, as `Timeline` counts them.
 
-        By default counted in the actions; a schedule that knows a formula answers sooner.
+        By default counted in the actions; a schedule with a formula overrides this, which is faster.
         """
         return max(map(peak_in_flight, self.actions(ranks=ranks, microbatches=microbatches)))
 

@@ -27,7 +27,7 @@ _TERMINAL_COLOURS = {
 }
 _OFF = "\x1b[0m"
 _LEAST_ROOM = 10
-_MOST_BLOCKS = 20  # most blocks of rows below each other; in a longer timeline a column is more time
+_MOST_BLOCKS = 20  # blocks of rows below each other; longer timelines get more time per column
 _IDLE_TEXT = {True: " ", False: "."}
 
 

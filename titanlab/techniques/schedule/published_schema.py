@@ -120,7 +120,7 @@ class _Interleaved(Looped):
     _lead_per_rank: ClassVar[int]
 
     def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
-        """The forward passes before the first backward pass, and one that runs before it in the same turn."""
+        """The forward passes of the warm-up, and one more that runs just before the first backward pass."""
         longest = len(rounds(ranks=ranks, microbatches=microbatches)[0])
         lead = (self.stages_per_rank - 1) * longest + self._lead_per_rank * (ranks - 1)
         return min(lead + 1, self.stages_per_rank * microbatches) / self.stages_per_rank

@@ -22,7 +22,7 @@ SLACK = 0.01
 def split(costs: Sequence[float], *, stages: int, placement: Sequence[int]) -> list[int]:
     """First piece of every stage of a balanced pipeline.
 
-    Minimises the largest load of a rank, and then the largest stage, for which the load may grow by one per cent; every
+    Minimises the largest load of a rank, and then the largest stage, for which the load may grow by `SLACK`; every
     stage has at least one piece. The result is exact for one stage per rank, and for several if the searches end within
     `PATIENCE`, as they do for models with equal blocks.
 
@@ -76,7 +76,7 @@ def _worst(first: Sequence[int], costs: Sequence[float], placement: Sequence[int
 def _narrowest(costs: Sequence[float], stages: int) -> list[int]:
     """The cuts that make the largest stage as small as possible and, among these, the sum of squares smallest.
 
-    By dynamic programming from the last stage on, over stages that are not larger than that.
+    By dynamic programming from the last stage on, over stages of at most the smallest possible size.
     """
     sums, pieces = [0.0, *accumulate(costs)], len(costs)
     width = _least_width(sums, stages) * (1 + ROUNDING)

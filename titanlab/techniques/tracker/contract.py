@@ -15,7 +15,7 @@ from titanlab.system import parse_json, read_text, write_json
 
 RECORD_SCHEMA = 1
 RECORD_FILE = "tracker.json"
-# With several trackers, each has a record of its own, tracker-KIND.json.
+# With several trackers, each has its own record, tracker-KIND.json.
 _RECORD_FILES = "tracker*.json"
 # Folder in a run's folder for the tracker files that a rebuild has replaced.
 REPLACED = "replaced"
@@ -34,7 +34,7 @@ class Record:
         step: of the latest row that the tracker has taken.
         rows: number of rows that the tracker has taken in this attempt.
         left_out: number of rows that were not sent because the tracker could not keep up.
-        attempt: number of the attempt, from 1; of a rebuilt record, the latest attempt in it.
+        attempt: number of the attempt, from 1; in a rebuilt record the latest attempt.
         rebuilt: whether the tracker's files were rebuilt from metrics.jsonl.
         updated: time of the last change, in seconds since the epoch.
     """
@@ -72,7 +72,7 @@ def write_record(path: Path, record: Record) -> None:
 
 
 def read_record(path: Path) -> Record | None:
-    """Read a record; None if there is none, if its schema differs, or if a value is of another kind."""
+    """Read a record; None if it is missing, its schema differs, or a value has the wrong type."""
     import msgspec
 
     try:
@@ -184,7 +184,7 @@ class TrackedRun:
     def flat_config(self) -> dict[str, Any]:
         """The recipe with the facts and the `layout.*` keys.
 
-        wandb's panels read a dot in a key as a step into a mapping, so the layout is there as a mapping too.
+        wandb's panels read a dot in a key as a step into a mapping, so the layout is also a nested mapping.
         """
         flat = {f"layout.{axis}": degree for axis, degree in self.layout.items()}
         label = self.facts.get("layout.label")

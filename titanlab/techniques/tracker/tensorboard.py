@@ -25,8 +25,8 @@ from titanlab.techniques.tracker.trackers_schema import TensorBoard
 
 FOLDER = "tensorboard"
 _EVENTS = "events.out.tfevents."
-# A later event file of the run waits so long at most until its name sorts behind those of earlier attempts. Clocks of
-# two machines may differ by more; then TensorBoard shows rows that no longer count.
+# The longest wait until the name of a new event file sorts behind those of earlier attempts. Clocks of two machines may
+# differ by more; then TensorBoard shows rows that no longer count.
 _MOST_WAIT_SECONDS = 2.0
 
 

@@ -162,7 +162,7 @@ class JsonlTracker(Tracker):
 
 
 class SeveralTrackers(Tracker):
-    """Passes everything on to each tracker; an error of one never reaches the others.
+    """Passes every call on to each tracker; an error of one never reaches the others.
 
     Args:
         configs: config of each tracker, by the name of its option.

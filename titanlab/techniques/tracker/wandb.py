@@ -105,7 +105,8 @@ class WandbTracker(Tracker):
         # Lines for the writer; None: the end.
         self._lines: queue.Queue[bytes | None] = queue.Queue(config.queue_rows)
         self._rows = 0
-        # Of the thread that reads the writer's events: warnings, and whether the writer has closed its run and ended.
+        # Set by the thread that reads the writer's events: warnings, and whether the writer has closed its run and
+        # ended.
         self._troubles: collections.deque[str] = collections.deque()
         self._has_finished = False
         self._ended = threading.Event()
@@ -194,7 +195,7 @@ class WandbTracker(Tracker):
             "job_type": run.job_type,
             "tags": tags,
             "dir": str(run.folder),
-            # None: what wandb has under this id is replaced. An attempt from step 0 begins the run anew.
+            # None: an attempt from step 0 replaces what wandb has under this id.
             "resume": "allow" if run.resumed_step else None,
             "config": run.flat_config(),
             # wandb monitors the memory and the devices of this process.
@@ -203,7 +204,7 @@ class WandbTracker(Tracker):
         }
 
     def _send(self, pipe: IO[bytes]) -> None:
-        """Write the lines into the pipe, and close it; a writer that has ended takes no more."""
+        """Write the lines into the pipe until the writer ends, and close the pipe."""
         with contextlib.suppress(OSError), pipe:
             for line in iter(self._lines.get, None):
                 rest = memoryview(line)
@@ -211,7 +212,7 @@ class WandbTracker(Tracker):
                     rest = rest[os.write(pipe.fileno(), rest) :]
 
     def _listen(self, pipe: IO[bytes]) -> None:
-        """Read the writer's events to their end."""
+        """Read the writer's events until it closes the pipe."""
         with io.BufferedReader(pipe) as lines:  # type: ignore[type-var]
             for line in lines:
                 with contextlib.suppress(ValueError):
@@ -222,7 +223,7 @@ class WandbTracker(Tracker):
         self._ended.set()
 
     def _report(self) -> None:
-        """Warn of what the writer has told, and end with it."""
+        """Show the writer's warnings, and stop when the writer has ended."""
         while self._troubles:
             self._warn_once(self._troubles.popleft())
         if self._process is not None and self._ended.is_set():
@@ -244,7 +245,7 @@ class WandbTracker(Tracker):
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        # The thread that sends ends too.
+        # Let the sending thread end.
         with contextlib.suppress(queue.Empty):
             while True:
                 self._lines.get_nowait()
@@ -298,8 +299,8 @@ def lack(environ: Mapping[str, str] | None = None) -> ConfigError | None:
 def upload(runs: Sequence[Sequence[Path]]) -> None:
     """Upload the files of each run in their order; wandb prints to the terminal.
 
-    wandb appends the rows of a file to those that it has under the same id. In one command it would order a run's files
-    by the time at which they were begun, and clocks of hosts differ: so each command gets one file of each run.
+    wandb appends the rows of a file to the rows under the same id. In one command it would sort a run's files by start
+    time, but the clocks of hosts differ: so each command gets one file of each run.
 
     Raises:
         TitanlabError: wandb has not uploaded all files.

@@ -72,7 +72,7 @@ def ignore_signals(numbers: Sequence[int]) -> bool:
 def _filter(machine: int, call: int, numbers: Sequence[int]) -> bytes:
     """Instructions with which rt_sigaction(number, action, …) has no effect unless the action is null."""
     count = len(numbers)
-    # Code, steps to skip if equal, steps to skip otherwise, value; the last two steps are the ends.
+    # Code, steps to skip if equal, steps to skip otherwise, value; the last two steps return.
     steps = [
         (_LOAD, 0, 0, _MACHINE),
         (_IF_EQUAL, 0, count + 5, machine),
@@ -166,13 +166,13 @@ def _serve(messages: queue.SimpleQueue[dict[str, Any] | None], send: Send) -> No
 def _open(start: dict[str, Any], send: Send) -> Any:
     """Start a run of wandb; if it cannot get online, the run is written offline."""
     if not os.environ.get("WANDB_MODE"):
-        # wandb refuses to start with an empty one.
+        # wandb refuses to start if WANDB_MODE is empty.
         os.environ.pop("WANDB_MODE", None)
     import wandb
 
     if start["mode"] == "online":
         before = online_folders(Path(start["dir"]), start["id"])
-        # Asked here, because wandb itself tries for a minute and more.
+        # Checked here, because wandb itself tries for over a minute.
         refusal = None if (known := lack()) is None else known.rule
         if refusal is None:
             try:
@@ -198,7 +198,7 @@ def _init(wandb: Any, start: Mapping[str, Any]) -> Any:
             console="off",
             silent=True,
             init_timeout=_INIT_SECONDS,
-            # env.json has the code and the versions of the training process; wandb would record this process.
+            # wandb would record this process; env.json has the code and versions of the training process.
             disable_git=True,
             save_code=False,
             x_save_requirements=False,
@@ -231,7 +231,7 @@ def _messages() -> queue.SimpleQueue[dict[str, Any] | None]:
 
 def _leave(code: int) -> None:
     """End the process without wandb's exit hooks, which may wait for a network."""
-    # What wandb has printed is in the buffer of a file: standard output is the log here.
+    # Flush what wandb has printed: standard output is the log file here.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
