@@ -132,6 +132,15 @@ def test_a_load_gives_back_everything_but_the_settings(tmp_path):
     assert (torch.rand(2).tolist(), random.random()) == drawn
 
 
+def test_the_generators_of_a_rank_that_the_checkpoint_had_not_stay(tmp_path):
+    """They do not go on as those of another rank: two ranks would draw the same."""
+    checkpoint = saved(tmp_path)
+    model, optimizer = trained(seed=1)
+    before = generator_states(ALONE)
+    store.load(checkpoint, "run", model=model, optimizer=optimizer, world=replace(ALONE, rank=1))
+    assert generator_states(ALONE) == before
+
+
 def test_only_the_model_is_read_for_text(tmp_path):
     made = trained()
     checkpoint = saved(tmp_path, made=made)

@@ -124,6 +124,15 @@ def test_a_damaged_newest_checkpoint_keeps_the_one_before_it(run, call):
     assert steps(run) == ["6"]
 
 
+def test_every_byte_of_those_that_stay_is_read_where_asked(run, call):
+    (tensors,) = (run.checkpoints / "step-00000008").glob("*.safetensors")
+    content = bytearray(tensors.read_bytes())
+    content[-1] ^= 1
+    tensors.write_bytes(content)
+    call("--yes", "--verify")
+    assert steps(run) == ["6"]
+
+
 def test_what_is_put_aside_and_what_saves_have_left_goes(run, call):
     run.checkpoints.joinpath("step-00000008").rename(run.checkpoints / "step-00000008.aside")
     shutil.copytree(run.checkpoints / "step-00000006", run.checkpoints / "step-00000010.part")

@@ -89,6 +89,7 @@ name=a/b ⇒ name=a/b: becomes a folder's name: up to 100 letters, digits, '.', 
 sweep=.. ⇒ sweep=..: becomes a folder's name: up to 100 letters, digits, '.', '_' and '-'; try run
 name=xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx ⇒ name=xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx: becomes a folder's name: up to 100 letters, digits, '.', '_' and '-'; try xxxxxxxxxxxxxxxxxx…
 seed=-1 ⇒ seed=-1: must lie in [0, 2⁶³); try 0
+seed=9223372036854775808 ⇒ seed=9223372036854775808: must lie in [0, 2⁶³); try 0
 repeat=-1 ⇒ repeat=-1: counts repetitions from 0; try 0
 training.steps=0 ⇒ training.steps=0: must be at least 1; try 1000
 training.validate_every=-1 ⇒ training.validate_every=-1: must not be negative; try 0

@@ -128,6 +128,7 @@ def test_what_names_no_code_composes(folder, monkeypatch):
     monkeypatch.setenv("USER", "ada")
     monkeypatch.delenv("SCRATCH", raising=False)
     assert {"USER", "SCRATCH"} < set(VARIABLES)
+    assert not [name for name in VARIABLES if any(word in name for word in ("TOKEN", "KEY", "PASS", "SECRET"))]
     text = "name: ${oc.env:USER}\nsweep: ${oc.env:SCRATCH,here}\nhydra: {searchpath: [file://<ran>], job: {name: x}}"
     (folder.parent / "ran").mkdir()
     head = "defaults: [config, {override hydra/job_logging: default}, _self_]\n"

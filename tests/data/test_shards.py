@@ -246,6 +246,14 @@ def test_a_token_that_the_tokenizer_lacks_is_left_out(
     assert tokens_of(tmp_path / "t", index, "train") == [expected]
 
 
+@pytest.mark.parametrize(("size", "dtype"), [(1 << 16, "uint16"), ((1 << 16) + 1, "uint32")])
+def test_the_dtype_holds_the_last_token_of_the_vocabulary(tmp_path: Path, size: int, dtype: str) -> None:
+    tokenizer = Letters()
+    tokenizer.vocab_size = size
+    index = written(tmp_path / "t", [chr(size - 11)], tokenizer=tokenizer)
+    assert (index.dtype, tokens_of(tmp_path / "t", index, "train")) == (dtype, [[1, size - 1, 2]])
+
+
 def test_without_documents_there_is_no_file(tmp_path: Path) -> None:
     index = written(tmp_path / "t", [], tail_fraction=0.5)
     assert (index.train, index.validation) == ((), ())

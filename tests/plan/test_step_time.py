@@ -9,6 +9,7 @@ from tests.plan.recipes import LLAMA_8B, SMALL, made
 from titanlab.costs import (
     EXCHANGE,
     Coordinate,
+    Repeats,
     TrafficRow,
     add_context,
     add_tensor,
@@ -21,7 +22,7 @@ from titanlab.plan.block_time import RankWork, exposed, model_time, rows_of, wor
 from titanlab.plan.machine import AxisPlacement, Efficiencies
 from titanlab.plan.stages import model_facts
 from titanlab.plan.step_time import freed_and_kept, sharding_of, step_time
-from titanlab.recipe import step_of
+from titanlab.recipe import repeats_in_block, step_of
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer, SelectiveOp
 from titanlab.techniques.model.llama_schema import Llama, Qwen3Moe
 from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8Tensorwise
@@ -247,6 +248,18 @@ def test_bytes_are_those_of_the_formulas(recipe):
     if recipe.layout.context > 1:
         sent = layers * sum(row.bytes for row in rows_of(add_context, step, Coordinate(), (facts.block,)))
         assert sent == sum(row.bytes for row in expected if row.axis == "context")
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_what_a_recomputed_block_repeats_is_that_of_the_whole_step(compiled, sequence_parallel):
+    """The list of SelectiveOp has the reduce-scatter of compiled tensor parallelism, and no other collective."""
+    kept = {"none": (False, False), "full": (True, True), "selective_op": (True, not (compiled and sequence_parallel))}
+    for ac in (NoCheckpointing(), FullCheckpointing(), SelectiveOp()):
+        recipe = made(model=SMALL, tensor=2, ac=ac, compiled=compiled, sequence_parallel=sequence_parallel)
+        for number in range(SMALL.layers):
+            whole = step_of(recipe).repeats.get(f"layers.{number}", Repeats())
+            assert repeats_in_block(recipe, ac, number) == (whole.gathers, whole.sums) == kept[ac.kind]
 
 
 def test_an_exchange_that_is_kept_is_not_repeated():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 import math
 import pickle
 from dataclasses import replace
@@ -17,10 +18,21 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from tests import tiny
+from titanlab.costs import AXES
 from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.ranges import plain
-from titanlab.recipe import VERSION_BASE, Recipe, conf_folder, from_mapping, register, resolve, schema_node, to_mapping
+from titanlab.recipe import (
+    VERSION_BASE,
+    Recipe,
+    check,
+    conf_folder,
+    from_mapping,
+    register,
+    resolve,
+    schema_node,
+    to_mapping,
+)
 from titanlab.records import config_text, identify
 
 GROUPS = (
@@ -81,6 +93,29 @@ def test_every_option_round_trips(of_every_option):
         # Equal also in what == does not see: 1 and 1.0, lists and tuples.
         assert repr(to_mapping(read)) == repr(to_mapping(recipe))
         assert identify(read, data="d", hardware="cpu") == identify(recipe, data="d", hardware="cpu")
+
+
+@pytest.mark.full
+def test_every_model_trains_in_every_layout(of_every_option):
+    """But where the pipeline would cut a table that is shared, or a rank have no head of keys."""
+    precisions = [of_every_option[f"precision={name}"].precision for name in options("precision")]
+    of_models = itertools.product(options("model"), [of_every_option["precision=bf16"].precision])
+    for (model, precision), name in itertools.product(
+        [*of_models, *itertools.product(["debug"], precisions)], options("parallelism")
+    ):
+        base, parallelism = of_every_option[f"model={model}"], of_every_option[f"parallelism={name}"].parallelism
+        degrees = [getattr(parallelism, axis) for axis in AXES]
+        world = abs(math.prod(degrees)) * (2 if -1 in degrees else 1)
+        data = replace(of_every_option["data=synthetic"].data, vocab_size=base.model.vocab_size)
+        recipe = replace(base, world=world, parallelism=parallelism, precision=precision, data=data)
+        # One that has every number format.
+        made = resolve(recipe, world=None, accelerator="cuda", device="NVIDIA B200")
+        shared = made.layout.pipeline > 1 and made.model.tied_embeddings
+        narrow = made.model.kv_heads % made.layout.tensor
+        narrow |= precision.kind == "mxfp8" and made.model.kv_heads * made.model.head_dim // made.layout.tensor % 32
+        rule = "first and last stage" if shared else "key/value heads|multiples of 32"
+        with pytest.raises(ConfigError, match=rule) if shared or narrow else contextlib.nullcontext():
+            check(made)
 
 
 def test_every_reader_of_the_file_finds_the_same():

@@ -296,6 +296,13 @@ def test_the_difference_is_applied(repository, recorded, tmp_path):
     assert restored.is_same is False
 
 
+def test_a_difference_of_which_a_part_does_not_fit_is_left_out_whole(repository, recorded, tmp_path):
+    patch = CHANGE + CHANGE.replace("code.py", "other.py")
+    restored = restore(replace(recorded, patch=patch), repository, tmp_path / "into", run="a-1")
+    assert (code(tmp_path / "into"), restored.is_same) == ("value = 1\n", True)
+    assert restored.notes[0].startswith("code.patch does not fit the commit (")
+
+
 def test_with_such_a_problem_a_snapshot_is_better_than_the_commit(repository, recorded, snapshot, tmp_path):
     given = replace(recorded, problem="it was not kept", snapshot=snapshot)
     restored = restore(given, repository, tmp_path / "into", run="a-1")

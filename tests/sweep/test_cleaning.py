@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from tests import tiny
 from tests.checkpoint.test_folders import made as saved
 from tests.sweep.conftest import quiet
 from tests.sweep.made import Made, begin, end
@@ -176,6 +177,23 @@ def goes(run, *, keep=None, named=()):
 def test_rules_of_the_recipe(run, given, gone):
     rules(run, **given)
     assert goes(run) == gone
+
+
+@pytest.mark.parametrize(("kind", "keep", "gone"), [("done", 2, [2, 4, 6]), ("done", 0, []), ("preempted", 2, [2, 4])])
+def test_of_a_run_that_is_done_one_stays(run, kind, keep, gone):
+    rules(run, keep=keep)
+    end(run, kind)
+    assert goes(run) == gone
+
+
+def test_what_a_run_can_go_on_from_stays(run):
+    content = {"step": 8, "parameters": {"a.weight": [2, 3]}, "contents": "model"}
+    tiny.write_checkpoint(run.checkpoints / "step-00000008", content)
+    assert goes(run, keep=1) == [2, 4]
+    # Without a whole one nothing goes: a person may still mend one.
+    for step in (2, 4, 6, 8):
+        (run.checkpoints / f"step-0000000{step}" / "position.json").write_text("{")
+    assert goes(run, keep=1) == []
 
 
 @pytest.mark.parametrize(

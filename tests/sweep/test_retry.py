@@ -266,6 +266,18 @@ def test_an_older_checkpoint_becomes_the_newest(slurm, hung):
     ]
 
 
+def test_a_damaged_checkpoint_is_passed_over_before_the_job_waits(slurm, hung):
+    run, recipe = hung
+    save(run, 2, 4)
+    tiny.write_checkpoint(step_folder(run.checkpoints, 4), "{")
+    lines = []
+    resubmit(run, replace(recipe, launch=Slurm(minutes=90)), lines.append)
+    assert saved(run) == ["step-00000002", "step-00000004.damaged"]
+    assert lines[0].startswith("goes on from step 2: step-00000004 is damaged: its file position.json is no JSON")
+    # Its settings are those of the latest submission.
+    assert submitted_with(run)["minutes"] == 90
+
+
 def test_checkpoints_get_their_names_again_if_the_scheduler_refuses(slurm, hung):
     run, recipe = hung
     save(run, 2, 4, 6)

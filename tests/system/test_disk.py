@@ -79,6 +79,14 @@ def test_what_refuses_a_checkpoint_is_found_by_lengthening_its_files(tmp_path):
     assert (error.errno, error.filename) == (errno.EFBIG, str(tmp_path / "checkpoints"))
 
 
+def test_a_file_that_cannot_be_replaced_is_what_it_was(tmp_path):
+    write_json(tmp_path / "a.json", {"a": 1})
+    before = (tmp_path / "a.json").read_bytes()
+    with tiny_files(), pytest.raises(OSError, match="File too large"):
+        write_json(tmp_path / "a.json", {"a": 2})
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a.json": before}
+
+
 class Full:
     """A disk on which nothing can be written while the given paths are there."""
 

@@ -51,6 +51,8 @@ def open_fake(monkeypatch, tmp_path, run, told):
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        # wandb refuses to start with it.
+        monkeypatch.setenv("WANDB_MODE", "")
         monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
         (tmp_path / "fake").mkdir()
 
@@ -76,6 +78,7 @@ class Run:
     def finish(self, exit_code=0): tell("finish", exit_code, self.summary)
 def teardown(): pass
 def init(**given):
+    assert os.environ.get("WANDB_MODE") != ""
     settings = given.pop("settings")
     tell("init", given, settings.given)
     return Run(given["dir"])
@@ -121,6 +124,8 @@ def test_the_real_wandb_offline(run, told):
     config = opened["config"]["update"]
     assert config["layout.shard"] == 2
     assert config["layout.replicate"] == 1
+    # Panels read a dot as a step into a mapping.
+    assert config["layout"] == {"replicate": 1, "shard": 2}
     assert config["parameters"] == 5769472
     assert config["model"] == {"dim": 256}
 

@@ -9,19 +9,23 @@ import pytest
 import torch
 
 from tests import tiny
+from tests.checkpoint.one_process import ALONE
 from tests.precision.test_fp16 import Watcher, full
+from tests.weights.saved import run_of, save
 from titanlab.checkpoint.folders import checkpoints, step_folder
 from titanlab.costs import meter
 from titanlab.distributed import World
 from titanlab.errors import ConfigError
 from titanlab.launch import pass_over_damaged
 from titanlab.parallelism import Gradients
-from titanlab.records import OutcomeKind
+from titanlab.recipe import Training
+from titanlab.records import Outcome, OutcomeKind
 from titanlab.techniques.optimizer.optimizers_schema import Muon
 from titanlab.techniques.precision.cast import DynamicLossScale, LossScale
 from titanlab.techniques.precision.cast_schema import Fp16
 from titanlab.train import Reduction
 from titanlab.train.assemble import SkipBadSteps
+from titanlab.train.saves import Rollbacks
 
 STEPS = 6
 BAD = 3
@@ -164,6 +168,15 @@ def test_without_a_checkpoint_there_is_no_way_back(pool, tmp_path):
     outcome, *_ = pool.run(1, attempt, made, run, (2,))[0]
     assert (outcome.kind, outcome.step) == (OutcomeKind.NAN, 2)
     assert "there is no checkpoint to go back to" in (run.logs / "rank-0.log").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+def test_a_save_under_way_is_waited_for_and_counts(tmp_path):
+    recipe, run = run_of(tmp_path)
+    training = Training(steps=20, seq_len=32, global_batch=12, on_nan="rollback", nan_limit=1)
+    bad = Outcome(kind=OutcomeKind.NAN, step=7, steps=20, cause="the loss of step 7 is nan")
+    rollbacks = Rollbacks(training, run, ALONE, warn=pytest.fail)
+    assert rollbacks.may_follow(bad, after=lambda: save(run, recipe.model, step=4))
 
 
 def test_an_overflow_that_fp16_tolerates_is_no_bad_step():

@@ -1,4 +1,4 @@
-"""A run goes on under another layout, and back, with the same tokens in the same order and the same losses."""
+"""A run goes on under another layout, and back, with the same tokens in the same order, and ends with the same model."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tests import tiny
 from tests.planted_schema import Planted
 from titanlab.data import source
 from titanlab.data.indexed import rank_samples
+from titanlab.prove import TrainingTrace, parity
 from titanlab.records import OutcomeKind
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveOp
 from titanlab.techniques.schedule.published_schema import ZBV, DualPipeV, Interleaved1F1B
-from titanlab.train import train as story
 
 BATCH = 16
 STEPS = 6
@@ -28,19 +28,11 @@ COMMON = {"layers": 4, "steps": STEPS, "global_batch": BATCH, "seq_len": 32, "ep
 
 @dataclass(frozen=True)
 class Told:
-    """What one rank saw: the losses, and the tokens of its batches with the numbers of their samples, by step."""
+    """What one rank saw: its trace, and the tokens of its batches with the numbers of their samples, by step."""
 
     kind: OutcomeKind
-    losses: list[float] = field(default_factory=list)
+    trace: TrainingTrace = field(default_factory=TrainingTrace)
     tokens: dict[int, dict[int, np.ndarray]] = field(default_factory=dict)
-
-
-class _Watcher(story.Observer):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def after_step(self, step, totals):
-        self.losses.append(totals.loss)
 
 
 class _Recorded:
@@ -61,18 +53,18 @@ class _Recorded:
 
 
 def attempt(made, run):
-    """Train as a rank of the pool. Returns its losses and the tokens that it was given."""
-    usual, tokens, watcher = source.open_train, {}, _Watcher()
+    """Train as a rank of the pool. Returns its trace and the tokens that it was given."""
+    usual, tokens, tracer = source.open_train, {}, parity.Tracer(made.layout)
 
     def open_train(config, *, rank, ranks, **how):
         return _Recorded(usual(config, rank=rank, ranks=ranks, **how), rank=rank, ranks=ranks, tokens=tokens)
 
     source.open_train = open_train
     try:
-        outcome = tiny.as_rank(made, run, watcher)
+        outcome = tiny.as_rank(made, run, tracer)
     finally:
         source.open_train = usual
-    return Told(outcome.kind, watcher.losses, tokens)
+    return Told(outcome.kind, tracer.trace, tokens)
 
 
 def whole_batches(told: list[Told]) -> dict[int, np.ndarray]:
@@ -91,10 +83,10 @@ def whole_batches(told: list[Told]) -> dict[int, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def undisturbed(pool, tmp_path_factory):
-    """Losses and tokens by step of the run in one process that nothing interrupts."""
+    """The trace and the tokens by step of the run in one process that nothing interrupts."""
     made = tiny.recipe(tmp_path_factory.mktemp("undisturbed"), data=Planted(), **COMMON)
     told = pool.run(1, attempt, made, tiny.begin(made))
-    return told[0].losses, whole_batches(told)
+    return told[0].trace, whole_batches(told)
 
 
 def _pair(name: str, first: dict[str, Any], second: dict[str, Any], *, layer: str = "full") -> Any:
@@ -127,7 +119,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_a_run_goes_on_at_another_layout_and_back(pool, undisturbed, tmp_path, first, second):
-    run, losses, tokens = None, [], {}
+    run, traces, tokens = None, [], {}
     for stop, layout in zip((*STOPS, 0), (first, second, first), strict=True):
         made = tiny.recipe(tmp_path, **COMMON, **layout)
         # The process that asks to stop is the last of those that read different data.
@@ -135,12 +127,20 @@ def test_a_run_goes_on_at_another_layout_and_back(pool, undisturbed, tmp_path, f
         run = tiny.begin(made, run)
         told = pool.run(made.world, attempt, made, run)
         assert {each.kind for each in told} == {OutcomeKind.CANCELLED if stop else OutcomeKind.DONE}
-        losses += told[0].losses
+        traces.append(told[0].trace)
         tokens |= {step: batch for step, batch in whole_batches(told).items() if step not in tokens}
     straight, batches = undisturbed
     assert sorted(tokens) == sorted(batches) == list(range(1, STEPS + 1))
     for step, batch in batches.items():
         assert np.array_equal(tokens[step], batch), step
-    assert losses == pytest.approx(straight, rel=BAR, abs=0)
+    whole = replace(
+        traces[-1],
+        losses=[loss for trace in traces for loss in trace.losses],
+        grad_norms=[norm for trace in traces for norm in trace.grad_norms],
+        # Of the first step.
+        gradients=traces[0].gradients,
+    )
+    difference = parity.compare(straight, whole)
+    assert difference.largest <= BAR, difference
     # Steps differ, so that equal tokens and losses mean something.
-    assert len({batch.tobytes() for batch in batches.values()}) == len(set(straight)) == STEPS
+    assert len({batch.tobytes() for batch in batches.values()}) == len(set(straight.losses)) == STEPS
