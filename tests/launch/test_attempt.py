@@ -18,12 +18,12 @@ from titanlab.checkpoint.folders import step_folder
 from titanlab.data import source
 from titanlab.data.schema import Files
 from titanlab.data.tokenizers import load
-from titanlab.distributed import Host
+from titanlab.distributed import Host, write_stop
 from titanlab.errors import ConfigError
 from titanlab.launch import close_dead, conclude, go_back, with_progress
 from titanlab.launch.attempt import begin, check_own_checkpoint, close_earlier, keep_tokenizer
 from titanlab.recipe import to_mapping
-from titanlab.records import KillEvidence, Outcome, OutcomeKind, RunFolder, Status, create_run, identify
+from titanlab.records import KillEvidence, Outcome, OutcomeKind, RunFolder, Status, StopReason, create_run, identify
 
 HOST = Host(accelerator="cpu", device="cpu", count=2)
 
@@ -301,6 +301,14 @@ def test_its_ranks_own_notes_say_more(tmp_path):
     run.write_failure(Outcome(kind=OutcomeKind.PREEMPTED, rank=1, attempt=1, cause="its launcher is gone"))
     close_dead(run)
     assert (run.result().kind, run.result().cause) == (OutcomeKind.PREEMPTED, "its launcher is gone")
+
+
+def test_so_does_a_stop_that_came_before_all_were_killed(tmp_path):
+    run = left(tiny.begin(tiny.recipe(tmp_path)))
+    write_stop(run.attempt_folder(1), StopReason(kind=OutcomeKind.WALLTIME, cause="its time is over"))
+    close_dead(run)
+    assert run.result().kind is OutcomeKind.WALLTIME
+    assert run.result().cause == "its time is over; it ended before it had saved; the run can be resumed"
 
 
 @pytest.mark.parametrize(

@@ -124,17 +124,8 @@ ENDS = {
     ("job", STOP): {"step": ["done"]},
 }
 QUICK = [("local", TERM, "step"), ("local", KILL, "step"), ("local", KILL, "begin"), ("job", TERM, "compile")]
-# Nobody writes the result of an attempt whose tasks all die in the rendezvous, where no scheduler can be asked.
-OPEN = [("job", KILL, "rendezvous")]
-
-
-def marks(case):
-    layer = [] if case in QUICK else [pytest.mark.full]
-    return [*layer, pytest.mark.xfail(reason="its first attempt has no result")] if case in OPEN else layer
-
-
 CASES = [
-    pytest.param(*case, ends, id=f"{case[0]}-{case[1].name}-{case[2]}", marks=marks(case))
+    pytest.param(*case, ends, id=f"{case[0]}-{case[1].name}-{case[2]}", marks=() if case in QUICK else pytest.mark.full)
     for (launcher, number), points in ENDS.items()
     for point, ends in points.items()
     for case in [(launcher, number, point)]

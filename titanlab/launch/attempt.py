@@ -32,6 +32,7 @@ from titanlab.distributed import (
     NATIVE_SIGN,
     Host,
     judged,
+    read_stop,
     share_of_cores,
     this_host,
     thread_count,
@@ -251,7 +252,8 @@ def close_dead(run: RunFolder) -> None:
         OSError: the result cannot be written.
     """
     status = run.known_status()
-    if status is None or not _is_open(run) or _works(status):
+    # A job's launcher would know more.
+    if status is None or run.job() is not None or not _is_open(run) or _works(status):
         return
     is_here = status.host == socket.gethostname()
     if time.time() - status.updated >= (_SILENT_HERE_SECONDS if is_here else _SILENT_SECONDS):
@@ -277,9 +279,7 @@ def close_earlier(run: RunFolder) -> None:
 
 
 def _is_open(run: RunFolder) -> bool:
-    """Whether the newest attempt has no result, and the run no job (a job's launcher would know more)."""
-    attempt = run.newest_attempt()
-    return attempt > 0 and run.result() is None and run.job(attempt) is None
+    return run.newest_attempt() > 0 and run.result() is None
 
 
 def _close(run: RunFolder) -> None:
@@ -293,10 +293,11 @@ def _close(run: RunFolder) -> None:
     if run.failures(attempt):
         conclude(run, attempt, {})
         return
-    cause = (
-        "its processes left no result: they were killed, their host ended, or the disk was full; the run can be resumed"
-    )
-    run.write_result(with_progress(run, Outcome(kind=OutcomeKind.CRASH, attempt=attempt, cause=cause)))
+    kind = OutcomeKind.CRASH
+    cause = "its processes left no result: they were killed, their host ended, or the disk was full"
+    if (reason := read_stop(run.attempt_folder(attempt))) is not None:
+        kind, cause = reason.kind, f"{reason.cause}; it ended before it had saved"
+    run.write_result(with_progress(run, Outcome(kind=kind, attempt=attempt, cause=f"{cause}; the run can be resumed")))
 
 
 def _works(status: Status) -> bool:

@@ -109,6 +109,12 @@ def _lead(job: Job) -> int:
             outcome = Outcome(kind=OutcomeKind.CANCELLED, attempt=0, cause=f"{by} before it started")
             job.run.write_result(with_progress(job.run, outcome))
             return _exit_code(outcome)
+        try:
+            # All tasks of an earlier start may have been killed at once, with their node.
+            close_earlier(job.run)
+        except TitanlabError as error:
+            say(f"error: {error}")
+            return _nothing_to_do(job, str(error), code=error.exit_code)
         before = latest(checkpoints_of(job.run))
         group = _group(job, stack)
         outcome = make_attempts(job.run, group)
@@ -121,7 +127,6 @@ def _group(job: Job, stack: contextlib.ExitStack) -> RankGroup | RanksHere:
     """The ranks of a claimed run."""
     if job.has_a_task_for_each_rank:
         return RankGroup(job, say)
-    close_earlier(job.run)
     # Rank 0 has no terminal.
     os.environ[LOG] = str(job.run.logs / "rank-0.log")
     console = stack.enter_context(Console())
