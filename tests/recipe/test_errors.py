@@ -16,11 +16,6 @@ def translated(error, overrides=(), flags=None):
     return str(raised.value)
 
 
-def test_without_an_error_nothing_happens():
-    with composition_errors(["seed=1"]):
-        pass
-
-
 def test_what_is_none_of_the_composition_passes():
     for error in (KeyError("x"), BrokenPipeError(32, "Broken pipe"), ConfigError("a", 1, "is wrong", "mend it")):
         with pytest.raises(type(error)) as raised, composition_errors([]):

@@ -236,6 +236,7 @@ def test_many_arrays_are_cancelled_by_several_calls(slurm):
 def test_jobs_that_have_ended_already_are_no_error_of_cancelling(slurm, errors):
     slurm["scancel"] = refusal(errors=errors)
     cancel({"12": [0]}, is_gentle=False)
+    assert [command[0] for command in slurm.asked] == ["scancel"]
 
 
 def test_an_scancel_that_does_not_answer_is_told(slurm):
