@@ -108,6 +108,9 @@ def test_the_constraints_in_a_package_go_before_those_beside_it(monkeypatch, tmp
         ({"torch": "2.11.0+cpu"}, ["torch>=2.11"], {}),
         ({"torch": "2.9.1"}, ["torch>=2.11"], {"torch": "2.9.1 is older than 2.11"}),
         ({"torch": "2.11.0a1"}, ["torch>=2.11"], {}),
+        # Builds of a site may have versions that PEP 440 does not know.
+        ({"torch": "2.11.0-site"}, ["torch>=2.11"], {}),
+        ({"torch": "2.9-site"}, ["torch>=2.11"], {"torch": "2.9-site is older than 2.11"}),
         ({"PyYAML": "6.0"}, ["pyyaml >= 6.0.2"], {"pyyaml": "6.0 is older than 6.0.2"}),
         ({"hydra-core": "1.3.8"}, ["hydra-core<1.4,>=1.3.2"], {}),
         ({"hydra-core": "1.3.1"}, ["hydra-core<1.4,>=1.3.2"], {"hydra-core": "1.3.1 is older than 1.3.2"}),

@@ -303,9 +303,10 @@ def test_its_ranks_own_notes_say_more(tmp_path):
     assert (run.result().kind, run.result().cause) == (OutcomeKind.PREEMPTED, "its launcher is gone")
 
 
-def test_so_does_a_stop_that_came_before_all_were_killed(tmp_path):
+@pytest.mark.parametrize("cause", ["its time is over", "its time is over; the run can be resumed"])
+def test_so_does_a_stop_that_came_before_all_were_killed(tmp_path, cause):
     run = left(tiny.begin(tiny.recipe(tmp_path)))
-    write_stop(run.attempt_folder(1), StopReason(kind=OutcomeKind.WALLTIME, cause="its time is over"))
+    write_stop(run.attempt_folder(1), StopReason(kind=OutcomeKind.WALLTIME, cause=cause))
     close_dead(run)
     assert run.result().kind is OutcomeKind.WALLTIME
     assert run.result().cause == "its time is over; it ended before it had saved; the run can be resumed"

@@ -127,6 +127,13 @@ def test_a_verdict_has_the_collective_and_for_whom_each_rank_waits():
     assert len(many.verdict) < 1000
 
 
+def test_a_clock_that_was_set_back_leaves_no_rank_behind():
+    """Records list collectives by the time of their creation."""
+    ahead = record(1, calls(4), is_done=True)
+    mixed = replace(ahead, collectives=(*ahead.collectives[1:], ahead.collectives[0]))
+    assert verdict(*WAITERS, mixed).waits[0].on == verdict(*WAITERS, ahead).waits[0].on == frozenset()
+
+
 def test_of_two_that_stand_the_one_is_named_for_whom_others_wait():
     groups = {"shard": (0, 1), "world": (0, 1, 2)}
     late = record(1, calls(3, STEP[0]), state="stands", groups=groups, source=MINE)

@@ -17,7 +17,6 @@ from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from packaging.version import Version
 
 import titanlab
 from titanlab.distributed import loopback_interface
@@ -80,11 +79,18 @@ def check_bounds(installed: Mapping[str, str]) -> Iterator[Finding]:
         cure = f'pip install "{name}{need.specifier}"'
         if have is None:
             yield fail(name, "is not installed", cure)
-        # Compare release numbers only: a pre-release has the features of its release.
-        elif ">=" in bounds and Version(have).release < Version(bounds[">="]).release:
+        elif ">=" in bounds and _release(have) < _release(bounds[">="]):
             yield fail(name, f"{have} is older than {bounds['>=']}", cure)
-        elif "<" in bounds and Version(have).release >= Version(bounds["<"]).release:
+        elif "<" in bounds and _release(have) >= _release(bounds["<"]):
             yield fail(name, f"{have} is too new: titanlab needs a version below {bounds['<']}", cure)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The release numbers of a version; a pre-release has the features of its release.
+
+    `packaging.version` refuses versions such as `2.13.0-site`, which builds of a site have.
+    """
+    return tuple(map(int, re.findall(r"\d+", re.split(r"[^\d.]", version)[0])))
 
 
 def check_code() -> Iterator[Finding]:
@@ -131,7 +137,7 @@ def torch_facts(*, python: str = sys.executable, seconds: float = FACTS_SECONDS)
 def _run_script(
     *words: str, python: str, seconds: float, environ: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], str]:
-    """The values that the script prints; or none, and the reason (empty: no answer in time)."""
+    """The values that the script prints; or none, and the reason."""
     answer = run_command(python, "-P", str(SCRIPT), *words, seconds=seconds, environ=environ)
     if answer is None:
         return {}, f"gave no answer within {seconds:g} s"

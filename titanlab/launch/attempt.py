@@ -65,6 +65,7 @@ _SILENT_HERE_SECONDS = 10.0
 _SILENT_SECONDS = 2 * 3600.0
 _EARLIER_SECONDS = 60.0
 _POLL_SECONDS = 0.2
+_RESUMABLE = "; the run can be resumed"
 
 
 class Group(Protocol):
@@ -296,8 +297,8 @@ def _close(run: RunFolder) -> None:
     kind = OutcomeKind.CRASH
     cause = "its processes left no result: they were killed, their host ended, or the disk was full"
     if (reason := read_stop(run.attempt_folder(attempt))) is not None:
-        kind, cause = reason.kind, f"{reason.cause}; it ended before it had saved"
-    run.write_result(with_progress(run, Outcome(kind=kind, attempt=attempt, cause=f"{cause}; the run can be resumed")))
+        kind, cause = reason.kind, f"{reason.cause.removesuffix(_RESUMABLE)}; it ended before it had saved"
+    run.write_result(with_progress(run, Outcome(kind=kind, attempt=attempt, cause=f"{cause}{_RESUMABLE}")))
 
 
 def _works(status: Status) -> bool:

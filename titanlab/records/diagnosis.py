@@ -224,10 +224,13 @@ def _axis(record: HangRecord, group: str) -> str:
 
 def _waits(records: Mapping[int, HangRecord], absent: Collection[int]) -> dict[int, Wait]:
     """For each rank with a record that is not absent, what it waits for, or does instead."""
-    reached = {
-        rank: {call.group: call.sequence for call in record.collectives if not call.is_message}
-        for rank, record in records.items()
-    }
+    reached: dict[int, dict[str, int]] = {}
+    for rank, record in records.items():
+        own = reached[rank] = dict[str, int]()
+        for call in record.collectives:
+            if not call.is_message:
+                # The last one of the list may be an earlier call: the list has the order of a clock.
+                own[call.group] = max(own.get(call.group, 0), call.sequence)
 
     # Cached: ranks that wait in the same collective have the same answer, which may list thousands of ranks.
     @functools.cache

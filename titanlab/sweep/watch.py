@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
-from titanlab.records import OutcomeKind, RunFolder
+from titanlab.records import OutcomeKind, RunFolder, Status
 from titanlab.sweep import listing
 from titanlab.sweep.enqueue import wake
 from titanlab.sweep.listing import Row
 from titanlab.sweep.ranking import drift_lines
 from titanlab.sweep.rows import ACTIVE, look_at
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.system import counted, discard, harmless
+from titanlab.system import born_at, counted, discard, harmless
 
 Look = Callable[[], list[dict[str, Any]]]
 
@@ -265,10 +266,10 @@ class RunWatch:
             return False, f"ended: {status.outcome}"
         if self._clock() >= self._due:
             self._due = self._clock() + _LOOK_SECONDS
-            self._last = self._judged()
+            self._last = self._judged(status)
         return self._last
 
-    def _judged(self) -> tuple[bool, str]:
+    def _judged(self, status: Status | None) -> tuple[bool, str]:
         name = self._run.path.name
         row = next((row for row in self._look() if row["run"] == name and row["state"] != "dropped"), None)
         if row is None:
@@ -279,6 +280,8 @@ class RunWatch:
         if row["state"] == "prepared":
             return False, "nobody has started it"
         if row["state"] in ACTIVE:
-            is_silent = row["job_id"] is None and time.time() - (row["updated"] or 0.0) > _SILENT_SECONDS
+            # A live process of this host may have written nothing for long, and its file system may have no locks.
+            lives = status is not None and status.host == socket.gethostname() and born_at(status.pid) is not None
+            is_silent = row["job_id"] is None and not lives and time.time() - (row["updated"] or 0.0) > _SILENT_SECONDS
             return not is_silent, "nobody works on it any more, and it left no result" if is_silent else ""
         return False, f"{row['state']}: {row['outcome'] or row['cause'] or 'unknown'}"
