@@ -5,6 +5,9 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from tests import tiny
 from titanlab.records import OutcomeKind, from_exception
@@ -70,6 +73,18 @@ def test_living_tensors_are_told_apart_and_counted_once():
         "gradients": weight,
         "optimizer state": 2 * weight + 4,
     }
+
+
+def of_cut_parameters():
+    torch.distributed.init_process_group("gloo")
+    before = consumers()["parameters"]
+    model = fully_shard(nn.Linear(256, 256, bias=False), mesh=init_device_mesh("cpu", (2,)))
+    assert type(model.weight) is DTensor
+    return consumers()["parameters"] - before
+
+
+def test_cut_parameters_are_counted(pool):
+    assert pool.run(2, of_cut_parameters) == [128 * 256 * 4] * 2
 
 
 @pytest.mark.parametrize("where", ["optimizer", "forward"])

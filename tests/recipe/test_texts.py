@@ -95,6 +95,7 @@ def test_numbers_of_a_text_get_quotes(typed, given):
         *("name=range(1,4)", "name='5e2'", 'name="5e2"', "name=${seed}", "name=a5e2", "name=null", "name=", "~name=5"),
         *("optimizer.lr=5e-4", "training.steps=1_000", "training.loss_parallel=true", "launch.minutes=5", "model=null"),
         *("optimizer={lr: 1e-3}", "=3", "name", "name=[", "name='", "optimizer.betas=[0.9,0.95]", "unknown=5e2"),
+        *(r"name=a\,5", r"name=a\:5", r"name=a\(5\)"),
     ],
 )
 def test_everything_else_stays_as_it_is(typed):

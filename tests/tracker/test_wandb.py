@@ -186,6 +186,17 @@ def test_one_that_hangs_costs_a_warning_and_the_finish_seconds(told, open_fake):
     assert len(told) == 1
 
 
+def test_an_upload_may_take_as_long_as_finish_seconds(told, open_fake, fake_out):
+    """The writer limits its time only if the training process has died."""
+    slow = FAKE.replace("def finish(self, exit_code=0):", "def finish(self, exit_code=0): time.sleep(1.5); ")
+    tracker = open_fake(slow + "import __main__\n__main__._ORPHAN_SECONDS = 0.2\n")
+    until(fake_out)
+    tracker.finish({"loss": 1.0})
+    assert told == []
+    assert fake_out()[-1] == ["finish", 0, {"loss": 1.0}]
+    until(lambda: not any(thread.name == "wandb" for thread in threading.enumerate()))
+
+
 def test_one_that_takes_no_rows_fills_a_bounded_queue_and_counts_what_is_left_out(run, told, open_fake, fake_out):
     tracker = open_fake(queue_rows=50)
     pid = tracker._process.pid

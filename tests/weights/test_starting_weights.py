@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import os
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -130,6 +134,16 @@ def test_the_fingerprint_of_their_folder_is_of_its_content_and_not_of_its_place(
     values["model.norm.weight"][0] += 1
     save_file(values, tmp_path / "elsewhere" / "model.safetensors")
     assert start_fingerprint(moved) != first
+
+
+def test_the_fingerprint_of_a_checkpoint_stays_the_same_in_later_versions(run):
+    """It is part of the identity of runs that have begun."""
+    recipe, begun = run
+    (file,) = json.loads((begun.checkpoints / "step-00000001" / "index.json").read_bytes())["files"]
+    numbers = np.frombuffer(base64.b64decode(file["checksums"]), "<u8").tolist()
+    text = f"{file['name']}/{file['bytes']}/{','.join(map(str, numbers))};"
+    found = start_fingerprint(replace(recipe, init_from=str(begun.path)))
+    assert found == hashlib.sha256(text.encode()).hexdigest()
 
 
 def test_a_large_file_is_sampled_from_its_first_byte_to_its_last(tmp_path, monkeypatch):

@@ -371,8 +371,11 @@ def _scalars(node: Any, name: str) -> Iterator[tuple[yaml.ScalarNode, str]]:
             yield from _scalars(value, name if key.value == "<<" else f"{within}{key.value}")
 
 
-# The tokens of Hydra's grammar of overrides: quoted text, references, brackets and separators, and anything else.
-_PIECES = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\$\{[^}]*\}|[][(){},:]|[^][(){},:'"$]+|.""", re.DOTALL)
+# The tokens of Hydra's grammar of overrides: quoted text, references, brackets and separators, and anything else, in
+# which a backslash takes a separator's meaning away.
+_PIECES = re.compile(
+    r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\$\{[^}]*\}|[][(){},:]|(?:\\[][(){},:]|[^][(){},:'"$])+|.""", re.DOTALL
+)
 # Functions of Hydra that return their arguments as they are; others compute with numbers.
 _FUNCTIONS = ("choice", "shuffle", "tag")
 

@@ -8,6 +8,7 @@ imports torch only when it fills a model.
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -128,8 +129,10 @@ def start_fingerprint(recipe: Recipe) -> str | None:
         return _sampled(sorted(path for path in checkpoint.glob("*.distcp") if path.is_file()))
     digest = hashlib.sha256()
     for file in indexed(checkpoint, KEY).files:
-        # Bytes with other checksums are refused when the weights are read.
-        digest.update(f"{file.name}/{file.size}/{','.join(map(str, file.checksums))};".encode())
+        # Bytes with other checksums are refused when the weights are read. As whole numbers: other text here would
+        # change the identity of runs that have begun.
+        checksums = ",".join(str(number) for (number,) in struct.iter_unpack("<Q", file.checksums))
+        digest.update(f"{file.name}/{file.size}/{checksums};".encode())
     return digest.hexdigest()
 
 

@@ -205,8 +205,10 @@ def _described(error: BaseException) -> str:
 def consumers() -> dict[str, int]:
     """Bytes of the parameters, gradients and optimizer state of this process; shared bytes count once."""
     # Not isinstance: it reads `__class__` of lazy proxies, which may import their libraries.
-    parameters = [value for value in gc.get_objects() if issubclass(type(value), nn.Parameter)]
+    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
     optimizers = [value for value in gc.get_objects() if issubclass(type(value), torch.optim.Optimizer)]
+    # Here isinstance: a parameter that is a DTensor has the type DTensor.
+    parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
     states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
     gradients = [parameter.grad for parameter in parameters]
     kinds = {"parameters": parameters, "gradients": gradients, "optimizer state": states}

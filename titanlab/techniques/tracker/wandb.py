@@ -163,8 +163,8 @@ class WandbTracker(Tracker):
         deadline = time.monotonic() + self._config.finish_seconds
         message = {"summary": dict(summary), "exit_code": exit_code, "rows": self._rows}
         with contextlib.suppress(queue.Full):
+            # The pipe stays open: at its end the writer would take this process for dead, and limit its own time.
             self._lines.put(_line({"finish": message}), timeout=self._config.finish_seconds)
-            self._lines.put(None, timeout=max(0.0, deadline - time.monotonic()))
         if not self._ended.wait(max(0.0, deadline - time.monotonic())):
             self._give_up(f"took longer than {self._config.finish_seconds:g} s to finish")
         self._report()
@@ -230,6 +230,8 @@ class WandbTracker(Tracker):
             if self._has_finished:
                 self._process.wait()
                 self._process = None
+                # Let the sending thread end.
+                self._lines.put(None)
             else:
                 self._give_up("has ended by itself")
 
