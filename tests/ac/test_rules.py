@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from tests import tiny
-from titanlab.costs import Share, block_input, kept_activations
+from titanlab.costs import HIDDEN, Activation, Operation, Operator, Share, block_input, kept_activations
 from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.records import canonical
@@ -177,3 +177,13 @@ def test_the_recomputation_counts_products_for_itself_so_that_it_finds_the_same(
         context = type("Context", (), {"is_recompute": again})
         kept = [policy(context, name).name == "MUST_SAVE" for name in (MM, SILU, MM, "aten.mul.Tensor", MM)]
         assert kept == [True, True, False, False, True]
+
+
+def test_an_account_may_repeat_one_operation_and_every_second_time_it_is_left_out():
+    result = Activation(name="product", shape=(8,))
+    product = Operation(
+        name="product", kind="matmul", flops=0, output=(8,), operators=(Operator(names=(MM,), results=(result,)),)
+    )
+    share = Share(element_bytes=2)
+    kept = share.bytes_of([Activation(name=HIDDEN, shape=(8,)), result])
+    assert SelectiveOp(saved=[MM]).saved_bytes([product, product], share, number=0) == kept

@@ -220,7 +220,7 @@ class Joined:
     copied: tuple[str, ...] = ()
 
     def paths(self, layers: int) -> list[tuple[str, ...]]:
-        """Paths of the linear layers of each product, in a model with `blocks` blocks."""
+        """Paths of the linear layers of each product, in a model of `layers` blocks."""
         owner = self.caller.rpartition(".")[0]
         return [
             tuple(f"{owner.replace('*', str(number), 1)}.{name}" for name in self.layers) for number in range(layers)

@@ -51,7 +51,7 @@ _H100_PCIE = _peaks(756, fp8=1513, tf32=378, fp32=51)
 _B200 = _peaks(2250, fp8=4500, tf32=1125, fp32=None)
 _GB200 = _peaks(2500, fp8=5000, tf32=1250, fp32=None)
 _L40S = _peaks(362, fp8=733, tf32=183, fp32=91.6)
-# No fp8: the table is not for its float8 formats (…fnuz).
+# No fp8: its float8 formats (…fnuz) are not those that this table names.
 _MI300X = _peaks(1300, fp8=None, tf32=653.7, fp32=163.4)
 # The largest rates over shapes of products that were measured; an H200 computes as an H100.
 _A100_PRODUCTS = {"bfloat16": 271.2}

@@ -89,7 +89,7 @@ def fully_shard_model(
         return MixedPrecisionPolicy(
             param_dtype=dtype_named(compute) if casts else None,
             reduce_dtype=dtype_named(reduce) if casts else None,
-            # Inputs have the right dtype already, or must not be rounded, as positions.
+            # Inputs have the right dtype already, or must not be rounded, like positions.
             cast_forward_inputs=False,
         )
 

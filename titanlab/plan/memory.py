@@ -69,10 +69,7 @@ _GATHER_BUFFERS = 1
 _SYMMETRIC_GATHERS = 2
 # Blocks whose gradients exist in the precision of the reduction: the one that is being sent, and the one before.
 _REDUCED_BLOCKS = 2
-# Bytes for each logit while the loss is computed, beside the logits' own width c. Eager: in the forward pass logits,
-# their copy in float32 and log-probabilities; in the backward pass log-probabilities, their gradient, and that of the
-# copy. A compiled loss keeps the logits and writes their gradient. Logits that are split over the vocabulary
-# (`titanlab.parallelism.loss.SplitLoss`): log-probabilities, their gradient, and its copy in the logits' precision.
+# Bytes of a number in float32.
 _FLOAT = 4
 # As a limit on bytes of activations: more than any rank keeps, so all kept activations count.
 _ALL_KEPT = sys.maxsize
@@ -265,7 +262,13 @@ class _Ranks:
         return saved + (self.hidden if number < len(self.stages) - 1 else 0)
 
     def _loss(self, pieces: Sequence[str]) -> int:
-        """Largest sum of bytes of logits, log-probabilities and their gradients in one microbatch."""
+        """Largest sum of bytes of logits, log-probabilities and their gradients in one microbatch.
+
+        In eager mode: in the forward pass the logits, their copy in float32 and log-probabilities; in the backward pass
+        log-probabilities, their gradient, and the gradient of the copy. A compiled loss keeps the logits and writes
+        their gradient. Logits that are split over the vocabulary (`titanlab.parallelism.loss.SplitLoss`):
+        log-probabilities, their gradient, and its copy in the logits' precision.
+        """
         recipe, share = self.recipe, self.share
         last = (self.account.pieces or ("",))[-1]
         edges = {edge.name: edge for edge in edge_operations(self.model, recipe.microbatch, recipe.training.seq_len)}
@@ -472,10 +475,9 @@ _COMPARED = 4
 
 @functools.lru_cache(maxsize=4096)
 def peaks(schedule: PipelineSchedule, *, ranks: int, microbatches: int, rank: int) -> Moments:
-    """The moments of a rank in which its memory may be largest: moments that a larger one covers in every stage are
-    left out.
+    """The moments of a rank in which its memory may be largest; the order of numbers is that of the rank's stages.
 
-    The order of numbers is that of the rank's stages.
+    Moments that a larger one covers in every stage are left out.
     """
     few = shorter(ranks, microbatches)
     if few < microbatches:

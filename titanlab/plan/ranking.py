@@ -246,7 +246,7 @@ class RecipeRanking:
             yield bound, (self._refine_schedule, (group, schedule))
 
     def _refine_schedule(self, item: tuple[RecipeGroup, Choice]) -> Iterator[tuple[float, Any]]:
-        """The groups with one schedule each, with a bound that holds for their layouts."""
+        """The group with one schedule, with a bound that holds for all of its layouts."""
         group, schedule = item
         layout = group.layouts[0]
         if layout.pipeline > 1 and not self._fits(group, [schedule]):

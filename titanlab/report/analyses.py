@@ -44,7 +44,7 @@ def scaling_frame(runs: DataFrame, *, weak: bool = False) -> DataFrame:
     The reference of a recipe is the fastest recipe (per device) on the smallest number of devices that differs from it
     in the layout only. `speedup` is the ratio of tokens per second of all devices, and `efficiency_percent` that of one
     device, in percent: 100 if twice the devices are twice as fast. If there were more processes than cores,
-        `oversubscribed` is true, and the speed says nothing about the layout.
+    `oversubscribed` is true, and the speed says nothing about the layout.
 
     Args:
         runs: the frame of `titanlab.report.frames.sweep_frame`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -221,9 +222,8 @@ class SelectiveOp(ACConfig):
         operators = [operator for operation in block for operator in operation.operators]
         chosen = [operator for operator in operators if not set(self.saved).isdisjoint(operator.names)]
         counted = set(self.saved).intersection(MATMULS) if self.every_other_matmul else set()
-        matmuls = [operator for operator in chosen if not counted.isdisjoint(operator.names)]
-        left_out = {id(operator) for operator in matmuls[1::2]}
-        return [operator for operator in chosen if id(operator) not in left_out]
+        matmuls = itertools.count()
+        return [operator for operator in chosen if counted.isdisjoint(operator.names) or next(matmuls) % 2 == 0]
 
     def implementation(self) -> SelectedOperators:
         from titanlab.techniques.ac.recomputation import SelectedOperators

@@ -172,7 +172,7 @@ def _zeros(parameter: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     sharded = DTensor.from_local(
         zeros, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
     )
-    # DTensor makes zeros on the mesh's device; offloaded parameters are on the CPU.
+    # `from_local` moves the zeros to the mesh's device, but offloaded parameters are on the CPU.
     return sharded.to(parameter.device)
 
 

@@ -28,8 +28,7 @@ class PipelineSchedule(OptionConfig, Protocol):
         return [self]
 
     def fixed_size(self) -> tuple[int, int] | None:
-        """The only numbers of ranks and microbatches that the schedule supports; None (the default): it supports
-        several.
+        """The only numbers of ranks and microbatches that the schedule supports; by default None: it supports several.
 
         Raises:
             ConfigError: the file with these numbers cannot be read.
