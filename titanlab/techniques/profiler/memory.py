@@ -211,7 +211,7 @@ def consumers() -> dict[str, int]:
     parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
     states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
     gradients = [parameter.grad for parameter in parameters]
-    kinds = {"parameters": parameters, "gradients": gradients, "optimizer state": states}
+    kinds: dict[str, Sequence[object]] = {"parameters": parameters, "gradients": gradients, "optimizer state": states}
     seen = set[int]()
     return {name: _bytes_of_new(values, seen) for name, values in kinds.items()}
 
