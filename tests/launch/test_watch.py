@@ -18,11 +18,11 @@ from tests.launch.command import alive
 from tests.sweep.jobs import Jobs
 from tests.until import until
 from titanlab.distributed import ALONE, LOG, read_stop, write_stop
-from titanlab.launch import evidence, launcher_named, processes, watch
+from titanlab.launch import RankProcesses, evidence, launcher_named, processes, watch
 from titanlab.launch.contract import ProcessPlace
 from titanlab.launch.evidence import MemoryKills
 from titanlab.launch.job import Job
-from titanlab.launch.processes import RankProcesses, start_worker
+from titanlab.launch.processes import start_worker
 from titanlab.launch.slurm import launcher as slurm_launcher
 from titanlab.launch.watch import RankWatch, StopCheck, ignore_stop_signals, meaning, settle
 from titanlab.records import Outcome, OutcomeKind, RunFolder, Status, StopReason, from_exception

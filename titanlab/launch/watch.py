@@ -14,10 +14,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titanlab.distributed import (
     ANSWER_SECONDS,
@@ -32,10 +34,19 @@ from titanlab.distributed import (
 from titanlab.launch.attempt import note_of_exit
 from titanlab.launch.contract import Launcher, ProcessPlace
 from titanlab.launch.evidence import memory_kills
-from titanlab.launch.job import Job, say
 from titanlab.launch.processes import Escalation, RankProcesses
 from titanlab.records import KillEvidence, Outcome, OutcomeKind, RunFolder, StopReason
 from titanlab.system import STOPPED, process_state
+
+if TYPE_CHECKING:
+    from titanlab.launch.job import Job
+
+
+def say(text: str) -> None:
+    """Print a line to the log of this task."""
+    with contextlib.suppress(OSError):
+        sys.stdout.write(f"{time.strftime('%H:%M:%S')}  {text}\n")
+        sys.stdout.flush()
 
 
 def ignore_stop_signals() -> None:
