@@ -305,7 +305,7 @@ class SharedFields:
             node = copy.deepcopy(node)
         for key, value in own:
             OmegaConf.update(node, key.partition(".")[2], value, merge=True)
-        return to_group(node, name, self._groups[name])
+        return to_group(node, name)
 
     def _referred(self, name: str, source: DictConfig) -> frozenset[str] | None:
         """The other fields to which a field's values refer; None if an interpolation may refer to anything."""
