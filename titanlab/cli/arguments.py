@@ -236,7 +236,7 @@ def _plan(add: Add) -> None:
 
 
 @_verb(
-    "parity",
+    "proofs",
     "prove that recipes train the same: titanlab parity +sweeps=quickstart_layouts",
     usage="titanlab parity [+sweeps=NAME | SWEEP | +recipe=NAME] [KEY=VALUE …] [FLAG …]\n"
     "       titanlab parity A B [FLAG …]",
@@ -262,7 +262,7 @@ def _parity(add: Add) -> str:
 
 
 @_verb(
-    "rehearse",
+    "proofs",
     "find what would break on the cluster: titanlab rehearse +sweeps=llama3_405b_512gpus",
     usage="titanlab rehearse [+sweeps=NAME | SWEEP | +recipe=NAME] [KEY=VALUE …] [FLAG …]",
 )

@@ -17,7 +17,7 @@ import functools
 import re
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, TextIO
 
@@ -242,11 +242,6 @@ def _words(declared: Any) -> str:
     return _WORDS.get(declared, "a value of the key's type")
 
 
-def with_combinations(overrides: Sequence[str]) -> list[str]:
-    """The overrides, with each list of a group's options replaced by the name of their combination."""
-    return list(map(_combined, overrides))
-
-
 def choice_of(group: str, value: Any) -> str:
     """The name of an option, or of the combination of a list of options."""
     if group in combining_groups() and isinstance(value, list) and value:
@@ -254,7 +249,8 @@ def choice_of(group: str, value: Any) -> str:
     return str(value)
 
 
-def _combined(text: str) -> str:
+def with_combination(text: str) -> str:
+    """The override, with a list of a group's options replaced by the name of their combination."""
     key, _, value = text.partition("=")
     group = key.lstrip("+")
     if not value.startswith("[") or group not in combining_groups():

@@ -44,10 +44,9 @@ def ranks(monkeypatch):
             tensors = {"a": torch.ones(2)}
             return [TrainingTrace(losses=[1.0], grad_norms=[1.0], gradients=tensors, parameters=tensors)]
 
-    monkeypatch.setattr("titanlab.cli.parity._Trainer", Trainer)
-    monkeypatch.setattr("titanlab.cli.rehearse.train_in_ranks", ended)
-    for verb in ("parity", "rehearse"):
-        monkeypatch.setattr(f"titanlab.cli.{verb}.prepare", lambda: None)
+    monkeypatch.setattr("titanlab.cli.proofs.Trainer", Trainer)
+    monkeypatch.setattr("titanlab.cli.proofs.train_in_ranks", ended)
+    monkeypatch.setattr("titanlab.cli.proofs.prepare", lambda: None)
     return trained, failing
 
 
