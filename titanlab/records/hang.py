@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from titanlab.errors import ConfigError
-from titanlab.records.json_file import read_object
+from titanlab.records.files import read_object
 from titanlab.records.run_folder import RunFolder
 from titanlab.system import finite, write_text
 
