@@ -9,7 +9,7 @@ from tests.distributed.test_hang import silent, waits
 from tests.records.test_hang_file import values
 from titanlab.cli.verbs import main
 from titanlab.records import Outcome, OutcomeKind, write_hang
-from titanlab.records.hang_file import hang_folder, parse_hang
+from titanlab.records.hang import hang_folder, parse_hang
 
 GROUPS = {"0": {"axis": "shard", "ranks": [0, 1, 2]}}
 

@@ -20,7 +20,6 @@ from titanlab.distributed import has_hung, hung_attempt
 from titanlab.errors import ConfigError
 from titanlab.launch import bad_hosts, clear_bad_hosts, host_names, jobs_folder, submissions
 from titanlab.records import (
-    FileSpan,
     Growing,
     Line,
     LogPart,
@@ -114,8 +113,7 @@ def _lines(
         for rank, path in logs.items()
     }
     cut = {
-        rank: [replace(part, span=replace(part.span, end=min(part.span.end, ends[rank]))) for part in of_rank]
-        for rank, of_rank in by_rank.items()
+        rank: [replace(part, end=min(part.end, ends[rank])) for part in of_rank] for rank, of_rank in by_rank.items()
     }
     if tail is None:
         return merged(_timed(of_rank, pattern) for of_rank in cut.values())
@@ -125,7 +123,7 @@ def _lines(
 
 def _timed(of_rank: Sequence[LogPart], pattern: re.Pattern[bytes] | None) -> Iterator[Line]:
     for part in of_rank:
-        for line in timed(forward(part.span), part.rank, begin=part.begin, end=part.end):
+        for line in timed(forward(part.path, part.start, part.end), part.rank, begin=part.begin, last=part.last):
             if pattern is None or pattern.search(line.text):
                 yield line
 
@@ -134,9 +132,9 @@ def _last(of_rank: Sequence[LogPart], tail: int, pattern: re.Pattern[bytes] | No
     if not of_rank:
         return []
     first, last = of_rank[0], of_rank[-1]
-    whole = FileSpan(path=last.span.path, start=first.span.start, end=last.span.end)
-    texts = (text for text in backward(whole) if pattern is None or pattern.search(text))
-    return timed_from_end(list(itertools.islice(texts, tail))[::-1], last.rank, end=last.end)
+    found = backward(last.path, first.start, last.end)
+    texts = (text for text in found if pattern is None or pattern.search(text))
+    return timed_from_end(list(itertools.islice(texts, tail))[::-1], last.rank, last=last.last)
 
 
 def _follow(
@@ -165,7 +163,7 @@ def _follow(
             if log.changed:
                 output.note(f"{log.path.name} was replaced or cut short; it is read from its beginning")
             if kept := [text for text in texts if pattern is None or pattern.search(text)]:
-                new_lines.append(timed_from_end(kept, number, end=time.time()))
+                new_lines.append(timed_from_end(kept, number, last=time.time()))
         for line in merged(new_lines):
             output.line(line)
         sys.stdout.buffer.flush()
