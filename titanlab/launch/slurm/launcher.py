@@ -38,7 +38,7 @@ from titanlab.launch.launchers_schema import Slurm
 from titanlab.launch.slurm import batch, site, states
 from titanlab.launch.slurm.command import accounted_since, ask_slurm, expression_of, hosts, node_address, scontrol
 from titanlab.launch.slurm.states import REFUSED, memory_word, slurm_states
-from titanlab.launch.submission import JobShape, Submission, jobs_folder, token_of
+from titanlab.launch.submission import JobShape, Submission, check_submitit, has_submitit, jobs_folder, token_of
 from titanlab.records import OutcomeKind
 from titanlab.system import Finding
 
@@ -75,13 +75,14 @@ class SlurmLauncher(Launcher):
         self._config = config
 
     def is_here(self) -> bool:
-        return all(shutil.which(command) is not None for command in site.COMMANDS)
+        return has_submitit() and all(shutil.which(command) is not None for command in site.COMMANDS)
 
     def silence(self) -> str | None:
         return ask_slurm("sinfo", "--noheader", "--format=%P").problem
 
     def check(self, jobs: Sequence[tuple[LaunchConfig, JobShape]]) -> None:
         site.check(jobs)
+        check_submitit("slurm")
 
     def findings(self) -> Iterator[Finding]:
         yield from site.check_slurm(self._config)
