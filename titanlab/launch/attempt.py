@@ -522,16 +522,6 @@ def change(recipe: Recipe, smaller: Recipe) -> str:
     )
 
 
-def hide_device(restart: Restart, recipe: Recipe) -> None:
-    """Hide the device of the rank that was left out from the processes that this process starts from now on."""
-    if restart.left_out is None or recipe.cluster.accelerator != "cuda":
-        return
-    visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
-    visible = visible or [str(number) for number in range(this_host().count)]
-    del visible[restart.left_out : restart.left_out + 1]
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
-
-
 def reduced(recipe: Recipe, usable: int, least: int | None) -> Recipe | None:
     """The resolved recipe with the largest data-parallel degree that fits the usable processes; None if none does.
 
