@@ -8,7 +8,7 @@ from tests import tiny
 from tests.distributed.test_hang import silent, waits
 from tests.records.test_hang_file import values
 from titanlab.records import Outcome, OutcomeKind, write_hang
-from titanlab.records.hang_file import hang_folder, parse_hang
+from titanlab.records.hang import hang_folder, parse_hang
 
 VERB = "diagnose"
 

@@ -161,7 +161,7 @@ def test_attempts_that_went_over_the_same_steps_are_merged_first(made, say, uplo
     assert f"{run.path.name}: wandb has all " in out
     (file,) = uploads[0]
     assert file not in (first, second)
-    assert file.parent.name.endswith(f"-{run.tracker_id()}")
+    assert file.parent.name.endswith(f"-{run.identity().tracker_id}")
     assert not first.exists()
     assert not second.exists()
 

@@ -19,11 +19,22 @@ from tests import tiny
 from titanlab.distributed import ALONE
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.launch import JobShape, Submission, launcher_named, write_submission
-from titanlab.launch import group as rendezvous
+from titanlab.launch import job as rendezvous
 from titanlab.launch.contract import ProcessPlace
-from titanlab.launch.group import MEETING_FILE, Rendezvous, await_meeting, find_meeting, publish_meeting
-from titanlab.launch.job import Job, address_of, claim_run, port_of, say, submitted
+from titanlab.launch.job import (
+    MEETING_FILE,
+    Job,
+    Rendezvous,
+    address_of,
+    await_meeting,
+    find_meeting,
+    port_of,
+    publish_meeting,
+    submitted,
+)
 from titanlab.launch.slurm import launcher as slurm_launcher
+from titanlab.launch.task import claim_run
+from titanlab.launch.watch import say
 from titanlab.recipe import to_mapping
 from titanlab.records import Outcome, OutcomeKind, RunFolder
 
@@ -308,7 +319,7 @@ def test_a_run_is_claimed_until_the_stack_closes(run):
 
 @pytest.mark.parametrize(("seconds", "ending"), [(0.0, False), (100.0, True)])
 def test_who_has_the_run_is_told_when_waiting_is_over(run, monkeypatch, seconds, ending):
-    monkeypatch.setattr("titanlab.launch.job._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("titanlab.launch.task._LOOK_SECONDS", 0.0)
     with run.claim(), contextlib.ExitStack() as stack:
         told = claim_run(run, stack, seconds=seconds, is_ending=lambda: ending)
         assert re.fullmatch(r"is in the hands of process \d+ on .+", told)
@@ -316,7 +327,7 @@ def test_who_has_the_run_is_told_when_waiting_is_over(run, monkeypatch, seconds,
 
 
 def test_a_run_that_becomes_free_is_claimed(run, monkeypatch):
-    monkeypatch.setattr("titanlab.launch.job._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("titanlab.launch.task._LOOK_SECONDS", 0.0)
     with contextlib.ExitStack() as other, contextlib.ExitStack() as stack:
         other.enter_context(run.claim())
         looks = []

@@ -16,11 +16,10 @@ import pytest
 
 from tests.launch.command import alive, children, finished
 from tests.until import until
-from titanlab.distributed import free_port
+from titanlab.distributed import free_port, handled_signals
 from titanlab.launch import processes as local
 from titanlab.launch.contract import Failure
-from titanlab.launch.processes import Escalation
-from titanlab.records import OutcomeKind, RunFolder
+from titanlab.records import OutcomeKind
 
 TWO = ["parallelism=fsdp", "world=2"]
 # Which takes a second less to import.
@@ -179,7 +178,6 @@ def test_ranks_that_end_well(ranks_run, tmp_path, world):
     assert ranks_run(world, f'echo "{values}" > {tmp_path}/rank-$RANK; test $MASTER_PORT -gt 1023') == []
     for rank in range(world):
         assert (tmp_path / f"rank-{rank}").read_text() == f"{rank} {world} {rank} {world} 127.0.0.1\n"
-    # torch's agent sets handlers of its own.
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
@@ -212,26 +210,21 @@ def test_signals_are_handed_on(ranks_run, tmp_path, world, number):
     sender.join()
 
 
-@pytest.fixture
-def _interruptible():
-    """Ctrl-C is an exception, also where a shell that runs this in the background has it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+def test_a_signal_that_comes_before_the_ranks_are_there_waits(ranks_run, monkeypatch, tmp_path):
+    """Afterwards Ctrl-C is an exception again, also where a shell that runs this in the background has it ignored."""
+    usual = local.start_worker
 
+    def late(*given, **named):
+        os.kill(os.getpid(), signal.SIGINT)
+        started = usual(*given, **named)
+        until(lambda: list(tmp_path.glob("ready-*")))
+        return started
 
-@pytest.mark.usefixtures("_interruptible")
-def test_a_signal_that_comes_before_the_ranks_are_there_waits(tmp_path):
-    got = []
-    with local._forwarded_signals(Escalation(RunFolder(tmp_path), attempt=1, world=1, say=print)) as signals:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert got == []
-        signals.forward_to(got.append)
-        assert got == [signal.SIGINT]
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert got == [signal.SIGINT, signal.SIGTERM]
-    with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
+    monkeypatch.setattr(local, "start_worker", late)
+    with handled_signals((signal.SIGINT,), signal.default_int_handler):
+        assert ranks_run(1, f"trap 'exit 0' INT; touch {tmp_path}/ready-$RANK; {WAIT}") == []
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_a_recipe_can_be_handed_over(monkeypatch, tmp_path):

@@ -12,10 +12,10 @@ from tests.planted_package import install_planted
 from tests.planted_schema import Planted
 from titanlab.distributed import this_host
 from titanlab.errors import ConfigError
+from titanlab.launch import attempt as module
 from titanlab.launch import continue_run
-from titanlab.launch import restarts as module
+from titanlab.launch.attempt import Restarts, hide_device, reduced
 from titanlab.launch.launchers_schema import Local, Slurm
-from titanlab.launch.restarts import Restarts, hide_device, reduced
 from titanlab.recipe import Cluster
 from titanlab.records import RESTART, Outcome, OutcomeKind
 from titanlab.system import Console

@@ -20,10 +20,9 @@ from titanlab.launch.launchers_schema import Local, Slurm
 from titanlab.launch.local import jobs_in_order
 from titanlab.records import RECORD, Outcome, OutcomeKind, identify
 from titanlab.sweep import SweepTable, check_study, decide, folder_of, silence_of
-from titanlab.sweep.enqueue import check_folder, settle
 from titanlab.sweep.reconcile import reconcile
-from titanlab.sweep.request import control_points
-from titanlab.sweep.submit import submit
+from titanlab.sweep.space import control_points
+from titanlab.sweep.submit import check_folder, settle, submit
 
 MIXED = [*seeds(2), *seeds(2, shard=2), {"shard": 6}, {"shard": 12}]
 

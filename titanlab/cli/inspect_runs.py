@@ -20,7 +20,6 @@ from titanlab.distributed import has_hung, hung_attempt
 from titanlab.errors import ConfigError
 from titanlab.launch import bad_hosts, clear_bad_hosts, host_names, jobs_folder, submissions
 from titanlab.records import (
-    FileSpan,
     Growing,
     Line,
     LogPart,
@@ -110,21 +109,21 @@ def _lines(
     of_ranks = []
     for rank, path in logs.items():
         parts = log_parts(run, rank, path) if args.attempt is None else [part_of(run, rank, path, args.attempt)]
-        spans = [replace(part.span, end=min(part.span.end, ends[rank])) for part in parts]
-        of_ranks.append([replace(part, span=span) for part, span in zip(parts, spans, strict=True)])
+        of_ranks.append([replace(part, end=min(part.end, ends[rank])) for part in parts])
     if args.tail is None:
 
         def lines_of(parts: Sequence[LogPart]) -> Iterator[Line]:
             for part in parts:
-                times = {"begin": part.begin, "end": part.end}
-                yield from (line for line in timed(forward(part.span), part.rank, **times) if fits(line.text))
+                texts = forward(part.path, part.start, part.end)
+                lines = timed(texts, part.rank, begin=part.begin, last=part.last)
+                yield from (line for line in lines if fits(line.text))
 
         return merged(map(lines_of, of_ranks))
     last = []
     for parts in filter(None, of_ranks):
-        whole = FileSpan(path=parts[-1].span.path, start=parts[0].span.start, end=parts[-1].span.end)
-        texts = list(itertools.islice(filter(fits, backward(whole)), args.tail))[::-1]
-        last.append(timed_from_end(texts, parts[-1].rank, end=parts[-1].end))
+        found = backward(parts[-1].path, parts[0].start, parts[-1].end)
+        texts = list(itertools.islice(filter(fits, found), args.tail))[::-1]
+        last.append(timed_from_end(texts, parts[-1].rank, last=parts[-1].last))
     lines = list(merged(last))
     return lines[len(lines) - min(args.tail, len(lines)) :]
 
@@ -152,7 +151,7 @@ def _follow(run: RunFolder, rank: int | None, ends: Mapping[int, int], fits: Fit
             texts = log.read(last=not goes_on)
             if log.changed:
                 output.note(f"{log.path.name} was replaced or cut short; it is read from its beginning")
-            new_lines.append(timed_from_end(list(filter(fits, texts)), number, end=time.time()))
+            new_lines.append(timed_from_end(list(filter(fits, texts)), number, last=time.time()))
         for line in merged(new_lines):
             output.line(line)
         sys.stdout.buffer.flush()

@@ -190,7 +190,7 @@ def retry_verb(args: Namespace) -> int:
         )
         for chosen in done if args.dry_run else ():
             outcome = chosen.outcome or "never started"
-            console.note(f"{chosen.run.path.name}: {outcome}{', anew' if chosen.anew else ''}")
+            console.note(f"{chosen.run}: {outcome}{', anew' if args.stale else ''}")
         named, runs = sweep_argument(folder.path), counted(len(done), "run")
         if not done:
             console.note(f"nothing of {folder.name} is to be done again; titanlab status {named} shows its runs")

@@ -27,7 +27,6 @@ from titanlab.sweep import (
     SweepFolder,
     aligned,
     cached,
-    cancel,
     failure_text,
     find_run_or_sweep,
     look_at,
@@ -85,6 +84,8 @@ def _show_runs(named: Sequence[RunFolder], rows: Sequence[dict[str, Any]], *, as
 
 def cancel_verb(args: Namespace) -> int:
     """Cancel runs: active runs save and end, waiting runs do not start. Returns 0, also if all have ended."""
+    from titanlab.sweep import cancel
+
     folder = open_sweep(args.sweep, args.runs)
     with Console() as console:
         done = cancel(folder, console.note, names=args.run)

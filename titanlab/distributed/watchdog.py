@@ -47,8 +47,7 @@ _OWN_FILE_MODULES = (
     *("data/", "techniques/tracker/", "checkpoint/", "system/terminal.py", "system/files.py"),
     *("train/weights_", "train/hub_folders.py", "train/interchange.py", "train/starting_weights.py"),
     *("train/dcp.py", "train/initialise.py"),
-    *("records/metrics_file.py", "records/run_folder.py", "records/claim.py", "records/outcome.py"),
-    *("records/json_file.py",),
+    *("records/files.py", "records/run_folder.py", "records/claim.py", "records/outcome.py"),
 )
 _TORCH_FILE_MODULES = ("torch/distributed/checkpoint/", "torch/serialization.py")
 # How long the CPU time of the main thread is measured.

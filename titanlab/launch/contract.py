@@ -103,6 +103,15 @@ class ProcessPlace:
         """An identifier that only the processes of one start of the job share."""
         return f"{self.launcher}:{self.raw_job_id}.{self.restart}"
 
+    @property
+    def ranks_per_node(self) -> int:
+        """Number of the job's ranks on each node."""
+        return max(1, self.ranks.world // max(1, len(self.nodes)))
+
+    def node_of(self, rank: int) -> str:
+        """The node of a rank; the ranks of a job fill its nodes in order, equally many on each."""
+        return self.nodes[min(rank // self.ranks_per_node, len(self.nodes) - 1)]
+
 
 # The name by which launchers of other packages import it.
 Place = ProcessPlace

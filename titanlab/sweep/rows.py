@@ -5,6 +5,8 @@ docs/comparing.md has the meanings of the columns, which `status --json` and the
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import io
 import json
 import time
@@ -25,6 +27,7 @@ from titanlab.techniques.tracker.trackers_schema import Jsonl
 from titanlab.train import tracker_gap
 
 if TYPE_CHECKING:
+    from titanlab.plan import Estimate
     from titanlab.recipe import Recipe
 
 
@@ -395,13 +398,23 @@ _OTHER_LAYOUT = "is that of {layout}, the layout in which it was submitted"
 _IRRELEVANT = ("name", "sweep", "repeat", "seed", "runs", "tracker", "launch", "checkpoint", "profiler", "init_from")
 
 
-def estimate_values(recipe: Recipe) -> dict[str, Any]:
-    """The estimate of a resolved recipe as plain values: `layout`, and the figures or why there are none."""
+def estimated(recipe: Recipe) -> Estimate | str:
+    """The estimate of a resolved recipe, or why there is none; equal runs of a sweep are estimated once."""
+    return _estimated(dataclasses.replace(recipe, name="", repeat=0, seed=0))
+
+
+@functools.cache
+def _estimated(recipe: Recipe) -> Estimate | str:
     from titanlab.plan import estimate_or_reason
 
+    return estimate_or_reason(recipe)
+
+
+def estimate_values(recipe: Recipe) -> dict[str, Any]:
+    """The estimate of a resolved recipe as plain values: `layout`, and the figures or why there are none."""
     values: dict[str, Any] = {"layout": recipe.layout.label, **dict.fromkeys(FIGURES), "note": None}
     try:
-        answer = estimate_or_reason(recipe)
+        answer = estimated(recipe)
     except TitanlabError as error:
         answer = str(error)
     if isinstance(answer, str):

@@ -23,6 +23,7 @@ import json
 import math
 import operator
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -415,3 +416,52 @@ def _part(key: str, value: Any) -> str:
     if isinstance(value, list):
         value = "x".join(map(str, value))
     return f"{short}_{'none' if value is None else value}"
+
+
+# The first repeat of the control: a sweep has at most 1,000 repeats, numbered from 0, and the control's runs must be
+# other runs than the repeats of a point with the same recipe.
+FIRST_REPEAT = 1000
+# The control has at least one run at the beginning, one in the middle, and one at the end.
+_FEWEST = 3
+
+
+def control_points(values: Values, repeats: int) -> list[SweepPoint]:
+    """The points of the control's runs, in their order: one before each round of repeats, and one at the end."""
+    count = max(_FEWEST, repeats + 1)
+    return [SweepPoint(values=values, repeat=FIRST_REPEAT + number, is_control=True) for number in range(count)]
+
+
+def starting_order(points: Sequence[SweepPoint]) -> list[int]:
+    """The numbers of the points in the order in which their runs should start.
+
+    Repeats start in turns, A B B A A B, with the control before, between and after. If the machine becomes slower or
+    faster meanwhile, this affects all recipes alike. Every second round is backwards: over two rounds, a steady drift
+    is the same for each recipe.
+    """
+    rounds: list[list[int]] = []
+    seen = Counter[str]()
+    for number, point in enumerate(points):
+        if point.is_control:
+            continue
+        # `repeat` may be swept like any other key.
+        recipe = canonical_text({key: value for key, value in point.values.items() if key != "repeat"})
+        if seen[recipe] == len(rounds):
+            rounds.append([])
+        rounds[seen[recipe]].append(number)
+        seen[recipe] += 1
+    order: list[int] = []
+    # Where each round ends in the order.
+    ends = [0]
+    for index, numbers in enumerate(rounds):
+        order += reversed(numbers) if index % 2 else numbers
+        ends.append(len(order))
+    controls = [number for number, point in enumerate(points) if point.is_control]
+    if not controls:
+        return order
+    # The control comes first, last, and at equal distances: between rounds, if that fits their number.
+    if len(controls) != len(ends):
+        ends = [len(order) * index // max(1, len(controls) - 1) for index in range(len(controls))]
+    placed: list[int] = []
+    for control, start, end in zip(controls, ends, [*ends[1:], len(order)], strict=True):
+        placed += [control, *order[start:end]]
+    return placed

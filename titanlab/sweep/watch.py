@@ -13,7 +13,6 @@ from typing import Any, TextIO
 
 from titanlab.records import OutcomeKind, RunFolder, Status
 from titanlab.sweep import listing
-from titanlab.sweep.enqueue import wake
 from titanlab.sweep.listing import Row
 from titanlab.sweep.ranking import drift_lines
 from titanlab.sweep.rows import ACTIVE, look_at
@@ -219,6 +218,9 @@ def follow(folder: SweepFolder) -> list[dict[str, Any]]:
 
     If the sweep's supervisor is killed meanwhile, it is started again.
     """
+    # Imported here: showing a sweep does not need it.
+    from titanlab.sweep.submit import wake
+
     look = look_at(folder)
 
     def look_and_wake() -> list[dict[str, Any]]:

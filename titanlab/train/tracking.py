@@ -52,7 +52,7 @@ def tracked_run(
         is_live: whether the run is training now.
     """
     account = recipe.model.account()
-    known = run.tracker_id() or id
+    known = (None if (identity := run.identity()) is None else identity.tracker_id) or id
     if known is None:
         # Runs of earlier versions without a checkpoint have the id only in the records of earlier attempts.
         ids = {attempt: record.id for kind in records(run).values() for attempt, record in kind.items() if record.id}
