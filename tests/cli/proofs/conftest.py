@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanlab.cli import main
 from titanlab.prove import RunFailed, TrainingTrace
 from titanlab.prove.forked import Ended
 from titanlab.records import Outcome, OutcomeKind, RunFolder
@@ -51,15 +50,8 @@ def ranks(monkeypatch):
 
 
 @pytest.fixture
-def says(here, capsys):
-    """Exit code and output of a call."""
-
-    def call(*arguments):
-        capsys.readouterr()
-        code = main(arguments)
-        return code, *capsys.readouterr()
-
-    return call
+def says(here, say):
+    return say
 
 
 @pytest.fixture
