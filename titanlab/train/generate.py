@@ -19,8 +19,8 @@ from titanlab.techniques.model.contract import ModelConfig
 from titanlab.techniques.model.language_model import LanguageModel, shapes_only
 from titanlab.techniques.precision.cast import dtype_named
 from titanlab.train.assemble import default_dtype
-from titanlab.train.balance import set_biases
 from titanlab.train.initialise import fill
+from titanlab.train.totals import set_biases
 from titanlab.train.weights import CONTEXT, biases_of, is_hf_folder, is_weights_folder, open_folder
 
 # The largest context in tokens: all tokens are computed again for each new token, and a folder may allow 131,072.

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,8 +28,7 @@ from titanlab.system import Console, Progress, counted, disk_fault, duration, gr
 from titanlab.techniques.compile.watch import Watch
 from titanlab.techniques.precision.cast import dtype_named
 from titanlab.techniques.tracker.contract import Tracker, open_tracker
-from titanlab.train.balance import ExpertRows
-from titanlab.train.totals import Totals, memory, peak_flops, peak_memory_gib
+from titanlab.train.totals import Load, Totals, memory, peak_flops, peak_memory_gib
 from titanlab.train.tracking import HeldRows, tracked_run
 
 
@@ -118,6 +118,43 @@ class Recorder:
     def finish(self, outcome: Outcome) -> Outcome:
         """Record the end of the run; return the outcome with its metrics."""
         return outcome
+
+
+# Rows with counts of experts in a run, besides the rows of its first and last step.
+_MOST_ROWS = 20
+
+
+class ExpertRows:
+    """Sums the counts of tokens over steps, and writes them from time to time: a row of a large model has 80 KB.
+
+    A row has `counts`, tokens by block and expert over all ranks and microbatches, and `steps`, the number of steps in
+    these sums. The steps of rows depend only on the length of the run, so that runs with different layouts can be
+    compared.
+    """
+
+    def __init__(self, steps: int, write: Callable[[int, Mapping[str, Any]], None]) -> None:
+        self._last, self._every = steps, -(-steps // _MOST_ROWS)
+        self._write = write
+        self._steps = 0
+        self._counts = torch.zeros(0, 0, dtype=torch.float64)
+
+    def after_step(self, step: int, load: Load) -> None:
+        """Add the counts of a step."""
+        counts = torch.tensor(load.counts, dtype=torch.float64)
+        self._counts = counts if not self._steps else self._counts + counts
+        self._steps += 1
+        if step % self._every == 0 or step in (1, self._last):
+            self.at_end(step)
+
+    def go_back(self) -> None:
+        """Forget the counts of steps that are done again."""
+        self._steps = 0
+
+    def at_end(self, step: int) -> None:
+        """Write what was counted since the last row."""
+        if self._steps:
+            self._write(step, {"steps": self._steps, "counts": self._counts.round().long().tolist()})
+        self._steps = 0
 
 
 _STATUS_SECONDS = 1.0
