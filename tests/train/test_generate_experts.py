@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tests import tiny
-from tests.training.test_balance import MODEL, recipe
+from tests.train.test_balance import MODEL, recipe
 from titanlab.checkpoint import latest
 from titanlab.cli import main
 from titanlab.costs import meter
