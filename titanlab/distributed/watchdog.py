@@ -45,7 +45,7 @@ _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 # Modules of titanlab and of torch that read or write files: a rank inside them waits for a disk, not for a rank.
 _OWN_FILE_MODULES = (
     *("data/", "techniques/tracker/", "checkpoint/", "system/terminal.py", "system/files.py"),
-    *("train/weights_", "train/hub_folders.py", "train/interchange.py", "train/starting_weights.py"),
+    *("train/weights.py", "train/interchange.py", "train/starting_weights.py"),
     *("train/dcp.py", "train/initialise.py"),
     *("records/files.py", "records/run_folder.py", "records/claim.py", "records/outcome.py"),
 )
