@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from titanlab.errors import ConfigError
 from titanlab.techniques.model.contract import Foreign, HuggingFaceFamily
-from titanlab.techniques.model.llama_account import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
     from titanlab.costs import RoutedExperts
     from titanlab.techniques.model.llama_schema import Llama
 
-
+# titanlab's names of the embedding's table and of the head's.
+EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"
 _OUTSIDE = {EMBEDDING: "model.embed_tokens.weight", "norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
 _IN_BLOCK = {
     "attention_norm": "input_layernorm",
