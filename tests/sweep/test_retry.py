@@ -214,9 +214,7 @@ def hung(slurm, sweep):
 
 def save(run, *steps):
     """Checkpoints of a run, as far as is read before a job starts."""
-    shapes = {
-        name: list(shape) for name, shape in from_mapping(run.config()).model.account().parameters.items()
-    }
+    shapes = {name: list(shape) for name, shape in from_mapping(run.config()).model.account().parameters.items()}
     for step in steps:
         position = {"step": step, "tokens": 384 * step, "data": {"samples": 12 * step}, "parameters": shapes}
         tiny.write_checkpoint(step_folder(run.checkpoints, step), position)
