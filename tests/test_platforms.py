@@ -15,7 +15,7 @@ from titanlab.launch.rank import fork
 from titanlab.records import provenance
 from titanlab.system import born_at, process_state
 from titanlab.techniques.profiler import memory
-from titanlab.techniques.tracker import wandb_writer as signal_filter
+from titanlab.techniques.tracker import wandb as signal_filter
 from titanlab.train import totals
 
 
