@@ -11,6 +11,7 @@ from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.plan.memory import _Ranks, all_peaks, deferred_bytes, memory, peaks, totals
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer, SelectiveOp
+from titanlab.techniques.schedule.action import peak_in_flight
 from titanlab.techniques.schedule.published_schema import (
     ZBV,
     DualPipeV,
@@ -18,7 +19,6 @@ from titanlab.techniques.schedule.published_schema import (
     InterleavedZeroBubble,
     OneFOneB,
 )
-from titanlab.techniques.schedule.timeline import peak_in_flight
 
 BAR = 0.05
 POLICIES = {

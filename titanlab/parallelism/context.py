@@ -20,8 +20,7 @@ from titanlab.parallelism import exchanges
 from titanlab.parallelism.attention_kernels import choose
 from titanlab.parallelism.collectives import group_named
 from titanlab.parallelism.exchanges import DocumentChunks, GatherKv, Ring
-from titanlab.techniques.model.attention import InnerAttention
-from titanlab.techniques.model.documents import HostStarts, result_like
+from titanlab.techniques.model.attention import HostStarts, InnerAttention, result_like
 from titanlab.techniques.precision.product import departure, has_hooks
 
 EXCHANGES: dict[str, type[Ring] | type[GatherKv]] = {"ring": Ring, "all_gather": GatherKv}
