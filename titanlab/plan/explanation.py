@@ -127,18 +127,12 @@ def explain(recipe: Recipe) -> Explanation:
 
 def timeline_of(recipe: Recipe, machine: Machine) -> Timeline | None:
     """The simulated timeline of a recipe's pipeline, in seconds; None: it has none."""
-    layout, model, schedule = recipe.layout, recipe.model, recipe.schedule
-    if layout.pipeline == 1:
+    ranks, times = recipe.layout.pipeline, model_time(recipe, machine)
+    _, stages = rank_stages(times, recipe.schedule, recipe.parallelism.split, ranks)
+    if stages is None:
         return None
-    times = model_time(recipe, machine)
-    split, ranks = recipe.parallelism.split, layout.pipeline
-    stages = rank_stages(times, model, schedule, split, ranks, recipe.training.seq_len).pipeline
-    assert stages is not None
-    return simulate(
-        recipe.schedule.actions(ranks=ranks, microbatches=recipe.microbatches),
-        stages.placement,
-        durations_of(stages.stages),
-    )
+    actions = recipe.schedule.actions(ranks=ranks, microbatches=recipe.microbatches)
+    return simulate(actions, stages.placement, durations_of(stages.stages))
 
 
 def memory_rows(explanation: Explanation) -> tuple[list[str], list[list[str]]]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from titanlab.costs import meter
 from titanlab.errors import ConfigError
 from titanlab.records import TRAIN, VALIDATION
-from titanlab.report.frames import METRICS, frame_of_rows
-from titanlab.sweep import NAMES, POINT, as_text, figure_columns, recipe_columns
+from titanlab.report.frames import METRICS, frame_of
+from titanlab.sweep import NAMES, POINT, arrow_table, as_text, figure_columns, recipe_columns
 from titanlab.system import import_quietly
 
 if TYPE_CHECKING:
@@ -74,7 +74,8 @@ def sweep_frame(runs: Sequence[WandbRun]) -> DataFrame:
     runs = _ours(runs)
     names = sorted({name for run in runs for name in run.config if name.startswith(POINT)})
     sweeps = {run.group for run in runs}
-    return frame_of_rows([_row(run, names) for run in runs], sweeps.pop() if len(sweeps) == 1 else "wandb")
+    rows = [_row(run, names) for run in runs]
+    return frame_of(arrow_table(rows, sweeps.pop() if len(sweeps) == 1 else "wandb"))
 
 
 def metrics_frame(runs: Sequence[WandbRun], kind: str = TRAIN) -> DataFrame:
