@@ -139,18 +139,15 @@ def memory_rows(explanation: Explanation) -> tuple[list[str], list[list[str]]]:
     """Headings, and a row for each item with its GB by rank; the last rows are the sums."""
     ranks = explanation.ranks
     headings = ["GB", *(f"rank {rank.rank}" for rank in ranks)] if len(ranks) > 1 else ["", "GB"]
-    rows = [
-        [item, *(f"{rank.items[item] / 1e9:.2f}" for rank in ranks)]
-        for item in ITEMS
-        if any(rank.items[item] for rank in ranks)
-    ]
-    rows.append(["allocated", *(f"{rank.allocated / 1e9:.2f}" for rank in ranks)])
     machine = explanation.machine
     process = f", and {machine.process_bytes / 1e9:.2f}" if machine.process_bytes else ""
-    reserved = [f"{reserved_bytes(explanation.recipe, machine, rank) / 1e9:.2f}" for rank in ranks]
-    rows.append([f"reserved (×{machine.allocator_excess:.3g}{process})", *reserved])
-    rows.append(["largest at", *(rank.moment for rank in ranks)])
-    return headings, rows
+    sizes: dict[str, list[float]] = {item: [rank.items[item] for rank in ranks] for item in ITEMS}
+    sizes = {item: bytes_ for item, bytes_ in sizes.items() if any(bytes_)}
+    sizes["allocated"] = [rank.allocated for rank in ranks]
+    reserved = [reserved_bytes(explanation.recipe, machine, rank) for rank in ranks]
+    sizes[f"reserved (×{machine.allocator_excess:.3g}{process})"] = [*reserved]
+    rows = [[item, *(f"{size / 1e9:.2f}" for size in bytes_)] for item, bytes_ in sizes.items()]
+    return headings, [*rows, ["largest at", *(rank.moment for rank in ranks)]]
 
 
 def time_rows(time: StepTime) -> list[list[str]]:

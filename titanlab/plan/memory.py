@@ -152,12 +152,36 @@ def _kept(recipe: Recipe, rank: int, saved: Sequence[int], deferred: Sequence[in
     ranks, microbatches = recipe.layout.pipeline, recipe.microbatches
     if ranks == 1:
         return saved[0]
-    if len(set(saved)) == len(set(deferred)) == 1:
-        pairs = totals(recipe.schedule, ranks=ranks, microbatches=microbatches, rank=rank)
-        return max(passes * saved[0] + halves * deferred[0] for passes, halves in pairs)
-    moments = peaks(recipe.schedule, ranks=ranks, microbatches=microbatches, rank=rank)
-    most: int = max(sum(map(operator.mul, moment, (*saved, *deferred))) for moment in moments)
+    few = shorter(ranks, microbatches)
+    moments = in_flight(recipe.schedule, ranks, few, rank)
+    # If a few more microbatches change nothing, any number does not: do not list the actions of all.
+    if moments != in_flight(recipe.schedule, ranks, min(microbatches, few + ranks), rank):
+        moments = in_flight(recipe.schedule, ranks, microbatches, rank)
+    most: int = max([sum(map(operator.mul, moment, (*saved, *deferred))) for moment in moments])
     return most
+
+
+@functools.lru_cache(maxsize=4096)
+def in_flight(schedule: PipelineSchedule, ranks: int, microbatches: int, rank: int) -> frozenset[tuple[int, ...]]:
+    """The different states of a rank after its actions, in numbers of microbatches; not those with less than before.
+
+    A state has for each stage of the rank the microbatches between forward and gradient of the input; then, again by
+    stage, those between the two halves of a split backward.
+    """
+    own = [stage for stage, owner in enumerate(placement_of(schedule, ranks)) if owner == rank]
+    alive, states = [0] * 2 * len(own), set()
+    for stage, kind, _ in actions_of(schedule, ranks, microbatches)[rank]:
+        place = own.index(stage)
+        if kind is Kind.FORWARD:
+            alive[place] += 1
+        elif kind is Kind.WEIGHT:
+            alive[place + len(own)] -= 1
+        else:
+            alive[place] -= 1
+            alive[place + len(own)] += kind is Kind.INPUT
+        if kind in (Kind.FORWARD, Kind.INPUT):
+            states.add(tuple(alive))
+    return frozenset(states)
 
 
 def _moments(
@@ -433,66 +457,3 @@ def deferred_bytes(model: ModelConfig, share: Share, microbatch: int, seq_len: i
     pieces = {"": block_operations(model, microbatch, seq_len)}
     pieces |= {edge.name: (edge,) for edge in edge_operations(model, microbatch, seq_len)}
     return {name: share.bytes_of(factors(operations)) for name, operations in pieces.items()}
-
-
-# For each moment: by stage of the rank, the microbatches between forward and gradient of the input; then, again by
-# stage, the microbatches between the two halves of a split backward.
-Moments = tuple[tuple[int, ...], ...]
-# Each moment is compared with this many of the largest ones. A larger number finds more covered moments, but costs more
-# time than it saves.
-_COMPARED = 4
-
-
-@functools.lru_cache(maxsize=4096)
-def peaks(schedule: PipelineSchedule, *, ranks: int, microbatches: int, rank: int) -> Moments:
-    """The moments of a rank in which its memory may be largest; the order of numbers is that of the rank's stages.
-
-    Moments that a larger one covers in every stage are left out.
-    """
-    few = shorter(ranks, microbatches)
-    if few < microbatches:
-        # If a few more microbatches change nothing, any number does not: do not list the actions of all.
-        of_few = all_peaks(schedule, ranks, few, rank)
-        if of_few == all_peaks(schedule, ranks, min(microbatches, few + ranks), rank):
-            return of_few
-    return all_peaks(schedule, ranks, microbatches, rank)
-
-
-@functools.lru_cache(maxsize=4096)
-def totals(schedule: PipelineSchedule, *, ranks: int, microbatches: int, rank: int) -> tuple[tuple[int, int], ...]:
-    """The same for a rank with equal stages: each moment's two kinds of numbers, added up over the stages."""
-    moments = peaks(schedule, ranks=ranks, microbatches=microbatches, rank=rank)
-    half = len(moments[0]) // 2
-    largest: list[tuple[int, int]] = []
-    for pair in sorted({(sum(moment[:half]), sum(moment[half:])) for moment in moments}, reverse=True):
-        if not largest or pair[1] > largest[-1][1]:
-            largest.append(pair)
-    return tuple(largest)
-
-
-@functools.lru_cache(maxsize=4096)
-def all_peaks(schedule: PipelineSchedule, ranks: int, microbatches: int, rank: int) -> Moments:
-    """The moments of `peaks`, from all actions of a rank."""
-    stages = [stage for stage, owner in enumerate(placement_of(schedule, ranks)) if owner == rank]
-    place = {stage: number for number, stage in enumerate(stages)}
-    alive, maxima, rose = [0] * 2 * len(stages), set(), False
-    for stage, kind, _ in actions_of(schedule, ranks, microbatches)[rank]:
-        number = place[stage]
-        if kind is Kind.FORWARD:
-            alive[number] += 1
-            rose = True
-            continue
-        # A number can be largest only just before it falls.
-        if rose:
-            maxima.add(tuple(alive))
-        alive[number + len(stages) if kind is Kind.WEIGHT else number] -= 1
-        rose = kind is Kind.INPUT
-        if rose:
-            alive[number + len(stages)] += 1
-    maxima.add(tuple(alive))
-    largest: list[tuple[int, ...]] = []
-    # A moment has a smaller sum than one that covers it.
-    for moment in sorted(maxima, key=sum, reverse=True):
-        if not any(all(map(operator.ge, other, moment)) for other in largest[:_COMPARED]):
-            largest.append(moment)
-    return tuple(sorted(largest))
