@@ -36,7 +36,7 @@ from titanlab.distributed import (
     await_notes,
     caught_signals,
     free_port,
-    handlers_kept,
+    handled_signals,
     hangs_of_others,
     stopped_before_start,
 )
@@ -535,5 +535,5 @@ class _Signals:
 @contextlib.contextmanager
 def _forwarded_signals(escalation: Escalation) -> Iterator[_Signals]:
     """Forward stop signals instead of dying of them; afterwards restore all handlers."""
-    with handlers_kept((*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)):
+    with handled_signals((*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)):
         yield _Signals(escalation)

@@ -24,7 +24,7 @@ _MOST_RANKS = 64
 _MOST_NAMED = 8
 # File and functions in which a rank posts or waits for keys and values of a ring. With NCCL a rank can wait when it
 # posts: the first message of a group starts the group, which waits for the other ranks.
-_RING_FILE, _RING_FUNCTIONS = "titanlab/parallelism/exchanges.py", ("received", "__init__")
+_RING_FILE, _RING_FUNCTIONS = "titanlab/parallelism/context.py", ("received", "transfer")
 # Words for ranks that do not wait for others, for one rank and for several.
 _VERBS = {
     "computes": ("computes", "compute"),
