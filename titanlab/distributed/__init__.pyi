@@ -46,7 +46,6 @@ from .stop import StoppedEarly as StoppedEarly
 from .stop import StopRequest as StopRequest
 from .stop import caught_signals as caught_signals
 from .stop import handled_signals as handled_signals
-from .stop import handlers_kept as handlers_kept
 from .stop import held_signals as held_signals
 from .stop import read_stop as read_stop
 from .stop import stop_request as stop_request
