@@ -321,7 +321,7 @@ def note_of_exit(run: RunFolder, attempt: int, rank: int, code: int, memory: Kil
     outcome, path = from_exit(code, rank=rank, attempt=attempt, memory=memory), rank_log(run, rank)
     begin = 0
     with contextlib.suppress(ConfigError):
-        begin = part_of(run, rank, path, attempt).span.start
+        begin = part_of(run, rank, path, attempt).start
     output = text_at_end(path, begin=begin)
     if NATIVE_SIGN in output and code == 1:
         cause = "a step did not end in time, in native code that lets no other thread run; its log has the stacks"

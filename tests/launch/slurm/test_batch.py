@@ -5,8 +5,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
-from dataclasses import replace
 
 import pytest
 
@@ -50,95 +48,68 @@ def sbatch(tmp_path, monkeypatch):
 
 
 def flags(config, sweep, shape=ONE, runs=("one",)):
-    """The flags of sbatch; True for one without a value."""
-    heads = [line for line in text(config, sweep, shape, runs) if line.startswith("#SBATCH --")]
-    pairs = [head.removeprefix("#SBATCH --").partition("=") for head in heads]
-    return {name: value if equals else True for name, equals, value in pairs}
-
-
-def text(config, sweep, shape=ONE, runs=("one",)):
-    """The lines of the batch file."""
-    return batch.batch_text(config, sweep, submission(shape, runs)).splitlines()
-
-
-def srun(*given):
-    """The arguments of srun."""
-    (line,) = [line for line in text(*given) if line.startswith("srun ")]
-    return shlex.split(line)
+    """The parameters that are not null."""
+    parameters = batch._parameters(config, sweep, submission(shape, runs))
+    return {name: value for name, value in parameters.items() if value is not None}
 
 
 # What the batch file says
 
 
 def test_keys_that_are_null_leave_the_choice_to_the_site(sweep):
-    assert text(SLURM, sweep) == [
-        "#!/bin/bash",
-        "#SBATCH --job-name=layouts/one-aa",
-        "#SBATCH --array=0-0%1",
-        f"#SBATCH --output={sweep}/jobs/%A_%a_0_log.out",
-        f"#SBATCH --error={sweep}/jobs/%A_%a_0_log.err",
-        "#SBATCH --open-mode=append",
-        "#SBATCH --nodes=1",
-        "#SBATCH --ntasks-per-node=1",
-        "#SBATCH --signal=USR2@120",
-        "#SBATCH --requeue",
-        f"export PYTHONPATH={sweep}/code/1${{PYTHONPATH:+:$PYTHONPATH}}",
-        "export PYTHONSAFEPATH=1",
-        (
-            f"srun --unbuffered --output={sweep}/jobs/%A_%a_%t_log.out --error={sweep}/jobs/%A_%a_%t_log.err --export=ALL "
-            f"--kill-on-bad-exit=0 --wait=600 {sys.executable} -P -m titanlab.launch.task {sweep} aa"
-        ),
-    ]
+    assert flags(SLURM, sweep) == {
+        "job_name": "layouts/one-aa",
+        "nodes": 1,
+        "ntasks_per_node": 1,
+        "signal_delay_s": 120,
+        "array_parallelism": 1,
+        "setup": [f"export PYTHONPATH={sweep}/code/1${{PYTHONPATH:+:$PYTHONPATH}}", "export PYTHONSAFEPATH=1"],
+        "srun_args": ["--export=ALL", "--kill-on-bad-exit=0", "--wait=600"],
+        "additional_parameters": {"requeue": True},
+    }
 
 
 def test_keys_that_are_given_are_flags(sweep):
     names = ("partition", "account", "qos", "constraint", "nodelist", "exclude")
     config = Slurm(**{name: f"a-{name}" for name in names}, array_parallelism=3, signal_seconds=60, gpu_type="h100")
-    given = flags(config, sweep, LARGE, ("one", "two", "three", "four"))
+    given = flags(config, sweep, LARGE, ("one", "two"))
     assert {name: given[name] for name in names} == {name: f"a-{name}" for name in names}
-    assert (given["nodes"], given["ntasks-per-node"], given["cpus-per-task"]) == ("2", "4", "3")
-    assert (given["gpus-per-node"], given["mem"], given["time"]) == ("h100:4", "64G", "90")
-    assert (given["array"], given["signal"], given["job-name"]) == ("0-3%3", "USR2@60", "layouts-aa")
-    assert "--cpus-per-task=3" in srun(config, sweep, LARGE)
+    assert (given["nodes"], given["ntasks_per_node"], given["cpus_per_task"]) == (2, 4, 3)
+    assert (given["gpus_per_node"], given["mem"], given["time"]) == ("h100:4", "64G", 90)
+    assert (given["array_parallelism"], given["signal_delay_s"], given["job_name"]) == (3, 60, "layouts-aa")
+    assert given["srun_args"][-1] == "--cpus-per-task=3"
 
 
-def test_gpus_are_asked_for_by_the_flag_that_the_site_takes_unless_it_does_not_manage_them(sweep):
-    assert flags(SLURM, sweep, LARGE)["gpus-per-node"] == "4"
-    assert "gpus-per-node" not in flags(Slurm(ask_for_gpus=False, gpu_type="h100"), sweep, LARGE)
-    assert "gpus-per-node" not in flags(Slurm(gpu_type="h100"), sweep, ONE)
-    given = flags(Slurm(gpu_flag="gres", gpu_type="h100"), sweep, LARGE)
-    assert (given["gres"], "gpus-per-node" in given) == ("gpu:h100:4", False)
-    assert flags(Slurm(gpu_flag="gres"), sweep, LARGE)["gres"] == "gpu:4"
-    assert "gres" not in flags(Slurm(gpu_flag="gres"), sweep)
-    assert "gres" not in flags(Slurm(gpu_flag="gres", ask_for_gpus=False), sweep, LARGE)
-    # What launch.extra says wins, as the nodes may have other devices too.
-    assert flags(Slurm(gpu_flag="gres", extra={"gres": "gpu:4,nvme:1"}), sweep, LARGE)["gres"] == "gpu:4,nvme:1"
-    with pytest.raises(ConfigError, match="launch.gpu_flag=gpus: is no flag for GPUs; try gpus-per-node or gres"):
-        Slurm(gpu_flag="gpus")
+def test_gpus_are_asked_for_unless_the_site_does_not_manage_them(sweep):
+    assert flags(SLURM, sweep, LARGE)["gpus_per_node"] == 4
+    assert "gpus_per_node" not in flags(Slurm(ask_for_gpus=False, gpu_type="h100"), sweep, LARGE)
+    assert "gpus_per_node" not in flags(Slurm(gpu_type="h100"), sweep, ONE)
 
 
 def test_further_flags_are_passed_on_unless_they_are_off(sweep):
     extra = {"reservation": "mine", "exclusive": True, "nice": 0, "comment": None, "hold": False}
     extra["kill-on-invalid-dep"] = "yes"
-    given = flags(Slurm(extra=extra, requeue=False), sweep)
+    given = flags(Slurm(extra=extra, requeue=False), sweep)["additional_parameters"]
     # 0 equals False in Python, and is a value.
-    wanted = {"no-requeue": True, "reservation": "mine", "exclusive": True, "nice": "0", "kill-on-invalid-dep": "yes"}
-    assert given.items() >= wanted.items()
-    assert not {"requeue", "comment", "hold"} & given.keys()
+    assert given == {
+        "no-requeue": True,
+        "reservation": "mine",
+        "exclusive": True,
+        "nice": 0,
+        "kill-on-invalid-dep": "yes",
+    }
 
 
 @pytest.mark.parametrize(
     ("gib", "word"), [(None, None), (0, "0"), (0.0, "0"), (64, "64G"), (64.0, "64G"), (3.5, "3584M"), (0.5, "512M")]
 )
-def test_memory_is_told_in_whole_units(sweep, gib, word):
-    assert flags(SLURM, sweep, replace(ONE, memory_gib=gib)).get("mem") == word
+def test_memory_is_told_in_whole_units(gib, word):
+    assert batch._memory(gib) == word
 
 
 def test_the_preamble_comes_before_variables_and_these_are_quoted(sweep):
     config = Slurm(preamble=["module load cuda", "ulimit -c 0"], environment={"A": "it's $HOME", "B": ""})
-    lines = text(config, sweep)
-    begin = lines.index("module load cuda")
-    assert lines[begin : begin + 5] == [
+    assert flags(config, sweep)["setup"][1:6] == [
         "module load cuda",
         "ulimit -c 0",
         "trap - ERR",
@@ -164,25 +135,37 @@ def test_the_preamble_comes_before_variables_and_these_are_quoted(sweep):
 )
 def test_a_line_of_the_preamble_that_fails_ends_the_job(sweep, preamble, code, said):
     (sweep / "others.sh").write_text("false\ngrep -q x /dev/null\ntrue\n")
-    lines = text(Slurm(preamble=preamble), sweep)
-    (sweep / "job.sh").write_text("\n".join([*lines[:-1], "false", "echo trains"]))
+    (sweep / "job.sh").write_text("\n".join([*flags(Slurm(preamble=preamble), sweep)["setup"], "false", "echo trains"]))
     done = subprocess.run(["bash", "job.sh"], cwd=sweep, capture_output=True, text=True, check=False)
     assert done.returncode == code
     assert (done.stdout + done.stderr).strip().splitlines()[-1].startswith(said)
 
 
+def test_gpus_are_asked_for_by_the_flag_that_the_site_takes(sweep):
+    given = flags(Slurm(gpu_flag="gres", gpu_type="h100"), sweep, LARGE)
+    assert (given["additional_parameters"]["gres"], "gpus_per_node" in given) == ("gpu:h100:4", False)
+    assert flags(Slurm(gpu_flag="gres"), sweep, LARGE)["additional_parameters"]["gres"] == "gpu:4"
+    assert "gres" not in flags(Slurm(gpu_flag="gres"), sweep)["additional_parameters"]
+    assert "gres" not in flags(Slurm(gpu_flag="gres", ask_for_gpus=False), sweep, LARGE)["additional_parameters"]
+    # What launch.extra says wins, as the nodes may have other devices too.
+    extra = Slurm(gpu_flag="gres", extra={"gres": "gpu:4,nvme:1"})
+    assert flags(extra, sweep, LARGE)["additional_parameters"]["gres"] == "gpu:4,nvme:1"
+    with pytest.raises(ConfigError, match="launch.gpu_flag=gpus: is no flag for GPUs; try gpus-per-node or gres"):
+        Slurm(gpu_flag="gpus")
+
+
 @pytest.mark.parametrize(("shape", "survives"), [(LARGE, True), (ONE, False)])
 def test_only_a_job_of_several_nodes_survives_the_loss_of_one(sweep, shape, survives):
-    config = Slurm(restarts=1, min_world=1)
-    assert ("no-kill" in flags(config, sweep, shape)) is survives
-    assert ("--no-kill" in srun(config, sweep, shape)) is survives
-    assert any(line.startswith("export SLURM_NTASKS=") for line in text(config, sweep, shape)) is survives
-    assert "no-kill" not in flags(SLURM, sweep, shape)
+    given = flags(Slurm(restarts=1, min_world=1), sweep, shape)
+    assert ("no-kill" in given["additional_parameters"]) is survives
+    assert ("--no-kill" in given["srun_args"]) is survives
+    assert any(line.startswith("export SLURM_NTASKS=") for line in given["setup"]) is survives
+    assert "no-kill" not in flags(SLURM, sweep, shape)["additional_parameters"]
 
 
 def test_the_command_is_quoted_and_runs_in_the_container(sweep):
     config = Slurm(container=["apptainer", "exec", "my image.sif"], python="/opt/a b/python")
-    assert srun(config, sweep)[-9:] == [
+    assert shlex.split(batch._command(config, sweep, submission())) == [
         *["apptainer", "exec", "my image.sif", "/opt/a b/python", "-P", "-m", "titanlab.launch.task"],
         *[str(sweep), "aa"],
     ]

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import io
 import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from titanlab.distributed import MEETING, QUESTIONS
 from titanlab.errors import ConfigError
 from titanlab.launch.evidence import bad_hosts, host_names
 from titanlab.launch.launchers_schema import Slurm
 from titanlab.launch.slurm.command import answering_lines
-from titanlab.launch.submission import HANDING_OVER, Submission, jobs_folder, submission_file
-from titanlab.system import write_text
+from titanlab.launch.submission import HANDING_OVER, JobShape, Submission, jobs_folder, submission_file
 
 # A call of sbatch that takes longer is killed; then `find` looks for its jobs in the queue.
 _SBATCH_SECONDS = 120
@@ -44,82 +45,77 @@ def submit(config: Slurm, sweep: Path, submission: Submission) -> str:
     Raises:
         ConfigError: sbatch refuses, or does not answer in time; then `find` looks whether the jobs are in the queue.
     """
+    # Imported here: the import is slow, and most verbs do not need it.
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+    from submitit.slurm.slurm import SlurmExecutor
+
+    class BatchExecutor(SlurmExecutor):
+        """Submits a command without a pickle, with titanlab's own call of sbatch.
+
+        submitit's public `submit` pickles a function for each job and moves the pickles after sbatch has answered: if
+        the process is killed in between, the jobs have nothing to run. Here the command contains everything that a job
+        needs. The subclass therefore defines and calls these two methods, as submitit's own executors do. They can go
+        when submitit can submit a command without pickles (`_submit_command` in submitit/core/core.py).
+        """
+
+        def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+            return _sbatch(config, submission_file_path, intent, lock)
+
+        def submit_command(self, command: str) -> str:
+            return str(self._submit_command(command).job_id)
+
+    intent, lock = submission_file(sweep, submission.token), sweep / HANDING_OVER
     folder = jobs_folder(sweep)
     folder.mkdir(parents=True, exist_ok=True)
-    bad = _bad(config, sweep, submission.runs)
-    file = folder / f"{submission.token}.sh"
-    write_text(file, batch_text(config, sweep, submission, bad))
-    words = _sbatch(config, file, submission_file(sweep, submission.token), sweep / HANDING_OVER)
-    answer = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
-    number = re.search(r"job (\d+)", answer.stdout) if answer.returncode == 0 else None
-    if number is None:
-        raise _refused(answer.stdout + answer.stderr, bad)
-    return number[1]
+    executor = BatchExecutor(folder)
+    executor.update_parameters(**_parameters(config, sweep, submission))
+    executor.parameters["map_count"] = len(submission.runs)
+    try:
+        # submitit prints sbatch's message; the error below has it in one line.
+        with contextlib.redirect_stderr(io.StringIO()):
+            return executor.submit_command(_command(config, sweep, submission))
+    except (FailedJobError, FailedSubmissionError) as error:
+        raise _refused(str(error), _bad(config, sweep, submission.runs)) from None
 
 
-def batch_text(config: Slurm, sweep: Path, submission: Submission, bad: Sequence[str] = ()) -> str:
-    """The batch file of an array: flags of sbatch, lines that set up the environment, and one call of srun.
-
-    Args:
-        bad: hosts to leave out, because these runs have failed there.
-    """
-    shape, count = submission.shape, len(submission.runs)
-    # A job that may become smaller goes on without a node that fails; otherwise Slurm ends it.
-    survives = config.min_world is not None and shape.nodes > 1
-    gpus = str(shape.gpus_per_node) if config.gpu_type is None else f"{config.gpu_type}:{shape.gpus_per_node}"
+def _parameters(config: Slurm, sweep: Path, submission: Submission) -> dict[str, Any]:
+    """The parameters that submitit writes into the head of the batch file; None omits a flag."""
+    shape = submission.shape
     asks_for_gpus = config.ask_for_gpus and shape.gpus_per_node > 0
-    # Slurm replaces %A by the number of the array, %a by the index in it, and for srun %t by the rank.
-    logs = jobs_folder(sweep).absolute() / "%A_%a_%t_log"
-    flags = {
-        "job-name": submission.job_name(sweep.name),
-        "array": f"0-{count - 1}%{min(count, config.array_parallelism or count)}",
-        "output": f"{logs}.out".replace("%t", "0"),
-        "error": f"{logs}.err".replace("%t", "0"),
-        "open-mode": "append",
+    number = shape.gpus_per_node
+    gpus = number if config.gpu_type is None else f"{config.gpu_type}:{number}"
+    parameters = {
+        "job_name": submission.job_name(sweep.name),
         "partition": config.partition,
         "account": config.account,
         "qos": config.qos,
         "constraint": config.constraint,
         "nodelist": config.nodelist,
-        "exclude": ",".join([*filter(None, [config.exclude]), *bad]) or None,
+        "exclude": ",".join([*filter(None, [config.exclude]), *_bad(config, sweep, submission.runs)]) or None,
         "time": shape.minutes,
         "nodes": shape.nodes,
-        "ntasks-per-node": shape.tasks_per_node,
-        "cpus-per-task": shape.cpus_per_task,
-        "gpus-per-node": gpus if asks_for_gpus and config.gpu_flag == "gpus-per-node" else None,
-        "gres": f"gpu:{gpus}" if asks_for_gpus and config.gpu_flag == "gres" else None,
+        "ntasks_per_node": shape.tasks_per_node,
+        "cpus_per_task": shape.cpus_per_task,
+        "gpus_per_node": gpus if asks_for_gpus and config.gpu_flag == "gpus-per-node" else None,
         "mem": _memory(shape.memory_gib),
-        "signal": f"USR2@{config.signal_seconds}",
-        "requeue" if config.requeue else "no-requeue": True,
-        "no-kill": True if survives else None,
-        **{name.replace("_", "-"): value for name, value in config.extra.items()},
+        "signal_delay_s": config.signal_seconds,
+        "array_parallelism": config.array_parallelism or len(submission.runs),
+        # submitit would set its own default.
+        "wckey": None,
+        "setup": _setup(config, sweep, submission),
+        "srun_args": _srun(config, shape),
     }
-    lines = ["#!/bin/bash"]
-    for name, value in flags.items():
-        # 0 is a value.
-        if value is not None and value is not False:
-            lines.append(f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={shlex.quote(str(value))}")
-    lines += [_STOP_AT_FAILURE, *config.preamble, "trap - ERR"] if config.preamble else []
-    lines += [f"export {name}={shlex.quote(str(value))}" for name, value in config.environment.items()]
-    for name, value in submission.environment(sweep).items():
-        # The user's own modules stay on the path, after the snapshot of the code.
-        inherited = "${PYTHONPATH:+:$PYTHONPATH}" if name == "PYTHONPATH" else ""
-        lines.append(f"export {name}={shlex.quote(value)}{inherited}")
-    if survives:
-        # sbatch sets it for the nodes that were requested; a job that has lost one may start again on fewer.
-        lines.append(f"export SLURM_NTASKS=$((SLURM_JOB_NUM_NODES * {shape.tasks_per_node}))")
-    if config.container or any(word.startswith("--container") for word in config.srun_arguments):
-        lines += answering_lines(jobs_folder(sweep).absolute())
-    # Slurm must not end ranks: they watch each other, and rank 0 records their ends. The file exports variables by
-    # which the tasks find the code; --export=NONE would drop them.
-    srun = ["srun", "--unbuffered", f"--output={logs}.out", f"--error={logs}.err"]
-    srun += ["--export=ALL", "--kill-on-bad-exit=0", f"--wait={_WAIT_SECONDS}"]
-    # Since Slurm 22.05, srun does not inherit this from the job.
-    srun += [f"--cpus-per-task={shape.cpus_per_task}"] if shape.cpus_per_task is not None else []
-    srun += ["--no-kill"] if survives else []
-    python = sys.executable if config.python is None else config.python
-    command = [*srun, *config.srun_arguments, *config.container, python, *submission.command(sweep)]
-    return "\n".join([*lines, shlex.join(command), ""])
+    flags = {name: value for name, value in config.extra.items() if value is not None and value is not False}
+    if _survives(config, shape):
+        flags = {"no-kill": True, **flags}
+    if asks_for_gpus and config.gpu_flag == "gres":
+        flags = {"gres": f"gpu:{gpus}", **flags}
+    return {**parameters, "additional_parameters": {"requeue" if config.requeue else "no-requeue": True, **flags}}
+
+
+def _survives(config: Slurm, shape: JobShape) -> bool:
+    """Whether a job goes on without a node that fails; otherwise Slurm ends it."""
+    return config.min_world is not None and shape.nodes > 1
 
 
 def _bad(config: Slurm, sweep: Path, runs: Sequence[str]) -> list[str]:
@@ -133,6 +129,40 @@ def _memory(gib: float | None) -> str | None:
     if not gib:
         return None if gib is None else "0"
     return f"{int(gib)}G" if float(gib).is_integer() else f"{int(gib * 1024)}M"
+
+
+def _setup(config: Slurm, sweep: Path, submission: Submission) -> list[str]:
+    environment, shape = submission.environment(sweep), submission.shape
+    lines = [_STOP_AT_FAILURE, *config.preamble, "trap - ERR"] if config.preamble else []
+    lines += [f"export {name}={shlex.quote(str(value))}" for name, value in config.environment.items()]
+    for name, value in environment.items():
+        # The user's own modules stay on the path, after the snapshot of the code.
+        inherited = "${PYTHONPATH:+:$PYTHONPATH}" if name == "PYTHONPATH" else ""
+        lines.append(f"export {name}={shlex.quote(value)}{inherited}")
+    if _survives(config, shape):
+        # sbatch sets it for the nodes that were requested; a job that has lost one may start again on fewer.
+        lines.append(f"export SLURM_NTASKS=$((SLURM_JOB_NUM_NODES * {shape.tasks_per_node}))")
+    if config.container or any(word.startswith("--container") for word in config.srun_arguments):
+        lines += answering_lines(jobs_folder(sweep).absolute())
+    return lines
+
+
+def _srun(config: Slurm, shape: JobShape) -> list[str]:
+    """Arguments of srun, so that Slurm does not end ranks: they watch each other, and rank 0 records their ends."""
+    # The batch file exports variables by which the tasks find the code; --export=NONE would drop them.
+    words = ["--export=ALL", "--kill-on-bad-exit=0", f"--wait={_WAIT_SECONDS}"]
+    if shape.cpus_per_task is not None:
+        # Since Slurm 22.05, srun does not inherit this from the job.
+        words.append(f"--cpus-per-task={shape.cpus_per_task}")
+    if _survives(config, shape):
+        words.append("--no-kill")
+    return [*words, *config.srun_arguments]
+
+
+def _command(config: Slurm, sweep: Path, submission: Submission) -> str:
+    python = sys.executable if config.python is None else config.python
+    words = [*config.container, python, *submission.command(sweep)]
+    return shlex.join(words)
 
 
 def _sbatch(config: Slurm, batch_file: Path, intent: Path, lock: Path) -> list[str]:

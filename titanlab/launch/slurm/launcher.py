@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from titanlab.distributed import Ranks, check_ranks, gpus, number
+from titanlab.distributed import Ranks, gpus, number
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import (
     JobEnd,
@@ -45,7 +45,7 @@ from titanlab.launch.slurm.command import (
     node_address,
     scontrol,
 )
-from titanlab.launch.submission import JobShape, Submission, jobs_folder, token_of
+from titanlab.launch.submission import JobShape, Submission, check_submitit, has_submitit, jobs_folder, token_of
 from titanlab.records import OutcomeKind
 from titanlab.system import Finding
 
@@ -82,13 +82,14 @@ class SlurmLauncher(Launcher):
         self._config = config
 
     def is_here(self) -> bool:
-        return all(shutil.which(name) is not None for name in site.COMMANDS)
+        return has_submitit() and all(shutil.which(name) is not None for name in site.COMMANDS)
 
     def silence(self) -> str | None:
         return ask_slurm("sinfo", "--noheader", "--format=%P").problem
 
     def check(self, jobs: Sequence[tuple[LaunchConfig, JobShape]]) -> None:
         site.check(jobs)
+        check_submitit("slurm")
 
     def findings(self) -> Iterator[Finding]:
         yield from site.check_slurm(self._config)
@@ -266,7 +267,6 @@ def joined_step(environ: Mapping[str, str]) -> Ranks | None:
             cure = "leave the shell, and try: salloc …, then srun titanlab train …"
             raise ConfigError("SLURM_STEP_NUM_TASKS", ranks.world, rule, cure)
         return None
-    check_ranks(ranks)
     if "MASTER_ADDR" in environ:
         return ranks
     if ranks.local_world == ranks.world:
