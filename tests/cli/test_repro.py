@@ -8,7 +8,6 @@ import pytest
 
 from tests import tiny
 from tests.reproduction.repositories import git, make_repository
-from titanlab.cli import main
 from titanlab.recipe import Loader, from_mapping, read_flags, to_mapping
 from titanlab.records import code_fingerprint, collect, git_state, read_config
 from titanlab.sweep.repro import wrong_path
@@ -54,17 +53,11 @@ def made(tmp_path, repository):
 
 
 @pytest.fixture
-def call(capsys, repository, tmp_path, monkeypatch):
+def call(say, repository, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
     # A hook of another repository sets this.
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))
-
-    def call(run, *arguments):
-        code = main(["repro", str(run.path), "--repo", str(repository), "--into", str(tmp_path / "out"), *arguments])
-        return code, *capsys.readouterr()
-
-    return call
+    return lambda run, *words: say("repro", run.path, "--repo", repository, "--into", tmp_path / "out", *words)
 
 
 def snapshot(run, repository, text):
@@ -202,7 +195,6 @@ def test_a_folder_that_is_there_is_refused(made, call, tmp_path):
     code, _, err = call(run)
     assert (code, (tmp_path / "out" / "mine").read_text()) == (2, "x")
     assert "is there already; give a new folder" in err
-    assert call(run, "--attempt", "4")[2].startswith("error: --attempt=4: the run has no such attempt; known: 1; ")
 
 
 def test_a_dry_run_needs_no_folder(made, call, tmp_path):

@@ -250,7 +250,7 @@ class Composer:
             node = copy.deepcopy(node)
         for key, value in own:
             OmegaConf.update(node, key.partition(".")[2], value, merge=True)
-        return to_group(node, name, self._groups[name])
+        return to_group(node, name)
 
 
 def _outside(composed: Composed, groups: Iterable[str]) -> str:
