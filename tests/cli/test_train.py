@@ -44,8 +44,8 @@ def test_one_run_is_executed_here(monkeypatch, environ):
     assert call(["train", "data=synthetic", *launch]) == OutcomeKind.NAN.exit_code
 
 
-@pytest.mark.parametrize("launch", ["local", "slurm cluster=cpu"])
-def test_one_run_is_composed_once(monkeypatch, command, launch):
+@pytest.mark.parametrize(("words", "starts"), [("launch=local", 1), ("launch=slurm cluster=cpu", 1), ("--cfg job", 0)])
+def test_one_run_is_composed_once(monkeypatch, command, words, starts):
     composed = []
     load = ConfigLoaderImpl.load_configuration
 
@@ -55,9 +55,9 @@ def test_one_run_is_composed_once(monkeypatch, command, launch):
 
     monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", counted)
     monkeypatch.setattr("titanlab.cli.sweep.check_study", lambda study: None)
-    said = command(f"train data=synthetic model=debug training.global_batch=8 launch={launch}")
-    assert (said.code, len(said.started), len(composed)) == (0, 1, 1), said.err
-    assert said.started[0].training.global_batch == 8
+    said = command(f"train data=synthetic model=debug training.global_batch=8 {words}")
+    assert (said.code, len(said.started), len(composed)) == (0, starts, 1), said.err
+    assert {recipe.training.global_batch for recipe in said.started} <= {8}
 
 
 @pytest.mark.parametrize(
