@@ -321,11 +321,7 @@ class RunFolder:
         return MetricsWriter(self.path / "metrics.jsonl", attempt=attempt, resumed_step=resumed_step)
 
     def write_status(self, status: Status) -> None:
-        """Replace status.json.
-
-        Raises:
-            FolderGone: the run's folder was moved or removed.
-        """
+        """Replace status.json. FolderGone: the run's folder was moved or removed."""
         if status.state not in STATES:
             raise ValueError(f"{status.state!r} is none of {STATES}")
         try:
@@ -541,11 +537,7 @@ class MetricsWriter:
         self.write(ATTEMPT, resumed_step, {})
 
     def write(self, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append one row.
-
-        Raises:
-            OSError: the disk is full or unreachable; `flush` writes the rest of the row.
-        """
+        """Append one row. OSError: the disk is full or unreachable; `flush` writes the rest of the row."""
         row = {"kind": kind, "step": step, "attempt": self._attempt, "time": round(self._clock(), 3), **metrics}
         line = json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n"
         self._rest += line.encode()
