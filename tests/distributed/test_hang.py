@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests import tiny
-from tests.records.test_hang_file import values
+from tests.records.test_hang import values
 from tests.until import until
 from titanlab.distributed import await_notes, hangs_of_others, has_hung, hung_attempt, judged, note_silence
 from titanlab.distributed import hang as silence
