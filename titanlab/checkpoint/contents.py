@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,15 +115,9 @@ def read_position(checkpoint: Place, key: str, *, cure: str, content: bytes | No
     Raises:
         DamagedCheckpoint: it is missing, is not JSON, lacks a key, or has a key or a value that no run saves.
     """
-    try:
+    with _usable(checkpoint, key, POSITION, cure):
         content = folder_at(checkpoint).read(POSITION, MOST_BYTES) if content is None else content
         file = parsed(content, SavedPosition, POSITION)
-    except DamagedFile as error:
-        raise DamagedCheckpoint(key, checkpoint, f"is damaged: {error}", cure) from error
-    except OSError as error:
-        # The file may be whole: the disk or its permissions are at fault.
-        reason = f"its {POSITION} cannot be read ({error.strerror or type(error).__name__})"
-        raise ConfigError(key, checkpoint, reason, cure) from error
     rule, step_in_name = None, step_named(checkpoint)
     samples, scale = file.data.get("samples", 0), file.loss_scale.get("scale", 1.0)
     if type(samples) is not int or not 0 <= samples < 2**63:
@@ -170,15 +165,12 @@ def check_files(checkpoint: Place, files: Mapping[str, int], key: str, *, cure: 
 
     Raises:
         DamagedCheckpoint: a file is missing, or has another size.
-        StoreFault: the store does not answer, or refuses.
     """
     known = folder_at(checkpoint).sizes(files)
     for name, size in files.items():
-        if name not in known:
-            raise DamagedCheckpoint(key, checkpoint, f"is damaged: its file {name} is missing", cure)
-        if known[name] != size:
-            rule = f"is damaged: its file {name} has {known[name]} bytes, and had {size} when it was saved"
-            raise DamagedCheckpoint(key, checkpoint, rule, cure)
+        if known.get(name) != size:
+            rule = f"has {known[name]} bytes, and had {size} when it was saved" if name in known else "is missing"
+            raise DamagedCheckpoint(key, checkpoint, f"is damaged: its file {name} {rule}", cure)
 
 
 # Prefix of the names of an optimizer's states; a parameter's name follows.
@@ -187,18 +179,19 @@ KEY = "checkpoint.load_from"
 
 
 class Readable(Protocol):
-    """What a run can load: a checkpoint, or a folder of another format that has a position.json too."""
+    """What a run can load: a checkpoint, or a folder of another format that has a position.json too.
+
+    Attributes:
+        names: of all entries.
+    """
 
     @property
-    def saved(self) -> SavedPosition:
-        """The content of position.json."""
+    def saved(self) -> SavedPosition: ...
 
     @property
-    def names(self) -> AbstractSet[str]:
-        """The names of all entries."""
+    def names(self) -> AbstractSet[str]: ...
 
-    def reader(self, checkpoint: Place, key: str) -> Reader:
-        """Reads the tensors."""
+    def reader(self, checkpoint: Place, key: str) -> Reader: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,14 +222,11 @@ def read_contents(checkpoint: Place, key: str) -> Contents:
     # Imported here: it needs numpy, and a command that starts a new run reads no index.
     from titanlab.checkpoint.index import PositionSum
 
-    index = indexed(checkpoint, key)
-    try:
+    index, cure = indexed(checkpoint, key), earlier_hint(checkpoint)
+    with _usable(checkpoint, key, POSITION, cure):
         content = folder_at(checkpoint).read(POSITION, MOST_BYTES)
-    except (DamagedFile, OSError) as error:
-        raise _unusable(checkpoint, key, POSITION, error) from error
     if PositionSum.of(content) != index.position:
         raise damaged(checkpoint, key, f"its file {POSITION} has other bytes than were saved")
-    cure = earlier_hint(checkpoint)
     saved = read_position(checkpoint, key, cure=cure, content=content)
     if saved.files != {file.name: file.size for file in index.files}:
         raise damaged(checkpoint, key, f"its {POSITION} and its {INDEX} have other files")
@@ -248,11 +238,25 @@ def indexed(checkpoint: Place, key: str) -> CheckpointIndex:
     from titanlab.checkpoint.index import OtherFormat, read_index
 
     try:
-        return read_index(checkpoint)
+        with _usable(checkpoint, key, INDEX):
+            return read_index(checkpoint)
     except OtherFormat as error:
         raise ConfigError(key, checkpoint, one_line(error), "use the version of titanlab that saved it") from error
-    except (DamagedFile, OSError) as error:
-        raise _unusable(checkpoint, key, INDEX, error) from error
+
+
+@contextlib.contextmanager
+def _usable(checkpoint: Place, key: str, name: str, cure: str | None = None) -> Iterator[None]:
+    """Raise the errors of reading a file as ConfigError, with a cure; None: names the checkpoint before."""
+    try:
+        yield
+    except DamagedFile as error:
+        if cure is None:
+            raise damaged(checkpoint, key, error) from error
+        raise DamagedCheckpoint(key, checkpoint, f"is damaged: {error}", cure) from error
+    except OSError as error:
+        # The file may be whole: the disk or its permissions are at fault.
+        reason = f"its file {name} cannot be read ({error.strerror or type(error).__name__})"
+        raise ConfigError(key, checkpoint, reason, cure or earlier_hint(checkpoint)) from error
 
 
 def check_checkpoint(
@@ -277,7 +281,10 @@ def check_checkpoint(
     if saved_shapes == declared:
         return saved
     name = next(name for name in [*declared, *saved_shapes] if saved_shapes.get(name) != declared.get(name))
-    shapes = f"{one_line(name)} is {_shape(saved_shapes.get(name))} there and {_shape(declared.get(name))} here"
+    there, here = (
+        one_line("×".join(map(str, known[name]))) if name in known else "absent" for known in (saved_shapes, declared)
+    )
+    shapes = f"{one_line(name)} is {there} there and {here} here"
     raise ConfigError(key, checkpoint, f"is of another model: {shapes}", "choose the model that it was trained as")
 
 
@@ -322,18 +329,6 @@ def check_step(checkpoint: Place, saved: SavedPosition, steps: int) -> None:
         raise ConfigError(
             "training.steps", steps, f"the checkpoint {checkpoint} is of step {step} already", f"try {2 * step}"
         )
-
-
-def _unusable(checkpoint: Place, key: str, name: str, error: DamagedFile | OSError) -> ConfigError:
-    if isinstance(error, DamagedFile):
-        return damaged(checkpoint, key, error)
-    # The file may be whole: the disk or its permissions are at fault.
-    reason = f"its file {name} cannot be read ({error.strerror or type(error).__name__})"
-    return ConfigError(key, checkpoint, reason, earlier_hint(checkpoint))
-
-
-def _shape(shape: list[int] | None) -> str:
-    return "absent" if shape is None else one_line("×".join(str(size) for size in shape))
 
 
 def parent_of(load_from: str | None) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def check_documents(folder: Path, index: ShardIndex, separators: Separators, key
 
 def _beginnings(folder: Path, index: ShardIndex) -> Iterator[tuple[Path, npt.NDArray[Any]]]:
     """The first 2^20 tokens of every file that is not empty."""
-    for shard in (*index.train, *index.validation):
+    for shard in index.shards:
         count = min(shard.tokens, _CHECKED_TOKENS)
         if count:
             yield folder / shard.file, np.fromfile(folder / shard.file, dtype=_stored(index), count=count)
@@ -71,27 +71,28 @@ class Split:
             for shard in index.split(name)
             if shard.tokens
         ]
-        counts = [max(0, len(file) - 1) // seq_len for file in self.files]
-        self._tokens = [file[: n * seq_len].reshape(n, seq_len) for file, n in zip(self.files, counts, strict=True)]
-        self._labels = [
-            file[1 : n * seq_len + 1].reshape(n, seq_len) if n else self._tokens[number]
-            for number, (file, n) in enumerate(zip(self.files, counts, strict=True))
-        ]
-        self._ends = np.cumsum(counts, dtype=np.int64)
-        self.sequences = int(sum(counts))
+        # The sequences of each file: tokens and labels, `[sequences, seq]` each.
+        self._tables = []
+        for file in self.files:
+            n = (len(file) - 1) // seq_len
+            tokens = file[: n * seq_len].reshape(n, seq_len)
+            self._tables.append((tokens, file[1 : n * seq_len + 1].reshape(n, seq_len) if n else tokens))
+        self._ends = np.cumsum([len(tokens) for tokens, _ in self._tables], dtype=np.int64)
+        self.sequences = int(self._ends[-1]) if self.files else 0
 
     def gather(self, sequences: npt.NDArray[np.int64]) -> Batch:
         """Read the sequences with the numbers `[k]`: tokens and labels, int64 `[k, seq]` each."""
         if len(self.files) == 1:
-            return Batch(_rows(self._tokens[0], sequences), _rows(self._labels[0], sequences))
-        tokens = np.empty((len(sequences), self.seq_len), dtype=np.int64)
-        labels = np.empty_like(tokens)
+            tokens, labels = (table.take(sequences, axis=0).astype(np.int64) for table in self._tables[0])
+            return Batch(tokens, labels)
+        found = np.empty((2, len(sequences), self.seq_len), dtype=np.int64)
         files = np.searchsorted(self._ends, sequences, side="right")
         for file in np.unique(files):
             places = np.flatnonzero(files == file)
-            rows = sequences[places] - (self._ends[file] - len(self._tokens[file]))
-            tokens[places], labels[places] = self._tokens[file][rows], self._labels[file][rows]
-        return Batch(tokens, labels)
+            rows = sequences[places] - (self._ends[file] - len(self._tables[file][0]))
+            for part, table in zip(found, self._tables[file], strict=True):
+                part[places] = table[rows]
+        return Batch(found[0], found[1])
 
     def padded_rows(self) -> int:
         """Number of rows that cover every token that can be a label; the last row of each file is padded."""
@@ -109,11 +110,6 @@ class Split:
         labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
         tokens[: len(piece) - 1], labels[: len(piece) - 1] = piece[:-1], piece[1:]
         return tokens, labels
-
-
-def _rows(table: npt.NDArray[Any], numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    rows: npt.NDArray[np.int64] = table.take(numbers, axis=0).astype(np.int64)
-    return rows
 
 
 def _stored(index: ShardIndex) -> np.dtype[Any]:
