@@ -171,13 +171,6 @@ def test_a_file_that_the_disk_does_not_give_is_no_damage(tmp_path, monkeypatch, 
     assert not isinstance(caught.value, DamagedCheckpoint)
 
 
-def test_position_and_index_name_the_same_files(tmp_path):
-    path = made(tmp_path, 1)
-    tiny.write_checkpoint(path, {"step": 1, "parameters": {}, "files": {"rank-00000.safetensors": 3}})
-    with pytest.raises(DamagedCheckpoint, match="its position.json and its index.json have other files"):
-        check_checkpoint(path, {}, "run")
-
-
 def test_a_run_must_be_longer_than_what_it_starts_from(tmp_path):
     path = made(tmp_path, 5)
     saved = read_contents(path, "run").saved

@@ -102,11 +102,7 @@ def step_of(checkpoint: Place) -> int:
 
 
 def checkpoints(folder: Place) -> list[Place]:
-    """Complete checkpoints in a run's folder of checkpoints, oldest first; anything else there is ignored.
-
-    Raises:
-        StoreFault: the store does not answer, or refuses.
-    """
+    """Complete checkpoints in a run's folder of checkpoints, oldest first; anything else there is ignored."""
     paths = [folder / name for name, counts in folder_at(folder).steps().items() if counts and _STEP.fullmatch(name)]
     return sorted(paths, key=lambda path: (step_of(path), path.name))
 
@@ -249,11 +245,7 @@ T = TypeVar("T")
 
 
 def read_while_kept(choose: Callable[[], Place], read: Callable[[Place], T], warn: Callable[[str], None]) -> T:
-    """Read the chosen checkpoint; if its run removes it meanwhile (checkpoint.keep), choose again.
-
-    Raises:
-        ConfigError: no checkpoint is left to choose, or the chosen one exists but cannot be read.
-    """
+    """Read the chosen checkpoint; if its run removes it meanwhile (checkpoint.keep), choose again."""
     while True:
         checkpoint = choose()
         try:
@@ -268,9 +260,6 @@ def find_run_or_checkpoint(text: str, runs: Path | str, key: str = "run") -> tup
     """Find the named run, and the checkpoint if a checkpoint is named.
 
     `RUN/checkpoints/step-00000008` is a checkpoint, `RUN/checkpoints/step-8` the same; `RUN/checkpoints` is the run.
-
-    Raises:
-        ConfigError: no run matches, several match, or the run has no such checkpoint.
     """
     for candidate in (user_path(text), user_path(runs) / text):
         # The unresolved path first: a checkpoint may be a symbolic link to a folder outside the run.

@@ -279,11 +279,7 @@ def read_index(checkpoint: Place) -> CheckpointIndex:
 
 
 def check_tensors(entries: Mapping[str, IndexEntry], file_sizes: Sequence[int]) -> dict[str, IndexedTensor]:
-    """Check that the chunks of each tensor fill it, and that no two chunks share bytes of the files of these sizes.
-
-    Raises:
-        DamagedFile: they do not.
-    """
+    """Check that the chunks of each tensor fill it, and that no two chunks share bytes of the files of these sizes."""
     sizes = np.array(file_sizes, np.int64)
     tensors = {name: _tensor(name, entry, sizes) for name, entry in entries.items()}
     ranges = [tensor.chunks[:, :FIRST_OFFSET] for tensor in tensors.values()]
