@@ -19,7 +19,7 @@ from titanlab.checkpoint.folders import checkpoints
 from titanlab.checkpoint.store import AsyncSaver, NoSaver, PinnedSaver, SyncSaver
 from titanlab.checkpoint.writer import HostBuffer
 from titanlab.distributed import World
-from titanlab.distributed.flight_recorder import last_collectives
+from titanlab.distributed.traffic import last_collectives
 
 
 def test_the_training_goes_on_while_a_copy_is_written(tmp_path, target, monkeypatch):

@@ -57,7 +57,7 @@ class Position(Struct, frozen=True, kw_only=True):
         tracker: the run's id in the tracker.
         layout: degrees of the layout that saved the checkpoint, for users.
         loss_scale: state of the loss scale, see `titanlab.techniques.precision.cast`; empty without loss scaling.
-        routing: by block, state of the balance of its experts, see `titanlab.train.balance`; empty without experts.
+        routing: by block, state of the balance of its experts, see `titanlab.train.totals`; empty without experts.
     """
 
     step: _Count = 0

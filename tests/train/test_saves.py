@@ -27,8 +27,8 @@ from titanlab.records import OutcomeKind, RunFolder, classify, from_exit
 from titanlab.system import FolderGone, disk_fault
 from titanlab.train import Observer, check_beginning
 from titanlab.train import saves as module
+from titanlab.train.dcp import run_source
 from titanlab.train.generate import _load
-from titanlab.train.weights_tensors import run_source
 
 STEPS = 6
 
