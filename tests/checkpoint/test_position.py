@@ -9,6 +9,7 @@ import pytest
 from msgspec import structs
 
 from tests import tiny
+from tests.checkpoint.storage import rewritten
 from titanlab.checkpoint import (
     DamagedCheckpoint,
     Position,
@@ -18,8 +19,6 @@ from titanlab.checkpoint import (
     read_position,
 )
 from titanlab.checkpoint.folders import step_folder
-from titanlab.checkpoint.index import signed
-from titanlab.checkpoint.storage import checksum
 from titanlab.errors import ConfigError
 from titanlab.records import OutcomeKind
 
@@ -134,23 +133,10 @@ def saved(tmp_path):
     return tiny.changed(made, steps=4, every=0), run
 
 
-def spoil(run, step, change):
-    """Change the position in a checkpoint, with checksums that fit."""
-    folder = step_folder(run.checkpoints, step)
-    position = json.loads((folder / "position.json").read_bytes())
-    change(position)
-    content = json.dumps(position).encode()
-    (folder / "position.json").write_bytes(content)
-    index = json.loads((folder / "index.json").read_bytes())
-    del index["checksum"]
-    index["position"] = {"bytes": len(content), "checksum": f"{checksum(content):016x}"}
-    (folder / "index.json").write_bytes(signed(json.dumps(index, separators=(",", ":")).encode()))
-
-
 @pytest.mark.parametrize(("name", "value"), [("samples", "x"), ("samples", None), ("fingerprint", None)])
 def test_what_only_the_data_can_judge_is_found_by_the_ranks(saved, name, value):
     made, run = saved
-    spoil(run, 2, lambda position: position["data"].update({name: value}))
+    rewritten(step_folder(run.checkpoints, 2), lambda position: position["data"].update({name: value}))
     assert tiny.as_rank(made, tiny.begin(made, run)).kind is OutcomeKind.DONE
     assert [row["step"] for row in run.metrics("train")][-3:] == [2, 3, 4]
     log = (run.logs / "rank-0.log").read_text()
@@ -161,6 +147,6 @@ def test_what_only_the_data_can_judge_is_found_by_the_ranks(saved, name, value):
 def test_without_an_older_checkpoint_it_is_one_line(saved):
     made, run = saved
     for step in (1, 2):
-        spoil(run, step, lambda position: position["data"].pop("samples"))
+        rewritten(step_folder(run.checkpoints, step), lambda position: position["data"].pop("samples"))
     with pytest.raises(DamagedCheckpoint, match=r"its position\.json has data\.samples=null: must be"):
         tiny.as_rank(made, tiny.begin(made, run))
