@@ -118,6 +118,31 @@ def command(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 @pytest.fixture
+def say(request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """`say("status", folder)`: exit code, standard output, standard error. A file about one verb has it as `VERB`."""
+    verb = [request.module.VERB] if hasattr(request.module, "VERB") else []
+
+    def call(*words: object) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = main([*verb, *map(str, words)])
+        return code, *capfd.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def shown(say: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
+    """Standard output of a call that succeeds without a word on standard error."""
+
+    def call(*words: object) -> str:
+        code, out, err = say(*words)
+        assert (code, err) == (0, "")
+        return out
+
+    return call
+
+
+@pytest.fixture
 def saved_run(tmp_path: Path) -> Path:
     """A run that has saved a checkpoint and was stopped; no data with text."""
     made = tiny.recipe(tmp_path / "runs", shard=2)

@@ -17,7 +17,7 @@ OWN = {
     "titanlab/checkpoint/store.py": "an error on its way between ranks",
     "titanlab/costs/attention_order.py": "the table of attention kernels, which the package brings",
     "titanlab/checkpoint/writer.py": "values on their way between ranks",
-    "titanlab/distributed/flight_recorder.py": "what torch's recorder gives as JSON in this process",
+    "titanlab/distributed/traffic.py": "what torch's recorder gives as JSON in this process",
     "titanlab/distributed/stop.py": "lines of the watcher that has started the rank",
     "titanlab/techniques/profiler/trace.py": "the trace that torch's profiler has just written in this process",
     "titanlab/techniques/tracker/wandb.py": "lines of the writer that the tracker has started, and of the tracker",

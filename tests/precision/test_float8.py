@@ -14,7 +14,7 @@ from torch import nn
 
 from tests import tiny
 from tests.pool import Pool
-from tests.training.test_resume import same_bits
+from tests.train.test_resume import same_bits
 from titanlab.checkpoint import latest
 from titanlab.checkpoint.folders import checkpoints
 from titanlab.distributed import ALONE, build_mesh, joined, open_world

@@ -35,7 +35,6 @@ def loss_by_tokens(
     """Training loss against tokens, one line for each run; lines that cover each other have different widths.
 
     Args:
-        steps: the frame of `metrics_frame`, or its rows.
         labels: of the lines, by run folder; None: the name and the layout of the run.
         colours: likewise; None: one after the other.
     """

@@ -35,15 +35,10 @@ FLASH3_PACKAGE = "flash_attn_interface"
 FLASH3_CURE = "install FlashAttention 3 (its folder `hopper`), or try auto"
 _NAME = "FA3"
 # torch 2.11 may lack these functions, and with them the kernel.
-_activate, _known, _current, _restore = (
-    getattr(attention, name, None)
-    for name in (
-        "activate_flash_attention_impl",
-        "list_flash_attention_impls",
-        "current_flash_attention_impl",
-        "restore_flash_attention_impl",
-    )
-)
+_activate = getattr(attention, "activate_flash_attention_impl", None)
+_known = getattr(attention, "list_flash_attention_impls", None)
+_current = getattr(attention, "current_flash_attention_impl", None)
+_restore = getattr(attention, "restore_flash_attention_impl", None)
 
 
 def flash3_missing(capability: Capability | None) -> tuple[str, str] | None:
