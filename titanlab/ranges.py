@@ -27,7 +27,8 @@ def ranged(prefix: str) -> Callable[[T], T]:
     """Class decorator: check the numbers of a config dataclass whenever an instance is made; lists become tuples.
 
     Whole numbers: an absolute value of at most `MOST`, or the field's `metadata={"most": …}` (None: another rule
-    checks it). Floats: finite. Fields whose names end in `_seconds`: at most `MOST_SECONDS`.
+    checks it), and at least its `metadata={"least": …}`, with the default as the cure. Floats: finite. Fields whose
+    names end in `_seconds`: at most `MOST_SECONDS`.
 
     Args:
         prefix: prefix of the keys in errors, such as `model.`; empty for the recipe's own keys.
@@ -79,6 +80,9 @@ def _check_size(key: str, field: dataclasses.Field[Any], value: float) -> None:
     # A whole number in a float field counts as a float.
     if isinstance(value, int) and most is not None and "float" not in str(field.type):
         check_whole(key, value, most, cure=f"try {_usual(field)}" if _usual(field) else "give a smaller number")
+    least = field.metadata.get("least")
+    if least is not None and value < least:
+        raise ConfigError(key, value, f"must be at least {least}", f"try {_usual(field)}")
 
 
 def _usual(field: dataclasses.Field[Any]) -> str:
