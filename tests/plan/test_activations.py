@@ -15,6 +15,7 @@ from titanlab.options import discover
 from titanlab.plan import share_of
 from titanlab.plan.memory import deferred_bytes, edge_bytes, in_flight, memory, saved_bytes
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer, SelectiveOp
+from titanlab.techniques.schedule.action import peak_in_flight
 from titanlab.techniques.schedule.published_schema import (
     ZBV,
     DualPipeV,
@@ -22,7 +23,6 @@ from titanlab.techniques.schedule.published_schema import (
     InterleavedZeroBubble,
     OneFOneB,
 )
-from titanlab.techniques.schedule.timeline import peak_in_flight
 
 BAR = 0.05
 POLICIES = {

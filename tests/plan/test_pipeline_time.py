@@ -18,8 +18,8 @@ from titanlab.plan.pipeline_time import (
 from titanlab.plan.step_time import step_time
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing
 from titanlab.techniques.model.llama_schema import Llama
+from titanlab.techniques.schedule.action import simulate
 from titanlab.techniques.schedule.published_schema import ZBV, GPipe, Interleaved1F1B, InterleavedZeroBubble, OneFOneB
-from titanlab.techniques.schedule.timeline import simulate
 
 # Fewer blocks than 405B has, because the search for a balanced split takes seconds; not divisible by the stages.
 BLOCKS_OF_405B = Llama(dim=16384, layers=31, heads=128, kv_heads=8, ffn_dim=53248, vocab_size=128256)

@@ -6,7 +6,7 @@ import pytest
 
 from tests import tiny
 from titanlab.records import read_hang, write_hang
-from titanlab.records.hang_file import hang_folder, parse_hang
+from titanlab.records.hang import hang_folder, parse_hang
 
 FORWARD = {"file": "titanlab/train/assemble.py", "line": 228, "function": "forward_backward"}
 

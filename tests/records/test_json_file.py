@@ -9,7 +9,7 @@ import pytest
 
 from titanlab.errors import ConfigError
 from titanlab.records import as_typed, loaded, read_object, read_optional
-from titanlab.records.json_file import RESTORE
+from titanlab.records.files import RESTORE
 
 
 def refusal(action, *given, **more):

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from titanlab.records.metrics_file import MetricsWriter, read_metrics
+from titanlab.records.run_folder import MetricsWriter, read_metrics
 
 
 def write(path, attempt, resumed_step, steps, kind="train"):

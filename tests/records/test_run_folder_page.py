@@ -9,7 +9,7 @@ import pytest
 from titanlab.costs import meter
 from titanlab.distributed.start_up import PHASES
 from titanlab.records import STATES, Outcome, OutcomeKind, Status, collect
-from titanlab.records.metrics_file import MetricsWriter, read_metrics
+from titanlab.records.run_folder import MetricsWriter, read_metrics
 from titanlab.techniques.profiler.memory import largest
 from titanlab.techniques.profiler.step_parts import EXPOSED, STEP
 from titanlab.techniques.profiler.step_parts import PHASES as PARTS

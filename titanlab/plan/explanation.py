@@ -27,7 +27,7 @@ from titanlab.plan.pipeline_time import durations_of, rank_stages, simulated_tim
 from titanlab.plan.search import MARGIN
 from titanlab.plan.step_time import StepTime, step_time
 from titanlab.recipe import Recipe, check_all_but_data, step_of
-from titanlab.techniques.schedule.timeline import Timeline, simulate
+from titanlab.techniques.schedule.action import Timeline, simulate
 
 MEMORY_ERROR = 0.47
 """The share by which estimated memory was too high for the published run with the largest such error

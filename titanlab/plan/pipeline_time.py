@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 from titanlab.plan.block_time import ModelTime, PieceTime, added_times, total
 from titanlab.plan.stages import actions_of, parts_of, placement_of, splits_backward, stages_of
-from titanlab.techniques.schedule.action import Kind, executed
+from titanlab.techniques.schedule.action import Kind, executed, simulate
 from titanlab.techniques.schedule.contract import PipelineSchedule
-from titanlab.techniques.schedule.timeline import simulate
 
 # Times of stages are rounded to this share of their mean, so that recipes with similar stages share a simulation.
 _ROUNDING = 0.005
@@ -182,7 +181,7 @@ def _short(
     times = [durations[kind][stage] for stage in range(len(stages)) for kind in _KINDS]
 
     def duration(transfer: float) -> float:
-        # The same end of the last action as in `techniques.schedule.timeline.simulate`, but the order is found once.
+        # The same end of the last action as in `techniques.schedule.action.simulate`, but the order is found once.
         free = [0.0] * ranks
         ends: list[float] = []
         for rank, place, need in program:

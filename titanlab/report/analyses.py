@@ -19,9 +19,8 @@ from titanlab.report.figures.style import records_of
 from titanlab.report.frames import sweep_frame
 from titanlab.sweep import SweepFolder, groups, rank, ranking_lines
 from titanlab.system import user_path
-from titanlab.techniques.schedule.action import Kind
+from titanlab.techniques.schedule.action import Kind, Timeline, simulate
 from titanlab.techniques.schedule.contract import PipelineSchedule
-from titanlab.techniques.schedule.timeline import Timeline, simulate
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -20,7 +20,7 @@ from titanlab.report.facts import Facts
 from titanlab.report.figures import bars, over_time, scatter, style
 from titanlab.sweep import state_tone
 from titanlab.system import counted, grouped, significant
-from titanlab.techniques.schedule.timeline import simulate
+from titanlab.techniques.schedule.action import simulate
 
 if TYPE_CHECKING:
     from titanlab.report.figures.traced import TracedFigure

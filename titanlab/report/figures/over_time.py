@@ -13,8 +13,8 @@ import numpy as np
 from titanlab.costs import meter
 from titanlab.report.figures import style
 from titanlab.system import counted, short, significant
+from titanlab.techniques.schedule.action import Timeline
 from titanlab.techniques.schedule.plot import draw_legend, draw_panel, figure_size
-from titanlab.techniques.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
     from pandas import DataFrame
