@@ -1,7 +1,6 @@
 """Gradients of weights that come later are the same: eager or compiled, in float8, cut over ranks, checkpointed."""
 
 import copy
-from collections import Counter
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.parallelism.pipeline_run import SEQ, TOLERANCE, Run, shard
 from titanlab.options import schema_of
-from titanlab.parallelism import pipeline_weights
 from titanlab.parallelism.pipeline_weights import DeferredWeights, linear
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveOp
 from titanlab.techniques.compile.schema import Compile
@@ -109,24 +107,24 @@ def test_a_layer_that_is_called_twice_computes_at_once():
 
 def pipelined(name, data, backend):
     """(error of a gradient, products that were computed later, linear layers) of ranks with compiled blocks."""
-    calls = Counter()
-    accumulate = pipeline_weights._accumulate
+    late = []
+    compute = DeferredWeights.compute
 
     def compiled(stage, mesh):
         Compile(blocks=True, backend=backend).implementation().compile_blocks(stage.layers.values())
         if data > 1:
             shard(False)(stage, mesh)
 
-    def watched(waiting):
-        calls["late"] += 1
-        accumulate(waiting)
+    def watched(deferred, microbatch):
+        late.extend(deferred._by_microbatch[microbatch])
+        compute(deferred, microbatch)
 
     torch._dynamo.reset()
     run = Run(name, 4, wrap=compiled, data=data)
-    with patch.object(pipeline_weights, "_accumulate", watched):
+    with patch.object(DeferredWeights, "compute", watched):
         run.step()
     layers = sum(isinstance(layer, nn.Linear) for stage in run.stages.values() for layer in stage.modules())
-    return run.worst(), calls["late"], layers
+    return run.worst(), len(late), layers
 
 
 @pytest.mark.full
