@@ -147,6 +147,7 @@ def test_nobody_is_accused_where_no_rank_hangs_or_who_has_spoken(run, stopped):
         return {note.rank: note for note in run.failures(1)}
 
     assert notes() == {}
+    assert process_state(2**22 + 1) is None
     run.write_failure(from_exception(LookupError("x"), rank=0))
     assert set(notes()) == {0}
     run.write_failure(waits(0))
