@@ -19,7 +19,6 @@ from titanlab.cli import main
 from titanlab.distributed import Host
 from titanlab.recipe import Recipe, to_mapping
 from titanlab.records import Outcome, OutcomeKind, create_run, identify
-from titanlab.techniques.model import llama_account
 
 LINE = re.compile(r"error: (?P<key>[^=\n]+)=(?P<value>.*?): (?P<rule>.+?); (?P<cure>.+)\n")
 
@@ -149,6 +148,6 @@ def saved_run(tmp_path: Path) -> Path:
     made = tiny.recipe(tmp_path / "runs", shard=2)
     identity = identify(made, data="tiny", hardware="cpu")
     run = create_run(made.runs, name="toy", identity=identity, config=to_mapping(made))
-    shapes = {name: list(shape) for name, shape in llama_account.account(made.model).parameters.items()}
+    shapes = {name: list(shape) for name, shape in made.model.account().parameters.items()}
     tiny.write_checkpoint(run.checkpoints / "step-00000003", {"step": 3, "parameters": shapes})
     return run.path

@@ -121,11 +121,15 @@ def test_what_is_put_aside_and_what_saves_have_left_goes(run, call):
     shutil.copytree(run.checkpoints / "step-00000006", run.checkpoints / "step-00000010.part")
     shutil.copytree(run.checkpoints / "step-00000006", run.checkpoints / "step-00000012.part")
     aged(run.checkpoints / "step-00000010.part")
-    (run.path / ".status.json.7-0a1b2c3d.tmp").write_text("{")
-    aged(run.path / ".status.json.7-0a1b2c3d.tmp")
+    old = [run.path / ".status.json.7-0a1b2c3d.tmp", run.attempt_folder(1) / ".a.123-ff.removing"]
+    for path in (*old, run.path / "status.json.tmp", run.path / ".a.b.partial"):
+        path.write_text("{")
+        aged(path)
+    (run.path / ".young.tmp").write_text("")
     call("--yes")
     assert steps(run) == ["6", "step-00000012.part"]
-    assert not list(run.path.glob(".*.tmp"))
+    assert not any(path.exists() for path in old)
+    assert all((run.path / name).exists() for name in ("status.json.tmp", ".a.b.partial", ".young.tmp"))
 
 
 def test_a_run_at_work_is_left_alone(run, call):

@@ -13,7 +13,7 @@ from titanlab.cli.weights import option_name
 from titanlab.recipe import as_typed
 from titanlab.techniques.model.llama_schema import Llama
 from titanlab.train import is_weights
-from titanlab.train.weights_folder import open_weights
+from titanlab.train.weights import open_weights
 
 SIZES = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 48, "vocab_size": 96}
 MODEL = ["--model", "debug", *(f"model.{key}={value}" for key, value in SIZES.items())]

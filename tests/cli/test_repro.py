@@ -55,6 +55,8 @@ def made(tmp_path, repository):
 @pytest.fixture
 def call(say, repository, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    # A hook of another repository sets this.
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))
     return lambda run, *words: say("repro", run.path, "--repo", repository, "--into", tmp_path / "out", *words)
 
 
@@ -67,7 +69,7 @@ def snapshot(run, repository, text):
     return folder
 
 
-@pytest.mark.parametrize("text", [None, "value = 2\n", "value = 3"])
+@pytest.mark.parametrize("text", [None, "value = 2\n", "value = 3", 'value = "é"\n'])
 def test_the_code_comes_back_from_its_commit_and_difference(made, call, tmp_path, text):
     run = made(text)
     code, out, err = call(run)
@@ -160,11 +162,11 @@ def test_a_patch_that_leaves_the_repository_is_refused(made, call, tmp_path, pat
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_patch_that_does_not_fit_is_named(made, call):
+def test_a_patch_of_which_a_part_does_not_fit_is_named_and_left_out_whole(made, call, tmp_path):
     run = made("value = 2\n")
-    (run.attempt_folder(1) / "code.patch").write_text(PATCH.replace("-value = 1", "-value = 9"))
+    (run.attempt_folder(1) / "code.patch").write_text(PATCH + PATCH.replace("code.py", "other.py"))
     code, _, err = call(run)
-    assert code == 1
+    assert (code, (tmp_path / "out" / "titanlab" / "code.py").read_text()) == (1, "value = 1\n")
     assert err.startswith("warning: code.patch does not fit the commit (")
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.sweep.made import Made, begin, end, train
 from tests.tracker.test_wandb import inspect
-from tests.training.recording.test_rebuild import again, tracked
+from tests.train.recording.test_rebuild import again, tracked
 from titanlab.techniques.tracker import wandb as wandb_upload
 from titanlab.techniques.tracker.contract import FINISHED, RECORD_FILE, Record, read_record, write_record
 from titanlab.techniques.tracker.trackers_schema import Wandb

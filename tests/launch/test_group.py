@@ -148,10 +148,6 @@ def all_but(run, *absent):
         answer_call(run, 1, rank)
 
 
-def test_ranks_fill_the_nodes_in_order():
-    assert [place().node_of(rank) for rank in range(6)] == ["n1", "n1", "n2", "n2", "n3", "n3"]
-
-
 def test_nobody_waits_when_all_answer_or_the_scheduler_knows(run):
     all_but(run)
     assert lost_ranks(Job(run), 1, seconds=600) == Loss()

@@ -24,7 +24,6 @@ from titanlab.sweep import submit as module
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.retry import item_of, retry
 from titanlab.sweep.submit import submit
-from titanlab.techniques.model import llama_account
 
 
 def test_cancel_ends_elements_of_arrays_and_tells_those_that_run(slurm, sweep):
@@ -212,9 +211,7 @@ def hung(slurm, sweep):
 
 def save(run, *steps):
     """Checkpoints of a run, as far as is read before a job starts."""
-    shapes = {
-        name: list(shape) for name, shape in llama_account.account(from_mapping(run.config()).model).parameters.items()
-    }
+    shapes = {name: list(shape) for name, shape in from_mapping(run.config()).model.account().parameters.items()}
     for step in steps:
         position = {"step": step, "tokens": 384 * step, "data": {"samples": 12 * step}, "parameters": shapes}
         tiny.write_checkpoint(step_folder(run.checkpoints, step), position)

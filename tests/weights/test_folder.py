@@ -17,14 +17,13 @@ from titanlab.errors import ConfigError
 from titanlab.techniques.model.contract import Foreign
 from titanlab.techniques.model.llama_schema import Llama, Mixtral
 from titanlab.train import left_out
-from titanlab.train import weights_folder as module
-from titanlab.train.weights_folder import (
+from titanlab.train import weights as module
+from titanlab.train.weights import (
     CHUNK_BYTES,
     SafetensorsSource,
     TensorEntry,
     biases_of,
     check_entries,
-    chunks,
     in_halves,
     in_pairs,
     indexed_files,
@@ -33,7 +32,6 @@ from titanlab.train.weights_folder import (
     open_weights,
     read_entries,
     read_object,
-    usual_dtype,
 )
 
 SIZES = {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 24, "vocab_size": 32}
@@ -91,7 +89,7 @@ def test_rows_are_put_in_pairs_and_back():
 def test_the_format_of_most_tensors_is_the_usual_one():
     def of(*dtypes):
         entries = {str(number): TensorEntry(dtype=dtype, shape=()) for number, dtype in enumerate(dtypes)}
-        return usual_dtype(SafetensorsSource(model=None, entries=entries, places={}, foreign={}))
+        return SafetensorsSource(model=None, entries=entries, places={}, foreign={}).usual_dtype
 
     assert of("F32", "BF16", "BF16") == "bfloat16"
     # Of as many tensors in both, always the same.
@@ -105,7 +103,7 @@ def test_a_tensor_is_cut_into_bounded_boxes_of_whole_heads(shape, rows, most):
     shape = (shape[0] * rows, *shape[1:])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "CHUNK_BYTES", most)
-        found = list(chunks(TensorEntry(dtype="F32", shape=shape), rows=rows))
+        found = list(TensorEntry(dtype="F32", shape=shape).chunks(rows=rows))
     width = 4 * torch.Size(shape[1:]).numel()
     at = 0
     for offsets, sizes in found:
@@ -120,7 +118,7 @@ def test_a_tensor_is_cut_into_bounded_boxes_of_whole_heads(shape, rows, most):
 def test_pieces_of_a_large_table_are_as_large_as_they_may_be():
     entry = TensorEntry(dtype="BF16", shape=(128256, 16384))
     assert entry.nbytes == 2 * 128256 * 16384
-    assert {sizes[0] * 16384 * 2 for _, sizes in list(chunks(entry, rows=128))[:-1]} == {CHUNK_BYTES}
+    assert {sizes[0] * 16384 * 2 for _, sizes in list(entry.chunks(rows=128))[:-1]} == {CHUNK_BYTES}
 
 
 def test_a_tensor_is_read_from_the_file_that_the_index_names(tmp_path):

@@ -112,7 +112,7 @@ def _recipe(arguments: Sequence[str]) -> Recipe:
 
 
 def _lines(result: Plan, *, why: bool) -> list[str]:
-    lines = [search.title(result), *result.machine.notes]
+    lines = [search.title(result), *result.ranking.machine.notes]
     if not result.best:
         return [*lines, "no layout works", *result.advice, *search.left_out(result)]
     lines += aligned(search.HEADINGS, search.table_rows(result), right=search.FIGURES)

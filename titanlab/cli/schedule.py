@@ -18,11 +18,10 @@ from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.sweep import aligned
 from titanlab.system import Console, counted, harmless, is_capable
-from titanlab.techniques.schedule.action import Action, Kind
+from titanlab.techniques.schedule.action import Action, Kind, Timeline, simulate
 from titanlab.techniques.schedule.contract import PipelineSchedule
 from titanlab.techniques.schedule.csv_schema import write_actions
 from titanlab.techniques.schedule.plot import draw, rows
-from titanlab.techniques.schedule.timeline import Timeline, simulate
 
 ALL = "all"
 # Most stages times microbatches; a larger timeline takes minutes.

@@ -107,7 +107,7 @@ class Group(Protocol):
 
 
 def make_attempts(run: RunFolder, group: Group) -> Outcome:
-    """Make attempts at a claimed run until its ranks do not start again. Returns the outcome of the last one."""
+    """Make attempts at a claimed run until its ranks do not start again. Returns the last outcome."""
     while True:
         try:
             recipe = group.next_recipe()
@@ -191,7 +191,11 @@ def check_own_checkpoint(run: RunFolder, recipe: Recipe, checkpoint: Place | Non
         ConfigError: the checkpoint is missing, damaged, of another model, or its position is impossible for this run.
     """
     if checkpoint is None:
-        saved = run.saved_step() or _resumed_step(run)
+        saved = run.saved_step()
+        if not saved and run.section("checkpoint").get("load_from") is None:
+            # The last step from which an attempt of this run has resumed. A run that started from another run's
+            # checkpoint has such rows before it has saved anything.
+            saved = max((row["step"] for row in run.metrics("attempt")), default=0)
         if saved:
             place = checkpoints_of(run)
             name = place if isinstance(place, StorePath) else f"{place.name}/"
@@ -226,10 +230,9 @@ def go_back(run: RunFolder, recipe: Recipe, checkpoint: Place, report: Callable[
     """
     claim_place(run)
     check_own_checkpoint(run, recipe, checkpoint)
-    step = step_of(checkpoint)
-    renamed = put_aside(checkpoints_of(run), after=step)
+    renamed = put_aside(checkpoints_of(run), after=step_of(checkpoint))
     for path in renamed:
-        report(f"goes on from step {step}: {path.stem}, which is later, is put aside as {path.name}")
+        report(f"goes on from step {step_of(checkpoint)}: {path.stem}, which is later, is put aside as {path.name}")
     return renamed
 
 
@@ -240,14 +243,6 @@ def missed_checkpoint(run: RunFolder) -> str | None:
         return None
     rule = f"the checkpoint of step {saved}, which was saved later, is not among its checkpoints"
     return f"goes on from step {step_of(newest)}: {rule}"
-
-
-def _resumed_step(run: RunFolder) -> int:
-    """The last step from which an attempt of this run has resumed, by its rows of metrics; 0: none has resumed."""
-    # A run that started from another run's checkpoint has such rows before it has saved anything.
-    if run.section("checkpoint").get("load_from") is not None:
-        return 0
-    return max((row["step"] for row in run.metrics("attempt")), default=0)
 
 
 def close_dead(run: RunFolder) -> None:
@@ -520,16 +515,6 @@ def change(recipe: Recipe, smaller: Recipe) -> str:
         f"{recipe.layout.label} becomes {smaller.layout.label}, the most data-parallel processes that are left and "
         f"divide training.global_batch={recipe.training.global_batch}, in microbatches of {smaller.microbatch}"
     )
-
-
-def hide_device(restart: Restart, recipe: Recipe) -> None:
-    """Hide the device of the rank that was left out from the processes that this process starts from now on."""
-    if restart.left_out is None or recipe.cluster.accelerator != "cuda":
-        return
-    visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
-    visible = visible or [str(number) for number in range(this_host().count)]
-    del visible[restart.left_out : restart.left_out + 1]
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
 
 
 def reduced(recipe: Recipe, usable: int, least: int | None) -> Recipe | None:

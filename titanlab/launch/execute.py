@@ -20,7 +20,6 @@ from titanlab.launch.attempt import (
     close_earlier,
     conclude,
     go_back,
-    hide_device,
     keep_tokenizer,
     make_attempts,
     missed_checkpoint,
@@ -265,7 +264,8 @@ class RanksHere:
                 self.report(why_not)
             return False
         self.report(self.restart.why)
-        hide_device(self.restart, recipe)
+        if self.restart.left_out is not None and recipe.cluster.accelerator == "cuda":
+            processes.hide_device(self.restart.left_out)
         self.checkpoint, self._put_aside = None, ()
         return True
 

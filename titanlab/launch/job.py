@@ -133,18 +133,14 @@ class Job:
 
     def check_code(self) -> None:
         """Check that this process runs the code that was submitted, and not sources that were edited later."""
-        if self.code is None:
-            return
         here = Path(titanlab.__file__).parent
         # Compare the folders themselves: one folder may have several paths.
         with contextlib.suppress(OSError):
-            if here.samefile(self.code / "titanlab"):
+            if self.code is None or here.samefile(self.code / "titanlab"):
                 return
         rule = f"is not the code of this job, {self.code}: PYTHONPATH was lost or changed on the way to its processes"
-        cure = (
-            "have launch.container and launch.srun_arguments pass PYTHONPATH on, and launch.environment leave it alone"
-        )
-        raise ConfigError("titanlab", here, rule, cure)
+        cure = "have launch.container and launch.srun_arguments pass PYTHONPATH on"
+        raise ConfigError("titanlab", here, rule, f"{cure}, and launch.environment leave it alone")
 
     def refused(self, error: Exception, config: Mapping[str, Any]) -> Outcome:
         """Record an attempt that cannot begin: such an attempt needs a result too."""
@@ -156,15 +152,11 @@ class Job:
 
 
 def submitted(sweep: Path, token: str) -> Submission:
-    """The submission of a job; ConfigError: it does not exist any more."""
+    """The submission of a job; ConfigError: its file was removed, so that another job has its runs."""
     for submission in submissions(sweep):
         if submission.token == token:
             return submission
-    # The file of the submission was removed: another job has its runs.
     raise ConfigError("submission", token, f"is not in {sweep}", "submit the sweep again")
-
-
-_LOOPBACK = "127.0.0.1"
 
 
 def address_of(launcher: Launcher, place: ProcessPlace, environ: Mapping[str, str]) -> str:
@@ -173,7 +165,7 @@ def address_of(launcher: Launcher, place: ProcessPlace, environ: Mapping[str, st
     if address:
         return address
     if len(place.nodes) <= 1:
-        return _LOOPBACK
+        return "127.0.0.1"
     for name in launcher.addresses(place, environ):
         try:
             socket.getaddrinfo(name, None)
@@ -220,20 +212,17 @@ class Rendezvous:
 
 
 def publish_meeting(run: RunFolder, meeting: Rendezvous) -> None:
-    """Write the file that the other ranks poll for."""
-    # Without an attempt the file is in the run's folder: the next start replaces it.
+    """Write the file that the other ranks poll for: in the attempt's folder, or without an attempt in the run's."""
     folder = run.attempt_folder(meeting.attempt) if meeting.attempt else run.path
     write_json(folder / MEETING_FILE, {"schema": 1, **asdict(meeting)})
 
 
 def find_meeting(run: RunFolder, start: str) -> Rendezvous | None:
     """The rendezvous of one start of a job; None while rank 0 has not published it."""
-    attempts = run.attempts()
-    paths = [run.attempt_folder(attempt) / MEETING_FILE for attempt in attempts[-2:]]
-    for path in (*paths, run.path / MEETING_FILE):
+    for folder in (*map(run.attempt_folder, run.attempts()[-2:]), run.path):
         # Another version of titanlab may have written the file.
         with contextlib.suppress(msgspec.ValidationError):
-            meeting = msgspec.convert(read_optional(path), Rendezvous)
+            meeting = msgspec.convert(read_optional(folder / MEETING_FILE), Rendezvous)
             if meeting.start == start:
                 return meeting
     return None
@@ -317,14 +306,12 @@ def _loss(place: ProcessPlace, lost: Collection[int], gone: Collection[int], sec
     counts = {node: sum(place.node_of(rank) == node for rank in lost) for node in place.nodes}
     nodes = tuple(node for node, count in counts.items() if count == place.ranks_per_node)
     where = [node for node, count in counts.items() if count]
-    reason = (
-        f"do not answer within {seconds:g} s"
-        if set(lost) - set(gone)
-        else f"are lost: {place.launcher} has taken {_listed('node', where)} from the job"
-    )
+    is_one = len(lost) == 1
+    if set(lost) - set(gone):
+        reason = f"{'does' if is_one else 'do'} not answer within {seconds:g} s"
+    else:
+        reason = f"{'is' if is_one else 'are'} lost: {place.launcher} has taken {_listed('node', where)} from the job"
     words = f"{_listed('rank', sorted(lost))} on {', '.join(where[:8])} {reason}"
-    if len(lost) == 1:
-        words = words.replace(" do not answer", " does not answer").replace(" are lost", " is lost")
     return Loss(ranks=tuple(sorted(lost)), nodes=nodes, words=words)
 
 

@@ -37,6 +37,7 @@ from titanlab.distributed import (
     handled_signals,
     hangs_of_others,
     stopped_before_start,
+    this_host,
 )
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import Failure
@@ -474,3 +475,22 @@ def worker_environment(ranks: Ranks, attempt: int | None = None) -> dict[str, st
     """Environment variables of a rank that this process starts; without an attempt, the ranks agree on it."""
     own = {PARENT: str(os.getpid())} if attempt is None else {PARENT: str(os.getpid()), ATTEMPT: str(attempt)}
     return ranks.environment() | own
+
+
+DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+def visible_devices(environ: Mapping[str, str]) -> list[str]:
+    """The accelerators that this process may use, as in CUDA_VISIBLE_DEVICES."""
+    host = this_host()
+    if host.accelerator != "cuda":
+        return []
+    visible = [part.strip() for part in environ.get(DEVICES, "").split(",") if part.strip()]
+    return visible[: host.count] if visible else [str(number) for number in range(host.count)]
+
+
+def hide_device(rank: int) -> None:
+    """Hide the device of a rank that was left out from the processes that this process starts from now on."""
+    visible = visible_devices(os.environ)
+    del visible[rank : rank + 1]
+    os.environ[DEVICES] = ",".join(visible)

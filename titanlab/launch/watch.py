@@ -124,14 +124,13 @@ def meaning(
     Args:
         cancelled_by: who has asked titanlab itself to cancel the run.
     """
-    name = signal.Signals(number).name
     if cancelled_by is not None:
         return StopReason(kind=OutcomeKind.CANCELLED, cause=f"{cancelled_by}; the run can be resumed")
     if number == signal.SIGINT:
         return StopReason(kind=OutcomeKind.CANCELLED, cause="interrupted by SIGINT; the run can be resumed")
     if number == signal.SIGXCPU:
         return StopReason(kind=OutcomeKind.WALLTIME, cause="its limit of CPU time is used up (SIGXCPU)")
-    return launcher.stop_reason(name, place, signal_seconds=signal_seconds)
+    return launcher.stop_reason(signal.Signals(number).name, place, signal_seconds=signal_seconds)
 
 
 # When another rank has failed, a worker has this time to record its own state; after a hang it first writes its stacks.

@@ -394,7 +394,24 @@ def sentence_of(ranking: SweepRanking) -> str:
     """The answer in one sentence: who is the best and by how much, or why nobody can be named."""
     by, first, second = ranking.by, ranking.first, ranking.runner_up
     if first is None:
-        return _nothing(ranking)
+        entries, limit = ranking.entries, ranking.max_memory_gib
+        if not entries:
+            return "There is nothing to rank: the sweep has no run."
+        rows = runs(row for entry in entries for row in entry.group.rows)
+        if not any(row["outcome"] == "done" for row in rows):
+            return f"There is nothing to rank: none of {counted(len(rows), 'run')} is done."
+        needs = [entry.memory_gib for entry in entries if entry.memory_gib is not None]
+        if limit is not None and needs and min(needs) > limit:
+            return f"No recipe fits into {limit:g} GiB: the smallest needs {min(needs):.2f}."
+        reason = entries[0].left_out
+        if by == "mfu" and any(entry.left_out == OWN_PEAK for entry in entries):
+            reason = OWN_PEAK
+        elif by != "memory" and any(entry.group.is_oversubscribed for entry in entries):
+            reason = (
+                "the runs had more processes than cores, so that their speed says nothing; rank them by memory "
+                "(--by memory)"
+            )
+        return f"No recipe can be ranked by {_NOUNS[by]}: {reason}."
     if second is None:
         return f"Only {first.label} ({amount(first.centre, by)}) can be ranked: there is nothing to compare it with."
     lead = percent(ranking.gap_percent or 0.0)
@@ -426,18 +443,27 @@ def sentence_of(ranking: SweepRanking) -> str:
 
 def notes_of(ranking: SweepRanking) -> list[str]:
     """What a reader must know to judge the answer: the noise, the drift, and missing runs."""
-    notes = []
+    notes, by = [], ranking.by
     if ranking.ranked and ranking.noise_percent is None:
         notes.append("Noise: unknown, as no recipe has two runs; hydra.sweeper.repeats=3 runs each three times.")
     elif ranking.ranked and ranking.noise_percent is not None:
-        control = [] if ranking.control is None else [ranking.control]
-        repeated = [entry for entry in (*ranking.entries, *control) if entry.runs > 1]
+        controls = [] if ranking.control is None else [ranking.control]
+        repeated = [entry for entry in (*ranking.entries, *controls) if entry.runs > 1]
         notes.append(
             f"Noise: a run differs by {percent(ranking.noise_percent)} (standard deviation, pooled over the repeats of "
             f"{counted(len(repeated), 'recipe')}; {counted(ranking.degrees, 'degree')} of freedom)."
         )
     if ranking.control is not None:
-        notes.append(_control(ranking.control, ranking))
+        control = ranking.control
+        line = f"Control: {control.label}, {amount(control.centre, by)} ({counted(control.runs, 'run')})"
+        if ranking.first is not None and ranking.control_gap_percent is not None:
+            gap = f"{percent(ranking.control_gap_percent)} {'less' if by == 'memory' else 'more'}"
+            line += f"; {ranking.first.label} {'needs' if by == 'memory' else 'does'} {gap}"
+            if ranking.control_interval_percent is not None:
+                low, high = ranking.control_interval_percent
+                end = "within noise" if low <= 0 <= high else "more than noise"
+                line += f" (95% interval {percent(low)} to {percent(high)}), {end}"
+        notes.append(f"{line}.")
     if ranking.drift is not None:
         notes.append(drift_line(ranking.drift, ranking.by))
     worlds = {entry.group.world for entry in ranking.ranked}
@@ -509,44 +535,6 @@ def _cells(place: int, entry: RankedRecipe, by: str, first: RankedRecipe) -> tup
         "" if entry.spread_percent is None else percent(entry.spread_percent),
         against,
     )
-
-
-def _control(control: RankedRecipe, ranking: SweepRanking) -> str:
-    """The control's figures, and how the first recipe compares with them."""
-    by, first = ranking.by, ranking.first
-    line = f"Control: {control.label}, {amount(control.centre, by)} ({counted(control.runs, 'run')})"
-    if first is None or ranking.control_gap_percent is None:
-        return f"{line}."
-    gap = f"{percent(ranking.control_gap_percent)} {'less' if by == 'memory' else 'more'}"
-    line = f"{line}; {first.label} {'needs' if by == 'memory' else 'does'} {gap}"
-    if ranking.control_interval_percent is None:
-        return f"{line}."
-    low, high = ranking.control_interval_percent
-    end = "within noise" if low <= 0 <= high else "more than noise"
-    return f"{line} (95% interval {percent(low)} to {percent(high)}), {end}."
-
-
-def _nothing(ranking: SweepRanking) -> str:
-    """Why no recipe has a place."""
-    entries = ranking.entries
-    if not entries:
-        return "There is nothing to rank: the sweep has no run."
-    rows = runs(row for entry in entries for row in entry.group.rows)
-    if not any(row["outcome"] == "done" for row in rows):
-        return f"There is nothing to rank: none of {counted(len(rows), 'run')} is done."
-    limit = ranking.max_memory_gib
-    needs = [entry.memory_gib for entry in entries if entry.memory_gib is not None]
-    if limit is not None and needs and min(needs) > limit:
-        return f"No recipe fits into {limit:g} GiB: the smallest needs {min(needs):.2f}."
-    oversubscribed = any(entry.group.is_oversubscribed for entry in entries)
-    if ranking.by == "mfu" and any(entry.left_out == OWN_PEAK for entry in entries):
-        return f"No recipe can be ranked by MFU: {OWN_PEAK}."
-    if ranking.by != "memory" and oversubscribed:
-        return (
-            f"No recipe can be ranked by {_NOUNS[ranking.by]}: the runs had more processes than cores, so that their "
-            "speed says nothing; rank them by memory (--by memory)."
-        )
-    return f"No recipe can be ranked by {_NOUNS[ranking.by]}: {entries[0].left_out}."
 
 
 def _counts(ends: dict[str, int]) -> str:

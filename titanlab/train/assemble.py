@@ -14,7 +14,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -51,13 +51,13 @@ from titanlab.parallelism import (
 from titanlab.recipe import Recipe, Training, pieces_by_stage
 from titanlab.records import Messages
 from titanlab.techniques.compile.compiler import GraphMemory
-from titanlab.techniques.model.documents import HostStarts, Packed
+from titanlab.techniques.model.attention import HostStarts, Packed
 from titanlab.techniques.model.language_model import LanguageModel, shapes_only
 from titanlab.techniques.precision.cast import LossScale, dtype_named, keep_in_fp32, step_if
 from titanlab.techniques.precision.product import take_over
 from titanlab.techniques.profiler.contract import Phase, nothing
-from titanlab.train.balance import Balance, NoBalance
 from titanlab.train.initialise import initialise
+from titanlab.train.totals import Balance
 
 
 class Sums(NamedTuple):
@@ -93,9 +93,9 @@ class Assembled:
     to_device: Callable[[Batch], StepBatch]
     forward_backward: Callable[[StepBatch], Sums]
     loss_scale: LossScale
+    balance: Balance
     evaluate: Callable[[StepBatch], Sums]
     evaluation_rows: int
-    balance: NoBalance = field(default_factory=NoBalance)
     after_update: Callable[[], None] = lambda: None
     after_first_step: Callable[[], None] = lambda: None
     messages: Callable[[], Messages | None] = lambda: None
@@ -134,10 +134,20 @@ def assemble(recipe: Recipe, world: World, mesh: Mesh, *, phase: Phase = nothing
     precision = recipe.precision.implementation()
     loss_scale = with_policy(precision.loss_scale(world.device), recipe.training, world.device)
     run = (_pipelined if recipe.layout.pipeline > 1 else _single)(recipe, world, mesh, loss_scale, phase)
-    balance = _balance(recipe, world, mesh, [stage.model for stage in run.stages], run.scale)
+    # Without expert parallelism all ranks of the tensor axis route the same tokens.
+    routes_own = recipe.layout.expert > 1
+    with world.without_data or contextlib.nullcontext():
+        balance = Balance(
+            [stage.model for stage in run.stages],
+            recipe.model.account(),
+            world.device,
+            counts=mesh.coordinate("tensor") == 0 or routes_own,
+            parts=1 if routes_own else recipe.layout.tensor,
+            scale=run.scale,
+            seq_len=recipe.training.seq_len // recipe.layout.context,
+        )
 
     def forward_backward(batch: StepBatch) -> Sums:
-        # The counts are of one step only.
         balance.begin()
         return run.forward_backward(batch)
 
@@ -267,26 +277,6 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, 
         evaluation_rows=recipe.local_batch,
         messages=pipeline.messages,
     )
-
-
-def _balance(
-    recipe: Recipe, world: World, mesh: Mesh, models: Sequence[nn.Module], scale: float | torch.Tensor
-) -> NoBalance:
-    account = recipe.model.account()
-    if account.experts is None:
-        return NoBalance()
-    # Without expert parallelism all ranks of the tensor axis route the same tokens.
-    routes_own = recipe.layout.expert > 1
-    with world.without_data or contextlib.nullcontext():
-        return Balance(
-            models,
-            account,
-            world.device,
-            counts=mesh.coordinate("tensor") == 0 or routes_own,
-            parts=1 if routes_own else recipe.layout.tensor,
-            scale=scale,
-            seq_len=recipe.training.seq_len // recipe.layout.context,
-        )
 
 
 def _loss(recipe: Recipe, mesh: Mesh, model: nn.Module | None, scale: float | torch.Tensor) -> Loss:

@@ -153,17 +153,12 @@ class SilentCorruption(TitanlabError):
 
 
 class _Finding(NamedTuple):
-    """What differs on one rank.
-
-    Attributes:
-        loss: whether the rank's own loss differs.
-        name: the first parameter whose gradient differs; empty: none.
-    """
+    """What differs on one rank: its own loss, and gradients (the first one's name, their number, and their bytes)."""
 
     loss: bool
     name: str
     parameters: int
-    values: int
+    bytes: int
 
 
 class RepeatedStep:
@@ -208,16 +203,23 @@ class RepeatedStep:
             count = _different(gradients[name], gradient) if name in gradients else gradient.numel()
             if count:
                 different[name] = count
-        finding = _Finding(
-            loss=bool(_different(loss, sums.loss_sum)),
-            name=next(iter(different), ""),
-            parameters=len(different),
-            values=sum(different.values()),
-        )
-        of_ranks = enumerate(self._world.gather(finding))
-        findings = {rank: of_rank for rank, of_rank in of_ranks if of_rank.loss or of_rank.name}
-        if findings:
-            raise SilentCorruption(_sentence(step, findings))
+        is_other_loss = _different(loss, sums.loss_sum) > 0
+        own = _Finding(is_other_loss, next(iter(different), ""), len(different), sum(different.values()))
+        of_ranks = enumerate(self._world.gather(own))
+        findings = {rank: finding for rank, finding in of_ranks if finding.loss or finding.name}
+        if not findings:
+            return
+        # A wrong gradient spreads to other ranks when gradients are reduced; the loss is each rank's own.
+        ranks = [rank for rank, finding in findings.items() if finding.loss] or list(findings)
+        named = f"rank {ranks[0]}" if len(ranks) == 1 else f"one of ranks {', '.join(map(str, ranks))}"
+        finding = findings[ranks[0]]
+        wrong = ["the loss"] if finding.loss else []
+        if finding.name:
+            rest = f" and {finding.parameters - 1} more parameters" if finding.parameters > 1 else ""
+            count_text = f"{finding.bytes} byte{'s'[: finding.bytes > 1]}"
+            wrong.append(f"the gradient of {finding.name}{rest} ({count_text})")
+        text = f"{named} computed {' and '.join(wrong)} twice with different results"
+        raise SilentCorruption(f"silent data corruption at step {step}: {text}")
 
     def _gradients(self) -> list[tuple[str, torch.Tensor]]:
         return [
@@ -231,20 +233,6 @@ def _different(first: torch.Tensor, second: torch.Tensor) -> int:
     """How many bytes differ; NaN equals NaN of the same bits."""
     views = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (first, second)]
     return int((views[0] != views[1]).sum())
-
-
-def _sentence(step: int, findings: dict[int, _Finding]) -> str:
-    # A wrong gradient spreads to other ranks when gradients are reduced; the loss is each rank's own.
-    own = [rank for rank, finding in findings.items() if finding.loss]
-    ranks = own or list(findings)
-    named = f"rank {ranks[0]}" if len(ranks) == 1 else f"one of ranks {', '.join(map(str, ranks))}"
-    finding = findings[ranks[0]]
-    count = f"{finding.values} byte{'s'[: finding.values > 1]}"
-    what = "the loss" if finding.loss else ""
-    if finding.name:
-        rest = f" and {finding.parameters - 1} more parameters" if finding.parameters > 1 else ""
-        what += f"{' and ' if what else ''}the gradient of {finding.name}{rest} ({count})"
-    return f"silent data corruption at step {step}: {named} computed {what} twice with different results"
 
 
 class Rollbacks:

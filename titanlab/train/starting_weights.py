@@ -29,15 +29,7 @@ from titanlab.errors import ConfigError
 from titanlab.records import read_config
 from titanlab.system import user_path
 from titanlab.techniques.model.contract import ModelConfig
-from titanlab.train.hub_folders import CONFIG, is_hf_folder, open_hf
-from titanlab.train.weights_folder import (
-    Biases,
-    SafetensorsSource,
-    biases_of,
-    is_weights_folder,
-    model_of,
-    open_weights,
-)
+from titanlab.train.weights import HF_CONFIG, Biases, SafetensorsSource, biases_of, model_of, open_folder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -99,13 +91,6 @@ def not_read(recipe: Recipe) -> Sequence[str]:
     return () if source is None else source.not_read
 
 
-def open_folder(path: Path, key: str) -> SafetensorsSource | None:
-    """Open an imported folder or a Hugging Face folder; None if the path is neither."""
-    if is_weights_folder(path):
-        return open_weights(path, key)
-    return open_hf(path, key) if is_hf_folder(path) else None
-
-
 def _folder(text: str) -> SafetensorsSource | None:
     """The weights in a folder of this host; None if `init_from` names a checkpoint."""
     return None if is_address(text) else open_folder(user_path(text), KEY)
@@ -123,7 +108,7 @@ def start_fingerprint(recipe: Recipe) -> str | None:
     if source is not None and source.digest:
         return source.digest
     if source is not None:
-        return _sampled([path / CONFIG, *sorted({file for file, _ in source.places.values()})])
+        return _sampled([path / HF_CONFIG, *sorted({file for file, _ in source.places.values()})])
     checkpoint = _checkpoint(recipe.init_from)
     if has_pickle(checkpoint):
         return _sampled(sorted(path for path in checkpoint.glob("*.distcp") if path.is_file()))
@@ -150,7 +135,7 @@ def fill_start(
     assert recipe.init_from is not None
     source = _folder(recipe.init_from)
     if source is not None:
-        from titanlab.train.weights_tensors import fill
+        from titanlab.train.initialise import fill
 
         fill(model, source)
         return biases_of(recipe.model, source.biases, KEY, recipe.init_from)

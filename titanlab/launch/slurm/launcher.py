@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from titanlab.distributed import Ranks, check_ranks, gpus, number
+from titanlab.distributed import Ranks, gpus, number
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import (
     JobEnd,
@@ -261,7 +261,6 @@ def joined_step(environ: Mapping[str, str]) -> Ranks | None:
             cure = "leave the shell, and try: salloc …, then srun titanlab train …"
             raise ConfigError("SLURM_STEP_NUM_TASKS", ranks.world, rule, cure)
         return None
-    check_ranks(ranks)
     if "MASTER_ADDR" in environ:
         return ranks
     if ranks.local_world == ranks.world:
