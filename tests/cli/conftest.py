@@ -98,8 +98,9 @@ def command(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.setattr("titanlab.cli.sweep.submit", submit)
     monkeypatch.setattr("titanlab.cli.sweep._report", lambda *given, **named: None)
     monkeypatch.setattr("titanlab.cli.sweep.follow", follow)
-    monkeypatch.setattr("titanlab.launch.execute.execute", execute)
+    # First the module that imports `execute`, which must not keep the one put in its place.
     monkeypatch.setattr("titanlab.cli.resume.continue_run", continue_run)
+    monkeypatch.setattr("titanlab.launch.execute.execute", execute)
     for module in ("titanlab.launch.execute", "titanlab.cli.weights", "titanlab.sweep.plan"):
         monkeypatch.setattr(f"{module}.this_host", lambda: Host(accelerator="cpu", device="cpu", count=2))
 

@@ -170,6 +170,7 @@ def site(tmp_path_factory):
     """A folder on `sys.path` into which another package was installed: an optimizer of its own, with its YAML."""
     schema = """\
 from dataclasses import dataclass
+from titanlab.errors import ConfigError
 from titanlab.techniques.optimizer.contract import Scheduled
 from titanlab.options import option
 

@@ -37,7 +37,7 @@ def test_one_run_is_executed_here(monkeypatch, environ):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(execute, "execute", lambda run, console: Outcome(kind=OutcomeKind.NAN))
-    monkeypatch.setattr(execute, "prepare", lambda recipes, report: recipes)
+    monkeypatch.setattr("titanlab.launch.prepare", lambda recipes, report: recipes)
     monkeypatch.setattr(sweep, "run_study", lambda *given, **named: pytest.fail("submitted"))
     # A rank that somebody else started has been launched already.
     launch = ["launch=slurm", "cluster=cpu"] if environ else []

@@ -167,7 +167,7 @@ def wandb_with(tags):
         ({"seed": "many"}, "seed", "could not be converted to Integer"),
         ({"training": {"steps": 1.5}}, "training.steps", "could not be converted to Integer"),
         ({"training": {"steps": 0}}, "training.steps", "must be at least 1"),
-        ({"optimizer": {"kind": "adamw", "betas": 0.9}}, "optimizer.betas", "float is not a "),
+        ({"optimizer": {"kind": "adamw", "betas": 0.9}}, "optimizer.betas", " is not a "),
     ],
 )
 def test_a_frozen_recipe_is_checked_field_by_field(change, key, rule):

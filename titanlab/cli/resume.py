@@ -176,7 +176,7 @@ def retry_verb(args: Namespace) -> int:
     """Submit runs again, and print which. Returns 0, also if there is nothing to submit."""
     if args.outcome and args.all_failed:
         raise ConfigError("--outcome", args.outcome, "is one of those of --all-failed", "leave one of the two out")
-    outcomes = list(filter(None, map(str.strip, args.outcome.split(","))))
+    outcomes = [word.strip() for word in args.outcome.split(",") if word.strip()]
     folder = open_sweep(args.sweep, args.runs)
     with Console() as console:
         done = retry(

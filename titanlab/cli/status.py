@@ -163,7 +163,8 @@ _LARGEST = 10
 def clean_verb(args: Namespace) -> int:
     """Remove what the user agrees to. Returns 1 if something could not be removed, 130 after Ctrl-C."""
     takes_all = args.what.strip() == "all"
-    kinds = list(KINDS) if takes_all else list(dict.fromkeys(filter(None, map(str.strip, args.what.split(",")))))
+    words = [word.strip() for word in args.what.split(",") if word.strip()]
+    kinds = list(KINDS) if takes_all else list(dict.fromkeys(words))
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown or not kinds:
         rule = f"{unknown[0]} is no kind" if unknown else "names no kind"
