@@ -163,12 +163,13 @@ def test_only_a_job_of_several_nodes_survives_the_loss_of_one(sweep, shape, surv
     assert "no-kill" not in flags(SLURM, sweep, shape)["additional_parameters"]
 
 
-def test_the_command_is_quoted_and_runs_in_the_container(sweep):
-    config = Slurm(container=["apptainer", "exec", "my image.sif"], python="/opt/a b/python")
-    assert shlex.split(batch._command(config, sweep, submission())) == [
-        *["apptainer", "exec", "my image.sif", "/opt/a b/python", "-P", "-m", "titanlab.launch.task"],
-        *[str(sweep), "aa"],
-    ]
+def test_the_command_is_quoted_and_runs_in_the_container(sbatch, sweep, tmp_path):
+    sbatch(f'cp "$1" {tmp_path}/file; echo "Submitted batch job 123"')
+    write_submission(sweep, submission())
+    batch.submit(Slurm(container=["apptainer", "exec", "my image.sif"], python="/opt/a b/python"), sweep, submission())
+    (line,) = [line for line in (tmp_path / "file").read_text().splitlines() if line.startswith("srun ")]
+    words = ["apptainer", "exec", "my image.sif", "/opt/a b/python", "-P", "-m", "titanlab.launch.task"]
+    assert shlex.split(line)[-9:] == [*words, str(sweep), "aa"]
 
 
 # The call of sbatch

@@ -20,7 +20,7 @@ from titanlab.errors import ConfigError
 from titanlab.launch.evidence import bad_hosts, host_names
 from titanlab.launch.launchers_schema import Slurm
 from titanlab.launch.slurm.command import answering_lines
-from titanlab.launch.submission import HANDING_OVER, JobShape, Submission, jobs_folder, submission_file
+from titanlab.launch.submission import HANDING_OVER, Submission, jobs_folder, submission_file
 
 # A call of sbatch that takes longer is killed; then `find` looks for its jobs in the queue.
 _SBATCH_SECONDS = 120
@@ -70,10 +70,11 @@ def submit(config: Slurm, sweep: Path, submission: Submission) -> str:
     executor = BatchExecutor(folder)
     executor.update_parameters(**_parameters(config, sweep, submission))
     executor.parameters["map_count"] = len(submission.runs)
+    python = sys.executable if config.python is None else config.python
     try:
         # submitit prints sbatch's message; the error below has it in one line.
         with contextlib.redirect_stderr(io.StringIO()):
-            return executor.submit_command(_command(config, sweep, submission))
+            return executor.submit_command(shlex.join([*config.container, python, *submission.command(sweep)]))
     except (FailedJobError, FailedSubmissionError) as error:
         raise _refused(str(error), _bad(config, sweep, submission.runs)) from None
 
@@ -81,10 +82,21 @@ def submit(config: Slurm, sweep: Path, submission: Submission) -> str:
 def _parameters(config: Slurm, sweep: Path, submission: Submission) -> dict[str, Any]:
     """The parameters that submitit writes into the head of the batch file; None omits a flag."""
     shape = submission.shape
+    # A job that may become smaller goes on without a node that fails; otherwise Slurm ends it.
+    survives = config.min_world is not None and shape.nodes > 1
     asks_for_gpus = config.ask_for_gpus and shape.gpus_per_node > 0
-    number = shape.gpus_per_node
-    gpus = number if config.gpu_type is None else f"{config.gpu_type}:{number}"
-    parameters = {
+    gpus = shape.gpus_per_node if config.gpu_type is None else f"{config.gpu_type}:{shape.gpus_per_node}"
+    # Slurm must not end ranks: they watch each other, and rank 0 records their ends. The batch file exports variables
+    # by which the tasks find the code; --export=NONE would drop them.
+    srun = ["--export=ALL", "--kill-on-bad-exit=0", f"--wait={_WAIT_SECONDS}"]
+    # Since Slurm 22.05, srun does not inherit this from the job.
+    srun += [f"--cpus-per-task={shape.cpus_per_task}"] if shape.cpus_per_task is not None else []
+    srun += ["--no-kill"] if survives else []
+    flags: dict[str, Any] = {"requeue" if config.requeue else "no-requeue": True}
+    flags |= {"no-kill": True} if survives else {}
+    flags |= {"gres": f"gpu:{gpus}"} if asks_for_gpus and config.gpu_flag == "gres" else {}
+    flags |= {name: value for name, value in config.extra.items() if value is not None and value is not False}
+    return {
         "job_name": submission.job_name(sweep.name),
         "partition": config.partition,
         "account": config.account,
@@ -102,20 +114,10 @@ def _parameters(config: Slurm, sweep: Path, submission: Submission) -> dict[str,
         "array_parallelism": config.array_parallelism or len(submission.runs),
         # submitit would set its own default.
         "wckey": None,
-        "setup": _setup(config, sweep, submission),
-        "srun_args": _srun(config, shape),
+        "setup": _setup(config, sweep, submission, survives=survives),
+        "srun_args": [*srun, *config.srun_arguments],
+        "additional_parameters": flags,
     }
-    flags = {name: value for name, value in config.extra.items() if value is not None and value is not False}
-    if _survives(config, shape):
-        flags = {"no-kill": True, **flags}
-    if asks_for_gpus and config.gpu_flag == "gres":
-        flags = {"gres": f"gpu:{gpus}", **flags}
-    return {**parameters, "additional_parameters": {"requeue" if config.requeue else "no-requeue": True, **flags}}
-
-
-def _survives(config: Slurm, shape: JobShape) -> bool:
-    """Whether a job goes on without a node that fails; otherwise Slurm ends it."""
-    return config.min_world is not None and shape.nodes > 1
 
 
 def _bad(config: Slurm, sweep: Path, runs: Sequence[str]) -> list[str]:
@@ -131,38 +133,19 @@ def _memory(gib: float | None) -> str | None:
     return f"{int(gib)}G" if float(gib).is_integer() else f"{int(gib * 1024)}M"
 
 
-def _setup(config: Slurm, sweep: Path, submission: Submission) -> list[str]:
-    environment, shape = submission.environment(sweep), submission.shape
+def _setup(config: Slurm, sweep: Path, submission: Submission, *, survives: bool) -> list[str]:
     lines = [_STOP_AT_FAILURE, *config.preamble, "trap - ERR"] if config.preamble else []
     lines += [f"export {name}={shlex.quote(str(value))}" for name, value in config.environment.items()]
-    for name, value in environment.items():
+    for name, value in submission.environment(sweep).items():
         # The user's own modules stay on the path, after the snapshot of the code.
         inherited = "${PYTHONPATH:+:$PYTHONPATH}" if name == "PYTHONPATH" else ""
         lines.append(f"export {name}={shlex.quote(value)}{inherited}")
-    if _survives(config, shape):
+    if survives:
         # sbatch sets it for the nodes that were requested; a job that has lost one may start again on fewer.
-        lines.append(f"export SLURM_NTASKS=$((SLURM_JOB_NUM_NODES * {shape.tasks_per_node}))")
+        lines.append(f"export SLURM_NTASKS=$((SLURM_JOB_NUM_NODES * {submission.shape.tasks_per_node}))")
     if config.container or any(word.startswith("--container") for word in config.srun_arguments):
         lines += answering_lines(jobs_folder(sweep).absolute())
     return lines
-
-
-def _srun(config: Slurm, shape: JobShape) -> list[str]:
-    """Arguments of srun, so that Slurm does not end ranks: they watch each other, and rank 0 records their ends."""
-    # The batch file exports variables by which the tasks find the code; --export=NONE would drop them.
-    words = ["--export=ALL", "--kill-on-bad-exit=0", f"--wait={_WAIT_SECONDS}"]
-    if shape.cpus_per_task is not None:
-        # Since Slurm 22.05, srun does not inherit this from the job.
-        words.append(f"--cpus-per-task={shape.cpus_per_task}")
-    if _survives(config, shape):
-        words.append("--no-kill")
-    return [*words, *config.srun_arguments]
-
-
-def _command(config: Slurm, sweep: Path, submission: Submission) -> str:
-    python = sys.executable if config.python is None else config.python
-    words = [*config.container, python, *submission.command(sweep)]
-    return shlex.join(words)
 
 
 def _sbatch(config: Slurm, batch_file: Path, intent: Path, lock: Path) -> list[str]:
